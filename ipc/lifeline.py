@@ -1,0 +1,110 @@
+"""No process outlives its parent.
+
+A parent keeps the writing end of a pipe open as long as it lives; a child sees the end of file, however
+the parent ended. (A parent-death signal alone would not do: the kernel sends it when the *thread* that
+started the child ends, and anyone may create an `LLM` in a short-lived thread.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import IO, Any
+
+PR_SET_PDEATHSIG = 1
+
+
+class Child:
+    """A child process that ends when this one does.
+
+    The command is given `--lifeline FD`, the reading end of the pipe.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: bytes | None = None,
+        env: dict[str, str] | None = None,
+        stdout: int | IO[Any] | None = None,
+        stderr: int | IO[Any] | None = None,
+    ) -> None:
+        read_fd, self._write_fd = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                [*command, "--lifeline", str(read_fd)],
+                stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
+                stdout=stdout,
+                stderr=stderr,
+                pass_fds=[read_fd],
+                env=env,
+                start_new_session=True,  # Ctrl-C in the terminal is the parent's to handle
+            )
+        finally:
+            os.close(read_fd)
+        if stdin is not None and self.process.stdin is not None:
+            try:
+                self.process.stdin.write(stdin)
+                self.process.stdin.close()
+            except BrokenPipeError:
+                pass  # it died already; its exit status tells
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self.process.pid
+
+    def poll(self) -> int | None:
+        """Exit status, or None while it runs."""
+        return self.process.poll()
+
+    def stop(self, timeout: float) -> int:
+        """Cut the lifeline, wait up to `timeout` seconds, then kill. Returns the exit status."""
+        self.release()
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+    def kill(self) -> int:
+        """Kill at once, and reap. Returns the exit status."""
+        self.process.kill()
+        self.release()
+        return self.process.wait()
+
+    def release(self) -> None:
+        """Close this end of the lifeline."""
+        if self._write_fd >= 0:
+            os.close(self._write_fd)
+            self._write_fd = -1
+
+    def __del__(self) -> None:
+        self.release()
+
+
+def parent_gone(fd: int) -> bool:
+    """True once the writing end of the lifeline `fd` is closed."""
+    return bool(select.select([fd], [], [], 0)[0])
+
+
+def die_with_parent(fd: int) -> None:
+    """End this process at once when the parent ends, even in the middle of a long computation."""
+
+    def wait() -> None:
+        select.select([fd], [], [])
+        os._exit(0)
+
+    threading.Thread(target=wait, name="lifeline", daemon=True).start()
+
+
+def set_death_signal() -> None:
+    """Ask the kernel for SIGKILL when the parent's thread ends. Only for children of a main thread."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

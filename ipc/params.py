@@ -1,0 +1,308 @@
+"""What a caller may ask of one request. Validated when built, and so again wherever it is decoded."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from enum import Enum, IntEnum
+from typing import Any
+
+import msgspec
+
+MAX_INT = 2**63 - 1
+
+
+class SamplingType(IntEnum):
+    """How the next token is chosen."""
+
+    GREEDY = 0
+    RANDOM = 1
+    RANDOM_SEED = 2
+
+
+class RequestOutputKind(Enum):
+    """What each `RequestOutput` of a stream holds."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+def max_n() -> int:
+    """Most sequences one request may ask for (`PAGEWIRE_MAX_N_SEQUENCES`, default 64)."""
+    return int(os.environ.get("PAGEWIRE_MAX_N_SEQUENCES", "64"))
+
+
+def check_number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> None:
+    """Refuse what is not a finite number in [low, high], or in (low, high] with `above`.
+
+    Raises:
+        TypeError: not a number. ValueError: out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not math.isfinite(value) or value < low or value > high or (above and value == low):
+        left = "(" if above else "["
+        right = "inf)" if high == math.inf else f"{high}]"
+        raise ValueError(f"{name} must be in {left}{low}, {right}, got {value}")
+
+
+def check_int(name: str, value: Any, low: int, high: int = MAX_INT) -> None:
+    """Refuse what is not an integer in [low, high].
+
+    Raises:
+        TypeError: not an integer. ValueError: out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if not low <= value <= high:
+        bounds = f"at least {low}" if high == MAX_INT else f"in [{low}, {high}]"
+        raise ValueError(f"{name} must be {bounds}, got {value}")
+
+
+def check_list(name: str, value: Any, kind: type) -> None:
+    """Refuse what is not a list of `kind`.
+
+    Raises:
+        TypeError: not a list, or an element of another type.
+    """
+    if not isinstance(value, list) or any(isinstance(v, bool) or not isinstance(v, kind) for v in value):
+        raise TypeError(f"{name} must be a list of {kind.__name__}, got {value!r}")
+
+
+class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """How to sample, when to stop and what to return; the names follow OpenAI's completion API.
+
+    Attributes:
+        n: sequences to return (1 to `PAGEWIRE_MAX_N_SEQUENCES`, 64); the prompt is computed once for all.
+        presence_penalty: subtracted from the logit of each token already generated, in [-2, 2].
+        frequency_penalty: subtracted once per earlier occurrence in the output, in [-2, 2].
+        repetition_penalty: divides positive and multiplies negative logits of tokens of prompt and output; > 0.
+        temperature: divides the logits; 0 is greedy (and then top_p, top_k and min_p do nothing).
+        top_p: smallest set of tokens with this much probability, in (0, 1].
+        top_k: only so many most likely tokens; 0 and -1 mean all.
+        min_p: only tokens at least this likely, relative to the most likely one; in [0, 1].
+        seed: 64-bit; the same seed gives the same tokens, whatever else runs. None: the engine picks one.
+        stop: strings that end the output; not part of it unless `include_stop_str_in_output`.
+        stop_token_ids: tokens that end the output.
+        bad_words: strings that must not be generated.
+        ignore_eos: generate past the end-of-sequence token.
+        max_tokens: most tokens to generate; None: up to the model's length.
+        min_tokens: no end of sequence and no stop token before so many tokens.
+        logprobs: so many most likely tokens per output token (-1: all), beside the sampled one.
+        prompt_logprobs: the same per prompt token.
+        flat_logprobs: return logprobs as one `FlatLogprobs` rather than a list of dicts.
+        detokenize: give text; without it, only token ids (and `stop` is refused).
+        skip_special_tokens: leave special tokens out of the text.
+        spaces_between_special_tokens: put spaces between special tokens in the text.
+        logits_processors: functions over logits; code never crosses a socket, so any value is refused.
+        include_stop_str_in_output: keep the stop string in the text.
+        truncate_prompt_tokens: keep only the last so many prompt tokens; -1: what fits the model.
+        output_kind: CUMULATIVE, DELTA or FINAL_ONLY.
+        structured_outputs: not supported yet; any value is refused.
+        logit_bias: token id to a bias in [-100, 100] added to its logit.
+        allowed_token_ids: only these tokens may be generated.
+        extra_args: free for extensions; carried, not read.
+
+    Raises:
+        ValueError: a value out of its range. TypeError: a value of the wrong type.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    flat_logprobs: bool = False
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    logits_processors: list[Any] | None = None
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    structured_outputs: Any = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    extra_args: dict[str, Any] | None = None
+    # Token sequences of `bad_words`, filled in by the frontend, which has the tokenizer.
+    bad_words_token_ids: list[list[int]] | None = None
+
+    def __post_init__(self) -> None:
+        self._normalise()
+        self._check_numbers()
+        self._check_lists()
+        self._check_together()
+
+    @classmethod
+    def from_optional(cls, **fields: Any) -> SamplingParams:
+        """Build from fields of which any may be None, which means its default (max_tokens keeps None)."""
+        return cls(**{k: v for k, v in fields.items() if v is not None or k == "max_tokens"})
+
+    @property
+    def sampling_type(self) -> SamplingType:
+        """Greedy, random, or random with a seed of its own."""
+        if self.temperature == 0.0:
+            return SamplingType.GREEDY
+        return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """`stop` as a list."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+
+    def clone(self) -> SamplingParams:
+        """A deep copy."""
+        return msgspec.convert(msgspec.to_builtins(self), SamplingParams, str_keys=True)
+
+    def update_from_generation_config(
+        self, generation_config: dict[str, Any], model_eos_token_id: int | None = None
+    ) -> None:
+        """Take the further end-of-sequence ids of a generation config as stop tokens (unless `ignore_eos`)."""
+        ids = generation_config.get("eos_token_id")
+        if ids is None or self.ignore_eos:
+            return
+        extra = set(ids if isinstance(ids, list) else [ids]) - {model_eos_token_id}
+        if extra:
+            self.stop_token_ids = sorted(extra | set(self.stop_token_ids or []))
+
+    def _normalise(self) -> None:
+        if self.top_k == -1:
+            self.top_k = 0
+        if self.seed == -1:
+            self.seed = None
+        if self.logprobs is True:
+            self.logprobs = 1
+        if self.prompt_logprobs is True:
+            self.prompt_logprobs = 1
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+            value = getattr(self, name)
+            if isinstance(value, Sequence) and not isinstance(value, (str, list)):
+                setattr(self, name, list(value))
+
+    def _check_numbers(self) -> None:
+        check_int("n", self.n, 1)
+        if self.n > max_n():
+            raise ValueError(f"n must be at most {max_n()}, got {self.n}; PAGEWIRE_MAX_N_SEQUENCES raises it")
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, above=True)
+        check_number("temperature", self.temperature, 0.0, math.inf)
+        check_number("top_p", self.top_p, 0.0, 1.0, above=True)
+        check_number("min_p", self.min_p, 0.0, 1.0)
+        check_int("top_k", self.top_k, 0)
+        check_int("min_tokens", self.min_tokens, 0)
+        for name, low in (
+            ("max_tokens", 1),
+            ("logprobs", -1),
+            ("prompt_logprobs", -1),
+            ("seed", -(2**63)),
+        ):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), low)
+        if self.truncate_prompt_tokens is not None:
+            check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
+            if self.truncate_prompt_tokens == 0:
+                raise ValueError("truncate_prompt_tokens must be -1 or at least 1, got 0")
+        for name in (
+            "ignore_eos",
+            "flat_logprobs",
+            "detokenize",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "include_stop_str_in_output",
+        ):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+
+    def _check_lists(self) -> None:
+        if self.stop is not None:
+            check_list("stop", self.stop_strings if isinstance(self.stop, str) else self.stop, str)
+            if "" in self.stop_strings:
+                raise ValueError("stop must not contain an empty string")
+        if self.bad_words is not None:
+            check_list("bad_words", self.bad_words, str)
+            if "" in self.bad_words:
+                raise ValueError("bad_words must not contain an empty string")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            ids = getattr(self, name)
+            if ids is not None:
+                check_list(name, ids, int)
+                for token_id in ids:
+                    check_int(f"each of {name}", token_id, 0, 2**31 - 1)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise ValueError("allowed_token_ids must not be empty: no token could be generated")
+        if self.logit_bias is not None:
+            self._check_logit_bias()
+
+    def _check_logit_bias(self) -> None:
+        if not isinstance(self.logit_bias, dict):
+            raise TypeError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
+        try:  # JSON objects have string keys
+            self.logit_bias = {int(token_id): bias for token_id, bias in self.logit_bias.items()}
+        except (TypeError, ValueError):
+            raise TypeError("the keys of logit_bias must be token ids") from None
+        for token_id, bias in self.logit_bias.items():
+            check_int("each key of logit_bias", token_id, 0, 2**31 - 1)
+            check_number(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+
+    def _check_together(self) -> None:
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise TypeError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"
+            )
+        if self.stop_strings and not self.detokenize:
+            raise ValueError("stop strings need detokenize=True: they are looked for in the text")
+        if self.logits_processors:
+            raise ValueError(
+                "logits_processors are not supported: code never crosses a socket; "
+                "use logit_bias, allowed_token_ids or bad_words"
+            )
+        if self.structured_outputs is not None:
+            raise ValueError("structured_outputs is not supported yet")
+        if self.temperature == 0.0:
+            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
+
+
+class BeamSearchParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """Parameters of `LLM.beam_search`.
+
+    Attributes:
+        beam_width: beams kept per step, at least 1.
+        max_tokens: most tokens per beam, at least 1.
+        ignore_eos: beams go on past the end-of-sequence token.
+        temperature: divides the logits before scores are taken.
+        length_penalty: a beam's score is its log probability divided by length ** length_penalty.
+        include_stop_str_in_output: keep the end-of-sequence token's text.
+
+    Raises:
+        ValueError, TypeError: as `SamplingParams`.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        check_int("beam_width", self.beam_width, 1)
+        check_int("max_tokens", self.max_tokens, 1)
+        check_number("temperature", self.temperature, 0.0, math.inf)
+        check_number("length_penalty", self.length_penalty, -math.inf, math.inf)

@@ -1,0 +1,216 @@
+"""Addresses and sockets: where peers meet, who may listen, and how frames go out and come in.
+
+The core binds ROUTER sockets, frontends and workers connect DEALERs. Addresses are `ipc://PATH` in a
+directory of mode 0700, or `tcp://HOST:PORT`, which beyond loopback needs CURVE keys.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import stat
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import zmq
+import zmq.auth
+
+from pagewire.ipc.codec import MAX_MESSAGE_BYTES, Buffer
+
+MAX_IPC_PATH = 107  # sun_path less its NUL
+SEND_HIGH_WATER = 1000
+
+
+@dataclass(frozen=True)
+class CurveKeys:
+    """Z85 keys of one end: its own pair and, on the connecting side, the server's public key."""
+
+    public: bytes
+    secret: bytes
+    server: bytes | None = None
+
+    @classmethod
+    def load(cls, own: Path, server: Path | None = None) -> CurveKeys:
+        """Read certificates as `zmq.auth.create_certificates` writes them.
+
+        Raises:
+            ValueError: the own certificate holds no secret key. OSError: unreadable.
+        """
+        public, secret = zmq.auth.load_certificate(own)
+        if secret is None:
+            raise ValueError(f"{own} holds no secret key: use the .key_secret file")
+        return cls(public, secret, zmq.auth.load_certificate(server)[0] if server else None)
+
+
+def runtime_dir() -> Path:
+    """The user's own directory for sockets, made with mode 0700.
+
+    Raises:
+        PermissionError: it exists, but belongs to someone else or is open to others.
+    """
+    base = os.environ.get("PAGEWIRE_RPC_BASE_PATH") or os.environ.get("XDG_RUNTIME_DIR")
+    path = Path(base) / "pagewire" if base else Path(tempfile.gettempdir()) / f"pagewire-{os.getuid()}"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    info = path.lstat()
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
+        raise PermissionError(f"{path} must be a directory of yours with mode 0700; remove or mend it")
+    return path
+
+
+def private_address(name: str) -> str:
+    """An `ipc://` address in `runtime_dir()`.
+
+    Raises:
+        ValueError: the path is too long for a UNIX socket.
+    """
+    return check_address(f"ipc://{runtime_dir() / name}.sock")
+
+
+def check_address(address: str, *, encrypted: bool = True) -> str:
+    """Return `address`, if it is one that may be used.
+
+    Raises:
+        ValueError: not ipc:// or tcp://, a path too long, no port, or plain TCP beyond loopback.
+    """
+    url = urlsplit(address)
+    if url.scheme == "ipc":
+        path = address.removeprefix("ipc://")
+        if not path.startswith("/"):
+            raise ValueError(f"{address!r} needs an absolute path: ipc:///path/to/socket")
+        if len(os.fsencode(path)) > MAX_IPC_PATH:
+            raise ValueError(f"the path of {address!r} is over {MAX_IPC_PATH} bytes; choose a shorter one")
+        return address
+    if url.scheme == "tcp":
+        host = (url.hostname or "").strip("[]")
+        if url.port is None:
+            raise ValueError(f"{address!r} needs a port: tcp://127.0.0.1:5555")
+        if not encrypted and not is_loopback(host):
+            raise ValueError(f"{address!r} is reachable from other machines: give CURVE keys, or use loopback")
+        return address
+    raise ValueError(f"{address!r} must begin with ipc:// or tcp://")
+
+
+def is_loopback(host: str) -> bool:
+    """True for localhost and the loopback ranges."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class AddressLock:
+    """One listener per `ipc://` address: libzmq would silently take a bound path over.
+
+    Holding the lock proves that a socket file left behind is stale; it is removed. TCP needs none of this.
+
+    Raises:
+        OSError: another process listens there; its pid is named.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._file = None
+        if not address.startswith("ipc://"):
+            return
+        path = Path(address.removeprefix("ipc://"))
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._path, self._lock_path = path, path.with_name(path.name + ".lock")
+        file = self._lock_path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            pid = file.read().strip() or "unknown"
+            file.close()
+            raise OSError(f"another core (pid {pid}) already listens on {address}") from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        path.unlink(missing_ok=True)
+        self._file = file
+
+    def release(self) -> None:
+        """Remove the socket file and let others listen."""
+        if self._file is not None:
+            self._path.unlink(missing_ok=True)
+            self._lock_path.unlink(missing_ok=True)
+            self._file.close()
+            self._file = None
+
+
+def new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    """A socket that never blocks at exit, bounds what it queues, and refuses monstrous frames."""
+    socket = context.socket(kind)
+    socket.linger = 0
+    socket.maxmsgsize = MAX_MESSAGE_BYTES
+    socket.sndhwm = SEND_HIGH_WATER
+    socket.rcvhwm = SEND_HIGH_WATER
+    return socket
+
+
+def bind_router(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, curve: CurveKeys | None = None
+) -> zmq.Socket[bytes]:
+    """A bound ROUTER that reports unreachable peers (`EHOSTUNREACH`) rather than dropping their messages.
+
+    Raises:
+        ValueError: as `check_address`. zmq.ZMQError: the address cannot be bound.
+    """
+    check_address(address, encrypted=curve is not None)
+    socket = new_socket(context, zmq.ROUTER)
+    socket.router_mandatory = 1
+    if curve is not None:
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = curve.public, curve.secret
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        socket.close()
+        raise OSError(f"cannot listen on {address}: {error.strerror}") from error
+    if address.startswith("ipc://"):
+        Path(address.removeprefix("ipc://")).chmod(0o600)
+    return socket
+
+
+def connect_dealer(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, identity: bytes, curve: CurveKeys | None = None
+) -> zmq.Socket[bytes]:
+    """A DEALER under `identity` that is connecting to `address`.
+
+    Raises:
+        ValueError: as `check_address`, or keys without the server's.
+    """
+    check_address(address)
+    socket = new_socket(context, zmq.DEALER)
+    socket.identity = identity
+    if curve is not None:
+        if curve.server is None:
+            raise ValueError("connecting with CURVE needs the server's public key")
+        socket.curve_publickey, socket.curve_secretkey = curve.public, curve.secret
+        socket.curve_serverkey = curve.server
+    socket.connect(address)
+    return socket
+
+
+def send(socket: zmq.Socket[bytes], frames: Sequence[Buffer], flags: int = 0) -> None:
+    """Send one message. Large frames are not copied: never write to a buffer that was sent.
+
+    Raises:
+        zmq.Again, zmq.ZMQError: as `flags` and the socket allow.
+    """
+    socket.send_multipart(frames, flags=flags, copy=len(frames) == 1)
+
+
+def receive(socket: zmq.Socket[bytes], flags: int = 0) -> list[Buffer]:
+    """The frames of one message: the first as bytes, large ones as read-only views on what was received.
+
+    Raises:
+        zmq.Again: nothing there, with `zmq.NOBLOCK`.
+    """
+    return [
+        frame.bytes if len(frame) < 4096 else frame.buffer.toreadonly()
+        for frame in socket.recv_multipart(flags=flags, copy=False)
+    ]
