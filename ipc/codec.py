@@ -110,7 +110,7 @@ class Codec(Generic[T]):
         self._frames = list(frames[1:])
         try:
             return self._decoder.decode(frames[0])
-        except (msgspec.DecodeError, ValueError, TypeError, IndexError, RecursionError, OverflowError) as error:
+        except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
             raise ProtocolError(f"not a message of this protocol: {error}") from error
         finally:
             self._frames = []

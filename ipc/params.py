@@ -78,7 +78,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         n: sequences to return (1 to `PAGEWIRE_MAX_N_SEQUENCES`, 64); the prompt is computed once for all.
         presence_penalty: subtracted from the logit of each token already generated, in [-2, 2].
         frequency_penalty: subtracted once per earlier occurrence in the output, in [-2, 2].
-        repetition_penalty: divides positive and multiplies negative logits of tokens of prompt and output; > 0.
+        repetition_penalty: divides positive, multiplies negative logits of tokens of prompt and output; > 0.
         temperature: divides the logits; 0 is greedy (and then top_p, top_k and min_p do nothing).
         top_p: smallest set of tokens with this much probability, in (0, 1].
         top_k: only so many most likely tokens; 0 and -1 mean all.
@@ -171,7 +171,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     def update_from_generation_config(
         self, generation_config: dict[str, Any], model_eos_token_id: int | None = None
     ) -> None:
-        """Take the further end-of-sequence ids of a generation config as stop tokens (unless `ignore_eos`)."""
+        """Take a generation config's further end-of-sequence ids as stop tokens (unless `ignore_eos`)."""
         ids = generation_config.get("eos_token_id")
         if ids is None or self.ignore_eos:
             return

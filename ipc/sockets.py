@@ -89,7 +89,7 @@ def check_address(address: str, *, encrypted: bool = True) -> str:
         if url.port is None:
             raise ValueError(f"{address!r} needs a port: tcp://127.0.0.1:5555")
         if not encrypted and not is_loopback(host):
-            raise ValueError(f"{address!r} is reachable from other machines: give CURVE keys, or use loopback")
+            raise ValueError(f"{address!r} is open to other machines: give CURVE keys, or use loopback")
         return address
     raise ValueError(f"{address!r} must begin with ipc:// or tcp://")
 
