@@ -1,0 +1,122 @@
+"""The pool of KV blocks: who uses each, what each holds, and which is given out next. O(1) per block.
+
+Free blocks form a doubly linked list, threaded through the blocks themselves:
+
+    front                                                     back
+    [ blocks that hold nothing nameable | least recently used ... most recently used ]
+
+Blocks are given out from the front. A free block keeps its content, and is found by its name, until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+
+class Block:
+    """One KV block. `name` is the hash of its content once that is full and known; `num_refs` its users."""
+
+    __slots__ = ("block_id", "name", "next", "num_refs", "prev")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.num_refs = 0
+        self.name: bytes | None = None
+        self.prev: Block | None = None
+        self.next: Block | None = None
+
+    def __repr__(self) -> str:
+        return f"Block({self.block_id}, refs={self.num_refs}, named={self.name is not None})"
+
+
+class BlockPool:
+    """All blocks of the KV cache, ids 0 to num_blocks - 1."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks = [Block(i) for i in range(num_blocks)]
+        self.named: dict[bytes, Block] = {}
+        self.num_free = 0
+        self.num_evictions = 0
+        self._ends = Block(-1)  # sentinel: next is the front, prev the back
+        self._ends.prev = self._ends.next = self._ends
+        for block in self.blocks:
+            self._link(self._ends.prev, block)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def find(self, name: bytes) -> Block | None:
+        """The block with this content, in use or free."""
+        return self.named.get(name)
+
+    def allocate(self, count: int) -> list[Block]:
+        """Take `count` blocks for one user, dropping what they held.
+
+        Raises:
+            ValueError: fewer are free.
+        """
+        if count > self.num_free:
+            raise ValueError(f"{count} blocks wanted, {self.num_free} free")
+        return [self._take_front() for _ in range(count)]
+
+    def share(self, blocks: Iterable[Block]) -> None:
+        """Count one more user of each; blocks found free leave the free list."""
+        for block in blocks:
+            if block.num_refs == 0:
+                self._unlink(block)
+            block.num_refs += 1
+
+    def free(self, blocks: Iterable[Block]) -> None:
+        """Count one user less of each, in the given order; blocks without a user become free.
+
+        Give a request's blocks last first: of equally old ones, the end of a prefix is then reused before its
+        beginning, which more requests share.
+        """
+        for block in blocks:
+            block.num_refs -= 1
+            assert block.num_refs >= 0, f"{block} freed twice"
+            if block.num_refs == 0:
+                self._link(self._ends if block.name is None else self._ends.prev, block)
+
+    def register(self, block: Block, name: bytes) -> None:
+        """Name the content of `block`, unless another block has that name already."""
+        if block.name is None and name not in self.named:
+            block.name = name
+            self.named[name] = block
+
+    def forget(self) -> None:
+        """Drop all names: nothing computed so far can be found again."""
+        for block in self.named.values():
+            block.name = None
+        self.named.clear()
+
+    def free_order(self) -> Iterator[int]:
+        """Ids of the free blocks, in the order in which they would be given out."""
+        block = self._ends.next
+        while block is not None and block is not self._ends:
+            yield block.block_id
+            block = block.next
+
+    def _take_front(self) -> Block:
+        block = self._ends.next
+        assert block is not None and block is not self._ends
+        self._unlink(block)
+        if block.name is not None:
+            del self.named[block.name]
+            block.name = None
+            self.num_evictions += 1
+        block.num_refs = 1
+        return block
+
+    def _link(self, before: Block | None, block: Block) -> None:
+        assert before is not None and before.next is not None
+        block.prev, block.next = before, before.next
+        before.next.prev = block
+        before.next = block
+        self.num_free += 1
+
+    def _unlink(self, block: Block) -> None:
+        assert block.prev is not None and block.next is not None
+        block.prev.next, block.next.prev = block.next, block.prev
+        block.prev = block.next = None
+        self.num_free -= 1
