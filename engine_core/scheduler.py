@@ -176,11 +176,11 @@ class Scheduler:
         self.in_flight.clear()
         outcomes = []
         for request in list(self.running):
-            self._stop_running(request)
             if request.num_crashes > CRASHES_TO_ISOLATE:
                 text = f"the worker crashed {request.num_crashes} times while it ran this request"
                 outcomes.append(self._end_with_error(request, text, now))
             else:
+                self._stop_running(request)
                 self._wait(request)
         self.kv.pool.forget()
         self._freed_slots.clear()
