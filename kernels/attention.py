@@ -1,0 +1,70 @@
+"""Attention over the paged KV cache: one signature for every device."""
+
+from torch import Tensor
+
+from pagewire.kernels.implementation import implementation_for
+from pagewire.kernels.paging import AttentionBatch, allocate_kv, kv_block_bytes, token_view
+
+__all__ = ["AttentionBatch", "allocate_kv", "kv_block_bytes", "paged_attention", "store_kv", "token_view"]
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of every query token to its own request's keys and values.
+
+    Query i of a request with `query_len` tokens sits at position `seq_len - query_len + i` and sees the keys at
+    positions 0 to its own. The logit of a key is `q . k * scale`, then softcapped, then biased by ALiBi. The
+    bits of a token's output depend on its request alone, not on the batch, the chunking or the threads.
+
+    Args:
+        q: [T, Hq, D], any strides as long as D is contiguous.
+        k_cache: [num_blocks, Hkv, block_size, D]; Hq is a multiple of Hkv.
+        v_cache: [num_blocks, Hkv, block_size, Dv].
+        batch: which rows of q belong to which request.
+        scale: factor of the dot products, usually D ** -0.5.
+        window: how many keys a query sees, its own included; None is all.
+        softcap: logits become `softcap * tanh(logit / softcap)`.
+        sinks: [Hq], one more logit per head in the softmax's denominator, with no value.
+        alibi: [Hq], slopes of the bias `slope * (key position - query position)`.
+        out: [T, Hq, Dv], contiguous, in q's dtype; made if not given.
+
+    Returns:
+        out: [T, Hq, Dv] in q's dtype. Padding rows are 0.
+
+    Raises:
+        NotImplementedError: the device is not served.
+        TypeError: an index tensor of the batch is not int32.
+        ValueError: shapes disagree, or the batch points outside its tensors.
+    """
+    kernels = implementation_for(q, k_cache, v_cache)
+    return kernels.paged_attention(
+        q, k_cache, v_cache, batch, scale, window=window, softcap=softcap, sinks=sinks, alibi=alibi, out=out
+    )
+
+
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Writes keys and values into their slots of the cache.
+
+    Args:
+        k: [T, Hkv, D] in the cache's dtype; may be a strided view.
+        v: [T, Hkv, Dv], likewise.
+        k_cache: [num_blocks, Hkv, block_size, D].
+        v_cache: [num_blocks, Hkv, block_size, Dv].
+        slot_mapping: int64 [T], `block * block_size + row`; -1 stores nothing.
+
+    Raises:
+        NotImplementedError: the device is not served.
+        IndexError: a slot lies outside the cache.
+    """
+    implementation_for(k, v, k_cache, v_cache).store_kv(k, v, k_cache, v_cache, slot_mapping)

@@ -1,0 +1,129 @@
+"""Compiles the CPU kernels with the host's compiler, once per machine.
+
+A library holds the kernels for one instruction set. Its file name is the hash of everything that went into it,
+so a changed source, compiler or flag gives another file, and a file once there is never written again.
+"""
+
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger("pagewire.kernels")
+
+SOURCES = ("attention.cpp", "layers.cpp")
+HEADERS = ("parallel.h", "simd.h")
+# Contracting a * b + c is left to explicit fused multiply-adds: the bits must not depend on inlining.
+FLAGS = (
+    *("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+)
+
+
+class BuildError(RuntimeError):
+    """There is no compiler, or it failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionSet:
+    """What a CPU must have, in the words of /proc/cpuinfo, and what the compiler is told."""
+
+    name: str
+    cpu_flags: frozenset[str] = frozenset()
+    compiler_flags: tuple[str, ...] = ()
+
+
+_AVX2 = InstructionSet("avx2", frozenset({"avx2", "fma", "f16c"}), ("-mavx2", "-mfma", "-mf16c"))
+_AVX512 = InstructionSet(
+    "avx512",
+    _AVX2.cpu_flags | {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
+    (*_AVX2.compiler_flags, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
+)
+_AVX512_BF16 = InstructionSet(
+    "avx512_bf16", _AVX512.cpu_flags | {"avx512_bf16"}, (*_AVX512.compiler_flags, "-mavx512bf16")
+)
+INSTRUCTION_SETS = (_AVX512_BF16, _AVX512, _AVX2, InstructionSet("portable"))
+"""The best first."""
+
+
+def supported_instruction_sets() -> list[InstructionSet]:
+    """Those that this CPU has, the best first; `portable` is always among them."""
+    cpu_flags: set[str] = set()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("flags"):
+                cpu_flags.update(line.partition(":")[2].split())
+                break
+    except OSError:
+        pass
+    return [isa for isa in INSTRUCTION_SETS if isa.cpu_flags <= cpu_flags]
+
+
+def compiler_command() -> list[str]:
+    """`$CXX` if set, else g++ or clang++.
+
+    Raises:
+        BuildError: none of them is there.
+    """
+    candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
+    for candidate in candidates:
+        command = shlex.split(candidate)
+        if command and shutil.which(command[0]):
+            return command
+    raise BuildError(f"no C++ compiler ({', '.join(candidates)})")
+
+
+def cache_directory() -> Path:
+    """Where libraries are kept: `kernels` in `$PAGEWIRE_CACHE_ROOT`, by default `~/.cache/pagewire`."""
+    root = os.environ.get("PAGEWIRE_CACHE_ROOT")
+    return (Path(root) if root else Path.home() / ".cache" / "pagewire") / "kernels"
+
+
+def build(isa: InstructionSet) -> Path:
+    """The library for an instruction set, compiled if it is not in the cache.
+
+    Any number of processes may build at once: each compiles to a file of its own and renames it.
+
+    Raises:
+        BuildError: no compiler, the compiler failed, or the cache cannot be written.
+    """
+    here = Path(__file__).parent
+    compiler = compiler_command()
+    flags = [*FLAGS, *isa.compiler_flags]
+    key = hashlib.sha256()
+    for part in (_run([*compiler, "--version"]), platform.machine(), *flags):
+        key.update(part.encode() + b"\0")
+    for source in (*HEADERS, *SOURCES):
+        key.update((here / source).read_bytes() + b"\0")
+    library = cache_directory() / f"cpu-{isa.name}-{key.hexdigest()[:32]}.so"
+    if library.exists():
+        return library
+
+    logger.info("compiling the CPU kernels for %s", isa.name)
+    try:
+        library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as directory:
+            compiled = Path(directory) / library.name
+            _run([*compiler, *flags, *(str(here / source) for source in SOURCES), "-o", str(compiled)])
+            compiled.rename(library)
+    except OSError as error:
+        raise BuildError(f"cannot write {library}: {error}") from error
+    return library
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(str(error)) from error
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        first_error = next((line for line in lines if "error" in line), lines[0])
+        raise BuildError(f"{command[0]} exited with {done.returncode}: {first_error}")
+    return done.stdout

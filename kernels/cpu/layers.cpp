@@ -1,0 +1,173 @@
+// The small kernels around attention: KV write, norms, gated activations, rotary embedding.
+//
+// Each row is computed on its own and in one fixed order, so its bits do not depend on the batch. Values are
+// rounded to the tensors' type wherever PyTorch would store an intermediate result.
+
+#include "parallel.h"
+#include "simd.h"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+// Below this many elements a second thread costs more than it brings.
+constexpr int64_t kParallelElements = 1 << 15;
+
+// Calls body(row) for all rows, on several threads if they hold enough elements.
+template <class Body>
+void for_rows(int64_t rows, int64_t elements_per_row, int num_threads, const Body& body) {
+  const int64_t chunk = 1 + kParallelElements / (4 * (elements_per_row + 1));
+  const int64_t chunks = (rows + chunk - 1) / chunk;
+  if (rows * elements_per_row < kParallelElements) num_threads = 1;
+  parallel_for(chunks, num_threads, [&](int64_t c) {
+    const int64_t end = (c + 1) * chunk < rows ? (c + 1) * chunk : rows;
+    for (int64_t row = c * chunk; row < end; ++row) body(row);
+  });
+}
+
+template <class Run>
+void dispatch(int32_t dtype, const Run& run) {
+  if (dtype == 0) run(float{});
+  if (dtype == 1) run(bf16{});
+  if (dtype == 2) run(f16{});
+}
+
+template <class T>
+void rms_norm_row(const T* x, const T* weight, T* out, int64_t size, float eps, float offset) {
+  Floats squares = {};
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const Floats v = load(x + i, size - i);
+    squares = fma(v, v, squares);
+  }
+  const float scale = 1.0f / std::sqrt(sum_lanes(squares) / float(size) + eps);
+  for (int64_t i = 0; i < size; i += kLanes) {
+    Floats v = load(x + i, size - i) * scale;
+    const Floats w = load(weight + i, size - i);
+    // Llama rounds before it multiplies by the weight; Gemma, whose weights sit around 0, does not.
+    v = offset == 0.0f ? rounded_to<T>(v) * w : v * (w + offset);
+    store(out + i, v, size - i);
+  }
+}
+
+template <class T>
+void add_row(const T* x, T* residual, int64_t size) {
+  for (int64_t i = 0; i < size; i += kLanes)
+    store(residual + i, load(residual + i, size - i) + load(x + i, size - i), size - i);
+}
+
+struct Silu {
+  static INLINE Floats activate(Floats x) { return x / (1.0f + exp(-x)); }
+};
+
+struct GeluTanh {
+  // 0.5 (1 + tanh u) is sigmoid(2u).
+  static INLINE Floats activate(Floats x) {
+    return x * sigmoid(1.5957691216f * fma(x * x * x, broadcast(0.044715f), x));
+  }
+};
+
+template <class Gate, class T>
+void gate_row(const T* x, T* out, int64_t size) {
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const Floats gate = rounded_to<T>(Gate::activate(load(x + i, size - i)));
+    store(out + i, gate * load(x + size + i, size - i), size - i);
+  }
+}
+
+template <class Gate>
+void gate_and_multiply(const void* x, void* out, int64_t rows, int64_t size, int64_t row_stride, int32_t dtype,
+                       int32_t num_threads) {
+  dispatch(dtype, [&](auto element) {
+    using T = decltype(element);
+    for_rows(rows, size, num_threads, [&](int64_t row) {
+      gate_row<Gate>(static_cast<const T*>(x) + row * row_stride, static_cast<T*>(out) + row * size, size);
+    });
+  });
+}
+
+// x cos + rotate_half(x) sin, every product and the sum rounded to T.
+template <class T>
+void rotate(T* x, const T* cos, const T* sin, int64_t half) {
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const int64_t left = half - i;
+    const Floats a = load(x + i, left), b = load(x + half + i, left);
+    const Floats low = rounded_to<T>(a * load(cos + i, left)) - rounded_to<T>(b * load(sin + i, left));
+    const Floats high =
+        rounded_to<T>(b * load(cos + half + i, left)) + rounded_to<T>(a * load(sin + half + i, left));
+    store(x + i, low, left);
+    store(x + half + i, high, left);
+  }
+}
+
+}  // namespace
+
+// k, v [tokens, heads, size]; caches [blocks, heads, block_size, size]; sizes and strides in bytes.
+// Returns 0, or 1 if a slot lies outside the cache (other tokens are still written).
+EXPORT int pagewire_store(const char* source, char* cache, const int64_t* slots, int64_t tokens, int64_t heads,
+                          int64_t size, int64_t token_stride, int64_t head_stride, int64_t block_stride,
+                          int64_t cache_head_stride, int64_t row_stride, int64_t num_blocks, int64_t block_size,
+                          int32_t num_threads) {
+  std::atomic<int> outside{0};
+  for_rows(tokens, heads * size, num_threads, [&](int64_t token) {
+    const int64_t slot = slots[token];
+    if (slot < 0) return;
+    if (slot >= num_blocks * block_size) return outside.store(1, std::memory_order_relaxed);
+    char* to = cache + slot / block_size * block_stride + slot % block_size * row_stride;
+    const char* from = source + token * token_stride;
+    for (int64_t head = 0; head < heads; ++head)
+      std::memcpy(to + head * cache_head_stride, from + head * head_stride, size_t(size));
+  });
+  return outside.load();
+}
+
+// x [outer, inner, size] with strides; out [outer, inner, size], contiguous.
+EXPORT void pagewire_rms_norm(const void* x, const void* weight, void* out, int64_t outer, int64_t inner,
+                              int64_t size, int64_t outer_stride, int64_t inner_stride, float eps, float offset,
+                              int32_t dtype, int32_t num_threads) {
+  dispatch(dtype, [&](auto element) {
+    using T = decltype(element);
+    for_rows(outer * inner, size, num_threads, [&](int64_t row) {
+      rms_norm_row(static_cast<const T*>(x) + row / inner * outer_stride + row % inner * inner_stride,
+                   static_cast<const T*>(weight), static_cast<T*>(out) + row * size, size, eps, offset);
+    });
+  });
+}
+
+// x, residual, out [rows, size], contiguous.
+EXPORT void pagewire_add_rms_norm(const void* x, void* residual, const void* weight, void* out, int64_t rows,
+                                  int64_t size, float eps, float offset, int32_t dtype, int32_t num_threads) {
+  dispatch(dtype, [&](auto element) {
+    using T = decltype(element);
+    for_rows(rows, size, num_threads, [&](int64_t row) {
+      T* sum = static_cast<T*>(residual) + row * size;
+      add_row(static_cast<const T*>(x) + row * size, sum, size);
+      rms_norm_row(sum, static_cast<const T*>(weight), static_cast<T*>(out) + row * size, size, eps, offset);
+    });
+  });
+}
+
+// x [rows, 2 size], rows row_stride apart; out [rows, size], contiguous.
+EXPORT void pagewire_silu_and_mul(const void* x, void* out, int64_t rows, int64_t size, int64_t row_stride,
+                                  int32_t dtype, int32_t num_threads) {
+  gate_and_multiply<Silu>(x, out, rows, size, row_stride, dtype, num_threads);
+}
+
+EXPORT void pagewire_gelu_tanh_and_mul(const void* x, void* out, int64_t rows, int64_t size, int64_t row_stride,
+                                       int32_t dtype, int32_t num_threads) {
+  gate_and_multiply<GeluTanh>(x, out, rows, size, row_stride, dtype, num_threads);
+}
+
+// x [tokens, heads, >= 2 half] in place; cos, sin [tokens, 2 half].
+EXPORT void pagewire_rotary(void* x, const void* cos, const void* sin, int64_t tokens, int64_t heads, int64_t half,
+                            int64_t token_stride, int64_t head_stride, int64_t cos_stride, int64_t sin_stride,
+                            int32_t dtype, int32_t num_threads) {
+  dispatch(dtype, [&](auto element) {
+    using T = decltype(element);
+    for_rows(tokens, heads * 2 * half, num_threads, [&](int64_t token) {
+      for (int64_t head = 0; head < heads; ++head)
+        rotate(static_cast<T*>(x) + token * token_stride + head * head_stride,
+               static_cast<const T*>(cos) + token * cos_stride, static_cast<const T*>(sin) + token * sin_stride,
+               half);
+    });
+  });
+}

@@ -1,0 +1,325 @@
+"""The compiled CPU kernels, called through ctypes.
+
+`PAGEWIRE_CPU_ISA` forces an instruction set by its name in `build.INSTRUCTION_SETS`, or `reference` for none.
+"""
+
+import ctypes
+import functools
+import logging
+import os
+import re
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pagewire.kernels.cpu.build import BuildError, InstructionSet, build, supported_instruction_sets
+from pagewire.kernels.paging import AttentionBatch
+
+logger = logging.getLogger("pagewire.kernels")
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The dtypes that the kernels are compiled for, and their numbers in the C++ code."""
+
+_SIGNATURES = {
+    "pagewire_set_parallel": [c_void_p],
+    "pagewire_attention": [c_void_p],
+    "pagewire_store": [c_void_p] * 3 + [c_int64] * 10 + [c_int32],
+    "pagewire_rms_norm": [c_void_p] * 3 + [c_int64] * 5 + [c_float] * 2 + [c_int32] * 2,
+    "pagewire_add_rms_norm": [c_void_p] * 4 + [c_int64] * 2 + [c_float] * 2 + [c_int32] * 2,
+    "pagewire_silu_and_mul": [c_void_p] * 2 + [c_int64] * 3 + [c_int32] * 2,
+    "pagewire_gelu_tanh_and_mul": [c_void_p] * 2 + [c_int64] * 3 + [c_int32] * 2,
+    "pagewire_rotary": [c_void_p] * 3 + [c_int64] * 7 + [c_int32] * 2,
+}
+
+
+class AttentionCall(ctypes.Structure):
+    """The arguments of one attention call; mirrors the struct of this name in attention.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("q", "k_cache", "v_cache", "out")),
+        *((name, c_void_p) for name in ("query_start_loc", "seq_lens", "block_table", "sinks", "alibi")),
+        *((name, c_int64) for name in ("q_token_stride", "q_head_stride")),
+        *((name, c_int64) for name in ("k_block_stride", "k_head_stride", "k_row_stride")),
+        *((name, c_int64) for name in ("v_block_stride", "v_head_stride", "v_row_stride")),
+        *((name, c_int64) for name in ("block_table_stride", "num_tokens", "num_requests", "num_heads")),
+        *((name, c_int64) for name in ("num_kv_heads", "head_dim", "v_head_dim")),
+        *((name, c_int64) for name in ("num_blocks", "block_size", "max_blocks", "window")),
+        *((name, c_float) for name in ("scale", "softcap")),
+        *((name, c_int32) for name in ("dtype", "num_threads")),
+    )
+
+
+@functools.cache
+def load() -> "NativeKernels | None":
+    """The kernels for this CPU, compiled on first use; None, with one log line, if that cannot be done.
+
+    Raises:
+        ValueError: `PAGEWIRE_CPU_ISA` names no instruction set of this CPU.
+    """
+    isas = supported_instruction_sets()
+    forced = os.environ.get("PAGEWIRE_CPU_ISA")
+    if forced == "reference":
+        return None
+    if forced:
+        names = [isa.name for isa in isas]
+        if forced not in names:
+            raise ValueError(f"PAGEWIRE_CPU_ISA={forced}: this CPU has {', '.join(names)}")
+        isas = [isa for isa in isas if isa.name == forced]
+    for isa in isas:  # an old compiler may know only the lesser ones
+        try:
+            return NativeKernels(isa)
+        except (BuildError, OSError) as error:
+            failure = error
+    logger.warning("CPU kernels unavailable, using PyTorch instead, which is slower: %s", failure)
+    return None
+
+
+def _parallel_address() -> int | None:
+    """The address of GOMP_parallel in the OpenMP runtime that PyTorch has loaded, if any."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    for path in dict.fromkeys(re.findall(r"/\S*/lib(?:gomp|iomp5|omp)\b\S*", maps)):
+        try:
+            return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, c_void_p).value
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
+class NativeKernels:
+    """The compiled kernels for one instruction set. Signatures and meaning as in `pagewire.kernels`."""
+
+    def __init__(self, isa: InstructionSet) -> None:
+        self.isa = isa
+        self._library = ctypes.CDLL(str(build(isa)))
+        for name, argument_types in _SIGNATURES.items():
+            getattr(self._library, name).argtypes = argument_types
+        self._library.pagewire_set_parallel(_parallel_address())
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        alibi: Tensor | None = None,
+        out: Tensor | None = None,
+        num_threads: int | None = None,
+    ) -> Tensor:
+        """See `pagewire.kernels.attention.paged_attention`; `num_threads` is PyTorch's by default."""
+        num_tokens, num_heads, head_dim = q.shape
+        num_blocks, num_kv_heads, block_size, v_head_dim = v_cache.shape
+        q = _last_contiguous(q)
+        if out is None:
+            out = q.new_empty(num_tokens, num_heads, v_head_dim)
+        for tensor in (batch.query_start_loc, batch.seq_lens, batch.block_table):
+            if tensor.dtype != torch.int32:
+                raise TypeError(f"lengths and block tables are int32, not {tensor.dtype}")
+        query_start_loc, seq_lens = batch.query_start_loc.contiguous(), batch.seq_lens.contiguous()
+        block_table = _last_contiguous(batch.block_table)
+        if (
+            k_cache.shape != (num_blocks, num_kv_heads, block_size, head_dim)
+            or num_heads % num_kv_heads != 0
+            or k_cache.stride(3) != 1
+            or v_cache.stride(3) != 1
+            or out.shape != (num_tokens, num_heads, v_head_dim)
+            or out.dtype != q.dtype
+            or not out.is_contiguous()
+            or len(query_start_loc) != len(seq_lens) + 1
+            or len(block_table) < len(seq_lens)
+        ):
+            raise ValueError(
+                f"paged_attention: shapes disagree: q {tuple(q.shape)}, K {tuple(k_cache.shape)}, "
+                f"V {tuple(v_cache.shape)}, out {tuple(out.shape)}, block table {tuple(block_table.shape)}"
+            )
+        sinks, alibi = _per_head(sinks, num_heads), _per_head(alibi, num_heads)
+        call = AttentionCall(
+            q=q.data_ptr(),
+            k_cache=k_cache.data_ptr(),
+            v_cache=v_cache.data_ptr(),
+            out=out.data_ptr(),
+            query_start_loc=query_start_loc.data_ptr(),
+            seq_lens=seq_lens.data_ptr(),
+            block_table=block_table.data_ptr(),
+            sinks=None if sinks is None else sinks.data_ptr(),
+            alibi=None if alibi is None else alibi.data_ptr(),
+            q_token_stride=q.stride(0),
+            q_head_stride=q.stride(1),
+            k_block_stride=k_cache.stride(0),
+            k_head_stride=k_cache.stride(1),
+            k_row_stride=k_cache.stride(2),
+            v_block_stride=v_cache.stride(0),
+            v_head_stride=v_cache.stride(1),
+            v_row_stride=v_cache.stride(2),
+            block_table_stride=block_table.stride(0),
+            num_tokens=num_tokens,
+            num_requests=len(seq_lens),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_blocks=block_table.shape[1],
+            window=window or 0,
+            scale=scale,
+            softcap=softcap or 0.0,
+            dtype=DTYPES[q.dtype],
+            num_threads=num_threads or torch.get_num_threads(),
+        )
+        if self._library.pagewire_attention(ctypes.byref(call)):
+            raise ValueError("paged_attention: lengths or block numbers of the batch do not fit its tensors")
+        return out
+
+    def store_kv(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """See `pagewire.kernels.attention.store_kv`."""
+        if slot_mapping.dtype != torch.int64:
+            raise TypeError(f"slots are int64, not {slot_mapping.dtype}")
+        slots = slot_mapping.contiguous()
+        for source, cache in ((k, k_cache), (v, v_cache)):
+            source = _last_contiguous(source)
+            num_tokens, num_heads, size = source.shape
+            num_blocks, _, block_size, _ = cache.shape
+            if cache.shape[1] != num_heads or cache.shape[3] != size or cache.stride(3) != 1:
+                raise ValueError(f"store_kv: {tuple(source.shape)} into {tuple(cache.shape)}")
+            if len(slots) != num_tokens:
+                raise ValueError(f"store_kv: {len(slots)} slots for {num_tokens} tokens")
+            strides = (source.stride(0), source.stride(1), cache.stride(0), cache.stride(1), cache.stride(2))
+            outside = self._library.pagewire_store(
+                source.data_ptr(),
+                cache.data_ptr(),
+                slots.data_ptr(),
+                num_tokens,
+                num_heads,
+                size * source.itemsize,
+                *(stride * source.itemsize for stride in strides),
+                num_blocks,
+                block_size,
+                torch.get_num_threads(),
+            )
+            if outside:
+                raise IndexError("store_kv: a slot lies outside the cache")
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, out: Tensor | None = None
+    ) -> Tensor:
+        """See `pagewire.kernels.layers.rms_norm`."""
+        rows = _last_contiguous(x if x.dim() == 3 else x.reshape(1, -1, x.shape[-1]))
+        if out is None:
+            out = torch.empty(x.shape, dtype=x.dtype)
+        weight = _of_size(weight, x.shape[-1])
+        self._library.pagewire_rms_norm(
+            rows.data_ptr(),
+            weight.data_ptr(),
+            _contiguous_like(x, out).data_ptr(),
+            *rows.shape,
+            rows.stride(0),
+            rows.stride(1),
+            eps,
+            offset,
+            DTYPES[x.dtype],
+            torch.get_num_threads(),
+        )
+        return out
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
+    ) -> Tensor:
+        """See `pagewire.kernels.layers.add_rms_norm`."""
+        x, weight = x.contiguous(), _of_size(weight, x.shape[-1])
+        out = torch.empty_like(x)
+        self._library.pagewire_add_rms_norm(
+            x.data_ptr(),
+            _contiguous_like(x, residual).data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            x.numel() // max(1, x.shape[-1]),
+            x.shape[-1],
+            eps,
+            offset,
+            DTYPES[x.dtype],
+            torch.get_num_threads(),
+        )
+        return out
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """See `pagewire.kernels.layers.silu_and_mul`."""
+        return self._gate("pagewire_silu_and_mul", x)
+
+    def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
+        """See `pagewire.kernels.layers.gelu_tanh_and_mul`."""
+        return self._gate("pagewire_gelu_tanh_and_mul", x)
+
+    def _gate(self, function: str, x: Tensor) -> Tensor:
+        size, odd = divmod(x.shape[-1], 2)
+        if odd:
+            raise ValueError(f"gate and up halves need an even size, not {x.shape[-1]}")
+        rows = _last_contiguous(x.reshape(-1, x.shape[-1]))
+        out = torch.empty(*x.shape[:-1], size, dtype=x.dtype)
+        getattr(self._library, function)(
+            rows.data_ptr(),
+            out.data_ptr(),
+            len(rows),
+            size,
+            rows.stride(0),
+            DTYPES[x.dtype],
+            torch.get_num_threads(),
+        )
+        return out
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """See `pagewire.kernels.layers.rotary`."""
+        cos, sin = _last_contiguous(cos), _last_contiguous(sin)
+        num_tokens, size = cos.shape
+        for x in (q, k):
+            if len(x) != num_tokens or x.shape[2] < size or size % 2 or sin.shape != cos.shape:
+                raise ValueError(f"rotary: {tuple(x.shape)} by {tuple(cos.shape)}, {tuple(sin.shape)}")
+            if x.stride(2) != 1:
+                raise ValueError("rotary: heads are rotated in place and must be contiguous")
+            self._library.pagewire_rotary(
+                x.data_ptr(),
+                cos.data_ptr(),
+                sin.data_ptr(),
+                num_tokens,
+                x.shape[1],
+                size // 2,
+                x.stride(0),
+                x.stride(1),
+                cos.stride(0),
+                sin.stride(0),
+                DTYPES[x.dtype],
+                torch.get_num_threads(),
+            )
+
+
+def _last_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _contiguous_like(x: Tensor, other: Tensor) -> Tensor:
+    if other.shape != x.shape or other.dtype != x.dtype or not other.is_contiguous():
+        raise ValueError(f"expected a contiguous {x.dtype} tensor of shape {tuple(x.shape)}")
+    return other
+
+
+def _of_size(weight: Tensor, size: int) -> Tensor:
+    if weight.shape != (size,):
+        raise ValueError(f"weight of shape {tuple(weight.shape)} for rows of {size}")
+    return weight.contiguous()
+
+
+def _per_head(x: Tensor | None, num_heads: int) -> Tensor | None:
+    if x is not None and x.shape != (num_heads,):
+        raise ValueError(f"one number per head expected: {num_heads}, not {tuple(x.shape)}")
+    return None if x is None else x.to(torch.float32).contiguous()

@@ -1,0 +1,238 @@
+// One vector of float32 lanes, as wide as the instruction set this file is compiled for:
+// 16 lanes with AVX-512, 8 with AVX2, 4 otherwise (SSE2, NEON).
+//
+// Every operation here gives the same bits wherever it is inlined: fused multiply-adds are spelled out and
+// the build forbids the compiler to contract others. Batch invariance of the kernels rests on that.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+
+typedef float Floats __attribute__((vector_size(kLanes * 4)));
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
+
+struct bf16 { uint16_t bits; };
+struct f16 { uint16_t bits; };
+
+template <class To, class From>
+INLINE To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From), "same size");
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+template <class Vector>
+INLINE Vector load_raw(const void* from) {
+  Vector v;
+  std::memcpy(&v, from, sizeof(v));
+  return v;
+}
+
+INLINE Floats broadcast(float x) { return x - Floats{}; }
+INLINE Ints broadcast(int32_t x) { return x - Ints{}; }
+INLINE Floats select(Ints mask, Floats yes, Floats no) { return mask ? yes : no; }
+INLINE Floats max(Floats a, Floats b) { return select(a > b, a, b); }
+INLINE Floats min(Floats a, Floats b) { return select(a < b, a, b); }
+
+INLINE Floats fma(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+// ---- conversions ----
+
+INLINE float half_to_float(uint16_t bits) {
+  const uint32_t sign = uint32_t(bits & 0x8000) << 16;
+  const uint32_t magnitude = bits & 0x7fff;
+  if (magnitude >= 0x7c00) return bit_cast<float>(sign | 0x7f800000u | (magnitude & 0x3ff) << 13);
+  // Read with float32's exponent bias, then multiply by 2^112: subnormals come out right as well.
+  return bit_cast<float>(bit_cast<uint32_t>(bit_cast<float>(magnitude << 13) * 0x1p112f) | sign);
+}
+
+INLINE uint16_t float_to_half(float x) {
+  const uint32_t bits = bit_cast<uint32_t>(x);
+  const uint16_t sign = uint16_t(bits >> 16 & 0x8000);
+  const uint32_t magnitude = bits & 0x7fffffff;
+  if (magnitude > 0x7f800000) return sign | 0x7e00;
+  if (magnitude >= 0x477ff000) return sign | 0x7c00;  // rounds to 65,536 or beyond
+  if (magnitude < 0x38800000)  // subnormal: let float32 addition do the rounding at 2^-24
+    return sign | uint16_t(bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u);
+  return sign | uint16_t((magnitude + 0xfff + (magnitude >> 13 & 1) - 0x38000000u) >> 13);
+}
+
+INLINE Floats load(const float* from) { return load_raw<Floats>(from); }
+
+INLINE Floats load(const bf16* from) {
+  return bit_cast<Floats>(__builtin_convertvector(load_raw<Halves>(from), Words) << 16);
+}
+
+INLINE Floats load(const f16* from) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtph_ps(load_raw<__m256i>(from));
+#elif defined(__AVX2__)
+  return (Floats)_mm256_cvtph_ps(load_raw<__m128i>(from));
+#else
+  Floats v;
+  for (int i = 0; i < kLanes; ++i) v[i] = half_to_float(from[i].bits);
+  return v;
+#endif
+}
+
+INLINE void store(float* to, Floats v) { std::memcpy(to, &v, sizeof(v)); }
+
+INLINE void store(bf16* to, Floats v) {
+  const Words bits = bit_cast<Words>(v);
+  const Words rounded = bits + 0x7fff + ((bits >> 16) & 1);  // to nearest, ties to even
+  const Words quiet_nan = Words{} + 0x7fc00000;
+  const Halves halves = __builtin_convertvector(((v == v) ? rounded : quiet_nan) >> 16, Halves);
+  std::memcpy(to, &halves, sizeof(halves));
+}
+
+INLINE void store(f16* to, Floats v) {
+#if defined(__AVX512F__)
+  const __m256i halves = _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  std::memcpy(to, &halves, sizeof(halves));
+#elif defined(__AVX2__)
+  const __m128i halves = _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  std::memcpy(to, &halves, sizeof(halves));
+#else
+  for (int i = 0; i < kLanes; ++i) to[i].bits = float_to_half(v[i]);
+#endif
+}
+
+// The first `count` elements, zeros after them; never reads past the last one.
+template <class T>
+INLINE Floats load(const T* from, int64_t count) {
+  if (count >= kLanes) return load(from);
+  T lanes[kLanes] = {};
+  std::memcpy(lanes, from, size_t(count) * sizeof(T));
+  return load(lanes);
+}
+
+template <class T>
+INLINE void store(T* to, Floats v, int64_t count) {
+  if (count >= kLanes) return store(to, v);
+  T lanes[kLanes];
+  store(lanes, v);
+  std::memcpy(to, lanes, size_t(count) * sizeof(T));
+}
+
+// What remains of v after it was kept as a T: where PyTorch stores an intermediate result, so do we.
+template <class T>
+INLINE Floats rounded_to(Floats v) {
+  T lanes[kLanes];
+  store(lanes, v);
+  return load(lanes);
+}
+
+// ---- across lanes ----
+
+INLINE float sum_lanes(Floats v) {
+  float lanes[kLanes];
+  store(lanes, v);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
+INLINE float max_lanes(Floats v) {
+  float lanes[kLanes];
+  store(lanes, v);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
+  return lanes[0];
+}
+
+INLINE Ints lane_numbers() {
+  Ints v;
+  for (int i = 0; i < kLanes; ++i) v[i] = i;
+  return v;
+}
+
+#if defined(__clang__)
+template <int... L>
+INLINE Floats shuffle(Floats a, Floats b, std::integer_sequence<int, L...>) {
+  return __builtin_shufflevector(a, b, L...);
+}
+#else
+template <int... L>
+INLINE Floats shuffle(Floats a, Floats b, std::integer_sequence<int, L...>) {
+  return __builtin_shuffle(a, b, Ints{L...});
+}
+#endif
+
+template <int S, int... L>
+INLINE void exchange(Floats& a, Floats& b, std::integer_sequence<int, L...>) {
+  const Floats low = shuffle(a, b, std::integer_sequence<int, ((L & S) ? kLanes + L - S : L)...>{});
+  b = shuffle(a, b, std::integer_sequence<int, ((L & S) ? kLanes + L : L + S)...>{});
+  a = low;
+}
+
+// Transposes rows[kLanes] in place: round S swaps the S-bit of the row number with that of the lane number.
+template <int S = 1>
+INLINE void transpose(Floats* rows) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i)
+    if (!(i & S)) exchange<S>(rows[i], rows[i + S], std::make_integer_sequence<int, kLanes>{});
+  if constexpr (2 * S < kLanes) transpose<2 * S>(rows);
+}
+
+// ---- exponentials ----
+
+// e^x to about one unit in the last place; 0 below -87.3 (float32's subnormals), at most e^88.3; NaN stays NaN;
+// exactly 1 at 0.
+INLINE Floats exp(Floats x) {
+  const Floats bounded = min(broadcast(88.3f), max(broadcast(-87.3f), x));  // in this order NaN survives
+  const Floats magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
+  const Floats shifted = fma(bounded, broadcast(1.44269504f), magic);
+  const Floats n = shifted - magic;
+  const Floats r = fma(n, broadcast(2.12194440e-4f), fma(n, broadcast(-0.693359375f), bounded));
+  Floats p = broadcast(1.9875691500e-4f);  // Cephes' polynomial for (e^r - 1 - r) / r^2
+  p = fma(p, r, broadcast(1.3981999507e-3f));
+  p = fma(p, r, broadcast(8.3334519073e-3f));
+  p = fma(p, r, broadcast(4.1665795894e-2f));
+  p = fma(p, r, broadcast(1.6666665459e-1f));
+  p = fma(p, r, broadcast(5.0000001201e-1f));
+  p = fma(p, r * r, r) + 1.0f;
+  const Floats power = bit_cast<Floats>((bit_cast<Words>(shifted) << 23) + 0x3f800000u);
+  return select(x < broadcast(-87.3f), Floats{}, p * power);
+}
+
+INLINE float exp(float x) { return exp(broadcast(x))[0]; }
+
+INLINE Floats tanh(Floats x) {
+  const Floats magnitude = select(x < Floats{}, -x, x);
+  const Floats e = exp(-2.0f * magnitude);
+  const Floats t = (1.0f - e) / (1.0f + e);
+  return select(x < Floats{}, -t, t);
+}
+
+INLINE Floats sigmoid(Floats x) { return 1.0f / (1.0f + exp(-x)); }
+
+}  // namespace

@@ -1,0 +1,61 @@
+"""Which implementation of the kernels serves a tensor."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from pagewire.kernels import reference
+from pagewire.kernels.cpu import native
+from pagewire.kernels.paging import AttentionBatch
+
+
+class Kernels(Protocol):
+    """What an implementation offers; `pagewire.kernels.attention` and `.layers` say what each function does."""
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        alibi: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def store_kv(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    ) -> None: ...
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, out: Tensor | None = None
+    ) -> Tensor: ...
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
+    ) -> Tensor: ...
+
+    def silu_and_mul(self, x: Tensor) -> Tensor: ...
+
+    def gelu_tanh_and_mul(self, x: Tensor) -> Tensor: ...
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None: ...
+
+
+def implementation_for(*tensors: Tensor) -> Kernels:
+    """The fastest implementation for tensors on this device and of these dtypes. None of them keeps gradients.
+
+    Raises:
+        NotImplementedError: the tensors are not on the CPU.
+    """
+    device = tensors[0].device
+    if device.type != "cpu":
+        raise NotImplementedError(f"no kernels for device {device.type!r} yet: only 'cpu' is served")
+    dtype = tensors[0].dtype
+    if dtype in native.DTYPES and all(tensor.dtype == dtype for tensor in tensors):
+        return native.load() or reference
+    return reference

@@ -1,0 +1,118 @@
+"""Every kernel in plain PyTorch: what the other implementations are tested against, and run without.
+
+Attention and norms accumulate in float32 (float64 for float64 tensors).
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pagewire.kernels.paging import AttentionBatch, token_view
+
+
+def _accumulation_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _gather(cache: Tensor, blocks: Tensor, length: int, num_heads: int) -> Tensor:
+    """The first `length` rows of a request, [num_heads, length, size]: KV heads repeated for their query heads."""
+    tokens = token_view(cache)[blocks.long()].flatten(0, 1)[:length]
+    return tokens.transpose(0, 1).repeat_interleave(num_heads // cache.shape[1], dim=0)
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `pagewire.kernels.attention.paged_attention`."""
+    dtype = _accumulation_dtype(q)
+    num_heads, block_size = q.shape[1], k_cache.shape[2]
+    if out is None:
+        out = q.new_empty(q.shape[0], num_heads, v_cache.shape[3])
+    out.zero_()
+    starts = batch.query_start_loc.tolist()
+    for request, seq_len in enumerate(batch.seq_lens.tolist()):
+        rows = slice(starts[request], starts[request + 1])
+        query_len = rows.stop - rows.start
+        if query_len == 0:
+            continue
+        blocks = batch.block_table[request, : -(-seq_len // block_size)]
+        k = _gather(k_cache, blocks, seq_len, num_heads).to(dtype)
+        v = _gather(v_cache, blocks, seq_len, num_heads).to(dtype)
+
+        logits = q[rows].to(dtype).transpose(0, 1) @ k.transpose(1, 2) * scale
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        key_position = torch.arange(seq_len, device=q.device)
+        query_position = torch.arange(seq_len - query_len, seq_len, device=q.device)[:, None]
+        if alibi is not None:
+            logits = logits + alibi.to(dtype)[:, None, None] * (key_position - query_position)
+        hidden = key_position > query_position
+        if window is not None:
+            hidden |= key_position <= query_position - window
+        logits = logits.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            sink = sinks.to(dtype)[:, None, None].expand(-1, query_len, 1)
+            logits = torch.cat([logits, sink], dim=-1)
+        probabilities = torch.softmax(logits, dim=-1)[..., :seq_len]
+        # Not a matrix product with zeros in it: 0 x NaN is NaN.
+        seen = ~hidden.all(dim=0)
+        values = probabilities[..., seen] @ v[:, seen]
+        out[rows] = values.transpose(0, 1).to(out.dtype)
+    return out
+
+
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """See `pagewire.kernels.attention.store_kv`."""
+    kept = slot_mapping >= 0
+    slots = slot_mapping[kept].long()
+    blocks, offsets = slots // k_cache.shape[2], slots % k_cache.shape[2]
+    token_view(k_cache)[blocks, offsets] = k[kept]
+    token_view(v_cache)[blocks, offsets] = v[kept]
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, out: Tensor | None = None
+) -> Tensor:
+    """See `pagewire.kernels.layers.rms_norm`."""
+    dtype = _accumulation_dtype(x)
+    wide = x.to(dtype)
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    result = normed.to(x.dtype) * weight if offset == 0.0 else normed * (weight.to(dtype) + offset)
+    return result.to(x.dtype) if out is None else out.copy_(result)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+    """See `pagewire.kernels.layers.add_rms_norm`."""
+    residual += x
+    return rms_norm(residual, weight, eps, offset=offset)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """See `pagewire.kernels.layers.silu_and_mul`."""
+    gate, up = x.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def gelu_tanh_and_mul(x: Tensor) -> Tensor:
+    """See `pagewire.kernels.layers.gelu_tanh_and_mul`."""
+    gate, up = x.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh") * up
+
+
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """See `pagewire.kernels.layers.rotary`."""
+    for x in (q, k):
+        rotated = x[..., : cos.shape[-1]]
+        first, second = rotated.chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+        rotated.copy_(rotated * cos[:, None] + turned * sin[:, None])
