@@ -1,0 +1,76 @@
+"""What the core takes from a frontend, which it does not trust: the same checks as at the frontend's door.
+
+(`SamplingParams` checks itself when it is decoded.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pagewire.ipc.messages import EngineInfo, SubmitRequest
+from pagewire.ipc.params import MAX_INT, check_int, max_n
+
+PRIORITY_LIMIT = 2**31
+
+
+def check_request(request: SubmitRequest, info: EngineInfo) -> None:
+    """Refuse what could not run.
+
+    Raises:
+        ValueError, TypeError: why.
+    """
+    check_int("key", request.key, 0)
+    check_int("seed", request.seed, -MAX_INT - 1)
+    check_int("priority", request.priority, -PRIORITY_LIMIT, PRIORITY_LIMIT)
+    if request.params.n > max_n():
+        raise ValueError(f"n must be at most {max_n()}, got {request.params.n}")
+    num_prompt = len(request.prompt_token_ids)
+    if num_prompt == 0:
+        raise ValueError("the prompt is empty")
+    if num_prompt >= info.max_model_len:
+        raise ValueError(
+            f"the prompt of {num_prompt} tokens leaves no room to generate: "
+            f"max_model_len is {info.max_model_len}"
+        )
+    check_token_ids("prompt", request.prompt_token_ids, info.vocab_size)
+    if request.eos_token_id is not None:
+        check_int("eos_token_id", request.eos_token_id, 0, 2**31 - 1)
+    check_params(request, info)
+    if request.output_token_ids is not None:
+        check_resumed(request, info)
+
+
+def check_params(request: SubmitRequest, info: EngineInfo) -> None:
+    """Refuse parameters that this model cannot serve."""
+    params = request.params
+    check_token_ids("allowed_token_ids", params.allowed_token_ids or (), info.vocab_size)
+    check_token_ids("logit_bias", params.logit_bias or (), info.vocab_size)
+    for word in params.bad_words_token_ids or ():
+        check_token_ids("bad_words_token_ids", word, info.vocab_size)
+    for name in ("logprobs", "prompt_logprobs"):
+        wanted = getattr(params, name)
+        if wanted is None or info.max_logprobs == -1:
+            continue
+        if wanted == -1 or wanted > info.max_logprobs:
+            raise ValueError(f"{name}={wanted} is over this engine's max_logprobs={info.max_logprobs}")
+
+
+def check_resumed(request: SubmitRequest, info: EngineInfo) -> None:
+    """Refuse tokens-so-far that do not belong to n unfinished sequences."""
+    done = request.output_token_ids or []
+    if len(done) != request.params.n:
+        raise ValueError(f"output_token_ids holds {len(done)} sequences, n is {request.params.n}")
+    limit = info.max_model_len - len(request.prompt_token_ids)
+    limit = min(limit, request.params.max_tokens or limit)
+    for token_ids in done:
+        if len(token_ids) >= limit:
+            raise ValueError(f"a sequence of {len(token_ids)} tokens is complete already (limit {limit})")
+        check_token_ids("output_token_ids", token_ids, info.vocab_size)
+
+
+def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Refuse ids outside [0, vocab_size)."""
+    ids = list(token_ids)
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        wrong = next(i for i in ids if not 0 <= i < vocab_size)
+        raise ValueError(f"{name} holds token id {wrong}, outside the vocabulary of {vocab_size}")

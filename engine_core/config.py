@@ -1,0 +1,108 @@
+"""What the core runs with: resolved once from the options, then never changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pagewire.engine_core.scheduler import SchedulerConfig
+from pagewire.ipc.hub import model_folder, read_json
+from pagewire.ipc.messages import EngineInfo, LoadModel, Ready
+from pagewire.ipc.options import EngineArgs
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Options, and where the model is."""
+
+    args: EngineArgs
+    model_path: Path
+    generation_config: dict[str, Any]
+    eos_token_id: int | None
+
+    @classmethod
+    def resolve(cls, args: EngineArgs) -> EngineConfig:
+        """Check the options, and find (or download) the model.
+
+        Raises:
+            ValueError, TypeError: a bad option. ModelNotFoundError: no such model.
+        """
+        args.check()
+        path = model_folder(
+            args.model, revision=args.revision, token=args.hf_token, cache_dir=args.download_dir
+        )
+        model = read_json(path / "config.json") | args.hf_overrides
+        generation = read_json(path / "generation_config.json")
+        return cls(args, path, generation, end_of_sequence(model, generation))
+
+    def load_message(self) -> LoadModel:
+        """What a worker is told to load."""
+        args = self.args
+        return LoadModel(
+            model_path=str(self.model_path),
+            dtype=args.resolved_dtype(),
+            device="cpu" if args.device == "auto" else args.device,
+            load_format=args.load_format,
+            trust_remote_code=args.trust_remote_code,
+            hf_overrides=args.hf_overrides,
+            max_model_len=args.max_model_len,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            block_size=args.block_size,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+            num_blocks=args.num_gpu_blocks_override,
+            num_threads=args.num_threads,
+            enforce_eager=args.enforce_eager,
+        )
+
+    def scheduler_config(self, ready: Ready) -> SchedulerConfig:
+        """Limits of the scheduler over the worker's KV memory."""
+        args = self.args
+        return SchedulerConfig(
+            num_blocks=ready.num_blocks,
+            block_size=args.block_size,
+            max_model_len=ready.max_model_len,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            policy=args.scheduling_policy,
+            depth=2 if args.async_scheduling else 1,
+        )
+
+    def engine_info(self, ready: Ready) -> EngineInfo:
+        """What frontends are told."""
+        args = self.args
+        return EngineInfo(
+            model=args.model,
+            model_path=str(self.model_path),
+            tokenizer=args.tokenizer or str(self.model_path),
+            served_model_names=args.served_names(),
+            architecture=ready.architecture,
+            dtype=ready.dtype,
+            device=ready.device,
+            vocab_size=ready.vocab_size,
+            max_model_len=ready.max_model_len,
+            block_size=args.block_size,
+            num_blocks=ready.num_blocks,
+            max_num_seqs=args.max_num_seqs,
+            max_logprobs=args.max_logprobs,
+            seed=args.seed,
+            eos_token_id=self.eos_token_id,
+            generation_config=self.generation_config,
+            trust_remote_code=args.trust_remote_code,
+            tokenizer_mode=args.tokenizer_mode,
+            skip_tokenizer_init=args.skip_tokenizer_init,
+            startup_seconds=ready.startup_seconds,
+        )
+
+
+def end_of_sequence(model: dict[str, Any], generation: dict[str, Any]) -> int | None:
+    """The main end-of-sequence token by a model's config, else by its generation config."""
+    for config in (model, model.get("text_config") or {}, generation):
+        ids = config.get("eos_token_id")
+        if isinstance(ids, list) and ids:
+            ids = ids[0]
+        if isinstance(ids, int):
+            return ids
+    return None

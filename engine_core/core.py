@@ -1,0 +1,411 @@
+"""The core's loop: one thread that hears frontends and the worker, and keeps the worker busy.
+
+    wait -> hear the worker (commit) -> hear frontends (add, abort, call) -> plan and launch -> deliver
+
+Launching comes before delivering: the worker computes while the core encodes what the last step gave.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+from collections.abc import Iterable
+
+import zmq
+
+from pagewire import __version__
+from pagewire.engine_core.admission import check_request
+from pagewire.engine_core.clients import Client, Clients
+from pagewire.engine_core.config import EngineConfig
+from pagewire.engine_core.control import Control
+from pagewire.engine_core.metrics import Metrics
+from pagewire.engine_core.request import Request, sequences
+from pagewire.engine_core.scheduler import Outcome, Scheduler
+from pagewire.engine_core.workers import Stopwatch, Worker
+from pagewire.ipc import messages
+from pagewire.ipc.errors import EngineBusyError
+from pagewire.ipc.messages import PROTOCOL, EngineInfo, Ready, StepResult, SubmitRequest, TokenDelta
+from pagewire.ipc.options import env_float
+
+logger = logging.getLogger("pagewire.core")
+
+TICK_SECONDS = 1.0
+BEHIND_SECONDS = 0.02
+STATS_SECONDS = 10.0
+MAX_FAILED_STARTS = 3
+
+
+class CoreError(RuntimeError):
+    """The core cannot go on: the one cause."""
+
+
+class EngineCore:
+    """Scheduler, worker and clients, and the loop that ties them together.
+
+    stop_fd: a file descriptor that becomes readable when a signal has come; `stop()` is then to be called.
+    lifeline_fd: becomes readable when the owner of this core is gone.
+    """
+
+    scheduler: Scheduler
+    metrics: Metrics
+    info: EngineInfo
+
+    def __init__(self, config: EngineConfig, worker: Worker, clients: Clients, lifeline_fd: int = -1) -> None:
+        self.config = config
+        self.worker = worker
+        self.clients = clients
+        self.control = Control(self)
+        self.started = False
+        self._lifeline_fd = lifeline_fd
+        self._poller = zmq.Poller()
+        self._poller.register(clients.socket, zmq.POLLIN)
+        self._poller.register(worker.socket, zmq.POLLIN)
+        self._stop_fd, self._stop_write_fd = os.pipe()
+        os.set_blocking(self._stop_write_fd, False)
+        for fd in (self._stop_fd, lifeline_fd):
+            if fd >= 0:
+                self._poller.register(fd, zmq.POLLIN)
+        self._stop_by: float | None = None
+        self._outcomes: list[Outcome] = []
+        self._held: list[Request] = []
+        self._greeted: list[tuple[bytes, messages.Hello]] = []
+        self._arrivals = 0
+        self._failed_starts = 0
+        self._stopwatch = Stopwatch(env_float("PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S", 300.0))
+        self._next_beat = self._next_stats = 0.0
+        self._reported = (0, 0)
+
+    # ------------------------------------------------------------ life
+
+    def run(self) -> None:
+        """Serve until stopped.
+
+        Raises:
+            CoreError: the worker cannot be started.
+        """
+        cause = "the engine core has shut down"
+        try:
+            self._start_worker()
+            while not self._done():
+                self._turn()
+        except BaseException as error:
+            cause = str(error) or type(error).__name__
+            raise
+        finally:
+            self._say_goodbye(cause)
+
+    def stop(self, drain_seconds: float) -> None:
+        """Take no more requests, finish the others within `drain_seconds`, then end; twice: end now.
+
+        Safe in a signal handler.
+        """
+        now = time.monotonic()
+        self._stop_by = now if self._stop_by is not None else now + drain_seconds
+        os.write(self._stop_write_fd, b"x")
+
+    def _done(self) -> bool:
+        if self._stop_by is None:
+            return False
+        idle = not self.started or (not self.scheduler.num_unfinished and not self.clients.behind)
+        return idle or time.monotonic() >= self._stop_by
+
+    def _turn(self) -> None:
+        wait = BEHIND_SECONDS if self.clients.behind else TICK_SECONDS
+        ready = {source for source, _ in self._poller.poll(int(wait * 1000))}
+        if self._lifeline_fd in ready:
+            self.stop(0.0)
+        if self._stop_fd in ready:
+            os.read(self._stop_fd, 64)
+        if self.worker.socket in ready:
+            self._hear_worker()
+        if self.worker.exit_fd in ready:
+            self._worker_lost()
+        if self.clients.socket in ready:
+            self._hear_clients()
+        self._tick()
+        if self.started:
+            self._advance()
+
+    def _advance(self) -> None:
+        for client in self.clients.lost():
+            self._drop(client.live_requests())
+        self.control.advance()
+        self._launch()
+        self._deliver()
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self.clients.flush()
+        if self._stopwatch.expired:
+            logger.error("the worker has been silent for over %.0f s in a step", self._stopwatch.limit)
+            self._stopwatch.restart(False)
+            self.worker.kill()
+        if now >= self._next_beat:
+            self._next_beat = now + TICK_SECONDS
+            self.clients.beat(now)
+        if self.started and now >= self._next_stats and not self.config.args.disable_log_stats:
+            self._next_stats = now + STATS_SECONDS
+            self._log_stats()
+
+    def _say_goodbye(self, cause: str) -> None:
+        for identity, _ in self._greeted:
+            self.clients.send(identity, messages.Refused(error=cause))
+        self._greeted.clear()
+        for client in list(self.clients.attached.values()):
+            self.clients.send(client.identity, messages.CoreDying(cause=cause))
+        self.worker.stop()
+
+    # ------------------------------------------------------------ the worker
+
+    def _start_worker(self) -> None:
+        self.worker.start()
+        self._poller.register(self.worker.exit_fd, zmq.POLLIN)
+
+    def _hear_worker(self) -> None:
+        for message in self.worker.messages():
+            if isinstance(message, StepResult):
+                self._commit(message)
+            elif isinstance(message, messages.WorkerReply):
+                self.control.hear(message)
+            elif isinstance(message, Ready):
+                self._worker_ready(message)
+            elif isinstance(message, messages.WorkerFailed):
+                logger.error("the worker failed: %s\n%s", message.error, message.traceback)
+
+    def _worker_ready(self, ready: Ready) -> None:
+        self._failed_starts = 0
+        phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ready.startup_seconds.items())
+        logger.info("worker ready: %s", phases)
+        if not self.started:
+            try:
+                self.scheduler = Scheduler(self.config.scheduler_config(ready))
+            except ValueError as error:
+                raise CoreError(str(error)) from error
+            self.info = self.config.engine_info(ready)
+            self.metrics = Metrics(self.scheduler, self.info.served_model_names[0])
+            self.started = True
+            logger.info(
+                "engine ready: %s (%s, %s), %d KV blocks of %d tokens, max_model_len %d",
+                *(self.info.model, self.info.architecture, self.info.dtype, self.info.num_blocks),
+                *(self.info.block_size, self.info.max_model_len),
+            )
+            gc.collect()
+            gc.freeze()
+            greeted, self._greeted = self._greeted, []
+            for identity, hello in greeted:
+                self._welcome(identity, hello)
+        elif ready.num_blocks < self.scheduler.config.num_blocks:
+            raise CoreError(f"the new worker has only {ready.num_blocks} KV blocks: memory has run short")
+
+    def _worker_lost(self) -> None:
+        self._hear_worker()
+        self._poller.unregister(self.worker.exit_fd)
+        was_ready, failure = self.worker.ready is not None, self.worker.failure
+        why = self.worker.reap()
+        self._failed_starts += not was_ready
+        if (failure is not None and failure.fatal) or self._failed_starts >= MAX_FAILED_STARTS:
+            raise CoreError(f"the worker did not start: {why}")
+        logger.error("the worker was lost (%s); starting another", why)
+        self._stopwatch.restart(False)
+        if self.started:
+            self._outcomes += self.scheduler.fail(time.monotonic())
+            self.control.worker_lost(why)
+        self._start_worker()
+
+    def _commit(self, result: StepResult) -> None:
+        now = time.monotonic()
+        step = self.scheduler.in_flight[0]
+        before = [request.last_token_time for request in step.requests]
+        try:
+            self._outcomes += self.scheduler.commit(result, now)
+        except ValueError as error:
+            logger.error("the worker is confused: %s", error)
+            self.worker.kill()
+            return
+        self._stopwatch.restart(bool(self.scheduler.in_flight))
+        self.metrics.step_tokens.observe(sum(row.num_tokens for row in step.rows))
+        for request, row, last in zip(step.requests, step.rows, before, strict=True):
+            if row.sample:
+                self.metrics.token(request, last, now)
+
+    def _launch(self) -> None:
+        while (
+            self.worker.ready is not None
+            and not self.control.holds_plans
+            and len(self.scheduler.in_flight) < self.scheduler.config.depth
+            and (plan := self.scheduler.plan(time.monotonic())) is not None
+        ):
+            if len(self.scheduler.in_flight) == 1:
+                self._stopwatch.restart(True)
+            self.worker.send(plan)
+
+    # ------------------------------------------------------------ frontends
+
+    def _hear_clients(self) -> None:
+        for identity, message in self.clients.messages(time.monotonic()):
+            client = self.clients.attached.get(identity)
+            if isinstance(message, messages.Hello):
+                self._greet(identity, message)
+            elif client is None:
+                self.clients.send(identity, messages.Refused(error="attach first: no Hello came"))
+            elif isinstance(message, messages.Submit):
+                for request in message.requests:
+                    self._submit(client, request)
+            elif isinstance(message, messages.Abort):
+                self._abort(client, message)
+            elif isinstance(message, messages.Call):
+                self.control.call(identity, message)
+            elif isinstance(message, messages.Goodbye):
+                self.clients.detach(client, "it said goodbye")
+
+    def _greet(self, identity: bytes, hello: messages.Hello) -> None:
+        if hello.protocol != PROTOCOL:
+            text = (
+                f"this core (pagewire {__version__}) speaks protocol {PROTOCOL}, the frontend (pagewire "
+                f"{hello.version}) protocol {hello.protocol}: install the same version on both sides"
+            )
+            self.clients.send(identity, messages.Refused(error=text))
+        elif self.started:
+            self._welcome(identity, hello)
+        else:
+            self._greeted.append((identity, hello))
+
+    def _welcome(self, identity: bytes, hello: messages.Hello) -> None:
+        client = self.clients.attached.get(identity)
+        if client is not None:
+            self.clients.detach(client, "it attaches anew")
+        self.clients.attach(identity, hello.name, hello.pid, time.monotonic())
+        welcome = messages.Welcome(info=self.info, version=__version__, ping_seconds=TICK_SECONDS)
+        self.clients.send(identity, welcome)
+
+    def _submit(self, client: Client, submitted: SubmitRequest) -> None:
+        try:
+            if submitted.key in client.requests:
+                raise ValueError(f"request key {submitted.key} is in use")
+            if self._stop_by is not None:
+                raise EngineBusyError("the engine core is shutting down and takes no new requests")
+            if self.scheduler.num_waiting + submitted.params.n > self.config.args.max_waiting:
+                raise EngineBusyError(f"{self.scheduler.num_waiting} requests wait already (max_waiting)")
+            check_request(submitted, self.info)
+        except (ValueError, TypeError, EngineBusyError) as error:
+            self._reject(client, submitted, str(error))
+            return
+        group = sequences(
+            submitted,
+            client.identity,
+            self._arrivals,
+            time.monotonic(),
+            max_model_len=self.info.max_model_len,
+            share_prefixes=self.config.args.enable_prefix_caching,
+        )
+        self._arrivals += len(group)
+        self.metrics.params_n.observe(len(group))
+        client.requests[submitted.key] = {request.index: request for request in group}
+        self._held += group
+        if not self.control.paused:
+            self.admit_held()
+
+    def _reject(self, client: Client, submitted: SubmitRequest, error: str) -> None:
+        logger.warning("refused request %s of %s: %s", submitted.request_id, client.label, error)
+        if submitted.key in client.requests:  # an error delta would end the live request of that key
+            self.clients.send(client.identity, messages.Refused(error=error))
+            return
+        deltas = [
+            TokenDelta(submitted.key, index, [], finish_reason="error", error=error)
+            for index in range(submitted.params.n)
+        ]
+        self.clients.deliver(client, deltas)
+
+    def _abort(self, client: Client, abort: messages.Abort) -> None:
+        for key in abort.keys:
+            self._drop(client.requests.pop(key, {}).values())
+        for key, index in abort.sequences:
+            group = client.requests.get(key, {})
+            if index in group:
+                self._drop([group.pop(index)])
+                if not group:
+                    del client.requests[key]
+
+    def _drop(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            if request in self._held:
+                self._held.remove(request)
+            else:
+                self.scheduler.abort([request])
+            self.metrics.finished(request, "abort", time.monotonic())
+
+    def admit_held(self) -> None:
+        """Let requests that were held back wait for their turn."""
+        held, self._held = self._held, []
+        for request in held:
+            self.scheduler.add(request)
+
+    def abort_all(self) -> None:
+        """End every request that is not held back, with reason "abort"."""
+        for client in self.clients.attached.values():
+            for request in list(client.live_requests()):
+                if request not in self._held:
+                    self.scheduler.abort([request])
+                    delta = TokenDelta(request.key, request.index, [], finish_reason="abort")
+                    self._outcomes.append((request, delta))
+
+    def _deliver(self) -> None:
+        outcomes, self._outcomes = self._outcomes, []
+        by_client: dict[bytes, list[TokenDelta]] = {}
+        now = time.monotonic()
+        for request, delta in outcomes:
+            by_client.setdefault(request.client, []).append(delta)
+            if delta.finish_reason is not None:
+                self.metrics.finished(request, delta.finish_reason, now)
+                self._forget(request)
+        for identity, deltas in by_client.items():
+            client = self.clients.attached.get(identity)
+            if client is not None:
+                self.clients.deliver(client, deltas)
+
+    def _forget(self, request: Request) -> None:
+        client = self.clients.attached.get(request.client)
+        group = client.requests.get(request.key) if client else None
+        if client and group and group.pop(request.index, None) is not None and not group:
+            del client.requests[request.key]
+
+    # ------------------------------------------------------------ reports
+
+    def status(self) -> dict[str, object]:
+        """What runs, for whom, and what is free."""
+        return {
+            "running": len(self.scheduler.running),
+            "waiting": self.scheduler.num_waiting + len(self._held),
+            "in_flight": len(self.scheduler.in_flight),
+            "num_blocks": len(self.scheduler.kv.pool),
+            "num_free_blocks": self.scheduler.kv.pool.num_free,
+            "num_steps": self.scheduler.stats.num_steps,
+            "num_preemptions": self.scheduler.stats.num_preemptions,
+            "num_output_tokens": self.scheduler.stats.num_output_tokens,
+            "worker_pid": self.worker.pid,
+            "worker_starts": self.worker.num_starts,
+            "worker_ready": self.worker.ready is not None,
+            "paused": self.control.paused,
+            "sleeping": self.control.asleep,
+            "clients": [
+                {"name": client.name, "pid": client.pid, "requests": len(client.requests)}
+                for client in self.clients.attached.values()
+            ],
+        }
+
+    def _log_stats(self) -> None:
+        stats = self.scheduler.stats
+        tokens = (stats.num_prompt_tokens, stats.num_output_tokens)
+        if tokens == self._reported:
+            return
+        prompt, output = (now - then for now, then in zip(tokens, self._reported, strict=True))
+        self._reported = tokens
+        logger.info(
+            "prompt %.1f, generation %.1f tokens/s; running %d, waiting %d; KV cache %.1f%%, hits %.1f%%",
+            *(prompt / STATS_SECONDS, output / STATS_SECONDS),
+            *(len(self.scheduler.running), self.scheduler.num_waiting),
+            100 * self.scheduler.kv_usage,
+            100 * stats.num_prefix_hits / max(1, stats.num_prefix_queries),
+        )

@@ -1,0 +1,121 @@
+"""The core as a process: options in, sockets bound, signals heard, one cause told when it fails.
+
+Started by a frontend as `python -m pagewire.engine_core.daemon`, or by hand as `pagewire core`.
+Exit status: 0 after a stop, 1 after a failure, whose cause is the last line of the log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import signal
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from pagewire.engine_core.clients import Clients
+from pagewire.engine_core.config import EngineConfig
+from pagewire.engine_core.core import EngineCore
+from pagewire.engine_core.workers import Worker
+from pagewire.ipc.options import EngineArgs, env_float
+from pagewire.ipc.sockets import AddressLock, CurveKeys, bind_router
+
+logger = logging.getLogger("pagewire.core")
+
+FLUSH_MS = 500
+
+
+@dataclass(frozen=True)
+class Listen:
+    """Where the core listens, and whom it lets in.
+
+    curve_secret: the core's certificate; curve_clients: folder with the public certificates of frontends.
+    """
+
+    address: str
+    curve_secret: Path | None = None
+    curve_clients: Path | None = None
+    drain_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        if (self.curve_secret is None) != (self.curve_clients is None):
+            raise ValueError("CURVE needs both the core's secret certificate and the folder of its clients'")
+
+
+def serve(args: EngineArgs, listen: Listen, lifeline_fd: int = -1) -> int:
+    """Run a core until it is stopped. Returns the exit status: 0, or 1 after logging the one cause."""
+    try:
+        with ExitStack() as stack:
+            run(args, listen, lifeline_fd, stack)
+        return 0
+    except Exception as error:
+        logger.debug("traceback", exc_info=True)
+        logger.error("engine core failed: %s", error)
+        return 1
+
+
+def run(args: EngineArgs, listen: Listen, lifeline_fd: int, stack: ExitStack) -> None:
+    """Bind, resolve, load and serve; what is opened is closed with `stack`.
+
+    The address is bound first: frontends may attach at once, and are answered when the model is loaded, or
+    has failed to.
+    """
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    stack.callback(context.term)
+    lock = AddressLock(listen.address)
+    stack.callback(lock.release)
+    keys = CurveKeys.load(listen.curve_secret) if listen.curve_secret else None
+    if listen.curve_clients is not None:
+        guard = ThreadAuthenticator(context)
+        guard.start()
+        stack.callback(guard.stop)
+        guard.configure_curve(domain="*", location=str(listen.curve_clients))
+    socket = bind_router(context, listen.address, keys)
+    stack.callback(socket.close, FLUSH_MS)
+    logger.info("listening on %s", listen.address)
+    clients = Clients(socket, env_float("PAGEWIRE_HEARTBEAT_TIMEOUT_S", 30.0))
+    config = resolve(args, clients)
+    core = EngineCore(config, Worker(context, config.load_message()), clients, lifeline_fd)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: core.stop(listen.drain_seconds))
+    core.run()
+    logger.info("stopped")
+
+
+def resolve(args: EngineArgs, clients: Clients) -> EngineConfig:
+    """`EngineConfig.resolve`, whose failure is told to frontends that wait already."""
+    try:
+        return EngineConfig.resolve(args)
+    except Exception as error:
+        clients.refuse_all(f"{error}")
+        raise
+
+
+def configure_logging() -> None:
+    """Log to standard error, at `PAGEWIRE_LOGGING_LEVEL` (default INFO)."""
+    import os
+
+    level = os.environ.get("PAGEWIRE_LOGGING_LEVEL", "INFO").upper()
+    form = "%(levelname).1s %(asctime)s.%(msecs)03d %(name)s: %(message)s"
+    logging.basicConfig(level=level, format=form, datefmt="%H:%M:%S", stream=sys.stderr)
+
+
+def main() -> int:
+    """Entry of a core that a frontend spawns: `EngineArgs` as JSON on standard input."""
+    parser = argparse.ArgumentParser(description="pagewire engine core (spawned by a frontend)")
+    parser.add_argument("--listen", required=True)
+    parser.add_argument("--options-stdin", action="store_true", required=True)
+    parser.add_argument("--lifeline", type=int, default=-1)
+    options = parser.parse_args()
+    configure_logging()
+    args = EngineArgs(**json.load(sys.stdin))
+    return serve(args, Listen(options.listen, drain_seconds=0.0), options.lifeline)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

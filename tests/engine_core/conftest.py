@@ -1,0 +1,149 @@
+"""A whole core in a thread, with a fake worker process, and raw frontends that speak to it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from pagewire.engine_core.clients import Clients
+from pagewire.engine_core.config import EngineConfig
+from pagewire.engine_core.core import EngineCore
+from pagewire.engine_core.workers import Worker
+from pagewire.ipc.codec import Codec
+from pagewire.ipc.messages import (
+    PROTOCOL,
+    Call,
+    Deltas,
+    Hello,
+    Ping,
+    Pong,
+    Reply,
+    Submit,
+    SubmitRequest,
+    ToFrontend,
+    TokenDelta,
+    Welcome,
+)
+from pagewire.ipc.options import EngineArgs
+from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.sockets import bind_router, connect_dealer, receive, send
+
+FAKE_WORKER = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
+WAIT_MS = 20_000
+
+
+class RawFrontend:
+    """A frontend made of a socket and a codec: says exactly what a test wants said."""
+
+    def __init__(self, context: zmq.Context[Any], address: str, name: str) -> None:
+        self.socket = connect_dealer(context, address, name.encode())
+        self.codec: Codec[ToFrontend] = Codec(ToFrontend)
+        self.name = name
+        self.outputs: dict[tuple[int, int], list[int]] = {}
+        self.ends: dict[tuple[int, int], TokenDelta] = {}
+        self.longest_delta = 0
+
+    def say(self, message: Any) -> None:
+        send(self.socket, self.codec.encode(message))
+
+    def hear(self) -> ToFrontend:
+        """The next message that is not a heartbeat."""
+        while True:
+            assert self.socket.poll(WAIT_MS), f"{self.name} waits in vain"
+            message = self.codec.decode(receive(self.socket))
+            if not isinstance(message, Pong):
+                return message
+            self.say(Ping())
+
+    def attach(self) -> Welcome:
+        self.say(Hello(PROTOCOL, "test", os.getpid(), self.name))
+        welcome = self.hear()
+        assert isinstance(welcome, Welcome), welcome
+        return welcome
+
+    def submit(self, key: int, prompt: list[int], seed: int = 7, **params: Any) -> None:
+        params.setdefault("max_tokens", 8)
+        request = SubmitRequest(key, f"r{key}", prompt, SamplingParams(**params), seed, eos_token_id=999)
+        self.say(Submit([request]))
+
+    def take(self, message: ToFrontend) -> None:
+        assert isinstance(message, Deltas), message
+        for delta in message.deltas:
+            place = (delta.key, delta.index)
+            assert place not in self.ends, f"{delta} after the end"
+            self.outputs.setdefault(place, []).extend(delta.token_ids)
+            self.longest_delta = max(self.longest_delta, len(delta.token_ids))
+            if delta.finish_reason is not None:
+                self.ends[place] = delta
+
+    def finish(self, *places: tuple[int, int]) -> None:
+        """Read until all of `places` have ended."""
+        while not all(place in self.ends for place in places):
+            self.take(self.hear())
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Reply:
+        self.say(Call(1, method, list(args), kwargs))
+        while True:
+            message = self.hear()
+            if isinstance(message, Reply):
+                return message
+            self.take(message)
+
+    def status(self) -> dict[str, Any]:
+        result = self.call("status").result
+        assert isinstance(result, dict)
+        return result
+
+
+class RunningCore:
+    """A core in a thread, and the frontends made for it."""
+
+    def __init__(self, address: str, args: EngineArgs, worker_options: list[str], silence: float) -> None:
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.address = address
+        self.clients = Clients(bind_router(self.context, address), silence)
+        config = EngineConfig(args, Path("/nowhere"), {}, 999)
+        worker = Worker(self.context, config.load_message(), [*FAKE_WORKER, *worker_options])
+        self.core = EngineCore(config, worker, self.clients)
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.core.run()
+        except BaseException as error:
+            self.error = error
+
+    def frontend(self, name: str = "test") -> RawFrontend:
+        return RawFrontend(self.context, self.address, name)
+
+    def stop(self) -> None:
+        self.core.stop(0.0)
+        self.core.stop(0.0)
+        self.thread.join(WAIT_MS / 1000)
+        assert not self.thread.is_alive()
+        self.context.destroy(0)
+
+
+@pytest.fixture
+def start_core(tmp_path: Path) -> Iterator[Callable[..., RunningCore]]:
+    """Start a core: `start_core(worker_options=[...], silence=30, **engine options)`."""
+    cores: list[RunningCore] = []
+
+    def start(worker_options: list[str] | None = None, silence: float = 30.0, **options: Any) -> RunningCore:
+        args = EngineArgs(**({"max_model_len": 128, "disable_log_stats": True} | options))
+        address = f"ipc://{tmp_path}/core{len(cores)}.sock"
+        cores.append(RunningCore(address, args, worker_options or [], silence))
+        return cores[-1]
+
+    yield start
+    for core in cores:
+        core.stop()

@@ -1,0 +1,120 @@
+"""A worker without a model: the next token is a pure function of the tokens so far and the seed.
+
+It keeps slots and the relay as a real one does, so a core that plans wrongly gets wrong tokens. Prompt
+token `CRASH` kills it (as long as the file named by `CRASH_WHILE` exists), token `HANG` stops it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+
+import zmq
+
+from pagewire.ipc.codec import Codec
+from pagewire.ipc.lifeline import die_with_parent
+from pagewire.ipc.messages import (
+    PROTOCOL,
+    LoadModel,
+    Ready,
+    Shutdown,
+    StepPlan,
+    StepResult,
+    ToWorker,
+    WorkerCall,
+    WorkerFailed,
+    WorkerHello,
+    WorkerReply,
+)
+from pagewire.ipc.sockets import connect_dealer, receive, send
+
+VOCAB_SIZE = 1000
+EOS = 999
+CRASH = 998
+HANG = 997
+FAIL = 996
+
+
+def next_token(token_ids: Sequence[int], seed: int) -> int:
+    """The token after `token_ids`: any but the special ones."""
+    digest = sha256(repr((list(token_ids), seed)).encode()).digest()
+    return int.from_bytes(digest[:4], "little") % FAIL
+
+
+class FakeWorker:
+    """Slots with token histories; answers plans."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.seeds: dict[int, int] = {}
+
+    def step(self, plan: StepPlan) -> StepResult:
+        for slot in plan.freed_slots:
+            self.tokens.pop(slot, None)
+        for init in plan.inits:
+            self.tokens[init.slot] = list(init.token_ids)
+            self.seeds[init.slot] = init.seed
+        result = StepResult(plan.step_id, [])
+        for i, row in enumerate(plan.rows):
+            tokens = self.tokens[row.slot]
+            self.obey(tokens[row.start : row.start + row.num_tokens], i, result)
+            if row.sample:
+                token_id = next_token(tokens[: row.start + row.num_tokens], self.seeds[row.slot])
+                tokens.append(token_id)
+                result.token_ids.append(token_id)
+        return result
+
+    def obey(self, token_ids: Sequence[int], row: int, result: StepResult) -> None:
+        if CRASH in token_ids and Path(os.environ.get("CRASH_WHILE", "/")).exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        if HANG in token_ids:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if FAIL in token_ids:
+            result.errors[row] = "token 996 is unlucky"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--connect", required=True)
+    parser.add_argument("--identity", required=True)
+    parser.add_argument("--lifeline", type=int, required=True)
+    parser.add_argument("--num-blocks", type=int, default=64)
+    parser.add_argument("--refuse", default="")
+    options = parser.parse_args()
+    die_with_parent(options.lifeline)
+    socket = connect_dealer(zmq.Context(), options.connect, options.identity.encode())
+    codec: Codec[ToWorker] = Codec(ToWorker)
+    worker = FakeWorker()
+    send(socket, codec.encode(WorkerHello(PROTOCOL, os.getpid())))
+    while True:
+        message = codec.decode(receive(socket))
+        if isinstance(message, LoadModel):
+            if options.refuse:
+                send(socket, codec.encode(WorkerFailed(options.refuse, fatal=True)))
+                socket.close(500)
+                raise SystemExit(1)
+            length = message.max_model_len or 128
+            ready = Ready("Fake", "float32", "cpu", VOCAB_SIZE, length, options.num_blocks, 1, 1)
+            send(socket, codec.encode(ready))
+        elif isinstance(message, StepPlan):
+            send(socket, codec.encode(worker.step(message)))
+        elif isinstance(message, WorkerCall):
+            if message.method == "echo":
+                answer = WorkerReply(message.call_id, message.args)
+            elif message.method in ("sleep", "wake_up"):
+                answer = WorkerReply(message.call_id)
+            else:
+                answer = WorkerReply(
+                    message.call_id, error=f"no method {message.method!r}", error_type="ValueError"
+                )
+            send(socket, codec.encode(answer))
+        elif isinstance(message, Shutdown):
+            return
+
+
+if __name__ == "__main__":
+    main()
