@@ -175,10 +175,10 @@ def bind_router(
     return socket
 
 
-def connect_dealer(
+def new_dealer(
     context: zmq.Context[zmq.Socket[bytes]], address: str, identity: bytes, curve: CurveKeys | None = None
 ) -> zmq.Socket[bytes]:
-    """A DEALER under `identity` that is connecting to `address`.
+    """A DEALER under `identity` that may `connect(address)`; a monitor set before that misses no event.
 
     Raises:
         ValueError: as `check_address`, or keys without the server's.
@@ -191,6 +191,18 @@ def connect_dealer(
             raise ValueError("connecting with CURVE needs the server's public key")
         socket.curve_publickey, socket.curve_secretkey = curve.public, curve.secret
         socket.curve_serverkey = curve.server
+    return socket
+
+
+def connect_dealer(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, identity: bytes, curve: CurveKeys | None = None
+) -> zmq.Socket[bytes]:
+    """A DEALER under `identity` that is connecting to `address`.
+
+    Raises:
+        ValueError: as `new_dealer`.
+    """
+    socket = new_dealer(context, address, identity, curve)
     socket.connect(address)
     return socket
 
