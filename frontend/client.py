@@ -1,0 +1,435 @@
+"""The connection to the engine core. One thread owns the socket; any thread may use the client.
+
+    submit, abort, call --> outbox --> [IO thread] --DEALER--> core
+    on_deltas, on_dead, futures <----- [IO thread] <---------- core
+
+A client is attached once. When its core is lost it is dead for good, and says so within milliseconds (socket
+monitor, `CoreDying`, exit of a spawned core) or after `PAGEWIRE_HEARTBEAT_TIMEOUT_S` of silence.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from pagewire import __version__
+from pagewire.ipc import errors
+from pagewire.ipc.codec import Buffer, Codec
+from pagewire.ipc.errors import EngineBusyError, EngineDeadError, ProtocolError
+from pagewire.ipc.lifeline import Child
+from pagewire.ipc.messages import (
+    PROTOCOL,
+    Abort,
+    Call,
+    CoreDying,
+    Deltas,
+    Goodbye,
+    Hello,
+    Ping,
+    Refused,
+    Reply,
+    Submit,
+    SubmitRequest,
+    ToFrontend,
+    TokenDelta,
+    Welcome,
+)
+from pagewire.ipc.options import env_float
+from pagewire.ipc.sockets import CurveKeys, new_dealer, receive, send
+
+HEARTBEAT_TIMEOUT_S = 30.0
+MAX_OUTBOX = 100_000
+FLUSH_SECONDS = 1.0
+EXIT_SECONDS = 1.0
+CONNECT_STEP_MS = 50
+
+REACHED = zmq.EVENT_HANDSHAKE_SUCCEEDED
+LOST = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+ERROR_TYPES: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (
+        ValueError,
+        TypeError,
+        KeyError,
+        RuntimeError,
+        NotImplementedError,
+        AttributeError,
+        MemoryError,
+        OSError,
+        PermissionError,
+        FileNotFoundError,
+        TimeoutError,
+        errors.ModelNotFoundError,
+        errors.EngineBusyError,
+        errors.EngineDeadError,
+        errors.RequestError,
+        errors.ProtocolError,
+    )
+}
+
+
+class CoreClient:
+    """One attachment to a core, made by `CoreClient.connect`.
+
+    Callbacks run on the client's own thread: `on_deltas` with what each step brought, `on_dead` once, as the
+    last thing, when the core is lost (not after `close`).
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        welcome: Welcome,
+        on_deltas: Callable[[list[TokenDelta]], None],
+        on_dead: Callable[[EngineDeadError], None],
+        child: Child | None,
+    ) -> None:
+        self.info = welcome.info
+        self.dead: EngineDeadError | None = None
+        self._link, self._child = link, child
+        self._on_deltas, self._on_dead = on_deltas, on_dead
+        self._ping_seconds = welcome.ping_seconds
+        self._silence_seconds = env_float("PAGEWIRE_HEARTBEAT_TIMEOUT_S", HEARTBEAT_TIMEOUT_S)
+        self._next_ping = 0.0
+        self._asked_at: float | None = None  # when the oldest unanswered Ping went out
+        self._encoder: Codec[Any] = Codec(ToFrontend)
+        self._call_ids = itertools.count()
+        self._calls: dict[int, Future[Any]] = {}
+        self._outbox: deque[list[Buffer]] = deque()
+        self._lock = threading.Lock()  # guards what any thread may touch: outbox, encoder, bell, dead
+        self._rung = False
+        self._bell_out, self._bell_in = os.pipe()
+        self._close_by: float | None = None
+        self._thread = threading.Thread(target=self._run, name="pagewire-client", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def connect(
+        cls,
+        address: str,
+        *,
+        on_deltas: Callable[[list[TokenDelta]], None],
+        on_dead: Callable[[EngineDeadError], None],
+        curve: CurveKeys | None = None,
+        name: str = "",
+        timeout: float | None = 10.0,
+        child: Child | None = None,
+    ) -> CoreClient:
+        """Attach to the core at `address`, and wait until it is ready.
+
+        A core that listens may load its model as long as it likes; `timeout` (seconds) is for one that does
+        not answer at all. With `child`, the process that is to listen there, its exit ends the wait.
+
+        Raises:
+            EngineDeadError: nobody listens, or the core could not start; the cause is given.
+            ProtocolError: the core speaks another version of the protocol.
+            ValueError: a bad address; and any error that the core reports by name (`ModelNotFoundError`).
+        """
+        link = Link(address, curve)
+        try:
+            welcome = attach(link, name, timeout, child)
+            return cls(link, welcome, on_deltas, on_dead, child)
+        except BaseException:
+            link.close()
+            raise
+
+    # -------------------------------------------------------------- any thread
+
+    def submit(self, requests: Sequence[SubmitRequest]) -> None:
+        """Send new requests, in this order.
+
+        Raises:
+            EngineDeadError: the core is lost. EngineBusyError: it does not take what is sent.
+            OverflowError, TypeError: a value that the wire cannot hold.
+        """
+        self._post(Submit(list(requests)))
+
+    def abort(self, keys: Sequence[int] = (), sequences: Sequence[tuple[int, int]] = ()) -> None:
+        """Drop requests, or single sequences (key, index) of them. Does nothing once the core is lost."""
+        try:
+            self._post(Abort(list(keys), list(sequences)))
+        except EngineDeadError:
+            pass
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Ask for one of the core's methods. The future fails with the error that the core names.
+
+        Raises:
+            EngineDeadError, EngineBusyError, OverflowError, TypeError: as `submit`.
+        """
+        future: Future[Any] = Future()
+        call_id = next(self._call_ids)
+        self._calls[call_id] = future
+        try:
+            self._post(Call(call_id, method, list(args), kwargs))
+        except BaseException:
+            self._calls.pop(call_id, None)
+            raise
+        return future
+
+    def close(self) -> None:
+        """Say goodbye, send what is in the outbox, and end the thread. May be called twice."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("a callback must not close its client")
+        try:
+            self._post(Goodbye(), closing=True)
+        except (EngineDeadError, EngineBusyError):
+            pass
+        self._thread.join()
+
+    def _post(self, message: Any, closing: bool = False) -> None:
+        with self._lock:
+            if self.dead is not None:
+                raise EngineDeadError(*self.dead.args)
+            if self._close_by is not None:
+                raise EngineDeadError("the engine was shut down")
+            if closing:
+                self._close_by = time.monotonic() + FLUSH_SECONDS
+            elif len(self._outbox) >= MAX_OUTBOX:
+                raise EngineBusyError(f"the engine core takes no messages; {MAX_OUTBOX} are waiting")
+            self._outbox.append(self._encoder.encode(message))
+            if not self._rung:  # one wake-up for all that is posted until the thread looks
+                self._rung = True
+                os.write(self._bell_in, b"!")
+
+    # -------------------------------------------------------------- the IO thread
+
+    def _run(self) -> None:
+        try:
+            cause = self._serve()
+        except Exception as error:  # whatever it was, nobody must wait for ever
+            cause = f"the connection to the engine core failed: {type(error).__name__}: {error}"
+        self._end(cause)
+
+    def _serve(self) -> str | None:
+        """Move messages until the client is closed (None) or the core lost (the cause)."""
+        while True:
+            self._wait()
+            lost = self._link.lost()  # asked first, so that the last words of a dying core are still read
+            for message in self._link.messages():
+                if (cause := self._take(message)) is not None:
+                    return cause
+            if lost:
+                return exit_cause(self._child) or "the engine core closed the connection"
+            now = time.monotonic()
+            if self._silent(now):
+                return f"the engine core has not answered for {self._silence_seconds:g} s"
+            self._send(now)
+            if self._close_by is not None and (not self._outbox or now > self._close_by):
+                return None
+
+    def _wait(self) -> None:
+        """Sleep until there is something to read, to send, or to check."""
+        deadlines = [self._next_ping]
+        if self._asked_at is not None:
+            deadlines.append(self._asked_at + self._silence_seconds)
+        if self._close_by is not None:
+            deadlines.append(self._close_by)
+        seconds = max(0.0, min(deadlines) - time.monotonic())
+        if self._link.wait(self._bell_out, seconds, to_send=bool(self._outbox)):
+            os.read(self._bell_out, 1)
+            self._rung = False  # before the outbox is looked at, so that no wake-up is lost
+
+    def _take(self, message: ToFrontend) -> str | None:
+        """Handle one message; the cause, if it ends the connection."""
+        self._asked_at = None
+        if isinstance(message, Deltas):
+            self._on_deltas(message.deltas)
+        elif isinstance(message, Reply):
+            if (future := self._calls.pop(message.call_id, None)) is not None:
+                settle(future, message)
+        elif isinstance(message, CoreDying):
+            return message.cause
+        elif isinstance(message, Refused):
+            return f"the engine core refused a message: {message.error}"
+        return None
+
+    def _silent(self, now: float) -> bool:
+        return self._asked_at is not None and now - self._asked_at > self._silence_seconds
+
+    def _send(self, now: float) -> None:
+        """Send what can be sent without waiting."""
+        if now >= self._next_ping:
+            self._next_ping = now + self._ping_seconds
+            if self._asked_at is None:
+                self._asked_at = now
+            self._link.send(PING)
+        while self._outbox and self._link.send(self._outbox[0]):
+            self._outbox.popleft()
+
+    def _end(self, cause: str | None) -> None:
+        with self._lock:
+            self.dead = EngineDeadError(cause or "the engine was shut down")
+            self._outbox.clear()
+            os.close(self._bell_in)
+            os.close(self._bell_out)
+        self._link.close(linger_ms=int(FLUSH_SECONDS * 1000) if cause is None else 0)
+        for call_id in list(self._calls):
+            fail(self._calls.pop(call_id), EngineDeadError(*self.dead.args))
+        if cause is not None:
+            self._on_dead(self.dead)
+
+
+class Link:
+    """A DEALER and its monitor. Not for two threads at once.
+
+    Raises:
+        ValueError: a bad address, or keys without the server's.
+    """
+
+    def __init__(self, address: str, curve: CurveKeys | None) -> None:
+        self.address = address
+        self.reached = False
+        self._codec: Codec[ToFrontend] = Codec(ToFrontend)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            identity = f"frontend-{os.getpid()}-{uuid.uuid4().hex}".encode()
+            self._socket = new_dealer(self._context, address, identity, curve)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._monitor = self._socket.get_monitor_socket(REACHED | LOST)
+        self._socket.connect(address)
+        self._poller = zmq.Poller()
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    def wait(self, bell: int | None, seconds: float, *, to_send: bool = False) -> bool:
+        """Wait until something comes (or may be sent, or the bell rings); true if it was the bell."""
+        self._poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if to_send else 0))
+        if bell is not None:
+            self._poller.register(bell, zmq.POLLIN)
+        return any(source == bell for source, _ in self._poller.poll(seconds * 1000))
+
+    def messages(self) -> Iterator[ToFrontend]:
+        """All that has come.
+
+        Raises:
+            ProtocolError: it is not of this protocol.
+        """
+        while True:
+            try:
+                frames = receive(self._socket, zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            yield self._codec.decode(frames)
+
+    def send(self, frames: Sequence[Buffer]) -> bool:
+        """Send one message; false if the core takes none at the moment."""
+        try:
+            send(self._socket, frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def lost(self) -> bool:
+        """True if the core went away, or refused the handshake, since this was last asked."""
+        lost = False
+        while self._monitor.get(zmq.EVENTS) & zmq.POLLIN:
+            event = recv_monitor_message(self._monitor)["event"]
+            self.reached |= bool(event & REACHED)
+            lost |= bool(event & LOST)
+        return lost
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Close; wait up to `linger_ms` for what was sent to leave."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._context.destroy(linger=linger_ms)
+
+
+PING = Codec[Any](ToFrontend).encode(Ping())
+
+
+def attach(link: Link, name: str, timeout: float | None, child: Child | None) -> Welcome:
+    """Say hello and wait for the welcome.
+
+    Raises:
+        as `CoreClient.connect`.
+    """
+    hello = Hello(PROTOCOL, __version__, os.getpid(), name)
+    link.send(Codec[Any](ToFrontend).encode(hello))
+    give_up = None if timeout is None or child is not None else time.monotonic() + timeout
+    while True:
+        link.wait(None, CONNECT_STEP_MS / 1000)
+        exited = child is not None and child.poll() is not None
+        lost = link.lost()
+        for message in link.messages():
+            if isinstance(message, Welcome):
+                return message
+            if isinstance(message, Refused):
+                raise refusal(message.error)
+            if isinstance(message, CoreDying):
+                raise refusal(message.cause)
+        if child is not None and (lost or (exited and not link.reached)):
+            cause = exit_cause(child) or "it closed the connection"
+            raise EngineDeadError(f"the engine core did not start: {cause}; its log tells why")
+        if lost:
+            raise EngineDeadError(f"{link.address} hung up: no engine core, or other CURVE keys than ours")
+        if give_up is not None and not link.reached and time.monotonic() > give_up:
+            raise EngineDeadError(f"no engine core answers at {link.address} (waited {timeout:g} s)")
+
+
+def refusal(text: str) -> Exception:
+    """The exception for a core's refusal; `SomeError: text` names its type."""
+    kind, colon, rest = text.partition(": ")
+    if colon and kind in ERROR_TYPES:
+        return ERROR_TYPES[kind](rest)
+    if "protocol" in text:
+        return ProtocolError(text)
+    return EngineDeadError(f"the engine core did not start: {text}")
+
+
+def exit_cause(child: Child | None) -> str | None:
+    """How a spawned core ended, waiting a moment for it; None if it did not, or was not spawned."""
+    if child is None:
+        return None
+    try:
+        status = child.process.wait(EXIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
+    how = f"exited with status {status}" if status >= 0 else f"was killed by {signal_name(-status)}"
+    return f"the engine core (pid {child.pid}) {how}"
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def settle(future: Future[Any], reply: Reply) -> None:
+    """Give the waiting caller the result or the error of a call."""
+    if reply.error is not None:
+        kind = ERROR_TYPES.get(reply.error_type or "", RuntimeError)
+        fail(future, kind(reply.error))
+        return
+    try:
+        future.set_result(reply.result)
+    except InvalidStateError:
+        pass  # the caller gave up
+
+
+def fail(future: Future[Any], error: Exception) -> None:
+    """Give the waiting caller an error."""
+    try:
+        future.set_exception(error)
+    except InvalidStateError:
+        pass

@@ -1,0 +1,197 @@
+"""A core that does nothing but speak its messages, for tests of whatever attaches to one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from pagewire.ipc.codec import Codec
+from pagewire.ipc.messages import (
+    PROTOCOL,
+    Call,
+    Deltas,
+    EngineInfo,
+    Hello,
+    Ping,
+    Pong,
+    Refused,
+    Reply,
+    Submit,
+    SubmitRequest,
+    ToCore,
+    TokenDelta,
+    Welcome,
+)
+from pagewire.ipc.sockets import CurveKeys, bind_router, receive, send
+
+EOS = 0
+PATIENCE = 20.0
+VOCAB = {"</s>": EOS, "<unk>": 1} | {f"w{i}": i for i in range(2, 64)}
+
+
+class FakeCore:
+    """A thread with a bound ROUTER. `auto`: it answers each request by itself with `answer(request, index)`.
+
+    seen: every message that came, in order, but for pings. What a test wants sent goes through `send`.
+    """
+
+    def __init__(self, address: str, info: EngineInfo, curve: CurveKeys | None = None) -> None:
+        self.address, self.info = address, info
+        self.auto = False
+        self.welcomes = True
+        self.pongs = True
+        self.answer: Callable[[SubmitRequest, int], list[int]] = lambda request, index: [2, 3, 4]
+        self.calls: dict[str, Callable[..., Any]] = {}
+        self.seen: queue.Queue[Any] = queue.Queue()
+        self.submitted: dict[int, SubmitRequest] = {}
+        self.client = b""
+        self._outbox: queue.Queue[Any] = queue.Queue()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = bind_router(self._context, address, curve)
+        self._codec: Codec[ToCore] = Codec(ToCore)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def expect(self, kind: type) -> Any:
+        """The next message of this kind; others before it are dropped."""
+        while not isinstance(message := self.seen.get(timeout=PATIENCE), kind):
+            pass
+        return message
+
+    def send(self, message: Any) -> None:
+        """Send to the client that attached last."""
+        self._outbox.put(message)
+
+    def tokens(self, key: int, token_ids: list[int], index: int = 0, **more: Any) -> None:
+        """Send one delta."""
+        self.send(Deltas([TokenDelta(key, index, token_ids, **more)]))
+
+    def close(self) -> None:
+        """Vanish, as a killed core does."""
+        self._stop.set()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while not self._stop.is_set():
+            while not self._outbox.empty():
+                self._reply(self._outbox.get())
+            if self._socket.poll(2):
+                self.client, *frames = receive(self._socket)  # type: ignore[assignment]
+                self._take(self._codec.decode(frames))
+        self._context.destroy(linger=0)
+
+    def _reply(self, message: Any) -> None:
+        send(self._socket, [self.client, *self._codec.encode(message)])
+
+    def _take(self, message: ToCore) -> None:
+        if isinstance(message, Ping):
+            if self.pongs:
+                self._reply(Pong())
+            return
+        if isinstance(message, Hello):
+            self._greet(message)
+        elif isinstance(message, Call):
+            self._reply(self._called(message))
+        elif isinstance(message, Submit):
+            self.submitted |= {request.key: request for request in message.requests}
+            if self.auto:
+                self._generate(message.requests)
+        self.seen.put(message)
+
+    def _greet(self, hello: Hello) -> None:
+        if hello.protocol != PROTOCOL:
+            self._reply(Refused(f"you speak protocol {hello.protocol}, this core {PROTOCOL}"))
+        elif self.welcomes:
+            self._reply(Welcome(self.info, "0", ping_seconds=0.05))
+
+    def _called(self, call: Call) -> Reply:
+        try:
+            return Reply(call.call_id, self.calls[call.method](*call.args, **call.kwargs))
+        except Exception as error:
+            return Reply(call.call_id, error=str(error), error_type=type(error).__name__)
+
+    def _generate(self, requests: list[SubmitRequest]) -> None:
+        """All requests token by token, in steps, as a core would."""
+        rows = [
+            (request.key, index, self.answer(request, index))
+            for request in requests
+            for index in range(request.params.n)
+        ]
+        for step in itertools.count():
+            deltas = [
+                TokenDelta(key, index, [ids[step]], "length" if step == len(ids) - 1 else None)
+                for key, index, ids in rows
+                if step < len(ids)
+            ]
+            if not deltas:
+                return
+            self._reply(Deltas(deltas))
+
+
+@pytest.fixture(scope="session")
+def word_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer of the words w2 ... w63, and a config."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("words")
+    tokenizer = Tokenizer(models.WordLevel({f"▁{w}": i for w, i in VOCAB.items()}, unk_token="▁<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": "{% for m in messages %} {{ m.content }}{% endfor %}"})
+    )
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": len(VOCAB)}))
+    return folder
+
+
+@pytest.fixture
+def engine_info(word_tokenizer: Path) -> EngineInfo:
+    """What the fake core says of itself."""
+    return EngineInfo(
+        model="fake",
+        model_path=str(word_tokenizer),
+        tokenizer=str(word_tokenizer),
+        served_model_names=["fake"],
+        architecture="FakeForCausalLM",
+        dtype="float32",
+        device="cpu",
+        vocab_size=len(VOCAB),
+        max_model_len=4096,
+        block_size=16,
+        num_blocks=100,
+        max_num_seqs=16,
+        max_logprobs=20,
+        seed=0,
+        eos_token_id=EOS,
+        generation_config={},
+    )
+
+
+@pytest.fixture
+def new_core(tmp_path: Path, engine_info: EngineInfo) -> Iterator[Callable[..., FakeCore]]:
+    """Makes fake cores, and ends them after the test."""
+    cores: list[FakeCore] = []
+
+    def new(name: str = "core", curve: CurveKeys | None = None) -> FakeCore:
+        cores.append(FakeCore(f"ipc://{tmp_path}/{name}.sock", engine_info, curve))
+        return cores[-1]
+
+    yield new
+    for core in cores:
+        core.close()
+
+
+@pytest.fixture
+def core(new_core: Callable[..., FakeCore]) -> FakeCore:
+    """One fake core."""
+    return new_core()

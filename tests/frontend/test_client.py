@@ -1,0 +1,229 @@
+"""The connection: what goes over, and every way in which a core can be lost."""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from pagewire.frontend.client import CoreClient
+from pagewire.ipc.errors import EngineDeadError, ModelNotFoundError, ProtocolError
+from pagewire.ipc.lifeline import Child
+from pagewire.ipc.messages import Abort, CoreDying, Goodbye, Refused, Submit, SubmitRequest, TokenDelta
+from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.sockets import CurveKeys
+
+PATIENCE = 20.0
+
+
+class Watched:
+    """A client, and what it called back."""
+
+    def __init__(self, address: str, **options: Any) -> None:
+        self.deltas: queue.Queue[list[TokenDelta]] = queue.Queue()
+        self.deaths: queue.Queue[EngineDeadError] = queue.Queue()
+        self.client = CoreClient.connect(
+            address, on_deltas=self.deltas.put, on_dead=self.deaths.put, **options
+        )
+
+
+@pytest.fixture
+def attach() -> Iterator[Callable[..., Watched]]:
+    clients: list[CoreClient] = []
+
+    def new(address: str, **options: Any) -> Watched:
+        watched = Watched(address, **options)
+        clients.append(watched.client)
+        return watched
+
+    yield new
+    for client in clients:
+        client.close()
+
+
+def request(key: int) -> SubmitRequest:
+    return SubmitRequest(key, f"r{key}", [2, 3], SamplingParams(), seed=0)
+
+
+def test_submit_deltas_abort_goodbye(core: Any, attach: Callable[..., Watched]) -> None:
+    watched = attach(core.address)
+    assert watched.client.info == core.info
+    watched.client.submit([request(1), request(2)])
+    assert [r.key for r in core.expect(Submit).requests] == [1, 2]
+    core.tokens(1, [7], finish_reason="stop")
+    assert watched.deltas.get(timeout=PATIENCE) == [TokenDelta(1, 0, [7], finish_reason="stop")]
+    watched.client.abort([2], [(1, 0)])
+    assert core.expect(Abort) == Abort([2], [(1, 0)])
+    watched.client.close()
+    core.expect(Goodbye)
+    assert watched.deaths.empty()
+
+
+def test_messages_of_many_threads_all_arrive_in_each_ones_order(
+    core: Any, attach: Callable[..., Watched]
+) -> None:
+    client = attach(core.address).client
+    threads = [
+        threading.Thread(target=lambda start=start: [client.submit([request(start + i)]) for i in range(200)])
+        for start in (0, 1000, 2000)
+    ]
+    for thread in threads:
+        thread.start()
+    keys = [core.expect(Submit).requests[0].key for _ in range(600)]
+    for start in (0, 1000, 2000):
+        assert [key for key in keys if start <= key < start + 200] == list(range(start, start + 200))
+
+
+def test_call_gives_results_and_named_errors(core: Any, attach: Callable[..., Watched]) -> None:
+    core.calls = {"add": lambda a, b=1: a + b, "fail": lambda: [][1], "refuse": lambda: int("x")}
+    client = attach(core.address).client
+    assert client.call("add", 1, b=2).result(PATIENCE) == 3
+    with pytest.raises(ValueError, match="invalid literal"):
+        client.call("refuse").result(PATIENCE)
+    with pytest.raises(RuntimeError, match="out of range"):
+        client.call("fail").result(PATIENCE)
+
+
+def test_what_the_wire_cannot_hold_fails_at_the_caller(core: Any, attach: Callable[..., Watched]) -> None:
+    client = attach(core.address).client
+    core.calls = {"echo": lambda value: value}
+    with pytest.raises(OverflowError):
+        client.call("echo", 2**70)
+    with pytest.raises(TypeError):
+        client.call("echo", object())
+    assert client.call("echo", 5).result(PATIENCE) == 5
+
+
+def test_a_vanished_core_is_noticed(core: Any, attach: Callable[..., Watched]) -> None:
+    watched = attach(core.address)
+    core.calls = {"hang": lambda: core._stop.wait()}
+    future = watched.client.call("hang")
+    core.close()
+    assert "closed the connection" in str(watched.deaths.get(timeout=PATIENCE))
+    with pytest.raises(EngineDeadError, match="closed the connection"):
+        watched.client.submit([request(1)])
+    with pytest.raises((EngineDeadError, RuntimeError)):
+        future.result(PATIENCE)
+    watched.client.abort([1])
+
+
+def test_a_new_core_at_the_same_address_is_not_ours(
+    core: Any, new_core: Callable[..., Any], attach: Callable[..., Watched]
+) -> None:
+    watched = attach(core.address)
+    core.close()
+    other = new_core()
+    watched.deaths.get(timeout=PATIENCE)
+    with pytest.raises(EngineDeadError):
+        watched.client.submit([request(1)])
+    assert attach(other.address).client.dead is None
+
+
+def test_last_words_are_the_cause(core: Any, attach: Callable[..., Watched]) -> None:
+    watched = attach(core.address)
+    core.send(CoreDying("the GPU fell off the bus"))
+    assert str(watched.deaths.get(timeout=PATIENCE)) == "the GPU fell off the bus"
+
+
+def test_a_silent_core_is_dead(
+    core: Any, attach: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGEWIRE_HEARTBEAT_TIMEOUT_S", "0.2")
+    core.pongs = False
+    watched = attach(core.address)
+    assert "has not answered for 0.2 s" in str(watched.deaths.get(timeout=PATIENCE))
+
+
+def test_a_refused_message_ends_the_connection(core: Any, attach: Callable[..., Watched]) -> None:
+    watched = attach(core.address)
+    core.send(Refused("n must be at most 64"))
+    assert "n must be at most 64" in str(watched.deaths.get(timeout=PATIENCE))
+
+
+def test_an_error_in_a_callback_is_not_swallowed(core: Any) -> None:
+    deaths: queue.Queue[EngineDeadError] = queue.Queue()
+
+    def broken(deltas: list[TokenDelta]) -> None:
+        raise KeyError("oops")
+
+    client = CoreClient.connect(core.address, on_deltas=broken, on_dead=deaths.put)
+    core.tokens(1, [7])
+    assert "KeyError: 'oops'" in str(deaths.get(timeout=PATIENCE))
+    client.close()
+
+
+def test_another_protocol_is_a_clear_error(core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagewire.frontend.client.PROTOCOL", 99)
+    with pytest.raises(ProtocolError, match="protocol 99"):
+        Watched(core.address)
+
+
+@pytest.mark.parametrize("address", ["ipc:///nowhere/at/all.sock", "tcp://127.0.0.1:1"])
+def test_nobody_there(address: str) -> None:
+    with pytest.raises(EngineDeadError, match="no engine core answers"):
+        Watched(address, timeout=0.2)
+
+
+def test_a_loading_core_may_take_longer_than_the_timeout(core: Any, attach: Callable[..., Watched]) -> None:
+    core.welcomes = False
+    found: list[Watched] = []
+    thread = threading.Thread(target=lambda: found.append(attach(core.address, timeout=0.1)))
+    thread.start()
+    core.seen.get(timeout=PATIENCE)
+    thread.join(0.3)
+    assert thread.is_alive()
+    from pagewire.ipc.messages import Welcome
+
+    core.send(Welcome(core.info, "0", ping_seconds=1.0))
+    thread.join(PATIENCE)
+    assert found
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("ModelNotFoundError: no model folder /x", ModelNotFoundError),
+        ("ValueError: dtype must be float32", ValueError),
+        ("it would not do", EngineDeadError),
+    ],
+)
+def test_a_refused_attachment_keeps_type_and_text(core: Any, text: str, kind: type[Exception]) -> None:
+    core.welcomes = False
+    errors: list[Exception] = []
+
+    def connect() -> None:
+        try:
+            Watched(core.address)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    core.seen.get(timeout=PATIENCE)
+    core.send(Refused(text))
+    thread.join(PATIENCE)
+    assert type(errors[0]) is kind and str(errors[0]).endswith(text.rpartition(": ")[2])
+
+
+def test_a_child_that_exits_ends_the_wait(tmp_path: Path) -> None:
+    child = Child([sys.executable, "-c", "raise SystemExit(3)"], stderr=subprocess.DEVNULL)
+    with pytest.raises(EngineDeadError, match="exited with status 3"):
+        Watched(f"ipc://{tmp_path}/none.sock", child=child, timeout=None)
+
+
+def test_curve(core: Any, new_core: Callable[..., Any], attach: Callable[..., Watched]) -> None:
+    server, ours, other = (CurveKeys(*zmq.curve_keypair()) for _ in range(3))
+    locked = new_core("locked", curve=server)
+    keys = CurveKeys(ours.public, ours.secret, server.public)
+    assert attach(locked.address, curve=keys).client.info == locked.info
+    with pytest.raises(EngineDeadError):
+        Watched(locked.address, curve=CurveKeys(ours.public, ours.secret, other.public), timeout=0.5)
+    with pytest.raises(EngineDeadError):
+        Watched(locked.address, timeout=0.5)
