@@ -1,0 +1,32 @@
+# `make demo` and `make test` set up all they need: a virtual environment in .venv, with the tested versions.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint clean
+
+demo: $(STAMP)
+	$(BIN)/pagewire generate "The with statement in Python" --max-tokens 120
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+# mypy sees the namespace through links: the folders sit side by side, pagewire.* is made on installation.
+FOLDERS := cli engine_core frontend ipc kernels workers
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@mkdir -p build/types/pagewire
+	@for folder in $(FOLDERS); do ln -sfn ../../../$$folder build/types/pagewire/$$folder; done
+	@for file in __init__.py py.typed demo; do ln -sfn ../../../pagewire/$$file build/types/pagewire/$$file; done
+	$(BIN)/mypy -p pagewire
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip -c constraints.txt
+	$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,55 @@
+"""`pagewire core`: a standalone engine core that frontends attach to."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pagewire.cli.options import UsageError, add_engine_options, engine_args
+
+DEFAULT_NAME = "core"
+
+
+def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "core",
+        help="run an engine core that frontends attach to",
+        description="Run an engine core until SIGTERM or SIGINT: it then finishes what runs and takes nothing "
+        "new; a second signal ends it at once. Prints 'ready ADDRESS' on standard output once the model is "
+        "loaded. Exits with 0 after a stop, with 1 and one cause in the log after a failure.",
+    )
+    group = parser.add_argument_group("Listening")
+    group.add_argument(
+        "--listen", metavar="ADDRESS", help="ipc:///path or tcp://host:port (default: own ipc)"
+    )
+    group.add_argument("--curve-secret", metavar="FILE", help="the core's NAME.key_secret, for CURVE")
+    group.add_argument("--curve-clients", metavar="DIR", help="NAME.key files of the frontends to let in")
+    group.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=30.0,
+        help="time for running requests after SIGTERM (default: %(default)s)",
+    )
+    add_engine_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until stopped."""
+    from pagewire.engine_core.daemon import Listen, configure_logging, serve
+    from pagewire.ipc.sockets import private_address
+
+    args = engine_args(options)
+    configure_logging()
+    try:
+        listen = Listen(
+            address=options.listen or private_address(DEFAULT_NAME),
+            curve_secret=Path(options.curve_secret) if options.curve_secret else None,
+            curve_clients=Path(options.curve_clients) if options.curve_clients else None,
+            drain_seconds=options.drain_seconds,
+            announce=True,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return serve(args, listen)
