@@ -1,1 +1,87 @@
+"""pagewire: LLM inference and serving in separate processes.
+
+What a program needs is here; each name is loaded when it is first used, so that importing costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pagewire.frontend.async_llm import AsyncLLM, AsyncLLMEngine
+    from pagewire.frontend.beam_search import BeamSearchOutput, BeamSearchSequence
+    from pagewire.frontend.inputs import PromptType, TextPrompt, TokensPrompt
+    from pagewire.frontend.llm import LLM
+    from pagewire.frontend.llm_engine import LLMEngine
+    from pagewire.frontend.outputs import CompletionOutput, RequestOutput
+    from pagewire.ipc.errors import (
+        EngineBusyError,
+        EngineDeadError,
+        ModelNotFoundError,
+        ProtocolError,
+        RequestError,
+    )
+    from pagewire.ipc.options import AsyncEngineArgs, EngineArgs
+    from pagewire.ipc.params import BeamSearchParams, RequestOutputKind, SamplingParams, SamplingType
+
 __version__ = "0.1.0"
+__version_tuple__ = (0, 1, 0)
+
+__all__ = [
+    "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "AsyncLLMEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
+    "CompletionOutput",
+    "EngineArgs",
+    "EngineBusyError",
+    "EngineDeadError",
+    "LLMEngine",
+    "ModelNotFoundError",
+    "PromptType",
+    "ProtocolError",
+    "RequestError",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "SamplingType",
+    "TextPrompt",
+    "TokensPrompt",
+    "__version__",
+    "__version_tuple__",
+]
+
+_HOMES = {
+    "frontend.async_llm": ("AsyncLLM", "AsyncLLMEngine"),
+    "frontend.beam_search": ("BeamSearchOutput", "BeamSearchSequence"),
+    "frontend.inputs": ("PromptType", "TextPrompt", "TokensPrompt"),
+    "frontend.llm": ("LLM",),
+    "frontend.llm_engine": ("LLMEngine",),
+    "frontend.outputs": ("CompletionOutput", "RequestOutput"),
+    "ipc.errors": (
+        "EngineBusyError",
+        "EngineDeadError",
+        "ModelNotFoundError",
+        "ProtocolError",
+        "RequestError",
+    ),
+    "ipc.options": ("AsyncEngineArgs", "EngineArgs"),
+    "ipc.params": ("BeamSearchParams", "RequestOutputKind", "SamplingParams", "SamplingType"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'pagewire' has no attribute {name!r}")
+    value = getattr(import_module(f"pagewire.{_HOME_OF[name]}"), name)
+    globals()[name] = value  # asked for once
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
