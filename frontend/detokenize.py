@@ -1,0 +1,1 @@
+"""Token ids to text, token by token, and stop strings."""
