@@ -57,6 +57,9 @@ constexpr int kColumns = kLanes == 16 ? 4 : 2;  // kRows x kColumns accumulators
 constexpr int kPanelKeys = kColumns * kLanes;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
+// Asks for memory to be brought into the second-level cache; any address will do.
+INLINE void fetch(const void* address) { __builtin_prefetch(address, 0, 2); }
+
 constexpr int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
 // ---- products: how elements of q and k are kept, and multiplied into float32 ----
@@ -64,10 +67,10 @@ constexpr int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * t
 // Float32 after conversion.
 struct SingleProduct {
   using Element = float;
-  static int64_t steps(int64_t head_dim) { return head_dim; }
+  static constexpr int kWidth = 1;  // elements of q and k in one element of scratch
   template <class T>
-  static INLINE Floats load(const T* row, int64_t step, int64_t head_dim) {
-    return ::load(row + step, head_dim - step);
+  static INLINE Floats load(const T* row, int64_t count) {
+    return ::load(row, count);
   }
   static INLINE Floats multiply_add(float a, Floats b, Floats c) { return fma(broadcast(a), b, c); }
 };
@@ -76,12 +79,11 @@ struct SingleProduct {
 // Pairs of bfloat16, multiplied by one instruction.
 struct PairProduct {
   using Element = uint32_t;
-  static int64_t steps(int64_t head_dim) { return (head_dim + 1) / 2; }
-  static INLINE Floats load(const bf16* row, int64_t step, int64_t head_dim) {
-    const int64_t left = head_dim - 2 * step;
-    if (left >= 2 * kLanes) return load_raw<Floats>(row + 2 * step);
+  static constexpr int kWidth = 2;
+  static INLINE Floats load(const bf16* row, int64_t count) {
+    if (count >= 2 * kLanes) return load_raw<Floats>(row);
     bf16 pairs[2 * kLanes] = {};
-    std::memcpy(pairs, row + 2 * step, size_t(left) * sizeof(bf16));
+    std::memcpy(pairs, row, size_t(count) * sizeof(bf16));
     return load_raw<Floats>(pairs);
   }
   static INLINE Floats multiply_add(uint32_t a, Floats b, Floats c) {
@@ -178,24 +180,31 @@ INLINE void for_row_groups(int64_t rows, const Visit& visit) {
   }
 }
 
-// panel[step][key] = k[key][step] for kPanelKeys rows of K.
+// to[step][key] = row[key][step] for kLanes rows of K, of which at most kLanes steps are left.
+template <class P, class T>
+INLINE void transpose_block(const T* const* rows, int64_t first, int64_t elements, float* to) {
+  Floats block[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) block[i] = P::load(rows[i] + first, elements);
+  transpose(block);
+  const int64_t steps = (elements + P::kWidth - 1) / P::kWidth;
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i)
+    if (i < steps) store(to + i * kPanelKeys, block[i]);
+}
+
+// panel[step][key] = k[key][step] for kPanelKeys rows of K. Meanwhile the rows `ahead` are fetched.
 template <class T, class P = Product<T>>
-void transpose_keys(const T* const* rows, int64_t head_dim, float* panel) {
-  const int64_t steps = P::steps(head_dim);
-  for (int first = 0; first < kPanelKeys; first += kLanes) {
-    for (int64_t step = 0; step < steps; step += kLanes) {
-      Floats block[kLanes];
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) block[i] = P::load(rows[first + i], step, head_dim);
-      transpose(block);
-      float* to = panel + step * kPanelKeys + first;
-      if (step + kLanes <= steps) {
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) store(to + i * kPanelKeys, block[i]);
-      } else {
-        for (int i = 0; i < steps - step; ++i) store(to + i * kPanelKeys, block[i]);
-      }
+void transpose_keys(const T* const* rows, const T* const* ahead, int64_t head_dim, float* panel) {
+  constexpr int whole = kLanes * P::kWidth;
+  for (int key = 0; key < kPanelKeys; key += kLanes) {
+    float* to = panel + key;
+    int64_t first = 0;
+    for (; first + whole <= head_dim; first += whole, to += kLanes * kPanelKeys) {
+      for (int i = 0; i < kLanes; ++i) fetch(ahead[key + i] + first);
+      transpose_block<P>(rows + key, first, whole, to);
     }
+    if (first < head_dim) transpose_block<P>(rows + key, first, head_dim - first, to);
   }
 }
 
@@ -215,19 +224,25 @@ void multiply_keys(const float* queries, const float* panel, int64_t steps, floa
       for (int c = 0; c < kColumns; ++c) sums[r][c] = P::multiply_add(q, keys[c], sums[r][c]);
     }
   }
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
     for (int c = 0; c < kColumns; ++c) store(scores + r * kTileKeys + c * kLanes, sums[r][c]);
 }
 
 // values[row] = sum over keys of probability[row][key] * v[key], for R rows and C vectors of V's width.
-template <class T, int R, int C>
-void multiply_values(const float* probabilities, const T* const* rows, int begin, int end, float* values,
-                     int64_t width) {
+// With Fetch the rows `ahead` are fetched meanwhile.
+template <class V, int R, int C, bool Fetch, class T>
+void multiply_values(const float* probabilities, const V* const* rows, const T* const* ahead, int64_t column,
+                     int begin, int end, float* values, int64_t width) {
   Floats sums[R][C] = {};
   for (int key = begin; key < end; ++key) {
     Floats v[C];
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) v[c] = load(rows[key] + c * kLanes);
+    for (int c = 0; c < C; ++c) {
+      v[c] = load(rows[key] + column + c * kLanes);
+      if (Fetch && c * kLanes * sizeof(T) % 64 == 0) fetch(ahead[key] + column + c * kLanes);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const Floats p = broadcast(probabilities[r * kTileKeys + key]);
@@ -235,27 +250,29 @@ void multiply_values(const float* probabilities, const T* const* rows, int begin
       for (int c = 0; c < C; ++c) sums[r][c] = fma(p, v[c], sums[r][c]);
     }
   }
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) store(values + r * width + c * kLanes, sums[r][c]);
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) store(values + r * width + column + c * kLanes, sums[r][c]);
 }
 
 // All rows and the whole width of V, which is a multiple of kLanes here.
-template <class T>
-void weighted_values(const float* probabilities, int64_t num_rows, const T** rows, int begin, int end,
-                     float* values, int64_t width) {
-  const auto columns = [&](auto count) {
+template <class V, class T>
+void weighted_values(const float* probabilities, int64_t num_rows, const V* const* rows, const T* const* ahead,
+                     int begin, int end, float* values, int64_t width) {
+  const auto columns = [&](int64_t column, auto count) {
     for_row_groups(num_rows, [&](int64_t first, auto size) {
-      multiply_values<T, size.value, count.value>(probabilities + first * kTileKeys, rows, begin, end,
-                                                  values + first * width, width);
+      const auto multiply = first == 0 ? multiply_values<V, size.value, count.value, true, T>
+                                       : multiply_values<V, size.value, count.value, false, T>;
+      multiply(probabilities + first * kTileKeys, rows, ahead, column, begin, end, values + first * width, width);
     });
-    for (int key = begin; key < end; ++key) rows[key] += count.value * kLanes;
-    values += count.value * kLanes;
   };
-  int64_t left = width / kLanes;
-  for (; left >= kColumns; left -= kColumns) columns(std::integral_constant<int, kColumns>{});
+  constexpr int64_t step = kColumns * kLanes;
+  int64_t column = 0;
+  for (; column + step <= width; column += step) columns(column, std::integral_constant<int, kColumns>{});
   if constexpr (kColumns > 2)
-    for (; left >= 2; left -= 2) columns(std::integral_constant<int, 2>{});
-  for (; left > 0; --left) columns(std::integral_constant<int, 1>{});
+    for (; column + 2 * kLanes <= width; column += 2 * kLanes) columns(column, std::integral_constant<int, 2>{});
+  for (; column < width; column += kLanes) columns(column, std::integral_constant<int, 1>{});
 }
 
 // ---- softmax ----
@@ -340,7 +357,7 @@ class TileKernel {
         work_(work),
         group_(call.num_heads / call.num_kv_heads),
         rows_(tile.num_tokens * group_),
-        steps_(P::steps(call.head_dim)),
+        steps_((call.head_dim + P::kWidth - 1) / P::kWidth),
         width_(round_up(call.v_head_dim, kLanes)) {}
 
   int64_t rows() const { return rows_; }
@@ -350,22 +367,24 @@ class TileKernel {
       const T* q = static_cast<const T*>(call_.q) + (tile_.first_token + row / group_) * call_.q_token_stride +
                    (tile_.kv_head * group_ + row % group_) * call_.q_head_stride;
       for (int64_t step = 0; step < steps_; step += kLanes)
-        store(work_.queries + row * steps_ + step, P::load(q, step, call_.head_dim), steps_ - step);
+        store(work_.queries + row * steps_ + step,
+              P::load(q + step * P::kWidth, call_.head_dim - step * P::kWidth), steps_ - step);
     }
   }
 
-  // The partial result of every row for one KV tile.
-  void attend(int64_t kv_tile, const Partial& result) {
+  // The partial result of every row for KV tile after KV tile, in ascending order up to `last`.
+  void attend(int64_t kv_tile, int64_t last, const Partial& result) {
     const int64_t start = kv_tile * kTileKeys;
-    const int64_t last_position = tile_.first_position + tile_.num_tokens - 1;
-    const int begin = int(std::max<int64_t>(0, window_begin(call_, tile_.first_position) - start));
-    const int end = int(std::min<int64_t>(kTileKeys, last_position + 1 - start));
-    const int panel_begin = begin / kPanelKeys * kPanelKeys;
-    const int panel_end = int(round_up(end, kPanelKeys));
+    const Keys& keys = keys_[kv_tile % 2];
+    Keys& next = keys_[(kv_tile + 1) % 2];
+    if (!found_) find_keys(kv_tile, keys_[kv_tile % 2]);
+    find_keys(std::min(kv_tile + 1, last), next);
+    found_ = true;
 
-    find_rows(start, begin, end, panel_begin, panel_end);
+    const int panel_begin = keys.begin / kPanelKeys * kPanelKeys;
+    const int panel_end = int(round_up(keys.end, kPanelKeys));
     for (int key = panel_begin; key < panel_end; key += kPanelKeys) {
-      transpose_keys<T>(k_rows_ + key, call_.head_dim, work_.panel);
+      transpose_keys<T>(keys.k + key, keys.v + key, call_.head_dim, work_.panel);
       for_row_groups(rows_, [&](int64_t first, auto size) {
         multiply_keys<P, size.value>(work_.queries + first * steps_, work_.panel, steps_,
                                      work_.scores + first * kTileKeys + key);
@@ -380,10 +399,10 @@ class TileKernel {
                   work_.scores + row * kTileKeys, result.max + row, result.sum + row);
     }
     if (width_ != call_.v_head_dim || (!std::is_same_v<T, float> && rows_ > 2 * kRows)) {
-      convert_values(begin, end);
-      weighted_values(work_.scores, rows_, v_float_rows_, begin, end, result.values, width_);
+      convert_values(keys);
+      weighted_values(work_.scores, rows_, v_floats_, next.k, keys.begin, keys.end, result.values, width_);
     } else {
-      weighted_values(work_.scores, rows_, v_rows_, begin, end, result.values, width_);
+      weighted_values(work_.scores, rows_, keys.v, next.k, keys.begin, keys.end, result.values, width_);
     }
   }
 
@@ -404,31 +423,45 @@ class TileKernel {
   }
 
  private:
-  void find_rows(int64_t start, int begin, int end, int panel_begin, int panel_end) {
-    const int32_t* blocks = call_.block_table + tile_.request * call_.block_table_stride;
+  // Where the rows of one KV tile lie: those in [begin, end), and a row of zeros elsewhere.
+  struct Keys {
+    int begin, end;
+    const T* k[kTileKeys];
+    const T* v[kTileKeys];
+  };
+
+  void find_keys(int64_t kv_tile, Keys& keys) {
+    const int64_t start = kv_tile * kTileKeys;
+    const int64_t last_position = tile_.first_position + tile_.num_tokens - 1;
+    keys.begin = int(std::max<int64_t>(0, window_begin(call_, tile_.first_position) - start));
+    keys.end = int(std::min<int64_t>(kTileKeys, last_position + 1 - start));
+
     const T* zeros = reinterpret_cast<const T*>(work_.zeros);
-    std::fill(k_rows_ + panel_begin, k_rows_ + begin, zeros);
-    std::fill(k_rows_ + end, k_rows_ + panel_end, zeros);
-    for (int key = begin; key < end;) {
+    for (const T** rows : {keys.k, keys.v}) {
+      std::fill(rows, rows + keys.begin, zeros);
+      std::fill(rows + keys.end, rows + kTileKeys, zeros);
+    }
+    const int32_t* blocks = call_.block_table + tile_.request * call_.block_table_stride;
+    for (int key = keys.begin; key < keys.end;) {
       const int64_t position = start + key;
       const int64_t block = blocks[position / call_.block_size], offset = position % call_.block_size;
       const T* k = static_cast<const T*>(call_.k_cache) + block * call_.k_block_stride +
                    tile_.kv_head * call_.k_head_stride + offset * call_.k_row_stride;
       const T* v = static_cast<const T*>(call_.v_cache) + block * call_.v_block_stride +
                    tile_.kv_head * call_.v_head_stride + offset * call_.v_row_stride;
-      const int run = int(std::min<int64_t>(end - key, call_.block_size - offset));
+      const int run = int(std::min<int64_t>(keys.end - key, call_.block_size - offset));
       for (int i = 0; i < run; ++i, ++key, k += call_.k_row_stride, v += call_.v_row_stride) {
-        k_rows_[key] = k;
-        v_rows_[key] = v;
+        keys.k[key] = k;
+        keys.v[key] = v;
       }
     }
   }
 
-  void convert_values(int begin, int end) {
-    for (int key = begin; key < end; ++key) {
+  void convert_values(const Keys& keys) {
+    for (int key = keys.begin; key < keys.end; ++key) {
       float* to = work_.v_floats + key * width_;
-      v_float_rows_[key] = to;
-      for (int64_t i = 0; i < width_; i += kLanes) store(to + i, load(v_rows_[key] + i, call_.v_head_dim - i));
+      v_floats_[key] = to;
+      for (int64_t i = 0; i < width_; i += kLanes) store(to + i, load(keys.v[key] + i, call_.v_head_dim - i));
     }
   }
 
@@ -436,9 +469,9 @@ class TileKernel {
   const QueryTile& tile_;
   const Workspace& work_;
   const int64_t group_, rows_, steps_, width_;
-  const T* k_rows_[kTileKeys];
-  const T* v_rows_[kTileKeys];
-  const float* v_float_rows_[kTileKeys];
+  Keys keys_[2];  // of this KV tile and the next, which is fetched meanwhile
+  bool found_ = false;
+  const float* v_floats_[kTileKeys];
 };
 
 // ---- the plan of one call ----
@@ -558,7 +591,7 @@ void attention(const AttentionCall& call) {
     if (tile.first_partial < 0) {
       clear(work.total, kernel.rows(), width);
       for (int64_t kv_tile = task.kv_tile_begin; kv_tile < task.kv_tile_end; ++kv_tile) {
-        kernel.attend(kv_tile, work.tile);
+        kernel.attend(kv_tile, task.kv_tile_end - 1, work.tile);
         merge(work.total, work.tile, kernel.rows(), width);
       }
       return kernel.write(work.total);
@@ -568,7 +601,7 @@ void attention(const AttentionCall& call) {
       return {at + plan.rows * width, at + plan.rows * (width + 1), at};
     };
     for (int64_t kv_tile = task.kv_tile_begin; kv_tile < task.kv_tile_end; ++kv_tile)
-      kernel.attend(kv_tile, stored(kv_tile));
+      kernel.attend(kv_tile, task.kv_tile_end - 1, stored(kv_tile));
     if (countdowns[tile.countdown].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
     clear(work.total, kernel.rows(), width);
     for (int64_t kv_tile = tile.kv_tile_begin; kv_tile < tile.kv_tile_end; ++kv_tile)

@@ -180,9 +180,7 @@ class NativeKernels:
             raise ValueError("paged_attention: lengths or block numbers of the batch do not fit its tensors")
         return out
 
-    def store_kv(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
+    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
         """See `pagewire.kernels.attention.store_kv`."""
         if slot_mapping.dtype != torch.int64:
             raise TypeError(f"slots are int64, not {slot_mapping.dtype}")

@@ -89,7 +89,14 @@ INLINE uint16_t float_to_half(float x) {
 INLINE Floats load(const float* from) { return load_raw<Floats>(from); }
 
 INLINE Floats load(const bf16* from) {
-  return bit_cast<Floats>(__builtin_convertvector(load_raw<Halves>(from), Words) << 16);
+#if defined(__AVX512F__)
+  const Words words = (Words)_mm512_cvtepu16_epi32(load_raw<__m256i>(from));
+#elif defined(__AVX2__)
+  const Words words = (Words)_mm256_cvtepu16_epi32(load_raw<__m128i>(from));
+#else
+  const Words words = __builtin_convertvector(load_raw<Halves>(from), Words);
+#endif
+  return bit_cast<Floats>(words << 16);
 }
 
 INLINE Floats load(const f16* from) {

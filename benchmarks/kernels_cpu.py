@@ -1,0 +1,129 @@
+"""Times the CPU attention kernel beside PyTorch's on dense tensors: `python benchmarks/kernels_cpu.py`.
+
+PyTorch gets its best case: each request's keys and values already gathered into one contiguous tensor, which a
+paged cache does not have. Caches rotate between calls, so that decode reads memory and not a processor's cache.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pagewire.kernels.attention import AttentionBatch, allocate_kv, paged_attention
+from pagewire.kernels.cpu import native
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Requests of equal length: `query_len` new tokens each on a context of `seq_len`."""
+
+    name: str
+    num_requests: int
+    query_len: int
+    seq_len: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    copies: int
+
+    @property
+    def kv_elements(self) -> int:
+        return 2 * self.num_requests * self.seq_len * self.num_kv_heads * self.head_dim
+
+    @property
+    def flops(self) -> int:
+        pairs = self.query_len * self.seq_len - self.query_len * (self.query_len - 1) // 2
+        return 4 * self.num_requests * self.num_heads * pairs * self.head_dim
+
+
+CASES = (
+    Case("decode, 16 x 4,096, heads 32/8", 16, 1, 4096, 32, 8, 128, 1),
+    Case("decode, 64 x 1,024, heads 32/8", 64, 1, 1024, 32, 8, 128, 1),
+    Case("decode, 1 x 32,768, heads 32/8", 1, 1, 32768, 32, 8, 128, 2),
+    Case("decode, 16 x 2,048, heads 16/16", 16, 1, 2048, 16, 16, 128, 1),
+    Case("decode, 16 x 2,048, heads 64/8, 64", 16, 1, 2048, 64, 8, 64, 2),
+    Case("decode, 4 x 512, heads 14/2, 64", 4, 1, 512, 14, 2, 64, 64),
+    Case("prefill, 2,048, heads 32/8", 1, 2048, 2048, 32, 8, 128, 1),
+    Case("prefill, 4 x 512, heads 14/2, 64", 4, 512, 512, 14, 2, 64, 4),
+    Case("chunk of 256 at 8,192, heads 32/8", 1, 256, 8192, 32, 8, 128, 1),
+)
+
+
+def measure(calls: list[Callable[[], object]], seconds: float) -> float:
+    """The median time of one call, going round the list."""
+    for call in calls:
+        call()
+    times: list[float] = []
+    deadline = time.perf_counter() + seconds
+    while len(times) < 3 or time.perf_counter() < deadline:
+        call = calls[len(times) % len(calls)]
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[len(times) // 2]
+
+
+def paged_call(case: Case, dtype: torch.dtype) -> Callable[[], object]:
+    blocks_each = -(-case.seq_len // BLOCK_SIZE)
+    num_blocks = case.num_requests * blocks_each
+    k, v = allocate_kv(num_blocks, case.num_kv_heads, BLOCK_SIZE, case.head_dim, case.head_dim, dtype, "cpu")
+    k.normal_()
+    v.normal_()
+    batch = AttentionBatch(
+        query_start_loc=torch.arange(case.num_requests + 1, dtype=torch.int32) * case.query_len,
+        seq_lens=torch.full((case.num_requests,), case.seq_len, dtype=torch.int32),
+        block_table=torch.randperm(num_blocks, dtype=torch.int32).view(case.num_requests, blocks_each),
+        slot_mapping=torch.full((case.num_requests * case.query_len,), -1),
+        max_query_len=case.query_len,
+        max_seq_len=case.seq_len,
+    )
+    q = torch.randn(case.num_requests * case.query_len, case.num_heads, case.head_dim).to(dtype)
+    return lambda: paged_attention(q, k, v, batch, case.head_dim**-0.5)
+
+
+def dense_call(case: Case, dtype: torch.dtype) -> Callable[[], object]:
+    def randn(num_heads: int, length: int) -> Tensor:
+        return torch.randn(case.num_requests, num_heads, length, case.head_dim).to(dtype)
+
+    q, k = randn(case.num_heads, case.query_len), randn(case.num_kv_heads, case.seq_len)
+    v = randn(case.num_kv_heads, case.seq_len)
+    grouped = case.num_heads != case.num_kv_heads
+    if case.query_len in (1, case.seq_len):
+        causal = case.query_len > 1
+        return lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+    offset = case.seq_len - case.query_len
+    mask = torch.ones(case.query_len, case.seq_len, dtype=torch.bool).tril(offset)
+    return lambda: functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--seconds", type=float, default=1.0, help="per measurement")
+    parser.add_argument("--only", default="", help="only cases whose name contains this")
+    arguments = parser.parse_args()
+    dtype: torch.dtype = getattr(torch, arguments.dtype)
+    kernels = native.load()
+    isa = kernels.isa.name if kernels else "reference"
+    print(f"{arguments.dtype}, {isa}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    print(f"{'':36}{'ms':>9}{'GB/s':>8}{'GFLOP/s':>9}{'torch ms':>10}{'ratio':>8}")
+    for case in CASES:
+        if arguments.only not in case.name:
+            continue
+        ours = measure([paged_call(case, dtype) for _ in range(case.copies)], arguments.seconds)
+        theirs = measure([dense_call(case, dtype) for _ in range(case.copies)], arguments.seconds)
+        gigabytes = case.kv_elements * dtype.itemsize / 1e9
+        print(
+            f"{case.name:36}{ours * 1e3:9.3f}{gigabytes / ours:8.1f}{case.flops / ours / 1e9:9.0f}"
+            f"{theirs * 1e3:10.3f}{theirs / ours:8.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

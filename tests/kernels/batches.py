@@ -1,0 +1,95 @@
+"""Random paged batches, and the dense attention they stand for."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pagewire.kernels.attention import AttentionBatch, allocate_kv, store_kv
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+"""Absolute, for outputs of about unit size: two or three units in the last place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Head counts and sizes of one attention layer."""
+
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    v_head_dim: int = 32
+    block_size: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The whole sequence of one request; the last `query_len` tokens are this step's."""
+
+    q: Tensor  # [L, Hq, D]
+    k: Tensor  # [L, Hkv, D]
+    v: Tensor  # [L, Hkv, Dv]
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """Arguments of `paged_attention`."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    batch: AttentionBatch
+
+
+def random_request(shape: Shape, length: int, dtype: torch.dtype, seed: int) -> Request:
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(num_heads: int, size: int) -> Tensor:
+        return torch.randn(length, num_heads, size, generator=generator, dtype=torch.float64).to(dtype)
+
+    return Request(
+        q=randn(shape.num_heads, shape.head_dim),
+        k=randn(shape.num_kv_heads, shape.head_dim),
+        v=randn(shape.num_kv_heads, shape.v_head_dim),
+    )
+
+
+def page(
+    shape: Shape, requests: list[Request], spans: list[tuple[int, int]], *, padding: int = 0, seed: int = 0
+) -> Paged:
+    """Request i's tokens `spans[i][0]` to `spans[i][1]` as one step, those before them already in the cache.
+
+    Whatever no token was written to holds NaN: rest of the last pages, pages of nobody, unused table entries.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    dtype = requests[0].q.dtype
+    ends = [end for _, end in spans]
+    counts = [-(-end // shape.block_size) for end in ends]
+    num_blocks, max_blocks = sum(counts) + 3, max([1, *counts]) + 2
+    k_cache, v_cache = allocate_kv(
+        num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim, shape.v_head_dim, dtype, "cpu"
+    )
+    k_cache.fill_(torch.nan)
+    v_cache.fill_(torch.nan)
+    free = torch.randperm(num_blocks, generator=generator, dtype=torch.int32)
+    block_table = torch.full((len(spans), max_blocks), 2**30, dtype=torch.int32)
+    slot_mapping: list[Tensor] = []
+    for i, (request, (begin, end)) in enumerate(zip(requests, spans, strict=True)):
+        blocks, free = free[: counts[i]], free[counts[i] :]
+        block_table[i, : counts[i]] = blocks
+        positions = torch.arange(end)
+        slots = blocks[positions // shape.block_size].long() * shape.block_size + positions % shape.block_size
+        store_kv(request.k[:end], request.v[:end], k_cache, v_cache, slots)
+        slot_mapping.append(slots[begin:])
+    lengths = torch.tensor([0] + [end - begin for begin, end in spans])
+    q = torch.cat([request.q[begin:end] for request, (begin, end) in zip(requests, spans, strict=True)])
+    q = torch.cat([q, torch.full((padding, *q.shape[1:]), torch.nan, dtype=dtype)])
+    batch = AttentionBatch(
+        query_start_loc=lengths.cumsum(0).to(torch.int32),
+        seq_lens=torch.tensor(ends, dtype=torch.int32),
+        block_table=block_table,
+        slot_mapping=torch.cat([*slot_mapping, torch.full((padding,), -1)]),
+        max_query_len=int(lengths.max()),
+        max_seq_len=max(ends),
+    )
+    return Paged(q, k_cache, v_cache, batch)

@@ -1,0 +1,211 @@
+"""The compiled attention kernel against the reference, and its promise on bits."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pagewire.kernels import attention, reference
+from pagewire.kernels.cpu.native import NativeKernels
+
+from .batches import TOLERANCE, Paged, Request, Shape, page, random_request
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LENGTH = 600  # more than two of the kernel's KV tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Keyword arguments of `paged_attention`."""
+
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    alibi: Tensor | None = None
+
+
+def everything(num_heads: int) -> Options:
+    return Options(
+        window=300,
+        softcap=5.0,
+        sinks=torch.linspace(-1, 3, num_heads),
+        alibi=torch.logspace(-3, -1, num_heads),
+    )
+
+
+def run(kernels: NativeKernels, paged: Paged, options: Options, num_threads: int | None = None) -> Tensor:
+    return kernels.paged_attention(
+        paged.q,
+        paged.k_cache,
+        paged.v_cache,
+        paged.batch,
+        paged.q.shape[2] ** -0.5,
+        num_threads=num_threads,
+        **vars(options),
+    )
+
+
+def check(kernels: NativeKernels, paged: Paged, options: Options, padding: int = 0) -> None:
+    """Compares with the reference; the batch's last `padding` rows hold NaN and come out as 0."""
+    out = run(kernels, paged, options)
+    wide = dataclasses.replace(
+        paged,
+        q=paged.q.double(),
+        k_cache=paged.k_cache.double(),
+        v_cache=paged.v_cache.double(),
+    )
+    expected = reference.paged_attention(
+        wide.q, wide.k_cache, wide.v_cache, wide.batch, wide.q.shape[2] ** -0.5, **vars(options)
+    )
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[out.dtype], rtol=0)
+    assert not out[len(out) - padding :].any()
+
+
+SIZES = [
+    (8, 8),
+    (24, 24),
+    (64, 64),
+    (80, 80),
+    (96, 64),
+    (112, 112),
+    (128, 128),
+    (192, 128),
+    (256, 256),
+    (13, 5),
+]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_head_sizes(kernels: NativeKernels, sizes: tuple[int, int]) -> None:
+    shape = Shape(num_heads=4, num_kv_heads=2, head_dim=sizes[0], v_head_dim=sizes[1])
+    for dtype in DTYPES:
+        requests = [random_request(shape, 70, dtype, seed) for seed in range(2)]
+        check(kernels, page(shape, requests, [(0, 70), (68, 69)]), Options())
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_ragged_batches(kernels: NativeKernels, data: st.DataObject) -> None:
+    num_kv_heads = data.draw(st.sampled_from([1, 2, 3]))
+    num_heads = num_kv_heads * data.draw(st.sampled_from([1, 2, 5, 7]))
+    shape = Shape(
+        num_heads,
+        num_kv_heads,
+        head_dim=data.draw(st.sampled_from([16, 40, 33])),
+        v_head_dim=data.draw(st.sampled_from([16, 24, 33])),
+        block_size=data.draw(st.sampled_from([8, 16, 20, 64, 128])),
+    )
+    options = Options(
+        window=data.draw(st.none() | st.integers(1, LENGTH)),
+        softcap=data.draw(st.none() | st.just(5.0)),
+        sinks=data.draw(st.none() | st.just(torch.linspace(-2, 2, num_heads))),
+        alibi=data.draw(st.none() | st.just(torch.logspace(-3, -1, num_heads))),
+    )
+    length = st.integers(1, LENGTH) | st.sampled_from([16, 255, 256, 257, 512])
+    ends = data.draw(st.lists(length, min_size=1, max_size=4))
+    spans = [(data.draw(st.integers(max(0, end - 40), end)), end) for end in ends]
+    padding = data.draw(st.integers(0, 2))
+    dtype = data.draw(st.sampled_from(DTYPES))
+    requests = [random_request(shape, end, dtype, seed) for seed, end in enumerate(ends)]
+    check(kernels, page(shape, requests, spans, padding=padding), options, padding)
+
+
+def whole(kernels: NativeKernels, shape: Shape, request: Request, options: Options) -> Tensor:
+    """Every position of a request, computed in one step, alone."""
+    return run(kernels, page(shape, [request], [(0, len(request.q))]), options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "all-options"])
+def test_bits_do_not_depend_on_the_batch(kernels: NativeKernels, dtype: torch.dtype, plain: bool) -> None:
+    shape = Shape(num_heads=6, num_kv_heads=2, head_dim=40, v_head_dim=32)
+    options = Options() if plain else everything(shape.num_heads)
+    requests = [random_request(shape, LENGTH, dtype, seed) for seed in range(4)]
+    expected = [whole(kernels, shape, request, options) for request in requests]
+    # One token each; chunks that straddle tiles; nothing; other pages.
+    for spans in (
+        [(599, 600), (256, 257), (0, 1), (300, 301)],
+        [(0, 255), (255, 258), (258, 600), (511, 514)],
+        [(100, 100), (0, 600), (599, 600), (17, 90)],
+    ):
+        for num_threads in (1, 2, 3):
+            paged = page(shape, requests, spans, padding=1, seed=num_threads)
+            out = run(kernels, paged, options, num_threads)
+            slices = [rows[begin:end] for rows, (begin, end) in zip(expected, spans, strict=True)]
+            assert torch.equal(out[:-1], torch.cat(slices))
+
+
+def test_bits_of_a_long_context_split_over_threads(best_kernels: NativeKernels) -> None:
+    """Cut into many tasks, whose partial results are merged, or computed in one go: the same."""
+    shape = Shape(num_heads=4, num_kv_heads=1, head_dim=64, v_head_dim=64)
+    long, short = (random_request(shape, length, torch.bfloat16, length) for length in (5000, 10))
+    alone = page(shape, [long], [(4999, 5000)])
+    expected = run(best_kernels, alone, Options(), 1)
+    for num_threads in (2, 8):
+        assert torch.equal(run(best_kernels, alone, Options(), num_threads), expected)
+    crowd = page(shape, [long, *[short] * 30], [(4990, 5000), *[(0, 10)] * 30])
+    assert torch.equal(run(best_kernels, crowd, Options(), 2)[9:10], expected)
+    check(best_kernels, alone, Options())
+
+
+def test_strided_queries(best_kernels: NativeKernels) -> None:
+    """q may be a view of a fused QKV output."""
+    shape = Shape()
+    request = random_request(shape, 50, torch.bfloat16, 0)
+    paged = page(shape, [request], [(0, 50)])
+    fused = torch.randn(50, 3 * 4 * 32).to(torch.bfloat16)
+    view = fused[:, 128:256].view(50, 4, 32)
+    view.copy_(paged.q)
+    assert not view.is_contiguous()
+    strided = run(best_kernels, dataclasses.replace(paged, q=view), Options())
+    assert torch.equal(strided, run(best_kernels, paged, Options()))
+
+
+def test_out_is_filled_and_returned() -> None:
+    shape = Shape()
+    paged = page(shape, [random_request(shape, 20, torch.float32, 0)], [(0, 20)])
+    out = torch.empty(20, 4, 32)
+    result = attention.paged_attention(paged.q, paged.k_cache, paged.v_cache, paged.batch, 0.1, out=out)
+    assert result is out
+    again = attention.paged_attention(paged.q, paged.k_cache, paged.v_cache, paged.batch, 0.1)
+    assert torch.equal(out, again)
+
+
+def test_empty_batches(kernels: NativeKernels) -> None:
+    shape = Shape()
+    request = random_request(shape, 20, torch.float32, 0)
+    assert run(kernels, page(shape, [request], [(20, 20)]), Options()).shape == (0, 4, 32)
+
+
+def test_refuses_what_does_not_fit(best_kernels: NativeKernels) -> None:
+    shape = Shape()
+    paged = page(shape, [random_request(shape, 20, torch.float32, 0)], [(0, 20)])
+
+    def changed(**fields: Tensor) -> Paged:
+        return dataclasses.replace(paged, batch=dataclasses.replace(paged.batch, **fields))
+
+    for wrong in (
+        changed(seq_lens=torch.tensor([19], dtype=torch.int32)),
+        changed(seq_lens=torch.tensor([2**30], dtype=torch.int32)),
+        changed(block_table=paged.batch.block_table * 0 + 99),
+        changed(query_start_loc=torch.tensor([0, 21], dtype=torch.int32)),
+        dataclasses.replace(paged, q=paged.q[:, :3]),
+        dataclasses.replace(paged, k_cache=paged.k_cache[..., :16]),
+    ):
+        with pytest.raises(ValueError):
+            run(best_kernels, wrong, Options())
+    with pytest.raises(TypeError):
+        run(best_kernels, changed(seq_lens=torch.tensor([20])), Options())
+    with pytest.raises(NotImplementedError):
+        meta = torch.empty(20, 4, 32, device="meta")
+        attention.paged_attention(meta, meta, meta, paged.batch, 1.0)
+
+
+def test_float64_goes_to_the_reference() -> None:
+    shape = Shape()
+    paged = page(shape, [random_request(shape, 20, torch.float64, 0)], [(0, 20)])
+    out = attention.paged_attention(paged.q, paged.k_cache, paged.v_cache, paged.batch, 0.1)
+    assert out.dtype == torch.float64 and out.isfinite().all()

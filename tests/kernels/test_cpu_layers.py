@@ -1,0 +1,124 @@
+"""The small compiled kernels against the reference."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from pagewire.kernels import layers, reference
+from pagewire.kernels.cpu.native import NativeKernels
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SIZES = [1, 8, 24, 100, 128, 4096]
+# A value on the edge between two roundings may fall to either side: one unit in the last place.
+CLOSE = {
+    torch.float32: {"rtol": 2e-6, "atol": 1e-6},
+    torch.bfloat16: {"rtol": 1.6e-2, "atol": 1e-5},
+    torch.float16: {"rtol": 2e-3, "atol": 1e-5},
+}
+
+pytestmark = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def assert_close(out: Tensor, expected: Tensor, mostly_equal: bool = True) -> None:
+    torch.testing.assert_close(out, expected, **CLOSE[out.dtype])
+    if mostly_equal and out.dtype != torch.float32 and out.numel() > 1000:
+        assert (out == expected).double().mean() > 0.97
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm(kernels: NativeKernels, dtype: torch.dtype, offset: float) -> None:
+    torch.manual_seed(0)
+    for size in SIZES:
+        x, weight = (3 * torch.randn(7, size)).to(dtype), torch.randn(size).to(dtype)
+        out = torch.empty_like(x)
+        assert kernels.rms_norm(x, weight, 1e-6, offset=offset, out=out) is out
+        assert_close(out, reference.rms_norm(x, weight, 1e-6, offset=offset))
+        assert torch.equal(kernels.rms_norm(x[3], weight, 1e-6, offset=offset), out[3])
+
+
+def test_rms_norm_of_heads_in_a_fused_output(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    fused = torch.randn(6, 10 * 16).to(dtype)
+    heads, weight = fused[:, 32:96].view(6, 4, 16), torch.randn(16).to(dtype)
+    out = kernels.rms_norm(heads, weight, 1e-6)
+    assert torch.equal(out, kernels.rms_norm(heads.contiguous(), weight, 1e-6))
+    kernels.rms_norm(out, weight, 1e-6, out=out)  # in place
+
+
+def test_add_rms_norm(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for size in SIZES:
+        x, residual, weight = (
+            torch.randn(7, size).to(dtype),
+            torch.randn(7, size).to(dtype),
+            torch.randn(size),
+        )
+        total = residual + x
+        out = kernels.add_rms_norm(x, residual, weight.to(dtype), 1e-6)
+        assert torch.equal(residual, total)
+        assert torch.equal(out, kernels.rms_norm(total, weight.to(dtype), 1e-6))
+
+
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul"])
+def test_gated_activations(kernels: NativeKernels, dtype: torch.dtype, name: str) -> None:
+    torch.manual_seed(0)
+    for size in SIZES:
+        x = (4 * torch.randn(9, 2 * size)).to(dtype)
+        x[0, :size] = 100.0
+        x[1, :size] = -100.0
+        ours: Callable[[Tensor], Tensor] = getattr(kernels, name)
+        expected = getattr(reference, name)(x)
+        torch.testing.assert_close(
+            ours(x), expected, rtol=CLOSE[dtype]["rtol"], atol=2e-3 if dtype != torch.float32 else 1e-5
+        )
+        assert torch.equal(ours(x[2:3]), ours(x)[2:3])
+
+
+def test_rotary_is_exact(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for size, rot_dim in ((128, 128), (64, 64), (80, 32), (20, 6)):
+        fused = torch.randn(11, 8 * size).to(dtype)
+        q, k = fused[:, : 5 * size].view(11, 5, size), fused[:, 5 * size :].view(11, 3, size)
+        angles = torch.randn(11, rot_dim // 2).repeat(1, 2)
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        expected = q.clone(), k.clone()
+        reference.rotary(*expected, cos, sin)
+        kernels.rotary(q, k, cos, sin)
+        assert torch.equal(q, expected[0]) and torch.equal(k, expected[1])
+
+
+def test_store_kv(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for num_tokens, k_size, v_size in ((5, 7, 12), (300, 64, 64)):
+        fused = torch.randn(num_tokens, 3 * (k_size + v_size)).to(dtype)
+        k = fused[:, : 3 * k_size].view(num_tokens, 3, k_size)
+        v = fused[:, 3 * k_size :].view(num_tokens, 3, v_size)
+        slots = torch.randperm(40 * 16)[:num_tokens]
+        slots[::4] = -1
+        caches = [torch.zeros(40, 3, 16, size, dtype=dtype) for size in (k_size, v_size, k_size, v_size)]
+        kernels.store_kv(k, v, caches[0], caches[1], slots)
+        reference.store_kv(k, v, caches[2], caches[3], slots)
+        assert torch.equal(caches[0], caches[2]) and torch.equal(caches[1], caches[3])
+        with pytest.raises(IndexError):
+            kernels.store_kv(k, v, caches[0], caches[1], slots + 40 * 16)
+
+
+def test_conversions_round_as_torch_does(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    """Seen through a rotation that halves: subnormals, ties, infinities, NaN."""
+    values = torch.tensor(
+        [0.0, 1e-8, 6e-8, 6.1e-5, 1e-6, 0.1, 1.0, 65504.0, 65519.0, 3e38, float("inf"), float("nan")]
+    )
+    values = torch.cat([values, -values, torch.randn(200).exp2() * torch.randn(200)]).to(dtype)
+    cos, sin = torch.full((1, 2), 0.5, dtype=dtype), torch.zeros(1, 2, dtype=dtype)
+    x = values.reshape(1, -1, 2).clone()
+    kernels.rotary(x, x.clone(), cos, sin)
+    expected = values.reshape(1, -1, 2).clone()
+    reference.rotary(expected, expected.clone(), cos, sin)
+    torch.testing.assert_close(x, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_mixed_dtypes_and_float64_go_to_the_reference(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(3, 8).to(dtype), torch.randn(8, dtype=torch.float64)
+    assert layers.rms_norm(x, weight, 1e-6).dtype == dtype
+    assert layers.silu_and_mul(x.double()).dtype == torch.float64

@@ -1,0 +1,83 @@
+"""The PyTorch reference against PyTorch's own dense attention and the Hugging Face modules."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from pagewire.kernels import reference
+
+from .batches import TOLERANCE, Request, Shape, page, random_request
+
+
+def dense(request: Request, scale: float, window: int | None = None) -> torch.Tensor:
+    """The whole sequence through `scaled_dot_product_attention`, [L, Hq, Dv]."""
+    length = len(request.q)
+    position = torch.arange(length)
+    visible = position <= position[:, None]
+    if window is not None:
+        visible &= position > position[:, None] - window
+    q, k, v = (x.transpose(0, 1)[None] for x in (request.q, request.k, request.v))
+    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("window", [None, 1, 7])
+def test_equals_dense_attention(dtype: torch.dtype, window: int | None) -> None:
+    shape = Shape(num_heads=6, num_kv_heads=2, head_dim=24, v_head_dim=40, block_size=8)
+    requests = [random_request(shape, 50, dtype, seed) for seed in range(4)]
+    spans = [(0, 50), (49, 50), (7, 7), (13, 29)]
+    paged = page(shape, requests, spans, padding=2)
+    out = reference.paged_attention(paged.q, paged.k_cache, paged.v_cache, paged.batch, 0.2, window=window)
+    expected = [dense(r, 0.2, window)[begin:end] for r, (begin, end) in zip(requests, spans, strict=True)]
+    torch.testing.assert_close(out[:-2], torch.cat(expected), atol=TOLERANCE[dtype], rtol=0)
+    assert not out[-2:].any()
+
+
+def test_sinks_softcap_and_alibi_by_hand() -> None:
+    """One query on three keys, written out."""
+    shape = Shape(num_heads=1, num_kv_heads=1, head_dim=2, v_head_dim=1, block_size=2)
+    request = random_request(shape, 3, torch.float64, 1)
+    paged = page(shape, [request], [(2, 3)])
+    out = reference.paged_attention(
+        paged.q,
+        paged.k_cache,
+        paged.v_cache,
+        paged.batch,
+        2.0,
+        softcap=1.5,
+        sinks=torch.tensor([0.3]),
+        alibi=torch.tensor([0.5]),
+    )
+    logits = 1.5 * torch.tanh(2.0 * request.k[:, 0] @ request.q[2, 0] / 1.5) + 0.5 * torch.tensor([-2, -1, 0])
+    weights = logits.exp() / (logits.exp().sum() + torch.tensor(0.3).double().exp())
+    torch.testing.assert_close(out[0, 0], weights @ request.v[:, 0], atol=1e-7, rtol=0)
+
+
+def test_store_kv_skips_padding() -> None:
+    cache = torch.zeros(3, 2, 4, 5), torch.zeros(3, 2, 4, 6)
+    k, v = torch.randn(3, 2, 5), torch.randn(3, 2, 6)
+    reference.store_kv(k, v, *cache, torch.tensor([9, -1, 2]))
+    assert torch.equal(cache[0][2, :, 1], k[0]) and torch.equal(cache[1][0, :, 2], v[2])
+    assert cache[0].count_nonzero() == 2 * k[0].numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_equal_hugging_face(dtype: torch.dtype) -> None:
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    gemma = pytest.importorskip("transformers.models.gemma.modeling_gemma")
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 64).to(dtype), torch.randn(64).to(dtype)
+    for module, offset in ((llama.LlamaRMSNorm(64, eps=1e-5), 0.0), (gemma.GemmaRMSNorm(64, eps=1e-5), 1.0)):
+        module.to(dtype).weight.data.copy_(weight)
+        assert torch.equal(reference.rms_norm(x, weight, 1e-5, offset=offset), module(x))
+
+    q, k = torch.randn(5, 4, 16).to(dtype), torch.randn(5, 2, 16).to(dtype)
+    angles = torch.randn(5, 8).repeat(1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    expected = llama.apply_rotary_pos_emb(
+        q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None]
+    )
+    reference.rotary(q, k, cos, sin)
+    for got, want in zip((q, k), expected, strict=True):
+        assert torch.equal(got, want[0].transpose(0, 1))
