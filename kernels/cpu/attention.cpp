@@ -476,12 +476,16 @@ class TileKernel {
 
 // ---- the plan of one call ----
 
+// A few microseconds of work: less than that, and waking a second thread costs more than it brings.
+constexpr int64_t kParallelWork = 64;
+
 struct Plan {
   std::vector<QueryTile> query_tiles;
   std::vector<Task> tasks;
   std::vector<int64_t> countdowns;  // the number of tasks of each query tile that was cut
   int64_t num_partials = 0;
   int64_t rows = 0;  // of the largest query tile
+  int num_threads = 1;
 
   void build(const AttentionCall& call) {
     query_tiles.clear();
@@ -490,8 +494,9 @@ struct Plan {
     num_partials = rows = 0;
     int64_t work = 0;
     for (int64_t request = 0; request < call.num_requests; ++request) work += add_request(call, request);
+    num_threads = work < kParallelWork ? 1 : call.num_threads;
     // Four tasks per thread at least, as far as the work can be cut.
-    const int64_t most_work = std::max<int64_t>(1, work / (4 * call.num_threads));
+    const int64_t most_work = num_threads == 1 ? work : std::max<int64_t>(1, work / (4 * num_threads));
     for (size_t i = 0; i < query_tiles.size(); ++i) add_tasks(int64_t(i), most_work);
   }
 
@@ -582,7 +587,7 @@ void attention(const AttentionCall& call) {
   for (size_t i = 0; i < plan.countdowns.size(); ++i)
     new (countdowns + i) std::atomic<int64_t>(plan.countdowns[i]);
 
-  parallel_for(int64_t(plan.tasks.size()), call.num_threads, [&](int64_t i) {
+  parallel_for(int64_t(plan.tasks.size()), plan.num_threads, [&](int64_t i) {
     const Task& task = plan.tasks[size_t(i)];
     const QueryTile& tile = plan.query_tiles[size_t(task.query_tile)];
     const Workspace work = Workspace::take(thread_workspace, plan.rows, call.head_dim, width);
