@@ -1,18 +1,28 @@
-"""Prompts and parameters at the door: checked, tokenized, and made into requests for the core."""
+"""Prompts and parameters at the door: checked, tokenized, and made into requests for the core.
+
+    prompt, SamplingParams --Intake.prepare--> SubmitRequest
+
+Whatever the core would refuse is refused here, in the caller's own stack.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict
 
 from pagewire.frontend.tokenizer import Tokenizer
 from pagewire.ipc.messages import EngineInfo, SubmitRequest
-from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.params import SamplingParams, check_int
+
+PRIORITY_LIMIT = 2**31
+MASK = 2**64 - 1
 
 
 class TextPrompt(TypedDict, total=False):
-    """A prompt as text."""
+    """A prompt as text. cache_salt: share prefix-cache entries only with prompts of the same salt."""
 
     prompt: str
     multi_modal_data: Any
@@ -21,7 +31,7 @@ class TextPrompt(TypedDict, total=False):
 
 
 class TokensPrompt(TypedDict, total=False):
-    """A prompt as token ids; `prompt` is its text, if it is known."""
+    """A prompt as token ids; `prompt` is its text, if that is known."""
 
     prompt_token_ids: list[int]
     prompt: str
@@ -38,7 +48,7 @@ class EmbedsPrompt(TypedDict, total=False):
 
 
 class DataPrompt(TypedDict):
-    """Data of some format for pooling models. Not supported yet."""
+    """Data in some format. Not supported yet."""
 
     data: Any
     data_format: str
@@ -53,7 +63,24 @@ class ExplicitEncoderDecoderPrompt(TypedDict, total=False):
 
 
 SingletonPrompt: TypeAlias = str | TextPrompt | TokensPrompt | EmbedsPrompt
-PromptType: TypeAlias = SingletonPrompt | ExplicitEncoderDecoderPrompt | list[int]
+PromptType: TypeAlias = SingletonPrompt | ExplicitEncoderDecoderPrompt | DataPrompt | list[int]
+
+NOT_SUPPORTED = {
+    "prompt_embeds": "embeddings as a prompt are not supported yet",
+    "data": "data prompts are not supported yet",
+    "encoder_prompt": "encoder-decoder models are not supported",
+    "multi_modal_data": "multi-modal data is not supported yet",
+}
+
+
+def is_tokens_prompt(prompt: Any) -> bool:
+    """True for a dict with `prompt_token_ids` (and no embeddings)."""
+    return isinstance(prompt, Mapping) and "prompt_token_ids" in prompt and "prompt_embeds" not in prompt
+
+
+def is_embeds_prompt(prompt: Any) -> bool:
+    """True for a dict with `prompt_embeds` (and no token ids)."""
+    return isinstance(prompt, Mapping) and "prompt_embeds" in prompt and "prompt_token_ids" not in prompt
 
 
 @dataclass(frozen=True)
@@ -65,14 +92,17 @@ class Prepared:
 
 
 class Intake:
-    """Makes prompts and parameters into requests, or refuses them.
+    """Makes prompts and parameters into requests, or refuses them. Any thread may use it.
 
-    salt: sets this frontend's stream of seeds apart from others'; with the same engine seed and salt, the same
-        sequence of requests gets the same seeds.
+    info: of the engine. tokenizer: may be replaced; None: token ids only.
+    salt: sets this frontend's seeds apart from those of others on the same engine; with the same engine seed and
+        salt, the same requests in the same order get the same seeds.
     """
 
     def __init__(self, info: EngineInfo, tokenizer: Tokenizer | None, salt: int = 0) -> None:
         self.info, self.tokenizer = info, tokenizer
+        self._salt = salt
+        self._count = itertools.count()
 
     def prepare(
         self,
@@ -82,52 +112,250 @@ class Intake:
         key: int,
         priority: int = 0,
     ) -> Prepared:
-        """Check one prompt and its parameters (None: the default ones), and make the request.
+        """Check one prompt and its parameters (None: the model's defaults), and make the request.
+
+        The parameters are copied. `max_tokens` becomes what the model's length leaves, if it is None or more.
 
         Raises:
             ValueError, TypeError: what is wrong with it.
         """
-        raise NotImplementedError
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a string, got {request_id!r}")
+        check_int("priority", priority, -PRIORITY_LIMIT, PRIORITY_LIMIT)
+        token_ids, text = self.tokenize(prompt)
+        eos_token_id = self._eos_token_id()
+        params = self._params(params, eos_token_id)
+        token_ids = truncated(token_ids, params, self.info.max_model_len)
+        self._fit(params, len(token_ids))
+        return Prepared(
+            SubmitRequest(
+                key=key,
+                request_id=request_id,
+                prompt_token_ids=token_ids,
+                params=params,
+                seed=self._seed() if params.seed is None else params.seed,
+                eos_token_id=eos_token_id,
+                priority=priority,
+                cache_salt=salt_of(prompt),
+            ),
+            text,
+        )
 
-    def prompt_token_ids(self, prompt: PromptType) -> list[int]:
-        """The token ids of one prompt, checked but not truncated.
+    def tokenize(self, prompt: PromptType) -> tuple[list[int], str | None]:
+        """The token ids of one prompt, checked but not truncated, and its text, if that is known.
 
         Raises:
             ValueError, TypeError: what is wrong with it.
         """
-        raise NotImplementedError
+        if isinstance(prompt, Mapping):
+            for name, reason in NOT_SUPPORTED.items():
+                if prompt.get(name):
+                    raise ValueError(reason)
+            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            if text is None and token_ids is None:
+                raise ValueError("a prompt needs 'prompt' or 'prompt_token_ids'")
+        elif isinstance(prompt, str):
+            text, token_ids = prompt, None
+        else:
+            text, token_ids = None, prompt
+        if text is not None and not isinstance(text, str):
+            raise TypeError(f"the text of a prompt must be a string, got {type(text).__name__}")
+        if token_ids is None:
+            token_ids = self._encode(text)
+        return self._checked(token_ids), text
+
+    def _encode(self, text: Any) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError("there is no tokenizer (skip_tokenizer_init): give the prompt as token ids")
+        return self.tokenizer.encode(text)
+
+    def _checked(self, token_ids: Any) -> list[int]:
+        if isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, Iterable):
+            raise TypeError(f"a prompt is a string, token ids or a dict, got {type(token_ids).__name__}")
+        ids = list(token_ids)
+        if not ids:
+            raise ValueError("the prompt is empty")
+        if set(map(type, ids)) != {int}:
+            ids = [as_int(token_id) for token_id in ids]
+        check_vocabulary("the prompt", ids, self.info.vocab_size)
+        return ids
+
+    def _params(self, params: SamplingParams | None, eos_token_id: int | None) -> SamplingParams:
+        """A checked copy of the parameters, completed by what the model and the tokenizer know."""
+        if params is None:
+            params = default_sampling_params(self.info)
+        elif isinstance(params, SamplingParams):
+            params = params.clone()
+        else:
+            raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            check_vocabulary(name, getattr(params, name) or (), self.info.vocab_size)
+        for name in ("logprobs", "prompt_logprobs"):
+            self._check_logprobs(name, getattr(params, name))
+        if params.stop_strings and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer: they are looked for in the text")
+        if params.bad_words:
+            if self.tokenizer is None:
+                raise ValueError("bad_words need a tokenizer")
+            words = [ids for word in params.bad_words for ids in spellings(self.tokenizer, word)]
+            params.bad_words_token_ids = words + (params.bad_words_token_ids or [])
+        for ids in params.bad_words_token_ids or ():
+            check_vocabulary("bad_words", ids, self.info.vocab_size)
+        params.update_from_generation_config(self.info.generation_config, eos_token_id)
+        return params
+
+    def _check_logprobs(self, name: str, wanted: int | None) -> None:
+        most = self.info.max_logprobs
+        if wanted is not None and most != -1 and (wanted == -1 or wanted > most):
+            raise ValueError(f"{name}={wanted} is over this engine's max_logprobs={most}")
+
+    def _fit(self, params: SamplingParams, num_prompt_tokens: int) -> None:
+        """Cut `max_tokens` to the room that the prompt leaves."""
+        room = self.info.max_model_len - num_prompt_tokens
+        if room < 1:
+            raise ValueError(
+                f"the prompt has {num_prompt_tokens} tokens, which leaves no room for a new one: "
+                f"max_model_len is {self.info.max_model_len}"
+            )
+        params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        if params.min_tokens > room:
+            raise ValueError(
+                f"min_tokens={params.min_tokens}, but the prompt of {num_prompt_tokens} tokens leaves room for "
+                f"{room}: max_model_len is {self.info.max_model_len}"
+            )
+
+    def _eos_token_id(self) -> int | None:
+        if self.info.eos_token_id is not None or self.tokenizer is None:
+            return self.info.eos_token_id
+        return self.tokenizer.eos_token_id
+
+    def _seed(self) -> int:
+        """The next seed of this frontend, in [0, 2**63)."""
+        state = 0
+        for part in (self.info.seed, self._salt, next(self._count)):
+            state = splitmix64(state ^ (part & MASK))
+        return state >> 1
 
 
 def prompts_of(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
-    """One prompt or many, as a list: a str, a list of ints and a dict are one.
+    """One prompt or many, as a list: a string, a list of ints and a dict are one.
 
     Raises:
         TypeError: neither.
     """
-    raise NotImplementedError
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]  # type: ignore[list-item]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}")
+    found: list[Any] = list(prompts)
+    if found and all(is_int(part) for part in found):
+        return [found]
+    for part in found:
+        if isinstance(part, bytes) or not isinstance(part, (str, Mapping, Iterable)):
+            raise TypeError(f"a prompt is a string, token ids or a dict, got {type(part).__name__}")
+    return found
 
 
-def params_for(
-    params: SamplingParams | Sequence[SamplingParams] | None, n: int, default: SamplingParams
-) -> list[SamplingParams]:
+def params_for(params: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> list[SamplingParams]:
     """One per prompt: the same for all, or as many as there are prompts.
 
     Raises:
         ValueError: another number of parameters than of prompts. TypeError: not parameters.
     """
-    raise NotImplementedError
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+        raise TypeError(f"sampling_params must be SamplingParams or a list of them, got {params!r}")
+    if len(params) != num_prompts:
+        raise ValueError(f"{num_prompts} prompts, but {len(params)} sampling parameters")
+    return list(params)
 
 
 def default_sampling_params(info: EngineInfo) -> SamplingParams:
-    """The model's own defaults, out of its generation config."""
-    raise NotImplementedError
+    """The defaults that the model's generation config gives; ours where it is silent."""
+    config = info.generation_config
+    return SamplingParams(
+        **{
+            name: value
+            for name, key in (
+                ("temperature", "temperature"),
+                ("top_k", "top_k"),
+                ("top_p", "top_p"),
+                ("min_p", "min_p"),
+                ("repetition_penalty", "repetition_penalty"),
+                ("max_tokens", "max_new_tokens"),
+            )
+            if (value := config.get(key)) is not None
+        }
+    )
 
 
-def is_tokens_prompt(prompt: Any) -> bool:
-    """True for a dict with `prompt_token_ids`."""
-    return isinstance(prompt, dict) and "prompt_token_ids" in prompt and "prompt_embeds" not in prompt
+def truncated(token_ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
+    """The last `truncate_prompt_tokens` tokens; with -1, as many as leave room for `max_tokens` (at least one)."""
+    keep = params.truncate_prompt_tokens
+    if keep is None:
+        return token_ids
+    if keep == -1:
+        wanted = 1 if params.max_tokens is None else params.max_tokens
+        keep = max(1, max_model_len - wanted)
+    return token_ids[-keep:]
 
 
-def is_embeds_prompt(prompt: Any) -> bool:
-    """True for a dict with `prompt_embeds`."""
-    return isinstance(prompt, dict) and "prompt_embeds" in prompt and "prompt_token_ids" not in prompt
+def salt_of(prompt: PromptType) -> str | None:
+    """The prompt's `cache_salt`.
+
+    Raises:
+        TypeError, ValueError: it is not a string, or empty.
+    """
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt is not None and not isinstance(salt, str):
+        raise TypeError(f"cache_salt must be a string, got {salt!r}")
+    if salt == "":
+        raise ValueError("cache_salt must not be empty")
+    return salt
+
+
+def spellings(tokenizer: Tokenizer, word: str) -> list[list[int]]:
+    """The tokens of a word at the start of a text, after a space, and in the middle of a line."""
+    word = word.lstrip() or word
+    newline, line = tokenizer.encode_batch(["\n", "\n" + word], add_special_tokens=False)
+    found = tokenizer.encode_batch([word, " " + word], add_special_tokens=False)
+    if line[: len(newline)] == newline:
+        found.append(line[len(newline) :])
+    return [ids for i, ids in enumerate(found) if ids and ids not in found[:i]]
+
+
+def check_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Refuse ids outside [0, vocab_size).
+
+    Raises:
+        ValueError: with the first of them.
+    """
+    ids = token_ids if isinstance(token_ids, list) else list(token_ids)
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+        raise ValueError(f"{name} has token id {wrong}, outside the vocabulary of {vocab_size}")
+
+
+def is_int(value: Any) -> bool:
+    """True for integers, also those of array libraries, but not for bools."""
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def as_int(value: Any) -> int:
+    """A plain int.
+
+    Raises:
+        TypeError: not an integer.
+    """
+    if not is_int(value):
+        raise TypeError(f"token ids must be integers, got {value!r}")
+    return operator.index(value)
+
+
+def splitmix64(value: int) -> int:
+    """A 64-bit mix: equal inputs give equal outputs, and close ones unrelated ones."""
+    value = (value + 0x9E3779B97F4A7C15) & MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
+    return value ^ (value >> 31)
