@@ -157,19 +157,19 @@ def plain(value: Any) -> Any:
     raise TypeError(f"chat templates take plain data, not {type(value).__name__}")
 
 
-def read_message(message: Any) -> dict[str, Any]:
+def read_message(given: Any) -> dict[str, Any]:
     """A message as templates expect it: plain, without empty fields, reasoning under all its names, and tool
     calls with their arguments as data.
 
     Raises:
         TypeError: not a message. ValueError: it has no role.
     """
-    message = plain(message)
-    if not isinstance(message, dict):
-        raise TypeError(f"a message must be a dict, got {type(message).__name__}")
-    if "role" not in message:
+    given = plain(given)
+    if not isinstance(given, dict):
+        raise TypeError(f"a message must be a dict, got {type(given).__name__}")
+    if "role" not in given:
         raise ValueError("a message needs a 'role'")
-    message = {name: value for name, value in message.items() if value is not None}
+    message: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     reasoning = next((message[name] for name in REASONING if name in message), None)
     if reasoning is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}

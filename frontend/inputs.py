@@ -147,24 +147,24 @@ class Intake:
         Raises:
             ValueError, TypeError: what is wrong with it.
         """
+        text: Any = None
+        token_ids: Any = None
         if isinstance(prompt, Mapping):
-            for name, reason in NOT_SUPPORTED.items():
-                if prompt.get(name):
-                    raise ValueError(reason)
+            refuse_later(prompt)
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
             if text is None and token_ids is None:
                 raise ValueError("a prompt needs 'prompt' or 'prompt_token_ids'")
         elif isinstance(prompt, str):
-            text, token_ids = prompt, None
+            text = prompt
         else:
-            text, token_ids = None, prompt
+            token_ids = prompt
         if text is not None and not isinstance(text, str):
             raise TypeError(f"the text of a prompt must be a string, got {type(text).__name__}")
-        if token_ids is None:
+        if token_ids is None and text is not None:
             token_ids = self._encode(text)
         return self._checked(token_ids), text
 
-    def _encode(self, text: Any) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
             raise ValueError("there is no tokenizer (skip_tokenizer_init): give the prompt as token ids")
         return self.tokenizer.encode(text)
@@ -237,14 +237,14 @@ class Intake:
         return state >> 1
 
 
-def prompts_of(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
+def prompts_of(prompts: Any) -> list[PromptType]:
     """One prompt or many, as a list: a string, a list of ints and a dict are one.
 
     Raises:
         TypeError: neither.
     """
     if isinstance(prompts, (str, Mapping)):
-        return [prompts]  # type: ignore[list-item]
+        return [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}")
     found: list[Any] = list(prompts)
@@ -299,6 +299,18 @@ def truncated(token_ids: list[int], params: SamplingParams, max_model_len: int) 
         wanted = 1 if params.max_tokens is None else params.max_tokens
         keep = max(1, max_model_len - wanted)
     return token_ids[-keep:]
+
+
+def refuse_later(prompt: Mapping[str, Any]) -> None:
+    """Refuse kinds of prompts that are not supported.
+
+    Raises:
+        ValueError: what is not.
+    """
+    for name, reason in NOT_SUPPORTED.items():
+        value = prompt.get(name)
+        if value is not None and not (isinstance(value, Mapping) and not value):
+            raise ValueError(reason)
 
 
 def salt_of(prompt: PromptType) -> str | None:

@@ -119,7 +119,7 @@ class OutputState:
         self._text = ""
         self._detokenizer = Detokenizer(tokenizer, params) if tokenizer and params.detokenize else None
         self._logprobs = None if params.logprobs is None else no_logprobs(self._flat)
-        self._cumulative_logprob = None if params.logprobs is None else 0.0
+        self._cumulative_logprob = 0.0
 
     def apply(self, delta: TokenDelta, texts: TokenTexts) -> bool:
         """Fold a delta in; true if a stop string ends this output, of which the core cannot know."""
@@ -160,7 +160,7 @@ class OutputState:
             self.index,
             text,
             self.token_ids[first:],
-            self._cumulative_logprob,
+            None if logprobs is None else self._cumulative_logprob,
             logprobs,
             self.finish_reason,
             self.stop_reason,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import zmq
 
+from pagewire.frontend.tokenizer import Tokenizer, load_tokenizer
 from pagewire.ipc.codec import Codec
 from pagewire.ipc.messages import (
     PROTOCOL,
@@ -31,6 +32,8 @@ from pagewire.ipc.messages import (
     Welcome,
 )
 from pagewire.ipc.sockets import CurveKeys, bind_router, receive, send
+
+from . import trained
 
 EOS = 0
 PATIENCE = 20.0
@@ -195,3 +198,15 @@ def new_core(tmp_path: Path, engine_info: EngineInfo) -> Iterator[Callable[..., 
 def core(new_core: Callable[..., FakeCore]) -> FakeCore:
     """One fake core."""
     return new_core()
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder with a trained tokenizer of each family."""
+    return trained.save_all(tmp_path_factory.mktemp("tokenizers"))
+
+
+@pytest.fixture(scope="session")
+def tokenizers(folders: dict[str, Path]) -> dict[str, Tokenizer]:
+    """Our tokenizer of each family."""
+    return {name: load_tokenizer(folder) for name, folder in folders.items()}
