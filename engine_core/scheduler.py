@@ -220,7 +220,7 @@ class Scheduler:
 
     def _plan_waiting(self, step: Step, now: float) -> None:
         if self.suspects:
-            if not self.running:
+            if not self.running and not self.in_flight:  # not even with a row whose token will be dropped
                 self._admit(step, self.suspects[0], now)
             return
         if len(self.running) == 1 and self.running[0].num_crashes >= CRASHES_TO_ISOLATE:
@@ -269,7 +269,7 @@ class Scheduler:
         row = Row(
             request.slot, start, count, new_block_ids, end == len(request.token_ids) + request.num_pending
         )
-        if request.params.prompt_logprobs is not None and start >= request.num_prompt_logprobs:
+        if request.wants_prompt_logprobs and start >= request.num_prompt_logprobs:
             row.num_prompt_logprobs = max(0, min(end, request.num_prompt_tokens - 1) - start)
         step.requests.append(request)
         step.rows.append(row)
