@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from hashlib import sha256
 
-ROOT = b""
+ROOT = bytes(32)  # as long as a name, so that tokens and keys of one block never read as a parent of another
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> bytes:
