@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
+import sys
 from collections.abc import Sequence
 from enum import Enum, IntEnum
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import msgspec
 
 MAX_INT = 2**63 - 1
+NUMBERS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
 
 
 class SamplingType(IntEnum):
@@ -42,7 +45,8 @@ def check_number(name: str, value: Any, low: float, high: float, *, above: bool 
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(value) or value < low or value > high or (above and value == low):
+    finite = -sys.float_info.max <= value <= sys.float_info.max  # math.isfinite fails for huge integers
+    if not finite or value < low or value > high or (above and value == low):
         left = "(" if above else "["
         right = "inf)" if high == math.inf else f"{high}]"
         raise ValueError(f"{name} must be in {left}{low}, {right}, got {value}")
@@ -69,6 +73,21 @@ def check_list(name: str, value: Any, kind: type) -> None:
     """
     if not isinstance(value, list) or any(isinstance(v, bool) or not isinstance(v, kind) for v in value):
         raise TypeError(f"{name} must be a list of {kind.__name__}, got {value!r}")
+    if kind is str:
+        for text in value:
+            check_text(name, text)
+
+
+def check_text(name: str, text: str) -> None:
+    """Refuse a string that is not Unicode text: JSON can spell lone surrogates, UTF-8 cannot.
+
+    Raises:
+        ValueError: it holds one.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} must hold valid Unicode text, got {text!r}") from None
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
@@ -166,7 +185,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
 
     def clone(self) -> SamplingParams:
         """A deep copy."""
-        return msgspec.convert(msgspec.to_builtins(self), SamplingParams, str_keys=True)
+        return copy.deepcopy(self)
 
     def update_from_generation_config(
         self, generation_config: dict[str, Any], model_eos_token_id: int | None = None
@@ -203,6 +222,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         check_number("temperature", self.temperature, 0.0, math.inf)
         check_number("top_p", self.top_p, 0.0, 1.0, above=True)
         check_number("min_p", self.min_p, 0.0, 1.0)
+        for name in NUMBERS:  # 2**70 or a numpy float is a number, but not one of msgpack's
+            setattr(self, name, float(getattr(self, name)))
         check_int("top_k", self.top_k, 0)
         check_int("min_tokens", self.min_tokens, 0)
         for name, low in (
@@ -245,8 +266,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
                     check_int(f"each of {name}", token_id, 0, 2**31 - 1)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids must not be empty: no token could be generated")
+        for word in self.bad_words_token_ids or ():
+            check_list("each of bad_words_token_ids", word, int)
+            for token_id in word:
+                check_int("each of bad_words_token_ids", token_id, 0, 2**31 - 1)
         if self.logit_bias is not None:
             self._check_logit_bias()
+        if self.extra_args is not None:
+            self._check_extra_args()
 
     def _check_logit_bias(self) -> None:
         if not isinstance(self.logit_bias, dict):
@@ -258,6 +285,15 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         for token_id, bias in self.logit_bias.items():
             check_int("each key of logit_bias", token_id, 0, 2**31 - 1)
             check_number(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+            self.logit_bias[token_id] = float(bias)
+
+    def _check_extra_args(self) -> None:
+        if not isinstance(self.extra_args, dict) or not all(isinstance(k, str) for k in self.extra_args):
+            raise TypeError(f"extra_args must map strings to values, got {self.extra_args!r}")
+        try:
+            msgspec.msgpack.encode(self.extra_args)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise ValueError(f"extra_args must hold what msgpack can carry: {error}") from None
 
     def _check_together(self) -> None:
         if not isinstance(self.output_kind, RequestOutputKind):
