@@ -43,8 +43,8 @@ def model_folder(
         import pagewire.demo
 
         return Path(pagewire.demo.__path__[0])
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(name))  # noqa: PTH111 - Path.expanduser fails for an unknown user
+    if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir fails for a name that is too long
         if not (path / "config.json").is_file() and not tokenizer_only:
             raise ModelNotFoundError(f"{path} holds no config.json: not a Hugging Face model folder")
         return path.resolve()
