@@ -91,14 +91,21 @@ class Child:
 
 def parent_gone(fd: int) -> bool:
     """True once the writing end of the lifeline `fd` is closed."""
-    return bool(select.select([fd], [], [], 0)[0])
+    return wait_for_end(fd, 0)
+
+
+def wait_for_end(fd: int, milliseconds: int | None = None) -> bool:
+    """Wait until the writing end of the lifeline `fd` is closed. False after `milliseconds`, if it is not."""
+    poll = select.poll()  # select.select ends at descriptor 1023, which a busy parent may well pass on
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(milliseconds))
 
 
 def die_with_parent(fd: int) -> None:
     """End this process at once when the parent ends, even in the middle of a long computation."""
 
     def wait() -> None:
-        select.select([fd], [], [])
+        wait_for_end(fd)
         os._exit(0)
 
     threading.Thread(target=wait, name="lifeline", daemon=True).start()
