@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 from urllib.parse import urlsplit
 
 import zmq
@@ -112,25 +113,35 @@ class AddressLock:
     """
 
     def __init__(self, address: str) -> None:
-        self._file = None
+        self._file: TextIO | None = None
         if not address.startswith("ipc://"):
             return
         path = Path(address.removeprefix("ipc://"))
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path, self._lock_path = path, path.with_name(path.name + ".lock")
-        file = self._lock_path.open("a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
-            pid = file.read().strip() or "unknown"
-            file.close()
-            raise OSError(f"another core (pid {pid}) already listens on {address}") from None
+        file = self._acquire(address)
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
         path.unlink(missing_ok=True)
         self._file = file
+
+    def _acquire(self, address: str) -> TextIO:
+        while True:
+            file = self._lock_path.open("a+")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.seek(0)
+                pid = file.read().strip() or "unknown"
+                file.close()
+                raise OSError(f"another core (pid {pid}) already listens on {address}") from None
+            try:
+                if os.path.samestat(os.fstat(file.fileno()), self._lock_path.stat()):
+                    return file
+            except FileNotFoundError:
+                pass
+            file.close()  # its holder removed it after we had opened it: a lock on nothing
 
     def release(self) -> None:
         """Remove the socket file and let others listen."""
@@ -157,7 +168,7 @@ def bind_router(
     """A bound ROUTER that reports unreachable peers (`EHOSTUNREACH`) rather than dropping their messages.
 
     Raises:
-        ValueError: as `check_address`. zmq.ZMQError: the address cannot be bound.
+        ValueError: as `check_address`. OSError: the address cannot be bound.
     """
     check_address(address, encrypted=curve is not None)
     socket = new_socket(context, zmq.ROUTER)
