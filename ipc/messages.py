@@ -232,7 +232,7 @@ class SlotInit(Item):
     """A request takes a slot: all the worker needs to run it from scratch.
 
     token_ids: prompt and what was generated so far. num_prompt_tokens: how many of them are the prompt.
-    block_ids: its KV blocks so far, in order. computed: tokens whose KV is already there (prefix cache).
+    block_ids: its KV blocks so far, in order; its first row begins behind what the prefix cache holds.
     seed: of this sequence. stop_ids: tokens that `min_tokens` holds back (EOS and stop tokens).
     """
 
