@@ -243,8 +243,9 @@ def prompts_of(prompts: Any) -> list[PromptType]:
     Raises:
         TypeError: neither.
     """
+    one: Any = prompts
     if isinstance(prompts, (str, Mapping)):
-        return [prompts]
+        return [one]
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}")
     found: list[Any] = list(prompts)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, decoders, pre_tokenizers
 
 from pagewire.ipc.hub import model_folder, read_json
 
@@ -236,6 +236,8 @@ def load_fast(folder: Path, config: dict[str, Any]) -> FastTokenizer:
         backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # the library raises nothing narrower
         raise ValueError(f"{folder / 'tokenizer.json'} is not a tokenizer: {error}") from error
+    if is_llama(folder, config, backend):
+        use_llama_spaces(backend, config)
     declared = declared_tokens(folder, config)
     if "added_tokens_decoder" not in config:  # then this older file is valid
         config = config | read_json(folder / "special_tokens_map.json")
@@ -248,6 +250,28 @@ def load_fast(folder: Path, config: dict[str, Any]) -> FastTokenizer:
         read_chat_template(folder, config),
         wants_clean_up(config, backend),
     )
+
+
+def is_llama(folder: Path, config: dict[str, Any], backend: tokenizers.Tokenizer) -> bool:
+    """True if transformers makes the `LlamaTokenizer` class out of the folder, which has its own way with spaces."""
+    name = config.get("tokenizer_class") or ""
+    own = name.removesuffix("Fast") == "LlamaTokenizer" and type(backend.model).__name__ == "BPE"
+    if not own or type(backend.decoder).__name__ == "ByteLevel":
+        return False
+    return read_json(folder / "config.json").get("model_type") in (None, "llama")
+
+
+def use_llama_spaces(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+    """Spaces as `LlamaTokenizer` of transformers 5 treats them, whatever `tokenizer.json` says.
+
+    It puts a space before the text, but (unless `legacy`) not before what follows a special token.
+    """
+    prefix = config.get("add_prefix_space") in (None, True)
+    scheme = ("always" if config.get("legacy") else "first") if prefix else "never"
+    backend.normalizer = None
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
 
 
 def load_wrapped(folder: Path, trust_remote_code: bool) -> WrappedTokenizer:

@@ -22,7 +22,7 @@ from pagewire.frontend.detokenize import (
     overlap,
     text_stream,
 )
-from pagewire.frontend.tokenizer import Tokenizer, as_tokenizer, clean_up, load_tokenizer
+from pagewire.frontend.tokenizer import Tokenizer, as_tokenizer, clean_up
 from pagewire.ipc.params import SamplingParams
 
 from . import trained

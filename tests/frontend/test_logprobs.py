@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from pagewire.ipc.messages import LogprobRows
 
 def rows(token_ids: list[list[int]], logprobs: list[list[float]], ranks: list[int]) -> LogprobRows:
     shape = (len(token_ids), len(token_ids[0]))
-    ids, values = sum(token_ids, []), sum(logprobs, [])
+    ids, values = list(chain(*token_ids)), list(chain(*logprobs))
     return LogprobRows(
         Tensor("int32", shape, struct.pack(f"{len(ids)}i", *ids)),
         Tensor("float32", shape, struct.pack(f"{len(values)}f", *values)),

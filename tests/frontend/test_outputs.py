@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -123,7 +124,7 @@ def merged(taken: list[RequestOutput], kind: RequestOutputKind) -> list[Any]:
     if kind is not DELTA:
         if kind is FINAL_ONLY:
             assert len(taken) == 1
-        for earlier, later in zip(taken, taken[1:], strict=False):
+        for earlier, later in itertools.pairwise(taken):
             for old, new in zip(earlier.outputs, later.outputs, strict=True):
                 assert new.text.startswith(old.text) and new.token_ids[: len(old.token_ids)] == old.token_ids
         return [

@@ -122,6 +122,28 @@ def test_configs_mean_what_they_mean_to_transformers(
     same(trained.save(make(), tmp_path, **CONFIGS[name]))
 
 
+@pytest.mark.parametrize("model_type", [None, "llama", "mistral"])
+@pytest.mark.parametrize("name", ["LlamaTokenizer", "LlamaTokenizerFast", None])
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"legacy": True}, {"legacy": None}, {"add_prefix_space": False}, {"add_prefix_space": True}],
+)
+@pytest.mark.parametrize("make", [trained.llama_2, trained.byte_level])
+def test_tokenizers_of_llama(
+    make: Callable[[], Any], config: dict[str, Any], name: str | None, model_type: str | None, tmp_path: Path
+) -> None:
+    folder = trained.save(make(), tmp_path, tokenizer_class=name or "PreTrainedTokenizerFast", **config)
+    if model_type is not None:
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    same(folder)
+    ours, their = load_tokenizer(folder), theirs(folder)
+    for text in [*trained.TEXT[:7], "", " ", "  x", "a<s>b", " <|user|> hi <|assistant|>x"]:
+        assert ours.encode(text) == their.encode(text)
+        ids = their.encode(text, add_special_tokens=False)
+        assert ours.decode(ids) == their.decode(ids, skip_special_tokens=True)
+        assert ours.decode(ids[1:]) == their.decode(ids[1:], skip_special_tokens=True)
+
+
 def test_older_files_beside_the_tokenizer(tmp_path: Path) -> None:
     folder = trained.save(trained.byte_level(), tmp_path, eos_token=None)
     (folder / "special_tokens_map.json").write_text(

@@ -21,7 +21,7 @@ TEXT = [
     "The quick brown fox jumps over the lazy dog. It didn't stop; it wouldn't, they've said!",
     "def add(a, b):\n    return a + b\n\n\tif x != y: print('no')\n",
     "naïve café façade, Ünïcödé and coöperation — “quotes” … 1234567890",
-    "東京は日本の首都です。今日はいい天気ですね。你好，世界！",
+    "東京は日本の首都です。今日はいい天気ですね。你好世界",
     "👩‍👩‍👧‍👦 family 🎉🎉 party ❤️ love 🇩🇪 flag e\u0301 combining n\u0303",
     "We 're here , are n't we ? I 'm ' sure ' that 's it . We 've won !",
     "Привет, мир! مرحبا بالعالم",
