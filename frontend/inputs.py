@@ -167,7 +167,10 @@ class Intake:
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
             raise ValueError("there is no tokenizer (skip_tokenizer_init): give the prompt as token ids")
-        return self.tokenizer.encode(text)
+        try:
+            return self.tokenizer.encode(text)
+        except (TypeError, UnicodeError) as error:  # half a surrogate pair
+            raise ValueError(f"the prompt is not valid Unicode text: {error}") from error
 
     def _checked(self, token_ids: Any) -> list[int]:
         if isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, Iterable):

@@ -117,12 +117,14 @@ class TokenTexts:
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
 
-    def __getitem__(self, token_id: int) -> str | None:
+    def of(self, token_ids: list[int]) -> list[str | None]:
+        """The text of each token."""
         if self._tokenizer is None:
-            return None
-        if token_id not in self._texts:
-            self._texts[token_id] = token_text(self._tokenizer, token_id)
-        return self._texts[token_id]
+            return [None] * len(token_ids)
+        for token_id in token_ids:
+            if token_id not in self._texts:
+                self._texts[token_id] = token_text(self._tokenizer, token_id)
+        return [self._texts[token_id] for token_id in token_ids]
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
@@ -131,8 +133,10 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
     if REPLACEMENT not in text:
         return text
     (name,) = tokenizer.convert_ids_to_tokens([token_id])
-    if name is None or byte_token(name) is not None:
-        return name or ""
+    if name is None or REPLACEMENT in name:
+        return text
+    if byte_token(name) is not None:
+        return name
     return "".join(f"<0x{byte:02X}>" for byte in byte_level_bytes(name))
 
 
@@ -148,21 +152,26 @@ def add_rows(
     total = 0.0
     for row in range(n if count is None else count):
         start, end = row * width, (row + 1) * width
-        # The token itself is in column 0, and again among the most likely ones if it is one of them.
-        values = zip(logprobs[start:end], (ranks[row], *range(1, width)), strict=True)
-        entries = dict(zip(token_ids[start:end], values, strict=True))
-        entries[token_ids[start]] = (logprobs[start], ranks[row])
-        add_position(into, entries, texts)
+        position = token_ids[start:end], logprobs[start:end], [ranks[row], *range(1, width)]
+        add_position(into, *position, texts)
         total += logprobs[start]
     return total
 
 
 def add_position(
-    into: SampleLogprobs | PromptLogprobs, entries: dict[int, tuple[float, int]], texts: TokenTexts
+    into: SampleLogprobs | PromptLogprobs,
+    token_ids: list[int],
+    logprobs: list[float],
+    ranks: list[int],
+    texts: TokenTexts,
 ) -> None:
-    """Append one position. entries: token id to (log probability, rank)."""
+    """Append one position: the token itself, then the most likely ones, of which it may be one."""
+    if token_ids[0] in token_ids[1:]:
+        twin = token_ids.index(token_ids[0], 1)
+        for column in (token_ids, logprobs, ranks):
+            del column[twin]
+    decoded = texts.of(token_ids)
     if isinstance(into, FlatLogprobs):
-        values, ranks = zip(*entries.values(), strict=True)
-        into.append_fast(list(entries), list(values), list(ranks), [texts[i] for i in entries])
+        into.append_fast(token_ids, logprobs, ranks, decoded)
     else:
-        into.append({i: Logprob(value, rank, texts[i]) for i, (value, rank) in entries.items()})
+        into.append(dict(zip(token_ids, map(Logprob, logprobs, ranks, decoded), strict=True)))

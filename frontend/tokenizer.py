@@ -253,7 +253,7 @@ def load_fast(folder: Path, config: dict[str, Any]) -> FastTokenizer:
 
 
 def is_llama(folder: Path, config: dict[str, Any], backend: tokenizers.Tokenizer) -> bool:
-    """True if transformers makes the `LlamaTokenizer` class out of the folder, which has its own way with spaces."""
+    """True if transformers makes a `LlamaTokenizer` of the folder, which has its own way with spaces."""
     name = config.get("tokenizer_class") or ""
     own = name.removesuffix("Fast") == "LlamaTokenizer" and type(backend.model).__name__ == "BPE"
     if not own or type(backend.decoder).__name__ == "ByteLevel":

@@ -99,6 +99,7 @@ def test_integers_of_other_libraries(prepare: Callable[..., Prepared]) -> None:
         (None, TypeError, "a prompt is a string, token ids or a dict, got NoneType"),
         (b"text", TypeError, "got bytes"),
         (5, TypeError, "got int"),
+        ("a\ud800b", ValueError, "not valid Unicode"),
         ({"prompt": 5}, TypeError, "must be a string, got int"),
         ({}, ValueError, "needs 'prompt' or 'prompt_token_ids'"),
         (EmbedsPrompt(prompt_embeds=[[0.0]]), ValueError, "embeddings as a prompt are not supported yet"),
