@@ -1,0 +1,126 @@
+"""Random lives of a scheduler: whatever happens, every request gets the output it would get alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from .simulation import EOS, STOP, VOCAB, Simulation, expected
+
+DOCUMENTS = ([2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 2, 4, 6, 8, 10], [2, 3, 4, 5, 6, 7, 8, 9, 3, 3, 3, 5, 7, 9])
+
+prompts = st.builds(
+    lambda document, length, tail: [*document[:length], *tail] or [2],
+    st.sampled_from(DOCUMENTS),
+    st.integers(0, 15),
+    st.lists(st.integers(0, VOCAB - 1), max_size=4),
+)
+endings = st.fixed_dictionaries(
+    {
+        "max_tokens": st.integers(1, 9) | st.none(),
+        "min_tokens": st.just(0),
+        "eos": st.sampled_from([None, EOS]),
+        "ignore_eos": st.booleans(),
+        "stop_token_ids": st.sampled_from([None, [STOP], [STOP, EOS]]),
+    }
+) | st.fixed_dictionaries(
+    {"max_tokens": st.integers(4, 9), "min_tokens": st.integers(1, 4), "eos": st.just(EOS)}
+)
+configs = st.fixed_dictionaries(
+    {
+        "block_size": st.sampled_from([1, 2, 4]),
+        "max_num_seqs": st.integers(1, 5),
+        "max_num_batched_tokens": st.integers(1, 24),
+        "policy": st.sampled_from(["fcfs", "priority"]),
+        "depth": st.sampled_from([1, 2]),
+        "watermark": st.sampled_from([0.0, 0.1, 0.3]),
+    }
+)
+
+
+class SchedulerLife(RuleBasedStateMachine):
+    """Events in any order. The checks are in `Simulation`."""
+
+    @initialize(config=configs, spare_tokens=st.integers(0, 40), share_prefixes=st.booleans())
+    def begin(self, config: dict[str, object], spare_tokens: int, share_prefixes: bool) -> None:
+        block_size = config["block_size"]
+        assert isinstance(block_size, int)
+        num_blocks = (32 + spare_tokens) // block_size
+        self.simulation = Simulation(**config, num_blocks=num_blocks, share_prefixes=share_prefixes)
+
+    @rule(
+        prompt=prompts,
+        ending=endings,
+        n=st.sampled_from([1, 1, 1, 2, 3]),
+        seed=st.integers(0, 3),
+        priority=st.integers(0, 2),
+        salt=st.sampled_from([None, None, "a", "b"]),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
+    )
+    def submit(self, prompt: list[int], ending: dict[str, object], **more: object) -> None:
+        self.simulation.submit(prompt, **ending, **more)  # type: ignore[arg-type]
+
+    @rule(data=st.data(), prompt=prompts, ending=endings, n=st.sampled_from([1, 2]))
+    def resubmit(self, data: st.DataObject, prompt: list[int], ending: dict[str, object], n: int) -> None:
+        """A request comes with tokens that a core now lost gave it."""
+        trial = Simulation(share_prefixes=self.simulation.share_prefixes)
+        trial.num_added = self.simulation.num_added
+        outputs = [expected(request)[0] for request in trial.submit(prompt, n=n, **ending)]  # type: ignore[arg-type]
+        done = [output[: data.draw(st.integers(0, len(output) - 1))] for output in outputs]
+        self.simulation.submit(prompt, n=n, done=done, **ending)  # type: ignore[arg-type]
+
+    @precondition(lambda self: len(self.simulation.results) < self.simulation.config.depth)
+    @rule()
+    def plan(self) -> None:
+        self.simulation.plan()
+
+    @precondition(lambda self: self.simulation.results)
+    @rule()
+    def commit(self) -> None:
+        self.simulation.commit()
+
+    @rule(steps=st.integers(1, 6))
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.simulation.step()
+
+    @precondition(lambda self: self.simulation.results)
+    @rule(data=st.data())
+    def commit_with_an_error(self, data: st.DataObject) -> None:
+        rows = self.simulation.scheduler.in_flight[0].rows
+        self.simulation.commit(errors={data.draw(st.integers(0, len(rows) - 1)): "not a number"})
+
+    @precondition(lambda self: self.simulation.live())
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.simulation.abort([data.draw(st.sampled_from(self.simulation.live()))])
+
+    @rule()
+    def fail(self) -> None:
+        self.simulation.fail()
+
+    @rule()
+    def preempt_all(self) -> None:
+        self.simulation.preempt_all()
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.simulation.reset_prefix_cache()
+
+    def teardown(self) -> None:
+        if sys.exc_info()[0] is None:
+            self.simulation.drain()
+
+
+TestSchedulerLife = SchedulerLife.TestCase
+TestSchedulerLife.settings = settings(
+    max_examples=500,
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=bool(os.environ.get("CI")),
+    phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
+)
