@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_type_hints
@@ -119,7 +120,7 @@ class EngineArgs:
         check_int("max_logprobs", self.max_logprobs, -1)
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, above=True)
         check_number("swap_space", self.swap_space, 0.0, math.inf)
-        if not (self.device in ("auto", "cpu", "cuda") or self.device.removeprefix("cuda:").isdigit()):
+        if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
             raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
 
     def resolved_dtype(self) -> str:
