@@ -1,0 +1,128 @@
+"""Values of every type that messages are made of, drawn from the definitions themselves."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import types
+from enum import Enum
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from hypothesis import strategies as st
+
+from pagewire.ipc import messages
+from pagewire.ipc.codec import INLINE_BYTES, ITEM_SIZES, Tensor
+from pagewire.ipc.params import RequestOutputKind, SamplingParams
+
+UNIONS = {
+    "ToCore": messages.ToCore,
+    "ToFrontend": messages.ToFrontend,
+    "ToWorker": messages.ToWorker,
+    "FromWorker": messages.FromWorker,
+}
+
+int64 = st.integers(-(2**63), 2**63 - 1)
+token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=4)
+floats = st.floats(allow_nan=False)
+words = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+plain = st.recursive(
+    st.none() | st.booleans() | int64 | floats | words | st.binary(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    """Of every dtype; empty, inline, or large enough for a frame of its own."""
+    dtype = draw(st.sampled_from(sorted(ITEM_SIZES)))
+    rows = draw(st.sampled_from([0, 1, 3, INLINE_BYTES // 8, INLINE_BYTES // 8 + 1, 2 * INLINE_BYTES]))
+    shape = draw(st.sampled_from([(rows,), (rows, 1), (1, rows), (rows, 2), (rows, 0), ()]))
+    size = math.prod(shape) * ITEM_SIZES[dtype]
+    pattern = draw(st.binary(min_size=1, max_size=9))
+    return Tensor(dtype, shape, (pattern * (size // len(pattern) + 1))[:size])
+
+
+def numbers(low: float, high: float | None = None, *, above: bool = False) -> st.SearchStrategy[float]:
+    """Floats of a range, most often its ends."""
+    inside = st.floats(low, high, exclude_min=above, allow_infinity=False, allow_nan=False)
+    return inside if high is None else inside | st.just(high)
+
+
+@st.composite
+def sampling_params(draw: st.DrawFn) -> SamplingParams:
+    """Every parameter over its whole range."""
+    max_tokens = draw(st.none() | st.integers(1, 2**63 - 1))
+    detokenize = draw(st.booleans())
+    texts = st.lists(words.filter(bool), max_size=3)
+    few = st.none() | st.integers(-1, 2**63 - 1)
+    fields: dict[str, st.SearchStrategy[Any]] = {
+        "n": st.integers(1, 64),
+        "presence_penalty": numbers(-2.0, 2.0),
+        "frequency_penalty": numbers(-2.0, 2.0),
+        "repetition_penalty": numbers(0.0, above=True),
+        "temperature": numbers(0.0),
+        "top_p": numbers(0.0, 1.0, above=True),
+        "top_k": st.integers(-1, 2**63 - 1),
+        "min_p": numbers(0.0, 1.0),
+        "seed": st.none() | int64,
+        "stop": st.none() | words.filter(bool) | texts if detokenize else st.none(),
+        "stop_token_ids": st.none() | token_ids,
+        "bad_words": st.none() | texts,
+        "ignore_eos": st.booleans(),
+        "min_tokens": st.integers(0, 2**63 - 1 if max_tokens is None else max_tokens),
+        "logprobs": few,
+        "prompt_logprobs": few,
+        "flat_logprobs": st.booleans(),
+        "skip_special_tokens": st.booleans(),
+        "spaces_between_special_tokens": st.booleans(),
+        "include_stop_str_in_output": st.booleans(),
+        "truncate_prompt_tokens": st.sampled_from([None, -1, 1, 2**63 - 1]),
+        "output_kind": st.sampled_from(RequestOutputKind),
+        "logit_bias": st.none()
+        | st.dictionaries(st.integers(0, 2**31 - 1), numbers(-100.0, 100.0), max_size=3),
+        "allowed_token_ids": st.none() | token_ids.filter(bool),
+        "extra_args": st.none() | st.dictionaries(words, plain, max_size=3),
+        "bad_words_token_ids": st.none() | st.lists(token_ids, max_size=3),
+    }
+    given = draw(st.sets(st.sampled_from(sorted(fields)), max_size=8))
+    values = {name: draw(fields[name]) for name in sorted(given)}
+    return SamplingParams(max_tokens=max_tokens, detokenize=detokenize, **values)
+
+
+SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
+    int: int64,
+    float: floats,
+    str: words,
+    bool: st.booleans(),
+    type(None): st.none(),
+    Any: plain,
+    Tensor: tensors(),
+    SamplingParams: sampling_params(),
+}
+
+
+def values(kind: Any) -> st.SearchStrategy[Any]:
+    """Values of the annotated type `kind`."""
+    if kind in SIMPLE:
+        return SIMPLE[kind]
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return st.one_of(*map(values, args))
+    if origin is list:
+        return st.lists(values(args[0]), max_size=3)
+    if origin is tuple:
+        return st.tuples(*map(values, args))
+    if origin is dict:
+        return st.dictionaries(values(args[0]), values(args[1]), max_size=3)
+    if inspect.isclass(kind) and issubclass(kind, Enum):
+        return st.sampled_from(kind)
+    if inspect.isclass(kind) and issubclass(kind, msgspec.Struct):
+        return st.builds(kind, **{name: values(hint) for name, hint in get_type_hints(kind).items()})
+    raise TypeError(f"no values of {kind}")
+
+
+def members(union: Any) -> tuple[type, ...]:
+    """The message types of a union."""
+    return get_args(union)

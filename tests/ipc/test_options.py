@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from pagewire.ipc.options import LATER, AsyncEngineArgs, EngineArgs, env_float
+
+DEFAULTS = {
+    "model": "demo",
+    "tokenizer": None,
+    "tokenizer_mode": "auto",
+    "skip_tokenizer_init": False,
+    "trust_remote_code": False,
+    "revision": None,
+    "tokenizer_revision": None,
+    "hf_token": None,
+    "hf_overrides": {},
+    "download_dir": None,
+    "load_format": "auto",
+    "dtype": "auto",
+    "max_model_len": None,
+    "served_model_name": None,
+    "seed": 0,
+    "block_size": 16,
+    "gpu_memory_utilization": 0.9,
+    "kv_cache_memory_bytes": None,
+    "num_gpu_blocks_override": None,
+    "enable_prefix_caching": True,
+    "swap_space": 4,
+    "enforce_eager": False,
+    "scheduling_policy": "fcfs",
+    "max_logprobs": 20,
+    "disable_log_stats": False,
+}
+
+
+def test_defaults() -> None:
+    args = EngineArgs.from_kwargs({})
+    assert {name: getattr(args, name) for name in DEFAULTS} == DEFAULTS
+    assert AsyncEngineArgs is EngineArgs
+
+
+def test_every_option_has_a_group_and_a_text() -> None:
+    for field in dataclasses.fields(EngineArgs):
+        assert field.metadata["group"] and field.metadata["help"], field.name
+
+
+def test_mutable_defaults_are_not_shared() -> None:
+    EngineArgs().hf_overrides["a"] = 1
+    assert EngineArgs().hf_overrides == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("max_model_length", "max_model_len"),
+        ("gpu_memory_utilisation", "gpu_memory_utilization"),
+        ("tensor_paralel_size", "tensor_parallel_size"),
+    ],
+)
+def test_a_misspelt_option_is_told_the_nearest(name: str, near: str) -> None:
+    with pytest.raises(TypeError, match=f"unknown option '{name}'; did you mean '{near}'?"):
+        EngineArgs.from_kwargs({name: 1})
+
+
+def test_an_option_like_no_other() -> None:
+    with pytest.raises(TypeError) as caught:
+        EngineArgs.from_kwargs({"zzzzzz": 1})
+    assert str(caught.value) == "unknown option 'zzzzzz'"
+
+
+@pytest.mark.parametrize("name", sorted(LATER))
+def test_later_features_take_their_defaults_and_nothing_else(name: str) -> None:
+    EngineArgs.from_kwargs({name: LATER[name]})
+    EngineArgs.from_kwargs({name: None})
+    with pytest.raises(ValueError, match=f"{name}='something else' is not supported yet"):
+        EngineArgs.from_kwargs({name: "something else"})
+
+
+def test_aliases() -> None:
+    args = EngineArgs.from_kwargs({"num_gpu_blocks": 7, "policy": "priority"})
+    assert (args.num_gpu_blocks_override, args.scheduling_policy) == (7, "priority")
+
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "tokenizer_mode": ("auto", "slow"),
+    "load_format": ("auto", "safetensors", "pt", "dummy"),
+    "dtype": ("auto", "half", "float16", "bfloat16", "float", "float32"),
+    "block_size": (8, 16, 32, 64, 128),
+    "scheduling_policy": ("fcfs", "priority"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(CHOICES))
+def test_choices(name: str) -> None:
+    for value in CHOICES[name]:
+        assert getattr(EngineArgs.from_kwargs({name: value}), name) == value
+    for value in ("other", 7):
+        with pytest.raises(ValueError, match=name):
+            EngineArgs.from_kwargs({name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model", None),
+        ("model", 5),
+        ("tokenizer", 5),
+        ("skip_tokenizer_init", "yes"),
+        ("trust_remote_code", 1),
+        ("hf_token", 5),
+        ("hf_overrides", [1]),
+        ("max_model_len", "2048"),
+        ("max_model_len", 1.5),
+        ("served_model_name", 5),
+        ("served_model_name", [5]),
+        ("seed", "0"),
+        ("seed", True),
+        ("device", 0),
+        ("num_threads", "4"),
+        ("gpu_memory_utilization", "0.9"),
+        ("enable_prefix_caching", None),
+        ("max_num_seqs", 1.5),
+    ],
+)
+def test_values_of_another_type_are_named(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=name):
+        EngineArgs.from_kwargs({name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, 0) for name in ("max_num_batched_tokens", "max_num_seqs", "max_waiting", "max_model_len")),
+        *((name, -1) for name in ("num_threads", "kv_cache_memory_bytes", "num_gpu_blocks_override", "seed")),
+        ("seed", 2**63),
+        ("max_model_len", 2**63),
+        ("max_logprobs", -2),
+        ("gpu_memory_utilization", 0.0),
+        ("gpu_memory_utilization", 1.1),
+        ("gpu_memory_utilization", math.nan),
+        ("swap_space", -1),
+        ("swap_space", math.inf),
+    ],
+)
+def test_values_out_of_range_are_named(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        EngineArgs.from_kwargs({name: value})
+
+
+def test_edges_of_the_ranges() -> None:
+    EngineArgs.from_kwargs(
+        {
+            "gpu_memory_utilization": 1,
+            "max_logprobs": -1,
+            "seed": 2**63 - 1,
+            "swap_space": 0,
+            "num_threads": 1,
+        }
+    )
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:12"])
+def test_devices(device: str) -> None:
+    assert EngineArgs.from_kwargs({"device": device}).device == device
+
+
+@pytest.mark.parametrize(
+    "device", ["", "gpu", "cuda:", "cuda:x", "cuda:-1", "0", "tpu", "cuda:\u00b2", "cpu:0"]
+)
+def test_no_devices(device: str) -> None:
+    with pytest.raises(ValueError, match="device must be auto, cpu, cuda or cuda:N"):
+        EngineArgs.from_kwargs({"device": device})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "resolved"),
+    [("half", "float16"), ("float", "float32"), ("auto", "auto"), ("bfloat16", "bfloat16")],
+)
+def test_aliases_of_dtypes(dtype: str, resolved: str) -> None:
+    assert EngineArgs(dtype=dtype).resolved_dtype() == resolved
+
+
+@pytest.mark.parametrize(
+    ("served", "names"), [(None, ["demo"]), ("a", ["a"]), (["a", "b"], ["a", "b"]), ([], ["demo"])]
+)
+def test_served_names(served: Any, names: list[str]) -> None:
+    assert EngineArgs.from_kwargs({"served_model_name": served}).served_names() == names
+
+
+def test_numbers_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PAGEWIRE_TEST_NUMBER", raising=False)
+    assert env_float("PAGEWIRE_TEST_NUMBER", 1.5) == 1.5
+    monkeypatch.setenv("PAGEWIRE_TEST_NUMBER", "3")
+    assert env_float("PAGEWIRE_TEST_NUMBER", 1.5) == 3.0
+    monkeypatch.setenv("PAGEWIRE_TEST_NUMBER", "soon")
+    with pytest.raises(ValueError, match="PAGEWIRE_TEST_NUMBER must be a number, got 'soon'"):
+        env_float("PAGEWIRE_TEST_NUMBER", 1.5)

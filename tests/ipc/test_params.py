@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagewire.ipc.params import BeamSearchParams, RequestOutputKind, SamplingParams, SamplingType
+
+from .strategies import sampling_params
+
+BIG = 2**70
+HUGE = 10**400
+
+DEFAULTS = {
+    "n": 1,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "seed": None,
+    "stop": None,
+    "stop_token_ids": None,
+    "bad_words": None,
+    "ignore_eos": False,
+    "max_tokens": 16,
+    "min_tokens": 0,
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "flat_logprobs": False,
+    "detokenize": True,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "logits_processors": None,
+    "include_stop_str_in_output": False,
+    "truncate_prompt_tokens": None,
+    "output_kind": RequestOutputKind.CUMULATIVE,
+    "structured_outputs": None,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "extra_args": None,
+}
+
+
+def test_defaults() -> None:
+    params = SamplingParams()
+    assert {name: getattr(params, name) for name in DEFAULTS} == DEFAULTS
+    assert set(SamplingParams.__struct_fields__) - set(DEFAULTS) == {"bad_words_token_ids"}
+
+
+def test_output_kinds_and_sampling_types() -> None:
+    assert [kind.name for kind in RequestOutputKind] == ["CUMULATIVE", "DELTA", "FINAL_ONLY"]
+    assert SamplingParams(temperature=0.0).sampling_type is SamplingType.GREEDY
+    assert SamplingParams(temperature=0.0, seed=1).sampling_type is SamplingType.GREEDY
+    assert SamplingParams().sampling_type is SamplingType.RANDOM
+    assert SamplingParams(seed=1).sampling_type is SamplingType.RANDOM_SEED
+
+
+EDGES: dict[str, list[Any]] = {
+    "n": [1, 64],
+    "presence_penalty": [-2.0, 2.0, 1],
+    "frequency_penalty": [-2.0, 2.0, -1],
+    "repetition_penalty": [5e-324, sys.float_info.max, 2],
+    "temperature": [0.0, 5e-324, sys.float_info.max, 1, BIG],
+    "top_p": [5e-324, 1.0, 1],
+    "top_k": [0, 1, 2**63 - 1],
+    "min_p": [0.0, 1.0, 0],
+    "seed": [-(2**63), 0, 2**63 - 1, None],
+    "max_tokens": [1, 2**63 - 1, None],
+    "logprobs": [-1, 0, 2**63 - 1, None],
+    "prompt_logprobs": [-1, 0, 2**63 - 1, None],
+    "truncate_prompt_tokens": [-1, 1, 2**63 - 1, None],
+    "stop_token_ids": [[], [0, 2**31 - 1]],
+    "allowed_token_ids": [[0], [2**31 - 1]],
+    "logit_bias": [{}, {0: -100.0, 2**31 - 1: 100}],
+    "bad_words": [[], ["a b", "c"]],
+    "extra_args": [{}, {"a": {"b": [1, b"x", None]}}],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in EDGES.items() for v in values])
+def test_edges_of_the_ranges(name: str, value: Any) -> None:
+    params = SamplingParams(**{name: value})
+    assert getattr(params, name) == value
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+OUT_OF_RANGE: dict[str, list[Any]] = {
+    "n": [0, -1, 65, BIG],
+    "presence_penalty": [-2.1, 2.1, math.nan, math.inf, BIG],
+    "frequency_penalty": [-2.1, 2.1, math.nan, -math.inf],
+    "repetition_penalty": [0.0, -1.0, math.nan, math.inf, HUGE],
+    "temperature": [-0.1, math.nan, math.inf, HUGE, -HUGE],
+    "top_p": [0.0, -0.1, 1.1, math.nan],
+    "top_k": [-2, 2**63],
+    "min_p": [-0.1, 1.1, math.nan, HUGE],
+    "seed": [2**63, -(2**63) - 1, BIG],
+    "max_tokens": [0, -1, 2**63],
+    "min_tokens": [-1, 2**63],
+    "logprobs": [-2, 2**63],
+    "prompt_logprobs": [-2, 2**63],
+    "truncate_prompt_tokens": [0, -2, 2**63],
+    "stop": ["", [""], ["a", ""], "\ud800", ["a", "\udfff"]],
+    "bad_words": [[""], ["a", ""], ["\ud800"]],
+    "stop_token_ids": [[-1], [2**31], [BIG]],
+    "allowed_token_ids": [[], [-1], [2**31]],
+    "logit_bias": [{0: 100.1}, {0: -100.1}, {0: math.nan}, {0: HUGE}, {-1: 0.0}, {2**31: 0.0}],
+    "bad_words_token_ids": [[[-1]], [[BIG]]],
+    "extra_args": [{"a": BIG}, {"a": object()}, {"a": "\ud800"}, {"a": print}],
+    "logits_processors": [[print]],
+    "structured_outputs": [{"json": "{}"}],
+}
+OF_ANOTHER_TYPE: dict[str, list[Any]] = {
+    "n": ["1", 1.0, None, True],
+    "presence_penalty": ["0", None, True],
+    "frequency_penalty": ["0", None],
+    "repetition_penalty": ["1", None],
+    "temperature": ["0.5", None, True, [1.0]],
+    "top_p": ["1", None],
+    "top_k": ["1", 1.5, None, True],
+    "min_p": ["1", None],
+    "seed": ["1", 1.0, True],
+    "max_tokens": ["1", 1.5, True],
+    "min_tokens": ["1", None, 1.0, True],
+    "logprobs": ["1", 1.5],
+    "prompt_logprobs": ["1", 1.5],
+    "truncate_prompt_tokens": ["1", 1.5, True],
+    "stop": [5, [5], [None], b"abc"],
+    "bad_words": ["abc", [5], 5],
+    "stop_token_ids": ["12", 5, ["1"], [1.0], [True], [None]],
+    "allowed_token_ids": ["12", 5, ["1"], [True]],
+    "logit_bias": [[1], "1", {"a": 1.0}, {None: 1.0}, {0: "1"}, {0: None}, {0: True}],
+    "bad_words_token_ids": [[["a"]], [5]],
+    "extra_args": [5, [("a", 1)], {1: 2}],
+    "ignore_eos": [1, None, "yes"],
+    "flat_logprobs": [1, None],
+    "detokenize": [1, None],
+    "skip_special_tokens": [1, None],
+    "spaces_between_special_tokens": [1, None],
+    "include_stop_str_in_output": [1, None],
+    "output_kind": [0, "DELTA", None],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in OUT_OF_RANGE.items() for v in values])
+def test_values_out_of_range_are_named(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in OF_ANOTHER_TYPE.items() for v in values])
+def test_values_of_another_type_are_named(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=name):
+        SamplingParams(**{name: value})
+
+
+def test_every_field_is_checked() -> None:
+    assert set(OUT_OF_RANGE) | set(OF_ANOTHER_TYPE) == set(SamplingParams.__struct_fields__)
+
+
+def test_unknown_parameters() -> None:
+    with pytest.raises(TypeError, match="best_of"):
+        SamplingParams(best_of=2)  # type: ignore[call-arg]
+
+
+def test_parameters_that_contradict_each_other() -> None:
+    with pytest.raises(ValueError, match="min_tokens must be at most max_tokens=3, got 4"):
+        SamplingParams(max_tokens=3, min_tokens=4)
+    with pytest.raises(ValueError, match="stop strings need detokenize=True"):
+        SamplingParams(stop="a", detokenize=False)
+    assert SamplingParams(max_tokens=None, min_tokens=10**6).min_tokens == 10**6
+
+
+def test_other_forms_of_a_value() -> None:
+    assert SamplingParams(top_k=-1).top_k == 0
+    assert SamplingParams(seed=-1).seed is None
+    assert SamplingParams(logprobs=True).logprobs == 1
+    assert SamplingParams(prompt_logprobs=True).prompt_logprobs == 1
+    assert SamplingParams(stop=("a", "b")).stop == ["a", "b"]  # type: ignore[arg-type]
+    assert SamplingParams(stop_token_ids=range(3)).stop_token_ids == [0, 1, 2]  # type: ignore[arg-type]
+    assert SamplingParams(logit_bias={"5": 1}).logit_bias == {5: 1.0}  # type: ignore[dict-item]
+    assert [SamplingParams(stop=stop).stop_strings for stop in (None, "ab", ["a"])] == [[], ["ab"], ["a"]]
+
+
+def test_numbers_become_what_msgpack_calls_a_number() -> None:
+    class Half(float):
+        """As numpy's scalars: a float, but not to msgpack."""
+
+    params = SamplingParams(temperature=Half(0.5), top_p=Half(0.5), logit_bias={1: Half(0.5)})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, -0.0])
+def test_greedy_resets_what_restricts_the_draw(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, top_p=0.5, top_k=3, min_p=0.1)
+    assert (params.top_p, params.top_k, params.min_p) == (1.0, 0, 0.0)
+
+
+def test_the_limit_of_n_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="n must be at most 64, got 65; PAGEWIRE_MAX_N_SEQUENCES raises it"):
+        SamplingParams(n=65)
+    monkeypatch.setenv("PAGEWIRE_MAX_N_SEQUENCES", "65")
+    assert SamplingParams(n=65).n == 65
+    monkeypatch.setenv("PAGEWIRE_MAX_N_SEQUENCES", "2")
+    with pytest.raises(ValueError, match="at most 2"):
+        SamplingParams(n=3)
+
+
+def test_from_optional_takes_none_for_the_default_but_of_max_tokens() -> None:
+    params = SamplingParams.from_optional(temperature=None, n=None, top_p=0.5, max_tokens=None)
+    assert (params.temperature, params.n, params.top_p, params.max_tokens) == (1.0, 1, 0.5, None)
+    assert SamplingParams.from_optional().max_tokens == 16
+
+
+@given(sampling_params())
+def test_a_clone_is_equal_and_deep(params: SamplingParams) -> None:
+    clone = params.clone()
+    assert clone == params and clone is not params
+    for name in ("stop_token_ids", "logit_bias", "extra_args", "bad_words", "bad_words_token_ids"):
+        value = getattr(params, name)
+        assert value is None or getattr(clone, name) is not value
+
+
+def test_a_clone_keeps_bytes() -> None:
+    assert SamplingParams(extra_args={"a": [b"\xff"]}).clone().extra_args == {"a": [b"\xff"]}
+
+
+@given(sampling_params())
+def test_parameters_survive_the_wire_and_json_holds_them(params: SamplingParams) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+    if params.extra_args is None:
+        assert msgspec.json.decode(msgspec.json.encode(params), type=SamplingParams) == params
+
+
+def test_lone_surrogates_that_json_can_spell_are_refused() -> None:
+    with pytest.raises(ValueError, match="stop must hold valid Unicode text"):
+        SamplingParams(stop=json.loads('"\\ud83d"'))
+
+
+@pytest.mark.parametrize(
+    ("eos", "own", "params", "stops"),
+    [
+        (None, 5, {}, None),
+        (5, 5, {}, None),
+        ([5], 5, {}, None),
+        ([5, 7, 6], 5, {}, [6, 7]),
+        ([5, 7], None, {}, [5, 7]),
+        (7, 5, {}, [7]),
+        ([5, 7], 5, {"stop_token_ids": [9, 7]}, [7, 9]),
+        ([5, 7], 5, {"ignore_eos": True}, None),
+        ([5], 5, {"stop_token_ids": [9, 8]}, [9, 8]),
+    ],
+)
+def test_further_ends_of_sequence_become_stop_tokens(
+    eos: Any, own: int | None, params: dict[str, Any], stops: list[int] | None
+) -> None:
+    sampling = SamplingParams(**params)
+    sampling.update_from_generation_config({} if eos is None else {"eos_token_id": eos}, own)
+    assert sampling.stop_token_ids == stops
+
+
+def test_updating_leaves_the_callers_list_alone() -> None:
+    mine = [9]
+    SamplingParams(stop_token_ids=mine).update_from_generation_config({"eos_token_id": [7]})
+    assert mine == [9]
+
+
+# ---------------------------------------------------------------- beam search
+
+
+def test_beam_search_defaults() -> None:
+    params = BeamSearchParams(beam_width=2, max_tokens=3)
+    assert (params.ignore_eos, params.temperature, params.length_penalty) == (False, 0.0, 1.0)
+    assert params.include_stop_str_in_output is False
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("beam_width", 0, ValueError),
+        ("beam_width", 1.0, TypeError),
+        ("max_tokens", 0, ValueError),
+        ("max_tokens", None, TypeError),
+        ("temperature", -1.0, ValueError),
+        ("temperature", "0", TypeError),
+        ("length_penalty", math.nan, ValueError),
+        ("length_penalty", math.inf, ValueError),
+        ("length_penalty", HUGE, ValueError),
+        ("length_penalty", None, TypeError),
+    ],
+)
+def test_beam_search_errors(name: str, value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=name):
+        BeamSearchParams(**{"beam_width": 2, "max_tokens": 3, name: value})
+
+
+@given(st.floats(-10, 10))
+def test_any_finite_length_penalty(penalty: float) -> None:
+    assert BeamSearchParams(1, 1, length_penalty=penalty).length_penalty == penalty

@@ -1,0 +1,405 @@
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+import zmq.auth
+
+from pagewire.ipc import sockets
+from pagewire.ipc.codec import INLINE_BYTES, MAX_MESSAGE_BYTES, Codec, Tensor
+from pagewire.ipc.messages import LogprobRows, Reply, StepResult
+from pagewire.ipc.sockets import (
+    MAX_IPC_PATH,
+    SEND_HIGH_WATER,
+    AddressLock,
+    CurveKeys,
+    bind_router,
+    check_address,
+    connect_dealer,
+    is_loopback,
+    new_dealer,
+    private_address,
+    receive,
+    runtime_dir,
+    send,
+)
+
+WAIT_MS = 20_000
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    with zmq.Context() as context:
+        yield context
+        context.destroy(linger=0)
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/s.sock"
+
+
+def hear(socket: zmq.Socket[bytes]) -> list[Any]:
+    assert socket.poll(WAIT_MS), "nothing came"
+    return receive(socket)
+
+
+# ---------------------------------------------------------------- addresses
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "ipc:///run/a.sock",
+        "ipc:///run/with space.sock",
+        "tcp://127.0.0.1:5555",
+        "tcp://localhost:5555",
+        "tcp://[::1]:5555",
+        "tcp://127.9.9.9:1",
+    ],
+)
+def test_addresses_for_all(address: str) -> None:
+    assert check_address(address, encrypted=False) == address
+
+
+@pytest.mark.parametrize(
+    ("address", "text"),
+    [
+        ("ipc://relative/path", "needs an absolute path"),
+        ("ipc://", "needs an absolute path"),
+        ("tcp://127.0.0.1", "needs a port"),
+        ("tcp://localhost", "needs a port"),
+        ("tcp://127.0.0.1:port", "[Pp]ort"),
+        ("tcp://127.0.0.1:99999", "[Pp]ort"),
+        ("tcp://", "needs a port"),
+        ("http://localhost:80", "must begin with ipc:// or tcp://"),
+        ("inproc://a", "must begin with"),
+        ("/run/a.sock", "must begin with"),
+        ("", "must begin with"),
+    ],
+)
+def test_addresses_for_nobody(address: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        check_address(address)
+
+
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "*", "192.168.1.1", "[::]", "example.org", "eth0", "127.example.org"]
+)
+def test_beyond_loopback_only_with_keys(host: str, context: zmq.Context[Any]) -> None:
+    address = f"tcp://{host}:5555"
+    assert check_address(address, encrypted=True) == address
+    with pytest.raises(ValueError, match="open to other machines: give CURVE keys"):
+        check_address(address, encrypted=False)
+    with pytest.raises(ValueError, match="open to other machines"):
+        bind_router(context, address)
+
+
+def test_the_longest_path() -> None:
+    path = "/" + "x" * (MAX_IPC_PATH - 1)
+    assert check_address(f"ipc://{path}")
+    with pytest.raises(ValueError, match="is over 107 bytes; choose a shorter one"):
+        check_address(f"ipc://{path}x")
+    with pytest.raises(ValueError, match="is over 107 bytes"):
+        check_address("ipc:///" + "\u00e4" * 54)  # two bytes each
+
+
+def test_the_longest_path_can_be_bound(tmp_path: Path, context: zmq.Context[Any]) -> None:
+    path = str(tmp_path / "x")
+    bind_router(context, "ipc://" + path + "x" * (MAX_IPC_PATH - len(path))).close()
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("", False), ("::", False)],
+)
+def test_loopback(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+# ---------------------------------------------------------------- the directory
+
+
+def test_the_runtime_directory_is_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEWIRE_RPC_BASE_PATH", str(tmp_path / "base"))
+    path = runtime_dir()
+    assert path == tmp_path / "base" / "pagewire" == runtime_dir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert private_address("core") == f"ipc://{path}/core.sock"
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o707, 0o701])
+def test_a_runtime_directory_open_to_others_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    monkeypatch.setenv("PAGEWIRE_RPC_BASE_PATH", str(tmp_path))
+    (tmp_path / "pagewire").mkdir()
+    (tmp_path / "pagewire").chmod(mode)
+    with pytest.raises(PermissionError, match="must be a directory of yours with mode 0700"):
+        runtime_dir()
+
+
+def test_a_runtime_directory_that_is_a_link_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGEWIRE_RPC_BASE_PATH", str(tmp_path))
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "pagewire").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError, match="remove or mend it"):
+        runtime_dir()
+
+
+def test_where_the_runtime_directory_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PAGEWIRE_RPC_BASE_PATH", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert runtime_dir() == tmp_path / "pagewire"
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setattr(sockets.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert runtime_dir() == tmp_path / f"pagewire-{os.getuid()}"
+
+
+def test_a_private_address_may_be_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEWIRE_RPC_BASE_PATH", str(tmp_path / ("x" * 100)))
+    with pytest.raises(ValueError, match="is over 107 bytes"):
+        private_address("core")
+
+
+# ---------------------------------------------------------------- one listener per address
+
+HOLD_LOCK = """
+import sys
+from pagewire.ipc.sockets import AddressLock
+lock = AddressLock(sys.argv[1])
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(address: str) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the lock of `address`."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD_LOCK, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "locked\n"
+    with process:
+        yield process
+        process.kill()
+
+
+def test_a_second_lock_names_the_process_that_holds_the_first(
+    address: str, holder: subprocess.Popen[str]
+) -> None:
+    with pytest.raises(OSError, match=rf"another core \(pid {holder.pid}\) already listens on {address}"):
+        AddressLock(address)
+
+
+def test_a_killed_process_frees_its_lock(address: str, holder: subprocess.Popen[str]) -> None:
+    path = Path(address.removeprefix("ipc://"))
+    path.touch()  # the socket it left behind
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    lock = AddressLock(address)
+    assert not path.exists()
+    lock.release()
+
+
+def test_a_lock_within_one_process(address: str) -> None:
+    lock = AddressLock(address)
+    with pytest.raises(OSError, match=f"pid {os.getpid()}"):
+        AddressLock(address)
+    lock.release()
+    lock.release()
+    AddressLock(address).release()
+    assert not list(Path(address.removeprefix("ipc://")).parent.iterdir())
+
+
+def test_a_refused_lock_leaves_the_listeners_socket_alone(address: str) -> None:
+    lock = AddressLock(address)
+    path = Path(address.removeprefix("ipc://"))
+    path.touch()
+    with pytest.raises(OSError, match="already listens"):
+        AddressLock(address)
+    assert path.exists()
+    lock.release()
+    assert not path.exists()
+
+
+def test_a_lock_released_just_before_it_is_taken(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file is removed between our opening and our locking it: what we locked is nothing."""
+    first, flock = AddressLock(address), fcntl.flock
+
+    def release_first(file: Any, operation: int) -> None:
+        first.release()
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", release_first)
+    second = AddressLock(address)
+    with pytest.raises(OSError, match="already listens"):
+        AddressLock(address)
+    second.release()
+
+
+def test_the_directory_is_made(tmp_path: Path) -> None:
+    lock = AddressLock(f"ipc://{tmp_path}/new/s.sock")
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+    lock.release()
+
+
+def test_tcp_needs_no_lock() -> None:
+    locks = [AddressLock("tcp://127.0.0.1:5555") for _ in range(2)]
+    for lock in locks:
+        lock.release()
+
+
+# ---------------------------------------------------------------- messages
+
+
+def message(num_values: int) -> StepResult:
+    tensor = Tensor("int32", (num_values,), bytes(range(256)) * (num_values // 64))
+    return StepResult(3, [1], logprobs={0: LogprobRows(tensor, tensor, tensor)})
+
+
+@pytest.mark.parametrize("num_values", [64, INLINE_BYTES // 4, 100 * INLINE_BYTES])
+def test_tensors_travel_both_ways(address: str, context: zmq.Context[Any], num_values: int) -> None:
+    codec: Codec[StepResult] = Codec(StepResult)
+    with bind_router(context, address) as router, connect_dealer(context, address, b"me") as dealer:
+        send(dealer, codec.encode(message(num_values)))
+        identity, *frames = hear(router)
+        assert identity == b"me" and codec.decode(frames) == message(num_values)
+        send(router, [identity, *codec.encode(message(num_values))])
+        frames = hear(dealer)
+        assert codec.decode(frames) == message(num_values)
+        assert all(memoryview(frame).readonly for frame in frames)
+
+
+def test_messages_keep_their_order(address: str, context: zmq.Context[Any]) -> None:
+    codec: Codec[Reply] = Codec(Reply)
+    with bind_router(context, address) as router, connect_dealer(context, address, b"me") as dealer:
+        for i in range(100):
+            send(dealer, codec.encode(Reply(i, b"x" * 100 * i)))
+        replies = [codec.decode(hear(router)[1:]) for _ in range(100)]
+    assert replies == [Reply(i, b"x" * 100 * i) for i in range(100)]
+
+
+def test_nothing_there(address: str, context: zmq.Context[Any]) -> None:
+    with bind_router(context, address) as router, pytest.raises(zmq.Again):
+        receive(router, zmq.NOBLOCK)
+
+
+def test_an_unknown_peer_is_reported(address: str, context: zmq.Context[Any]) -> None:
+    with bind_router(context, address) as router, pytest.raises(zmq.ZMQError) as caught:
+        send(router, [b"nobody", b"x"], zmq.NOBLOCK)
+    assert caught.value.errno == zmq.EHOSTUNREACH
+
+
+def test_a_socket_file_is_for_its_owner(address: str, context: zmq.Context[Any]) -> None:
+    with bind_router(context, address):
+        assert stat.S_IMODE(Path(address.removeprefix("ipc://")).stat().st_mode) == 0o600
+
+
+def test_sockets_are_bounded_and_never_linger(address: str, context: zmq.Context[Any]) -> None:
+    with bind_router(context, address) as router, connect_dealer(context, address, b"me") as dealer:
+        for socket in (router, dealer):
+            assert (socket.linger, socket.maxmsgsize) == (0, MAX_MESSAGE_BYTES)
+            assert socket.sndhwm == socket.rcvhwm == SEND_HIGH_WATER
+
+
+def test_an_address_that_cannot_be_bound(context: zmq.Context[Any]) -> None:
+    with pytest.raises(OSError, match="cannot listen on ipc:///proc/s"):
+        bind_router(context, "ipc:///proc/s.sock")
+
+
+def test_a_tcp_port_in_use(context: zmq.Context[Any]) -> None:
+    with bind_router(context, "tcp://127.0.0.1:0") as router:
+        address = router.last_endpoint.decode()
+        with pytest.raises(OSError, match=f"cannot listen on {address}: Address already in use"):
+            bind_router(context, address)
+
+
+# ---------------------------------------------------------------- encryption
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> dict[str, tuple[Path, Path]]:
+    """Public and secret certificate files by name."""
+    return {
+        name: tuple(map(Path, zmq.auth.create_certificates(tmp_path, name)))  # type: ignore[misc]
+        for name in ("core", "frontend", "stranger")
+    }
+
+
+def test_the_right_keys(context: zmq.Context[Any], certificates: dict[str, tuple[Path, Path]]) -> None:
+    core = CurveKeys.load(certificates["core"][1])
+    frontend = CurveKeys.load(certificates["frontend"][1], certificates["core"][0])
+    codec: Codec[StepResult] = Codec(StepResult)
+    with bind_router(context, "tcp://127.0.0.1:0", core) as router:
+        address = router.last_endpoint.decode()
+        with connect_dealer(context, address, b"me", frontend) as dealer:
+            send(dealer, codec.encode(message(INLINE_BYTES)))
+            identity, *frames = hear(router)
+            send(router, [identity, *frames])
+            assert codec.decode(hear(dealer)) == message(INLINE_BYTES)
+
+
+@pytest.mark.parametrize("keys", ["wrong server key", "none"])
+def test_other_keys_get_nothing_through(
+    context: zmq.Context[Any], certificates: dict[str, tuple[Path, Path]], keys: str
+) -> None:
+    core = CurveKeys.load(certificates["core"][1])
+    wrong = CurveKeys.load(certificates["frontend"][1], certificates["stranger"][0])
+    right = CurveKeys.load(certificates["frontend"][1], certificates["core"][0])
+    with bind_router(context, "tcp://127.0.0.1:0", core) as router:
+        address = router.last_endpoint.decode()
+        stranger = new_dealer(context, address, b"stranger", None if keys == "none" else wrong)
+        events = stranger.get_monitor_socket()
+        stranger.connect(address)
+        send(stranger, [b"let me in"])
+        await_refusal(events)
+        with connect_dealer(context, address, b"friend", right) as friend:
+            send(friend, [b"hello"])
+            assert hear(router) == [b"friend", b"hello"]
+        assert not router.poll(0)
+        stranger.disable_monitor()
+        stranger.close()
+
+
+def await_refusal(events: zmq.Socket[bytes]) -> None:
+    """Wait until the other side has hung up on a handshake."""
+    from zmq.utils.monitor import recv_monitor_message
+
+    refusals = (
+        zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    )
+    while True:
+        assert events.poll(WAIT_MS), "nobody refused"
+        event = recv_monitor_message(events)["event"]
+        assert event != zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if event & refusals:
+            return
+
+
+def test_connecting_needs_the_servers_key(
+    context: zmq.Context[Any], certificates: dict[str, tuple[Path, Path]]
+) -> None:
+    with pytest.raises(ValueError, match="needs the server's public key"):
+        connect_dealer(context, "tcp://127.0.0.1:5555", b"me", CurveKeys.load(certificates["core"][1]))
+
+
+def test_a_public_certificate_is_not_enough(certificates: dict[str, tuple[Path, Path]]) -> None:
+    with pytest.raises(ValueError, match=r"holds no secret key: use the \.key_secret file"):
+        CurveKeys.load(certificates["core"][0])
+
+
+def test_a_missing_certificate(tmp_path: Path) -> None:
+    with pytest.raises(OSError):
+        CurveKeys.load(tmp_path / "none.key_secret")
