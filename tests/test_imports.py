@@ -1,0 +1,138 @@
+"""Who may import whom, and what must stay out of a light frontend.
+
+frontend -> ipc <- engine_core        workers -> ipc        workers -> kernels        cli -> anything
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("cli", "engine_core", "frontend", "ipc", "kernels", "pagewire", "workers")
+SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+ALL_SOURCES = sorted(
+    path for folder in (*FOLDERS, "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")
+)
+
+# Folder to what it may import, beside itself and the bare package (its version).
+MAY_IMPORT = {
+    "cli": set(FOLDERS),
+    "engine_core": {"ipc"},
+    "frontend": {"ipc"},
+    "ipc": {"demo"},  # where the embedded model is
+    "kernels": set(),
+    "pagewire": {"frontend", "ipc"},  # the public face
+    "workers": {"ipc", "kernels"},
+}
+HEAVY = {"torch", "transformers", "numpy"}
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Absolute names of all that a file imports, in functions too."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def run_python(program: str, *args: str, cwd: Path) -> str:
+    """What a fresh interpreter prints that has nothing of ours on its path but the installed package."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *args], cwd=cwd, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_the_arrows_between_folders(path: Path) -> None:
+    folder = path.relative_to(ROOT).parts[0]
+    ours = [name.split(".")[1:] for name in imports(path) if name.split(".")[0] == "pagewire"]
+    others = {rest[0] for rest in ours if len(rest) > 1 or rest[0] in FOLDERS}
+    assert others <= MAY_IMPORT[folder] | {folder}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_sources_import_by_full_names(path: Path) -> None:
+    """So that an arrow can be seen, and searched for."""
+    assert not [node for node in ast.walk(parse(path)) if isinstance(node, ast.ImportFrom) and node.level]
+
+
+@pytest.mark.parametrize("path", ALL_SOURCES, ids=name_of)
+def test_no_bare_folder_names(path: Path) -> None:
+    """`import kernels` would find ours only by accident, and what it should find, never."""
+    assert not {name.split(".")[0] for name in imports(path)} & (set(FOLDERS) - {"pagewire"})
+
+
+@pytest.mark.parametrize("path", ALL_SOURCES, ids=name_of)
+def test_nothing_touches_the_search_path(path: Path) -> None:
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            assert (node.value.id, node.attr) not in {("sys", "path"), ("site", "addsitedir")}
+        if isinstance(node, ast.ImportFrom) and node.module == "sys":
+            assert "path" not in {alias.name for alias in node.names}
+        if isinstance(node, ast.Constant) and path != Path(__file__):
+            assert node.value != "PYTHONPATH"
+
+
+def test_tests_are_imported_without_touching_the_search_path(pytestconfig: pytest.Config) -> None:
+    assert pytestconfig.getoption("importmode") == "importlib"
+    assert pytestconfig.getini("pythonpath") == []
+
+
+IMPORT_ALL = """
+import importlib, json, pkgutil, sys
+names = []
+for folder in sys.argv[1:]:
+    package = importlib.import_module(f"pagewire.{folder}")
+    names.append(package.__name__)
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+        names.append(module.name)
+print(json.dumps({"imported": names, "loaded": sorted({name.split(".")[0] for name in sys.modules})}))
+"""
+
+
+@pytest.mark.parametrize("folder", ["frontend", "ipc", "engine_core"])
+def test_light_folders_load_nothing_heavy(folder: str, tmp_path: Path) -> None:
+    answer = json.loads(run_python(IMPORT_ALL, folder, cwd=tmp_path))
+    files = [path.relative_to(ROOT).with_suffix("") for path in SOURCES if name_of(path).startswith(folder)]
+    expected = {".".join(("pagewire", *file.parts)).removesuffix(".__init__") for file in files}
+    assert set(answer["imported"]) == expected
+    assert not HEAVY & set(answer["loaded"])
+
+
+def test_the_public_face_loads_nothing_until_asked(tmp_path: Path) -> None:
+    loaded = run_python("import pagewire, sys; print(*sys.modules)", cwd=tmp_path).split()
+    assert [name for name in loaded if name.startswith("pagewire")] == ["pagewire"]
+    assert not {"zmq", "msgspec", *HEAVY} & set(loaded)
+
+
+FIND_ALL = """
+import importlib.util, sys
+print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name)))
+"""
+
+
+def test_no_folder_is_a_top_level_module(tmp_path: Path) -> None:
+    """Some libraries look for an optional package called `kernels`."""
+    bare = sorted({*FOLDERS, "tests", "benchmarks"} - {"pagewire"})
+    assert run_python(FIND_ALL, *bare, "pagewire", cwd=tmp_path).split() == ["pagewire"]
