@@ -307,6 +307,17 @@ def test_prompt_logprobs_already_returned_are_not_returned_again(depth: int) -> 
     assert simulation.streams[request].prompt_logprobs == LONG[1:10]
 
 
+def test_what_was_returned_is_recomputed_in_a_chunk_of_its_own() -> None:
+    simulation = Simulation(depth=1, max_num_batched_tokens=6)
+    simulation.submit([2] * 2, max_tokens=1)
+    request = simulation.submit(LONG[:10], prompt_logprobs=0)[0]
+    simulation.step()
+    assert simulation.streams[request].prompt_logprobs == LONG[1:5]
+    assert simulation.preempt_all()
+    assert [shape(simulation.step()) for _ in range(2)] == [[(0, 4, False)], [(4, 6, True)]]
+    assert simulation.streams[request].prompt_logprobs == LONG[1:10]
+
+
 def test_a_prompt_of_one_token_has_no_logprobs() -> None:
     simulation = Simulation(depth=1)
     request = simulation.submit([2], prompt_logprobs=0)[0]
