@@ -204,8 +204,9 @@ def test_the_whole_prompt_but_its_last_token_may_come_from_the_cache() -> None:
     assert simulation.streams[again].deltas[0].num_cached_tokens == 4
 
 
-def test_outputs_are_cached_too() -> None:
-    simulation = Simulation(depth=1)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_outputs_are_cached_too(depth: int) -> None:
+    simulation = Simulation(depth=depth)
     request = simulation.submit(LONG[:3], max_tokens=6)[0]
     simulation.drain()
     assert len(request.token_ids) == 9  # KV of 8: two full blocks
