@@ -1,20 +1,44 @@
-"""From logits to tokens."""
+"""From logits to tokens.
+
+    logits -> allowed tokens, bias, bad words, penalties, min_tokens   (edits.py)
+           -> temperature -> min_p -> top_k -> top_p -> draw           (masses.py, random.py)
+
+Rows that ask for the same stages are worked on together, a few at a time so that scratch memory stays in the
+cache; a stage that nobody asked for is not run. What a row gets depends on its logits, parameters, seed and
+history alone, to the bit, whatever else is in the batch: edits are elementwise, sums are of integers, and
+random numbers are a function of seed and position.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from numpy.typing import NDArray
 
 from pagewire.ipc.messages import LogprobRows
 from pagewire.ipc.params import SamplingParams
-from pagewire.workers.logprobs import logprob_rows
+from pagewire.workers.edits import LogitEdits, apply_edits, bounded
+from pagewire.workers.logprobs import logprob_rows, logprobs_of
+from pagewire.workers.masses import (
+    depth_bins,
+    depths_below,
+    draw,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    token_masses,
+)
 from pagewire.workers.random import uniform
 
 __all__ = ["SampleOutput", "SamplingSlot", "logprob_rows", "sample"]
+
+CHUNK = 2**18  # logits worked on at a time
+
+NOTHING_LEFT = "no token can be generated: allowed_token_ids, bad_words and min_tokens exclude all of them"
 
 
 @dataclass
@@ -29,8 +53,26 @@ class SampleOutput:
     errors: dict[int, str] = field(default_factory=dict)
 
 
+class Stages(NamedTuple):
+    """What has to be done for a row."""
+
+    edits: bool
+    draw: bool
+    min_p: bool
+    top_k: bool
+    top_p: bool
+
+
 class SamplingSlot:
-    """What the sampler keeps of one sequence. It holds no reference to `tokens`: the row is the caller's."""
+    """What the sampler keeps of one sequence, from when it takes a slot.
+
+    params: as asked for. seed: of this sequence, taken modulo 2**64. stop_ids: tokens that `min_tokens` holds
+    back. tokens: integers; the first num_tokens are the sequence so far, of which num_prompt_tokens are the
+    prompt and the others were generated already (by an earlier life of the request). vocab_size: V.
+
+    `tokens` is read here and not kept: the caller's row stays the caller's, and only it writes there.
+    A slot rebuilt from the same history goes on with the same tokens.
+    """
 
     def __init__(
         self,
@@ -43,28 +85,114 @@ class SamplingSlot:
         vocab_size: int,
     ) -> None:
         self.params, self.seed, self.num_tokens = params, seed, num_tokens
+        self.temperature = bounded(params.temperature)
+        self.edits = LogitEdits(params, stop_ids, tokens, num_prompt_tokens, num_tokens, vocab_size)
+        random = params.temperature > 0
+        self._stages = Stages(
+            edits=False,
+            draw=random,
+            min_p=random and params.min_p > 0,
+            top_k=random and 0 < params.top_k < vocab_size,
+            top_p=random and params.top_p < 1,
+        )
+        self._stages_with_edits = self._stages._replace(edits=True)
 
     def append(self, token_id: int) -> None:
-        """A token was added to the sequence (the caller writes it into its own row)."""
+        """`token_id` was added to the sequence. The caller writes it into its own row."""
         self.num_tokens += 1
+        self.edits.add(token_id)
+
+    @property
+    def stages(self) -> Stages:
+        """What has to be done for the next token."""
+        return self._stages_with_edits if self.edits.active else self._stages
 
 
 def sample(logits: torch.Tensor, slots: Sequence[SamplingSlot]) -> SampleOutput:
-    """Draw one token per row of `logits` [R, V] (any float dtype) for `slots` [R]."""
+    """Choose one token per row of `logits` [R, V], any float dtype, for `slots` [R]. Logits are not changed.
+
+    Never raises for what is in the logits: a row that cannot be sampled gets an error, the others their tokens.
+    """
     output = SampleOutput([0] * len(slots))
-    for row, slot in enumerate(slots):
-        x = logits[row]
-        if not bool(torch.isfinite(x.amax())):
-            output.errors[row] = "logits are not finite"
-        elif slot.params.temperature == 0:
-            output.token_ids[row] = int(x.argmax())
+    if not slots:
+        return output
+    peaks = logits.amax(1)
+    groups: dict[Stages, list[int]] = {}
+    for row, (peak, slot) in enumerate(zip(peaks.tolist(), slots, strict=True)):
+        if math.isfinite(peak):
+            groups.setdefault(slot.stages, []).append(row)
         else:
-            x = x.float()
-            masses = ((x - x.amax()) / slot.params.temperature).exp().double().cumsum(0)
-            u = float(uniform([slot.seed], [slot.num_tokens])[0])
-            output.token_ids[row] = int((masses <= u * masses[-1]).sum())
-        if slot.params.logprobs is not None and row not in output.errors:
-            output.logprobs[row] = logprob_rows(
-                logits[row : row + 1], [output.token_ids[row]], slot.params.logprobs
-            )
+            output.errors[row] = f"the model gave logits that cannot be sampled: the largest is {peak}"
+    step = max(1, CHUNK // logits.shape[1])
+    for stages, group in groups.items():
+        for start in range(0, len(group), step):
+            _sample_rows(logits, peaks, slots, group[start : start + step], stages, output)
+    _add_logprobs(logits, slots, output)
     return output
+
+
+def _sample_rows(
+    logits: torch.Tensor,
+    peaks: torch.Tensor,
+    slots: Sequence[SamplingSlot],
+    rows: list[int],
+    stages: Stages,
+    output: SampleOutput,
+) -> None:
+    """Choose tokens for `rows`, which all need `stages`, into `output`. peaks: maxima of all rows, [R]."""
+    x, peaks = _take(logits, rows), _take(peaks, rows)
+    chosen = [slots[row] for row in rows]
+    if stages.edits:
+        x = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        apply_edits(x, [slot.edits for slot in chosen])
+        peaks = x.amax(1)
+        empty = peaks == -math.inf
+        x[empty] = peaks[empty] = 0
+        for i in empty.nonzero()[:, 0].tolist():
+            output.errors[rows[i]] = NOTHING_LEFT
+    token_ids = _draw(x, peaks, chosen, stages) if stages.draw else _first_largest(x, peaks)
+    for row, token_id in zip(rows, token_ids, strict=True):
+        if row not in output.errors:
+            output.token_ids[row] = token_id
+
+
+def _draw(x: torch.Tensor, peaks: torch.Tensor, slots: Sequence[SamplingSlot], stages: Stages) -> list[int]:
+    """A random token per row of x [n, V]; peaks: its row maxima [n], finite."""
+    depths = depths_below(x, peaks, [slot.temperature for slot in slots])
+    masses = token_masses(depths)
+    if stages.min_p:
+        keep_min_p(masses, [slot.params.min_p for slot in slots])
+    bins = depth_bins(depths) if stages.top_k or stages.top_p else depths
+    if stages.top_k:
+        keep_top_k(x, bins, masses, [slot.params.top_k for slot in slots])
+    if stages.top_p:
+        keep_top_p(x, bins, masses, [slot.params.top_p for slot in slots])
+    return draw(masses, uniform([slot.seed for slot in slots], [slot.num_tokens for slot in slots]))
+
+
+def _first_largest(x: torch.Tensor, peaks: torch.Tensor) -> list[int]:
+    """The lowest token id with the largest logit, per row of x [n, V]; peaks: its row maxima [n].
+
+    On CPUs torch's argmax is slow for 16-bit floats; a comparison and numpy's search for the first True are not.
+    """
+    found = (x == peaks[:, None]).numpy().argmax(1) if x.device.type == "cpu" else x.argmax(1)
+    token_ids: list[int] = found.tolist()
+    return token_ids
+
+
+def _add_logprobs(logits: torch.Tensor, slots: Sequence[SamplingSlot], output: SampleOutput) -> None:
+    """Log probabilities from the raw logits, for rows that ask for them and have no error."""
+    groups: dict[int, list[int]] = {}
+    for row, slot in enumerate(slots):
+        if slot.params.logprobs is not None and row not in output.errors:
+            groups.setdefault(slot.params.logprobs, []).append(row)
+    for k, rows in groups.items():
+        found = logprobs_of(_take(logits, rows), [output.token_ids[row] for row in rows], k)
+        output.logprobs.update(zip(rows, found.rows(), strict=True))
+
+
+def _take(x: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Those rows of x, ascending: a view where they lie together."""
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return x[rows[0] : rows[-1] + 1]
+    return x[torch.tensor(rows, device=x.device)]
