@@ -285,7 +285,7 @@ GOOD = ["int32", [1], b"1234"]
 def test_a_tensor_that_is_none(tensor: Any) -> None:
     message = {"type": "result", "step_id": 1, "token_ids": [], "logprobs": {0: [GOOD, tensor, GOOD]}}
     with pytest.raises(ProtocolError, match="not a message of this protocol"):
-        CODECS["FromWorker"].decode([*pack(message), b"1234", b"123"])
+        CODECS["FromWorker"].decode([*pack(message), b"123", b"1234"])
 
 
 @pytest.mark.parametrize("num_frames", [0, MAX_FRAMES + 1])
