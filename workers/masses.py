@@ -59,7 +59,9 @@ def depth_bins(depths: torch.Tensor) -> torch.Tensor:
 
 def keep_top_k(x: torch.Tensor, bins: torch.Tensor, masses: torch.Tensor, top_k: Sequence[int]) -> None:
     """Keep the first `top_k` [n] tokens of the order (Fan et al. 2018). x: logits [n, V]."""
-    _keep_prefix(x, bins, masses, (masses > 0).long(), [min(k, x.shape[1]) for k in top_k])
+    present = (masses > 0).long()
+    needs = [min(k, count) for k, count in zip(top_k, present.sum(1).tolist(), strict=True)]
+    _keep_prefix(x, bins, masses, present, needs)
 
 
 def keep_top_p(x: torch.Tensor, bins: torch.Tensor, masses: torch.Tensor, top_p: Sequence[float]) -> None:
@@ -74,6 +76,8 @@ def _keep_prefix(
 ) -> None:
     """Keep, per row, the shortest prefix of the order whose `weights` sum to the row's `needs`, in place.
 
+    needs: [n], from 1 to the sum of the row's weights.
+
     A weighted selection without a sort: a histogram finds the bin in which the sum is reached, and only that
     bin is sorted. Sums are of integers, so this is what sorting the whole row would give.
     """
@@ -87,7 +91,7 @@ def _keep_prefix(
     ids = ids[torch.from_numpy(order).to(x.device)]
     weight = weights[rows, ids]
     ahead = weight.cumsum(0) - weight  # over all rows; wraps around, and back in the difference
-    firsts = torch.searchsorted(rows, torch.arange(len(x), device=x.device)).clamp_(max=max(len(rows) - 1, 0))
+    firsts = torch.searchsorted(rows, torch.arange(len(x), device=x.device))
     drop = ahead - ahead[firsts][rows] >= (need - before)[rows, 0]
     masses[rows[drop], ids[drop]] = 0
     masses.masked_fill_(bins > edges, 0)
