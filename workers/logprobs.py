@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.messages import LogprobRows
-from pagewire.workers.masses import ONE, depths_below, token_masses
+from pagewire.workers.masses import ONE, depths_below, token_masses, top_tokens
 
 CHUNK = 2**20  # logits worked on at a time, so that scratch memory stays small
 
@@ -31,7 +31,8 @@ class Logprobs(NamedTuple):
     def rows(self) -> Iterator[LogprobRows]:
         """For the wire, each row alone."""
         for i in range(len(self.ranks)):
-            yield Logprobs(*(part[i : i + 1] for part in self)).pack()
+            row = slice(i, i + 1)
+            yield Logprobs(self.token_ids[row], self.logprobs[row], self.ranks[row]).pack()
 
 
 def logprob_rows(logits: torch.Tensor, token_ids: Sequence[int], k: int) -> LogprobRows:
@@ -75,24 +76,6 @@ def _normalisers(x: torch.Tensor) -> NDArray[np.float64]:
         for peak, total in zip(peaks.tolist(), totals, strict=True)
     ]
     return np.array(logs)[:, None]
-
-
-def top_tokens(x: torch.Tensor, k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Values and ids of the k largest of each row, [n, k], largest first and ties by lower id.
-
-    `torch.topk` picks any of the tokens that tie for the last place, so one more than k is looked at, and a row
-    where the tie goes on past k is done again from all of its candidates.
-    """
-    found, places = x.topk(min(k + 1, x.shape[1]), dim=1)
-    values, ids = found.cpu().numpy(), places.cpu().numpy()
-    order = np.lexsort((ids, -values), axis=1)[:, :k]
-    values, ids = np.take_along_axis(values, order, 1), np.take_along_axis(ids, order, 1)
-    if 0 < k < x.shape[1]:
-        for row in (found[:, k - 1] == found[:, k]).nonzero()[:, 0].tolist():
-            candidates = (x[row] >= found[row, k - 1]).nonzero()[:, 0]
-            candidates = candidates[x[row, candidates].argsort(descending=True, stable=True)][:k]
-            values[row], ids[row] = x[row, candidates].cpu().numpy(), candidates.cpu().numpy()
-    return values, ids
 
 
 def _tensor(array: NDArray[Any]) -> Tensor:

@@ -97,6 +97,24 @@ def _keep_prefix(
     masses.masked_fill_(bins > edges, 0)
 
 
+def top_tokens(x: torch.Tensor, k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Values and ids of the k largest of each row, [n, k], largest first and ties by lower id.
+
+    `torch.topk` picks any of the tokens that tie for the last place, so one more than k is looked at, and a row
+    where the tie goes on past k is done again from all of its candidates.
+    """
+    found, places = x.topk(min(k + 1, x.shape[1]), dim=1)
+    values, ids = found.float().cpu().numpy(), places.cpu().numpy()
+    order = np.lexsort((ids, -values), axis=1)[:, :k]
+    values, ids = np.take_along_axis(values, order, 1), np.take_along_axis(ids, order, 1)
+    if 0 < k < x.shape[1]:
+        for row in (found[:, k - 1] == found[:, k]).nonzero()[:, 0].tolist():
+            candidates = (x[row] >= found[row, k - 1]).nonzero()[:, 0]
+            candidates = candidates[x[row, candidates].argsort(descending=True, stable=True)][:k]
+            values[row], ids[row] = x[row, candidates].float().cpu().numpy(), candidates.cpu().numpy()
+    return values, ids
+
+
 def draw(masses: torch.Tensor, uniforms: NDArray[np.float64]) -> list[int]:
     """Per row, the first token by id whose cumulative mass exceeds `uniforms` [n] times the row's total.
 
@@ -105,7 +123,7 @@ def draw(masses: torch.Tensor, uniforms: NDArray[np.float64]) -> list[int]:
     """
     size = masses.shape[1]
     whole = size - size % BLOCK
-    sums = masses[:, :whole].unflatten(1, (-1, BLOCK)).sum(2)
+    sums = masses[:, :whole].view(len(masses), whole // BLOCK, BLOCK).sum(2)
     rest = masses[:, whole:].sum(1, keepdim=True)
     reached = torch.cat((torch.zeros_like(rest), sums, rest), 1).cumsum_(1).cpu().numpy()
     scaled = np.ldexp(uniforms, 53).astype(np.int64).tolist()

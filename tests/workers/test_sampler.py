@@ -15,6 +15,7 @@ from transformers.generation import logits_process as hf
 
 from pagewire.ipc.params import SamplingParams
 from pagewire.workers import masses as m
+from pagewire.workers import sampler
 from pagewire.workers.random import uniform
 from pagewire.workers.sampler import SamplingSlot, sample
 
@@ -389,6 +390,16 @@ def test_a_row_gets_the_same_alone_in_any_batch_and_with_any_threads(
     order = torch.randperm(n).tolist()
     assert outcome(order) == [alone[i] for i in order]
     assert outcome(order[:7]) == [alone[i] for i in order[:7]]
+
+
+def test_how_many_rows_are_worked_on_at_once_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(11)
+    logits = torch.randn(40, 900)
+    slots = [make_slot(900, seed=i, **MIXED[i % 4 + 1]) for i in range(40)]
+    whole = sample(logits, slots)
+    for size in (1, 2000):
+        monkeypatch.setattr(sampler, "CHUNK", size)
+        assert sample(logits, slots) == whole
 
 
 def test_exp_does_not_depend_on_where_a_value_lies() -> None:
