@@ -1,0 +1,169 @@
+"""The decoder stack of Llama-like models in few, large steps.
+
+    x -> norm -> QKV in one product -> (norm of each head) -> rotary -> attention -> output product -> add and norm
+      -> gate and up in one product -> activation -> down product -> add and norm -> next layer
+
+The weights are the module's own. A stack is built where the module's structure is the common one, and serves only
+if it then proves equal to the module (see `proof.py`): models of the same structure with other arithmetic keep
+their own forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pagewire.kernels.layers import add_rms_norm, gelu_tanh_and_mul, rms_norm, rotary, silu_and_mul
+from pagewire.workers.attention import Paged
+from pagewire.workers.fuse import PackedLinear, RMSNorm, RotaryTable, norm_kernel
+
+BASE = {"embed_tokens", "layers", "norm", "rotary_emb"}
+LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+HEAD_NORMS = {"q_norm", "k_norm"}
+MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+GATES = {"silu": silu_and_mul, "swish": silu_and_mul, "gelu_pytorch_tanh": gelu_tanh_and_mul}
+
+
+def build_stack(base: Any, max_model_len: int) -> DecoderStack | None:
+    """The stack equal to `base` in structure, or None if there is none."""
+    try:
+        return DecoderStack(base, max_model_len)
+    except _OtherStructureError:
+        return None
+
+
+class _OtherStructureError(Exception):
+    pass
+
+
+def _require(condition: bool) -> None:
+    if not condition:
+        raise _OtherStructureError
+
+
+def _children(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}
+
+
+def _norm(module: nn.Module) -> RMSNorm:
+    norm = norm_kernel(module)
+    if norm is None:
+        raise _OtherStructureError
+    return norm
+
+
+def joined(*linears: Any) -> PackedLinear:
+    """Linear layers over the same input as one."""
+    _require(all(type(linear) is nn.Linear for linear in linears))
+    biases = [linear.bias for linear in linears]
+    _require(all(b is None for b in biases) or all(b is not None for b in biases))
+    bias = None if biases[0] is None else torch.cat(biases)
+    return PackedLinear(torch.cat([linear.weight for linear in linears]), bias)
+
+
+class DecoderStack(nn.Module):
+    """Takes the place of a causal model's base."""
+
+    def __init__(self, base: Any, max_model_len: int) -> None:
+        super().__init__()
+        _require(_children(base) == BASE and type(base.embed_tokens) is nn.Embedding)
+        self.embed_tokens = base.embed_tokens
+        self.rotary = RotaryTable(base.rotary_emb, max_model_len)
+        self.norm = _norm(base.norm)
+        self.layers = [DecoderLayer(layer, base.config) for layer in base.layers]
+        self.norms = [(n.weight, n.eps, n.offset) for n in self._norms(base)]
+        self.angles: tuple[Tensor, Tensor] | None = None
+        self.max_model_len = max_model_len
+
+    def _norms(self, base: Any) -> list[RMSNorm]:
+        found = []
+        for layer in base.layers:
+            found += [_norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)]
+        return [*found, self.norm]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the packed weights."""
+        return sum(layer.num_bytes for layer in self.layers)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, paged: Paged, **_: Any) -> tuple[Tensor]:
+        """Tokens int64 [1, T] at int64 [1, T] to hidden states [1, T, H]."""
+        residual = self.embed_tokens(input_ids[0])
+        cos, sin = self._cos_sin(residual, position_ids)
+        norms = iter(self.norms)
+        weight, eps, offset = next(norms)
+        x = rms_norm(residual, weight, eps, offset=offset)
+        for layer in self.layers:
+            x = layer.attend(x, cos, sin, paged)
+            weight, eps, offset = next(norms)
+            x = layer.feed_forward(add_rms_norm(x, residual, weight, eps, offset=offset))
+            weight, eps, offset = next(norms)
+            x = add_rms_norm(x, residual, weight, eps, offset=offset)
+        return (x[None],)
+
+    def _cos_sin(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        if self.angles is None:
+            positions = torch.arange(self.max_model_len)
+            cos, sin = self.rotary(x[None], positions[None])
+            self.angles = cos[0].contiguous(), sin[0].contiguous()
+        cos, sin = self.angles
+        return cos[position_ids[0]], sin[position_ids[0]]
+
+
+class DecoderLayer:
+    """One layer's weights, and its two halves."""
+
+    def __init__(self, layer: Any, config: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        _require(_children(layer) == LAYER)
+        _require(_children(attention) in (ATTENTION, ATTENTION | HEAD_NORMS))
+        _require(_children(mlp) - {"act_fn"} == MLP - {"act_fn"})
+        gate = GATES.get(getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", ""))
+        _require(gate is not None)
+        assert gate is not None
+        self.gate = gate
+        self.index, self.scale = attention.layer_idx, float(attention.scaling)
+        self.window = attention_window(attention, config)
+        self.head_dim = attention.head_dim
+        self.q_size, self.k_size = attention.q_proj.out_features, attention.k_proj.out_features
+        self.head_norms = None
+        if HEAD_NORMS <= _children(attention):
+            self.head_norms = _norm(attention.q_norm), _norm(attention.k_norm)
+            _require(len(self.head_norms[0].weight) == self.head_dim)
+        self.qkv = joined(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out = joined(attention.o_proj)
+        self.gate_up = joined(mlp.gate_proj, mlp.up_proj)
+        self.down = joined(mlp.down_proj)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the packed weights."""
+        return sum(linear.num_bytes for linear in (self.qkv, self.out, self.gate_up, self.down))
+
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
+        """x [T, H], cos and sin [T, rot_dim] to [T, H]."""
+        qkv = self.qkv(x).view(len(x), -1, self.head_dim)
+        num_q, num_k = self.q_size // self.head_dim, self.k_size // self.head_dim
+        q, k, v = qkv[:, :num_q], qkv[:, num_q : num_q + num_k], qkv[:, num_q + num_k :]
+        if self.head_norms is not None:
+            q, k = self.head_norms[0](q), self.head_norms[1](k)
+        rotary(q, k, cos, sin)
+        attended = paged.attend(self.index, q, k, v, self.scale, self.window)
+        return self.out(attended.view(len(x), -1))
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """[T, H] to [T, H]."""
+        return self.down(self.gate(self.gate_up(x)))
+
+
+def attention_window(attention: Any, config: Any) -> int | None:
+    """How many keys a query of this layer sees; None: all."""
+    if hasattr(attention, "sliding_window"):
+        return attention.sliding_window  # type: ignore[no-any-return]
+    kinds = getattr(config, "layer_types", None)
+    if kinds and kinds[attention.layer_idx] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None)

@@ -1,0 +1,115 @@
+"""The one seam between devices: threads, memory and where tensors lie."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from pagewire.workers.errors import LoadError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where the model runs."""
+
+    name: str
+    torch_device: torch.device
+
+    @classmethod
+    def open(cls, name: str, num_threads: int | None) -> Device:
+        """Take the device and its threads.
+
+        Raises:
+            LoadError: a device that is not served, or a bad thread binding.
+        """
+        if name != "cpu":
+            raise LoadError(f"device {name!r} is not supported yet: only 'cpu' is")
+        torch.set_num_threads(bind_threads(num_threads))
+        return cls("cpu", torch.device("cpu"))
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of one kernel."""
+        return torch.get_num_threads()
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of zeros. The system gives pages as they are written: taking gigabytes costs no time.
+
+        Raises:
+            OSError: there is not so much memory.
+        """
+        size = math.prod(shape) * dtype.itemsize
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:
+                pass  # a kernel without large pages
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: of the device, free on it, and taken by this process."""
+        total, available = machine_memory()
+        return {"total": total, "available": available, "process": psutil.Process().memory_info().rss}
+
+
+CPU = Device("cpu", torch.device("cpu"))
+
+
+def bind_threads(num_threads: int | None) -> int:
+    """How many threads to use; `PAGEWIRE_CPU_OMP_THREADS_BIND` ("0-3,8") also says on which CPUs.
+
+    Raises:
+        LoadError: the variable is malformed, or names CPUs this process may not use.
+    """
+    text = os.environ.get("PAGEWIRE_CPU_OMP_THREADS_BIND", "auto")
+    if text in ("", "auto", "all", "nobind"):
+        usable = len(os.sched_getaffinity(0))
+        return num_threads or max(1, min(usable, psutil.cpu_count(logical=False) or usable))
+    try:
+        cpus = parse_cpus(text)
+        os.sched_setaffinity(0, cpus)
+    except (ValueError, OSError) as error:
+        raise LoadError(f"PAGEWIRE_CPU_OMP_THREADS_BIND={text!r}: {error}") from error
+    return num_threads or len(cpus)
+
+
+def parse_cpus(text: str) -> set[int]:
+    """The CPUs in a list such as "0-3,8".
+
+    Raises:
+        ValueError: not such a list.
+    """
+    cpus: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    if not cpus:
+        raise ValueError("it names no CPU")
+    return cpus
+
+
+def machine_memory() -> tuple[int, int]:
+    """(total, available) bytes: the machine's, or the control group's where that is less."""
+    memory = psutil.virtual_memory()
+    limit, used = cgroup_bytes("memory.max"), cgroup_bytes("memory.current")
+    if limit is None or used is None:
+        return memory.total, memory.available
+    return min(memory.total, limit), min(memory.available, max(0, limit - used))
+
+
+def cgroup_bytes(name: str) -> int | None:
+    """A figure of this process's control group (version 2); None: no such limit."""
+    try:
+        group = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2].lstrip("/")
+        return int((Path("/sys/fs/cgroup") / group / name).read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,151 @@
+"""From a folder to a model that is proven: load, transform, compare."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pagewire.ipc.messages import LoadModel
+from pagewire.workers import attention
+from pagewire.workers.attention import KVShape
+from pagewire.workers.decoder import DecoderStack, build_stack
+from pagewire.workers.errors import LoadError
+from pagewire.workers.fuse import (
+    PackedLinear,
+    guard_products,
+    pack_experts,
+    pack_linears,
+    replace_norms,
+    tabulate_rotary,
+)
+from pagewire.workers.model import (
+    Model,
+    load_config,
+    load_module,
+    resolve_dtype,
+    resolve_max_model_len,
+)
+from pagewire.workers.proof import check_config, dummy_tokens, prove, reference_logits
+
+
+@dataclass
+class Phases:
+    """Tells of each phase of the start when it ends, and keeps its seconds."""
+
+    report: Callable[[str, float], None]
+    seconds: dict[str, float] = field(default_factory=dict)
+    _since: float = field(default_factory=time.monotonic)
+
+    def end(self, name: str) -> None:
+        """The phase that began when the last one ended is over."""
+        now = time.monotonic()
+        self.seconds[name] = now - self._since
+        self._since = now
+        self.report(name, self.seconds[name])
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A proven model, and what was learned of it."""
+
+    model: Model
+    architecture: str
+    dtype: torch.dtype
+    vocab_size: int
+    max_model_len: int
+    eos_token_id: int | None
+    kv_shapes: list[KVShape]
+    weight_bytes: int
+
+
+@torch.inference_mode()
+def load_model(load: LoadModel, phases: Phases) -> LoadedModel:
+    """Load, transform and prove the model of `load`.
+
+    Raises:
+        LoadError: it cannot be loaded, or is not served: the cause.
+    """
+    import transformers.modeling_utils  # noqa: F401 - most of the time goes here
+
+    phases.end("import")
+    config = load_config(load)
+    check_config(config)
+    dtype = resolve_dtype(load.dtype, config)
+    max_model_len = resolve_max_model_len(load.max_model_len, config)
+    phases.end("config")
+    causal = load_module(load, config, dtype)
+    architecture = type(causal).__name__
+    phases.end("weights")
+    vocab_size = causal.get_output_embeddings().weight.shape[0] if causal.get_output_embeddings() else 0
+    tokens = dummy_tokens(config.get_text_config().vocab_size)
+    wanted = reference_logits(causal, tokens)
+    phases.end("reference")
+    model, shapes = transform(causal, tokens, wanted, max_model_len)
+    phases.end("transform")
+    eos = getattr(config.get_text_config(), "eos_token_id", None)
+    return LoadedModel(
+        model=model,
+        architecture=architecture,
+        dtype=dtype,
+        vocab_size=vocab_size or wanted[0].shape[-1],
+        max_model_len=max_model_len,
+        eos_token_id=eos[0] if isinstance(eos, list) and eos else eos if isinstance(eos, int) else None,
+        kv_shapes=shapes,
+        weight_bytes=weight_bytes(model),
+    )
+
+
+def transform(
+    causal: Any, tokens: list[torch.Tensor], wanted: list[torch.Tensor], max_model_len: int
+) -> tuple[Model, list[KVShape]]:
+    """Make the module fast, and prove it: as a stack of large steps if it can be one, else part by part.
+
+    Raises:
+        LoadError: the proof fails.
+    """
+    attention.register()
+    causal.set_attn_implementation(attention.NAME)
+    model = Model(causal)
+    own_base = model.base
+    stack = build_stack(own_base, max_model_len)
+    if stack is not None:
+        head = causal.get_output_embeddings()
+        model.base = stack
+        pack_linears(causal)
+        try:
+            return model, prove(model, tokens, wanted)
+        except LoadError:
+            model.base = own_base
+            del stack, head
+    transform_parts(model, max_model_len)
+    return model, prove(model, tokens, wanted)
+
+
+def transform_parts(model: Model, max_model_len: int) -> None:
+    """Replace what can be replaced, and leave the module's own forward to call it."""
+    for module in (model.base, model.causal):
+        pack_experts(module)
+        pack_linears(module)
+        replace_norms(module)
+        tabulate_rotary(module, max_model_len)
+        guard_products(module)
+
+
+def weight_bytes(model: Model) -> int:
+    """Bytes of all weights, packed ones included."""
+    total, seen = 0, set()
+    for module in (model.base, model.causal):
+        if isinstance(module, DecoderStack):
+            total += module.num_bytes
+        for child in module.modules():
+            if isinstance(child, PackedLinear):
+                total += child.num_bytes
+        for parameter in module.parameters():
+            if parameter.device.type != "meta" and parameter.data_ptr() not in seen:
+                seen.add(parameter.data_ptr())
+                total += parameter.nbytes
+    return total

@@ -1,0 +1,166 @@
+"""The model: a Hugging Face causal language model from a folder, and where its logits come from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pagewire.ipc.hub import read_json
+from pagewire.ipc.messages import LoadModel
+from pagewire.workers.attention import Paged
+from pagewire.workers.errors import LoadError
+
+DTYPES = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+}
+DUMMY_SEED = 0
+
+
+def load_config(load: LoadModel) -> Any:
+    """The model's configuration, with the overrides merged in before it is built.
+
+    Raises:
+        LoadError: no config.json, an unknown model type, or one that is not a causal language model.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    values = read_json(Path(load.model_path) / "config.json") | load.hf_overrides
+    if not values:
+        raise LoadError(f"{load.model_path} holds no config.json: not a Hugging Face model folder")
+    kind = values.get("model_type")
+    try:
+        if kind in CONFIG_MAPPING and not (load.trust_remote_code and "auto_map" in values):
+            return CONFIG_MAPPING[kind].from_dict(values)
+        return AutoConfig.from_pretrained(
+            load.model_path, trust_remote_code=load.trust_remote_code, **load.hf_overrides
+        )
+    except Exception as error:
+        raise LoadError(f"config.json of {load.model_path} cannot be used: {error}") from error
+
+
+def checkpoint_dtype(config: Any) -> torch.dtype:
+    """The dtype that the checkpoint says it has; float32 if it says nothing."""
+    dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    if isinstance(dtype, str):
+        dtype = DTYPES.get(dtype)
+    return dtype if dtype in DTYPES.values() else torch.float32
+
+
+def resolve_dtype(name: str, config: Any) -> torch.dtype:
+    """The dtype of weights and activations.
+
+    Raises:
+        LoadError: an unknown name.
+    """
+    if name == "auto":
+        return checkpoint_dtype(config)
+    if name not in DTYPES:
+        raise LoadError(f"dtype {name!r} is none of auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def resolve_max_model_len(asked: int | None, config: Any) -> int:
+    """Most tokens of a request: what was asked for, or what the model was made for.
+
+    Raises:
+        LoadError: more than the model was made for, unless `PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN=1`.
+    """
+    text = config.get_text_config()
+    names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
+    own = next((n for name in names if isinstance(n := getattr(text, name, None), int) and n > 0), None)
+    if asked is None:
+        return own or 2048
+    if own is not None and asked > own and os.environ.get("PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN") != "1":
+        raise LoadError(
+            f"max_model_len {asked} is more than the {own} positions the model was made for; "
+            "PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN=1 allows it"
+        )
+    return asked
+
+
+def load_module(load: LoadModel, config: Any, dtype: torch.dtype) -> Any:
+    """The module with its weights, memory-mapped where the checkpoint is safetensors of the same dtype.
+
+    transformers' own loader is used: it knows the conversions of every architecture's checkpoint.
+
+    Raises:
+        LoadError: not a causal language model, weights missing or broken, or code that may not be run.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
+    options["trust_remote_code"] = load.trust_remote_code
+    try:
+        if load.load_format == "dummy":
+            torch.manual_seed(DUMMY_SEED)
+            return AutoModelForCausalLM.from_config(config, **options).eval()
+        safetensors = {"safetensors": True, "pt": False}.get(load.load_format)
+        module, report = AutoModelForCausalLM.from_pretrained(
+            load.model_path,
+            config=config,
+            use_safetensors=safetensors,
+            local_files_only=True,
+            output_loading_info=True,
+            **options,
+        )
+    except Exception as error:
+        raise LoadError(f"cannot load {load.model_path}: {first_line(error)}") from error
+    if missing := sorted(report["missing_keys"]):
+        raise LoadError(f"the checkpoint lacks {len(missing)} weights of {config.model_type}: {missing[0]} ...")
+    return module.eval()
+
+
+def first_line(error: BaseException) -> str:
+    """The gist of an error that may run over pages."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+class Model:
+    """A causal language model in two halves: tokens to hidden states, and some of those to logits.
+
+    The second half is the causal module itself, its base replaced by one that hands hidden states through, so
+    that what a model does to its logits (scaling, soft caps) is done as it does it.
+    """
+
+    def __init__(self, causal: Any) -> None:
+        self.config = causal.config
+        self.base: nn.Module = getattr(causal, causal.base_model_prefix)
+        self.causal = causal
+        setattr(causal, causal.base_model_prefix, Passage())
+
+    def hidden_states(self, input_ids: Tensor, positions: Tensor, paged: Paged) -> Tensor:
+        """Final hidden states [T, H] of tokens int64 [T] at int64 [T]."""
+        return self.base(  # type: ignore[no-any-return]
+            input_ids=input_ids[None], position_ids=positions[None], use_cache=False, paged=paged
+        )[0][0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [n, V] of hidden states [n, H]."""
+        return self.causal(inputs_embeds=hidden[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
+
+
+class Passage(nn.Module):
+    """Takes the place of a base model whose hidden states are there already."""
+
+    def forward(self, inputs_embeds: Tensor, **_: Any) -> Any:
+        """The hidden states as a base model returns them."""
+        from transformers.modeling_outputs import MoeModelOutputWithPast
+
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+    @property
+    def decoder(self) -> Passage:
+        """Some causal modules reach past their base for its decoder."""
+        return self

@@ -1,0 +1,71 @@
+"""What the worker keeps of each request: a permanent row per slot, written by the diffs in a plan."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagewire.ipc.messages import Row, SlotInit, StepPlan
+from pagewire.workers.sampler import SamplingSlot
+
+
+class Slots:
+    """Token histories and block tables, one row per slot.
+
+    tokens: int64 [max_num_seqs, max_model_len + 1]; num_tokens: int64 [max_num_seqs].
+    block_table: int32 [max_num_seqs, blocks of a longest request]; num_blocks: int64 [max_num_seqs].
+    sampling: the sampler's state of each slot in use.
+
+    Large arrays come zeroed from the system, which gives memory only to the pages that are written.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
+        max_blocks = -(-max_model_len // block_size)
+        self.block_size, self.vocab_size = block_size, vocab_size
+        self.tokens: NDArray[np.int64] = np.zeros((max_num_seqs, max_model_len + 1), np.int64)
+        self.num_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.block_table: NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self.num_blocks: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.sampling: dict[int, SamplingSlot] = {}
+
+    def apply(self, plan: StepPlan) -> None:
+        """Free slots, fill slots, then append the rows' new blocks."""
+        for slot in plan.freed_slots:
+            self.sampling.pop(slot, None)
+        for init in plan.inits:
+            self._fill(init)
+        for row in plan.rows:
+            if row.new_block_ids:
+                self._add_blocks(row)
+
+    def append(self, slot: int, token_id: int) -> None:
+        """A token was sampled: a later plan, planned before it was known, may run it."""
+        self.tokens[slot, self.num_tokens[slot]] = token_id
+        self.num_tokens[slot] += 1
+        self.sampling[slot].append(token_id)
+
+    def clear(self) -> None:
+        """Forget every request."""
+        self.sampling.clear()
+
+    def _fill(self, init: SlotInit) -> None:
+        slot, num_tokens = init.slot, len(init.token_ids)
+        self.tokens[slot, :num_tokens] = init.token_ids
+        self.num_tokens[slot] = num_tokens
+        self.block_table[slot, : len(init.block_ids)] = init.block_ids
+        self.num_blocks[slot] = len(init.block_ids)
+        self.sampling[slot] = SamplingSlot(
+            init.params,
+            init.seed,
+            init.stop_ids,
+            self.tokens[slot],
+            init.num_prompt_tokens,
+            num_tokens,
+            self.vocab_size,
+        )
+
+    def _add_blocks(self, row: Row) -> None:
+        first = self.num_blocks[row.slot]
+        last = first + len(row.new_block_ids)
+        self.block_table[row.slot, first:last] = row.new_block_ids
+        self.num_blocks[row.slot] = last
