@@ -145,7 +145,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
 
 
 def sampling_fields(options: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters that were given."""
+    """The sampling parameters that were given, the engine's `--seed` among them."""
     names = (
         "max_tokens",
         "temperature",
@@ -156,5 +156,5 @@ def sampling_fields(options: argparse.Namespace) -> dict[str, Any]:
         "stop",
         "ignore_eos",
     )
-    fields = {name: getattr(options, name) for name in names} | {"seed": options.sampling_seed}
+    fields = {name: getattr(options, name, None) for name in (*names, "seed")}
     return {name: value for name, value in fields.items() if value is not None}

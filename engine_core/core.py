@@ -11,7 +11,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import zmq
 
@@ -58,6 +58,7 @@ class EngineCore:
         self.clients = clients
         self.control = Control(self)
         self.started = False
+        self.on_ready: Callable[[], None] = lambda: None
         self._lifeline_fd = lifeline_fd
         self._poller = zmq.Poller()
         self._poller.register(clients.socket, zmq.POLLIN)
@@ -196,6 +197,7 @@ class EngineCore:
             greeted, self._greeted = self._greeted, []
             for identity, hello in greeted:
                 self._welcome(identity, hello)
+            self.on_ready()
         elif ready.num_blocks < self.scheduler.config.num_blocks:
             raise CoreError(f"the new worker has only {ready.num_blocks} KV blocks: memory has run short")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import signal
 import sys
 from contextlib import ExitStack
@@ -35,12 +36,14 @@ class Listen:
     """Where the core listens, and whom it lets in.
 
     curve_secret: the core's certificate; curve_clients: folder with the public certificates of frontends.
+    drain_seconds: time for running requests after a signal. announce: print `ready ADDRESS` when ready.
     """
 
     address: str
     curve_secret: Path | None = None
     curve_clients: Path | None = None
     drain_seconds: float = 30.0
+    announce: bool = False
 
     def __post_init__(self) -> None:
         if (self.curve_secret is None) != (self.curve_clients is None):
@@ -81,6 +84,8 @@ def run(args: EngineArgs, listen: Listen, lifeline_fd: int, stack: ExitStack) ->
     clients = Clients(socket, env_float("PAGEWIRE_HEARTBEAT_TIMEOUT_S", 30.0))
     config = resolve(args, clients)
     core = EngineCore(config, Worker(context, config.load_message()), clients, lifeline_fd)
+    if listen.announce:
+        core.on_ready = lambda: print(f"ready {listen.address}", flush=True)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: core.stop(listen.drain_seconds))
     core.run()
@@ -98,8 +103,6 @@ def resolve(args: EngineArgs, clients: Clients) -> EngineConfig:
 
 def configure_logging() -> None:
     """Log to standard error, at `PAGEWIRE_LOGGING_LEVEL` (default INFO)."""
-    import os
-
     level = os.environ.get("PAGEWIRE_LOGGING_LEVEL", "INFO").upper()
     form = "%(levelname).1s %(asctime)s.%(msecs)03d %(name)s: %(message)s"
     logging.basicConfig(level=level, format=form, datefmt="%H:%M:%S", stream=sys.stderr)

@@ -82,10 +82,6 @@ class EngineArgs:
     disable_log_stats: bool = option(False, "Logging", "no periodic line of statistics in the core's log")
     # fmt: on
 
-    def __post_init__(self) -> None:
-        if self.hf_overrides is None:
-            self.hf_overrides = {}
-
     @classmethod
     def from_kwargs(cls, kwargs: Mapping[str, Any]) -> EngineArgs:
         """Build from keyword arguments, and `check`.
