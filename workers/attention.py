@@ -36,7 +36,9 @@ class KVShape:
     def allocate(self, num_blocks: int, block_size: int, device: Device) -> tuple[Tensor, Tensor]:
         """K and V, zeroed."""
         shape = (num_blocks, self.num_kv_heads, block_size)
-        return device.zeros((*shape, self.head_dim), self.dtype), device.zeros((*shape, self.v_head_dim), self.dtype)
+        return device.zeros((*shape, self.head_dim), self.dtype), device.zeros(
+            (*shape, self.v_head_dim), self.dtype
+        )
 
 
 class Paged:
@@ -90,7 +92,14 @@ class _TracedPaged(Paged):
         self.trace = trace
 
     def attend(  # type: ignore[override]
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, **options: Any
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None = None,
+        **options: Any,
     ) -> Tensor:
         trace = self.trace
         if layer not in trace.shapes:
@@ -131,7 +140,9 @@ def attend(
         q, k = q.to(v.dtype), k.to(v.dtype)
     scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
     layer: Any = module.layer_idx
-    return paged.attend(layer, q, k, v, scale, window=sliding_window, softcap=softcap, sinks=s_aux)[None], None
+    return paged.attend(layer, q, k, v, scale, window=sliding_window, softcap=softcap, sinks=s_aux)[
+        None
+    ], None
 
 
 def register() -> None:

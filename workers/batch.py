@@ -65,9 +65,7 @@ def build_batch(rows: Sequence[Row], slots: Slots) -> Batch:
         attention=AttentionBatch(
             query_start_loc=torch.from_numpy(query_start_loc.astype(np.int32)),
             seq_lens=torch.from_numpy(seq_lens.astype(np.int32)),
-            block_table=torch.from_numpy(
-                slots.block_table[slot_ids, : -(-max_seq_len // slots.block_size)]
-            ),
+            block_table=torch.from_numpy(slots.block_table[slot_ids, : -(-max_seq_len // slots.block_size)]),
             slot_mapping=torch.from_numpy(slot_mapping),
             max_query_len=int(lengths.max()),
             max_seq_len=max_seq_len,

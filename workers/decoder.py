@@ -24,14 +24,15 @@ LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+WINDOW_EVERYWHERE = {"mistral"}  # their layers read the window from the configuration
 GATES = {"silu": silu_and_mul, "swish": silu_and_mul, "gelu_pytorch_tanh": gelu_tanh_and_mul}
 
 
-def build_stack(base: Any, max_model_len: int) -> DecoderStack | None:
+def build_stack(base: Any) -> DecoderStack | None:
     """The stack equal to `base` in structure, or None if there is none."""
     try:
-        return DecoderStack(base, max_model_len)
-    except _OtherStructureError:
+        return DecoderStack(base)
+    except (_OtherStructureError, AttributeError):
         return None
 
 
@@ -67,16 +68,15 @@ def joined(*linears: Any) -> PackedLinear:
 class DecoderStack(nn.Module):
     """Takes the place of a causal model's base."""
 
-    def __init__(self, base: Any, max_model_len: int) -> None:
+    def __init__(self, base: Any) -> None:
         super().__init__()
         _require(_children(base) == BASE and type(base.embed_tokens) is nn.Embedding)
         self.embed_tokens = base.embed_tokens
-        self.rotary = RotaryTable(base.rotary_emb, max_model_len)
+        _require(isinstance(base.rotary_emb, RotaryTable))
+        self.rotary = base.rotary_emb
         self.norm = _norm(base.norm)
         self.layers = [DecoderLayer(layer, base.config) for layer in base.layers]
         self.norms = [(n.weight, n.eps, n.offset) for n in self._norms(base)]
-        self.angles: tuple[Tensor, Tensor] | None = None
-        self.max_model_len = max_model_len
 
     def _norms(self, base: Any) -> list[RMSNorm]:
         found = []
@@ -92,7 +92,8 @@ class DecoderStack(nn.Module):
     def forward(self, input_ids: Tensor, position_ids: Tensor, paged: Paged, **_: Any) -> tuple[Tensor]:
         """Tokens int64 [1, T] at int64 [1, T] to hidden states [1, T, H]."""
         residual = self.embed_tokens(input_ids[0])
-        cos, sin = self._cos_sin(residual, position_ids)
+        cos, sin = self.rotary(residual[None], position_ids)
+        cos, sin = cos[0], sin[0]
         norms = iter(self.norms)
         weight, eps, offset = next(norms)
         x = rms_norm(residual, weight, eps, offset=offset)
@@ -103,14 +104,6 @@ class DecoderStack(nn.Module):
             weight, eps, offset = next(norms)
             x = add_rms_norm(x, residual, weight, eps, offset=offset)
         return (x[None],)
-
-    def _cos_sin(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        if self.angles is None:
-            positions = torch.arange(self.max_model_len)
-            cos, sin = self.rotary(x[None], positions[None])
-            self.angles = cos[0].contiguous(), sin[0].contiguous()
-        cos, sin = self.angles
-        return cos[position_ids[0]], sin[position_ids[0]]
 
 
 class DecoderLayer:
@@ -130,7 +123,7 @@ class DecoderLayer:
         self.head_dim = attention.head_dim
         self.q_size, self.k_size = attention.q_proj.out_features, attention.k_proj.out_features
         self.head_norms = None
-        if HEAD_NORMS <= _children(attention):
+        if _children(attention) >= HEAD_NORMS:
             self.head_norms = _norm(attention.q_norm), _norm(attention.k_norm)
             _require(len(self.head_norms[0].weight) == self.head_dim)
         self.qkv = joined(attention.q_proj, attention.k_proj, attention.v_proj)
@@ -163,7 +156,6 @@ def attention_window(attention: Any, config: Any) -> int | None:
     """How many keys a query of this layer sees; None: all."""
     if hasattr(attention, "sliding_window"):
         return attention.sliding_window  # type: ignore[no-any-return]
-    kinds = getattr(config, "layer_types", None)
-    if kinds and kinds[attention.layer_idx] != "sliding_attention":
-        return None
-    return getattr(config, "sliding_window", None)
+    window = getattr(config, "sliding_window", None)
+    _require(window is None or config.model_type in WINDOW_EVERYWHERE)
+    return window  # type: ignore[no-any-return]

@@ -1,49 +1,16 @@
-"""Small transforms of a loaded module: each replaces parts of it by equal ones that are faster.
-
-What is replaced also becomes *batch-invariant*: the bits of a row do not depend on how many rows there are.
-"""
+"""Small transforms of a loaded module: each replaces parts of it by equal ones that are faster."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 - its usual name
-from torch.overrides import TorchFunctionMode
 
 from pagewire.kernels.layers import rms_norm
 from pagewire.workers.attention import NAME
-
-PACKED_DTYPES = (torch.float32, torch.bfloat16)
-
-
-def two_rows(x: Tensor) -> Tensor:
-    """x [n, K], one row doubled: products of a single row sum in another order than those of many."""
-    return x.expand(2, -1).contiguous() if len(x) == 1 else x
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., K] times weight [N, K] transposed, plus bias [N]: `F.linear`, batch-invariant.
-
-    The weight may be packed. For dtypes that oneDNN does not take, PyTorch's own product is.
-    """
-    rows = two_rows(x.reshape(-1, x.shape[-1]))
-    if rows.dtype in PACKED_DTYPES and len(rows):
-        out = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
-    else:
-        out = F.linear(rows, weight, bias)
-    num_rows = x.numel() // x.shape[-1]
-    return out[:num_rows].view(*x.shape[:-1], out.shape[-1])
-
-
-def pack(weight: Tensor) -> Tensor:
-    """A weight [N, K] in the layout in which oneDNN multiplies fastest, where it has one."""
-    if weight.dtype in PACKED_DTYPES and torch.backends.mkldnn.is_available():
-        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)  # type: ignore[no-any-return]
-    return weight
+from pagewire.workers.invariant import pack, product
 
 
 class PackedLinear(nn.Module):
@@ -76,33 +43,6 @@ def pack_linears(module: nn.Module) -> None:
             pack_linears(child)
 
 
-class Products(TorchFunctionMode):
-    """Makes `F.linear` on bare parameters (routers, mostly) batch-invariant."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is F.linear:
-            with torch._C.DisableTorchFunction():
-                return product(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def guard_products(module: nn.Module) -> None:
-    """Run modules that own a bare matrix (not those replaced elsewhere) under `Products`."""
-    for child in module.modules():
-        if isinstance(child, (nn.Embedding, PackedLinear)) or is_experts(child):
-            continue
-        if any(parameter.dim() >= 2 for parameter in child.parameters(recurse=False)):
-            child.forward = functools.partial(under_products, child.forward)  # type: ignore[method-assign]
-
-
-def under_products(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`forward` with batch-invariant products."""
-    with Products():
-        return forward(*args, **kwargs)
-
-
 def is_experts(module: nn.Module) -> bool:
     """A module of fused experts that transformers dispatches by name."""
     return hasattr(module, "has_gate") and hasattr(module, "is_transposed") and hasattr(module, "down_proj")
@@ -113,9 +53,7 @@ def pack_experts(module: nn.Module) -> None:
     experts = [child for child in module.modules() if is_experts(child)]
     for child in experts:
         name = "gate_up_proj" if child.has_gate else "up_proj"
-        child.packed_up, child.packed_down = (
-            expert_linears(child, n) for n in (name, "down_proj")
-        )
+        child.packed_up, child.packed_down = (expert_linears(child, n) for n in (name, "down_proj"))
         for owned in (name, "down_proj"):
             delattr(child, owned)
         child.config._experts_implementation = NAME
@@ -144,7 +82,9 @@ def run_experts(module: Any, hidden: Tensor, expert_ids: Tensor, weights: Tensor
     for expert, count in enumerate(counts):
         if count:
             up = module.packed_up[expert](rows[start : start + count])
-            parts.append(module.packed_down[expert](module._apply_gate(up) if module.has_gate else module.act_fn(up)))
+            parts.append(
+                module.packed_down[expert](module._apply_gate(up) if module.has_gate else module.act_fn(up))
+            )
             start += count
     out = torch.cat(parts)
     if module.has_post_expert_norm:
@@ -203,8 +143,15 @@ class RotaryTable(nn.Module):
     def __init__(self, rotary: nn.Module, max_model_len: int) -> None:
         super().__init__()
         self.rotary = rotary
-        self.positions = torch.arange(max_model_len)[None]
+        self.positions = torch.arange(max(max_model_len, 32))[None]  # the dry run needs some
         self.tables: dict[Any, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """Anything else is the rotary module's."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("rotary"), name)
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """What the module returns for position_ids [1, T]: tensors [1, T, ...]."""
@@ -220,8 +167,6 @@ class RotaryTable(nn.Module):
 
 def tabulate_rotary(module: nn.Module, max_model_len: int) -> None:
     """Replace rotary modules that answer for position ids by tables."""
-    import inspect
-
     for name, child in list(module.named_children()):
         if "RotaryEmbedding" in type(child).__name__:
             parameters = list(inspect.signature(type(child).forward).parameters)

@@ -16,7 +16,6 @@ from pagewire.workers.decoder import DecoderStack, build_stack
 from pagewire.workers.errors import LoadError
 from pagewire.workers.fuse import (
     PackedLinear,
-    guard_products,
     pack_experts,
     pack_linears,
     replace_norms,
@@ -29,7 +28,7 @@ from pagewire.workers.model import (
     resolve_dtype,
     resolve_max_model_len,
 )
-from pagewire.workers.proof import check_config, dummy_tokens, prove, reference_logits
+from pagewire.workers.proof import DryRun, check_config, prove, reference_logits
 
 
 @dataclass
@@ -81,10 +80,11 @@ def load_model(load: LoadModel, phases: Phases) -> LoadedModel:
     architecture = type(causal).__name__
     phases.end("weights")
     vocab_size = causal.get_output_embeddings().weight.shape[0] if causal.get_output_embeddings() else 0
-    tokens = dummy_tokens(config.get_text_config().vocab_size)
-    wanted = reference_logits(causal, tokens)
+    tabulate_rotary(causal, max_model_len)
+    run = DryRun.make(config.get_text_config().vocab_size, max_model_len)
+    wanted = reference_logits(causal, run)
     phases.end("reference")
-    model, shapes = transform(causal, tokens, wanted, max_model_len)
+    model, shapes = transform(causal, run, wanted, max_model_len)
     phases.end("transform")
     eos = getattr(config.get_text_config(), "eos_token_id", None)
     return LoadedModel(
@@ -100,7 +100,7 @@ def load_model(load: LoadModel, phases: Phases) -> LoadedModel:
 
 
 def transform(
-    causal: Any, tokens: list[torch.Tensor], wanted: list[torch.Tensor], max_model_len: int
+    causal: Any, run: DryRun, wanted: list[torch.Tensor], max_model_len: int
 ) -> tuple[Model, list[KVShape]]:
     """Make the module fast, and prove it: as a stack of large steps if it can be one, else part by part.
 
@@ -111,28 +111,26 @@ def transform(
     causal.set_attn_implementation(attention.NAME)
     model = Model(causal)
     own_base = model.base
-    stack = build_stack(own_base, max_model_len)
+    stack = build_stack(own_base)
     if stack is not None:
-        head = causal.get_output_embeddings()
         model.base = stack
         pack_linears(causal)
         try:
-            return model, prove(model, tokens, wanted)
+            return model, prove(model, run, wanted, max_model_len)
         except LoadError:
             model.base = own_base
-            del stack, head
-    transform_parts(model, max_model_len)
-    return model, prove(model, tokens, wanted)
+            del stack
+    transform_parts(model)
+    return model, prove(model, run, wanted, max_model_len)
 
 
-def transform_parts(model: Model, max_model_len: int) -> None:
+def transform_parts(model: Model) -> None:
     """Replace what can be replaced, and leave the module's own forward to call it."""
+    model.guarded = True
     for module in (model.base, model.causal):
         pack_experts(module)
         pack_linears(module)
         replace_norms(module)
-        tabulate_rotary(module, max_model_len)
-        guard_products(module)
 
 
 def weight_bytes(model: Model) -> int:

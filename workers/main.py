@@ -119,7 +119,9 @@ def is_load_error(error: BaseException) -> bool:
 
 def main() -> int:
     """Run the process. Returns its exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--connect", required=True, metavar="ADDRESS")
     parser.add_argument("--identity", required=True, metavar="NAME")
     parser.add_argument("--lifeline", required=True, type=int, metavar="FD")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pagewire.ipc.hub import read_json
 from pagewire.ipc.messages import LoadModel
 from pagewire.workers.attention import Paged
 from pagewire.workers.errors import LoadError
+from pagewire.workers.invariant import Invariant
 
 DTYPES = {
     "float32": torch.float32,
@@ -30,14 +31,14 @@ def load_config(load: LoadModel) -> Any:
     Raises:
         LoadError: no config.json, an unknown model type, or one that is not a causal language model.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PretrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    values = read_json(Path(load.model_path) / "config.json") | load.hf_overrides
-    if not values:
+    if not (Path(load.model_path) / "config.json").is_file():
         raise LoadError(f"{load.model_path} holds no config.json: not a Hugging Face model folder")
-    kind = values.get("model_type")
     try:
+        values = PretrainedConfig.get_config_dict(load.model_path)[0] | load.hf_overrides
+        kind = values.get("model_type")
         if kind in CONFIG_MAPPING and not (load.trust_remote_code and "auto_map" in values):
             return CONFIG_MAPPING[kind].from_dict(values)
         return AutoConfig.from_pretrained(
@@ -100,7 +101,11 @@ def load_module(load: LoadModel, config: Any, dtype: torch.dtype) -> Any:
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "attn_implementation": "eager",
+        "experts_implementation": "eager",
+    }
     options["trust_remote_code"] = load.trust_remote_code
     try:
         if load.load_format == "dummy":
@@ -118,7 +123,9 @@ def load_module(load: LoadModel, config: Any, dtype: torch.dtype) -> Any:
     except Exception as error:
         raise LoadError(f"cannot load {load.model_path}: {first_line(error)}") from error
     if missing := sorted(report["missing_keys"]):
-        raise LoadError(f"the checkpoint lacks {len(missing)} weights of {config.model_type}: {missing[0]} ...")
+        raise LoadError(
+            f"the checkpoint lacks {len(missing)} weights of {config.model_type}: {missing[0]} ..."
+        )
     return module.eval()
 
 
@@ -132,35 +139,52 @@ class Model:
 
     The second half is the causal module itself, its base replaced by one that hands hidden states through, so
     that what a model does to its logits (scaling, soft caps) is done as it does it.
+
+    guarded: the base is code of transformers, which has to be made batch-invariant as it runs.
     """
 
     def __init__(self, causal: Any) -> None:
         self.config = causal.config
         self.base: nn.Module = getattr(causal, causal.base_model_prefix)
         self.causal = causal
+        self.guarded = False
         setattr(causal, causal.base_model_prefix, Passage())
 
     def hidden_states(self, input_ids: Tensor, positions: Tensor, paged: Paged) -> Tensor:
         """Final hidden states [T, H] of tokens int64 [T] at int64 [T]."""
-        return self.base(  # type: ignore[no-any-return]
-            input_ids=input_ids[None], position_ids=positions[None], use_cache=False, paged=paged
-        )[0][0]
+        with Invariant() if self.guarded else nullcontext():
+            return self.base(  # type: ignore[no-any-return]
+                input_ids=input_ids[None], position_ids=positions[None], use_cache=False, paged=paged
+            )[0][0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [n, V] of hidden states [n, H]."""
-        return self.causal(inputs_embeds=hidden[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
+        with Invariant():
+            return self.causal(inputs_embeds=hidden[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
 
 
 class Passage(nn.Module):
     """Takes the place of a base model whose hidden states are there already."""
 
-    def forward(self, inputs_embeds: Tensor, **_: Any) -> Any:
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> HiddenStates:
         """The hidden states as a base model returns them."""
-        from transformers.modeling_outputs import MoeModelOutputWithPast
-
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+        return HiddenStates((inputs_embeds,))
 
     @property
     def decoder(self) -> Passage:
         """Some causal modules reach past their base for its decoder."""
         return self
+
+
+class HiddenStates(tuple[Tensor]):
+    """What a base model returns, with nothing but hidden states."""
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        """[1, T, H]."""
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        """Caches, attentions, router logits: none."""
+        if name.startswith("__"):
+            raise AttributeError(name)

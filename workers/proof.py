@@ -6,6 +6,7 @@ weights. What cannot be served (other layer types, ignored settings, biases of i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from pagewire.workers.fuse import tolerance
 from pagewire.workers.model import Model, first_line
 
 BLOCK = 8
-LENGTHS = (20, 9)
+LENGTHS = (20, 9)  # of the requests; the first begins at position 0, the second ends at the last one
 CHUNKS = ((12, 0), (5, 9), (3, 0))  # tokens of each request in each of the steps
 SERVED_LAYERS = {"full_attention", "sliding_attention", "attention"}
 
@@ -43,46 +44,59 @@ def check_config(config: Any) -> None:
         raise refuse(config, f"it has layers of type {', '.join(sorted(map(str, other)))}")
 
 
-def dummy_tokens(vocab_size: int) -> list[Tensor]:
-    """Token ids int64 [n] of the dry run's requests."""
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(0, vocab_size, (n,), generator=generator) for n in LENGTHS]
+@dataclass(frozen=True)
+class DryRun:
+    """What is run: each request's token ids int64 [n], and the position of its first token."""
+
+    token_ids: list[Tensor]
+    offsets: list[int]
+
+    @classmethod
+    def make(cls, vocab_size: int, max_model_len: int) -> DryRun:
+        """Random tokens, at the first and at the last positions: some models do things far out only."""
+        generator = torch.Generator().manual_seed(0)
+        token_ids = [torch.randint(0, vocab_size, (n,), generator=generator) for n in LENGTHS]
+        return cls(token_ids, [0, max(0, max_model_len - LENGTHS[1])])
 
 
-def reference_logits(causal: Any, tokens: list[Tensor]) -> list[Tensor]:
+def reference_logits(causal: Any, run: DryRun) -> list[Tensor]:
     """Logits [n, V] by the module as it came, one request at a time.
 
     Raises:
         LoadError: it cannot run.
     """
+
+    def logits(ids: Tensor, offset: int) -> Tensor:
+        positions = torch.arange(offset, offset + len(ids))[None]
+        return causal(input_ids=ids[None], position_ids=positions, use_cache=False).logits[0]  # type: ignore[no-any-return]
+
     try:
-        return [causal(input_ids=ids[None], use_cache=False).logits[0] for ids in tokens]
+        return [logits(ids, offset) for ids, offset in zip(run.token_ids, run.offsets, strict=True)]
     except Exception as error:
         raise refuse(causal.config, f"its forward pass fails: {first_line(error)}") from error
 
 
-def paged_logits(model: Model, tokens: list[Tensor], trace: Trace) -> list[Tensor]:
+def paged_logits(model: Model, run: DryRun, trace: Trace) -> list[Tensor]:
     """The same over a paged cache, in chunks and together."""
-    done = [0] * len(tokens)
-    parts: list[list[Tensor]] = [[] for _ in tokens]
+    done = [0] * len(LENGTHS)
+    parts: list[list[Tensor]] = [[] for _ in LENGTHS]
     for lengths in CHUNKS:
-        ids = [t[d : d + n] for t, d, n in zip(tokens, done, lengths, strict=True)]
-        positions = [torch.arange(d, d + n) for d, n in zip(done, lengths, strict=True)]
-        batch = dry_batch(positions, [d + n for d, n in zip(done, lengths, strict=True)])
-        hidden = model.hidden_states(torch.cat(ids), torch.cat(positions), trace.step(batch))
-        logits = model.logits(hidden)
-        for part, rows in zip(parts, logits.split(list(lengths)), strict=True):
-            part.append(rows)
+        places = [torch.arange(d, d + n) for d, n in zip(done, lengths, strict=True)]
         done = [d + n for d, n in zip(done, lengths, strict=True)]
+        ids = torch.cat([t[p] for t, p in zip(run.token_ids, places, strict=True)])
+        positions = torch.cat([p + offset for p, offset in zip(places, run.offsets, strict=True)])
+        hidden = model.hidden_states(ids, positions, trace.step(dry_batch(places, done)))
+        for part, rows in zip(parts, model.logits(hidden).split(list(lengths)), strict=True):
+            part.append(rows)
     return [torch.cat(part) for part in parts]
 
 
-def dry_batch(positions: list[Tensor], seq_lens: list[int]) -> AttentionBatch:
-    """Requests of up to 3 blocks each, whose blocks interleave."""
-    num_requests = len(positions)
-    lengths = torch.tensor([len(p) for p in positions])
+def dry_batch(places: list[Tensor], seq_lens: list[int]) -> AttentionBatch:
+    """Requests of up to 3 blocks each, whose blocks interleave; places: of the tokens in their requests."""
+    num_requests = len(places)
+    lengths = torch.tensor([len(p) for p in places])
     table = torch.arange(3 * num_requests, dtype=torch.int32).view(3, num_requests).T.contiguous()
-    slots = [table[r][p // BLOCK].long() * BLOCK + p % BLOCK for r, p in enumerate(positions)]
+    slots = [table[r][p // BLOCK].long() * BLOCK + p % BLOCK for r, p in enumerate(places)]
     return AttentionBatch(
         query_start_loc=torch.cat([torch.zeros(1), lengths.cumsum(0)]).int(),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
@@ -93,22 +107,22 @@ def dry_batch(positions: list[Tensor], seq_lens: list[int]) -> AttentionBatch:
     )
 
 
-def prove(model: Model, tokens: list[Tensor], wanted: list[Tensor]) -> list[KVShape]:
+def prove(model: Model, run: DryRun, wanted: list[Tensor], max_model_len: int) -> list[KVShape]:
     """Run the paged path and compare. Returns the KV cache's shape of each layer.
 
     Raises:
         LoadError: the architecture cannot be served, and why.
     """
-    trace = Trace(num_blocks=3 * len(tokens), block_size=BLOCK)
+    trace = Trace(num_blocks=3 * len(LENGTHS), block_size=BLOCK)
     config = model.config
     try:
-        found = paged_logits(model, tokens, trace)
+        found = paged_logits(model, run, trace)
     except Exception as error:
         raise refuse(config, f"paged attention does not fit it: {first_line(error)}") from error
     check_calls(config, trace)
-    check_windows(config, trace)
+    check_windows(config, trace, max_model_len)
     if (difference := relative_difference(found, wanted)) > tolerance(wanted[0].dtype):
-        raise refuse(config, f"its logits with paged attention are wrong (by {difference:.1%} of the largest)")
+        raise refuse(config, f"its logits with paged attention are wrong (by {difference:.1%})")
     return [trace.shapes[layer] for layer in range(len(trace.shapes))]
 
 
@@ -118,16 +132,15 @@ def check_calls(config: Any, trace: Trace) -> None:
     Raises:
         LoadError: otherwise.
     """
-    num_layers = config.get_text_config().num_hidden_layers
-    expected = dict.fromkeys(range(num_layers), len(CHUNKS))
     if not trace.num_calls:
         raise refuse(config, "it does not let its attention be replaced")
-    if dict(sorted(trace.num_calls.items())) != expected:
-        attending = len(trace.num_calls)
-        raise refuse(config, f"{attending} of its {num_layers} layers call attention exactly once")
+    num_layers = config.get_text_config().num_hidden_layers
+    for layer in sorted({*range(num_layers), *trace.num_calls}):
+        if (num_calls := trace.num_calls.get(layer, 0) / len(CHUNKS)) != 1:
+            raise refuse(config, f"layer {layer} calls attention {num_calls:g} times, not once")
 
 
-def check_windows(config: Any, trace: Trace) -> None:
+def check_windows(config: Any, trace: Trace, max_model_len: int) -> None:
     """Layers that the configuration calls sliding told attention of their window: the dry run is too short to see.
 
     Raises:
@@ -136,15 +149,20 @@ def check_windows(config: Any, trace: Trace) -> None:
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None)
     window = getattr(text, "sliding_window", None)
+    if window is None or window >= max_model_len:
+        return
     for layer in trace.shapes:
-        sliding = kinds[layer] == "sliding_attention" if kinds else bool(window)
-        if sliding and trace.windows[layer] is None and window is not None:
+        sliding = kinds is None or kinds[layer] == "sliding_attention"
+        if sliding and trace.windows[layer] is None:
             raise refuse(config, f"layer {layer} does not hand its sliding window to attention")
 
 
 def relative_difference(found: list[Tensor], wanted: list[Tensor]) -> float:
-    """The largest difference, relative to the largest wanted value."""
-    pairs = list(zip(found, wanted, strict=True))
-    largest = max(float(b.float().abs().max()) for _, b in pairs)
-    worst = max(float((a.float() - b.float()).abs().max()) for a, b in pairs)
-    return worst / max(largest, 1e-6) if worst == worst else float("inf")
+    """How far logits [n, V] are from the wanted ones: the median over tokens of their relative difference.
+
+    The median, because rounding alone may send single tokens to other experts; what is wrong with a model is
+    wrong for most tokens.
+    """
+    a, b = torch.cat(found).float(), torch.cat(wanted).float()
+    errors = (a - b).norm(dim=1) / b.norm(dim=1).clamp_min(1e-6)
+    return float(errors.nan_to_num(torch.inf).median())

@@ -130,7 +130,9 @@ class Runner:
                 for shape in self.model.kv_shapes
             ]
         except OSError as error:
-            raise LoadError(f"cannot take {self.num_blocks * self.block_bytes} bytes of KV memory: {error}") from error
+            raise LoadError(
+                f"cannot take {self.num_blocks * self.block_bytes} bytes of KV memory: {error}"
+            ) from error
 
     def warm_up(self) -> None:
         """Run one token, so that no request pays for what happens only once. Writes nowhere that matters."""
@@ -160,7 +162,7 @@ class Runner:
         result.errors = {batch.sample_rows[i]: error for i, error in output.errors.items()}
 
     def _prompt_logprobs(self, row: Row, hidden: Tensor) -> LogprobRows:
-        """Log probabilities of the tokens that follow the row's first positions; hidden: from its first token on."""
+        """Log probabilities of what follows the row's first positions; hidden [n, H]: from its first token on."""
         k = self.slots.sampling[row.slot].params.prompt_logprobs or 0
         first = row.start + 1
         successors = self.slots.tokens[row.slot, first : first + row.num_prompt_logprobs].tolist()

@@ -1,0 +1,188 @@
+"""Causal architectures of transformers as tiny random models, and whether they are served.
+
+One table for the tests and for the list in the README (`python -m benchmarks.parity`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+VOCAB_SIZE = 128
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 100,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GROUPED = {"num_key_value_heads": 2, "head_dim": 16}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 36}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model type, the fields of its config, and if it is refused, words of the reason."""
+
+    name: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    refused: str | None = None
+    model_type: str = ""
+
+    def config(self) -> Any:
+        """Its tiny configuration."""
+        from transformers import AutoConfig
+
+        return AutoConfig.for_model(self.model_type or self.name, **(COMMON | self.fields))
+
+    def write(self, folder: Path, seed: int = 0, dtype: str = "float32") -> Path:
+        """A checkpoint with random weights in `folder`."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(self.config()).to(getattr(torch, dtype))
+        model.save_pretrained(folder)
+        return folder
+
+
+MLA = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
+ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 36,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LATER_EXPERTS = ROUTED | {"n_shared_experts": 1, "first_k_dense_replace": 1}
+GPT2_SIZES = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+WINDOWED = ["sliding_attention", "full_attention"]
+NO_CACHE = "layers of type"
+OWN_ATTENTION = "does not let its attention be replaced"
+MINISTRAL_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "max_position_embeddings": 64,
+    "llama_4_scaling_beta": 0.5,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
+ARCHITECTURES = [
+    Architecture("afmoe", GROUPED | EXPERTS | {"sliding_window": 7}),
+    Architecture("apertus", GROUPED),
+    Architecture("arcee", GROUPED),
+    Architecture("biogpt"),
+    Architecture("bitnet", GROUPED),
+    Architecture("cohere", GROUPED | {"logit_scale": 0.5}),
+    Architecture("cohere2", GROUPED | {"sliding_window": 7, "layer_types": WINDOWED}),
+    Architecture("deepseek_v2", MLA | LATER_EXPERTS),
+    Architecture("deepseek_v3", MLA | LATER_EXPERTS),
+    Architecture("dots1", GROUPED | LATER_EXPERTS | {"sliding_window": 7, "layer_types": WINDOWED}),
+    Architecture("ernie4_5", GROUPED),
+    Architecture("ernie4_5_moe", GROUPED | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 36}),
+    Architecture("exaone4", GROUPED | {"sliding_window": 7, "layer_types": WINDOWED}),
+    Architecture("flex_olmo", GROUPED | EXPERTS),
+    Architecture("gemma", GROUPED),
+    Architecture("gemma2", GROUPED | {"sliding_window": 7, "query_pre_attn_scalar": 12}),
+    Architecture("gemma3_text", GROUPED | {"sliding_window": 7, "layer_types": WINDOWED}),
+    Architecture("glm", GROUPED),
+    Architecture("glm4", GROUPED),
+    Architecture("glm4_moe", GROUPED | LATER_EXPERTS),
+    Architecture("gpt2", GPT2_SIZES),
+    Architecture("gpt_bigcode", GPT2_SIZES),
+    Architecture("gpt_neox"),
+    Architecture(
+        "gpt_oss", GROUPED | EXPERTS | {"num_local_experts": 4, "sliding_window": 7, "layer_types": WINDOWED}
+    ),
+    Architecture(
+        "granite", GROUPED | {"residual_multiplier": 0.3, "embedding_multiplier": 4.0, "logits_scaling": 2.0}
+    ),
+    Architecture("granitemoe", GROUPED | {"num_local_experts": 4, "residual_multiplier": 0.5}),
+    Architecture("granitemoeshared", GROUPED | {"num_local_experts": 4, "shared_intermediate_size": 32}),
+    Architecture("helium", GROUPED),
+    Architecture("hunyuan_v1_dense", GROUPED),
+    Architecture("hunyuan_v1_moe", GROUPED | {"num_experts": 4, "moe_topk": 2}),
+    Architecture("internlm3", GROUPED),
+    Architecture("jais2", GROUPED),
+    Architecture("llama", GROUPED),
+    Architecture(
+        "llama with biases", GROUPED | {"attention_bias": True, "mlp_bias": True}, model_type="llama"
+    ),
+    Architecture("minimax_m2", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    Architecture("ministral", GROUPED | {"sliding_window": 7, "layer_types": WINDOWED}),
+    Architecture("mistral", GROUPED | {"sliding_window": 7}),
+    Architecture("mixtral", GROUPED | {"num_local_experts": 4, "sliding_window": 7}),
+    Architecture("nanochat", GROUPED),
+    Architecture("olmo", GROUPED | {"clip_qkv": 0.5}),
+    Architecture("olmo2", GROUPED),
+    Architecture("olmo3", GROUPED | {"sliding_window": 7, "layer_types": WINDOWED}),
+    Architecture("olmoe", GROUPED | EXPERTS),
+    Architecture("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    Architecture("persimmon"),
+    Architecture("phi", {"partial_rotary_factor": 0.5}),
+    Architecture("phi3", GROUPED | {"sliding_window": 7}),
+    Architecture("phimoe", GROUPED | {"num_local_experts": 4, "sliding_window": None}),
+    Architecture("qwen2", GROUPED),
+    Architecture(
+        "qwen2_moe", GROUPED | EXPERTS | {"shared_expert_intermediate_size": 32, "decoder_sparse_step": 1}
+    ),
+    Architecture("qwen3", GROUPED),
+    Architecture("qwen3_moe", GROUPED | EXPERTS),
+    Architecture("seed_oss", GROUPED),
+    Architecture("smollm3", GROUPED | {"no_rope_layers": [1, 0]}),
+    Architecture("starcoder2", GROUPED | {"sliding_window": 7}),
+    Architecture("vaultgemma", GROUPED | {"sliding_window": 7, "layer_types": WINDOWED}),
+    Architecture("cwm", GROUPED | {"sliding_window": 7, "layer_types": WINDOWED}),
+    Architecture("hyperclovax", GROUPED | {"residual_multiplier": 0.5}),
+    Architecture("mimo_v2_flash", GROUPED | EXPERTS | {"sliding_window": 7, "v_head_dim": 12}),
+    Architecture("ministral3", GROUPED | {"sliding_window": None, "rope_parameters": MINISTRAL_ROPE}),
+    Architecture("minicpm3", MLA),
+    Architecture("youtu", MLA),
+    Architecture("glm4_moe_lite", MLA | LATER_EXPERTS),
+    Architecture("ctrl", GPT2_SIZES | {"dff": 96}),
+    # Refused: no KV cache that could be paged, or attention that cannot be replaced.
+    Architecture("nemotron", GROUPED, "keyword arguments"),
+    Architecture("stablelm", GROUPED, "keyword arguments"),
+    Architecture(
+        "phimoe with a window",
+        GROUPED | {"num_local_experts": 4, "sliding_window": 7},
+        "sliding window",
+        model_type="phimoe",
+    ),
+    Architecture("bamba", GROUPED | {"attn_layer_indices": [1]}, NO_CACHE),
+    Architecture("bloom", {"n_head": 4, "n_layer": 2}, OWN_ATTENTION),
+    Architecture("diffllama", GROUPED, "calls attention 2 times"),
+    Architecture("doge", GROUPED, "mask or bias"),
+    Architecture("falcon", {"alibi": False}, OWN_ATTENTION),
+    Architecture("gptj", GPT2_SIZES | {"rotary_dim": 8}, OWN_ATTENTION),
+    Architecture(
+        "jamba", GROUPED | {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4}, NO_CACHE
+    ),
+    Architecture("lfm2", GROUPED | {"layer_types": ["conv", "full_attention"]}, NO_CACHE),
+    Architecture("mamba", {"state_size": 4}, NO_CACHE),
+    Architecture(
+        "minimax",
+        GROUPED | {"num_local_experts": 4, "layer_types": ["linear_attention", "full_attention"]},
+        NO_CACHE,
+    ),
+    Architecture("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 128}, OWN_ATTENTION),
+    Architecture(
+        "qwen3_next", GROUPED | EXPERTS | {"layer_types": ["linear_attention", "full_attention"]}, NO_CACHE
+    ),
+]

@@ -1,0 +1,119 @@
+"""A scheduler of a few lines: drives a runner with hand-made plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pagewire.ipc.messages import LoadModel, LogprobRows, Ready, Row, SlotInit, StepPlan, StepResult
+from pagewire.ipc.params import SamplingParams
+from pagewire.workers.runner import Runner
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def load_runner(folder: Path, **fields: Any) -> tuple[Runner, Ready]:
+    """A runner of small sizes."""
+    sizes: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 8, "num_blocks": 64, "block_size": 4}
+    return Runner.start(LoadModel(str(folder), **(sizes | {"num_threads": 1} | fields)), lambda *_: None)
+
+
+@dataclass
+class Sequence_:
+    """One request as the driver sees it."""
+
+    slot: int
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    output: list[int] = field(default_factory=list)
+    computed: int = 0
+    num_blocks: int = 0
+    logprobs: list[object] = field(default_factory=list)
+    prompt_logprobs: list[LogprobRows] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    def take(self, row: int, result: StepResult) -> None:
+        """Keep what came beside the token."""
+        if row in result.logprobs:
+            self.logprobs.append(values(result.logprobs[row]))
+        if row in result.prompt_logprobs:
+            self.prompt_logprobs.append(result.prompt_logprobs[row])
+        if row in result.errors:
+            self.errors.append(result.errors[row])
+
+
+class Driver:
+    """Runs prompts to a number of tokens each, at most `budget` tokens a step, chunking prompts."""
+
+    def __init__(self, runner: Runner, budget: int = 16) -> None:
+        self.runner, self.budget = runner, budget
+        self.free = list(range(runner.num_blocks))[::-1]  # blocks in no helpful order
+        self.step_id = 0
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_tokens: int,
+        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        seeds: Sequence[int] | None = None,
+    ) -> list[list[int]]:
+        """The output of each prompt."""
+        return [s.output for s in self.run(prompts, num_tokens, params, seeds)]
+
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_tokens: int,
+        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        seeds: Sequence[int] | None = None,
+    ) -> list[Sequence_]:
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        sequences = [Sequence_(i, list(p), each[i], seeds[i] if seeds else i) for i, p in enumerate(prompts)]
+        inits = [SlotInit(s.slot, s.prompt, len(s.prompt), [], s.params, s.seed) for s in sequences]
+        while any(len(s.output) < num_tokens for s in sequences):
+            rows, scheduled = self._rows([s for s in sequences if len(s.output) < num_tokens])
+            new = [init for init in inits if init.slot in {row.slot for row in rows}]
+            inits = [init for init in inits if init not in new]
+            self._run(rows, scheduled, new)
+        self.runner.step(StepPlan(-1, [], [], [s.slot for s in sequences]))
+        return sequences
+
+    def _rows(self, sequences: list[Sequence_]) -> tuple[list[Row], list[Sequence_]]:
+        budget, rows, scheduled = self.budget, [], []
+        for s in sequences:
+            n = min(s.length - s.computed, budget)
+            if n == 0:
+                break
+            budget -= n
+            needed = -(-(s.computed + n) // self.runner.load.block_size) - s.num_blocks
+            blocks = [self.free.pop() for _ in range(needed)]
+            s.num_blocks += needed
+            asked = s.params.prompt_logprobs is not None
+            known = max(0, min(s.computed + n, len(s.prompt) - 1) - s.computed) if asked else 0
+            rows.append(Row(s.slot, s.computed, n, blocks, s.computed + n == s.length, known))
+            scheduled.append(s)
+        return rows, scheduled
+
+    def _run(self, rows: list[Row], scheduled: list[Sequence_], inits: list[SlotInit]) -> None:
+        self.step_id += 1
+        result = self.runner.step(StepPlan(self.step_id, rows, inits))
+        assert result.step_id == self.step_id
+        assert len(result.token_ids) == sum(row.sample for row in rows)
+        tokens = iter(result.token_ids)
+        for i, (row, s) in enumerate(zip(rows, scheduled, strict=True)):
+            s.computed += row.num_tokens
+            s.take(i, result)
+            if row.sample:
+                s.output.append(next(tokens))
+
+
+def values(rows: LogprobRows) -> tuple[list[int], list[float], list[int]]:
+    """Token ids, log probabilities and ranks as flat lists."""
+    return rows.token_ids.tolist(), rows.logprobs.tolist(), rows.ranks.tolist()

@@ -1,0 +1,51 @@
+"""Greedy tokens of a model, by the worker and by transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from .driver import Driver, load_runner
+
+PROMPT_LENGTHS = (23, 5, 17, 1)
+NUM_TOKENS = 10
+
+
+def make_prompts(vocab_size: int, lengths: Sequence[int] = PROMPT_LENGTHS, seed: int = 1) -> list[list[int]]:
+    """Random token ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+def transformers_tokens(
+    folder: Path, prompts: list[list[int]], num_tokens: int = NUM_TOKENS
+) -> list[list[int]]:
+    """What `generate` gives, one prompt at a time, past any end of sequence."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        found = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=num_tokens,
+            pad_token_id=0,
+        )
+        outputs.append(found[0, len(prompt) :].tolist())
+    return outputs
+
+
+def our_tokens(folder: Path, prompts: list[list[int]], num_tokens: int = NUM_TOKENS) -> list[list[int]]:
+    """What the worker gives: chunked and batched.
+
+    Raises:
+        LoadError: the architecture is refused.
+    """
+    runner, _ = load_runner(folder)
+    return Driver(runner).generate(prompts, num_tokens)
