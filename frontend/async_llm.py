@@ -1,0 +1,318 @@
+"""The engine for asyncio: each request is an asynchronous generator of outputs.
+
+    IO thread: deltas applied --> one call_soon_threadsafe per batch --> events of the waiting generators
+
+Nothing queues up behind a slow consumer: its request's state grows, and it takes what is new in one piece.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+import weakref
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping
+from typing import Any, TypeVar
+
+from pagewire.frontend.inputs import Prepared, PromptType
+from pagewire.frontend.metrics import Metric, read_metrics
+from pagewire.frontend.outputs import RequestOutput, RequestState
+from pagewire.frontend.session import Session, method_name, refuse_later
+from pagewire.frontend.tokenizer import Tokenizer
+from pagewire.ipc.errors import EngineDeadError, RequestError
+from pagewire.ipc.messages import EngineInfo
+from pagewire.ipc.options import EngineArgs
+from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.sockets import CurveKeys
+
+T = TypeVar("T")
+
+LONG_PROMPT_CHARACTERS = 8192  # a few milliseconds of tokenizing; longer ones must not hold up the event loop
+
+
+class LoopMailbox:
+    """Wakes the tasks of one event loop, with one call into it for all the news there is."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._events: dict[int, asyncio.Event] = {}
+        self._news: set[int] = set()
+        self._lock = threading.Lock()
+
+    def open(self, key: int) -> asyncio.Event:
+        """The event that is set whenever there is news of the request `key`."""
+        event = self._events[key] = asyncio.Event()
+        return event
+
+    def close(self, key: int) -> None:
+        """Nobody waits for this request any more."""
+        self._events.pop(key, None)
+
+    def put(self, states: list[RequestState]) -> None:
+        """Called on the client's thread."""
+        with self._lock:
+            asleep = not self._news
+            self._news.update(state.request.key for state in states)
+        if asleep:
+            try:
+                self._loop.call_soon_threadsafe(self._ring)
+            except RuntimeError:
+                pass  # the loop was closed over its requests: nobody listens
+
+    def _ring(self) -> None:
+        with self._lock:
+            news, self._news = self._news, set()
+        for key in news:
+            if (event := self._events.get(key)) is not None:
+                event.set()
+
+
+class AsyncLLM:
+    """An engine core, for asyncio programs.
+
+    Made by `from_engine_args`, which spawns a core, or `attach`. It is bound to no event loop, and may be used
+    from several, one after the other or at once.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopMailbox]
+        self._mailboxes = weakref.WeakKeyDictionary()
+        self._close = weakref.finalize(self, session.close)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, *_: Any, restarts: int = 0, **__: Any) -> AsyncLLM:
+        """Spawn a core and wait until it is ready. `restarts`: how often to replace it, should it die.
+
+        Raises:
+            ValueError, TypeError: bad options. ModelNotFoundError. EngineDeadError: it did not start.
+        """
+        return cls(Session.spawn(engine_args, restarts))
+
+    @classmethod
+    def attach(
+        cls,
+        address: str,
+        *,
+        curve: CurveKeys | None = None,
+        tokenizer: str | None = None,
+        timeout: float | None = 10.0,
+    ) -> AsyncLLM:
+        """Attach to a running core. `timeout`: seconds to wait for one to answer there.
+
+        Raises:
+            EngineDeadError: nobody answers. ProtocolError: another version. ValueError: a bad address.
+        """
+        return cls(Session.attach(address, curve=curve, tokenizer=tokenizer, timeout=timeout))
+
+    # -------------------------------------------------------------- requests
+
+    async def generate(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: Any = None,
+        priority: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Stream the outputs of one request, as `sampling_params.output_kind` wants them.
+
+        Leaving the loop, closing the generator or cancelling its task aborts the request. A consumer that is
+        slower than the engine gets several tokens at once. `trace_headers` are accepted without effect.
+
+        Raises:
+            ValueError, TypeError: what is wrong with the prompt or the parameters; an id that is in use.
+            RequestError: the engine ended the request with an error. EngineDeadError: the core is lost.
+        """
+        refuse_later(lora_request=lora_request)
+        params = SamplingParams() if sampling_params is None else sampling_params
+        prepared = await self._prepare(prompt, params, request_id or uuid.uuid4().hex, priority)
+        mailbox = self._mailbox()
+        news = mailbox.open(prepared.request.key)
+        state = None
+        try:
+            (state,) = self.session.submit([prepared], mailbox)
+            finished = False
+            while not finished:
+                await news.wait()
+                news.clear()
+                output = self.session.take(state)
+                if state.error is not None:
+                    raise RequestError(state.error)
+                if output is not None:
+                    finished = output.finished
+                    yield output
+        finally:
+            mailbox.close(prepared.request.key)
+            if state is not None:
+                self.session.abort([state])  # does nothing to one that has ended
+
+    async def _prepare(
+        self, prompt: PromptType, params: SamplingParams, request_id: str, priority: int
+    ) -> Prepared:
+        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        if isinstance(text, str) and len(text) > LONG_PROMPT_CHARACTERS:
+            return await asyncio.to_thread(self.session.prepare, prompt, params, request_id, priority)
+        return self.session.prepare(prompt, params, request_id, priority)
+
+    def _mailbox(self) -> LoopMailbox:
+        loop = asyncio.get_running_loop()
+        if (mailbox := self._mailboxes.get(loop)) is None:
+            mailbox = self._mailboxes[loop] = LoopMailbox(loop)
+        return mailbox
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End one or several requests; their generators end with the finish reason "abort"."""
+        self.session.abort(self.session.find([request_id] if isinstance(request_id, str) else request_id))
+
+    async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        """Pooling models are not supported yet: raises NotImplementedError."""
+        raise NotImplementedError("encode: pooling models are not supported yet")
+        yield
+
+    # -------------------------------------------------------------- the engine as a whole
+
+    async def pause_generation(
+        self, wait_for_inflight_requests: bool = False, clear_cache: bool = True
+    ) -> None:
+        """Hold new requests back until `resume_generation`. Those of all frontends that run are waited for,
+        or else end with the finish reason "abort". `clear_cache`: forget cached prefixes as well.
+        """
+        await self._call("pause", wait_for_inflight_requests, clear_cache)
+
+    async def resume_generation(self) -> None:
+        """Let requests run again."""
+        await self._call("resume")
+
+    async def is_paused(self) -> bool:
+        """True between `pause_generation` and `resume_generation`."""
+        return bool(await self._call("is_paused"))
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget cached prefixes. False if running requests still use them (unless they are reset, too)."""
+        return bool(await self._call("reset_prefix_cache", reset_running_requests))
+
+    async def reset_mm_cache(self) -> None:
+        """Does nothing: there is no multi-modal cache yet."""
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give memory back: level 1 the KV cache, level 2 the weights as well.
+
+        Raises:
+            ValueError: another level. EngineBusyError: requests are unfinished.
+        """
+        await self._call("sleep", level)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take the memory again; all of it, or what `tags` name ("weights", "kv_cache")."""
+        await self._call("wake_up", tags)
+
+    async def is_sleeping(self) -> bool:
+        """True between `sleep` and `wake_up`."""
+        return bool(await self._call("is_sleeping"))
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every worker by name; the results in the order of the workers.
+
+        Raises:
+            TypeError: a callable (code never crosses a socket), or arguments the wire cannot hold.
+            TimeoutError: no answer within `timeout` seconds. And what the method raises, by name.
+        """
+        call = self._call("collective_rpc", method_name(method), list(args), kwargs or {})
+        try:
+            return list(await asyncio.wait_for(call, timeout))
+        except asyncio.TimeoutError:
+            raise TimeoutError(f"{method} has not returned within {timeout} s") from None
+
+    async def start_profile(self) -> None:
+        """Start the workers' profilers."""
+        await self._call("start_profile")
+
+    async def stop_profile(self) -> None:
+        """Stop the workers' profilers, which write what they found."""
+        await self._call("stop_profile")
+
+    async def get_metrics(self) -> list[Metric]:
+        """A snapshot of the core's metrics, over all its frontends."""
+        return read_metrics(await self._call("metrics"))
+
+    async def do_log_stats(self) -> None:
+        """Does nothing: the core logs its own statistics."""
+
+    async def get_tokenizer(self) -> Tokenizer | None:
+        """The light tokenizer of the frontend; None with `skip_tokenizer_init`."""
+        return self.session.tokenizer
+
+    async def get_model_config(self) -> EngineInfo:
+        """What the core says of itself."""
+        return self.session.info
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the core says of itself."""
+        return self.session.info
+
+    async def check_health(self) -> None:
+        """Return if the core lives.
+
+        Raises:
+            EngineDeadError: it does not; the cause.
+        """
+        if self.dead_error is not None:
+            raise EngineDeadError(*self.dead_error.args)
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        """Why the core is lost; None while it lives."""
+        return self.session.dead
+
+    @property
+    def errored(self) -> bool:
+        """True once the core is lost."""
+        return self.dead_error is not None
+
+    @property
+    def is_running(self) -> bool:
+        """True until the core is lost or `shutdown` is called."""
+        return self.dead_error is None
+
+    @property
+    def is_stopped(self) -> bool:
+        """The contrary of `is_running`."""
+        return not self.is_running
+
+    def shutdown(self) -> None:
+        """Detach; a core that was spawned here is stopped. Open generators raise `EngineDeadError`.
+
+        May be called twice.
+        """
+        self._close()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await asyncio.to_thread(self.shutdown)
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        return await asyncio.wrap_future(self.session.call(method, *args))
+
+
+AsyncLLMEngine = AsyncLLM
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`, on uvloop where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    return uvloop.run(main)  # type: ignore[no-any-return]

@@ -1,0 +1,427 @@
+"""Offline inference: all prompts in, all outputs back, in order."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+from pagewire.frontend.beam_search import BeamSearchOutput, BeamSearchSequence, beam_search
+from pagewire.frontend.inputs import (
+    PromptType,
+    TextPrompt,
+    TokensPrompt,
+    default_sampling_params,
+    params_for,
+    prompts_of,
+)
+from pagewire.frontend.llm_engine import LLMEngine
+from pagewire.frontend.metrics import Metric
+from pagewire.frontend.outputs import RequestOutput, RequestState
+from pagewire.frontend.session import Inbox, refuse_later
+from pagewire.frontend.tokenizer import Tokenizer
+from pagewire.ipc.errors import RequestError
+from pagewire.ipc.messages import EngineInfo
+from pagewire.ipc.options import EngineArgs
+from pagewire.ipc.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from pagewire.ipc.sockets import CurveKeys
+
+SUBMIT_CHUNK = 64  # prompts tokenized before the core gets them: it computes while we tokenize the next
+
+
+class BatchError(RequestError):
+    """Some requests of a batch ended with an error, the first of which is the message.
+
+    Attributes:
+        outputs: of all requests, in order; those that failed have the finish reason "error".
+    """
+
+    def __init__(self, message: str, outputs: list[RequestOutput]) -> None:
+        super().__init__(message)
+        self.outputs = outputs
+
+
+class LLM:
+    """A model for offline inference: spawns an engine core, and ends it with `shutdown`, at the end of a
+    `with` block, or when collected. Methods are safe to call from several threads at once.
+
+    Options are those of `EngineArgs`; unknown ones raise TypeError with the nearest known name, those of later
+    features ValueError. `restarts`: how often to replace a core that dies; open requests go on in the new one.
+
+    All methods raise `EngineDeadError`, with the cause, once the core is lost.
+
+    Raises:
+        ValueError, TypeError: bad options. ModelNotFoundError: no such model. EngineDeadError: the core did
+            not start.
+    """
+
+    def __init__(
+        self,
+        model: str = "demo",
+        *,
+        runner: str = "auto",
+        convert: str = "auto",
+        tokenizer: str | None = None,
+        tokenizer_mode: str = "auto",
+        skip_tokenizer_init: bool = False,
+        trust_remote_code: bool = False,
+        allowed_local_media_path: str = "",
+        allowed_media_domains: list[str] | None = None,
+        tensor_parallel_size: int = 1,
+        dtype: str = "auto",
+        quantization: str | None = None,
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        seed: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        swap_space: float = 4,
+        cpu_offload_gb: float = 0,
+        enforce_eager: bool = False,
+        disable_custom_all_reduce: bool = False,
+        hf_token: bool | str | None = None,
+        hf_overrides: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+        pooler_config: Any = None,
+        override_pooler_config: Any = None,
+        structured_outputs_config: Any = None,
+        kv_cache_memory_bytes: int | None = None,
+        compilation_config: Any = None,
+        logits_processors: Any = None,
+        restarts: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        options = {name: value for name, value in locals().items() if name not in NOT_OPTIONS}
+        options |= {"seed": seed or 0, "hf_overrides": hf_overrides or {}, **kwargs}
+        args = EngineArgs.from_kwargs(options)
+        self._use(LLMEngine.from_engine_args(args, restarts=restarts))
+
+    @classmethod
+    def attach(
+        cls,
+        address: str,
+        curve: CurveKeys | None = None,
+        tokenizer: str | None = None,
+        timeout: float | None = 10.0,
+    ) -> LLM:
+        """Use a core that runs already. `timeout`: seconds to wait for one to answer at `address`.
+
+        Raises:
+            EngineDeadError: nobody answers. ProtocolError: another version. ValueError: a bad address.
+        """
+        llm = cls.__new__(cls)
+        llm._use(LLMEngine.attach(address, curve=curve, tokenizer=tokenizer, timeout=timeout))
+        return llm
+
+    def _use(self, engine: LLMEngine) -> None:
+        self.llm_engine = engine
+        self._request_ids = itertools.count()
+
+    # -------------------------------------------------------------- generation
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        prompt_token_ids: list[int] | list[list[int]] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Any = None,
+        priority: list[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete all prompts; the outputs are in their order.
+
+        prompts: a string, token ids, a `TextPrompt` or `TokensPrompt`, or a list of these.
+        sampling_params: for all, or one for each; None: the model's defaults.
+        prompt_token_ids: legacy spelling of token ids as `prompts`.
+        use_tqdm: show a progress bar; or what to make it with.
+        priority: one value per prompt; lower runs earlier, under the policy "priority".
+
+        Raises:
+            ValueError, TypeError: a bad prompt or parameter; nothing is left running.
+            BatchError: (a `RequestError`) the engine ended requests with an error. The others were finished
+                first; the exception has all `outputs`.
+        """
+        refuse_later(lora_request=lora_request)
+        if (prompts is None) == (prompt_token_ids is None):
+            raise ValueError("give prompts")
+        found = prompts_of(prompt_token_ids if prompts is None else prompts)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = params_for(sampling_params, len(found))
+        if priority is not None and len(priority) != len(found):
+            raise ValueError(f"{len(found)} prompts, but {len(priority)} priorities")
+        with progress_bar(len(found), use_tqdm) as tick:
+            return self._complete(found, params, priority or [0] * len(found), tick)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Any = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or several; a list of outputs in either case.
+
+        Raises:
+            ValueError: no chat template, or a template that refuses the messages. And as `generate`.
+        """
+        prompts = self.preprocess_chat(
+            messages,
+            chat_template,
+            chat_template_content_format,
+            add_generation_prompt,
+            continue_final_message,
+            tools,
+            chat_template_kwargs,
+            mm_processor_kwargs,
+        )
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+
+    def preprocess_chat(
+        self,
+        messages: Sequence[Any],
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+    ) -> list[TokensPrompt]:
+        """The prompts that `chat` would send, one per conversation.
+
+        Raises:
+            ValueError: no chat template, a template that refuses the messages, or no tokenizer.
+        """
+        from pagewire.frontend.chat import chat_prompt, conversations_of  # jinja2 is slow to import
+
+        refuse_later(mm_processor_kwargs=mm_processor_kwargs)
+        tokenizer = self.llm_engine.get_tokenizer()
+        if tokenizer is None:
+            raise ValueError("chat needs a tokenizer: the engine runs with skip_tokenizer_init")
+        return [
+            chat_prompt(
+                tokenizer,
+                conversation,
+                chat_template=chat_template,
+                chat_template_content_format=chat_template_content_format,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations_of(messages)
+        ]
+
+    def beam_search(
+        self,
+        prompts: Sequence[TokensPrompt | TextPrompt],
+        params: BeamSearchParams,
+        lora_request: Any = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The `params.beam_width` best continuations of each prompt, best first.
+
+        concurrency_limit: search for at most so many prompts at once.
+
+        Raises:
+            ValueError, TypeError: a bad prompt or parameter, or too few `max_logprobs` in the engine.
+        """
+        refuse_later(lora_request=lora_request)
+        token_ids = [self.llm_engine.session.tokenize(prompt) for prompt in prompts_of(prompts)]
+        size = concurrency_limit or max(1, len(token_ids))
+        found: list[BeamSearchOutput] = []
+        with progress_bar(len(token_ids), use_tqdm) as tick:
+            for first in range(0, len(token_ids), size):
+                beams = beam_search(
+                    token_ids[first : first + size],
+                    params,
+                    self._extend,
+                    eos_token_id=self._eos_token_id(),
+                    max_model_len=self.info.max_model_len,
+                    on_done=lambda: tick(None),
+                )
+                found += [
+                    BeamSearchOutput([self._with_text(beam, params) for beam in group]) for group in beams
+                ]
+        return found
+
+    def _extend(self, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
+        return self.generate(list(prompts), params, use_tqdm=False)
+
+    def _eos_token_id(self) -> int | None:
+        tokenizer = self.llm_engine.get_tokenizer()
+        own = None if tokenizer is None else tokenizer.eos_token_id
+        return own if self.info.eos_token_id is None else self.info.eos_token_id
+
+    def _with_text(self, beam: BeamSearchSequence, params: BeamSearchParams) -> BeamSearchSequence:
+        tokenizer = self.llm_engine.get_tokenizer()
+        if tokenizer is not None:
+            ended = beam.finish_reason == "stop" and not params.include_stop_str_in_output
+            beam.text = tokenizer.decode(beam.token_ids[:-1] if ended else beam.token_ids)
+        return beam
+
+    def encode(self, *args: Any, **kwargs: Any) -> Any:
+        """Pooling models are not supported yet; nor by `embed`, `classify`, `score` and `reward`.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("pooling models are not supported yet")
+
+    embed = classify = score = reward = encode
+
+    def apply_model(self, func: Callable[..., Any]) -> list[Any]:
+        """Code never crosses a socket: use `collective_rpc` with the name of a worker's method.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "apply_model would send code to the workers; call a method by name with collective_rpc"
+        )
+
+    # -------------------------------------------------------------- the engine as a whole
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the core says of itself."""
+        return self.llm_engine.info
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The light tokenizer of the frontend; `transformers.AutoTokenizer` on `info.tokenizer` gives theirs."""
+        return self.llm_engine.get_tokenizer()
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Use another tokenizer, ours or one of transformers, for requests from now on."""
+        self.llm_engine.set_tokenizer(tokenizer)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation config recommends."""
+        return default_sampling_params(self.info)
+
+    def get_metrics(self) -> list[Metric]:
+        """A snapshot of the core's metrics, over all its frontends."""
+        return self.llm_engine.get_metrics()
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget cached prefixes. False if running requests still use them (unless they are reset, too)."""
+        return self.llm_engine.reset_prefix_cache(reset_running_requests)
+
+    def reset_mm_cache(self) -> None:
+        """Does nothing: there is no multi-modal cache yet."""
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every worker by name; see `LLMEngine.collective_rpc`."""
+        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
+
+    def start_profile(self) -> None:
+        """Start the workers' profilers."""
+        self.llm_engine.start_profile()
+
+    def stop_profile(self) -> None:
+        """Stop the workers' profilers, which write what they found."""
+        self.llm_engine.stop_profile()
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back: level 1 the KV cache, level 2 the weights as well."""
+        self.llm_engine.sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take the memory again."""
+        self.llm_engine.wake_up(tags)
+
+    def shutdown(self) -> None:
+        """Detach; a core that was spawned here is stopped. May be called twice."""
+        self.llm_engine.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()
+
+    # -------------------------------------------------------------- one batch
+
+    def _complete(
+        self, prompts: list[Any], params: list[Any], priority: list[int], tick: Tick
+    ) -> list[RequestOutput]:
+        """Send everything, wait for everything; whatever goes wrong, nothing is left running."""
+        session, inbox = self.llm_engine.session, Inbox()
+        states: list[RequestState] = []
+        try:
+            prepared = []
+            for prompt, one, rank in zip(prompts, params, priority, strict=True):
+                one = one.clone()
+                one.output_kind = RequestOutputKind.FINAL_ONLY
+                prepared.append(session.prepare(prompt, one, f"{next(self._request_ids)}", rank))
+                if len(prepared) == SUBMIT_CHUNK:
+                    states += session.submit(prepared, inbox)
+                    prepared = []
+            states += session.submit(prepared, inbox)
+            outputs = self._wait(states, inbox, tick)
+        finally:
+            session.abort(states)
+        failed = next((state.error for state in states if state.error is not None), None)
+        if failed is not None:
+            raise BatchError(failed, outputs)
+        return outputs
+
+    def _wait(self, states: list[RequestState], inbox: Inbox, tick: Tick) -> list[RequestOutput]:
+        done: dict[int, RequestOutput] = {}
+        while len(done) < len(states):
+            for state in inbox.get():
+                output = self.llm_engine.session.take(state)
+                if output is not None:
+                    done[state.key] = output
+                    tick(output)
+        return [done[state.key] for state in states]
+
+
+Tick: TypeAlias = Callable[[RequestOutput | None], None]
+
+
+@contextmanager
+def progress_bar(total: int, use_tqdm: bool | Callable[..., Any]) -> Iterator[Tick]:
+    """A bar over requests that also shows tokens per second; called with each finished output."""
+    if not use_tqdm:
+        yield lambda output: None
+        return
+    if callable(use_tqdm):
+        make: Callable[..., Any] = use_tqdm
+    else:
+        from tqdm.auto import tqdm as make
+    begin, num_in, num_out = time.perf_counter(), 0, 0
+    with make(total=total, desc="Processed prompts", dynamic_ncols=True) as bar:
+
+        def tick(output: RequestOutput | None) -> None:
+            nonlocal num_in, num_out
+            if output is not None:
+                num_in += len(output.prompt_token_ids)
+                num_out += sum(len(completion.token_ids) for completion in output.outputs)
+                seconds = time.perf_counter() - begin
+                bar.set_postfix_str(
+                    f"est. speed input: {num_in / seconds:.2f} toks/s, output: {num_out / seconds:.2f} toks/s"
+                )
+            bar.update(1)
+
+        yield tick
+
+
+NOT_OPTIONS = {"self", "kwargs", "restarts", "__class__"}

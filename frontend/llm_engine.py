@@ -1,0 +1,194 @@
+"""The engine step by step: add requests, call `step` until nothing is unfinished."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Mapping
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
+
+from pagewire.frontend.inputs import PromptType
+from pagewire.frontend.metrics import Metric, read_metrics
+from pagewire.frontend.outputs import RequestOutput, RequestState
+from pagewire.frontend.session import Inbox, Session, method_name, refuse_later
+from pagewire.frontend.tokenizer import Tokenizer
+from pagewire.ipc.messages import EngineInfo
+from pagewire.ipc.options import EngineArgs
+from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.sockets import CurveKeys
+
+logger = logging.getLogger("pagewire.frontend")
+
+
+class LLMEngine:
+    """An engine core, and the requests this object has open on it.
+
+    Made by `from_engine_args`, which spawns a core, or `attach`. All methods raise `EngineDeadError`, with the
+    cause, once the core is lost. One thread at a time may `step`; the other methods are safe in any thread.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._inbox = Inbox()
+        self._unfinished: dict[str, RequestState] = {}
+        self._close = weakref.finalize(self, session.close)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, *_: Any, restarts: int = 0, **__: Any) -> LLMEngine:
+        """Spawn a core and wait until it is ready. `restarts`: how often to replace it, should it die.
+
+        Raises:
+            ValueError, TypeError: bad options. ModelNotFoundError. EngineDeadError: it did not start.
+        """
+        return cls(Session.spawn(engine_args, restarts))
+
+    @classmethod
+    def attach(
+        cls,
+        address: str,
+        *,
+        curve: CurveKeys | None = None,
+        tokenizer: str | None = None,
+        timeout: float | None = 10.0,
+    ) -> LLMEngine:
+        """Attach to a running core. `timeout`: seconds to wait for one to answer there.
+
+        Raises:
+            EngineDeadError: nobody answers. ProtocolError: another version. ValueError: a bad address.
+        """
+        return cls(Session.attach(address, curve=curve, tokenizer=tokenizer, timeout=timeout))
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the core says of itself."""
+        return self.session.info
+
+    # -------------------------------------------------------------- requests
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        lora_request: Any = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+    ) -> None:
+        """Send a request to the core, where it starts at once; `step` returns what comes of it.
+
+        `arrival_time` and `trace_headers` are accepted without effect: the core stamps arrivals itself.
+
+        Raises:
+            ValueError, TypeError: what is wrong with the prompt or the parameters; an id that is in use.
+        """
+        refuse_later(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        if request_id in self._unfinished:
+            raise ValueError(f"request id {request_id!r} is in use")
+        prepared = self.session.prepare(prompt, params, request_id, priority)
+        (self._unfinished[request_id],) = self.session.submit([prepared], self._inbox)
+
+    def step(self) -> list[RequestOutput]:
+        """Wait until there is something new, and return it; at once [] if no request is unfinished.
+
+        The core runs by itself: what it did since the last call comes merged, one output per request. A request
+        that the core ended with an error has the finish reason "error".
+        """
+        outputs: list[RequestOutput] = []
+        while self._unfinished and not outputs:
+            for state in self._inbox.get():
+                if self._unfinished.get(state.request.request_id) is not state:
+                    continue  # aborted
+                if (output := self.session.take(state)) is not None:
+                    outputs.append(output)
+                    if output.finished:
+                        del self._unfinished[output.request_id]
+        return outputs
+
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
+        """End one or several requests: `step` returns nothing more of them. Unknown ids are ignored."""
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        self.session.abort([self._unfinished.pop(name) for name in ids if name in self._unfinished])
+
+    def has_unfinished_requests(self) -> bool:
+        """True while there is a request whose last output `step` has yet to return."""
+        return bool(self._unfinished)
+
+    def get_num_unfinished_requests(self) -> int:
+        """How many requests there are whose last output `step` has yet to return."""
+        return len(self._unfinished)
+
+    # -------------------------------------------------------------- the engine as a whole
+
+    def get_metrics(self) -> list[Metric]:
+        """A snapshot of the core's metrics, over all its frontends."""
+        return read_metrics(self._call("metrics"))
+
+    def do_log_stats(self) -> None:
+        """Log the core's state in one line."""
+        status = self._call("status")
+        logger.info("engine: %s", ", ".join(f"{k} {v}" for k, v in status.items() if k != "clients"))
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget cached prefixes. False if running requests still use them (unless they are reset, too)."""
+        return bool(self._call("reset_prefix_cache", reset_running_requests))
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back: level 1 the KV cache, level 2 the weights as well.
+
+        Raises:
+            ValueError: another level. EngineBusyError: requests are unfinished.
+        """
+        self._call("sleep", level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take the memory again; all of it, or what `tags` name ("weights", "kv_cache")."""
+        self._call("wake_up", tags)
+
+    def is_sleeping(self) -> bool:
+        """True between `sleep` and `wake_up`."""
+        return bool(self._call("is_sleeping"))
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every worker by name; the results in the order of the workers.
+
+        Raises:
+            TypeError: a callable (code never crosses a socket), or arguments the wire cannot hold.
+            TimeoutError: no answer within `timeout` seconds. And what the method raises, by name.
+        """
+        future = self.session.call("collective_rpc", method_name(method), list(args), kwargs or {})
+        try:
+            return list(future.result(timeout))
+        except FutureTimeoutError:
+            raise TimeoutError(f"{method} has not returned within {timeout} s") from None
+
+    def start_profile(self) -> None:
+        """Start the workers' profilers."""
+        self._call("start_profile")
+
+    def stop_profile(self) -> None:
+        """Stop the workers' profilers, which write what they found."""
+        self._call("stop_profile")
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The light tokenizer of the frontend; None with `skip_tokenizer_init`."""
+        return self.session.tokenizer
+
+    def set_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Use another tokenizer for requests from now on."""
+        self.session.set_tokenizer(tokenizer)
+
+    def shutdown(self) -> None:
+        """Detach; a core that was spawned here is stopped. May be called twice."""
+        self._close()
+
+    def _call(self, method: str, *args: Any) -> Any:
+        return self.session.call(method, *args).result()

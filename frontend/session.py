@@ -1,0 +1,329 @@
+"""One engine as its callers see it: prompts go in, outputs come out, and a lost core is reported or replaced.
+
+    prepare --> submit --> [client] --> core
+    take <-- Outputs <---- [client] <-- core        (deltas are applied on the client's thread)
+
+`LLMEngine`, `LLM` and `AsyncLLM` share it. They differ in how they wait: requests are submitted with a
+mailbox, which is told when there is something to `take`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import msgspec
+
+from pagewire.frontend.client import CoreClient
+from pagewire.frontend.inputs import Intake, Prepared, PromptType
+from pagewire.frontend.outputs import Outputs, RequestOutput, RequestState
+from pagewire.frontend.spawn import SpawnedCore, spawn_core
+from pagewire.frontend.tokenizer import Tokenizer, as_tokenizer, load_tokenizer
+from pagewire.ipc.errors import EngineDeadError
+from pagewire.ipc.messages import EngineInfo, SubmitRequest, TokenDelta
+from pagewire.ipc.options import EngineArgs
+from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.sockets import CurveKeys
+
+logger = logging.getLogger("pagewire.frontend")
+
+
+class Mailbox(Protocol):
+    """Where a caller is told of news."""
+
+    def put(self, states: list[RequestState]) -> None:
+        """There is something new of these requests. Called on the client's thread: must not wait."""
+
+
+class Inbox:
+    """A mailbox for a thread that waits."""
+
+    def __init__(self) -> None:
+        self._news: dict[int, RequestState] = {}
+        self._arrival = threading.Condition()
+
+    def put(self, states: list[RequestState]) -> None:
+        """Wake the waiting thread."""
+        with self._arrival:
+            self._news.update((state.request.key, state) for state in states)
+            self._arrival.notify()
+
+    def get(self) -> list[RequestState]:
+        """Wait for news; all there is of it, each request once."""
+        with self._arrival:
+            self._arrival.wait_for(lambda: self._news)
+            news, self._news = self._news, {}
+        return list(news.values())
+
+
+class Session:
+    """An attachment to a core, spawned by `spawn` or found by `attach`, and the requests open on it.
+
+    Attributes:
+        info: what the core says of itself. tokenizer: ours, None with `skip_tokenizer_init`.
+        dead: why the core is lost for good; None while it lives.
+    """
+
+    info: EngineInfo
+    tokenizer: Tokenizer | None
+
+    def __init__(
+        self, connect: Callable[[Session], tuple[CoreClient, SpawnedCore | None]], restarts: int
+    ) -> None:
+        self.dead: EngineDeadError | None = None
+        self._connect, self._restarts = connect, restarts
+        self._lock = threading.RLock()  # guards all below but the client, which guards itself
+        self._outputs = Outputs()
+        self._open: dict[str, RequestState] = {}
+        self._mailboxes: dict[int, Mailbox] = {}
+        self._keys = itertools.count()
+        self._closed = False
+        self._client, self._spawned = connect(self)
+        self.info = self._client.info
+
+    @classmethod
+    def spawn(cls, args: EngineArgs, restarts: int = 0) -> Session:
+        """Spawn a core, wait until it is ready, and load the tokenizer. `restarts`: how often to replace it.
+
+        Raises:
+            ValueError, TypeError: bad options. ModelNotFoundError. EngineDeadError: it did not start.
+        """
+        args.check()
+
+        def connect(session: Session) -> tuple[CoreClient, SpawnedCore | None]:
+            spawned = spawn_core(args)
+            try:
+                client = session._attach(spawned.address, child=spawned.child, name="owner", timeout=None)
+            except BaseException:
+                spawned.shutdown()
+                raise
+            return client, spawned
+
+        return cls(connect, restarts)._with_tokenizer(
+            None, salt=0, revision=args.tokenizer_revision, token=args.hf_token, cache_dir=args.download_dir
+        )
+
+    @classmethod
+    def attach(
+        cls, address: str, *, curve: CurveKeys | None, tokenizer: str | None, timeout: float | None
+    ) -> Session:
+        """Attach to a running core. `tokenizer`: folder or id, if not the core's own.
+
+        Raises:
+            EngineDeadError: nobody answers. ProtocolError: another version. ValueError: a bad address.
+        """
+
+        def connect(session: Session) -> tuple[CoreClient, SpawnedCore | None]:
+            return session._attach(address, curve=curve, name="attached", timeout=timeout), None
+
+        # Frontends on one core must not draw the same seeds.
+        return cls(connect, 0)._with_tokenizer(tokenizer, salt=int.from_bytes(os.urandom(7), "little"))
+
+    def _attach(self, address: str, **options: Any) -> CoreClient:
+        return CoreClient.connect(address, on_deltas=self._take_deltas, on_dead=self._lose_core, **options)
+
+    def _with_tokenizer(self, name: str | None, salt: int, **source: Any) -> Session:
+        """Load the tokenizer, unless the engine goes without one."""
+        try:
+            tokenizer = None
+            if name is not None or not self.info.skip_tokenizer_init:
+                options = {"mode": self.info.tokenizer_mode, "trust_remote_code": self.info.trust_remote_code}
+                tokenizer = load_tokenizer(name or self.info.tokenizer, **options, **source)
+            self._intake = Intake(self.info, tokenizer, salt)
+            self.tokenizer = tokenizer
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Use another tokenizer, ours or one of transformers, for requests from now on.
+
+        Raises:
+            TypeError: it is no tokenizer.
+        """
+        self._intake.tokenizer = self.tokenizer = as_tokenizer(tokenizer)
+
+    # -------------------------------------------------------------- requests
+
+    def prepare(
+        self, prompt: PromptType, params: SamplingParams | None, request_id: str, priority: int = 0
+    ) -> Prepared:
+        """Check a prompt and its parameters, and make a request of them.
+
+        Raises:
+            ValueError, TypeError: what is wrong with them.
+        """
+        return self._intake.prepare(prompt, params, request_id, next(self._keys), priority)
+
+    def tokenize(self, prompt: PromptType) -> list[int]:
+        """The token ids of a prompt.
+
+        Raises:
+            ValueError, TypeError: what is wrong with it.
+        """
+        return self._intake.tokenize(prompt)[0]
+
+    def submit(self, prepared: Sequence[Prepared], mailbox: Mailbox) -> list[RequestState]:
+        """Send requests to the core; `mailbox` is told of what comes of them.
+
+        Raises:
+            ValueError: a request id that is in use. EngineDeadError: the core is lost.
+        """
+        states = [RequestState(item.request, item.prompt_text, self.tokenizer) for item in prepared]
+        with self._lock:
+            self._check_alive()
+            for state in states:
+                if state.request_id in self._open:
+                    self._drop(states)
+                    raise ValueError(f"request id {state.request_id!r} is in use")
+                self._open[state.request_id] = state
+                self._outputs.add(state)
+                self._mailboxes[state.key] = mailbox
+            try:
+                self._client.submit([state.request for state in states])
+            except BaseException:
+                self._drop(states)
+                raise
+        return states
+
+    def take(self, state: RequestState) -> RequestOutput | None:
+        """What is new of a request; None if nothing is.
+
+        Raises:
+            EngineDeadError: the core was lost before the request had ended.
+        """
+        with self._lock:
+            if state.error is not None:
+                self._check_alive()
+            return state.take()
+
+    def find(self, request_ids: Iterable[str]) -> list[RequestState]:
+        """The open requests among these ids."""
+        with self._lock:
+            return [self._open[name] for name in request_ids if name in self._open]
+
+    def abort(self, states: Iterable[RequestState]) -> None:
+        """End requests with the finish reason "abort"; what has ended is left as it is."""
+        with self._lock:
+            live = [state for state in states if self._open.get(state.request_id) is state]
+            for state in live:
+                state.end("abort")
+            mailboxes = [(self._mailboxes[state.key], state) for state in live]
+            self._drop(live)
+            if live:
+                self._client.abort([state.key for state in live])
+        for mailbox, state in mailboxes:
+            mailbox.put([state])
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        """Call one of the core's methods.
+
+        Raises:
+            EngineDeadError: the core is lost. TypeError: arguments that the wire cannot hold.
+        """
+        return self._client.call(method, *args)
+
+    def close(self) -> None:
+        """Detach, and stop a core that was spawned here. May be called twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._client.close()
+        if self._spawned is not None:
+            self._spawned.shutdown()
+        self._bury(EngineDeadError("the engine was shut down"))
+
+    # -------------------------------------------------------------- on the client's thread
+
+    def _take_deltas(self, deltas: list[TokenDelta]) -> None:
+        with self._lock:
+            states, sequences = self._outputs.process(deltas)
+            if sequences:
+                self._client.abort(sequences=sequences)
+            news: dict[Mailbox, list[RequestState]] = {}
+            for state in states:
+                news.setdefault(self._mailboxes[state.key], []).append(state)
+            self._drop([state for state in states if state.finished])
+        for mailbox, touched in news.items():
+            mailbox.put(touched)
+
+    def _lose_core(self, error: EngineDeadError) -> None:
+        """Replace a core that died, if that is wanted; else every open request ends with the cause."""
+        if self._closed or self._spawned is None or self._restarts <= 0:
+            self._bury(error)
+            return
+        self._restarts -= 1
+        logger.error("%s; starting another (%d more after that)", error, self._restarts)
+        self._spawned.shutdown()
+        try:
+            client, spawned = self._connect(self)
+        except Exception as again:
+            self._bury(EngineDeadError(f"{error}; another did not start: {again}"))
+            return
+        with self._lock:
+            self._client, self._spawned = client, spawned
+            client.submit([resumed(state) for state in self._open.values()])
+
+    def _bury(self, error: EngineDeadError) -> None:
+        with self._lock:
+            self.dead = self.dead or error
+            states = self._outputs.fail(error)
+            mailboxes = [(self._mailboxes[state.key], state) for state in states]
+            self._drop(states)
+        for mailbox, state in mailboxes:
+            mailbox.put([state])
+
+    # -------------------------------------------------------------- under the lock
+
+    def _check_alive(self) -> None:
+        if self.dead is not None:
+            raise EngineDeadError(*self.dead.args)
+
+    def _drop(self, states: Iterable[RequestState]) -> None:
+        for state in states:
+            if self._open.get(state.request_id) is state:
+                del self._open[state.request_id]
+                self._outputs.drop(state.key)
+                del self._mailboxes[state.key]
+
+
+def resumed(state: RequestState) -> SubmitRequest:
+    """The request as a new core gets it, to go on where the lost one was.
+
+    A sequence that has ended is sent without tokens, so that the core takes it: what it generates anew is
+    ignored.
+    """
+    done = [
+        tokens if reason is None else []
+        for tokens, reason in zip(state.output_token_ids, state.finish_reasons, strict=True)
+    ]
+    return msgspec.structs.replace(state.request, output_token_ids=done)
+
+
+def method_name(method: Any) -> str:
+    """The name of a worker's method.
+
+    Raises:
+        TypeError: a callable, or anything but a string.
+    """
+    if not isinstance(method, str):
+        raise TypeError(f"give the name of a worker's method, not {method!r}: code never crosses a socket")
+    return method
+
+
+def refuse_later(**values: Any) -> None:
+    """Refuse arguments of features that are not there yet.
+
+    Raises:
+        ValueError: one of them is not None.
+    """
+    for name, value in values.items():
+        if value is not None:
+            raise ValueError(f"{name} is not supported yet")
