@@ -9,6 +9,7 @@ from pagewire import __version__
 from pagewire.cli import bench, chat, collect_env, core, generate, keys
 from pagewire.cli.options import UsageError, refuse_unknown
 from pagewire.ipc.errors import EngineDeadError, ModelNotFoundError
+from pagewire.ipc.options import EngineArgs
 
 COMMANDS = (generate, chat, core, bench, keys, collect_env)
 
@@ -29,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command. Exit status: 0, 1 after a failure, 2 after a mistake on the command line, 130 after Ctrl-C."""
     options, extra = build_parser().parse_known_args(argv)
     try:
-        refuse_unknown(extra, set(vars(options)))
+        refuse_unknown(extra, set(vars(options)) | set(EngineArgs.__dataclass_fields__))
         return int(options.run(options))
     except UsageError as error:
         print(f"pagewire {options.command}: {error}", file=sys.stderr)

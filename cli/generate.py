@@ -1,0 +1,99 @@
+"""`pagewire generate`: complete a prompt, streaming to the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pagewire.cli.options import (
+    UsageError,
+    add_attach_options,
+    add_engine_options,
+    add_sampling_options,
+    sampling_fields,
+)
+
+if TYPE_CHECKING:
+    from pagewire.frontend.async_llm import AsyncLLM
+    from pagewire.frontend.inputs import PromptType
+    from pagewire.ipc.params import SamplingParams
+
+
+def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "generate",
+        help="complete a prompt",
+        description="Complete a prompt, given as an argument, in a file, or on standard input; the text is "
+        "printed as it comes.",
+    )
+    parser.add_argument("prompt", nargs="?", help="the text to complete; '-' or nothing: standard input")
+    parser.add_argument("--file", type=Path, help="take the prompt from a file")
+    add_attach_options(parser)
+    add_sampling_options(parser, max_tokens=256)
+    add_engine_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Generate, print, end."""
+    from pagewire.cli.engine import opened
+    from pagewire.frontend import async_llm
+
+    prompt = read_prompt(options)
+    with opened(options) as engine:
+        params = sampling_params(engine, sampling_fields(options))
+        async_llm.run(stream(engine, prompt, params))
+    print()
+    return 0
+
+
+def read_prompt(options: argparse.Namespace) -> str:
+    """The prompt, from wherever it is.
+
+    Raises:
+        UsageError: two prompts, none, or a file that cannot be read.
+    """
+    if options.file is not None:
+        if options.prompt is not None:
+            raise UsageError("give a prompt or --file, not both")
+        try:
+            return str(options.file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"cannot read {options.file}: {error}") from error
+    if options.prompt not in (None, "-"):
+        return str(options.prompt)
+    if options.prompt is None and sys.stdin.isatty():
+        raise UsageError('give a prompt: pagewire generate "Once upon a time"')
+    return sys.stdin.read()
+
+
+def sampling_params(engine: AsyncLLM, fields: dict[str, Any]) -> SamplingParams:
+    """The model's defaults, overridden by what was given; streamed piece by piece.
+
+    Raises:
+        UsageError: a value out of range.
+    """
+    import msgspec
+
+    from pagewire.frontend.inputs import default_sampling_params
+    from pagewire.ipc.params import RequestOutputKind
+
+    try:
+        return msgspec.structs.replace(
+            default_sampling_params(engine.info), output_kind=RequestOutputKind.DELTA, **fields
+        )
+    except (ValueError, TypeError) as error:
+        raise UsageError(str(error)) from error
+
+
+async def stream(engine: AsyncLLM, prompt: PromptType, params: SamplingParams) -> str:
+    """Print the output as it comes; the whole of it is returned."""
+    pieces = []
+    async for output in engine.generate(prompt, params):
+        for completion in output.outputs:
+            pieces.append(completion.text)
+            print(completion.text, end="", flush=True)
+    return "".join(pieces)
