@@ -1,0 +1,54 @@
+"""Real engines on the demo model, in float32: a core with a real worker, as a user would start them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pagewire import LLM
+
+
+class Daemon:
+    """`pagewire core` as a process."""
+
+    def __init__(self, address: str, *options: str) -> None:
+        self.address = address
+        command = [sys.executable, "-m", "pagewire.cli.main", "core", "--listen", address]
+        self.process = subprocess.Popen(
+            [*command, "--dtype", "float32", *options], stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == f"ready {address}\n"
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit status."""
+        self.process.terminate()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return self.process.wait(60)
+
+
+@pytest.fixture
+def start_daemon(tmp_path: Path) -> Iterator[Callable[..., Daemon]]:
+    """Start a daemon: `start_daemon("--max-num-seqs", "4")`."""
+    daemons: list[Daemon] = []
+
+    def start(*options: str) -> Daemon:
+        daemons.append(Daemon(f"ipc://{tmp_path}/core{len(daemons)}.sock", *options))
+        return daemons[-1]
+
+    yield start
+    for daemon in daemons:
+        if daemon.process.poll() is None:
+            daemon.stop()
+
+
+@pytest.fixture(scope="session")
+def llm() -> Iterator[LLM]:
+    """One engine for all tests that change nothing of it."""
+    with LLM("demo", dtype="float32", kv_cache_memory_bytes=64 << 20, max_logprobs=50) as engine:
+        yield engine

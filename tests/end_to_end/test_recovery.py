@@ -1,0 +1,190 @@
+"""Real processes, killed and stopped: no token lost, doubled or changed, and nobody else disturbed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from pagewire import LLM, AsyncLLM, EngineArgs, EngineDeadError, RequestOutputKind, SamplingParams
+
+PROMPTS = [[300 + i, 400, 500 + i] * (1 + i % 5) for i in range(24)]
+
+
+def sampled(seed: int, max_tokens: int = 60) -> SamplingParams:
+    return SamplingParams(
+        seed=seed, max_tokens=max_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+    )
+
+
+async def collect(llm: AsyncLLM, index: int, progress: list[int] | None = None) -> list[int]:
+    tokens: list[int] = []
+    async for output in llm.generate(PROMPTS[index], sampled(index), f"r{index}"):
+        tokens += output.outputs[0].token_ids
+        if progress is not None:
+            progress[0] += len(output.outputs[0].token_ids)
+    return tokens
+
+
+async def status(llm: AsyncLLM) -> dict[str, object]:
+    return await asyncio.wrap_future(llm.session.call("status"))  # type: ignore[no-any-return]
+
+
+def test_killed_workers_change_nothing(start_daemon: Callable) -> None:
+    daemon = start_daemon("--max-num-batched-tokens", "64")
+
+    async def main() -> None:
+        async with AsyncLLM.attach(daemon.address) as llm:
+            expected = await asyncio.gather(*(collect(llm, i) for i in range(len(PROMPTS))))
+            progress = [0]
+            tasks = [asyncio.create_task(collect(llm, i, progress)) for i in range(len(PROMPTS))]
+            for kill in range(1, 3):
+                while progress[0] < kill * 300:
+                    await asyncio.sleep(0)
+                os.kill((await status(llm))["worker_pid"], signal.SIGKILL)
+            assert await asyncio.gather(*tasks) == expected
+            state = await status(llm)
+            assert state["worker_starts"] >= 2 and state["num_free_blocks"] == state["num_blocks"]
+
+    asyncio.run(main())
+
+
+def test_preemption_changes_nothing(start_daemon: Callable, llm: LLM) -> None:
+    params = [sampled(i) for i in range(len(PROMPTS))]
+    expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+    daemon = start_daemon("--max-model-len", "128", "--num-gpu-blocks-override", "12")
+    with LLM.attach(daemon.address) as small:
+        outputs = small.generate(PROMPTS, params, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+        metrics = {metric.name: metric for metric in small.get_metrics()}
+        assert metrics["vllm:num_preemptions"].value > 0
+
+
+FRONTEND = """
+import asyncio, sys
+from pagewire import AsyncLLM, SamplingParams, RequestOutputKind
+async def main():
+    llm = AsyncLLM.attach(sys.argv[1])
+    params = SamplingParams(max_tokens=900, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    async for output in llm.generate([300, 301], params):
+        print(len(output.outputs[0].token_ids), flush=True)
+asyncio.run(main())
+"""
+
+
+def test_a_killed_frontend_disturbs_nobody(start_daemon: Callable) -> None:
+    daemon = start_daemon()
+
+    async def main() -> None:
+        async with AsyncLLM.attach(daemon.address) as llm:
+            expected = await collect(llm, 0)
+            other = subprocess.Popen([sys.executable, "-c", FRONTEND, daemon.address], stdout=subprocess.PIPE)
+            assert other.stdout is not None and other.stdout.readline()
+            task = asyncio.create_task(collect(llm, 0))
+            other.kill()
+            other.wait()
+            other.stdout.close()
+            assert await task == expected
+            while len((await status(llm))["clients"]) > 1:  # type: ignore[arg-type]
+                await asyncio.sleep(0.01)
+            state = await status(llm)
+            assert state["running"] == 0 and state["num_free_blocks"] == state["num_blocks"]
+
+    asyncio.run(main())
+
+
+def test_a_killed_core_is_told_to_every_request(start_daemon: Callable) -> None:
+    daemon = start_daemon()
+
+    async def main() -> None:
+        llm = AsyncLLM.attach(daemon.address)
+        progress = [0]
+        tasks = [asyncio.create_task(collect(llm, i, progress)) for i in range(4)]
+        while not progress[0]:
+            await asyncio.sleep(0)
+        daemon.process.kill()
+        for task in tasks:
+            with pytest.raises(EngineDeadError):
+                await task
+        with pytest.raises(EngineDeadError):
+            await llm.check_health()
+        llm.shutdown()
+
+    asyncio.run(main())
+
+
+def test_restarts_carry_streams_over_to_a_new_core() -> None:
+    async def main() -> None:
+        llm = AsyncLLM.from_engine_args(EngineArgs(dtype="float32"), restarts=1)
+        expected = await asyncio.gather(*(collect(llm, i) for i in range(4)))
+        progress = [0]
+        tasks = [asyncio.create_task(collect(llm, i, progress)) for i in range(4)]
+        while progress[0] < 40:
+            await asyncio.sleep(0)
+        assert llm.session._spawned is not None
+        os.kill(llm.session._spawned.pid, signal.SIGKILL)
+        assert await asyncio.gather(*tasks) == expected
+        llm.shutdown()
+
+    asyncio.run(main())
+
+
+OWNER = """
+import os, signal
+from pagewire import LLM
+llm = LLM("demo")
+print(llm.llm_engine.session._spawned.pid, llm.collective_rpc("ping") is not None, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_nothing_outlives_a_killed_parent() -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    pid = int(owner.stdout.readline().split()[0])
+    try:
+        core = psutil.Process(pid)
+        processes = [core, *core.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        processes = []
+    owner.wait()
+    owner.stdout.close()
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    assert not alive
+
+
+def test_a_second_daemon_on_one_address_is_refused(start_daemon: Callable) -> None:
+    daemon = start_daemon()
+    command = [sys.executable, "-m", "pagewire.cli.main", "core", "--listen", daemon.address]
+    second = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert second.returncode == 1 and f"pid {daemon.process.pid}" in second.stderr.splitlines()[-1]
+    assert daemon.stop() == 0
+
+
+def test_cancelling_and_aborting_free_blocks(start_daemon: Callable) -> None:
+    daemon = start_daemon()
+    long = SamplingParams(max_tokens=900, ignore_eos=True)
+
+    async def main() -> None:
+        async with AsyncLLM.attach(daemon.address) as llm:
+            stream = llm.generate([300], long, "a")
+            await anext(stream)
+            with pytest.raises(ValueError, match="in use"):
+                await anext(llm.generate([300], long, "a"))
+            await stream.aclose()
+            stream = llm.generate([301], long, "b")
+            await anext(stream)
+            await llm.abort("b")
+            last = [output async for output in stream][-1]
+            assert last.finished and last.outputs[0].finish_reason == "abort"
+            while (state := await status(llm))["running"]:
+                await asyncio.sleep(0.01)
+            assert state["num_free_blocks"] == state["num_blocks"]
+
+    asyncio.run(main())
