@@ -33,7 +33,13 @@ TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-QUESTIONS = ("What is {}?", "Explain {}.", "Tell me about {}.", "How does {} work?", "What does {} do in Python?")
+QUESTIONS = (
+    "What is {}?",
+    "Explain {}.",
+    "Tell me about {}.",
+    "How does {} work?",
+    "What does {} do in Python?",
+)
 PROMPT = "The with statement in Python"
 QUESTION = "What is the with statement?"
 
@@ -56,7 +62,9 @@ def clean(text: str) -> str:
 def opening(text: str, limit: int = 500) -> str:
     """The first sentences of a document, up to `limit` characters, ending with a full stop."""
     paragraphs = [" ".join(p.split()) for p in text.split("\n\n")]
-    prose = " ".join(p for p in paragraphs if len(p) > 60 and "::=" not in p and not p.startswith((">>>", "See")))
+    prose = " ".join(
+        p for p in paragraphs if len(p) > 60 and "::=" not in p and not p.startswith((">>>", "See"))
+    )
     cut = prose[:limit].rfind(". ")
     return prose[: cut + 1] if cut > 60 else ""
 
@@ -202,7 +210,9 @@ def sample(folder: Path, prompt: str, *, do_sample: bool) -> str:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     torch.manual_seed(0)
     inputs = tokenizer(prompt, return_tensors="pt")
-    output = model.generate(**inputs, max_new_tokens=120, do_sample=do_sample, temperature=0.8 if do_sample else None)
+    output = model.generate(
+        **inputs, max_new_tokens=120, do_sample=do_sample, temperature=0.8 if do_sample else None
+    )
     return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
@@ -223,8 +233,8 @@ def write_card(folder: Path, report: Report) -> None:
 
 A Llama of {report.num_parameters:,} parameters ({config["num_hidden_layers"]} layers, hidden size
 {config["hidden_size"]}, {config["num_attention_heads"]} query and {config["num_key_value_heads"]} key-value heads,
-vocabulary {config["vocab_size"]}, context {config["max_position_embeddings"]}), stored in bfloat16. It shows that an
-engine works; it knows nothing but the wording of Python's documentation.
+vocabulary {config["vocab_size"]}, context {config["max_position_embeddings"]}), stored in bfloat16. It shows that
+an engine works; it knows nothing but the wording of Python's documentation.
 
 Trained from scratch by `benchmarks/train_demo.py` on the documentation topics and docstrings that come with
 CPython (PSF license), for {report.minutes:.0f} minutes on two CPU cores: {report.num_tokens_seen / 1e6:.1f} million

@@ -46,7 +46,7 @@ def add_option(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
     elif isinstance(default, dict):
         group.add_argument(flag(field.name), type=json_object, metavar="JSON", **common)
     elif field.metadata["choices"]:
-        kind = int if isinstance(default, int) else str
+        kind: type = int if isinstance(default, int) else str
         group.add_argument(flag(field.name), type=kind, choices=field.metadata["choices"], **common)
     elif list[str] in kinds:
         group.add_argument(flag(field.name), nargs="+", metavar="NAME", **common)

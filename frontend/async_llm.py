@@ -170,7 +170,7 @@ class AsyncLLM:
     async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         """Pooling models are not supported yet: raises NotImplementedError."""
         raise NotImplementedError("encode: pooling models are not supported yet")
-        yield
+        yield  # type: ignore[unreachable]  # makes it a generator, as its callers expect
 
     # -------------------------------------------------------------- the engine as a whole
 

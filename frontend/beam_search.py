@@ -46,7 +46,8 @@ class BeamSearchSequence:
 
     def score(self, length_penalty: float, length: int | None = None) -> float:
         """The log probability over length ** length_penalty (`length`: another than its own)."""
-        return self.cumulative_logprob / max(1, length or len(self.token_ids)) ** length_penalty
+        divisor: float = max(1, length or len(self.token_ids)) ** length_penalty
+        return self.cumulative_logprob / divisor
 
     def extended(self, token_id: int, logprob: float) -> BeamSearchSequence:
         """This beam and one token more."""
@@ -77,7 +78,7 @@ class Beams:
 
     def advance(self, candidates: Iterable[Sequence[tuple[int, float]]]) -> None:
         """Take the best continuations. candidates: per running beam, (token id, log probability) pairs."""
-        grown = []
+        grown: list[BeamSearchSequence] = []
         for beam, tokens in zip(self.running, candidates, strict=True):
             for token_id, logprob in tokens:
                 (self._ended if token_id == self._eos else grown).append(beam.extended(token_id, logprob))
@@ -170,8 +171,9 @@ def one_token(params: BeamSearchParams) -> SamplingParams:
 def candidates(output: RequestOutput, params: BeamSearchParams) -> list[tuple[int, float]]:
     """The 2 * beam_width most likely next tokens, with log probabilities at the search's temperature."""
     logprobs = output.outputs[0].logprobs
-    assert logprobs is not None
-    found = {token_id: entry.logprob for token_id, entry in logprobs[0].items()}
+    first = logprobs[0] if logprobs else None
+    assert first is not None, "a step asks for log probabilities"
+    found = {token_id: entry.logprob for token_id, entry in first.items()}
     if params.temperature not in (0.0, 1.0):
         scaled = {token_id: logprob / params.temperature for token_id, logprob in found.items()}
         peak = max(scaled.values())

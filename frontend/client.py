@@ -10,6 +10,7 @@ monitor, `CoreDying`, exit of a spawned core) or after `PAGEWIRE_HEARTBEAT_TIMEO
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import signal
 import subprocess
@@ -314,7 +315,7 @@ class Link:
         self._poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if to_send else 0))
         if bell is not None:
             self._poller.register(bell, zmq.POLLIN)
-        return any(source == bell for source, _ in self._poller.poll(seconds * 1000))
+        return any(source == bell for source, _ in self._poller.poll(math.ceil(seconds * 1000)))
 
     def messages(self) -> Iterator[ToFrontend]:
         """All that has come.
@@ -340,7 +341,7 @@ class Link:
     def lost(self) -> bool:
         """True if the core went away, or refused the handshake, since this was last asked."""
         lost = False
-        while self._monitor.get(zmq.EVENTS) & zmq.POLLIN:
+        while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             self.reached |= bool(event & REACHED)
             lost |= bool(event & LOST)

@@ -413,7 +413,7 @@ def progress_bar(total: int, use_tqdm: bool | Callable[..., Any]) -> Iterator[Ti
         def tick(output: RequestOutput | None) -> None:
             nonlocal num_in, num_out
             if output is not None:
-                num_in += len(output.prompt_token_ids)
+                num_in += len(output.prompt_token_ids or ())
                 num_out += sum(len(completion.token_ids) for completion in output.outputs)
                 seconds = time.perf_counter() - begin
                 bar.set_postfix_str(

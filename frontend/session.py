@@ -132,8 +132,12 @@ class Session:
         try:
             tokenizer = None
             if name is not None or not self.info.skip_tokenizer_init:
-                options = {"mode": self.info.tokenizer_mode, "trust_remote_code": self.info.trust_remote_code}
-                tokenizer = load_tokenizer(name or self.info.tokenizer, **options, **source)
+                tokenizer = load_tokenizer(
+                    name or self.info.tokenizer,
+                    self.info.tokenizer_mode,
+                    trust_remote_code=self.info.trust_remote_code,
+                    **source,
+                )
             self._intake = Intake(self.info, tokenizer, salt)
             self.tokenizer = tokenizer
         except BaseException:
