@@ -86,8 +86,9 @@ class DecoderStack(nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the packed weights."""
-        return sum(layer.num_bytes for layer in self.layers)
+        """Bytes of the layers' weights."""
+        norms = sum(weight.nbytes for weight, _, _ in self.norms[:-1])
+        return norms + sum(layer.num_bytes for layer in self.layers)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, paged: Paged, **_: Any) -> tuple[Tensor]:
         """Tokens int64 [1, T] at int64 [1, T] to hidden states [1, T, H]."""
@@ -114,38 +115,40 @@ class DecoderLayer:
         _require(_children(layer) == LAYER)
         _require(_children(attention) in (ATTENTION, ATTENTION | HEAD_NORMS))
         _require(_children(mlp) - {"act_fn"} == MLP - {"act_fn"})
-        gate = GATES.get(getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", ""))
+        gate = GATES.get(
+            str(getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None))
+        )
         _require(gate is not None)
         assert gate is not None
         self.gate = gate
         self.index, self.scale = attention.layer_idx, float(attention.scaling)
         self.window = attention_window(attention, config)
         self.head_dim = attention.head_dim
-        self.q_size, self.k_size = attention.q_proj.out_features, attention.k_proj.out_features
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        self.num_heads = [projection.out_features // self.head_dim for projection in projections]
         self.head_norms = None
         if _children(attention) >= HEAD_NORMS:
             self.head_norms = _norm(attention.q_norm), _norm(attention.k_norm)
             _require(len(self.head_norms[0].weight) == self.head_dim)
-        self.qkv = joined(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.out = joined(attention.o_proj)
-        self.gate_up = joined(mlp.gate_proj, mlp.up_proj)
-        self.down = joined(mlp.down_proj)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the packed weights."""
-        return sum(linear.num_bytes for linear in (self.qkv, self.out, self.gate_up, self.down))
+        linears = [
+            joined(attention.q_proj, attention.k_proj, attention.v_proj),
+            joined(attention.o_proj),
+            joined(mlp.gate_proj, mlp.up_proj),
+            joined(mlp.down_proj),
+        ]
+        self.num_bytes = sum(linear.num_bytes for linear in linears)
+        self.qkv, self.out, self.gate_up, self.down = (linear.forward for linear in linears)
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
         """x [T, H], cos and sin [T, rot_dim] to [T, H]."""
-        qkv = self.qkv(x).view(len(x), -1, self.head_dim)
-        num_q, num_k = self.q_size // self.head_dim, self.k_size // self.head_dim
-        q, k, v = qkv[:, :num_q], qkv[:, num_q : num_q + num_k], qkv[:, num_q + num_k :]
+        num_tokens = x.shape[0]
+        qkv = self.qkv(x).view(num_tokens, -1, self.head_dim)
+        q, k, v = qkv.split(self.num_heads, dim=1)
         if self.head_norms is not None:
             q, k = self.head_norms[0](q), self.head_norms[1](k)
         rotary(q, k, cos, sin)
         attended = paged.attend(self.index, q, k, v, self.scale, self.window)
-        return self.out(attended.view(len(x), -1))
+        return self.out(attended.view(num_tokens, -1))
 
     def feed_forward(self, x: Tensor) -> Tensor:
         """[T, H] to [T, H]."""
@@ -156,6 +159,6 @@ def attention_window(attention: Any, config: Any) -> int | None:
     """How many keys a query of this layer sees; None: all."""
     if hasattr(attention, "sliding_window"):
         return attention.sliding_window  # type: ignore[no-any-return]
-    window = getattr(config, "sliding_window", None)
+    window: int | None = getattr(config, "sliding_window", None)
     _require(window is None or config.model_type in WINDOW_EVERYWHERE)
-    return window  # type: ignore[no-any-return]
+    return window

@@ -72,7 +72,7 @@ def bind_threads(num_threads: int | None) -> int:
     """
     text = os.environ.get("PAGEWIRE_CPU_OMP_THREADS_BIND", "auto")
     if text in ("", "auto", "all", "nobind"):
-        usable = len(os.sched_getaffinity(0))
+        usable = min(len(os.sched_getaffinity(0)), cgroup_cpus())
         return num_threads or max(1, min(usable, psutil.cpu_count(logical=False) or usable))
     try:
         cpus = parse_cpus(text)
@@ -100,16 +100,22 @@ def parse_cpus(text: str) -> set[int]:
 def machine_memory() -> tuple[int, int]:
     """(total, available) bytes: the machine's, or the control group's where that is less."""
     memory = psutil.virtual_memory()
-    limit, used = cgroup_bytes("memory.max"), cgroup_bytes("memory.current")
-    if limit is None or used is None:
+    limit, used = cgroup_figures("memory.max"), cgroup_figures("memory.current")
+    if not limit or not used:
         return memory.total, memory.available
-    return min(memory.total, limit), min(memory.available, max(0, limit - used))
+    return min(memory.total, limit[0]), min(memory.available, max(0, limit[0] - used[0]))
 
 
-def cgroup_bytes(name: str) -> int | None:
-    """A figure of this process's control group (version 2); None: no such limit."""
+def cgroup_cpus() -> int:
+    """How many CPUs' time this process may use."""
+    quota = cgroup_figures("cpu.max")
+    return max(1, quota[0] // quota[1]) if len(quota) == 2 else os.cpu_count() or 1
+
+
+def cgroup_figures(name: str) -> list[int]:
+    """The numbers in a file of this process's control group (version 2); empty: there is no such limit."""
     try:
         group = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2].lstrip("/")
-        return int((Path("/sys/fs/cgroup") / group / name).read_text())
+        return [int(figure) for figure in (Path("/sys/fs/cgroup") / group / name).read_text().split()]
     except (OSError, ValueError):
-        return None
+        return []

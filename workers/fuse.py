@@ -34,6 +34,7 @@ def pack_linears(module: nn.Module) -> None:
     """Replace every linear layer (and GPT-2's transposed ones) by a packed one."""
     from transformers.pytorch_utils import Conv1D
 
+    child: Any
     for name, child in list(module.named_children()):
         if type(child) is nn.Linear:
             setattr(module, name, PackedLinear(child.weight, child.bias))
@@ -50,7 +51,7 @@ def is_experts(module: nn.Module) -> bool:
 
 def pack_experts(module: nn.Module) -> None:
     """Pack the experts' matrices one by one, and let transformers dispatch to `run_experts`."""
-    experts = [child for child in module.modules() if is_experts(child)]
+    experts: list[Any] = [child for child in module.modules() if is_experts(child)]
     for child in experts:
         name = "gate_up_proj" if child.has_gate else "up_proj"
         child.packed_up, child.packed_down = (expert_linears(child, n) for n in (name, "down_proj"))

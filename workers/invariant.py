@@ -30,10 +30,11 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if num_rows == 1:
         rows = rows.expand(2, -1).contiguous()
     if rows.dtype in PACKED_DTYPES and num_rows:
-        out = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
     else:
         out = F.linear(rows, weight, bias)
-    return out[:num_rows].view(*x.shape[:-1], out.shape[-1])
+    out = out if out.shape[0] == num_rows else out[:num_rows]
+    return out.view(*x.shape[:-1], out.shape[-1])
 
 
 def pack(weight: Tensor) -> Tensor:

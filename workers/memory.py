@@ -11,7 +11,7 @@ GIB = 1 << 30
 DEFAULT_KV_GIB = 4.0
 
 
-def kv_budget(load: LoadModel, total: int, available: int, headroom: int) -> int:
+def kv_budget(load: LoadModel, available: int, headroom: int) -> int:
     """Bytes for the KV cache: as asked for, or within the share of memory that may be used.
 
     Raises:

@@ -51,9 +51,7 @@ def load_config(load: LoadModel) -> Any:
 def checkpoint_dtype(config: Any) -> torch.dtype:
     """The dtype that the checkpoint says it has; float32 if it says nothing."""
     dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-    if isinstance(dtype, str):
-        dtype = DTYPES.get(dtype)
-    return dtype if dtype in DTYPES.values() else torch.float32
+    return DTYPES.get(str(dtype).removeprefix("torch."), torch.float32)
 
 
 def resolve_dtype(name: str, config: Any) -> torch.dtype:

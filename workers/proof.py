@@ -86,7 +86,7 @@ def paged_logits(model: Model, run: DryRun, trace: Trace) -> list[Tensor]:
         ids = torch.cat([t[p] for t, p in zip(run.token_ids, places, strict=True)])
         positions = torch.cat([p + offset for p, offset in zip(places, run.offsets, strict=True)])
         hidden = model.hidden_states(ids, positions, trace.step(dry_batch(places, done)))
-        for part, rows in zip(parts, model.logits(hidden).split(list(lengths)), strict=True):
+        for part, rows in zip(parts, torch.split(model.logits(hidden), list(lengths)), strict=True):
             part.append(rows)
     return [torch.cat(part) for part in parts]
 
@@ -117,6 +117,8 @@ def prove(model: Model, run: DryRun, wanted: list[Tensor], max_model_len: int) -
     config = model.config
     try:
         found = paged_logits(model, run, trace)
+    except LoadError as error:
+        raise refuse(config, str(error)) from error
     except Exception as error:
         raise refuse(config, f"paged attention does not fit it: {first_line(error)}") from error
     check_calls(config, trace)

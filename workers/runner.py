@@ -147,7 +147,7 @@ class Runner:
         memory = self.device.memory()
         widest = min(self.load.max_num_batched_tokens, LOGIT_CHUNK // loaded.vocab_size + 1)
         headroom = widest * loaded.vocab_size * 8 + (256 << 20)
-        budget = kv_budget(self.load, memory["total"], memory["available"], headroom)
+        budget = kv_budget(self.load, memory["available"], headroom)
         return num_kv_blocks(self.load, loaded.max_model_len, self.block_bytes, budget)
 
     def _sample(self, plan: StepPlan, batch: Batch, hidden: Tensor, result: StepResult) -> None:

@@ -41,6 +41,13 @@ class Architecture:
 
         return AutoConfig.for_model(self.model_type or self.name, **(COMMON | self.fields))
 
+    def class_name(self) -> str:
+        """Its class in transformers."""
+        from transformers import AutoModelForCausalLM
+
+        mapping = AutoModelForCausalLM._model_mapping
+        return mapping[type(self.config())].__name__  # type: ignore[no-any-return]
+
     def write(self, folder: Path, seed: int = 0, dtype: str = "float32") -> Path:
         """A checkpoint with random weights in `folder`."""
         import torch

@@ -21,7 +21,7 @@ def load_runner(folder: Path, **fields: Any) -> tuple[Runner, Ready]:
 
 
 @dataclass
-class Sequence_:
+class Request:
     """One request as the driver sees it."""
 
     slot: int
@@ -73,9 +73,9 @@ class Driver:
         num_tokens: int,
         params: SamplingParams | Sequence[SamplingParams] = GREEDY,
         seeds: Sequence[int] | None = None,
-    ) -> list[Sequence_]:
+    ) -> list[Request]:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        sequences = [Sequence_(i, list(p), each[i], seeds[i] if seeds else i) for i, p in enumerate(prompts)]
+        sequences = [Request(i, list(p), each[i], seeds[i] if seeds else i) for i, p in enumerate(prompts)]
         inits = [SlotInit(s.slot, s.prompt, len(s.prompt), [], s.params, s.seed) for s in sequences]
         while any(len(s.output) < num_tokens for s in sequences):
             rows, scheduled = self._rows([s for s in sequences if len(s.output) < num_tokens])
@@ -85,7 +85,7 @@ class Driver:
         self.runner.step(StepPlan(-1, [], [], [s.slot for s in sequences]))
         return sequences
 
-    def _rows(self, sequences: list[Sequence_]) -> tuple[list[Row], list[Sequence_]]:
+    def _rows(self, sequences: list[Request]) -> tuple[list[Row], list[Request]]:
         budget, rows, scheduled = self.budget, [], []
         for s in sequences:
             n = min(s.length - s.computed, budget)
@@ -101,7 +101,7 @@ class Driver:
             scheduled.append(s)
         return rows, scheduled
 
-    def _run(self, rows: list[Row], scheduled: list[Sequence_], inits: list[SlotInit]) -> None:
+    def _run(self, rows: list[Row], scheduled: list[Request], inits: list[SlotInit]) -> None:
         self.step_id += 1
         result = self.runner.step(StepPlan(self.step_id, rows, inits))
         assert result.step_id == self.step_id

@@ -1,0 +1,26 @@
+"""Tiny random checkpoints, and runners on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pagewire.workers.runner import Runner
+
+from .architectures import GROUPED, Architecture
+from .driver import load_runner
+
+LLAMA = Architecture("llama", GROUPED)
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny Llama."""
+    return LLAMA.write(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def runner(llama: Path) -> Runner:
+    """A fresh runner of it."""
+    return load_runner(llama)[0]

@@ -1,0 +1,125 @@
+"""The worker as a process, over ZeroMQ."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from pagewire.ipc.codec import Codec
+from pagewire.ipc.lifeline import Child
+from pagewire.ipc.messages import (
+    PROTOCOL,
+    FromWorker,
+    LoadModel,
+    Progress,
+    Ready,
+    Row,
+    Shutdown,
+    SlotInit,
+    StepPlan,
+    StepResult,
+    WorkerCall,
+    WorkerFailed,
+    WorkerHello,
+    WorkerReply,
+)
+from pagewire.ipc.sockets import bind_router, receive, send
+
+from .driver import GREEDY
+
+WAIT_MS = 60_000
+
+
+class Core:
+    """The other end of a worker process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.context: zmq.Context[Any] = zmq.Context()
+        address = f"ipc://{folder}/w"
+        self.socket = bind_router(self.context, address)
+        self.codec: Codec[FromWorker] = Codec(FromWorker)
+        command = [sys.executable, "-m", "pagewire.workers.main"]
+        self.child = Child([*command, "--connect", address, "--identity", "w"])
+
+    def say(self, message: Any) -> None:
+        send(self.socket, [b"w", *self.codec.encode(message)])
+
+    def hear(self) -> FromWorker:
+        assert self.socket.poll(WAIT_MS), "the worker says nothing"
+        return self.codec.decode(receive(self.socket)[1:])
+
+    def hear_after_progress(self) -> FromWorker:
+        while isinstance(message := self.hear(), Progress):
+            assert message.seconds >= 0
+        return message
+
+
+@pytest.fixture
+def core(tmp_path: Path) -> Iterator[Core]:
+    core = Core(tmp_path)
+    hello = core.hear()
+    assert isinstance(hello, WorkerHello)
+    assert (hello.protocol, hello.pid) == (PROTOCOL, core.child.pid)
+    yield core
+    core.child.kill()
+    core.socket.close()
+    core.context.term()
+
+
+def load_message(folder: Path) -> LoadModel:
+    return LoadModel(str(folder), max_model_len=64, max_num_seqs=4, num_blocks=32, num_threads=1)
+
+
+def test_a_life(core: Core, llama: Path) -> None:
+    core.child.process.send_signal(signal.SIGINT)  # the parent's to handle
+    core.say(WorkerCall(1, "ping"))
+    early = core.hear()
+    assert isinstance(early, WorkerReply)
+    assert early.error is not None and "no model" in early.error
+
+    core.say(load_message(llama))
+    ready = core.hear_after_progress()
+    assert isinstance(ready, Ready)
+    core.say(StepPlan(5, [Row(0, 0, 3, sample=True)], [SlotInit(0, [3, 4, 5], 3, [0], GREEDY, 0)]))
+    result = core.hear()
+    assert isinstance(result, StepResult)
+    assert result.step_id == 5 and len(result.token_ids) == 1 and result.busy_us > 0
+
+    core.say(WorkerCall(2, "ping"))
+    assert core.hear() == WorkerReply(2, "pong")
+    core.say(WorkerCall(3, "rm", ["-r"]))
+    reply = core.hear()
+    assert isinstance(reply, WorkerReply)
+    assert (reply.call_id, reply.error_type) == (3, "ValueError")
+
+    core.say(Shutdown())
+    assert core.child.process.wait(20) == 0
+
+
+def test_a_failed_step_ends_the_worker(core: Core, llama: Path) -> None:
+    core.say(load_message(llama))
+    assert isinstance(core.hear_after_progress(), Ready)
+    core.say(StepPlan(1, [Row(2, 0, 3, sample=True)]))  # nobody took slot 2
+    failed = core.hear()
+    assert isinstance(failed, WorkerFailed)
+    assert not failed.fatal and "KeyError" in failed.error and "Traceback" in failed.traceback
+    assert core.child.process.wait(20) == 1
+
+
+def test_a_model_that_cannot_be_loaded_is_fatal(core: Core, tmp_path: Path) -> None:
+    core.say(load_message(tmp_path))
+    failed = core.hear_after_progress()
+    assert isinstance(failed, WorkerFailed)
+    assert failed.fatal and "holds no config.json" in failed.error
+    assert core.child.process.wait(20) == 1
+
+
+def test_it_ends_with_its_parent(core: Core) -> None:
+    core.child.release()
+    assert core.child.process.wait(20) == 0

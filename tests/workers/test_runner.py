@@ -1,0 +1,189 @@
+"""Steps: slots, relay, chunks, prompt log probabilities, errors; and what a worker does on call."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pagewire.ipc.messages import Row, SlotInit, StepPlan
+from pagewire.ipc.params import SamplingParams
+from pagewire.workers.batch import build_batch
+from pagewire.workers.runner import Runner, timed_step
+from pagewire.workers.slots import Slots
+
+from .architectures import VOCAB_SIZE
+from .conftest import LLAMA
+from .driver import GREEDY, Driver, load_runner, values
+from .parity import make_prompts, transformers_tokens
+
+
+def init(slot: int, token_ids: list[int], block_ids: list[int], params: SamplingParams = GREEDY) -> SlotInit:
+    return SlotInit(slot, token_ids, len(token_ids), block_ids, params, seed=7)
+
+
+def test_batch_of_mixed_rows() -> None:
+    slots = Slots(max_num_seqs=3, max_model_len=16, block_size=4, vocab_size=100)
+    inits = [init(2, [10, 11, 12, 13, 14], [7]), init(0, [20, 21], [3])]
+    rows = [Row(2, 1, 4, [5], sample=True), Row(0, 0, 1)]
+    slots.apply(StepPlan(0, rows, inits))
+    batch = build_batch(rows, slots)
+    assert batch.input_ids.tolist() == [11, 12, 13, 14, 20]
+    assert batch.positions.tolist() == [1, 2, 3, 4, 0]
+    assert batch.attention.slot_mapping.tolist() == [29, 30, 31, 20, 12]
+    assert batch.attention.query_start_loc.tolist() == [0, 4, 5]
+    assert batch.attention.seq_lens.tolist() == [5, 1]
+    assert batch.attention.block_table.tolist() == [[7, 5], [3, 0]]
+    assert (batch.attention.max_query_len, batch.attention.max_seq_len) == (4, 5)
+    assert (batch.sample_rows, batch.sample_indices.tolist()) == ([0], [3])
+
+
+def test_a_lone_token_is_padded() -> None:
+    slots = Slots(max_num_seqs=1, max_model_len=16, block_size=4, vocab_size=100)
+    rows = [Row(0, 0, 1, sample=True)]
+    slots.apply(StepPlan(0, rows, [init(0, [9], [2])]))
+    batch = build_batch(rows, slots)
+    assert batch.input_ids.tolist() == [9, 0]
+    assert batch.attention.slot_mapping.tolist() == [8, -1]
+    assert batch.attention.query_start_loc.tolist() == [0, 1]
+
+
+def test_slots_take_blocks_and_tokens_as_they_come() -> None:
+    slots = Slots(max_num_seqs=2, max_model_len=16, block_size=4, vocab_size=100)
+    slots.apply(StepPlan(0, [Row(1, 0, 3, [8, 9])], [init(1, [1, 2, 3], [4])]))
+    slots.append(1, 50)
+    slots.apply(StepPlan(1, [Row(1, 3, 1, [6])]))
+    assert slots.block_table[1].tolist() == [4, 8, 9, 6]
+    assert slots.tokens[1, :4].tolist() == [1, 2, 3, 50]
+    slots.apply(StepPlan(2, [], [init(1, [5], [])], freed_slots=[1]))
+    assert slots.num_tokens.tolist() == [0, 1]
+    assert slots.sampling[1].num_tokens == 1
+
+
+def test_a_plan_may_run_a_token_that_its_planner_has_not_seen(runner: Runner, llama: Path) -> None:
+    """The relay: all plans are written before the first result is read."""
+    [prompt] = make_prompts(VOCAB_SIZE, [6])
+    plans = [StepPlan(0, [Row(3, 0, 6, sample=True)], [init(3, prompt, [9, 2, 5])])]
+    plans += [StepPlan(i, [Row(3, 5 + i, 1, sample=True)]) for i in range(1, 5)]
+    found = [runner.step(plan).token_ids[0] for plan in plans]
+    assert [found] == transformers_tokens(llama, [prompt], 5)
+
+
+def test_a_preempted_request_goes_on_as_if_nothing_had_happened(runner: Runner) -> None:
+    params = SamplingParams(temperature=1.0, presence_penalty=0.5)
+    [prompt] = make_prompts(VOCAB_SIZE, [9])
+    [whole] = Driver(runner).generate([prompt], 8, params, seeds=[5])
+    again = SlotInit(6, prompt + whole[:4], 9, [40, 41, 42, 43, 44], params, seed=5)
+    found = [runner.step(StepPlan(0, [Row(6, 0, 13, sample=True)], [again])).token_ids[0]]
+    found += [runner.step(StepPlan(i, [Row(6, 12 + i, 1, sample=True)])).token_ids[0] for i in range(1, 4)]
+    assert found == whole[4:]
+
+
+def test_prompts_may_share_blocks_that_this_step_fills(runner: Runner, llama: Path) -> None:
+    [prompt] = make_prompts(VOCAB_SIZE, [10])
+    first, second = init(0, prompt, [1, 2, 3]), init(1, prompt, [1, 2, 4])
+    rows = [Row(1, 8, 2, sample=True), Row(0, 0, 10, sample=True)]
+    found = runner.step(StepPlan(0, rows, [first, second])).token_ids
+    assert [found] == [transformers_tokens(llama, [prompt], 1)[0] * 2]
+
+
+@pytest.mark.parametrize("budget", [3, 64])
+def test_prompt_logprobs(llama: Path, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from pagewire.workers import runner as module
+
+    monkeypatch.setattr(module, "LOGIT_CHUNK", 4 * VOCAB_SIZE)
+    runner, _ = load_runner(llama)
+    prompts = make_prompts(VOCAB_SIZE, [11, 4])
+    params = SamplingParams(temperature=0.0, prompt_logprobs=2)
+    requests = Driver(runner, budget).run(prompts, 2, params)
+    causal = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    for prompt, request in zip(prompts, requests, strict=True):
+        with torch.inference_mode():
+            wanted = causal(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        rows = [values(part) for part in request.prompt_logprobs]
+        ids = np.concatenate([np.reshape(r[0], (-1, 3)) for r in rows])
+        found = np.concatenate([np.reshape(r[1], (-1, 3)) for r in rows])
+        assert ids[:, 0].tolist() == prompt[1:]
+        assert ids[:, 1:].tolist() == wanted[:-1].topk(2).indices.tolist()
+        np.testing.assert_allclose(found, wanted[:-1].gather(1, torch.tensor(ids)).numpy(), atol=1e-4)
+
+
+def test_a_row_with_nan_fails_alone(llama: Path, tmp_path: Path) -> None:
+    poison = 77
+    weights = load_file(llama / "model.safetensors")
+    weights["model.embed_tokens.weight"][poison] = torch.nan
+    (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    runner, _ = load_runner(tmp_path)
+    good = make_prompts(VOCAB_SIZE, [5, 7])
+    good = [[t if t != poison else 3 for t in p] for p in good]
+    bad = [4, poison, 5]
+    first, ill, last = Driver(runner).run([good[0], bad, good[1]], 2)
+    assert ill.errors and "sampled" in ill.errors[0]
+    assert not first.errors and not last.errors
+    assert [first.output, last.output] == Driver(runner).generate(good, 2)
+
+
+def test_an_empty_plan_and_timing(runner: Runner) -> None:
+    result = timed_step(runner, StepPlan(4, []), idle_since=0.0)
+    assert (result.step_id, result.token_ids) == (4, [])
+    assert result.busy_us >= 0
+    assert result.idle_us > 0
+
+
+def test_methods(runner: Runner) -> None:
+    assert runner.call("ping", [], {}) == "pong"
+    assert runner.call("memory", [], {})["kv_cache"] == 64 * runner.block_bytes
+    info = runner.call("model_info", [], {})
+    assert (info["architecture"], info["num_layers"], info["forward"]) == (
+        "LlamaForCausalLM",
+        2,
+        "DecoderStack",
+    )
+    with pytest.raises(ValueError, match="no method 'rm'; it has memory, model_info, ping"):
+        runner.call("rm", [], {})
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_gives_memory_back_and_wake_up_takes_it(runner: Runner, level: int) -> None:
+    prompts = make_prompts(VOCAB_SIZE)
+    before = Driver(runner).generate(prompts, 4)
+    runner.call("sleep", [level], {})
+    asleep = runner.call("memory", [], {})
+    assert asleep["kv_cache"] == 0
+    assert (asleep["weights"] == 0) == (level == 2)
+    runner.call("wake_up", [["weights"]], {})
+    assert runner.memory()["weights"] > 0
+    runner.call("wake_up", [], {})
+    assert Driver(runner).generate(prompts, 4) == before
+
+
+def test_sleep_levels_and_tags_are_checked(runner: Runner) -> None:
+    with pytest.raises(ValueError, match="level must be 1 or 2"):
+        runner.call("sleep", [3], {})
+    with pytest.raises(ValueError, match="not lunch"):
+        runner.call("wake_up", [["lunch"]], {})
+
+
+def test_profile(runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEWIRE_TORCH_PROFILER_DIR", str(tmp_path / "traces"))
+    with pytest.raises(RuntimeError, match="start_profile"):
+        runner.call("stop_profile", [], {})
+    runner.call("start_profile", [], {})
+    with pytest.raises(RuntimeError, match="already"):
+        runner.call("start_profile", [], {})
+    Driver(runner).generate([[1, 2, 3]], 2)
+    trace = json.loads(Path(runner.call("stop_profile", [], {})).read_text())
+    assert any("_linear_pointwise" in event.get("name", "") for event in trace["traceEvents"])
+
+
+def test_the_first_step_leaves_no_trace(runner: Runner) -> None:
+    assert not runner.slots.sampling
+    assert all(not k.any() and not v.any() for k, v in runner.caches)
+    assert LLAMA.name == "llama"
