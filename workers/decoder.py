@@ -143,7 +143,7 @@ class DecoderLayer:
         """x [T, H], cos and sin [T, rot_dim] to [T, H]."""
         num_tokens = x.shape[0]
         qkv = self.qkv(x).view(num_tokens, -1, self.head_dim)
-        q, k, v = qkv.split(self.num_heads, dim=1)
+        q, k, v = torch.split(qkv, self.num_heads, 1)
         if self.head_norms is not None:
             q, k = self.head_norms[0](q), self.head_norms[1](k)
         rotary(q, k, cos, sin)
