@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from pagewire.workers.runner import Runner
 
 LINGER_MS = 2000
+# A thread that waits for the others spins this long before it sleeps. The runtime's own default spins for
+# milliseconds, and whenever any other process wants the CPU (the core, a frontend), the spinning threads keep
+# it from the one thread they wait for: steps then take hundreds of times as long.
+SPIN_COUNT = "100"
 
 
 class Connection:
@@ -127,6 +131,8 @@ def main() -> int:
     parser.add_argument("--lifeline", required=True, type=int, metavar="FD")
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is imported
     die_with_parent(options.lifeline)
     connection = Connection(options.connect, options.identity)
     try:
