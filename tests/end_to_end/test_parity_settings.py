@@ -1,0 +1,99 @@
+"""Greedy tokens in float32 are those of transformers, however the engine schedules.
+
+The real scheduler drives the real runner in this process, with steps in flight as the core keeps them: for every
+architecture that is served, small chunks, forced preemption, prefix cache on and off, overlap on and off.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pagewire.engine_core.request import sequences
+from pagewire.engine_core.scheduler import Scheduler, SchedulerConfig
+from pagewire.ipc.messages import StepPlan, SubmitRequest
+from pagewire.ipc.params import SamplingParams
+from pagewire.workers.runner import Runner
+
+from ..workers.architectures import ARCHITECTURES, VOCAB_SIZE, Architecture
+from ..workers.driver import load_runner
+from ..workers.parity import make_prompts, transformers_tokens
+
+LENGTHS = (23, 5, 17, 1, 30)
+NUM_TOKENS = 10
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 64
+SERVED = [architecture for architecture in ARCHITECTURES if architecture.refused is None]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to schedule."""
+
+    name: str
+    budget: int = 16
+    num_blocks: int = 64
+    share_prefixes: bool = True
+    depth: int = 2
+
+
+SETTINGS = (
+    Setting("one step at a time", depth=1, share_prefixes=False),
+    Setting("overlap and cache"),
+    Setting("whole prompts", budget=256),
+    Setting("few blocks", num_blocks=MAX_MODEL_LEN // BLOCK_SIZE),
+    Setting("few blocks, no overlap, no cache", num_blocks=16, depth=1, share_prefixes=False),
+)
+
+
+def run(runner: Runner, setting: Setting, prompts: list[list[int]]) -> tuple[list[list[int]], Scheduler]:
+    """All prompts at once, twice over, so that the second round may find cached prefixes."""
+    config = SchedulerConfig(
+        num_blocks=setting.num_blocks,
+        block_size=BLOCK_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=8,
+        max_num_batched_tokens=setting.budget,
+        depth=setting.depth,
+    )
+    scheduler = Scheduler(config)
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    outputs: list[list[int]] = [[] for _ in range(2 * len(prompts))]
+    for key, prompt in enumerate(prompts + prompts):
+        submitted = SubmitRequest(key, str(key), prompt, params, seed=0)
+        (request,) = sequences(
+            submitted,
+            b"test",
+            key,
+            0.0,
+            max_model_len=MAX_MODEL_LEN,
+            share_prefixes=setting.share_prefixes,
+        )
+        scheduler.add(request)
+    launched: deque[StepPlan] = deque()
+    while scheduler.num_unfinished:
+        plan = scheduler.plan(0.0) if len(launched) < setting.depth else None
+        if plan is not None:
+            launched.append(plan)
+            continue
+        for request, delta in scheduler.commit(runner.step(launched.popleft()), 0.0):
+            outputs[request.key] += delta.token_ids
+    while launched:  # rows of requests that have ended
+        scheduler.commit(runner.step(launched.popleft()), 0.0)
+    return outputs, scheduler
+
+
+@pytest.mark.parametrize("architecture", SERVED, ids=lambda architecture: architecture.name)
+def test_every_setting_gives_the_tokens_of_transformers(architecture: Architecture, tmp_path: Path) -> None:
+    folder = architecture.write(tmp_path)
+    prompts = make_prompts(VOCAB_SIZE, LENGTHS)
+    expected = transformers_tokens(folder, prompts, NUM_TOKENS)
+    runner, _ = load_runner(folder, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE)
+    for setting in SETTINGS:
+        outputs, scheduler = run(runner, setting, prompts)
+        assert outputs == expected + expected, setting.name
+        assert (scheduler.stats.num_preemptions > 0) == (setting.num_blocks < 64), setting.name
+        assert scheduler.kv.pool.num_free == setting.num_blocks, setting.name
