@@ -136,7 +136,7 @@ async def disturb_frontends(address: str, stop_seconds: float) -> bool:
                 tokens += output.outputs[0].token_ids
             whole &= tokens == expected
         stopped.send_signal(signal.SIGCONT)
-        late = [json.loads(line) for line in stopped.stdout if line.startswith("[")][0]
+        late = next(json.loads(line) for line in stopped.stdout if line.startswith("["))
         killed.wait()
         stopped.wait()
         while len((state := await status(watcher))["clients"]) > 1:
