@@ -10,7 +10,7 @@ demo: $(STAMP)
 	$(BIN)/pagewire generate "The with statement in Python" --max-tokens 120
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/pytest
 
 # mypy sees the namespace through links: the folders sit side by side, pagewire.* is made on installation.
 FOLDERS := cli engine_core frontend ipc kernels workers

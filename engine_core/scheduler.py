@@ -29,6 +29,7 @@ from pagewire.ipc.messages import Row, SlotInit, StepPlan, StepResult, TokenDelt
 Outcome: TypeAlias = tuple[Request, TokenDelta]
 
 CRASHES_TO_ISOLATE = 2
+MAX_STALE = 64  # aborted requests that may lie in the heap, beside as many as wait
 
 
 @dataclass(frozen=True)
@@ -362,6 +363,10 @@ class Scheduler:
             self._num_waiting -= 1
             if self._waiting[0][-1] is request:
                 heapq.heappop(self._waiting)  # elsewhere in the heap it is dropped when it comes up
+            elif len(self._waiting) > 2 * self._num_waiting + MAX_STALE:
+                waiting = (entry for entry in self._waiting if entry[-1].state is State.WAITING)
+                self._waiting = [entry for entry in waiting if entry[-1] is not request]
+                heapq.heapify(self._waiting)
 
     def _preempt(self, request: Request) -> None:
         self.stats.num_preemptions += 1

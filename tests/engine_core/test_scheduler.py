@@ -658,3 +658,16 @@ def test_a_suspect_can_be_preempted() -> None:
     simulation.step()
     assert simulation.preempt_all() and simulation.scheduler.suspects == [suspect]
     simulation.drain()
+
+
+def test_aborted_requests_do_not_pile_up_behind_one_that_waits() -> None:
+    """The place of an aborted request in the queue is freed even if it never comes to the front."""
+    simulation = Simulation(depth=1, max_num_seqs=1)
+    simulation.submit([2, 3], max_tokens=9)
+    simulation.step()
+    simulation.submit([4, 5], max_tokens=2)
+    for _ in range(1000):
+        simulation.abort(simulation.submit([6, 7], max_tokens=2))
+    assert simulation.scheduler.num_waiting == 1
+    assert len(simulation.scheduler._waiting) < 100
+    simulation.drain()
