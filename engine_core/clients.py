@@ -16,17 +16,22 @@ import zmq
 from pagewire.engine_core.request import Request
 from pagewire.ipc.codec import Codec, Tensor
 from pagewire.ipc.errors import ProtocolError
-from pagewire.ipc.messages import Deltas, LogprobRows, Pong, Refused, ToCore, TokenDelta
+from pagewire.ipc.messages import Deltas, LogprobRows, Pong, Refused, Reply, ToCore, TokenDelta
 from pagewire.ipc.sockets import receive, send
 
 logger = logging.getLogger("pagewire.core")
 
 MAX_MESSAGES_PER_TURN = 256
+MAX_UNREAD_REPLIES = 1000
 
 
 @dataclass(slots=True)
 class Client:
-    """One frontend. `requests`: its unfinished sequences by key; `backlog`: deltas it could not take yet."""
+    """One frontend.
+
+    requests: its unfinished sequences by key.
+    backlog, replies: deltas, and answers after them, that it could not take yet.
+    """
 
     identity: bytes
     name: str
@@ -34,6 +39,12 @@ class Client:
     last_seen: float
     requests: dict[int, dict[int, Request]] = field(default_factory=dict)
     backlog: dict[tuple[int, int], TokenDelta] = field(default_factory=dict)
+    replies: list[Reply] = field(default_factory=list)
+
+    @property
+    def behind(self) -> bool:
+        """True while it has yet to read what it was sent before."""
+        return bool(self.backlog or self.replies)
 
     @property
     def label(self) -> str:
@@ -121,23 +132,33 @@ class Clients:
         """Send deltas, or merge them with what the frontend has yet to read."""
         if client.identity not in self.attached:
             return
-        if not client.backlog and self.send(client.identity, Deltas(deltas)):
+        if not client.behind and self.send(client.identity, Deltas(deltas)):
             return
         for delta in deltas:
             place = (delta.key, delta.index)
             earlier = client.backlog.get(place)
             client.backlog[place] = delta if earlier is None else merge(earlier, delta)
 
+    def answer(self, identity: bytes, reply: Reply) -> None:
+        """Send the answer to a call, after the deltas that were there before it."""
+        client = self.attached.get(identity)
+        if client is not None and (client.behind or not self.send(identity, reply)):
+            client.replies.append(reply)
+            if len(client.replies) > MAX_UNREAD_REPLIES:
+                self.detach(client, "it makes calls and does not read the answers")
+
     def flush(self) -> None:
         """Try again to send what slow frontends have yet to read."""
         for client in list(self.attached.values()):
             if client.backlog and self.send(client.identity, Deltas(list(client.backlog.values()))):
                 client.backlog = {}
+            while not client.backlog and client.replies and self.send(client.identity, client.replies[0]):
+                del client.replies[0]
 
     @property
     def behind(self) -> bool:
-        """True while some frontend has yet to read deltas."""
-        return any(client.backlog for client in self.attached.values())
+        """True while some frontend has yet to read what it was sent."""
+        return any(client.behind for client in self.attached.values())
 
     def beat(self, now: float) -> None:
         """Tell every frontend that the core lives; drop those that have been silent for too long."""

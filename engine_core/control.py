@@ -6,7 +6,6 @@ outcome is known.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
@@ -17,8 +16,6 @@ from pagewire.ipc.messages import Call, Reply, WorkerCall, WorkerReply
 
 if TYPE_CHECKING:
     from pagewire.engine_core.core import EngineCore
-
-logger = logging.getLogger("pagewire.core")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +78,9 @@ class Control:
 
     def advance(self) -> None:
         """Run deferred actions whose time has come."""
-        if self._core.scheduler.in_flight:
+        if self._core.scheduler.in_flight or not self._deferred:
             return
+        self._core.deliver()  # what requests gave comes before the answer to the call that ended them
         pending, self._deferred = self._deferred, []
         for deferred in pending:
             if deferred.drain and self._core.scheduler.num_unfinished:
@@ -197,5 +195,4 @@ class Control:
         self._send(caller, Reply(caller.call_id, error=str(error), error_type=type(error).__name__))
 
     def _send(self, caller: Caller, reply: Reply) -> None:
-        if not self._core.clients.send(caller.identity, reply):
-            logger.warning("a frontend did not take the answer to its call %d", caller.call_id)
+        self._core.clients.answer(caller.identity, reply)

@@ -134,7 +134,7 @@ class EngineCore:
             self._drop(client.live_requests())
         self.control.advance()
         self._launch()
-        self._deliver()
+        self.deliver()
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -353,7 +353,8 @@ class EngineCore:
                     delta = TokenDelta(request.key, request.index, [], finish_reason="abort")
                     self._outcomes.append((request, delta))
 
-    def _deliver(self) -> None:
+    def deliver(self) -> None:
+        """Send frontends what their requests gave."""
         outcomes, self._outcomes = self._outcomes, []
         by_client: dict[bytes, list[TokenDelta]] = {}
         now = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import queue
@@ -93,7 +94,8 @@ class FakeCore:
         self._context.destroy(linger=0)
 
     def _reply(self, message: Any) -> None:
-        send(self._socket, [self.client, *self._codec.encode(message)])
+        with contextlib.suppress(zmq.ZMQError):  # the frontend has gone meanwhile
+            send(self._socket, [self.client, *self._codec.encode(message)])
 
     def _take(self, message: ToCore) -> None:
         if isinstance(message, Ping):
