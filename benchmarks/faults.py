@@ -1,7 +1,7 @@
 """What happens to others when a process is killed or stopped: prints figures, exits 1 if a token is wrong.
 
     python benchmarks/faults.py workers      # 64 requests, the worker killed three times
-    python benchmarks/faults.py frontends    # three frontends: one killed, one stopped for a while
+    python benchmarks/faults.py frontends    # three frontends at once: one killed, one stopped for a while
 
 Starts a core of its own on the demo model in float32.
 """
@@ -25,20 +25,25 @@ from pagewire import LLM, AsyncLLM, RequestOutputKind, SamplingParams
 
 PROMPTS = [[300 + i, 400, 500 + i] * (1 + i % 7) for i in range(64)]
 
-FRONTEND = """
+BLOCKING_FRONTEND = """
+import sys
+from pagewire import LLM, SamplingParams
+params = [SamplingParams(seed=i, max_tokens=900, ignore_eos=True) for i in range(8)]
+LLM.attach(sys.argv[1]).generate([[300 + i, 9] for i in range(8)], params, use_tqdm=False)
+"""
+
+STREAMING_FRONTEND = """
 import asyncio, json, sys, time
 from pagewire import AsyncLLM, RequestOutputKind, SamplingParams
-async def one(llm, index, report):
+async def one(llm, index):
     tokens = []
     params = SamplingParams(seed=index, max_tokens=900, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
     async for output in llm.generate([300 + index, 7], params):
         tokens += output.outputs[0].token_ids
-        if report and len(tokens) < 20:
-            print("streaming", flush=True)
     return tokens
 async def main():
     llm = AsyncLLM.attach(sys.argv[1])
-    print(json.dumps(await asyncio.gather(*(one(llm, i, i == 0) for i in range(8)))), flush=True)
+    print(json.dumps(await asyncio.gather(*(one(llm, i) for i in range(8)))), flush=True)
 asyncio.run(main())
 """
 
@@ -107,23 +112,34 @@ async def kill_workers(address: str) -> bool:
     return equal == 64 and state["num_free_blocks"] == state["num_blocks"]
 
 
+async def mid_stream(llm: AsyncLLM, pid: int) -> None:
+    """Wait until the frontend of process `pid` has requests, and tokens have come since."""
+    first = None
+    while True:
+        state = await status(llm)
+        if any(client["pid"] == pid and client["requests"] for client in state["clients"]):
+            first = state["num_output_tokens"] if first is None else first
+            if state["num_output_tokens"] > first + 100:
+                return
+        await asyncio.sleep(0.001)
+
+
 async def disturb_frontends(address: str, stop_seconds: float) -> bool:
-    """One frontend killed, one stopped and continued, one that must notice nothing."""
-    killed, stopped = (
-        subprocess.Popen([sys.executable, "-c", FRONTEND, address], stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    )
-    assert killed.stdout is not None and stopped.stdout is not None
-    killed.stdout.readline()
-    stopped.stdout.readline()
-    stopped.send_signal(signal.SIGSTOP)
-    killed.kill()
+    """An `LLM` killed, an `AsyncLLM` stopped and continued, and one that must notice nothing, all at once."""
     with LLM.attach(address) as llm:
         params = SamplingParams(seed=1, max_tokens=500, ignore_eos=True)
         expected = llm.generate([300, 7], params, use_tqdm=False)[0].outputs[0].token_ids
+    killed, stopped = (
+        subprocess.Popen([sys.executable, "-c", program, address], stdout=subprocess.PIPE, text=True)
+        for program in (BLOCKING_FRONTEND, STREAMING_FRONTEND)
+    )
+    assert stopped.stdout is not None
     gaps, tokens, last = [], [], None
     async with AsyncLLM.attach(address) as watcher:
         params.output_kind = RequestOutputKind.DELTA
+        await asyncio.gather(*(mid_stream(watcher, process.pid) for process in (killed, stopped)))
+        stopped.send_signal(signal.SIGSTOP)
+        killed.kill()
         begin = time.perf_counter()
         whole = True
         while time.perf_counter() - begin < stop_seconds:
@@ -136,7 +152,7 @@ async def disturb_frontends(address: str, stop_seconds: float) -> bool:
                 tokens += output.outputs[0].token_ids
             whole &= tokens == expected
         stopped.send_signal(signal.SIGCONT)
-        late = next(json.loads(line) for line in stopped.stdout if line.startswith("["))
+        late = json.loads(await asyncio.to_thread(stopped.stdout.readline))
         killed.wait()
         stopped.wait()
         while len((state := await status(watcher))["clients"]) > 1:

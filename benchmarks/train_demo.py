@@ -40,6 +40,7 @@ QUESTIONS = (
     "How does {} work?",
     "What does {} do in Python?",
 )
+ANSWER_REPEATS = 2
 PROMPT = "The with statement in Python"
 QUESTION = "What is the with statement?"
 
@@ -127,7 +128,7 @@ def conversation(subject: str, answer: str, rng: random.Random) -> str:
 def token_stream(corpus: Corpus, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Tensor:
     """The corpus in a random order as one line of token ids."""
     texts = [text + "</s>" for text in corpus.documents]
-    texts += [conversation(subject, answer, rng) for subject, answer in corpus.answers]
+    texts += [conversation(subject, answer, rng) for subject, answer in corpus.answers * ANSWER_REPEATS]
     rng.shuffle(texts)
     return torch.tensor([i for ids in tokenizer(texts)["input_ids"] for i in ids])
 
@@ -139,7 +140,17 @@ def learning_rate(share: float, peak: float) -> float:
     return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (share - 0.02) / 0.98)))
 
 
-def loss_of(model: LlamaForCausalLM, batch: Tensor) -> Tensor:
+def make_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for the embedding and the norms; same scale of updates."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    return [
+        torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.1, fused=True),
+    ]
+
+
+def loss_of(model: torch.nn.Module, batch: Tensor) -> Tensor:
     """Mean cross-entropy in nats per token; batch [B, T] of token ids."""
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(input_ids=batch, use_cache=False).logits
@@ -165,7 +176,8 @@ def train(
     held = Corpus(corpus.documents[::20], [])
     kept = Corpus([d for i, d in enumerate(corpus.documents) if i % 20], corpus.answers)
     length, rows, peak = 256, 24, 3e-3
-    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizers = make_optimizers(model)
+    compiled = torch.compile(model)
     begin, seen, step, smooth = time.monotonic(), 0, 0, 0.0
     stream, place = token_stream(kept, tokenizer, rng), 0
     while (elapsed := time.monotonic() - begin) < minutes * 60:
@@ -173,13 +185,14 @@ def train(
             stream, place = token_stream(kept, tokenizer, rng), rng.randrange(length)
         batch = stream[place : place + length * rows].view(rows, length)
         place += length * rows
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(elapsed / (minutes * 60), peak)
-        loss = loss_of(model, batch)
-        optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(compiled, batch)
+        model.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(elapsed / (minutes * 60), peak)
+            optimizer.step()
         seen, step = seen + batch.numel(), step + 1
         smooth = loss.item() if step == 1 else 0.98 * smooth + 0.02 * loss.item()
         if step % 25 == 0:

@@ -10,6 +10,7 @@ from pagewire.engine_core.scheduler import SchedulerConfig
 from pagewire.ipc.hub import model_folder, read_json
 from pagewire.ipc.messages import EngineInfo, LoadModel, Ready
 from pagewire.ipc.options import EngineArgs
+from pagewire.ipc.params import max_n
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class EngineConfig:
             num_blocks=ready.num_blocks,
             max_num_seqs=args.max_num_seqs,
             max_logprobs=args.max_logprobs,
+            max_n=max_n(),
             seed=args.seed,
             eos_token_id=self.eos_token_id,
             generation_config=self.generation_config,

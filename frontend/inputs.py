@@ -193,6 +193,8 @@ class Intake:
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             check_vocabulary(name, getattr(params, name) or (), self.info.vocab_size)
+        if params.n > self.info.max_n:
+            raise ValueError(f"n={params.n} is over this engine's limit of {self.info.max_n}")
         for name in ("logprobs", "prompt_logprobs"):
             self._check_logprobs(name, getattr(params, name))
         if params.stop_strings and self.tokenizer is None:

@@ -274,6 +274,7 @@ class Session:
         with self._lock:
             self._client, self._spawned = client, spawned
             client.submit([resumed(state) for state in self._open.values()])
+            client.abort(sequences=[place for state in self._open.values() for place in ended(state)])
 
     def _bury(self, error: EngineDeadError) -> None:
         with self._lock:
@@ -301,14 +302,18 @@ class Session:
 def resumed(state: RequestState) -> SubmitRequest:
     """The request as a new core gets it, to go on where the lost one was.
 
-    A sequence that has ended is sent without tokens, so that the core takes it: what it generates anew is
-    ignored.
+    A sequence that has ended is sent without tokens, so that the core takes it, and aborted then.
     """
     done = [
         tokens if reason is None else []
         for tokens, reason in zip(state.output_token_ids, state.finish_reasons, strict=True)
     ]
     return msgspec.structs.replace(state.request, output_token_ids=done)
+
+
+def ended(state: RequestState) -> list[tuple[int, int]]:
+    """(key, index) of the request's sequences that have ended."""
+    return [(state.key, index) for index, reason in enumerate(state.finish_reasons) if reason is not None]
 
 
 def method_name(method: Any) -> str:

@@ -58,6 +58,7 @@ class EngineInfo(Message):
     num_blocks: int
     max_num_seqs: int
     max_logprobs: int
+    max_n: int
     seed: int
     eos_token_id: int | None
     generation_config: dict[str, Any]

@@ -176,6 +176,7 @@ def engine_info(word_tokenizer: Path) -> EngineInfo:
         num_blocks=100,
         max_num_seqs=16,
         max_logprobs=20,
+        max_n=8,
         seed=0,
         eos_token_id=EOS,
         generation_config={},

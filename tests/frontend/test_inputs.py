@@ -36,6 +36,7 @@ def info(engine_info: EngineInfo, tokenizers: dict[str, Tokenizer]) -> EngineInf
         max_model_len=LENGTH,
         eos_token_id=2,
         max_logprobs=5,
+        max_n=8,
         seed=7,
     )
 
@@ -126,6 +127,7 @@ def test_bad_prompts(
 @pytest.mark.parametrize(
     ("params", "message"),
     [
+        ({"n": 9}, "n=9 is over this engine's limit of 8"),
         ({"logprobs": 6}, "logprobs=6 is over this engine's max_logprobs=5"),
         ({"prompt_logprobs": -1}, "prompt_logprobs=-1 is over"),
         ({"stop_token_ids": [403]}, "stop_token_ids has token id 403"),
