@@ -1,6 +1,6 @@
 """What it takes to attach a frontend to a running core: seconds, memory, and what is imported.
 
-    python benchmarks/attach.py [--model demo]
+    python -m benchmarks.attach [--model demo]
 
 Starts a core of its own. Each run is a new interpreter, timed from before its first import to the first token.
 """
@@ -12,7 +12,8 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
+
+from benchmarks.daemon import running_core
 
 FRONTEND = """
 import time; begin = time.perf_counter()
@@ -38,27 +39,8 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--num-runs", type=int, default=5)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        address = f"ipc://{folder}/core.sock"
-        command = [
-            sys.executable,
-            "-m",
-            "pagewire.cli.main",
-            "core",
-            "--model",
-            options.model,
-            "--listen",
-            address,
-        ]
-        core = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert core.stdout is not None and core.stdout.readline().startswith("ready"), (
-            "the core did not start"
-        )
-        try:
-            measure(address, options.num_runs)
-        finally:
-            core.terminate()
-            core.wait()
+    with running_core("--model", options.model) as address:
+        measure(address, options.num_runs)
 
 
 def measure(address: str, num_runs: int) -> None:

@@ -1,7 +1,7 @@
 """What happens to others when a process is killed or stopped: prints figures, exits 1 if a token is wrong.
 
-    python benchmarks/faults.py workers      # 64 requests, the worker killed three times
-    python benchmarks/faults.py frontends    # three frontends at once: one killed, one stopped for a while
+    python -m benchmarks.faults workers      # 64 requests, the worker killed three times
+    python -m benchmarks.faults frontends    # three frontends at once: one killed, one stopped for a while
 
 Starts a core of its own on the demo model in float32.
 """
@@ -15,12 +15,9 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
+from benchmarks.daemon import running_core, status
 from pagewire import LLM, AsyncLLM, RequestOutputKind, SamplingParams
 
 PROMPTS = [[300 + i, 400, 500 + i] * (1 + i % 7) for i in range(64)]
@@ -46,37 +43,6 @@ async def main():
     print(json.dumps(await asyncio.gather(*(one(llm, i) for i in range(8)))), flush=True)
 asyncio.run(main())
 """
-
-
-@contextmanager
-def running_core() -> Iterator[str]:
-    """The address of a core that ends with the block."""
-    with tempfile.TemporaryDirectory() as folder:
-        address = f"ipc://{folder}/core.sock"
-        command = [
-            sys.executable,
-            "-m",
-            "pagewire.cli.main",
-            "core",
-            "--dtype",
-            "float32",
-            "--listen",
-            address,
-        ]
-        core = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert core.stdout is not None and core.stdout.readline().startswith("ready"), (
-            "the core did not start"
-        )
-        try:
-            yield address
-        finally:
-            core.terminate()
-            core.wait()
-
-
-async def status(llm: AsyncLLM) -> dict[str, Any]:
-    """What the core says of itself now."""
-    return await asyncio.wrap_future(llm.session.call("status"))  # type: ignore[no-any-return]
 
 
 async def collect(llm: AsyncLLM, index: int, progress: list[int]) -> list[int]:
@@ -175,7 +141,7 @@ def main() -> int:
     parser.add_argument("scenario", choices=("workers", "frontends"))
     parser.add_argument("--stop-seconds", type=float, default=20.0)
     options = parser.parse_args()
-    with running_core() as address:
+    with running_core("--dtype", "float32") as address:
         if options.scenario == "workers":
             return 0 if asyncio.run(kill_workers(address)) else 1
         return 0 if asyncio.run(disturb_frontends(address, options.stop_seconds)) else 1

@@ -17,7 +17,7 @@ import time
 
 import psutil
 
-from benchmarks.faults import running_core, status
+from benchmarks.daemon import running_core, status
 from pagewire import AsyncLLM, RequestOutputKind, SamplingParams
 
 FRONTEND_SECONDS = 120.0  # a request that takes longer hangs
@@ -101,7 +101,7 @@ def main() -> int:
     if options.frontend:
         asyncio.run(load(options.frontend[0], seconds, int(options.frontend[1])))
         return 0
-    with running_core() as address:
+    with running_core("--dtype", "float32") as address:
         command = [
             sys.executable,
             "-m",

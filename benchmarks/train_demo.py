@@ -175,7 +175,7 @@ def train(
     rng = random.Random(0)
     held = Corpus(corpus.documents[::20], [])
     kept = Corpus([d for i, d in enumerate(corpus.documents) if i % 20], corpus.answers)
-    length, rows, peak = 256, 24, 3e-3
+    length, rows, peak = 512, 12, 3e-3
     optimizers = make_optimizers(model)
     compiled = torch.compile(model)
     begin, seen, step, smooth = time.monotonic(), 0, 0, 0.0
