@@ -10,7 +10,7 @@ from pagewire.kernels.paging import AttentionBatch
 
 
 class Kernels(Protocol):
-    """What an implementation offers; `pagewire.kernels.attention` and `.layers` say what each function does."""
+    """What an implementation offers; the modules `attention`, `layers` and `sampling` say what each does."""
 
     def paged_attention(
         self,
@@ -44,6 +44,8 @@ class Kernels(Protocol):
     def gelu_tanh_and_mul(self, x: Tensor) -> Tensor: ...
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None: ...
+
+    def largest(self, x: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 def implementation_for(*tensors: Tensor) -> Kernels:

@@ -116,3 +116,10 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         first, second = rotated.chunk(2, dim=-1)
         turned = torch.cat((-second, first), dim=-1)
         rotated.copy_(rotated * cos[:, None] + turned * sin[:, None])
+
+
+def largest(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See `pagewire.kernels.sampling.largest`."""
+    values = x.amax(1)
+    # argmax of a comparison is the first True; argmax of 16-bit floats is slow on CPUs.
+    return values.float(), (x == values[:, None]).to(torch.uint8).argmax(1)

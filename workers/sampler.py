@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from pagewire.ipc.messages import LogprobRows
 from pagewire.ipc.params import SamplingParams
+from pagewire.kernels.sampling import largest
 from pagewire.workers.edits import LogitEdits, apply_edits, bounded
 from pagewire.workers.logprobs import logprob_rows, logprobs_of
 from pagewire.workers.masses import (
@@ -64,6 +65,9 @@ class Stages(NamedTuple):
     min_p: bool
     top_k: bool
     top_p: bool
+
+
+GREEDY = Stages(edits=False, draw=False, min_p=False, top_k=False, top_p=False)
 
 
 class SamplingSlot:
@@ -119,11 +123,14 @@ def sample(logits: torch.Tensor, slots: Sequence[SamplingSlot]) -> SampleOutput:
     output = SampleOutput([0] * len(slots))
     if not slots:
         return output
-    peaks = logits.amax(1)
+    peaks, firsts = largest(logits)
     groups: dict[Stages, list[int]] = {}
-    for row, (peak, slot) in enumerate(zip(peaks.tolist(), slots, strict=True)):
+    for row, (peak, first, slot) in enumerate(zip(peaks.tolist(), firsts.tolist(), slots, strict=True)):
         if math.isfinite(peak):
-            groups.setdefault(slot.stages, []).append(row)
+            if slot.stages == GREEDY:
+                output.token_ids[row] = first
+            else:
+                groups.setdefault(slot.stages, []).append(row)
         else:
             output.errors[row] = f"the model gave logits that cannot be sampled: the largest is {peak}"
     step = max(1, CHUNK // logits.shape[1])
@@ -148,12 +155,12 @@ def _sample_rows(
     if stages.edits:
         x = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         apply_edits(x, [slot.edits for slot in chosen])
-        peaks = x.amax(1)
+        peaks, firsts = largest(x)
         empty = peaks == -math.inf
         x[empty] = peaks[empty] = 0
         for i in empty.nonzero()[:, 0].tolist():
             output.errors[rows[i]] = NOTHING_LEFT
-    token_ids = _draw(x, peaks, chosen, stages) if stages.draw else _first_largest(x, peaks)
+    token_ids = _draw(x, peaks, chosen, stages) if stages.draw else firsts.tolist()
     for row, token_id in zip(rows, token_ids, strict=True):
         if row not in output.errors:
             output.token_ids[row] = token_id
@@ -182,16 +189,6 @@ def _draw(x: torch.Tensor, peaks: torch.Tensor, slots: Sequence[SamplingSlot], s
         keep_top_p(x, bins, masses, [slot.params.top_p for slot in slots])
     found = draw(masses, uniform([slot.seed for slot in slots], [slot.num_tokens for slot in slots]))
     return found if ids is None else [int(row[i]) for row, i in zip(ids, found, strict=True)]
-
-
-def _first_largest(x: torch.Tensor, peaks: torch.Tensor) -> list[int]:
-    """The lowest token id with the largest logit, per row of x [n, V]; peaks: its row maxima [n].
-
-    On CPUs torch's argmax is slow for 16-bit floats; a comparison and numpy's search for the first True are not.
-    """
-    found = (x == peaks[:, None]).numpy().argmax(1) if x.device.type == "cpu" else x.argmax(1)
-    token_ids: list[int] = found.tolist()
-    return token_ids
 
 
 def _add_logprobs(logits: torch.Tensor, slots: Sequence[SamplingSlot], output: SampleOutput) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 logger = logging.getLogger("pagewire.kernels")
 
-SOURCES = ("attention.cpp", "layers.cpp")
+SOURCES = ("attention.cpp", "layers.cpp", "sampling.cpp")
 HEADERS = ("parallel.h", "simd.h")
 # Contracting a * b + c is left to explicit fused multiply-adds: the bits must not depend on inlining.
 FLAGS = (

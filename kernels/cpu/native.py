@@ -30,6 +30,7 @@ _SIGNATURES = {
     "pagewire_add_rms_norm": [c_void_p] * 4 + [c_int64] * 2 + [c_float] * 2 + [c_int32] * 2,
     "pagewire_silu_and_mul": [c_void_p] * 2 + [c_int64] * 3 + [c_int32] * 2,
     "pagewire_gelu_tanh_and_mul": [c_void_p] * 2 + [c_int64] * 3 + [c_int32] * 2,
+    "pagewire_largest": [c_void_p] * 3 + [c_int64] * 3 + [c_int32] * 2,
     "pagewire_rotary": [c_void_p] * 3 + [c_int64] * 7 + [c_int32] * 2,
 }
 
@@ -299,6 +300,21 @@ class NativeKernels:
                 DTYPES[x.dtype],
                 torch.get_num_threads(),
             )
+
+    def largest(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See `pagewire.kernels.sampling.largest`."""
+        rows = _last_contiguous(x)
+        values, columns = torch.empty(len(x)), torch.empty(len(x), dtype=torch.int64)
+        self._library.pagewire_largest(
+            rows.data_ptr(),
+            values.data_ptr(),
+            columns.data_ptr(),
+            *rows.shape,
+            rows.stride(0),
+            DTYPES[x.dtype],
+            torch.get_num_threads(),
+        )
+        return values, columns
 
 
 def _last_contiguous(x: Tensor) -> Tensor:

@@ -1,0 +1,44 @@
+"""The compiled kernels that look through logits against the reference."""
+
+import math
+
+import pytest
+import torch
+
+from pagewire.kernels import reference, sampling
+from pagewire.kernels.cpu.native import NativeKernels
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SIZES = [1, 3, 16, 100, 4096, 4097, 32001]
+
+pytestmark = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_largest(kernels: NativeKernels, dtype: torch.dtype, size: int) -> None:
+    torch.manual_seed(size)
+    x = torch.randn(9, size + 5).to(dtype)[:, :size]
+    x[1] = -3.0  # all tie, and all are below the padding of a last vector
+    x[2] = -math.inf
+    x[3, size // 2 :] = 50.0  # ties: the lowest column counts
+    x[4, -1] = math.inf
+    x[5], x[5, -1] = -0.0, 0.0  # equal numbers
+    values, columns = kernels.largest(x)
+    expected_values, expected_columns = reference.largest(x)
+    assert torch.equal(values, expected_values) and values.dtype == torch.float32
+    assert torch.equal(columns, expected_columns)
+    assert columns[3] == size // 2 and columns[1] == columns[2] == columns[5] == 0
+
+
+def test_a_nan_is_found_wherever_it_is(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    x = torch.randn(40, 5000).to(dtype)
+    for row, column in enumerate(torch.randint(5000, (40,)).tolist()):
+        x[row, column] = math.nan
+    x[7] = 1.0
+    for implementation in (kernels, reference):
+        assert implementation.largest(x)[0].isnan().tolist() == [row != 7 for row in range(40)]
+
+
+def test_other_dtypes_and_no_rows(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    assert sampling.largest(torch.tensor([[1.0, 3.0, 3.0]], dtype=torch.float64))[1].tolist() == [1]
+    assert kernels.largest(torch.empty(0, 7, dtype=dtype))[1].tolist() == []
