@@ -77,6 +77,8 @@ class EngineCore:
         self._stopwatch = Stopwatch(env_float("PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S", 300.0))
         self._next_beat = self._next_stats = 0.0
         self._reported = (0, 0)
+        self._was_busy = False
+        self._worker_busy_us = self._worker_idle_us = 0
 
     # ------------------------------------------------------------ life
 
@@ -227,6 +229,9 @@ class EngineCore:
             self.worker.kill()
             return
         self._stopwatch.restart(bool(self.scheduler.in_flight))
+        self._worker_busy_us += result.busy_us
+        self._worker_idle_us += result.idle_us if self._was_busy else 0
+        self._was_busy = self.scheduler.num_unfinished > 0
         self.metrics.step_tokens.observe(sum(row.num_tokens for row in step.rows))
         for request, row, last in zip(step.requests, step.rows, before, strict=True):
             if row.sample:
@@ -389,6 +394,8 @@ class EngineCore:
             "num_output_tokens": self.scheduler.stats.num_output_tokens,
             "worker_pid": self.worker.pid,
             "worker_starts": self.worker.num_starts,
+            "worker_busy_s": self._worker_busy_us / 1e6,
+            "worker_idle_s": self._worker_idle_us / 1e6,  # while requests were unfinished
             "worker_ready": self.worker.ready is not None,
             "paused": self.control.paused,
             "sleeping": self.control.asleep,

@@ -1,0 +1,250 @@
+"""Ours and other engines on the same works, in turn, beside what the machine can do at most.
+
+    python -m benchmarks.compare llama-300m MODEL_FOLDER \\
+        --peer vllm=/path/to/its/python --peer openvino=/path/to/its/python,EXPORTED_MODEL_FOLDER
+
+Every engine runs in a process of its own, started once and idle while it is not its turn; each work is done
+`--runs` times by each, in turn, with prompts that no engine has seen. The table gives medians, their spread, and
+ours over theirs. Everything goes to `benchmarks/results/` as JSON too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.limits import Limits, floor_seconds, measure_limits
+
+ENGINES = Path(__file__).parent / "engines"
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Work:
+    """`count` requests of `input` random tokens (the first `shared` the same in all), `output` new ones each.
+
+    what: seconds counts all of it; ttft: a single new token; tpot: each token after the first.
+    """
+
+    what: str
+    count: int
+    input: int
+    output: int
+    shared: int = 0
+
+    @property
+    def label(self) -> str:
+        """For the table."""
+        shared = f" ({self.shared} shared)" if self.shared else ""
+        return f"{self.count} x {self.input}/{self.output}{shared} {self.what}"
+
+
+WORKS = {
+    "llama-300m": (
+        Work("out/s", 32, 128, 128),
+        Work("out/s", 8, 1024, 128),
+        Work("out/s", 64, 32, 256),
+        Work("tpot", 1, 128, 128),
+        Work("ttft", 1, 3500, 64),
+        Work("out/s", 64, 1020, 64, shared=1000),
+    ),
+    "llama-mini": (Work("out/s", 256, 32, 128), Work("tpot", 1, 32, 128)),
+    "llama-1b": (Work("out/s", 16, 128, 64),),
+}
+
+
+class Engine:
+    """A driver of `benchmarks/engines` in its own interpreter."""
+
+    def __init__(self, name: str, python: str, model: str) -> None:
+        self.name = name
+        script = ENGINES / f"run_{name}.py"
+        self.process = subprocess.Popen(
+            [python, str(script), model], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.start_s = self._answer()["start_s"]
+
+    def run(self, **work: int) -> dict[str, float]:
+        """Do a work; its figures."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(work) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def peak_rss_bytes(self) -> int:
+        """Largest resident sizes of its processes, added up; shared pages count in each."""
+        root = psutil.Process(self.process.pid)
+        total = 0
+        for process in (root, *root.children(recursive=True)):
+            for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    total += int(line.split()[1]) * 1024
+        return total
+
+    def close(self) -> None:
+        """End it."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+    def _answer(self) -> dict[str, float]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("@"):
+                found: dict[str, float] = json.loads(line[1:])
+                return found
+        raise RuntimeError(f"{self.name} ended (status {self.process.wait()}); its messages above tell why")
+
+
+@dataclass
+class Measured:
+    """One engine's runs of one work: values in out/s, or in seconds."""
+
+    values: list[float] = field(default_factory=list)
+    idle_shares: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """The middle one."""
+        return statistics.median(self.values)
+
+    @property
+    def spread(self) -> float:
+        """From the least to the greatest, relative to the median."""
+        return (max(self.values) - min(self.values)) / self.median
+
+
+def measure(engine: Engine, work: Work, seed: int) -> tuple[float, float | None]:
+    """One run: the value, and the share of time that the worker was idle (where the driver tells)."""
+    asked = {"count": work.count, "input": work.input, "shared": work.shared}
+    first = 0.0
+    if work.what != "out/s":
+        first = engine.run(**asked, output=1, seed=2 * seed)["seconds"]
+        if work.what == "ttft":
+            return first, None
+    found = engine.run(**asked, output=work.output, seed=2 * seed + 1)
+    idle = None
+    if "worker_busy_s" in found:
+        idle = found["worker_idle_s"] / (found["worker_busy_s"] + found["worker_idle_s"])
+    if work.what == "tpot":
+        return (found["seconds"] - first) / (work.output - 1), idle
+    return work.count * work.output / found["seconds"], idle
+
+
+def compare(engines: list[Engine], works: tuple[Work, ...], runs: int) -> dict[Work, dict[str, Measured]]:
+    """All works by all engines, in turn."""
+    results: dict[Work, dict[str, Measured]] = {}
+    for number, work in enumerate(works):
+        results[work] = {engine.name: Measured() for engine in engines}
+        for engine in engines:  # whatever happens at a first time only
+            engine.run(count=min(work.count, 4), input=work.input, shared=0, output=4, seed=10**6 + number)
+        for run in range(runs):
+            for engine in engines[run % len(engines) :] + engines[: run % len(engines)]:
+                value, idle = measure(engine, work, 1000 * number + run)
+                results[work][engine.name].values.append(value)
+                if idle is not None:
+                    results[work][engine.name].idle_shares.append(idle)
+                print(f"{work.label}  {engine.name}  {shown(work, value)}", file=sys.stderr, flush=True)
+    return results
+
+
+def shown(work: Work, value: float) -> str:
+    """A value with its unit."""
+    return f"{value:,.0f} out/s" if work.what == "out/s" else f"{1e3 * value:,.2f} ms"
+
+
+def speed_ratio(work: Work, ours: float, theirs: float) -> float:
+    """How much faster ours is."""
+    return ours / theirs if work.what == "out/s" else theirs / ours
+
+
+def floor(work: Work, limits: Limits, model: Path) -> float:
+    """The best value that the machine allows."""
+    prefill = floor_seconds(limits, model, work.count, work.input, 1, work.shared)
+    if work.what == "ttft":
+        return prefill
+    whole = floor_seconds(limits, model, work.count, work.input, work.output, work.shared)
+    if work.what == "tpot":
+        return (whole - prefill) / (work.output - 1)
+    return work.count * work.output / whole
+
+
+def table(results: dict[Work, dict[str, Measured]], limits: Limits, model: Path) -> str:
+    """Markdown."""
+    names = list(next(iter(results.values())))
+    rows = [["work", *names, *(f"over {name}" for name in names[1:]), "of the floor", "worker idle"]]
+    for work, by_engine in results.items():
+        ours = by_engine[names[0]]
+        cells = [f"{shown(work, m.median)} ±{50 * m.spread:.0f}%" for m in by_engine.values()]
+        ratios = [f"{speed_ratio(work, ours.median, by_engine[name].median):.2f}" for name in names[1:]]
+        share = speed_ratio(work, ours.median, floor(work, limits, model))
+        idle = f"{100 * statistics.median(ours.idle_shares):.1f}%" if ours.idle_shares else ""
+        rows.append([work.label, *cells, *ratios, f"{100 * share:.0f}%", idle])
+    rows.insert(1, ["---"] * len(rows[0]))
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def machine() -> str:
+    """The processor's name."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def main() -> None:
+    """Start the engines, measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description="Compare pagewire with other engines.")
+    parser.add_argument("works", choices=WORKS, help="which set of works")
+    parser.add_argument("model", type=Path, help="a model folder")
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME=PYTHON[,MODEL]",
+        help="vllm, openvino, transformers",
+    )
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--only", help="works whose label contains this")
+    options = parser.parse_args()
+    works = tuple(work for work in WORKS[options.works] if (options.only or "") in work.label)
+    limits = measure_limits()
+    print(limits, file=sys.stderr)
+    engines = [Engine("pagewire", sys.executable, str(options.model))]
+    for peer in options.peer:
+        name, _, rest = peer.partition("=")
+        python, _, model = rest.partition(",")
+        engines.append(Engine(name, python, model or str(options.model)))
+    results = compare(engines, works, options.runs)
+    peaks = {engine.name: engine.peak_rss_bytes() for engine in engines}
+    for engine in engines:
+        engine.close()
+    print(table(results, limits, options.model))
+    print("start to ready: " + ", ".join(f"{engine.name} {engine.start_s:.1f} s" for engine in engines))
+    print("peak RSS: " + ", ".join(f"{name} {peak / 2**20:,.0f} MiB" for name, peak in peaks.items()))
+    written: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "limits": asdict(limits),
+        "start_s": {engine.name: engine.start_s for engine in engines},
+        "peak_rss_bytes": peaks,
+        "works": {work.label: {name: m.values for name, m in row.items()} for work, row in results.items()},
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"compare-{options.works}-{written['date']}.json"
+    path.write_text(json.dumps(written, indent=1) + "\n")
+    print(f"written to {path}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
