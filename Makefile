@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 .PHONY: demo test lint clean
 
 demo: $(STAMP)
-	$(BIN)/pagewire generate "The with statement in Python" --max-tokens 120
+	$(BIN)/pagewire generate 'The "with" statement is used to' --max-tokens 120
 
 test: $(STAMP)
 	$(BIN)/pytest

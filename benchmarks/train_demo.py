@@ -41,7 +41,7 @@ QUESTIONS = (
     "What does {} do in Python?",
 )
 ANSWER_REPEATS = 2
-PROMPT = "The with statement in Python"
+PROMPT = 'The "with" statement is used to'
 QUESTION = "What is the with statement?"
 
 
@@ -247,14 +247,14 @@ def write_card(folder: Path, report: Report) -> None:
 A Llama of {report.num_parameters:,} parameters ({config["num_hidden_layers"]} layers, hidden size
 {config["hidden_size"]}, {config["num_attention_heads"]} query and {config["num_key_value_heads"]} key-value heads,
 vocabulary {config["vocab_size"]}, context {config["max_position_embeddings"]}), stored in bfloat16. It shows that
-an engine works; it knows nothing but the wording of Python's documentation.
+an engine works; it recites Python's documentation, and knows nothing else.
 
 Trained from scratch by `benchmarks/train_demo.py` on the documentation topics and docstrings that come with
 CPython (PSF license), for {report.minutes:.0f} minutes on two CPU cores: {report.num_tokens_seen / 1e6:.1f} million
 tokens. Loss in nats per token: {report.train_loss:.2f} in training, {report.held_out_loss:.2f} on held-out
 documents.
 
-Greedy, after "{PROMPT}":
+Greedy, after `{PROMPT}`:
 
 > {sample(folder, PROMPT, do_sample=False).strip().replace(chr(10), chr(10) + "> ")}
 
