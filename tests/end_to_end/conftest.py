@@ -48,6 +48,16 @@ def start_daemon(tmp_path: Path) -> Iterator[Callable[..., Daemon]]:
 
 
 @pytest.fixture(scope="session")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One daemon for all tests that leave it as it was."""
+    daemon = Daemon(
+        f"ipc://{tmp_path_factory.mktemp('core')}/core.sock", "--kv-cache-memory-bytes", "67108864"
+    )
+    yield daemon.address
+    assert daemon.stop() == 0
+
+
+@pytest.fixture(scope="session")
 def llm() -> Iterator[LLM]:
     """One engine for all tests that change nothing of it."""
     with LLM("demo", dtype="float32", kv_cache_memory_bytes=64 << 20, max_logprobs=50) as engine:

@@ -1,0 +1,165 @@
+"""`LLMEngine` step by step, and what of `LLM` needs a real engine and is not generation."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from transformers import AutoTokenizer
+
+import pagewire.demo
+from pagewire import LLM, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
+
+PROMPT = 'The "with" statement is used to'
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
+
+INTERRUPTED = """
+import sys
+from pagewire import LLM, SamplingParams
+with LLM("demo") as llm:
+    print(llm.llm_engine.session._spawned.child.pid, flush=True)
+    llm.generate(["The"] * 200, SamplingParams(max_tokens=900, ignore_eos=True), use_tqdm=False)
+"""
+
+
+@pytest.fixture
+def engine(address: str) -> Iterator[LLMEngine]:
+    attached = LLMEngine.attach(address)
+    yield attached
+    attached.shutdown()
+
+
+def run_all(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
+    found: dict[str, list[RequestOutput]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            found.setdefault(output.request_id, []).append(output)
+    return found
+
+
+def test_steps_give_what_generate_gives(engine: LLMEngine, llm: LLM) -> None:
+    expected = llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0]
+    assert engine.step() == [] and not engine.has_unfinished_requests()
+    for kind in RequestOutputKind:
+        params = SamplingParams(temperature=0.0, max_tokens=20, output_kind=kind)
+        engine.add_request(kind.name, PROMPT, params)
+    assert engine.get_num_unfinished_requests() == 3
+    found = run_all(engine)
+    assert engine.get_num_unfinished_requests() == 0
+    assert "".join(output.outputs[0].text for output in found["DELTA"]) == expected.text
+    assert found["CUMULATIVE"][-1].outputs[0].text == expected.text
+    assert [output.outputs[0].text for output in found["FINAL_ONLY"]] == [expected.text]
+
+
+def test_ids_in_use_and_aborts(engine: LLMEngine) -> None:
+    engine.add_request("long", PROMPT, ENDLESS)
+    with pytest.raises(ValueError, match="'long' is in use"):
+        engine.add_request("long", PROMPT, GREEDY)
+    with pytest.raises(ValueError, match="empty"):
+        engine.add_request("bad", "", GREEDY)
+    engine.add_request("short", PROMPT, GREEDY)
+    assert engine.step()
+    engine.abort_request(["long", "unknown"])
+    assert set(run_all(engine)) == {"short"}
+    engine.add_request("long", PROMPT, GREEDY)  # the id is free again
+    assert run_all(engine)["long"][-1].finished
+
+
+def test_every_form_of_prompt(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer is not None
+    ids = tokenizer.encode(PROMPT)
+    forms = [PROMPT, ids, {"prompt": PROMPT}, {"prompt_token_ids": ids}]
+    each = [llm.generate(form, GREEDY, use_tqdm=False)[0].outputs[0].text for form in forms]
+    together = llm.generate(forms, [GREEDY] * 4, use_tqdm=False, priority=[3, 0, -1, 0])  # type: ignore[arg-type]
+    assert each == [output.outputs[0].text for output in together] and len(set(each)) == 1
+    assert (
+        llm.generate(prompt_token_ids=[ids], sampling_params=GREEDY, use_tqdm=False)[0].outputs[0].text
+        == each[0]
+    )
+
+
+def test_chat_goes_on_with_a_message(llm: LLM) -> None:
+    asked = {"role": "user", "content": "What is the with statement?"}
+    whole = llm.chat([asked], GREEDY, use_tqdm=False)[0].outputs[0].text
+    begun = [asked, {"role": "assistant", "content": whole[:10]}]
+    prompt = llm.preprocess_chat(begun, add_generation_prompt=False, continue_final_message=True)[0]
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer is not None
+    assert tokenizer.decode(prompt["prompt_token_ids"]).endswith(whole[:10])
+
+
+def test_another_tokenizer(address: str) -> None:
+    with LLM.attach(address) as attached:
+        ours = attached.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].text
+        attached.set_tokenizer(AutoTokenizer.from_pretrained(Path(pagewire.demo.__path__[0])))
+        assert attached.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].text == ours
+        with pytest.raises(TypeError, match="tokenizer"):
+            attached.set_tokenizer(object())
+
+
+def test_profiles_and_calls(llm: LLM, tmp_path: Path) -> None:
+    llm.start_profile()
+    llm.generate(PROMPT, GREEDY, use_tqdm=False)
+    (path,) = llm.collective_rpc("stop_profile")
+    assert '"traceEvents"' in Path(path).read_text()
+    Path(path).unlink()
+    (info,) = llm.collective_rpc("model_info")
+    assert info["architecture"] == "LlamaForCausalLM"
+    with pytest.raises(ValueError, match="no method 'eval'"):
+        llm.collective_rpc("eval", args=("1",))
+
+
+def test_sleeping_gives_the_weights_back_and_takes_them_again(llm: LLM) -> None:
+    before = llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    llm.sleep(level=2)
+    assert llm.collective_rpc("memory")[0]["weights"] == 0
+    llm.wake_up()
+    assert llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids == before
+
+
+def test_the_bar_and_a_bar_of_ones_own(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    from tqdm import tqdm
+
+    totals = []
+
+    def bar(*args: object, **kwargs: object) -> tqdm:
+        totals.append(kwargs["total"])
+        return tqdm(*args, **kwargs)  # type: ignore[call-overload]
+
+    llm.generate([PROMPT] * 3, GREEDY, use_tqdm=bar)
+    llm.generate([PROMPT] * 3, GREEDY)
+    assert totals == [3] and "output:" in capsys.readouterr().err
+
+
+def test_ctrl_c_leaves_no_process_behind(address: str) -> None:
+    with LLM.attach(address) as watcher:  # an engine is up: imports are in the page cache
+        assert watcher.info.model == "demo"
+    program = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert program.stdout is not None
+    core = psutil.Process(int(program.stdout.readline()))
+    family = [core, *core.children(recursive=True)]
+    assert len(family) == 2
+    program.send_signal(signal.SIGINT)
+    _, errors = program.communicate(timeout=60)
+    assert program.returncode in (-signal.SIGINT, 130, 1) and "KeyboardInterrupt" in errors
+    gone, alive = psutil.wait_procs(family, timeout=60)
+    assert len(gone) == 2 and not alive
+
+
+def test_shutdown_ends_the_processes() -> None:
+    engine = LLM("demo", dtype="float32", kv_cache_memory_bytes=32 << 20)
+    core = psutil.Process(engine.llm_engine.session._spawned.child.pid)  # type: ignore[union-attr]
+    family = [core, *core.children(recursive=True)]
+    engine.shutdown()
+    engine.shutdown()
+    _, alive = psutil.wait_procs(family, timeout=60)
+    assert len(family) == 2 and not alive
