@@ -152,7 +152,7 @@ class Runner:
 
     def _sample(self, plan: StepPlan, batch: Batch, hidden: Tensor, result: StepResult) -> None:
         """Sample, append to the slots, and fill in the result."""
-        logits = self.model.model.logits(hidden[batch.sample_indices])
+        logits = self.model.model.logits(hidden[batch.sample_indices])[: len(batch.sample_rows)]
         rows = [plan.rows[i] for i in batch.sample_rows]
         output = sample(logits, [self.slots.sampling[row.slot] for row in rows])
         for row, token_id in zip(rows, output.token_ids, strict=True):
