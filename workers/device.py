@@ -14,6 +14,7 @@ import torch
 from pagewire.workers.errors import LoadError
 
 GIB = 1 << 30
+SMALL_STEP = 50_000_000  # multiply-adds below which waking other threads costs more than they bring
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Device:
 
     name: str
     torch_device: torch.device
+    num_threads: int = 1
 
     @classmethod
     def open(cls, name: str, num_threads: int | None) -> Device:
@@ -32,13 +34,15 @@ class Device:
         """
         if name != "cpu":
             raise LoadError(f"device {name!r} is not supported yet: only 'cpu' is")
-        torch.set_num_threads(bind_threads(num_threads))
-        return cls("cpu", torch.device("cpu"))
+        num_threads = bind_threads(num_threads)
+        torch.set_num_threads(num_threads)
+        return cls("cpu", torch.device("cpu"), num_threads)
 
-    @property
-    def num_threads(self) -> int:
-        """Threads of one kernel."""
-        return torch.get_num_threads()
+    def set_threads(self, multiply_adds: int) -> None:
+        """As many threads as pay for a step of so much work."""
+        wanted = 1 if multiply_adds < SMALL_STEP else self.num_threads
+        if wanted != torch.get_num_threads():  # setting it clears oneDNN's caches
+            torch.set_num_threads(wanted)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of zeros. The system gives pages as they are written: taking gigabytes costs no time.

@@ -34,6 +34,7 @@ class Runner:
         self.load, self.phases = load, phases
         self.device = Device.open(load.device, load.num_threads)
         self.loaded: LoadedModel | None = load_model(load, phases)
+        self.num_weights = self.loaded.weight_bytes // self.loaded.dtype.itemsize
         self.block_bytes = sum(shape.block_bytes(load.block_size) for shape in self.loaded.kv_shapes)
         self.num_blocks = self._size_kv(self.loaded)
         self.slots = Slots(
@@ -99,6 +100,7 @@ class Runner:
         if not plan.rows:
             return result
         batch = build_batch(plan.rows, self.slots)
+        self.device.set_threads(len(batch.input_ids) * self.num_weights)
         model = self.model.model
         hidden = model.hidden_states(batch.input_ids, batch.positions, Paged(batch.attention, self.caches))
         if batch.sample_rows:
