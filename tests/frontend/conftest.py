@@ -94,6 +94,8 @@ class FakeCore:
         self._context.destroy(linger=0)
 
     def _reply(self, message: Any) -> None:
+        if self._stop.is_set():
+            return  # what has vanished says nothing more
         with contextlib.suppress(zmq.ZMQError):  # the frontend has gone meanwhile
             send(self._socket, [self.client, *self._codec.encode(message)])
 
