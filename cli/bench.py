@@ -9,11 +9,13 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
-from pagewire.cli.options import add_attach_options, add_engine_options
+from pagewire.cli.options import UsageError, add_attach_options, add_engine_options, positive
 
 if TYPE_CHECKING:
     from pagewire.frontend.async_llm import AsyncLLM
 
+DESCRIPTION = "Random token prompts, greedy, past the end of sequence; the median of the runs counts."
+WARM_UP_TOKENS = 8
 LOWEST_ID = 10  # below are special tokens in most vocabularies
 
 
@@ -22,22 +24,23 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser = commands.add_parser(
         "bench",
         help="measure speed",
-        description="Random token prompts, greedy, past the end of sequence; the median of the runs counts.",
+        description=DESCRIPTION,
     )
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
     for name, text, count in (
         ("latency", "one request: time to first token, time per token", 1),
         ("throughput", "many requests at once: tokens per second", 32),
     ):
-        kind = kinds.add_parser(name, help=text)
-        kind.add_argument("--num-prompts", type=int, default=count, help="(default: %(default)s)")
-        kind.add_argument(
-            "--input-len", type=int, default=128, help="tokens per prompt (default: %(default)s)"
-        )
-        kind.add_argument(
-            "--output-len", type=int, default=128, help="tokens to generate (default: %(default)s)"
-        )
-        kind.add_argument("--num-runs", type=int, default=3, help="after a warm-up (default: %(default)s)")
+        kind = kinds.add_parser(name, help=text, description=f"Measure {text}. {DESCRIPTION}")
+        for flag, default, meaning in (
+            ("--num-prompts", count, "requests at once"),
+            ("--input-len", 128, "tokens per prompt"),
+            ("--output-len", 128, "tokens to generate"),
+            ("--num-runs", 3, "runs after a warm-up"),
+        ):
+            kind.add_argument(
+                flag, type=positive, default=default, metavar="INT", help=f"{meaning} (default: {default})"
+            )
         add_attach_options(kind)
         add_engine_options(kind)
         kind.set_defaults(run=run)
@@ -50,6 +53,8 @@ def run(options: argparse.Namespace) -> int:
 
     begin = time.perf_counter()
     with opened(options) as engine:
+        if options.input_len + options.output_len > engine.info.max_model_len:
+            raise UsageError(f"--input-len and --output-len exceed max_model_len={engine.info.max_model_len}")
         print(json.dumps({"start_s": round(time.perf_counter() - begin, 3)}), flush=True)
         runs = async_llm.run(measure(engine, options))
     medians = {name: statistics.median(one[name] for one in runs) for name in runs[0]}
@@ -60,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
 async def measure(engine: AsyncLLM, options: argparse.Namespace) -> list[dict[str, float]]:
     """One dict of figures per run."""
     rng = random.Random(0)
-    await batch(engine, rng, 2, options.input_len, 8)
+    await batch(engine, rng, 2, options.input_len, min(WARM_UP_TOKENS, options.output_len))
     runs = []
     for _ in range(options.num_runs):
         runs.append(await batch(engine, rng, options.num_prompts, options.input_len, options.output_len))

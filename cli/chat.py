@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from pagewire.cli.options import (
     UsageError,
@@ -32,12 +33,13 @@ def run(options: argparse.Namespace) -> int:
     from pagewire.frontend import async_llm
     from pagewire.frontend.chat import chat_prompt
 
+    fields = sampling_fields(options)
     system = [{"role": "system", "content": options.system}] if options.system else []
     with opened(options) as engine:
         tokenizer = engine.session.tokenizer
         if tokenizer is None or not tokenizer.chat_template:
             raise UsageError(f"{engine.info.model} has no chat template")
-        params = sampling_params(engine, sampling_fields(options))
+        params = sampling_params(engine, fields)
         print(f"{engine.info.model}: {COMMANDS}")
         messages = list(system)
         while (text := ask()) is not None:
@@ -60,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
 
 def ask() -> str | None:
     """The user's next line that says something; None at the end."""
-    while True:
+    while sys.stdin is not None:
         try:
             text = input("> ").strip()
         except EOFError:
@@ -70,3 +72,4 @@ def ask() -> str | None:
             return None
         if text:
             return text
+    return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pagewire.cli.options import UsageError, add_engine_options, engine_args
+from pagewire.cli.options import UsageError, add_engine_options, engine_args, seconds
 
 DEFAULT_NAME = "core"
 
@@ -27,8 +27,9 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     group.add_argument("--curve-clients", metavar="DIR", help="NAME.key files of the frontends to let in")
     group.add_argument(
         "--drain-seconds",
-        type=float,
+        type=seconds,
         default=30.0,
+        metavar="FLOAT",
         help="time for running requests after SIGTERM (default: %(default)s)",
     )
     add_engine_options(parser)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pagewire.cli.options import engine_args
+from pagewire.cli.options import UsageError, engine_args, flag, given_options
 
 if TYPE_CHECKING:
     from pagewire.frontend.async_llm import AsyncLLM
@@ -27,11 +27,11 @@ def opened(options: argparse.Namespace) -> Iterator[AsyncLLM]:
     from pagewire.frontend.async_llm import AsyncLLM
     from pagewire.ipc.sockets import CurveKeys
 
+    check_attachment(options)
     if options.attach:
         keys = None
         if options.curve_secret:
-            server = Path(options.curve_server) if options.curve_server else None
-            keys = CurveKeys.load(Path(options.curve_secret), server)
+            keys = CurveKeys.load(Path(options.curve_secret), Path(options.curve_server))
         engine = AsyncLLM.attach(options.attach, curve=keys)
     else:
         os.environ.setdefault("PAGEWIRE_LOGGING_LEVEL", "WARNING")
@@ -40,3 +40,22 @@ def opened(options: argparse.Namespace) -> Iterator[AsyncLLM]:
         yield engine
     finally:
         engine.shutdown()
+
+
+def check_attachment(options: argparse.Namespace) -> None:
+    """Refuse what would have no effect; for encryption, that could be mistaken for having it.
+
+    Raises:
+        UsageError: engine options with `--attach`, CURVE without it, or half of CURVE.
+    """
+    if bool(options.curve_secret) != bool(options.curve_server):
+        raise UsageError("CURVE needs both --curve-secret and --curve-server")
+    if not options.attach:
+        if options.curve_secret:
+            raise UsageError("--curve-secret and --curve-server are for --attach")
+        return
+    flags = [flag(name) for name in given_options(options) if name != "seed"]  # which is for sampling, too
+    if options.config is not None:
+        flags.append("--config")
+    if flags:
+        raise UsageError(f"{flags[0]} has no effect with --attach: it is for the core to say")

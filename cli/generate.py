@@ -42,9 +42,10 @@ def run(options: argparse.Namespace) -> int:
     from pagewire.cli.engine import opened
     from pagewire.frontend import async_llm
 
+    fields = sampling_fields(options)
     prompt = read_prompt(options)
     with opened(options) as engine:
-        params = sampling_params(engine, sampling_fields(options))
+        params = sampling_params(engine, fields)
         async_llm.run(stream(engine, prompt, params))
     print()
     return 0
@@ -65,7 +66,7 @@ def read_prompt(options: argparse.Namespace) -> str:
             raise UsageError(f"cannot read {options.file}: {error}") from error
     if options.prompt not in (None, "-"):
         return str(options.prompt)
-    if options.prompt is None and sys.stdin.isatty():
+    if sys.stdin is None or (options.prompt is None and sys.stdin.isatty()):
         raise UsageError('give a prompt: pagewire generate "Once upon a time"')
     return sys.stdin.read()
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
+
+from pagewire.cli.options import UsageError
 
 
 def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -19,11 +22,21 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the two files, and say where."""
+    """Write the two files, and say where.
+
+    Raises:
+        UsageError: a name that is a path, or one of the files exists: its keys may be in use.
+    """
     import zmq.auth
 
+    if not options.name or Path(options.name).name != options.name:
+        raise UsageError(f"a name must not be a path, got {options.name!r}")
+    for path in (options.folder / f"{options.name}.{kind}" for kind in ("key", "key_secret")):
+        if path.exists():
+            raise UsageError(f"{path} exists; choose another name, or remove it")
     options.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.umask(0o077)  # the secret is nobody else's to read, not even for a moment
     public, secret = zmq.auth.create_certificates(options.folder, options.name)
-    Path(secret).chmod(0o600)
+    Path(public).chmod(0o644)
     print(f"public: {public}\nsecret: {secret}")
     return 0

@@ -5,13 +5,35 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from typing import Any, get_args, get_type_hints
+from collections.abc import Sequence
+from typing import Any, NoReturn, get_args, get_type_hints
 
 from pagewire.ipc.options import LATER, EngineArgs, unknown_option
+from pagewire.ipc.params import SamplingParams
 
 
 class UsageError(ValueError):
     """A mistake on the command line; told without a traceback."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Tells a mistake in one line, not under the usage of every option, and knows what may have been meant."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse, leaving nothing over. Sub-commands are parsed by this, too."""
+        parsed, extra = super().parse_known_args(args, namespace or argparse.Namespace())
+        for argument in extra:
+            if argument.startswith("--"):
+                self.error(unknown_option(argument.split("=")[0], set(self._option_string_actions)))
+        if extra:
+            self.error(f"unexpected argument {extra[0]!r}")
+        return parsed, extra
+
+    def error(self, message: str) -> NoReturn:
+        """End with status 2."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def flag(name: str) -> str:
@@ -31,6 +53,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         if title not in groups:
             groups[title] = parser.add_argument_group(f"{title} options")
         add_option(groups[title], field, hints[field.name])
+    for name, default in LATER.items():  # the engine says which values it takes meanwhile
+        hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        if isinstance(default, bool):
+            parser.add_argument(flag(name), action=argparse.BooleanOptionalAction, **hidden)
+        else:
+            parser.add_argument(flag(name), type=json_or_text, **hidden)
 
 
 def add_option(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
@@ -48,6 +76,8 @@ def add_option(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
     elif field.metadata["choices"]:
         kind: type = int if isinstance(default, int) else str
         group.add_argument(flag(field.name), type=kind, choices=field.metadata["choices"], **common)
+    elif bool in kinds:
+        group.add_argument(flag(field.name), type=true_or_text, metavar="STR", **common)
     elif list[str] in kinds:
         group.add_argument(flag(field.name), nargs="+", metavar="NAME", **common)
     else:
@@ -66,54 +96,75 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def json_or_text(text: str) -> Any:
+    """A value given as JSON, or else as plain text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def true_or_text(text: str) -> str | bool:
+    """`True` for "true"; other text as it is."""
+    return True if text.lower() == "true" else text
+
+
+def positive(text: str) -> int:
+    """A whole number from 1."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def seconds(text: str) -> float:
+    """A span of time."""
+    if not (value := float(text)) >= 0:  # nor is NaN
+        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
+    return value
+
+
+def given_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The engine options that stood on the command line."""
+    names = {field.name for field in dataclasses.fields(EngineArgs)} | set(LATER)
+    return {name: value for name, value in vars(options).items() if name in names}
+
+
 def engine_args(options: argparse.Namespace) -> EngineArgs:
     """The engine's options: command line over file over default.
 
     Raises:
         UsageError: the file cannot be read, or an option is unknown or bad.
     """
-    names = {field.name for field in dataclasses.fields(EngineArgs)}
-    given = {name: value for name, value in vars(options).items() if name in names}
+    config = dataclasses.asdict(read_config(options.config))
     try:
-        return EngineArgs.from_kwargs(read_config(options.config) | given)
+        return EngineArgs.from_kwargs(config | given_options(options))
     except (ValueError, TypeError) as error:
         raise UsageError(str(error)) from error
 
 
-def read_config(path: str | None) -> dict[str, Any]:
+def read_config(path: str | None) -> EngineArgs:
     """The options in a YAML file, with dashes or underscores in their names.
 
     Raises:
-        UsageError: no such file, or not a mapping.
+        UsageError: no such file, not a mapping, or an option is unknown or bad.
     """
     if path is None:
-        return {}
+        return EngineArgs()
     import yaml
 
     try:
         with open(path, encoding="utf-8") as file:  # noqa: PTH123 (a path as the user typed it)
-            values = yaml.safe_load(file) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise UsageError(f"cannot read {path}: {error}") from error
+            values = yaml.safe_load(file)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UsageError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+    if values is None:
+        return EngineArgs()
     if not isinstance(values, dict):
         raise UsageError(f"{path} must hold a mapping of option names to values")
-    return {str(name).replace("-", "_"): value for name, value in values.items()}
-
-
-def refuse_unknown(extra: list[str], known: set[str]) -> None:
-    """Say what is wrong with arguments that no option took.
-
-    Raises:
-        UsageError: always, if there are any.
-    """
-    for argument in extra:
-        if argument.startswith("--"):
-            name = argument[2:].split("=")[0].replace("-", "_")
-            if name in LATER:
-                raise UsageError(f"{flag(name)} is not supported yet")
-            raise UsageError(unknown_option(flag(name), {flag(k) for k in known}))
-    if extra:
-        raise UsageError(f"unexpected argument {extra[0]!r}")
+    try:
+        return EngineArgs.from_kwargs({str(name).replace("-", "_"): values[name] for name in values})
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{path}: {error}") from error
 
 
 def add_attach_options(parser: argparse.ArgumentParser) -> None:
@@ -132,20 +183,26 @@ def add_curve_options(group: Any) -> None:
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     """The usual sampling parameters."""
     group = parser.add_argument_group("Sampling options")
-    group.add_argument(
-        "--max-tokens", type=int, default=max_tokens, help="most tokens (default: %(default)s)"
-    )
-    group.add_argument("--temperature", type=float, help="0 is greedy (default: the model's, else 1)")
-    group.add_argument("--top-p", type=float, help="nucleus, in (0, 1]")
-    group.add_argument("--top-k", type=int, help="only so many most likely tokens; 0: all")
-    group.add_argument("--min-p", type=float, help="relative to the most likely token, in [0, 1]")
-    group.add_argument("--repetition-penalty", type=float, help="over 1 discourages repetition")
+
+    def number(name: str, kind: type, text: str, default: int | None = None) -> None:
+        group.add_argument(name, type=kind, metavar=kind.__name__.upper(), default=default, help=text)
+
+    number("--max-tokens", int, "most tokens (default: %(default)s)", max_tokens)
+    number("--temperature", float, "0 is greedy (default: the model's, else 1)")
+    number("--top-p", float, "nucleus, in (0, 1]")
+    number("--top-k", int, "only so many most likely tokens; 0: all")
+    number("--min-p", float, "relative to the most likely token, in [0, 1]")
+    number("--repetition-penalty", float, "over 1 discourages repetition")
     group.add_argument("--stop", action="append", metavar="TEXT", help="ends the output; may be repeated")
     group.add_argument("--ignore-eos", action="store_true", default=None, help="go on past the end")
 
 
 def sampling_fields(options: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters that were given, the engine's `--seed` among them."""
+    """The sampling parameters that were given, the engine's `--seed` among them.
+
+    Raises:
+        UsageError: a value out of range. It is told before an engine is started.
+    """
     names = (
         "max_tokens",
         "temperature",
@@ -156,5 +213,10 @@ def sampling_fields(options: argparse.Namespace) -> dict[str, Any]:
         "stop",
         "ignore_eos",
     )
-    fields = {name: getattr(options, name, None) for name in (*names, "seed")}
-    return {name: value for name, value in fields.items() if value is not None}
+    given = {name: getattr(options, name, None) for name in (*names, "seed")}
+    fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    try:
+        SamplingParams(**fields)
+    except (ValueError, TypeError) as error:
+        raise UsageError(str(error)) from error
+    return fields
