@@ -86,7 +86,9 @@ def test_in_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends(address: str) -> N
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", IN_TERMINAL, "chat", "--attach", address, *ENDLESS],
-        stdin=theirs, stdout=theirs, stderr=theirs,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
         start_new_session=True,
     )
     os.close(theirs)

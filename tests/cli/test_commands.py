@@ -187,8 +187,11 @@ def test_keys_are_made_once(tmp_path: Path) -> None:
 
 def test_what_the_environment_is() -> None:
     environment = ENVIRONMENT | {
-        "PAGEWIRE_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "3",
-        "HF_TOKEN": "hf_hidden", "PAGEWIRE_API_KEY": "hidden", "UNRELATED": "hidden",
+        "PAGEWIRE_LOGGING_LEVEL": "ERROR",
+        "OMP_NUM_THREADS": "3",
+        "HF_TOKEN": "hf_hidden",
+        "PAGEWIRE_API_KEY": "hidden",
+        "UNRELATED": "hidden",
     }
     done = pagewire("collect-env", env=environment)
     assert (done.returncode, done.stderr) == (0, "") and "hidden" not in done.stdout

@@ -137,12 +137,12 @@ def test_a_bad_file_is_named_with_what_is_wrong(
         ("", "pagewire: the following arguments are required: COMMAND (see pagewire --help)"),
         ("generat x", "pagewire: argument COMMAND: invalid choice: 'generat'"),
         ("--modle generate x", "pagewire: unknown option '--modle'"),
-        ("generate x --max-modellen 5", "generate: unknown option '--max-modellen'; did you mean '--max-model-len'?"),
+        ("generate x --max-modellen 5", "unknown option '--max-modellen'; did you mean '--max-model-len'?"),
         ("generate x --no-enforce-eagr", "'--no-enforce-eagr'; did you mean '--no-enforce-eager'?"),
         ("generate x --max-tokns=5", "did you mean '--max-tokens'?"),
         ("core --max-tokns 5", "unknown option '--max-tokns' (see"),
         ("generate x --prompts y", "unknown option '--prompts' (see"),
-        ("bench latency --num-promts 5", "bench latency: unknown option '--num-promts'; did you mean '--num-prompts'?"),
+        ("bench latency --num-promts 5", "unknown option '--num-promts'; did you mean '--num-prompts'?"),
         ("keys --modle a b", "pagewire keys: unknown option '--modle' (see pagewire keys --help)"),
         ("collect-env now", "pagewire collect-env: unexpected argument 'now'"),
         ("generate x --seed few", "argument --seed: invalid int value: 'few'"),
@@ -185,6 +185,9 @@ def test_sampling_options_are_those_that_were_given() -> None:
     assert fields() == {"max_tokens": 256}
     given = ["--stop", "a", "--stop", "b", "--seed", "3", "--ignore-eos", "--top-k", "0", "--max-tokens", "5"]
     assert fields(*given) == {
-        "max_tokens": 5, "stop": ["a", "b"], "seed": 3,
-        "ignore_eos": True, "top_k": 0,
+        "max_tokens": 5,
+        "stop": ["a", "b"],
+        "seed": 3,
+        "ignore_eos": True,
+        "top_k": 0,
     }

@@ -79,7 +79,8 @@ def test_a_slow_consumer_gets_merged_deltas(address: str) -> None:
                 num_outputs += 1
                 if num_outputs == 1:
                     await until(lambda: all_blocks_back(llm))  # the engine has finished meanwhile
-            assert tokens == list(expected.outputs[0].token_ids) and num_outputs == 2
+            assert tokens == list(expected.outputs[0].token_ids)
+            assert num_outputs <= 3 < len(tokens)  # the last delta may be on its way yet
 
     run(main())
 
