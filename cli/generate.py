@@ -30,7 +30,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "printed as it comes.",
     )
     parser.add_argument("prompt", nargs="?", help="the text to complete; '-' or nothing: standard input")
-    parser.add_argument("--file", type=Path, help="take the prompt from a file")
+    parser.add_argument("--file", type=Path, metavar="FILE", help="take the prompt from a file")
     add_attach_options(parser)
     add_sampling_options(parser, max_tokens=256)
     add_engine_options(parser)

@@ -185,7 +185,7 @@ LATER: dict[str, Any] = {
 
 def unknown_option(name: str, names: set[str]) -> str:
     """The message for an option that does not exist, with the nearest one that does."""
-    near = difflib.get_close_matches(name, names, n=1)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
     return f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 

@@ -34,7 +34,7 @@ def answers(address: str, *questions: str, system: str | None = None) -> list[st
 
 
 def test_turns_build_on_each_other_until_reset(address: str) -> None:
-    again = "And the for statement?"
+    again = "And what else?"
     first, second = answers(address, QUESTION, again)
     (anew,) = answers(address, again)
     assert second != anew, "the first turn must matter for this to show anything"

@@ -56,8 +56,7 @@ def test_every_option_says_what_it_is() -> None:
                 continue
             assert action.help and re.match(r"[a-z'0-9]|JSON|NAME|YAML|CURVE", action.help), action
             assert not action.help.rstrip().endswith("."), action
-            by_name = f"{action.dest}".upper()
-            assert not action.option_strings or by_name not in parser.format_usage(), "metavars say the kind"
+            assert not action.option_strings or action.nargs == 0 or action.metavar or action.choices, action
 
 
 @pytest.mark.parametrize("command", ENGINE_COMMANDS)
