@@ -1,5 +1,6 @@
 """Which implementation of the kernels serves a tensor."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from pagewire.kernels.paging import AttentionBatch
 
 
 class Kernels(Protocol):
-    """What an implementation offers; the modules `attention`, `layers` and `sampling` say what each does."""
+    """What an implementation offers; the modules with the public functions say what each does."""
 
     def paged_attention(
         self,
@@ -44,6 +45,8 @@ class Kernels(Protocol):
     def gelu_tanh_and_mul(self, x: Tensor) -> Tensor: ...
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None: ...
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]: ...
 
     def largest(self, x: Tensor) -> tuple[Tensor, Tensor]: ...
 

@@ -123,3 +123,53 @@ def largest(x: Tensor) -> tuple[Tensor, Tensor]:
     values = x.amax(1)
     # argmax of a comparison is the first True; argmax of 16-bit floats is slow on CPUs.
     return values.float(), (x == values[:, None]).to(torch.uint8).argmax(1)
+
+
+ONEDNN_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def padded_rows(num_rows: int) -> int:
+    """How many rows are multiplied for so many: at most a sixteenth more, in 16 sizes between powers of two.
+
+    oneDNN prepares a product for each number of rows, which takes milliseconds and up to a megabyte. A lone row
+    becomes two: PyTorch and oneDNN sum one row in another order than many.
+    """
+    grain = 1 << max(0, num_rows.bit_length() - 5)
+    return max(2, -(-num_rows // grain) * grain)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., K] times weight [N, K] transposed, plus bias [N]: `linear` whose bits do not depend on the batch.
+
+    The weight may be one that `mkldnn._reorder_linear_weight` packed.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    num_rows = len(rows)
+    if num_rows == 0:
+        return x.new_empty(*x.shape[:-1], len(weight))
+    if missing := padded_rows(num_rows) - num_rows:
+        rows = functional.pad(rows, (0, 0, 0, missing))
+    if rows.dtype in ONEDNN_DTYPES:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    else:
+        out = functional.linear(rows, weight, bias)
+    return out[:num_rows].view(*x.shape[:-1], out.shape[-1])
+
+
+class Packed:
+    """A linear layer over a weight in the layout that oneDNN likes, where it has one."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.bias = bias
+        self.weight = weight
+        if weight.dtype in ONEDNN_DTYPES:
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., K] to [..., N]."""
+        return product(x, self.weight, self.bias)
+
+
+def pack(weight: Tensor, bias: Tensor | None = None) -> Packed:
+    """See `pagewire.kernels.linear.pack`."""
+    return Packed(weight, bias)

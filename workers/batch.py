@@ -13,12 +13,10 @@ from pagewire.ipc.messages import Row
 from pagewire.kernels.attention import AttentionBatch
 from pagewire.workers.slots import Slots
 
-MIN_ROWS = 2
-
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one step runs: T tokens of R requests, in the order of the rows, then padding (see `padded_size`)."""
+    """What one step runs: T tokens of R requests, in the order of the rows."""
 
     input_ids: Tensor
     """int64 [T]."""
@@ -28,20 +26,9 @@ class Batch:
     sample_rows: list[int]
     """Rows of the plan that sample."""
     sample_indices: Tensor
-    """int64 [padded_size of their number]: the last token of each of them, then zeros."""
+    """int64 [their number]: the last token of each of them."""
     starts: list[int]
     """Where each row's tokens begin in the batch."""
-
-
-def padded_size(num_rows: int) -> int:
-    """How many rows are multiplied for so many: at most a sixteenth more, in 16 sizes between powers of two.
-
-    oneDNN prepares a product for each number of rows, which takes milliseconds and up to a megabyte. A lone row
-    becomes two: products of one row are computed in another order than those of many, and a token's logits
-    must not depend on the batch.
-    """
-    grain = 1 << max(0, num_rows.bit_length() - 5)
-    return max(MIN_ROWS, -(-num_rows // grain) * grain)
 
 
 def build_batch(rows: Sequence[Row], slots: Slots) -> Batch:
@@ -53,21 +40,16 @@ def build_batch(rows: Sequence[Row], slots: Slots) -> Batch:
     np.cumsum(lengths, out=query_start_loc[1:])
     num_tokens = int(query_start_loc[-1])
 
-    size = padded_size(num_tokens)
-    input_ids, positions = np.zeros(size, np.int64), np.zeros(size, np.int64)
-    slot_mapping = np.full(size, -1, np.int64)
     token_slots = np.repeat(slot_ids, lengths)
-    places = np.arange(num_tokens) + np.repeat(starts - query_start_loc[:-1], lengths)
-    positions[:num_tokens] = places
-    input_ids[:num_tokens] = slots.tokens[token_slots, places]
-    blocks, offsets = np.divmod(places, slots.block_size)
-    slot_mapping[:num_tokens] = slots.block_table[token_slots, blocks] * slots.block_size + offsets
+    positions = np.arange(num_tokens) + np.repeat(starts - query_start_loc[:-1], lengths)
+    input_ids = slots.tokens[token_slots, positions].astype(np.int64)
+    blocks, offsets = np.divmod(positions, slots.block_size)
+    slot_mapping = slots.block_table[token_slots, blocks].astype(np.int64) * slots.block_size + offsets
 
     seq_lens = starts + lengths
     max_seq_len = int(seq_lens.max())
     sample_rows = [i for i, row in enumerate(rows) if row.sample]
-    sample_indices = np.zeros(padded_size(len(sample_rows)), np.int64)
-    sample_indices[: len(sample_rows)] = query_start_loc[1:][sample_rows] - 1
+    sample_indices = query_start_loc[1:][sample_rows] - 1
     return Batch(
         input_ids=torch.from_numpy(input_ids),
         positions=torch.from_numpy(positions),

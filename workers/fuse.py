@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from pagewire.kernels.layers import rms_norm
+from pagewire.kernels.linear import pack
 from pagewire.workers.attention import NAME
-from pagewire.workers.invariant import pack, product
 
 
 class PackedLinear(nn.Module):
@@ -19,15 +19,14 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.packed = pack(weight.detach())
-        self.bias = None if bias is None else bias.detach()
+        self.product = pack(weight.detach(), None if bias is None else bias.detach())
         # Some modules ask their linears' weights for shape and dtype.
         self.weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] to [..., N]."""
-        return product(x, self.packed, self.bias)
+        return self.product(x)
 
 
 def pack_linears(module: nn.Module) -> None:

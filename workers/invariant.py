@@ -1,8 +1,8 @@
 """Arithmetic whose bits do not depend on the batch: a row's result is the same alone and among a thousand.
 
 PyTorch does not promise this. A product of one row sums in another order than one of many, and an elementwise
-function computes what is left over behind the last full vector by other code than the rest. Here single rows are
-doubled, and what is elementwise is padded to full vectors.
+function computes what is left over behind the last full vector by other code than the rest. Here products go
+through the kernels, and what is elementwise is padded to full vectors.
 """
 
 from __future__ import annotations
@@ -15,33 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its usual name
 from torch.overrides import TorchFunctionMode
 
-PACKED_DTYPES = (torch.float32, torch.bfloat16)
+from pagewire.kernels.reference import product
+
 VECTOR = 64  # elements of two of the widest vectors, which PyTorch's loops take at a time
 GRAIN = 32768  # elements from which on PyTorch gives an elementwise loop to another thread
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., K] times weight [N, K] transposed, plus bias [N]: `F.linear`, but invariant.
-
-    The weight may be packed. For dtypes that oneDNN does not take, PyTorch's own product is used.
-    """
-    num_rows = x.numel() // x.shape[-1]
-    rows = x.reshape(num_rows, x.shape[-1])
-    if num_rows == 1:
-        rows = rows.expand(2, -1).contiguous()
-    if rows.dtype in PACKED_DTYPES and num_rows:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
-    else:
-        out = F.linear(rows, weight, bias)
-    out = out if out.shape[0] == num_rows else out[:num_rows]
-    return out.view(*x.shape[:-1], out.shape[-1])
-
-
-def pack(weight: Tensor) -> Tensor:
-    """A weight [N, K] in the layout in which oneDNN multiplies fastest, where it has one."""
-    if weight.dtype in PACKED_DTYPES:
-        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)  # type: ignore[no-any-return]
-    return weight
 
 
 def padded_size(size: int, num_threads: int) -> int:

@@ -34,7 +34,6 @@ class Runner:
         self.load, self.phases = load, phases
         self.device = Device.open(load.device, load.num_threads)
         self.loaded: LoadedModel | None = load_model(load, phases)
-        self.num_weights = self.loaded.weight_bytes // self.loaded.dtype.itemsize
         self.block_bytes = sum(shape.block_bytes(load.block_size) for shape in self.loaded.kv_shapes)
         self.num_blocks = self._size_kv(self.loaded)
         self.slots = Slots(
@@ -100,7 +99,6 @@ class Runner:
         if not plan.rows:
             return result
         batch = build_batch(plan.rows, self.slots)
-        self.device.set_threads(len(batch.input_ids) * self.num_weights)
         model = self.model.model
         hidden = model.hidden_states(batch.input_ids, batch.positions, Paged(batch.attention, self.caches))
         if batch.sample_rows:
@@ -154,7 +152,7 @@ class Runner:
 
     def _sample(self, plan: StepPlan, batch: Batch, hidden: Tensor, result: StepResult) -> None:
         """Sample, append to the slots, and fill in the result."""
-        logits = self.model.model.logits(hidden[batch.sample_indices])[: len(batch.sample_rows)]
+        logits = self.model.model.logits(hidden[batch.sample_indices])
         rows = [plan.rows[i] for i in batch.sample_rows]
         output = sample(logits, [self.slots.sampling[row.slot] for row in rows])
         for row, token_id in zip(rows, output.token_ids, strict=True):

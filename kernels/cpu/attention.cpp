@@ -342,6 +342,12 @@ struct Task {
   int64_t kv_tile_begin, kv_tile_end;
 };
 
+// Keys and values that some query tile needs.
+struct Stretch {
+  const QueryTile& query_tile;
+  int64_t kv_tile;
+};
+
 int64_t window_begin(const AttentionCall& call, int64_t position) {
   return call.window ? std::max<int64_t>(0, position + 1 - call.window) : 0;
 }
@@ -372,13 +378,13 @@ class TileKernel {
     }
   }
 
-  // The partial result of every row for KV tile after KV tile, in ascending order up to `last`.
-  void attend(int64_t kv_tile, int64_t last, const Partial& result) {
+  // The partial result of every row for KV tile after KV tile, in ascending order. `ahead` comes after it.
+  void attend(int64_t kv_tile, const Stretch& ahead, const Partial& result) {
     const int64_t start = kv_tile * kTileKeys;
     const Keys& keys = keys_[kv_tile % 2];
     Keys& next = keys_[(kv_tile + 1) % 2];
-    if (!found_) find_keys(kv_tile, keys_[kv_tile % 2]);
-    find_keys(std::min(kv_tile + 1, last), next);
+    if (!found_) find_keys({tile_, kv_tile}, keys_[kv_tile % 2]);
+    find_keys(ahead, next);
     found_ = true;
 
     const int panel_begin = keys.begin / kPanelKeys * kPanelKeys;
@@ -430,10 +436,11 @@ class TileKernel {
     const T* v[kTileKeys];
   };
 
-  void find_keys(int64_t kv_tile, Keys& keys) {
-    const int64_t start = kv_tile * kTileKeys;
-    const int64_t last_position = tile_.first_position + tile_.num_tokens - 1;
-    keys.begin = int(std::max<int64_t>(0, window_begin(call_, tile_.first_position) - start));
+  void find_keys(const Stretch& stretch, Keys& keys) {
+    const QueryTile& tile = stretch.query_tile;
+    const int64_t start = stretch.kv_tile * kTileKeys;
+    const int64_t last_position = tile.first_position + tile.num_tokens - 1;
+    keys.begin = int(std::max<int64_t>(0, window_begin(call_, tile.first_position) - start));
     keys.end = int(std::min<int64_t>(kTileKeys, last_position + 1 - start));
 
     const T* zeros = reinterpret_cast<const T*>(work_.zeros);
@@ -441,14 +448,14 @@ class TileKernel {
       std::fill(rows, rows + keys.begin, zeros);
       std::fill(rows + keys.end, rows + kTileKeys, zeros);
     }
-    const int32_t* blocks = call_.block_table + tile_.request * call_.block_table_stride;
+    const int32_t* blocks = call_.block_table + tile.request * call_.block_table_stride;
     for (int key = keys.begin; key < keys.end;) {
       const int64_t position = start + key;
       const int64_t block = blocks[position / call_.block_size], offset = position % call_.block_size;
       const T* k = static_cast<const T*>(call_.k_cache) + block * call_.k_block_stride +
-                   tile_.kv_head * call_.k_head_stride + offset * call_.k_row_stride;
+                   tile.kv_head * call_.k_head_stride + offset * call_.k_row_stride;
       const T* v = static_cast<const T*>(call_.v_cache) + block * call_.v_block_stride +
-                   tile_.kv_head * call_.v_head_stride + offset * call_.v_row_stride;
+                   tile.kv_head * call_.v_head_stride + offset * call_.v_row_stride;
       const int run = int(std::min<int64_t>(keys.end - key, call_.block_size - offset));
       for (int i = 0; i < run; ++i, ++key, k += call_.k_row_stride, v += call_.v_row_stride) {
         keys.k[key] = k;
@@ -469,7 +476,7 @@ class TileKernel {
   const QueryTile& tile_;
   const Workspace& work_;
   const int64_t group_, rows_, steps_, width_;
-  Keys keys_[2];  // of this KV tile and the next, which is fetched meanwhile
+  Keys keys_[2];  // of this KV tile and of what comes after it, which is fetched meanwhile
   bool found_ = false;
   const float* v_floats_[kTileKeys];
 };
@@ -593,10 +600,18 @@ void attention(const AttentionCall& call) {
     const Workspace work = Workspace::take(thread_workspace, plan.rows, call.head_dim, width);
     TileKernel<T> kernel(call, tile, work);
     kernel.load_queries();
+    // Threads take tasks in turn, so the task after the next is most likely this thread's.
+    const Task& later = plan.tasks[std::min(size_t(i + plan.num_threads), plan.tasks.size() - 1)];
+    const auto attend = [&](int64_t kv_tile, const Partial& result) {
+      if (kv_tile + 1 < task.kv_tile_end)
+        kernel.attend(kv_tile, {tile, kv_tile + 1}, result);
+      else
+        kernel.attend(kv_tile, {plan.query_tiles[size_t(later.query_tile)], later.kv_tile_begin}, result);
+    };
     if (tile.first_partial < 0) {
       clear(work.total, kernel.rows(), width);
       for (int64_t kv_tile = task.kv_tile_begin; kv_tile < task.kv_tile_end; ++kv_tile) {
-        kernel.attend(kv_tile, task.kv_tile_end - 1, work.tile);
+        attend(kv_tile, work.tile);
         merge(work.total, work.tile, kernel.rows(), width);
       }
       return kernel.write(work.total);
@@ -606,7 +621,7 @@ void attention(const AttentionCall& call) {
       return {at + plan.rows * width, at + plan.rows * (width + 1), at};
     };
     for (int64_t kv_tile = task.kv_tile_begin; kv_tile < task.kv_tile_end; ++kv_tile)
-      kernel.attend(kv_tile, task.kv_tile_end - 1, stored(kv_tile));
+      attend(kv_tile, stored(kv_tile));
     if (countdowns[tile.countdown].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
     clear(work.total, kernel.rows(), width);
     for (int64_t kv_tile = tile.kv_tile_begin; kv_tile < tile.kv_tile_end; ++kv_tile)
@@ -618,10 +633,6 @@ void attention(const AttentionCall& call) {
 }  // namespace
 
 extern "C" {
-
-__attribute__((visibility("default"))) void pagewire_set_parallel(GompParallel parallel) {
-  gomp_parallel = parallel;
-}
 
 // Returns 0, or 1 if the batch does not fit its tensors (then nothing was computed).
 __attribute__((visibility("default"))) int pagewire_attention(const AttentionCall* call) {

@@ -4,6 +4,7 @@ A library holds the kernels for one instruction set. Its file name is the hash o
 so a changed source, compiler or flag gives another file, and a file once there is never written again.
 """
 
+import functools
 import hashlib
 import logging
 import os
@@ -17,11 +18,11 @@ from pathlib import Path
 
 logger = logging.getLogger("pagewire.kernels")
 
-SOURCES = ("attention.cpp", "layers.cpp", "sampling.cpp")
+SOURCES = ("attention.cpp", "layers.cpp", "linear.cpp", "sampling.cpp", "team.cpp")
 HEADERS = ("parallel.h", "simd.h")
 # Contracting a * b + c is left to explicit fused multiply-adds: the bits must not depend on inlining.
 FLAGS = (
-    *("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden"),
+    *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
 
@@ -52,17 +53,26 @@ INSTRUCTION_SETS = (_AVX512_BF16, _AVX512, _AVX2, InstructionSet("portable"))
 """The best first."""
 
 
-def supported_instruction_sets() -> list[InstructionSet]:
-    """Those that this CPU has, the best first; `portable` is always among them."""
-    cpu_flags: set[str] = set()
+@functools.cache
+def cpu_flags() -> frozenset[str]:
+    """What this CPU has, in the words of /proc/cpuinfo; empty where there is none."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("flags"):
-                cpu_flags.update(line.partition(":")[2].split())
-                break
+                return frozenset(line.partition(":")[2].split())
     except OSError:
         pass
-    return [isa for isa in INSTRUCTION_SETS if isa.cpu_flags <= cpu_flags]
+    return frozenset()
+
+
+def supported_instruction_sets() -> list[InstructionSet]:
+    """Those that this CPU has, the best first; `portable` is always among them."""
+    return [isa for isa in INSTRUCTION_SETS if isa.cpu_flags <= cpu_flags()]
+
+
+def has_tiles() -> bool:
+    """Whether this CPU multiplies whole tiles of bf16 (AMX)."""
+    return "amx_bf16" in cpu_flags()
 
 
 def compiler_command() -> list[str]:

@@ -7,14 +7,21 @@ import ctypes
 import functools
 import logging
 import os
-import re
+from collections.abc import Callable
 from ctypes import c_float, c_int32, c_int64, c_void_p
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from pagewire.kernels.cpu.build import BuildError, InstructionSet, build, supported_instruction_sets
+from pagewire.kernels import reference
+from pagewire.kernels.cpu.build import (
+    BuildError,
+    InstructionSet,
+    build,
+    has_tiles,
+    supported_instruction_sets,
+)
+from pagewire.kernels.cpu.memory import zeros
 from pagewire.kernels.paging import AttentionBatch
 
 logger = logging.getLogger("pagewire.kernels")
@@ -23,13 +30,15 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The dtypes that the kernels are compiled for, and their numbers in the C++ code."""
 
 _SIGNATURES = {
-    "pagewire_set_parallel": [c_void_p],
     "pagewire_attention": [c_void_p],
     "pagewire_store": [c_void_p] * 3 + [c_int64] * 10 + [c_int32],
     "pagewire_rms_norm": [c_void_p] * 3 + [c_int64] * 5 + [c_float] * 2 + [c_int32] * 2,
     "pagewire_add_rms_norm": [c_void_p] * 4 + [c_int64] * 2 + [c_float] * 2 + [c_int32] * 2,
     "pagewire_silu_and_mul": [c_void_p] * 2 + [c_int64] * 3 + [c_int32] * 2,
     "pagewire_gelu_tanh_and_mul": [c_void_p] * 2 + [c_int64] * 3 + [c_int32] * 2,
+    "pagewire_packed_size": [c_int64] * 2 + [c_int32],
+    "pagewire_pack": [c_void_p] * 2 + [c_int64] * 3 + [c_int32] * 2,
+    "pagewire_linear": [c_void_p] * 4 + [c_int64] * 4 + [c_int32] * 2,
     "pagewire_largest": [c_void_p] * 3 + [c_int64] * 3 + [c_int32] * 2,
     "pagewire_rotary": [c_void_p] * 3 + [c_int64] * 7 + [c_int32] * 2,
 }
@@ -77,20 +86,6 @@ def load() -> "NativeKernels | None":
     return None
 
 
-def _parallel_address() -> int | None:
-    """The address of GOMP_parallel in the OpenMP runtime that PyTorch has loaded, if any."""
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return None
-    for path in dict.fromkeys(re.findall(r"/\S*/lib(?:gomp|iomp5|omp)\b\S*", maps)):
-        try:
-            return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, c_void_p).value
-        except (OSError, AttributeError):
-            continue
-    return None
-
-
 class NativeKernels:
     """The compiled kernels for one instruction set. Signatures and meaning as in `pagewire.kernels`."""
 
@@ -99,7 +94,7 @@ class NativeKernels:
         self._library = ctypes.CDLL(str(build(isa)))
         for name, argument_types in _SIGNATURES.items():
             getattr(self._library, name).argtypes = argument_types
-        self._library.pagewire_set_parallel(_parallel_address())
+        self._library.pagewire_packed_size.restype = c_int64
 
     def paged_attention(
         self,
@@ -301,6 +296,12 @@ class NativeKernels:
                 torch.get_num_threads(),
             )
 
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+        """See `pagewire.kernels.linear.pack`. Where the CPU has matrix tiles, oneDNN's product uses them."""
+        if self.isa.name == "portable" or (weight.dtype == torch.bfloat16 and has_tiles()):
+            return reference.pack(weight, bias)
+        return PackedLinear(self._library, weight, bias)
+
     def largest(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """See `pagewire.kernels.sampling.largest`."""
         rows = _last_contiguous(x)
@@ -315,6 +316,48 @@ class NativeKernels:
             torch.get_num_threads(),
         )
         return values, columns
+
+
+class PackedLinear:
+    """A linear layer over the panels of linear.cpp."""
+
+    def __init__(self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> None:
+        weight = _last_contiguous(weight)
+        self.out_features, self.in_features = weight.shape
+        self.bias = None if bias is None else _of_size(bias, self.out_features)
+        self._library, self._dtype = library, DTYPES[weight.dtype]
+        size = library.pagewire_packed_size(self.out_features, self.in_features, self._dtype)
+        self.packed = zeros((size,), weight.dtype)
+        library.pagewire_pack(
+            weight.data_ptr(),
+            self.packed.data_ptr(),
+            *weight.shape,
+            weight.stride(0),
+            self._dtype,
+            torch.get_num_threads(),
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., K] to [..., N]."""
+        if x.shape[-1] != self.in_features or x.dtype != self.packed.dtype:
+            raise ValueError(
+                f"a row of {x.shape[-1]} {x.dtype} by {self.in_features} {self.packed.dtype} expected"
+            )
+        rows = _last_contiguous(x if x.dim() == 2 else x.reshape(-1, self.in_features))
+        out = torch.empty(*x.shape[:-1], self.out_features, dtype=x.dtype)
+        self._library.pagewire_linear(
+            rows.data_ptr(),
+            self.packed.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
+            out.data_ptr(),
+            len(rows),
+            self.in_features,
+            self.out_features,
+            rows.stride(0),
+            self._dtype,
+            torch.get_num_threads(),
+        )
+        return out
 
 
 def _last_contiguous(x: Tensor) -> Tensor:

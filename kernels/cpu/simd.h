@@ -25,6 +25,7 @@ constexpr int kLanes = 4;
 #endif
 
 #define INLINE inline __attribute__((always_inline))
+#define INLINE_LAMBDA __attribute__((always_inline))
 
 typedef float Floats __attribute__((vector_size(kLanes * 4)));
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
@@ -108,6 +109,18 @@ INLINE Floats load(const f16* from) {
   Floats v;
   for (int i = 0; i < kLanes; ++i) v[i] = half_to_float(from[i].bits);
   return v;
+#endif
+}
+
+INLINE Floats broadcast(bf16 x) { return broadcast(bit_cast<float>(uint32_t(x.bits) << 16)); }
+
+INLINE Floats broadcast(f16 x) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtph_ps(_mm256_set1_epi16(int16_t(x.bits)));
+#elif defined(__AVX2__)
+  return (Floats)_mm256_cvtph_ps(_mm_set1_epi16(int16_t(x.bits)));
+#else
+  return broadcast(half_to_float(x.bits));
 #endif
 }
 

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-
 from pagewire.ipc.messages import Row, SlotInit, StepPlan
 from pagewire.ipc.params import SamplingParams
-from pagewire.workers.batch import build_batch, padded_size
+from pagewire.workers.batch import build_batch
 from pagewire.workers.slots import Slots
 
 
-def test_padding_is_little_and_of_few_sizes() -> None:
-    sizes = [padded_size(n) for n in range(1, 2049)]
-    assert all(n <= size <= max(2, n * 17 / 16) for n, size in enumerate(sizes, 1))
-    assert len(set(sizes)) < 130 and sizes[-1] == 2048
-    assert sizes == sorted(sizes) and all(padded_size(size) == size for size in sizes)
-
-
-def test_rows_come_first_and_padding_is_stored_nowhere() -> None:
+def test_rows_lie_one_behind_the_other() -> None:
     slots = Slots(4, 100, 16, 1000)
     first, second = list(range(40)), [7, 8, 9]
     inits = [
@@ -26,15 +17,10 @@ def test_rows_come_first_and_padding_is_stored_nowhere() -> None:
     ]
     slots.apply(StepPlan(1, [], inits))
     batch = build_batch([Row(2, 4, 31, sample=False), Row(0, 0, 3, sample=True)], slots)
-    assert padded_size(34) == 34 and batch.input_ids.tolist() == first[4:35] + second
+    assert batch.input_ids.tolist() == first[4:35] + second
     assert batch.positions.tolist() == [*range(4, 35), 0, 1, 2]
     assert batch.attention.query_start_loc.tolist() == [0, 31, 34]
     assert batch.attention.seq_lens.tolist() == [35, 3]
     places = [5 * 16 + p if p < 16 else 16 + p - 16 if p < 32 else 3 * 16 + p - 32 for p in range(4, 35)]
     assert batch.attention.slot_mapping.tolist() == [*places, 144, 145, 146]
-    assert batch.sample_rows == [1] and batch.sample_indices.tolist() == [33, 0]
-
-    batch = build_batch([Row(2, 3, 33, sample=True)], slots)
-    assert len(batch.input_ids) == len(batch.positions) == 34
-    assert batch.attention.slot_mapping[33:].tolist() == [-1]
-    assert torch.equal(batch.attention.query_start_loc, torch.tensor([0, 33], dtype=torch.int32))
+    assert batch.sample_rows == [1] and batch.sample_indices.tolist() == [33]

@@ -1,0 +1,23 @@
+"""Linear layers over packed weights: most of a model's work, and nearly all of its bytes."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from pagewire.kernels.implementation import implementation_for
+
+__all__ = ["pack"]
+
+
+def pack(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+    """A linear layer that owns a copy of its weight, laid out for the fastest product. The original can be freed.
+
+    Args:
+        weight: [N, K], K contiguous.
+        bias: [N], of the same dtype.
+
+    Returns:
+        a function of x [..., K] to `x @ weight.T + bias` [..., N]. Sums are float32. A row's bits do not depend
+        on how many rows there are. Raises ValueError where x does not fit.
+    """
+    return implementation_for(weight).pack(weight, bias)

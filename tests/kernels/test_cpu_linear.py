@@ -1,0 +1,114 @@
+"""Linear layers over packed weights, on every instruction set of this CPU, and their reference."""
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from pagewire.kernels import reference
+from pagewire.kernels.cpu.native import DTYPES, NativeKernels, PackedLinear
+from pagewire.kernels.reference import padded_rows
+
+SIZES = [(64, 64), (33, 7), (257, 100), (1, 1), (512, 2816), (7, 8192)]
+ROWS = (1, 2, 3, 5, 6, 7, 12, 31, 64, 65, 400)
+
+
+def make(size: tuple[int, int], dtype: torch.dtype, bias: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """A weight, a bias, and the most rows there are in ROWS."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(n, size[1], generator=generator).to(dtype) for n in (size[0], max(ROWS)))
+    return weight, torch.randn(size[0], generator=generator).to(dtype) if bias else None, x
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_every_row_is_right_and_the_same_among_any_others(
+    kernels: NativeKernels, size: tuple[int, int], dtype: torch.dtype, bias: bool
+) -> None:
+    weight, b, x = make(size, dtype, bias)
+    linear = kernels.pack(weight, b)
+    whole = linear(x)
+    wanted = torch.nn.functional.linear(x.double(), weight.double(), None if b is None else b.double())
+    scale = wanted.abs().max()
+    assert whole.shape == wanted.shape and whole.dtype == dtype
+    assert (whole.double() - wanted).abs().max() <= scale * (1e-5 if dtype == torch.float32 else 1e-2)
+    for n in ROWS:
+        assert torch.equal(linear(x[:n]), whole[:n]), n
+        assert torch.equal(linear(x[-n:]), whole[-n:]), n
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 3):
+            torch.set_num_threads(num_threads)
+            assert torch.equal(linear(x), whole)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_any_strides_and_dimensions(best_kernels: NativeKernels) -> None:
+    weight, bias, x = make((100, 48), torch.float32, True)
+    linear = best_kernels.pack(weight.T.contiguous().T, bias)
+    wanted = linear(x)
+    wide = torch.full((len(x), 60), 7.0)
+    wide[:, 5:53] = x
+    assert torch.equal(linear(wide[:, 5:53]), wanted)
+    assert torch.equal(linear(x.T.contiguous().T), wanted)
+    assert torch.equal(linear(x.view(4, 100, 48)), wanted.view(4, 100, 100))
+    assert torch.equal(linear(x[3]), wanted[3])
+    assert linear(x[:0]).shape == (0, 100)
+
+
+def test_what_does_not_fit_is_refused(best_kernels: NativeKernels) -> None:
+    weight, _, x = make((8, 48), torch.float32, False)
+    linear = best_kernels.pack(weight)
+    for wrong in (x[:, :47], x.double(), x.bfloat16()):
+        with pytest.raises(ValueError, match="expected"):
+            linear(wrong)
+    with pytest.raises(ValueError, match="weight of shape"):
+        best_kernels.pack(weight, torch.zeros(7))
+
+
+def test_several_threads_may_call_at_once(best_kernels: NativeKernels) -> None:
+    weight, _, x = make((512, 2816), torch.float32, False)
+    linear = best_kernels.pack(weight)
+    wanted = linear(x)
+    wrong = []
+
+    def work() -> None:
+        for _ in range(20):
+            if not torch.equal(linear(x), wanted):
+                wrong.append(threading.get_ident())
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_tiles_are_left_to_the_library(best_kernels: NativeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(8, 8)
+    monkeypatch.setattr("pagewire.kernels.cpu.native.has_tiles", lambda: True)
+    assert isinstance(best_kernels.pack(weight.bfloat16()), reference.Packed)
+    assert isinstance(
+        best_kernels.pack(weight), reference.Packed if best_kernels.isa.name == "portable" else PackedLinear
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_reference_is_as_invariant(dtype: torch.dtype) -> None:
+    weight, bias, x = make((33, 7), dtype, True)
+    linear = reference.pack(weight, bias)
+    whole = linear(x)
+    for n in ROWS:
+        assert torch.equal(linear(x[:n]), whole[:n]), n
+    assert linear(x[:0]).shape == (0, 33)
+
+
+def test_padding_is_little_and_of_few_sizes() -> None:
+    sizes = [padded_rows(n) for n in range(1, 2049)]
+    assert all(n <= size <= max(2, n * 17 / 16) for n, size in enumerate(sizes, 1))
+    assert len(set(sizes)) < 130 and sizes[-1] == 2048
+    assert sizes == sorted(sizes) and all(padded_rows(size) == size for size in sizes)
