@@ -1,13 +1,17 @@
 """Which implementation of the kernels serves a tensor."""
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from pagewire.kernels import reference
 from pagewire.kernels.cpu import native
+from pagewire.kernels.cpu.library import DTYPES
 from pagewire.kernels.paging import AttentionBatch
+
+if TYPE_CHECKING:
+    from pagewire.kernels.decoder import Layer
 
 
 class Kernels(Protocol):
@@ -48,6 +52,8 @@ class Kernels(Protocol):
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]: ...
 
+    def stack(self, layers: "Sequence[Layer]") -> "Callable[..., Tensor] | None": ...
+
     def largest(self, x: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
@@ -61,6 +67,6 @@ def implementation_for(*tensors: Tensor) -> Kernels:
     if device.type != "cpu":
         raise NotImplementedError(f"no kernels for device {device.type!r} yet: only 'cpu' is served")
     dtype = tensors[0].dtype
-    if dtype in native.DTYPES and all(tensor.dtype == dtype for tensor in tensors):
+    if dtype in DTYPES and all(tensor.dtype == dtype for tensor in tensors):
         return native.load() or reference
     return reference

@@ -173,3 +173,7 @@ class Packed:
 def pack(weight: Tensor, bias: Tensor | None = None) -> Packed:
     """See `pagewire.kernels.linear.pack`."""
     return Packed(weight, bias)
+
+
+def stack(layers: object) -> None:
+    """There is no implementation of a whole stack in plain PyTorch: its kernels are called one by one."""

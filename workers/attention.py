@@ -49,6 +49,10 @@ class Paged:
     def __init__(self, batch: AttentionBatch, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
         self.batch, self.caches = batch, caches
 
+    def cache(self, layer: int, shape: KVShape, window: int | None) -> tuple[Tensor, Tensor]:
+        """K and V of a layer of this shape, whose queries see `window` keys."""
+        return self.caches[layer]
+
     def attend(
         self,
         layer: int,
@@ -61,7 +65,8 @@ class Paged:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Store k [T, Hkv, D] and v [T, Hkv, Dv] of a layer, then q [T, Hq, D] looks: [T, Hq, Dv]."""
-        k_cache, v_cache = self.caches[layer]
+        shape = KVShape(k.shape[1], k.shape[2], v.shape[2], v.dtype)
+        k_cache, v_cache = self.cache(layer, shape, window)
         store_kv(k, v, k_cache, v_cache, self.batch.slot_mapping)
         return paged_attention(
             q, k_cache, v_cache, self.batch, scale, window=window, softcap=softcap, sinks=sinks
@@ -91,23 +96,14 @@ class _TracedPaged(Paged):
         super().__init__(batch, trace.caches)  # type: ignore[arg-type]
         self.trace = trace
 
-    def attend(  # type: ignore[override]
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None = None,
-        **options: Any,
-    ) -> Tensor:
+    def cache(self, layer: int, shape: KVShape, window: int | None) -> tuple[Tensor, Tensor]:
         trace = self.trace
         if layer not in trace.shapes:
-            trace.shapes[layer] = shape = KVShape(k.shape[1], k.shape[2], v.shape[2], v.dtype)
+            trace.shapes[layer] = shape
             trace.caches[layer] = shape.allocate(trace.num_blocks, trace.block_size, CPU)
         trace.windows[layer] = window
         trace.num_calls[layer] = trace.num_calls.get(layer, 0) + 1
-        return super().attend(layer, q, k, v, scale, window, **options)
+        return super().cache(layer, shape, window)
 
 
 def attend(

@@ -1,7 +1,4 @@
-"""The decoder stack of Llama-like models in few, large steps.
-
-    x -> norm -> QKV in one product -> (norm of each head) -> rotary -> attention -> output product -> add and norm
-      -> gate and up in one product -> activation -> down product -> add and norm -> next layer
+"""The decoder stack of Llama-like models, found in a module of transformers.
 
 The weights are the module's own. A stack is built where the module's structure is the common one, and serves only
 if it then proves equal to the module (see `proof.py`): models of the same structure with other arithmetic keep
@@ -15,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pagewire.kernels.layers import add_rms_norm, gelu_tanh_and_mul, rms_norm, rotary, silu_and_mul
-from pagewire.workers.attention import Paged
-from pagewire.workers.fuse import PackedLinear, RMSNorm, RotaryTable, norm_kernel
+from pagewire.kernels.decoder import Layer, Norm, Stack
+from pagewire.workers.attention import KVShape, Paged
+from pagewire.workers.fuse import PackedLinear, RotaryTable, norm_kernel
 
 BASE = {"embed_tokens", "layers", "norm", "rotary_emb"}
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -25,7 +22,7 @@ ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 WINDOW_EVERYWHERE = {"mistral"}  # their layers read the window from the configuration
-GATES = {"silu": silu_and_mul, "swish": silu_and_mul, "gelu_pytorch_tanh": gelu_tanh_and_mul}
+GATES = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def build_stack(base: Any) -> DecoderStack | None:
@@ -49,11 +46,11 @@ def _children(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_children()}
 
 
-def _norm(module: nn.Module) -> RMSNorm:
+def _norm(module: nn.Module) -> Norm:
     norm = norm_kernel(module)
     if norm is None:
         raise _OtherStructureError
-    return norm
+    return Norm(norm.weight, norm.eps, norm.offset)
 
 
 def joined(*linears: Any) -> PackedLinear:
@@ -74,85 +71,73 @@ class DecoderStack(nn.Module):
         self.embed_tokens = base.embed_tokens
         _require(isinstance(base.rotary_emb, RotaryTable))
         self.rotary = base.rotary_emb
-        self.norm = _norm(base.norm)
-        self.layers = [DecoderLayer(layer, base.config) for layer in base.layers]
-        self.norms = [(n.weight, n.eps, n.offset) for n in self._norms(base)]
-
-    def _norms(self, base: Any) -> list[RMSNorm]:
-        found = []
-        for layer in base.layers:
-            found += [_norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)]
-        return [*found, self.norm]
+        self.found = [FoundLayer(layer, base.config) for layer in base.layers]
+        norms = [_norm(layer.input_layernorm) for layer in base.layers] + [_norm(base.norm)]
+        layers = [found.joined(norm) for found, norm in zip(self.found, norms[1:], strict=True)]
+        self.stack = Stack(norms[0], layers)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the layers' weights."""
-        norms = sum(weight.nbytes for weight, _, _ in self.norms[:-1])
-        return norms + sum(layer.num_bytes for layer in self.layers)
+        norms = [self.stack.input_norm, *(layer.attention_norm for layer in self.stack.layers)]
+        norms += [layer.next_norm for layer in self.stack.layers]
+        return sum(norm.weight.nbytes for norm in norms) + sum(found.num_bytes for found in self.found)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, paged: Paged, **_: Any) -> tuple[Tensor]:
         """Tokens int64 [1, T] at int64 [1, T] to hidden states [1, T, H]."""
         residual = self.embed_tokens(input_ids[0])
         cos, sin = self.rotary(residual[None], position_ids)
-        cos, sin = cos[0], sin[0]
-        norms = iter(self.norms)
-        weight, eps, offset = next(norms)
-        x = rms_norm(residual, weight, eps, offset=offset)
-        for layer in self.layers:
-            x = layer.attend(x, cos, sin, paged)
-            weight, eps, offset = next(norms)
-            x = layer.feed_forward(add_rms_norm(x, residual, weight, eps, offset=offset))
-            weight, eps, offset = next(norms)
-            x = add_rms_norm(x, residual, weight, eps, offset=offset)
-        return (x[None],)
+        caches = [paged.cache(found.index, found.kv_shape, found.window) for found in self.found]
+        return (self.stack(residual, cos[0], sin[0], paged.batch, caches)[None],)
 
 
-class DecoderLayer:
-    """One layer's weights, and its two halves."""
+class FoundLayer:
+    """A layer of the structure that a stack is made of."""
 
     def __init__(self, layer: Any, config: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         _require(_children(layer) == LAYER)
         _require(_children(attention) in (ATTENTION, ATTENTION | HEAD_NORMS))
         _require(_children(mlp) - {"act_fn"} == MLP - {"act_fn"})
-        gate = GATES.get(
-            str(getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None))
-        )
-        _require(gate is not None)
-        assert gate is not None
-        self.gate = gate
-        self.index, self.scale = attention.layer_idx, float(attention.scaling)
-        self.window = attention_window(attention, config)
-        self.head_dim = attention.head_dim
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        self.num_heads = [projection.out_features // self.head_dim for projection in projections]
-        self.head_norms = None
+        self.layer = layer
+        self.gate = str(getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None))
+        _require(self.gate in GATES)
+        self.index, self.window = attention.layer_idx, attention_window(attention, config)
+        head_dim = attention.head_dim
+        heads = [p.out_features // head_dim for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        _require(heads[1] == heads[2])
+        self.num_heads, self.num_kv_heads = heads[:2]
+        self.kv_shape = KVShape(self.num_kv_heads, head_dim, head_dim, attention.k_proj.weight.dtype)
+        self.num_bytes = 0
+
+    def joined(self, next_norm: Norm) -> Layer:
+        """The layer with its products joined and packed."""
+        attention, mlp = self.layer.self_attn, self.layer.mlp
+        qkv = joined(attention.q_proj, attention.k_proj, attention.v_proj)
+        out, down = joined(attention.o_proj), joined(mlp.down_proj)
+        gate_up = joined(mlp.gate_proj, mlp.up_proj)
+        self.num_bytes = sum(linear.num_bytes for linear in (qkv, out, gate_up, down))
+        head_norms = None
         if _children(attention) >= HEAD_NORMS:
-            self.head_norms = _norm(attention.q_norm), _norm(attention.k_norm)
-            _require(len(self.head_norms[0].weight) == self.head_dim)
-        linears = [
-            joined(attention.q_proj, attention.k_proj, attention.v_proj),
-            joined(attention.o_proj),
-            joined(mlp.gate_proj, mlp.up_proj),
-            joined(mlp.down_proj),
-        ]
-        self.num_bytes = sum(linear.num_bytes for linear in linears)
-        self.qkv, self.out, self.gate_up, self.down = (linear.forward for linear in linears)
-
-    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, paged: Paged) -> Tensor:
-        """x [T, H], cos and sin [T, rot_dim] to [T, H]."""
-        num_tokens = x.shape[0]
-        qkv = self.qkv(x).view(num_tokens, -1, self.head_dim)
-        q, k, v = torch.split(qkv, self.num_heads, 1)
-        if self.head_norms is not None:
-            q, k = self.head_norms[0](q), self.head_norms[1](k)
-        rotary(q, k, cos, sin)
-        attended = paged.attend(self.index, q, k, v, self.scale, self.window)
-        return self.out(attended.view(num_tokens, -1))
-
-    def feed_forward(self, x: Tensor) -> Tensor:
-        """[T, H] to [T, H]."""
-        return self.down(self.gate(self.gate_up(x)))
+            head_norms = _norm(attention.q_norm), _norm(attention.k_norm)
+            _require(len(head_norms[0].weight) == self.kv_shape.head_dim)
+        attention_norm = _norm(self.layer.post_attention_layernorm)
+        del self.layer  # its weights are packed
+        return Layer(
+            qkv=qkv.product,
+            out=out.product,
+            gate_up=gate_up.product,
+            down=down.product,
+            head_norms=head_norms,
+            attention_norm=attention_norm,
+            next_norm=next_norm,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.kv_shape.head_dim,
+            scale=float(attention.scaling),
+            window=self.window,
+            gate=GATES[self.gate],
+        )
 
 
 def attention_window(attention: Any, config: Any) -> int | None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from pagewire.ipc.messages import LoadModel, LogprobRows, Ready, Row, SlotInit, StepPlan, StepResult
 from pagewire.ipc.params import SamplingParams
@@ -100,7 +102,10 @@ class Runner:
             return result
         batch = build_batch(plan.rows, self.slots)
         model = self.model.model
-        hidden = model.hidden_states(batch.input_ids, batch.positions, Paged(batch.attention, self.caches))
+        with self._span("model"):
+            hidden = model.hidden_states(
+                batch.input_ids, batch.positions, Paged(batch.attention, self.caches)
+            )
         if batch.sample_rows:
             self._sample(plan, batch, hidden, result)
         for i, row in enumerate(plan.rows):
@@ -150,11 +155,17 @@ class Runner:
         budget = kv_budget(self.load, memory["available"], headroom)
         return num_kv_blocks(self.load, loaded.max_model_len, self.block_bytes, budget)
 
+    def _span(self, name: str) -> AbstractContextManager[object]:
+        """A part of a step in a profile, where the compiled kernels do not show."""
+        return nullcontext() if self.profile is None else record_function(f"pagewire.{name}")
+
     def _sample(self, plan: StepPlan, batch: Batch, hidden: Tensor, result: StepResult) -> None:
         """Sample, append to the slots, and fill in the result."""
-        logits = self.model.model.logits(hidden[batch.sample_indices])
+        with self._span("logits"):
+            logits = self.model.model.logits(hidden[batch.sample_indices])
         rows = [plan.rows[i] for i in batch.sample_rows]
-        output = sample(logits, [self.slots.sampling[row.slot] for row in rows])
+        with self._span("sample"):
+            output = sample(logits, [self.slots.sampling[row.slot] for row in rows])
         for row, token_id in zip(rows, output.token_ids, strict=True):
             self.slots.append(row.slot, token_id)
         result.token_ids = output.token_ids

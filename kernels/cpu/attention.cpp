@@ -21,32 +21,9 @@
 #include <memory>
 #include <vector>
 
+#include "kernels.h"
 #include "parallel.h"
 #include "simd.h"
-
-// Mirrored field by field by `AttentionCall` in native.py. Strides count elements.
-struct AttentionCall {
-  const void* q;        // [tokens, heads, head_dim]
-  const void* k_cache;  // [blocks, kv_heads, block_size, head_dim]
-  const void* v_cache;  // [blocks, kv_heads, block_size, v_head_dim]
-  void* out;            // [tokens, heads, v_head_dim], contiguous
-  const int32_t* query_start_loc;
-  const int32_t* seq_lens;
-  const int32_t* block_table;
-  const float* sinks;  // [heads] or null
-  const float* alibi;  // [heads] or null
-  int64_t q_token_stride, q_head_stride;
-  int64_t k_block_stride, k_head_stride, k_row_stride;
-  int64_t v_block_stride, v_head_stride, v_row_stride;
-  int64_t block_table_stride;
-  int64_t num_tokens, num_requests, num_heads, num_kv_heads, head_dim, v_head_dim;
-  int64_t num_blocks, block_size, max_blocks;
-  int64_t window;  // 0: none
-  float scale;
-  float softcap;  // 0: none
-  int32_t dtype;  // 0 float32, 1 bfloat16, 2 float16
-  int32_t num_threads;
-};
 
 namespace {
 
@@ -632,14 +609,11 @@ void attention(const AttentionCall& call) {
 
 }  // namespace
 
-extern "C" {
-
 // Returns 0, or 1 if the batch does not fit its tensors (then nothing was computed).
-__attribute__((visibility("default"))) int pagewire_attention(const AttentionCall* call) {
+EXPORT int pagewire_attention(const AttentionCall* call) {
   if (!valid(*call)) return 1;
   if (call->dtype == 0) attention<float>(*call);
   if (call->dtype == 1) attention<bf16>(*call);
   if (call->dtype == 2) attention<f16>(*call);
   return 0;
-}
 }

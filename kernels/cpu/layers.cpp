@@ -3,10 +3,9 @@
 // Each row is computed on its own and in one fixed order, so its bits do not depend on the batch. Values are
 // rounded to the tensors' type wherever PyTorch would store an intermediate result.
 
+#include "kernels.h"
 #include "parallel.h"
 #include "simd.h"
-
-#define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
 
@@ -120,15 +119,18 @@ EXPORT int pagewire_store(const char* source, char* cache, const int64_t* slots,
   return outside.load();
 }
 
-// x [outer, inner, size] with strides; out [outer, inner, size], contiguous.
+// x and out [outer, inner, size] with strides; they may be the same.
 EXPORT void pagewire_rms_norm(const void* x, const void* weight, void* out, int64_t outer, int64_t inner,
-                              int64_t size, int64_t outer_stride, int64_t inner_stride, float eps, float offset,
-                              int32_t dtype, int32_t num_threads) {
+                              int64_t size, int64_t outer_stride, int64_t inner_stride, int64_t out_outer_stride,
+                              int64_t out_inner_stride, float eps, float offset, int32_t dtype,
+                              int32_t num_threads) {
   dispatch(dtype, [&](auto element) {
     using T = decltype(element);
     for_rows(outer * inner, size, num_threads, [&](int64_t row) {
       rms_norm_row(static_cast<const T*>(x) + row / inner * outer_stride + row % inner * inner_stride,
-                   static_cast<const T*>(weight), static_cast<T*>(out) + row * size, size, eps, offset);
+                   static_cast<const T*>(weight),
+                   static_cast<T*>(out) + row / inner * out_outer_stride + row % inner * out_inner_stride, size, eps,
+                   offset);
     });
   });
 }

@@ -11,10 +11,9 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "kernels.h"
 #include "parallel.h"
 #include "simd.h"
-
-#define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
 

@@ -7,58 +7,23 @@ import ctypes
 import functools
 import logging
 import os
-from collections.abc import Callable
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pagewire.kernels import reference
-from pagewire.kernels.cpu.build import (
-    BuildError,
-    InstructionSet,
-    build,
-    has_tiles,
-    supported_instruction_sets,
-)
-from pagewire.kernels.cpu.memory import zeros
+from pagewire.kernels.cpu.build import BuildError, InstructionSet, has_tiles, supported_instruction_sets
+from pagewire.kernels.cpu.decoder import NativeStack
+from pagewire.kernels.cpu.library import DTYPES, AttentionCall, last_contiguous, of_size, open_library
+from pagewire.kernels.cpu.linear import PackedLinear
 from pagewire.kernels.paging import AttentionBatch
 
+if TYPE_CHECKING:
+    from pagewire.kernels.decoder import Layer
+
 logger = logging.getLogger("pagewire.kernels")
-
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""The dtypes that the kernels are compiled for, and their numbers in the C++ code."""
-
-_SIGNATURES = {
-    "pagewire_attention": [c_void_p],
-    "pagewire_store": [c_void_p] * 3 + [c_int64] * 10 + [c_int32],
-    "pagewire_rms_norm": [c_void_p] * 3 + [c_int64] * 5 + [c_float] * 2 + [c_int32] * 2,
-    "pagewire_add_rms_norm": [c_void_p] * 4 + [c_int64] * 2 + [c_float] * 2 + [c_int32] * 2,
-    "pagewire_silu_and_mul": [c_void_p] * 2 + [c_int64] * 3 + [c_int32] * 2,
-    "pagewire_gelu_tanh_and_mul": [c_void_p] * 2 + [c_int64] * 3 + [c_int32] * 2,
-    "pagewire_packed_size": [c_int64] * 2 + [c_int32],
-    "pagewire_pack": [c_void_p] * 2 + [c_int64] * 3 + [c_int32] * 2,
-    "pagewire_linear": [c_void_p] * 4 + [c_int64] * 4 + [c_int32] * 2,
-    "pagewire_largest": [c_void_p] * 3 + [c_int64] * 3 + [c_int32] * 2,
-    "pagewire_rotary": [c_void_p] * 3 + [c_int64] * 7 + [c_int32] * 2,
-}
-
-
-class AttentionCall(ctypes.Structure):
-    """The arguments of one attention call; mirrors the struct of this name in attention.cpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("q", "k_cache", "v_cache", "out")),
-        *((name, c_void_p) for name in ("query_start_loc", "seq_lens", "block_table", "sinks", "alibi")),
-        *((name, c_int64) for name in ("q_token_stride", "q_head_stride")),
-        *((name, c_int64) for name in ("k_block_stride", "k_head_stride", "k_row_stride")),
-        *((name, c_int64) for name in ("v_block_stride", "v_head_stride", "v_row_stride")),
-        *((name, c_int64) for name in ("block_table_stride", "num_tokens", "num_requests", "num_heads")),
-        *((name, c_int64) for name in ("num_kv_heads", "head_dim", "v_head_dim")),
-        *((name, c_int64) for name in ("num_blocks", "block_size", "max_blocks", "window")),
-        *((name, c_float) for name in ("scale", "softcap")),
-        *((name, c_int32) for name in ("dtype", "num_threads")),
-    )
 
 
 @functools.cache
@@ -91,10 +56,7 @@ class NativeKernels:
 
     def __init__(self, isa: InstructionSet) -> None:
         self.isa = isa
-        self._library = ctypes.CDLL(str(build(isa)))
-        for name, argument_types in _SIGNATURES.items():
-            getattr(self._library, name).argtypes = argument_types
-        self._library.pagewire_packed_size.restype = c_int64
+        self._library = open_library(isa)
 
     def paged_attention(
         self,
@@ -114,14 +76,14 @@ class NativeKernels:
         """See `pagewire.kernels.attention.paged_attention`; `num_threads` is PyTorch's by default."""
         num_tokens, num_heads, head_dim = q.shape
         num_blocks, num_kv_heads, block_size, v_head_dim = v_cache.shape
-        q = _last_contiguous(q)
+        q = last_contiguous(q)
         if out is None:
             out = q.new_empty(num_tokens, num_heads, v_head_dim)
         for tensor in (batch.query_start_loc, batch.seq_lens, batch.block_table):
             if tensor.dtype != torch.int32:
                 raise TypeError(f"lengths and block tables are int32, not {tensor.dtype}")
         query_start_loc, seq_lens = batch.query_start_loc.contiguous(), batch.seq_lens.contiguous()
-        block_table = _last_contiguous(batch.block_table)
+        block_table = last_contiguous(batch.block_table)
         if (
             k_cache.shape != (num_blocks, num_kv_heads, block_size, head_dim)
             or num_heads % num_kv_heads != 0
@@ -182,7 +144,7 @@ class NativeKernels:
             raise TypeError(f"slots are int64, not {slot_mapping.dtype}")
         slots = slot_mapping.contiguous()
         for source, cache in ((k, k_cache), (v, v_cache)):
-            source = _last_contiguous(source)
+            source = last_contiguous(source)
             num_tokens, num_heads, size = source.shape
             num_blocks, _, block_size, _ = cache.shape
             if cache.shape[1] != num_heads or cache.shape[3] != size or cache.stride(3) != 1:
@@ -209,10 +171,10 @@ class NativeKernels:
         self, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, out: Tensor | None = None
     ) -> Tensor:
         """See `pagewire.kernels.layers.rms_norm`."""
-        rows = _last_contiguous(x if x.dim() == 3 else x.reshape(1, -1, x.shape[-1]))
+        rows = last_contiguous(x if x.dim() == 3 else x.reshape(1, -1, x.shape[-1]))
         if out is None:
             out = torch.empty(x.shape, dtype=x.dtype)
-        weight = _of_size(weight, x.shape[-1])
+        weight = of_size(weight, x.shape[-1])
         self._library.pagewire_rms_norm(
             rows.data_ptr(),
             weight.data_ptr(),
@@ -220,6 +182,8 @@ class NativeKernels:
             *rows.shape,
             rows.stride(0),
             rows.stride(1),
+            rows.shape[1] * rows.shape[2],
+            rows.shape[2],
             eps,
             offset,
             DTYPES[x.dtype],
@@ -231,7 +195,7 @@ class NativeKernels:
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
     ) -> Tensor:
         """See `pagewire.kernels.layers.add_rms_norm`."""
-        x, weight = x.contiguous(), _of_size(weight, x.shape[-1])
+        x, weight = x.contiguous(), of_size(weight, x.shape[-1])
         out = torch.empty_like(x)
         self._library.pagewire_add_rms_norm(
             x.data_ptr(),
@@ -259,7 +223,7 @@ class NativeKernels:
         size, odd = divmod(x.shape[-1], 2)
         if odd:
             raise ValueError(f"gate and up halves need an even size, not {x.shape[-1]}")
-        rows = _last_contiguous(x.reshape(-1, x.shape[-1]))
+        rows = last_contiguous(x.reshape(-1, x.shape[-1]))
         out = torch.empty(*x.shape[:-1], size, dtype=x.dtype)
         getattr(self._library, function)(
             rows.data_ptr(),
@@ -274,7 +238,7 @@ class NativeKernels:
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         """See `pagewire.kernels.layers.rotary`."""
-        cos, sin = _last_contiguous(cos), _last_contiguous(sin)
+        cos, sin = last_contiguous(cos), last_contiguous(sin)
         num_tokens, size = cos.shape
         for x in (q, k):
             if len(x) != num_tokens or x.shape[2] < size or size % 2 or sin.shape != cos.shape:
@@ -302,9 +266,13 @@ class NativeKernels:
             return reference.pack(weight, bias)
         return PackedLinear(self._library, weight, bias)
 
+    def stack(self, layers: "Sequence[Layer]") -> NativeStack | None:
+        """All layers in one call, where they are of one form and over packed weights of this library."""
+        return NativeStack.of(self._library, layers)
+
     def largest(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """See `pagewire.kernels.sampling.largest`."""
-        rows = _last_contiguous(x)
+        rows = last_contiguous(x)
         values, columns = torch.empty(len(x)), torch.empty(len(x), dtype=torch.int64)
         self._library.pagewire_largest(
             rows.data_ptr(),
@@ -318,62 +286,10 @@ class NativeKernels:
         return values, columns
 
 
-class PackedLinear:
-    """A linear layer over the panels of linear.cpp."""
-
-    def __init__(self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> None:
-        weight = _last_contiguous(weight)
-        self.out_features, self.in_features = weight.shape
-        self.bias = None if bias is None else _of_size(bias, self.out_features)
-        self._library, self._dtype = library, DTYPES[weight.dtype]
-        size = library.pagewire_packed_size(self.out_features, self.in_features, self._dtype)
-        self.packed = zeros((size,), weight.dtype)
-        library.pagewire_pack(
-            weight.data_ptr(),
-            self.packed.data_ptr(),
-            *weight.shape,
-            weight.stride(0),
-            self._dtype,
-            torch.get_num_threads(),
-        )
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[..., K] to [..., N]."""
-        if x.shape[-1] != self.in_features or x.dtype != self.packed.dtype:
-            raise ValueError(
-                f"a row of {x.shape[-1]} {x.dtype} by {self.in_features} {self.packed.dtype} expected"
-            )
-        rows = _last_contiguous(x if x.dim() == 2 else x.reshape(-1, self.in_features))
-        out = torch.empty(*x.shape[:-1], self.out_features, dtype=x.dtype)
-        self._library.pagewire_linear(
-            rows.data_ptr(),
-            self.packed.data_ptr(),
-            None if self.bias is None else self.bias.data_ptr(),
-            out.data_ptr(),
-            len(rows),
-            self.in_features,
-            self.out_features,
-            rows.stride(0),
-            self._dtype,
-            torch.get_num_threads(),
-        )
-        return out
-
-
-def _last_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _contiguous_like(x: Tensor, other: Tensor) -> Tensor:
     if other.shape != x.shape or other.dtype != x.dtype or not other.is_contiguous():
         raise ValueError(f"expected a contiguous {x.dtype} tensor of shape {tuple(x.shape)}")
     return other
-
-
-def _of_size(weight: Tensor, size: int) -> Tensor:
-    if weight.shape != (size,):
-        raise ValueError(f"weight of shape {tuple(weight.shape)} for rows of {size}")
-    return weight.contiguous()
 
 
 def _per_head(x: Tensor | None, num_heads: int) -> Tensor | None:

@@ -1,9 +1,8 @@
 // The kernels that look through logits.
 
+#include "kernels.h"
 #include "parallel.h"
 #include "simd.h"
-
-#define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
 

@@ -42,16 +42,6 @@ def test_batch_of_mixed_rows() -> None:
     assert (batch.sample_rows, batch.sample_indices.tolist()) == ([0], [3])
 
 
-def test_a_lone_token_is_padded() -> None:
-    slots = Slots(max_num_seqs=1, max_model_len=16, block_size=4, vocab_size=100)
-    rows = [Row(0, 0, 1, sample=True)]
-    slots.apply(StepPlan(0, rows, [init(0, [9], [2])]))
-    batch = build_batch(rows, slots)
-    assert batch.input_ids.tolist() == [9, 0]
-    assert batch.attention.slot_mapping.tolist() == [8, -1]
-    assert batch.attention.query_start_loc.tolist() == [0, 1]
-
-
 def test_slots_take_blocks_and_tokens_as_they_come() -> None:
     slots = Slots(max_num_seqs=2, max_model_len=16, block_size=4, vocab_size=100)
     slots.apply(StepPlan(0, [Row(1, 0, 3, [8, 9])], [init(1, [1, 2, 3], [4])]))
@@ -180,7 +170,8 @@ def test_profile(runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         runner.call("start_profile", [], {})
     Driver(runner).generate([[1, 2, 3]], 2)
     trace = json.loads(Path(runner.call("stop_profile", [], {})).read_text())
-    assert any("_linear_pointwise" in event.get("name", "") for event in trace["traceEvents"])
+    names = {event.get("name") for event in trace["traceEvents"]}
+    assert names >= {"pagewire.model", "pagewire.logits", "pagewire.sample"}
 
 
 def test_the_first_step_leaves_no_trace(runner: Runner) -> None:

@@ -1,0 +1,131 @@
+// A stack of Llama-like layers in one call: nothing but kernels runs between the first and the last.
+//
+// The same kernels in the same order as `DecoderStack.forward` in Python, so the bits are the same.
+
+#include "kernels.h"
+
+// The structs are mirrored field by field in decoder.py.
+struct Matrix {
+  const void* packed;
+  const void* bias;
+  int64_t n, k;
+};
+
+struct Norm {
+  const void* weight;  // null: there is none
+  float eps, offset;
+};
+
+struct Layer {
+  Matrix qkv, out, gate_up, down;
+  Norm query_norm, key_norm, attention_norm, next_norm;  // before the feed-forward half, and after it
+  char* k_cache;
+  char* v_cache;
+  int64_t window;
+  float scale;
+  int32_t gate;  // 0 SiLU, 1 GELU's tanh form
+};
+
+struct StackCall {
+  const Layer* layers;
+  void* x;         // [tokens, hidden]: normed input, in the end the normed output
+  void* residual;  // [tokens, hidden]
+  void* qkv;       // scratch: [tokens, (heads + 2 kv_heads) head_dim], then its attention [tokens, heads head_dim]
+  void* attended;
+  void* gate_up;  // scratch: [tokens, 2 intermediate], then gated [tokens, intermediate]
+  void* gated;
+  const void* cos;  // [tokens, 2 rotary_half]
+  const void* sin;
+  const int64_t* slots;
+  int64_t num_layers, rotary_half;
+  AttentionCall attention;  // but for what differs between layers
+};
+
+namespace {
+
+class Stack {
+ public:
+  explicit Stack(const StackCall& call)
+      : call_(call),
+        batch_(call.attention),
+        tokens_(batch_.num_tokens),
+        element_(batch_.dtype == 0 ? 4 : 2),
+        qkv_width_((batch_.num_heads + 2 * batch_.num_kv_heads) * batch_.head_dim) {}
+
+  // As `pagewire_attention`; 2: a slot lies outside the cache.
+  int run() const {
+    for (int64_t i = 0; i < call_.num_layers; ++i) {
+      const Layer& layer = call_.layers[i];
+      if (const int failure = attend(layer)) return failure;
+      add_norm(layer.attention_norm, layer.out.n);
+      feed_forward(layer);
+      add_norm(layer.next_norm, layer.down.n);
+    }
+    return 0;
+  }
+
+ private:
+  int attend(const Layer& layer) const {
+    multiply(layer.qkv, call_.x, call_.qkv);
+    char* q = static_cast<char*>(call_.qkv);
+    char* k = q + batch_.num_heads * batch_.head_dim * element_;
+    char* v = k + batch_.num_kv_heads * batch_.head_dim * element_;
+    turn(layer.query_norm, q, batch_.num_heads);
+    turn(layer.key_norm, k, batch_.num_kv_heads);
+
+    AttentionCall attention = batch_;
+    attention.q = q;
+    attention.k_cache = layer.k_cache;
+    attention.v_cache = layer.v_cache;
+    attention.out = call_.attended;
+    attention.window = layer.window;
+    attention.scale = layer.scale;
+    if (keep(k, layer.k_cache, batch_.k_block_stride, batch_.k_head_stride, batch_.k_row_stride) ||
+        keep(v, layer.v_cache, batch_.v_block_stride, batch_.v_head_stride, batch_.v_row_stride))
+      return 2;
+    if (const int failure = pagewire_attention(&attention)) return failure;
+    multiply(layer.out, call_.attended, call_.x);
+    return 0;
+  }
+
+  void feed_forward(const Layer& layer) const {
+    multiply(layer.gate_up, call_.x, call_.gate_up);
+    const auto gate = layer.gate == 0 ? pagewire_silu_and_mul : pagewire_gelu_tanh_and_mul;
+    gate(call_.gate_up, call_.gated, tokens_, layer.down.k, layer.gate_up.n, batch_.dtype, batch_.num_threads);
+    multiply(layer.down, call_.gated, call_.x);
+  }
+
+  void multiply(const Matrix& matrix, const void* x, void* out) const {
+    pagewire_linear(x, matrix.packed, matrix.bias, out, tokens_, matrix.k, matrix.n, matrix.k, batch_.dtype,
+                    batch_.num_threads);
+  }
+
+  // Norm of each head, where there is one, and rotary embedding.
+  void turn(const Norm& norm, char* heads, int64_t count) const {
+    if (norm.weight)
+      pagewire_rms_norm(heads, norm.weight, heads, tokens_, count, batch_.head_dim, qkv_width_, batch_.head_dim,
+                        qkv_width_, batch_.head_dim, norm.eps, norm.offset, batch_.dtype, batch_.num_threads);
+    pagewire_rotary(heads, call_.cos, call_.sin, tokens_, count, call_.rotary_half, qkv_width_, batch_.head_dim,
+                    2 * call_.rotary_half, 2 * call_.rotary_half, batch_.dtype, batch_.num_threads);
+  }
+
+  int keep(const char* heads, char* cache, int64_t block_stride, int64_t head_stride, int64_t row_stride) const {
+    return pagewire_store(heads, cache, call_.slots, tokens_, batch_.num_kv_heads, batch_.head_dim * element_,
+                          qkv_width_ * element_, batch_.head_dim * element_, block_stride * element_,
+                          head_stride * element_, row_stride * element_, batch_.num_blocks, batch_.block_size,
+                          batch_.num_threads);
+  }
+
+  void add_norm(const Norm& norm, int64_t size) const {
+    pagewire_add_rms_norm(call_.x, call_.residual, norm.weight, call_.x, tokens_, size, norm.eps, norm.offset,
+                          batch_.dtype, batch_.num_threads);
+  }
+
+  const StackCall& call_;
+  const AttentionCall& batch_;
+  const int64_t tokens_, element_, qkv_width_;
+};
+
+}  // namespace
+
+EXPORT int pagewire_decoder(const StackCall* call) { return Stack(*call).run(); }

@@ -1,0 +1,218 @@
+"""The stack of decoder.cpp."""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pagewire.kernels.cpu.library import DTYPES, AttentionCall
+from pagewire.kernels.cpu.linear import PackedLinear
+from pagewire.kernels.paging import AttentionBatch
+
+if TYPE_CHECKING:
+    from pagewire.kernels.decoder import Layer, Norm
+
+GATES = {"silu": 0, "gelu_tanh": 1}
+PRODUCTS = ("qkv", "out", "gate_up", "down")
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("n", c_int64), ("k", c_int64))
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = (("weight", c_void_p), ("eps", c_float), ("offset", c_float))
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, _Matrix) for name in PRODUCTS),
+        *((name, _Norm) for name in ("query_norm", "key_norm", "attention_norm", "next_norm")),
+        *((name, c_void_p) for name in ("k_cache", "v_cache")),
+        *(("window", c_int64), ("scale", c_float), ("gate", c_int32)),
+    )
+
+
+class _StackCall(ctypes.Structure):
+    _fields_ = (
+        ("layers", ctypes.POINTER(_Layer)),
+        *((name, c_void_p) for name in ("x", "residual", "qkv", "attended", "gate_up", "gated")),
+        *((name, c_void_p) for name in ("cos", "sin", "slots")),
+        *(("num_layers", c_int64), ("rotary_half", c_int64), ("attention", AttentionCall)),
+    )
+
+
+def _linears(layer: "Layer") -> dict[str, PackedLinear]:
+    """Those of the layer's products that linear.cpp computes."""
+    products = {name: getattr(layer, name) for name in PRODUCTS}
+    return {name: product for name, product in products.items() if isinstance(product, PackedLinear)}
+
+
+def _norm(norm: "Norm", size: int, dtype: torch.dtype) -> _Norm:
+    if norm.weight.shape != (size,) or norm.weight.dtype != dtype or not norm.weight.is_contiguous():
+        raise ValueError(f"a norm's weight [{size}] of {dtype} expected")
+    return _Norm(norm.weight.data_ptr(), norm.eps, norm.offset)
+
+
+class NativeStack:
+    """Layers of one form in one call; see `pagewire.kernels.decoder.Stack`."""
+
+    @classmethod
+    def of(cls, library: ctypes.CDLL, layers: "Sequence[Layer]") -> "NativeStack | None":
+        """None where the layers differ in form, or their products are not of linear.cpp."""
+        forms = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
+        linears = [_linears(layer) for layer in layers]
+        norms = [n for e in layers for n in (e.attention_norm, e.next_norm, *(e.head_norms or ()))]
+        dtypes = {norm.weight.dtype for norm in norms} | {
+            n.packed.dtype for of in linears for n in of.values()
+        }
+        if len(forms) != 1 or len(dtypes) != 1 or not all(len(of) == len(PRODUCTS) for of in linears):
+            return None
+        return cls(library, layers)
+
+    def __init__(self, library: ctypes.CDLL, layers: "Sequence[Layer]") -> None:
+        self._library, self._layers = library, layers  # which own what the structs point to
+        first = layers[0]
+        self._num_heads, self._num_kv_heads, self._head_dim = (
+            first.num_heads,
+            first.num_kv_heads,
+            first.head_dim,
+        )
+        self._qkv_size = (first.num_heads + 2 * first.num_kv_heads) * first.head_dim
+        self._attended_size = first.num_heads * first.head_dim
+        self._dtype = first.attention_norm.weight.dtype
+        widest = max(_linears(layer)["down"].in_features for layer in layers)
+        self._scratch_widths = (self._qkv_size, self._attended_size, 2 * widest, widest)
+        self._structs = (_Layer * len(layers))(*map(self._struct, layers))
+
+    def _struct(self, layer: "Layer") -> _Layer:
+        linears = _linears(layer)
+        hidden, intermediate = linears["out"].out_features, linears["down"].in_features
+        shapes = {
+            "qkv": (self._qkv_size, hidden),
+            "out": (hidden, self._attended_size),
+            "gate_up": (2 * intermediate, hidden),
+            "down": (hidden, intermediate),
+        }
+        matrices = {}
+        for name, shape in shapes.items():
+            linear = linears[name]
+            if (linear.out_features, linear.in_features) != shape:
+                raise ValueError(f"{name}: a weight {shape} expected")
+            bias = None if linear.bias is None else linear.bias.data_ptr()
+            matrices[name] = _Matrix(linear.packed.data_ptr(), bias, *shape)
+        dtype = self._dtype
+        query_norm, key_norm = _Norm(), _Norm()
+        if layer.head_norms is not None:
+            query_norm, key_norm = (_norm(norm, self._head_dim, dtype) for norm in layer.head_norms)
+        return _Layer(
+            **matrices,
+            query_norm=query_norm,
+            key_norm=key_norm,
+            attention_norm=_norm(layer.attention_norm, hidden, dtype),
+            next_norm=_norm(layer.next_norm, hidden, dtype),
+            window=layer.window or 0,
+            scale=layer.scale,
+            gate=GATES[layer.gate],
+        )
+
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: AttentionBatch,
+        caches: Sequence[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """x [T, H] (overwritten), normed, to the same; residual [T, H] is overwritten.
+
+        Raises:
+            ValueError: the batch, the caches or the angles do not fit.
+        """
+        cos, sin = cos.contiguous(), sin.contiguous()
+        if (
+            sin.shape != cos.shape
+            or cos.shape[0] != len(x)
+            or cos.shape[1] > self._head_dim
+            or cos.shape[1] % 2
+        ):
+            raise ValueError(f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} for {len(x)} tokens")
+        if not all(
+            tensor.dtype == self._dtype and tensor.is_contiguous() for tensor in (x, residual, cos, sin)
+        ):
+            raise ValueError(f"contiguous tensors of {self._dtype} expected")
+        scratch = [x.new_empty(len(x), width) for width in self._scratch_widths]
+        call = _StackCall(
+            self._layer_structs(caches),
+            x.data_ptr(),
+            residual.data_ptr(),
+            *(tensor.data_ptr() for tensor in scratch),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            batch.slot_mapping.data_ptr(),
+            len(self._structs),
+            cos.shape[1] // 2,
+            self._attention(batch, len(x), caches[0]),
+        )
+        if self._library.pagewire_decoder(ctypes.byref(call)):
+            raise ValueError("lengths, slots or block numbers of the batch do not fit its tensors")
+        return x
+
+    def _layer_structs(self, caches: Sequence[tuple[Tensor, Tensor]]) -> "ctypes.Array[_Layer]":
+        if len(caches) != len(self._structs):
+            raise ValueError(f"caches of {len(caches)} layers for {len(self._structs)}")
+        k_first, v_first = caches[0]
+        for struct, (k, v) in zip(self._structs, caches, strict=True):
+            if k.shape != k_first.shape or k.stride() != k_first.stride() or k.dtype != self._dtype:
+                raise ValueError(f"the layers' caches differ: {tuple(k.shape)} of {k.dtype}")
+            if v.shape != v_first.shape or v.stride() != v_first.stride() or v.dtype != self._dtype:
+                raise ValueError(f"the layers' caches differ: {tuple(v.shape)} of {v.dtype}")
+            struct.k_cache, struct.v_cache = k.data_ptr(), v.data_ptr()
+        return self._structs
+
+    def _attention(
+        self, batch: AttentionBatch, num_tokens: int, caches: tuple[Tensor, Tensor]
+    ) -> AttentionCall:
+        k, v = caches
+        lengths = (batch.query_start_loc, batch.seq_lens, batch.block_table)
+        if (
+            any(tensor.dtype != torch.int32 or not tensor.is_contiguous() for tensor in lengths)
+            or batch.slot_mapping.dtype != torch.int64
+            or batch.slot_mapping.shape != (num_tokens,)
+            or not batch.slot_mapping.is_contiguous()
+            or len(batch.query_start_loc) != len(batch.seq_lens) + 1
+            or len(batch.block_table) < len(batch.seq_lens)
+            or k.shape != v.shape
+            or (k.shape[1], k.shape[3]) != (self._num_kv_heads, self._head_dim)
+            or (k.stride(3), v.stride(3)) != (1, 1)
+        ):
+            raise ValueError(f"the batch does not fit {num_tokens} tokens and caches {tuple(k.shape)}")
+        return AttentionCall(
+            query_start_loc=batch.query_start_loc.data_ptr(),
+            seq_lens=batch.seq_lens.data_ptr(),
+            block_table=batch.block_table.data_ptr(),
+            q_token_stride=self._qkv_size,
+            q_head_stride=self._head_dim,
+            k_block_stride=k.stride(0),
+            k_head_stride=k.stride(1),
+            k_row_stride=k.stride(2),
+            v_block_stride=v.stride(0),
+            v_head_stride=v.stride(1),
+            v_row_stride=v.stride(2),
+            block_table_stride=batch.block_table.stride(0),
+            num_tokens=num_tokens,
+            num_requests=len(batch.seq_lens),
+            num_heads=self._num_heads,
+            num_kv_heads=self._num_kv_heads,
+            head_dim=self._head_dim,
+            v_head_dim=self._head_dim,
+            num_blocks=k.shape[0],
+            block_size=k.shape[2],
+            max_blocks=batch.block_table.shape[1],
+            dtype=DTYPES[self._dtype],
+            num_threads=torch.get_num_threads(),
+        )

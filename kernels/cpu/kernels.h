@@ -1,0 +1,62 @@
+// What the library offers, to Python and to decoder.cpp. Tensors are described where each function is defined.
+// dtype: 0 float32, 1 bfloat16, 2 float16.
+#pragma once
+
+#include <cstdint>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+// Mirrored field by field by `AttentionCall` in native.py. Strides count elements.
+struct AttentionCall {
+  const void* q;        // [tokens, heads, head_dim]
+  const void* k_cache;  // [blocks, kv_heads, block_size, head_dim]
+  const void* v_cache;  // [blocks, kv_heads, block_size, v_head_dim]
+  void* out;            // [tokens, heads, v_head_dim], contiguous
+  const int32_t* query_start_loc;
+  const int32_t* seq_lens;
+  const int32_t* block_table;
+  const float* sinks;  // [heads] or null
+  const float* alibi;  // [heads] or null
+  int64_t q_token_stride, q_head_stride;
+  int64_t k_block_stride, k_head_stride, k_row_stride;
+  int64_t v_block_stride, v_head_stride, v_row_stride;
+  int64_t block_table_stride;
+  int64_t num_tokens, num_requests, num_heads, num_kv_heads, head_dim, v_head_dim;
+  int64_t num_blocks, block_size, max_blocks;
+  int64_t window;  // 0: none
+  float scale;
+  float softcap;  // 0: none
+  int32_t dtype;  // 0 float32, 1 bfloat16, 2 float16
+  int32_t num_threads;
+};
+
+EXPORT int pagewire_attention(const AttentionCall* call);
+
+EXPORT int pagewire_store(const char* source, char* cache, const int64_t* slots, int64_t tokens, int64_t heads,
+                          int64_t size, int64_t token_stride, int64_t head_stride, int64_t block_stride,
+                          int64_t cache_head_stride, int64_t row_stride, int64_t num_blocks, int64_t block_size,
+                          int32_t num_threads);
+
+EXPORT void pagewire_rms_norm(const void* x, const void* weight, void* out, int64_t outer, int64_t inner,
+                              int64_t size, int64_t outer_stride, int64_t inner_stride, int64_t out_outer_stride,
+                              int64_t out_inner_stride, float eps, float offset, int32_t dtype,
+                              int32_t num_threads);
+
+EXPORT void pagewire_add_rms_norm(const void* x, void* residual, const void* weight, void* out, int64_t rows,
+                                  int64_t size, float eps, float offset, int32_t dtype, int32_t num_threads);
+
+EXPORT void pagewire_silu_and_mul(const void* x, void* out, int64_t rows, int64_t size, int64_t row_stride,
+                                  int32_t dtype, int32_t num_threads);
+
+EXPORT void pagewire_gelu_tanh_and_mul(const void* x, void* out, int64_t rows, int64_t size, int64_t row_stride,
+                                       int32_t dtype, int32_t num_threads);
+
+EXPORT void pagewire_rotary(void* x, const void* cos, const void* sin, int64_t tokens, int64_t heads, int64_t half,
+                            int64_t token_stride, int64_t head_stride, int64_t cos_stride, int64_t sin_stride,
+                            int32_t dtype, int32_t num_threads);
+
+EXPORT void pagewire_linear(const void* x, const void* packed, const void* bias, void* out, int64_t rows, int64_t k,
+                            int64_t n, int64_t x_stride, int32_t dtype, int32_t num_threads);
+
+EXPORT void pagewire_largest(const void* x, float* values, int64_t* ids, int64_t rows, int64_t size,
+                             int64_t row_stride, int32_t dtype, int32_t num_threads);

@@ -1,0 +1,73 @@
+"""The compiled library: its functions, and how tensors are handed to them."""
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from pagewire.kernels.cpu.build import InstructionSet, build
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The dtypes that the kernels are compiled for, and their numbers in the C++ code."""
+
+SIGNATURES = {
+    "pagewire_attention": [c_void_p],
+    "pagewire_store": [c_void_p] * 3 + [c_int64] * 10 + [c_int32],
+    "pagewire_rms_norm": [c_void_p] * 3 + [c_int64] * 7 + [c_float] * 2 + [c_int32] * 2,
+    "pagewire_add_rms_norm": [c_void_p] * 4 + [c_int64] * 2 + [c_float] * 2 + [c_int32] * 2,
+    "pagewire_silu_and_mul": [c_void_p] * 2 + [c_int64] * 3 + [c_int32] * 2,
+    "pagewire_gelu_tanh_and_mul": [c_void_p] * 2 + [c_int64] * 3 + [c_int32] * 2,
+    "pagewire_packed_size": [c_int64] * 2 + [c_int32],
+    "pagewire_pack": [c_void_p] * 2 + [c_int64] * 3 + [c_int32] * 2,
+    "pagewire_linear": [c_void_p] * 4 + [c_int64] * 4 + [c_int32] * 2,
+    "pagewire_largest": [c_void_p] * 3 + [c_int64] * 3 + [c_int32] * 2,
+    "pagewire_decoder": [c_void_p],
+    "pagewire_rotary": [c_void_p] * 3 + [c_int64] * 7 + [c_int32] * 2,
+}
+
+
+class AttentionCall(ctypes.Structure):
+    """The arguments of one attention call; mirrors the struct of this name in attention.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("q", "k_cache", "v_cache", "out")),
+        *((name, c_void_p) for name in ("query_start_loc", "seq_lens", "block_table", "sinks", "alibi")),
+        *((name, c_int64) for name in ("q_token_stride", "q_head_stride")),
+        *((name, c_int64) for name in ("k_block_stride", "k_head_stride", "k_row_stride")),
+        *((name, c_int64) for name in ("v_block_stride", "v_head_stride", "v_row_stride")),
+        *((name, c_int64) for name in ("block_table_stride", "num_tokens", "num_requests", "num_heads")),
+        *((name, c_int64) for name in ("num_kv_heads", "head_dim", "v_head_dim")),
+        *((name, c_int64) for name in ("num_blocks", "block_size", "max_blocks", "window")),
+        *((name, c_float) for name in ("scale", "softcap")),
+        *((name, c_int32) for name in ("dtype", "num_threads")),
+    )
+
+
+def open_library(isa: InstructionSet) -> ctypes.CDLL:
+    """The library for an instruction set, compiled on first use.
+
+    Raises:
+        BuildError, OSError: it cannot be compiled or loaded.
+    """
+    library = ctypes.CDLL(str(build(isa)))
+    for name, argument_types in SIGNATURES.items():
+        getattr(library, name).argtypes = argument_types
+    library.pagewire_packed_size.restype = c_int64
+    return library
+
+
+def last_contiguous(x: Tensor) -> Tensor:
+    """x, or a copy whose last axis is contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def of_size(weight: Tensor, size: int) -> Tensor:
+    """A contiguous weight [size].
+
+    Raises:
+        ValueError: it has another shape.
+    """
+    if weight.shape != (size,):
+        raise ValueError(f"weight of shape {tuple(weight.shape)} for rows of {size}")
+    return weight.contiguous()

@@ -1,0 +1,115 @@
+"""A stack of Llama-like layers: attention, then a gated feed-forward, each with its norm and residual.
+
+x -> QKV in one product -> (norm of each head) -> rotary -> attention -> output product -> add and norm
+  -> gate and up in one product -> activation -> down product -> add and norm -> next layer
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pagewire.kernels.attention import AttentionBatch, paged_attention, store_kv
+from pagewire.kernels.implementation import implementation_for
+from pagewire.kernels.layers import add_rms_norm, gelu_tanh_and_mul, rms_norm, rotary, silu_and_mul
+
+__all__ = ["GATES", "Layer", "Norm", "Stack"]
+
+GATES = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An RMS norm, as `layers.rms_norm` computes it."""
+
+    weight: Tensor
+    eps: float
+    offset: float
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer. Its products are functions that `linear.pack` made."""
+
+    qkv: Callable[[Tensor], Tensor]
+    """[T, H] to [T, (Hq + 2 Hkv) D]."""
+    out: Callable[[Tensor], Tensor]
+    """[T, Hq D] to [T, H]."""
+    gate_up: Callable[[Tensor], Tensor]
+    """[T, H] to [T, 2 I]."""
+    down: Callable[[Tensor], Tensor]
+    """[T, I] to [T, H]."""
+    head_norms: tuple[Norm, Norm] | None
+    """Of each query head and each key head, before they are rotated."""
+    attention_norm: Norm
+    """After attention."""
+    next_norm: Norm
+    """After the feed-forward half: the next layer's first norm, or the stack's last."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+    gate: str
+    """One of GATES."""
+
+
+class Stack:
+    """Layers, and the norm before the first. In one call where there is an implementation of all of it."""
+
+    def __init__(self, input_norm: Norm, layers: Sequence[Layer]) -> None:
+        self.input_norm, self.layers = input_norm, layers
+        self.whole = implementation_for(input_norm.weight).stack(layers)
+
+    def __call__(
+        self,
+        residual: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: AttentionBatch,
+        caches: Sequence[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """Run the batch's tokens through all layers.
+
+        Args:
+            residual: [T, H], contiguous; overwritten.
+            cos: [T, rot_dim], see `layers.rotary`.
+            sin: likewise.
+            batch: see `AttentionBatch`.
+            caches: K and V of each layer.
+
+        Returns:
+            [T, H], normed by the last layer's `next_norm`.
+        """
+        norm = self.input_norm
+        x = rms_norm(residual, norm.weight, norm.eps, offset=norm.offset)
+        if self.whole is not None:
+            return self.whole(x, residual, cos, sin, batch, caches)
+        for layer, (k_cache, v_cache) in zip(self.layers, caches, strict=True):
+            x = layer.out(_attend(layer, x, cos, sin, batch, k_cache, v_cache))
+            x = _add(x, residual, layer.attention_norm)
+            x = layer.down(GATES[layer.gate](layer.gate_up(x)))
+            x = _add(x, residual, layer.next_norm)
+        return x
+
+
+def _add(x: Tensor, residual: Tensor, norm: Norm) -> Tensor:
+    return add_rms_norm(x, residual, norm.weight, norm.eps, offset=norm.offset)
+
+
+def _attend(
+    layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
+) -> Tensor:
+    num_tokens = len(x)
+    qkv = layer.qkv(x).view(num_tokens, -1, layer.head_dim)
+    q, k, v = torch.split(qkv, [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], 1)
+    if layer.head_norms is not None:
+        q, k = (
+            rms_norm(heads, norm.weight, norm.eps, offset=norm.offset)
+            for heads, norm in zip((q, k), layer.head_norms, strict=True)
+        )
+    rotary(q, k, cos, sin)
+    store_kv(k, v, k_cache, v_cache, batch.slot_mapping)
+    attended = paged_attention(q, k_cache, v_cache, batch, layer.scale, window=layer.window)
+    return attended.view(num_tokens, -1)

@@ -1,0 +1,138 @@
+"""A stack of layers: one compiled call, and kernel by kernel, to the same bits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from pagewire.kernels.attention import AttentionBatch, allocate_kv
+from pagewire.kernels.cpu.native import DTYPES, NativeKernels
+from pagewire.kernels.decoder import GATES, Layer, Norm, Stack
+from pagewire.kernels.linear import pack
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, BLOCKS = 48, 4, 2, 16, 72, 6
+
+
+def make_stack(
+    dtype: torch.dtype,
+    gate: str = "silu",
+    bias: bool = False,
+    head_norms: bool = False,
+    window: int | None = None,
+) -> Stack:
+    """Two random layers."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
+
+    def norm(size: int) -> Norm:
+        return Norm(1 + random(size), 1e-5, 0.0)
+
+    def layer() -> Layer:
+        sizes = {
+            "qkv": ((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN),
+            "out": (HIDDEN, HEADS * HEAD_DIM),
+            "gate_up": (2 * INTERMEDIATE, HIDDEN),
+            "down": (HIDDEN, INTERMEDIATE),
+        }
+        linears = {
+            name: pack(random(*size), random(size[0]) if bias else None) for name, size in sizes.items()
+        }
+        return Layer(
+            **linears,
+            head_norms=(norm(HEAD_DIM), norm(HEAD_DIM)) if head_norms else None,
+            attention_norm=norm(HIDDEN),
+            next_norm=norm(HIDDEN),
+            num_heads=HEADS,
+            num_kv_heads=KV_HEADS,
+            head_dim=HEAD_DIM,
+            scale=HEAD_DIM**-0.5,
+            window=window,
+            gate=gate,
+        )
+
+    return Stack(norm(HIDDEN), [layer(), layer()])
+
+
+def make_step(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, AttentionBatch]:
+    """Residual, cos, sin and batch of a request's first 20 tokens, another's single one, and one row of padding."""
+    generator = torch.Generator().manual_seed(1)
+    residual = torch.randn(22, HIDDEN, generator=generator).to(dtype)
+    angles = torch.rand(22, HEAD_DIM // 2, generator=generator).repeat(1, 2)
+    batch = AttentionBatch(
+        query_start_loc=torch.tensor([0, 20, 21], dtype=torch.int32),
+        seq_lens=torch.tensor([20, 3], dtype=torch.int32),
+        block_table=torch.tensor([[2, 0, 4], [5, 0, 0]], dtype=torch.int32),
+        slot_mapping=torch.tensor([*range(16, 24), *range(8), *range(32, 36), 42, -1]),
+        max_query_len=20,
+        max_seq_len=20,
+    )
+    return residual, angles.cos().to(dtype), angles.sin().to(dtype), batch
+
+
+def make_caches(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """One for each of two layers."""
+    return [allocate_kv(BLOCKS, KV_HEADS, 8, HEAD_DIM, HEAD_DIM, dtype, "cpu") for _ in range(2)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bias": True}, {"head_norms": True}, {"window": 5}, {"gate": "gelu_tanh"}],
+    ids=lambda options: next(iter(options), "plain"),
+)
+def test_one_call_is_all_the_kernels(
+    best_kernels: NativeKernels, dtype: torch.dtype, options: dict[str, object]
+) -> None:
+    stack = make_stack(dtype, **options)  # type: ignore[arg-type]
+    if best_kernels.isa.name == "portable":
+        pytest.skip("its products are the library's")
+    assert stack.whole is not None
+    found, wanted = [], []
+    for results in (found, wanted):
+        residual, cos, sin, batch = make_step(dtype)
+        caches = make_caches(dtype)
+        results += [stack(residual, cos, sin, batch, caches), residual, *(x for pair in caches for x in pair)]
+        stack.whole = None
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert found[0].isfinite().all() and found[0].std() > 0.1 and found[2].any()
+
+
+def test_layers_of_two_forms_run_kernel_by_kernel(best_kernels: NativeKernels) -> None:
+    layers = make_stack(torch.float32).layers
+    assert best_kernels.stack([layers[0], dataclasses.replace(layers[1], head_dim=8)]) is None
+    assert best_kernels.stack([layers[0], dataclasses.replace(layers[1], down=lambda x: x)]) is None
+
+
+def test_what_does_not_fit_is_refused(best_kernels: NativeKernels) -> None:
+    stack = make_stack(torch.float32)
+    if stack.whole is None:
+        pytest.skip("its products are the library's")
+    residual, cos, sin, batch = make_step(torch.float32)
+    caches = make_caches(torch.float32)
+    for wrong in (
+        caches[:1],
+        [caches[0], make_caches(torch.bfloat16)[0]],
+        [(caches[0][0][:, :1], caches[0][1])] * 2,
+    ):
+        with pytest.raises(ValueError, match="caches"):
+            stack(residual, cos, sin, batch, wrong)
+    with pytest.raises(ValueError, match="cos"):
+        stack(residual, cos[:5], sin[:5], batch, caches)
+    with pytest.raises(ValueError, match="contiguous tensors"):
+        stack(residual, cos.double(), sin.double(), batch, caches)
+    for name, value in (
+        ("slot_mapping", batch.slot_mapping[:-1]),
+        ("slot_mapping", batch.slot_mapping + 1000),
+        ("seq_lens", batch.seq_lens.long()),
+        ("seq_lens", batch.seq_lens + 1000),
+        ("block_table", batch.block_table + BLOCKS),
+        ("query_start_loc", batch.query_start_loc[:-1]),
+    ):
+        with pytest.raises(ValueError, match="fit"):
+            stack(residual, cos, sin, dataclasses.replace(batch, **{name: value}), caches)
+    assert GATES.keys() == {"silu", "gelu_tanh"}
