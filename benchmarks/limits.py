@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+
+from pagewire.kernels import linear, reference
 
 REPEATS = 7
+SIZE = 4096
 
 
 @dataclass(frozen=True)
@@ -38,27 +40,17 @@ def best_seconds(work: Callable[[], object]) -> float:
 
 
 def measure_limits() -> Limits:
-    """Measured on all cores that this process may use."""
+    """Measured on all cores that this process may use: what the best of our products and oneDNN's can do."""
     source = torch.empty(1 << 28, dtype=torch.float32).uniform_()
     read = source.nbytes / best_seconds(source.sum)
-    weights = [packed_matrix() for _ in range(16)]
-    row = torch.randn(2, 4096).bfloat16()
-    stream = 16 * 4096 * 4096 * 2 / best_seconds(lambda: [product(row, weight) for weight in weights])
-    rows = torch.randn(1024, 4096).bfloat16()
-    rate = 2 * 1024 * 4096 * 4096 / best_seconds(lambda: product(rows, weights[0]))
-    return Limits(max(read, stream), rate)
-
-
-def packed_matrix() -> Tensor:
-    """A bf16 matrix [4096, 4096] as oneDNN likes it."""
-    return torch.ops.mkldnn._reorder_linear_weight(  # type: ignore[no-any-return]
-        torch.randn(4096, 4096).bfloat16(), None
-    )
-
-
-def product(rows: Tensor, weight: Tensor) -> Tensor:
-    """rows [n, 4096] times the transposed matrix."""
-    return torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")  # type: ignore[no-any-return]
+    rates = []
+    for make in (linear.pack, reference.pack):
+        products = [make(torch.randn(SIZE, SIZE).bfloat16()) for _ in range(16)]
+        row, rows = torch.randn(2, SIZE).bfloat16(), torch.randn(1024, SIZE).bfloat16()
+        stream = best_seconds(lambda: [product(row) for product in products])  # noqa: B023 - called at once
+        read = max(read, len(products) * SIZE * SIZE * 2 / stream)
+        rates.append(2 * len(rows) * SIZE * SIZE / best_seconds(lambda: products[0](rows)))  # noqa: B023
+    return Limits(read, max(rates))
 
 
 def floor_seconds(limits: Limits, model: Path, count: int, num_in: int, num_out: int, shared: int) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pagewire.ipc.messages import LoadModel
+from pagewire.kernels.cpu.memory import forget_mapped_files
 from pagewire.workers import attention
 from pagewire.workers.attention import KVShape
 from pagewire.workers.decoder import DecoderStack, build_stack
@@ -83,8 +84,10 @@ def load_model(load: LoadModel, phases: Phases) -> LoadedModel:
     tabulate_rotary(causal, max_model_len)
     run = DryRun.make(config.get_text_config().vocab_size, max_model_len)
     wanted = reference_logits(causal, run)
+    forget_mapped_files(load.model_path)  # weights come from there one by one, to be packed
     phases.end("reference")
     model, shapes = transform(causal, run, wanted, max_model_len)
+    forget_mapped_files(load.model_path)
     phases.end("transform")
     eos = getattr(config.get_text_config(), "eos_token_id", None)
     return LoadedModel(
