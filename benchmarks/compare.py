@@ -229,6 +229,7 @@ def main() -> None:
     peaks = {engine.name: engine.peak_rss_bytes() for engine in engines}
     for engine in engines:
         engine.close()
+    limits = limits.best(measure_limits())  # neighbours on the machine may have slowed either
     print(table(results, limits, options.model))
     print("start to ready: " + ", ".join(f"{engine.name} {engine.start_s:.1f} s" for engine in engines))
     print("peak RSS: " + ", ".join(f"{name} {peak / 2**20:,.0f} MiB" for name, peak in peaks.items()))

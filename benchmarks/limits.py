@@ -27,6 +27,12 @@ class Limits:
     read_bytes_per_s: float
     flop_per_s: float
 
+    def best(self, other: Limits) -> Limits:
+        """The higher of both."""
+        return Limits(
+            max(self.read_bytes_per_s, other.read_bytes_per_s), max(self.flop_per_s, other.flop_per_s)
+        )
+
 
 def best_seconds(work: Callable[[], object]) -> float:
     """The fastest of several runs, after a warm-up."""

@@ -11,8 +11,9 @@
 // several tasks. Each of those stores its partial results, and whichever finishes last merges them.
 //
 // Inside, K is transposed panel by panel into scratch so that the lanes of a vector are keys, and both matrix
-// products keep a block of kRows x kColumns vectors in registers. V is read in place. Positions outside the
-// needed range point to a row of zeros, so stale memory never meets the arithmetic.
+// products keep a block of kRows x kColumns vectors in registers. V is read in place, in pairs of keys where the CPU
+// multiplies pairs of bfloat16. Positions outside the needed range point to a row of zeros, so stale memory never
+// meets the arithmetic.
 
 #include <algorithm>
 #include <atomic>
@@ -207,25 +208,85 @@ void multiply_keys(const float* queries, const float* panel, int64_t steps, floa
     for (int c = 0; c < kColumns; ++c) store(scores + r * kTileKeys + c * kLanes, sums[r][c]);
 }
 
+// ---- values: how probabilities and V are multiplied into float32 ----
+
+struct SingleValue {
+  static constexpr int kKeys = 1;
+  template <class V>
+  static INLINE Floats load(const V* const* rows, int key, int64_t column) {
+    return ::load(rows[key] + column);
+  }
+  static INLINE Floats multiply_add(const float* probabilities, int key, Floats v, Floats sum) {
+    return fma(broadcast(probabilities[key]), v, sum);
+  }
+  static void round_probabilities(float*, int, int) {}
+  template <class T>
+  static INLINE void convert(const T* const* rows, int key, int64_t column, int64_t count, float* to) {
+    store(to, ::load(rows[key] + column, count));
+  }
+};
+
+#if defined(__AVX512BF16__)
+// Two consecutive keys at a time. Probabilities are rounded to bfloat16, as in eager attention.
+struct PairedValue {
+  static constexpr int kKeys = 2;
+  static INLINE Floats pair(__m256i even, __m256i odd) {
+    const __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16);
+    return (Floats)_mm512_or_si512(_mm512_cvtepu16_epi32(even), high);
+  }
+  static INLINE Floats load(const bf16* const* rows, int key, int64_t column) {
+    return pair(load_raw<__m256i>(rows[key] + column), load_raw<__m256i>(rows[key + 1] + column));
+  }
+  static INLINE Floats load(const float* const* rows, int key, int64_t column) { return ::load(rows[key] + column); }
+  static INLINE Floats multiply_add(const float* probabilities, int key, Floats v, Floats sum) {
+    const __m512bh p = (__m512bh)_mm512_set1_epi32(load_raw<int>(probabilities + key / 2));
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, p, (__m512bh)v);
+  }
+  // Keys [begin, end), both multiples of two vectors; the pair of keys 2 i and 2 i + 1 then lies at i.
+  static void round_probabilities(float* probabilities, int begin, int end) {
+    for (int key = begin; key < end; key += 2 * kLanes) {
+      const Floats low = ::load(probabilities + key), high = ::load(probabilities + key + kLanes);
+      store(probabilities + key / 2, (Floats)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+    }
+  }
+  static INLINE void convert(const bf16* const* rows, int key, int64_t column, int64_t count, float* to) {
+    bf16 padded[2][kLanes] = {};
+    const bf16* pointers[2] = {rows[key] + column, rows[key + 1] + column};
+    if (count < kLanes)
+      for (int i = 0; i < 2; ++i) {
+        std::memcpy(padded[i], pointers[i], size_t(count) * sizeof(bf16));
+        pointers[i] = padded[i];
+      }
+    store(to, load(pointers, 0, 0));
+  }
+};
+template <class T>
+using Value = std::conditional_t<std::is_same_v<T, bf16>, PairedValue, SingleValue>;
+#else
+template <class T>
+using Value = SingleValue;
+#endif
+
 // values[row] = sum over keys of probability[row][key] * v[key], for R rows and C vectors of V's width.
 // With Fetch the rows `ahead` are fetched meanwhile.
 template <class V, int R, int C, bool Fetch, class T>
 void multiply_values(const float* probabilities, const V* const* rows, const T* const* ahead, int64_t column,
                      int begin, int end, float* values, int64_t width) {
+  constexpr int keys = Value<T>::kKeys;
   Floats sums[R][C] = {};
-  for (int key = begin; key < end; ++key) {
+  for (int key = begin / keys * keys; key < end; key += keys) {
     Floats v[C];
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) {
-      v[c] = load(rows[key] + column + c * kLanes);
-      if (Fetch && c * kLanes * sizeof(T) % 64 == 0) fetch(ahead[key] + column + c * kLanes);
+      v[c] = Value<T>::load(rows, key, column + c * kLanes);
+      if (Fetch && c * kLanes * sizeof(T) % 64 == 0)
+        for (int i = 0; i < keys; ++i) fetch(ahead[key + i] + column + c * kLanes);
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const Floats p = broadcast(probabilities[r * kTileKeys + key]);
+    for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-      for (int c = 0; c < C; ++c) sums[r][c] = fma(p, v[c], sums[r][c]);
-    }
+      for (int c = 0; c < C; ++c)
+        sums[r][c] = Value<T>::multiply_add(probabilities + r * kTileKeys, key, v[c], sums[r][c]);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
@@ -380,6 +441,7 @@ class TileKernel {
       const float slope = call_.alibi ? call_.alibi[tile_.kv_head * group_ + row % group_] : 0.0f;
       softmax_row(call_, slope, start - position, panel_begin, panel_end, visible_begin, visible_end,
                   work_.scores + row * kTileKeys, result.max + row, result.sum + row);
+      Value<T>::round_probabilities(work_.scores + row * kTileKeys, panel_begin, panel_end);
     }
     if (width_ != call_.v_head_dim || (!std::is_same_v<T, float> && rows_ > 2 * kRows)) {
       convert_values(keys);
@@ -442,10 +504,11 @@ class TileKernel {
   }
 
   void convert_values(const Keys& keys) {
-    for (int key = keys.begin; key < keys.end; ++key) {
-      float* to = work_.v_floats + key * width_;
+    constexpr int step = Value<T>::kKeys;
+    for (int key = keys.begin / step * step; key < keys.end; key += step) {
+      float* to = work_.v_floats + key / step * width_;
       v_floats_[key] = to;
-      for (int64_t i = 0; i < width_; i += kLanes) store(to + i, load(keys.v[key] + i, call_.v_head_dim - i));
+      for (int64_t i = 0; i < width_; i += kLanes) Value<T>::convert(keys.v, key, i, call_.v_head_dim - i, to + i);
     }
   }
 

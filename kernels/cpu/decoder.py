@@ -64,23 +64,20 @@ class NativeStack:
     def of(cls, library: ctypes.CDLL, layers: "Sequence[Layer]") -> "NativeStack | None":
         """None where the layers differ in form, or their products are not of linear.cpp."""
         forms = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
-        linears = [_linears(layer) for layer in layers]
-        norms = [n for e in layers for n in (e.attention_norm, e.next_norm, *(e.head_norms or ()))]
-        dtypes = {norm.weight.dtype for norm in norms} | {
-            n.packed.dtype for of in linears for n in of.values()
-        }
-        if len(forms) != 1 or len(dtypes) != 1 or not all(len(of) == len(PRODUCTS) for of in linears):
-            return None
-        return cls(library, layers)
+        dtypes: set[torch.dtype] = set()
+        for layer in layers:
+            linears = _linears(layer)
+            if len(linears) < len(PRODUCTS):
+                return None
+            norms = (layer.attention_norm, layer.next_norm, *(layer.head_norms or ()))
+            dtypes |= {linear.packed.dtype for linear in linears.values()} | {n.weight.dtype for n in norms}
+        return cls(library, layers) if len(forms) == len(dtypes) == 1 else None
 
     def __init__(self, library: ctypes.CDLL, layers: "Sequence[Layer]") -> None:
         self._library, self._layers = library, layers  # which own what the structs point to
         first = layers[0]
-        self._num_heads, self._num_kv_heads, self._head_dim = (
-            first.num_heads,
-            first.num_kv_heads,
-            first.head_dim,
-        )
+        self._num_heads, self._num_kv_heads = first.num_heads, first.num_kv_heads
+        self._head_dim = first.head_dim
         self._qkv_size = (first.num_heads + 2 * first.num_kv_heads) * first.head_dim
         self._attended_size = first.num_heads * first.head_dim
         self._dtype = first.attention_norm.weight.dtype
@@ -104,16 +101,12 @@ class NativeStack:
                 raise ValueError(f"{name}: a weight {shape} expected")
             bias = None if linear.bias is None else linear.bias.data_ptr()
             matrices[name] = _Matrix(linear.packed.data_ptr(), bias, *shape)
-        dtype = self._dtype
-        query_norm, key_norm = _Norm(), _Norm()
-        if layer.head_norms is not None:
-            query_norm, key_norm = (_norm(norm, self._head_dim, dtype) for norm in layer.head_norms)
+        norms = {"attention_norm": (layer.attention_norm, hidden), "next_norm": (layer.next_norm, hidden)}
+        for name, norm in zip(("query_norm", "key_norm"), layer.head_norms or (), strict=False):
+            norms[name] = norm, self._head_dim
         return _Layer(
             **matrices,
-            query_norm=query_norm,
-            key_norm=key_norm,
-            attention_norm=_norm(layer.attention_norm, hidden, dtype),
-            next_norm=_norm(layer.next_norm, hidden, dtype),
+            **{name: _norm(norm, size, self._dtype) for name, (norm, size) in norms.items()},
             window=layer.window or 0,
             scale=layer.scale,
             gate=GATES[layer.gate],

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels import reference
-from pagewire.kernels.cpu.native import DTYPES, NativeKernels, PackedLinear
+from pagewire.kernels.cpu.library import DTYPES
+from pagewire.kernels.cpu.linear import PackedLinear
+from pagewire.kernels.cpu.native import NativeKernels
 from pagewire.kernels.reference import padded_rows
 
 SIZES = [(64, 64), (33, 7), (257, 100), (1, 1), (512, 2816), (7, 8192)]

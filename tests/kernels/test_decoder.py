@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.attention import AttentionBatch, allocate_kv
-from pagewire.kernels.cpu.native import DTYPES, NativeKernels
+from pagewire.kernels.cpu.library import DTYPES
+from pagewire.kernels.cpu.native import NativeKernels
 from pagewire.kernels.decoder import GATES, Layer, Norm, Stack
 from pagewire.kernels.linear import pack
 
