@@ -3,7 +3,7 @@
     python -m benchmarks.compare llama-300m MODEL_FOLDER \\
         --peer vllm=/path/to/its/python --peer openvino=/path/to/its/python,EXPORTED_MODEL_FOLDER
 
-Every engine runs in a process of its own, started once and idle while it is not its turn; each work is done
+Every engine runs in a process of its own, started once and stopped while it is not its turn; each work is done
 `--runs` times by each, in turn, with prompts that no engine has seen. The table gives medians, their spread, and
 ours over theirs. Everything goes to `benchmarks/results/` as JSON too.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -73,13 +74,24 @@ class Engine:
             [python, str(script), model], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.start_s = self._answer()["start_s"]
+        self._signal(signal.SIGSTOP)
 
     def run(self, **work: int) -> dict[str, float]:
         """Do a work; its figures."""
         assert self.process.stdin is not None
+        self._signal(signal.SIGCONT)
         self.process.stdin.write(json.dumps(work) + "\n")
         self.process.stdin.flush()
-        return self._answer()
+        found = self._answer()
+        self._signal(signal.SIGSTOP)
+        return found
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Threads of others go on looking for work when there is none. Ours sleep, and send heartbeats."""
+        if self.name != "pagewire":
+            root = psutil.Process(self.process.pid)
+            for process in (root, *root.children(recursive=True)):
+                process.send_signal(number)
 
     def peak_rss_bytes(self) -> int:
         """Largest resident sizes of its processes, added up; shared pages count in each."""
@@ -94,6 +106,7 @@ class Engine:
     def close(self) -> None:
         """End it."""
         assert self.process.stdin is not None
+        self._signal(signal.SIGCONT)
         self.process.stdin.close()
         self.process.wait()
 
