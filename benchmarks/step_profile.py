@@ -25,6 +25,7 @@ from pagewire.ipc.params import SamplingParams
 from pagewire.kernels.cpu.linear import PackedLinear
 from pagewire.kernels.cpu.native import NativeKernels
 from pagewire.workers import runner as worker
+from pagewire.workers.decoder import DecoderStack
 
 KINDS = {
     (PackedLinear, "__call__"): "products",
@@ -95,8 +96,8 @@ def main() -> None:
     seconds: dict[str, float] = defaultdict(float)
     for (owner, name), kind in KINDS.items():
         setattr(owner, name, timed(seconds, kind, getattr(owner, name)))
-    base: Any = steps.runner.model.model.base
-    base.stack.whole = None
+    if isinstance(base := steps.runner.model.model.base, DecoderStack):
+        base.stack.whole = None
     total = sum(steps.run(options.steps))
     shares = {kind: spent / total for kind, spent in sorted(seconds.items(), key=lambda item: -item[1])}
     shares["Python between them"] = 1 - sum(shares.values())

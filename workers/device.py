@@ -13,7 +13,6 @@ import torch
 from pagewire.kernels.cpu.memory import zeros
 from pagewire.workers.errors import LoadError
 
-GIB = 1 << 30
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 
 

@@ -675,8 +675,6 @@ void attention(const AttentionCall& call) {
 // Returns 0, or 1 if the batch does not fit its tensors (then nothing was computed).
 EXPORT int pagewire_attention(const AttentionCall* call) {
   if (!valid(*call)) return 1;
-  if (call->dtype == 0) attention<float>(*call);
-  if (call->dtype == 1) attention<bf16>(*call);
-  if (call->dtype == 2) attention<f16>(*call);
+  dispatch(call->dtype, [&](auto element) { attention<decltype(element)>(*call); });
   return 0;
 }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pagewire.kernels.cpu.library import DTYPES, AttentionCall
+from pagewire.kernels.cpu.library import DTYPES, AttentionCall, cache_fields
 from pagewire.kernels.cpu.linear import PackedLinear
 from pagewire.kernels.paging import AttentionBatch
 
@@ -190,12 +190,7 @@ class NativeStack:
             block_table=batch.block_table.data_ptr(),
             q_token_stride=self._qkv_size,
             q_head_stride=self._head_dim,
-            k_block_stride=k.stride(0),
-            k_head_stride=k.stride(1),
-            k_row_stride=k.stride(2),
-            v_block_stride=v.stride(0),
-            v_head_stride=v.stride(1),
-            v_row_stride=v.stride(2),
+            **cache_fields(k, v),
             block_table_stride=batch.block_table.stride(0),
             num_tokens=num_tokens,
             num_requests=len(batch.seq_lens),
@@ -203,8 +198,6 @@ class NativeStack:
             num_kv_heads=self._num_kv_heads,
             head_dim=self._head_dim,
             v_head_dim=self._head_dim,
-            num_blocks=k.shape[0],
-            block_size=k.shape[2],
             max_blocks=batch.block_table.shape[1],
             dtype=DTYPES[self._dtype],
             num_threads=torch.get_num_threads(),

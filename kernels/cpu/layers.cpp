@@ -24,13 +24,6 @@ void for_rows(int64_t rows, int64_t elements_per_row, int num_threads, const Bod
   });
 }
 
-template <class Run>
-void dispatch(int32_t dtype, const Run& run) {
-  if (dtype == 0) run(float{});
-  if (dtype == 1) run(bf16{});
-  if (dtype == 2) run(f16{});
-}
-
 template <class T>
 void rms_norm_row(const T* x, const T* weight, T* out, int64_t size, float eps, float offset) {
   Floats squares = {};

@@ -57,6 +57,17 @@ def open_library(isa: InstructionSet) -> ctypes.CDLL:
     return library
 
 
+def cache_fields(k_cache: Tensor, v_cache: Tensor) -> dict[str, int]:
+    """What `AttentionCall` says of a layer's caches, but for where they lie."""
+    names = ("block_stride", "head_stride", "row_stride")
+    strides = {
+        f"{side}_{name}": cache.stride(axis)
+        for side, cache in (("k", k_cache), ("v", v_cache))
+        for axis, name in enumerate(names)
+    }
+    return {**strides, "num_blocks": k_cache.shape[0], "block_size": k_cache.shape[2]}
+
+
 def last_contiguous(x: Tensor) -> Tensor:
     """x, or a copy whose last axis is contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -158,13 +158,6 @@ struct Product {
   }
 };
 
-template <class Run>
-void dispatch(int32_t dtype, const Run& run) {
-  if (dtype == 0) run(float{});
-  if (dtype == 1) run(bf16{});
-  if (dtype == 2) run(f16{});
-}
-
 }  // namespace
 
 // How many elements a packed matrix [n, k] has.

@@ -16,7 +16,14 @@ from torch import Tensor
 from pagewire.kernels import reference
 from pagewire.kernels.cpu.build import BuildError, InstructionSet, has_tiles, supported_instruction_sets
 from pagewire.kernels.cpu.decoder import NativeStack
-from pagewire.kernels.cpu.library import DTYPES, AttentionCall, last_contiguous, of_size, open_library
+from pagewire.kernels.cpu.library import (
+    DTYPES,
+    AttentionCall,
+    cache_fields,
+    last_contiguous,
+    of_size,
+    open_library,
+)
 from pagewire.kernels.cpu.linear import PackedLinear
 from pagewire.kernels.paging import AttentionBatch
 
@@ -112,12 +119,7 @@ class NativeKernels:
             alibi=None if alibi is None else alibi.data_ptr(),
             q_token_stride=q.stride(0),
             q_head_stride=q.stride(1),
-            k_block_stride=k_cache.stride(0),
-            k_head_stride=k_cache.stride(1),
-            k_row_stride=k_cache.stride(2),
-            v_block_stride=v_cache.stride(0),
-            v_head_stride=v_cache.stride(1),
-            v_row_stride=v_cache.stride(2),
+            **cache_fields(k_cache, v_cache),
             block_table_stride=block_table.stride(0),
             num_tokens=num_tokens,
             num_requests=len(seq_lens),
@@ -125,8 +127,6 @@ class NativeKernels:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             v_head_dim=v_head_dim,
-            num_blocks=num_blocks,
-            block_size=block_size,
             max_blocks=block_table.shape[1],
             window=window or 0,
             scale=scale,

@@ -43,18 +43,15 @@ Found largest(const T* x, int64_t size) {
 
 }  // namespace
 
-// x [rows, size], rows row_stride apart; values and ids [rows]. dtype as in layers.cpp.
+// x [rows, size], rows row_stride apart; values and ids [rows].
 EXPORT void pagewire_largest(const void* x, float* values, int64_t* ids, int64_t rows, int64_t size,
                              int64_t row_stride, int32_t dtype, int32_t num_threads) {
-  const auto run = [&](auto element) {
+  dispatch(dtype, [&](auto element) {
     using T = decltype(element);
     parallel_for(rows, num_threads, [&](int64_t row) {
       const Found found = largest(static_cast<const T*>(x) + row * row_stride, size);
       values[row] = found.value;
       ids[row] = found.index;
     });
-  };
-  if (dtype == 0) run(float{});
-  if (dtype == 1) run(bf16{});
-  if (dtype == 2) run(f16{});
+  });
 }

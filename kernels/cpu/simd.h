@@ -35,6 +35,14 @@ typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
 
+// Calls run with an element of the type that kernels.h numbers so.
+template <class Run>
+void dispatch(int32_t dtype, const Run& run) {
+  if (dtype == 0) run(float{});
+  if (dtype == 1) run(bf16{});
+  if (dtype == 2) run(f16{});
+}
+
 template <class To, class From>
 INLINE To bit_cast(const From& from) {
   static_assert(sizeof(To) == sizeof(From), "same size");
