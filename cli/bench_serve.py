@@ -42,17 +42,23 @@ def add_server_options(group: Any) -> None:
     group.add_argument(
         "--base-url", metavar="URL", help="the server, without /v1 (default: from host and port)"
     )
-    group.add_argument("--host", metavar="HOST", default="127.0.0.1", help="(default: %(default)s)")
-    group.add_argument("--port", type=positive, metavar="INT", default=8000, help="(default: %(default)s)")
+    group.add_argument(
+        "--host", metavar="HOST", default="127.0.0.1", help="of the server (default: %(default)s)"
+    )
+    group.add_argument(
+        "--port", type=positive, metavar="INT", default=8000, help="of the server (default: %(default)s)"
+    )
     group.add_argument("--uds", metavar="PATH", help="connect to this unix socket")
-    group.add_argument("--api", choices=("completions", "chat"), default="completions")
+    group.add_argument("--api", choices=("completions", "chat"), default="completions", help="which endpoint")
     group.add_argument(
         "--model",
         default="",
         metavar="NAME",
         help="its name there (default: the first that the server lists)",
     )
-    group.add_argument("--api-key", metavar="KEY", help="(default: PAGEWIRE_API_KEY or OPENAI_API_KEY)")
+    group.add_argument(
+        "--api-key", metavar="KEY", help="shown to the server (default: PAGEWIRE_API_KEY or OPENAI_API_KEY)"
+    )
     group.add_argument("--timeout", type=number, metavar="SECONDS", help="for one request (default: none)")
 
 
@@ -88,7 +94,7 @@ def add_prompt_options(group: Any) -> None:
     group.add_argument("--tokenizer", metavar="NAME", help="folder or id (default: the server's)")
     group.add_argument("--ignore-eos", action="store_true", help="go on past the end of sequence")
     group.add_argument(
-        "--temperature", type=float, metavar="FLOAT", default=0.0, help="(default: %(default)s)"
+        "--temperature", type=float, metavar="FLOAT", default=0.0, help="0 is greedy (default: 0)"
     )
     group.add_argument(
         "--extra-body", type=json_object, default={}, metavar="JSON", help="more request fields"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shutil
 import sys
 import tempfile
@@ -11,7 +12,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from pagewire.cli.options import UsageError, add_attach_options, add_engine_options, positive
+from pagewire.cli.options import (
+    UsageError,
+    add_attach_options,
+    add_engine_options,
+    add_options_of,
+    positive,
+)
+from pagewire.frontend.server.options import ServerOptions
 
 if TYPE_CHECKING:
     from pagewire.cli.batch import Counts, Post, Response
@@ -49,24 +57,27 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="requests at once (default: %(default)s)",
     )
     add_attach_options(parser)
+    add_options_of(parser, ServerOptions, only=("Chat", "Answers"))
     add_engine_options(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, model_tag=None)
 
 
 def run(options: argparse.Namespace) -> int:
     """Answer all lines, then say how many."""
     from pagewire.cli.engine import opened
+    from pagewire.cli.serve import take_server_options
     from pagewire.frontend import async_llm
 
     check_files(options)
-    with opened(options) as engine:
-        counts = async_llm.run(answer_all(engine, options))
+    server_options = dataclasses.replace(take_server_options(options), disable_log_requests=True)
+    with opened(options, server_options.restarts) as engine:
+        counts = async_llm.run(answer_all(engine, options, server_options))
     skipped = f", {counts.skipped} answered before" if counts.skipped else ""
     print(f"{counts.good} answered, {counts.failed} failed{skipped}", file=sys.stderr)
     return 1 if counts.failed else 0
 
 
-async def answer_all(engine: AsyncLLM, options: argparse.Namespace) -> Counts:
+async def answer_all(engine: AsyncLLM, options: argparse.Namespace, server_options: ServerOptions) -> Counts:
     """Read, answer, write.
 
     Raises:
@@ -86,11 +97,16 @@ async def answer_all(engine: AsyncLLM, options: argparse.Namespace) -> Counts:
         async with opened_output(options) as output:
             with tqdm(total=total, disable=options.no_progress, unit="req", file=sys.stderr) as bar:
                 return await run_lines(
-                    lines, poster(engine), write_to(output), options.concurrency, answered, bar.update
+                    lines,
+                    poster(engine, server_options),
+                    write_to(output),
+                    options.concurrency,
+                    answered,
+                    bar.update,
                 )
 
 
-def poster(engine: AsyncLLM) -> Post:
+def poster(engine: AsyncLLM, options: ServerOptions) -> Post:
     """What sends a body to an endpoint of the server's application.
 
     Raises, when called:
@@ -98,10 +114,8 @@ def poster(engine: AsyncLLM) -> Post:
     """
     from pagewire.cli import in_process
     from pagewire.frontend.server.app import create_app
-    from pagewire.frontend.server.options import ServerOptions
 
-    settings = ServerOptions(disable_log_requests=True)
-    post = in_process.poster(create_app(engine, settings), next(iter(settings.keys()), None))
+    post = in_process.poster(create_app(engine, options), next(iter(options.keys()), None))
 
     async def post_while_alive(path: str, body: bytes) -> Response:
         response = await post(path, body)
@@ -171,17 +185,15 @@ async def opened_output(options: argparse.Namespace) -> AsyncIterator[IO[bytes]]
         with Path(name).open("ab" if options.resume else "wb") as file:
             yield file
     else:
-        with tempfile.NamedTemporaryFile(
-            dir=options.output_tmp_dir, prefix="pagewire-batch-", suffix=".jsonl", delete=False
-        ) as file:
-            try:
+        descriptor, path = tempfile.mkstemp(".jsonl", "pagewire-batch-", options.output_tmp_dir)
+        try:
+            with open(descriptor, "wb") as file:  # noqa: PTH123
                 yield file
-                file.seek(0)
-                await upload(name, file)
-            except BaseException:
-                print(f"the answers so far are in {file.name}", file=sys.stderr)
-                raise
-        Path(file.name).unlink()
+            await upload(name, Path(path))
+        except BaseException:
+            print(f"the answers so far are in {path}", file=sys.stderr)
+            raise
+        Path(path).unlink()
 
 
 async def download(url: str, file: IO[bytes]) -> None:
@@ -200,7 +212,7 @@ async def download(url: str, file: IO[bytes]) -> None:
         raise OSError(f"cannot read {url}: {error}") from error
 
 
-async def upload(url: str, file: IO[bytes]) -> None:
+async def upload(url: str, path: Path) -> None:
     """PUT.
 
     Raises:
@@ -209,8 +221,10 @@ async def upload(url: str, file: IO[bytes]) -> None:
     import aiohttp
 
     session = aiohttp.ClientSession(raise_for_status=True)
+    headers = {"Content-Type": "application/jsonl"}
     try:
-        async with session as http, http.put(url, data=file, headers={"Content-Type": "application/jsonl"}):
-            pass
+        with path.open("rb") as file:
+            async with session as http, http.put(url, data=file, headers=headers):
+                pass
     except aiohttp.ClientError as error:
         raise OSError(f"cannot write to {url}: {error}") from error
