@@ -42,19 +42,18 @@ async def exchange(app: ASGIApp, path: str, body: bytes, headers: list[tuple[byt
     }
     incoming: asyncio.Queue[Message] = asyncio.Queue()
     incoming.put_nowait({"type": "http.request", "body": body, "more_body": False})
-    status, answer_headers, content = 500, dict[bytes, bytes](), bytearray()
+    status, request_id, content = 500, b"", bytearray()
 
     async def send(message: Message) -> None:
-        nonlocal status, answer_headers
+        nonlocal status, request_id
         if message["type"] == "http.response.start":
-            status, answer_headers = message["status"], dict(message["headers"])
+            status = message["status"]
+            request_id = {name.lower(): value for name, value in message["headers"]}.get(b"x-request-id", b"")
         else:
             content.extend(message.get("body", b""))
 
     await app(scope, incoming.get, send)
-    return Response(
-        status, answer_headers.get(b"x-request-id", b"").decode("latin-1"), as_json(bytes(content))
-    )
+    return Response(status, request_id.decode("latin-1"), as_json(bytes(content)))
 
 
 def as_json(content: bytes) -> msgspec.Raw:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+JSON = [(b"content-type", b"application/json")]
 ROOT = Path(__file__).parents[2]
 INSPECTION = "/inspect"
 INSPECTION_CLASS = "tests.end_to_end.server_process.Inspection"  # the server runs in the root folder
@@ -24,12 +25,12 @@ class Inspection:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or pass on."""
-        if scope["path"] != INSPECTION:
+        if scope.get("path") != INSPECTION:
             await self.app(scope, receive, send)
             return
         gc.collect()
         body = json.dumps({"tasks": len(asyncio.all_tasks())}).encode()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.start", "status": 200, "headers": JSON})
         await send({"type": "http.response.body", "body": body})
 
 

@@ -125,7 +125,7 @@ async def kill_one_server(
             killed.process.kill()
             cut = (await asyncio.gather(*lost)).count(False)
             counts, wrong = await running
-            while len((await core_status(llm))["clients"]) > 2:  # this one, and the other server
+            while any(c["pid"] == killed.process.pid for c in (await core_status(llm))["clients"]):
                 await asyncio.sleep(0.001)
             state = await idle_status(llm)
             answer, whole = await unharmed.ask(stays[0])

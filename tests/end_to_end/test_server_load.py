@@ -37,11 +37,10 @@ def test_mixed_requests_with_clients_that_leave(
 
 
 def test_a_killed_server_hurts_nobody_else(
-    start_daemon: Callable, start_server: Callable[[str], ServerProcess]
+    address: str, start_server: Callable[[str], ServerProcess]
 ) -> None:
-    daemon = start_daemon("--kv-cache-memory-bytes", "67108864")
-    killed, other = start_server(daemon.address), start_server(daemon.address)
-    found = asyncio.run(kill_one_server(daemon.address, killed, other, 32))
+    killed, other = start_server(address), start_server(address)
+    found = asyncio.run(kill_one_server(address, killed, other, 32))
     assert found.wrong == []
     assert (found.unharmed, found.afterwards) == (32, True)
     assert found.cut > 0
