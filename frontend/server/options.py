@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-from pagewire.ipc.options import option
+from pagewire.ipc.options import check_types, option
 from pagewire.ipc.params import check_int, check_number
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
@@ -69,6 +69,7 @@ class ServerOptions:
 
     def check(self) -> None:
         """Raise ValueError or TypeError for the first bad value."""
+        check_types(self)
         check_int("port", self.port, 0, 65535)
         check_int("max_request_bytes", self.max_request_bytes, 1)
         check_int("max_log_len", self.max_log_len, -1)
