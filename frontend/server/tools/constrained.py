@@ -36,7 +36,7 @@ class RequiredCalls(JSONCalls):
 
 def arguments_schema(function: dict[str, Any]) -> dict[str, Any]:
     """What the arguments of a function must look like."""
-    return function.get("parameters") or {"type": "object"}
+    return {"type": "object", **(function.get("parameters") or {})}
 
 
 def calls_schema(functions: list[dict[str, Any]], parallel: bool) -> dict[str, Any]:
