@@ -176,7 +176,6 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
             check_text(name, text or "")
         size = len(getattr(self, kind)) if isinstance(getattr(self, kind), str) else 0
         if self.choice is not None:
-            self.choice = list(self.choice) if isinstance(self.choice, tuple) else self.choice
             check_list("choice", self.choice, str)
             if not self.choice:
                 raise ValueError("choice must not be empty: nothing could be generated")
@@ -210,7 +209,8 @@ def json_object_text(name: str, value: Any) -> str:
         raise ValueError(f"{name} is not valid JSON: {error}") from None
     if not isinstance(parsed, dict):
         raise ValueError(f"{name} must be a JSON object, got {text:.80}")
-    level, depth = [parsed], 0
+    level: list[Any] = [parsed]
+    depth = 0
     while level:
         depth += 1
         inner = (v for part in level for v in (part.values() if isinstance(part, dict) else part))
