@@ -1,6 +1,6 @@
 """From generated text to what an answer says: one parser per output, the same for streams and whole answers.
 
-    text of the engine --feed--> ReplyDelta ... --finish--> ReplyDelta
+text of the engine --feed--> ReplyDelta ... --finish--> ReplyDelta
 """
 
 from __future__ import annotations

@@ -115,7 +115,9 @@ def chosen_name(choice: Any) -> str:
     Raises:
         ValueError: it names none.
     """
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    function = (
+        choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    )
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         raise ValueError(
@@ -131,7 +133,11 @@ def function_of(tool: Any, place: str) -> dict[str, Any]:
     Raises:
         ValueError: what is wrong with it.
     """
-    if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
+    if (
+        not isinstance(tool, dict)
+        or tool.get("type") != "function"
+        or not isinstance(tool.get("function"), dict)
+    ):
         raise ValueError(f"{place} must be {{'type': 'function', 'function': {{...}}}}, got {tool!r:.100}")
     function: dict[str, Any] = tool["function"]
     name = function.get("name")
@@ -145,5 +151,7 @@ def function_of(tool: Any, place: str) -> dict[str, Any]:
     if parameters is not None and (
         not isinstance(parameters, dict) or parameters.get("type", "object") != "object"
     ):
-        raise ValueError(f"{place}.function.parameters must be the JSON schema of an object, got {parameters!r:.100}")
+        raise ValueError(
+            f"{place}.function.parameters must be the JSON schema of an object, got {parameters!r:.100}"
+        )
     return function

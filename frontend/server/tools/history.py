@@ -25,7 +25,9 @@ def check_history(messages: Sequence[Any]) -> None:
         called.update(call_of(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(calls or ()))
         given = message.get("tool_call_id")
         if message.get("role") == "tool" and not (isinstance(given, str) and given in called):
-            raise ValueError(f"{place}.tool_call_id must be the id of a tool call before it, got {given!r:.100}")
+            raise ValueError(
+                f"{place}.tool_call_id must be the id of a tool call before it, got {given!r:.100}"
+            )
 
 
 def call_of(call: Any, place: str) -> str:
@@ -42,5 +44,7 @@ def call_of(call: Any, place: str) -> str:
     if not isinstance(function.get("name"), str):
         raise ValueError(f"{place}.function.name must be a string, got {function.get('name')!r:.100}")
     if not isinstance(function.get("arguments"), (str, dict)):
-        raise ValueError(f"{place}.function.arguments must be JSON text, got {function.get('arguments')!r:.100}")
+        raise ValueError(
+            f"{place}.function.arguments must be JSON text, got {function.get('arguments')!r:.100}"
+        )
     return str(call["id"])
