@@ -163,6 +163,7 @@ async def prompt_of(service: Service, request: ChatRequest, tools: ToolUse) -> T
             service.tokenizer,
             request.messages,
             chat_template=request.chat_template or service.options.chat_template,
+            template_files=request.chat_template is None,
             chat_template_content_format=service.options.chat_template_content_format,
             add_generation_prompt=generation,
             continue_final_message=continues,
