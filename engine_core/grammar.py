@@ -44,6 +44,22 @@ LISTS_OF_SCHEMAS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 MAPS_OF_SCHEMAS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
 
 
+# Formats that llguidance does not know, and one that it does whose every string has them.
+NARROWER = {
+    "idn-email": "email",
+    "idn-hostname": "hostname",
+    "iri": "uri",
+    "iri-reference": "uri",
+    "uri-reference": "uri",
+}
+# Those that JSON Schema defines; others are mere annotations.
+FORMATS = {
+    *("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer", "regex"),
+    *("relative-json-pointer", "time", "uri", "uri-template", "uuid"),
+}
+IN_PLACE = ("$ref", "$dynamicRef", "allOf", "anyOf", "dependentSchemas", "if", "not", "oneOf")
+
+
 class Tag(msgspec.Struct):
     """A part of tagged text: JSON by `schema` between two strings."""
 
@@ -93,11 +109,11 @@ class Matcher:
         """The tokens that may come next: bit i % 8 of byte i // 8 for token i, in whole 32-bit words.
 
         Raises:
-            GrammarError: the grammar has become too complex.
+            GrammarError: the grammar has become too complex, or leads nowhere.
         """
         found = self._state.compute_bitmask()
         if self._state.is_error():
-            raise GrammarError(f"the grammar is too complex to go on: {reason(self._state)}")
+            raise GrammarError(f"the grammar cannot go on: {reason(self._state)}")
         mask = bytearray(found[: self._mask_bytes].ljust(self._mask_bytes, b"\0"))
         if self._ignore_eos:
             for token_id in self.eos_token_ids:
@@ -262,10 +278,13 @@ def compile_grammar(structure: StructuredOutputsParams, tokenizer: LLTokenizer, 
     if state.is_error():
         raise GrammarError(f"{structure.kind}: {reason(state)}")
     grammar = Grammar(state, vocab_size, tuple(i for i in tokenizer.eos_tokens if i < vocab_size))
-    mask = grammar.matcher().mask()
-    if not any(mask):
-        raise GrammarError(f"{structure.kind}: no output can satisfy it")
-    return grammar
+    try:
+        if any(grammar.matcher().mask()):
+            return grammar
+    except GrammarError as error:
+        if "NoExtension" not in str(error):
+            raise GrammarError(f"{structure.kind}: {error}") from None
+    raise GrammarError(f"{structure.kind}: no output can satisfy it")
 
 
 def reason(state: LLMatcher) -> str:
@@ -317,6 +336,11 @@ def json_schema(schema: dict[str, Any], structure: StructuredOutputsParams) -> d
     """
     for part in subschemas(schema):
         check_multiple(part.get("multipleOf"))
+        rewrite_format(part)
+        rewrite_names(part)
+        rewrite_unevaluated(part)
+        if part.get("uniqueItems") is False:
+            del part["uniqueItems"]
         if structure.disable_additional_properties and "properties" in part:
             part.setdefault("additionalProperties", False)
     flexible = not structure.disable_any_whitespace
@@ -340,6 +364,39 @@ def check_multiple(multiple: Any) -> None:
     """
     if isinstance(multiple, int) and multiple > MAX_MULTIPLE:
         raise GrammarError(f"json: multipleOf: {multiple} is not supported: at most {MAX_MULTIPLE} is")
+
+
+def rewrite_format(part: dict[str, Any]) -> None:
+    """Formats that llguidance knows, instead of those that it does not; those that mean nothing are left out."""
+    name = part.get("format")
+    if name in NARROWER:
+        part["format"] = NARROWER[name]
+    elif isinstance(name, str) and name not in FORMATS:
+        del part["format"]
+
+
+def rewrite_names(part: dict[str, Any]) -> None:
+    """`propertyNames` that are a pattern or a list as `patternProperties` or `properties`."""
+    names = part.get("propertyNames")
+    if not isinstance(names, dict) or "properties" in part or "patternProperties" in part:
+        return
+    rest = part.get("additionalProperties", True)
+    says = {name: value for name, value in names.items() if (name, value) != ("type", "string")}
+    if list(says) == ["pattern"]:
+        part["patternProperties"] = {says["pattern"]: rest}
+    elif list(says) == ["enum"] and isinstance(says["enum"], list):
+        part["properties"] = {name: rest for name in says["enum"] if isinstance(name, str)}
+    else:
+        return
+    part["additionalProperties"] = False
+    del part["propertyNames"]
+
+
+def rewrite_unevaluated(part: dict[str, Any]) -> None:
+    """`unevaluated...` as the plain keyword, where nothing else in the schema evaluates."""
+    for what, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
+        if what in part and not any(name in part for name in IN_PLACE):
+            part.setdefault(plain, part.pop(what))
 
 
 def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
