@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
+import re
 import queue
 import threading
 import time
@@ -287,9 +289,21 @@ def compile_grammar(structure: StructuredOutputsParams, tokenizer: LLTokenizer, 
     raise GrammarError(f"{structure.kind}: no output can satisfy it")
 
 
+SAID_BETTER = (
+    (r"Unimplemented keys: \[(.*)\]", r"not supported: \1"),
+    (r"Unknown format: (.*)", r"format: \1 is not supported"),
+    (r"Resource '(.*)' is not present in a registry.*", r"$ref: \1 is not in the schema, and nothing is fetched"),
+    (r"oneOf constraints .*", "oneOf is not supported where schemas of it may overlap: anyOf is"),
+    (r"\s*<non-verbose/>.*", ""),
+)
+
+
 def reason(state: LLMatcher) -> str:
     """Why a matcher failed, without what it says of its own state."""
-    return state.get_error().split("\n<state>")[0].strip()
+    text = state.get_error()
+    for pattern, better in SAID_BETTER:
+        text = re.sub(pattern, better, text, flags=re.DOTALL)
+    return text.strip()
 
 
 # ---------------------------------------------------------------- from parameters to llguidance's notation
@@ -336,9 +350,11 @@ def json_schema(schema: dict[str, Any], structure: StructuredOutputsParams) -> d
     """
     for part in subschemas(schema):
         check_multiple(part.get("multipleOf"))
+        rewrite_bounds(part)
         rewrite_format(part)
         rewrite_names(part)
         rewrite_unevaluated(part)
+        check_least_properties(part)
         if part.get("uniqueItems") is False:
             del part["uniqueItems"]
         if structure.disable_additional_properties and "properties" in part:
@@ -366,9 +382,47 @@ def check_multiple(multiple: Any) -> None:
         raise GrammarError(f"json: multipleOf: {multiple} is not supported: at most {MAX_MULTIPLE} is")
 
 
+def check_least_properties(part: dict[str, Any]) -> None:
+    """Refuse a `minProperties` that equal names could seem to reach: they count once.
+
+    Raises:
+        GrammarError: it is one.
+    """
+    least, required = part.get("minProperties"), part.get("required")
+    num_required = len(required) if isinstance(required, list) else 0
+    named_only = part.get("additionalProperties") is False and "patternProperties" not in part
+    if isinstance(least, int) and least > num_required + 1 and not named_only:
+        raise GrammarError(f"json: minProperties: {least} is not supported where names are free")
+
+
+def rewrite_bounds(part: dict[str, Any]) -> None:
+    """An exclusive whole bound as one a little further in, where the other bound is less than one away.
+
+    llguidance would include the bound itself there. Nothing is lost but numbers next to it.
+    """
+    for exclusive, plain, other, sign in (
+        ("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"), 1),
+        ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"), -1),
+    ):
+        bound = part.get(exclusive)
+        far = next((part[name] for name in other if name in part), None)
+        if not isinstance(bound, (int, float)) or not isinstance(far, (int, float)):
+            continue
+        gap = (far - bound) * sign
+        if 0 < gap < 1 and bound == int(bound):
+            del part[exclusive]
+            inner = bound + sign * 10.0 ** (math.floor(math.log10(gap)) - 6)
+            part[plain] = max(inner * sign, part.get(plain, inner) * sign) * sign
+
+
 def rewrite_format(part: dict[str, Any]) -> None:
-    """Formats that llguidance knows, instead of those that it does not; those that mean nothing are left out."""
+    """Formats that llguidance knows, instead of those that it does not; those that mean nothing are left out.
+
+    Dates begin with year 1: llguidance has a year 0, many languages have not.
+    """
     name = part.get("format")
+    if name in ("date", "date-time"):
+        part.setdefault("pattern", "^([1-9]|0[1-9]|00[1-9]|000[1-9])")
     if name in NARROWER:
         part["format"] = NARROWER[name]
     elif isinstance(name, str) and name not in FORMATS:
