@@ -25,7 +25,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-MAX_SOURCE_CHARS = 1 << 18  # of a template; the longest that models come with have a tenth
+MAX_SOURCE_CHARS = 1 << 17  # of a template; the longest that models come with have a fifth of it
 MAX_CHARS = 1 << 24  # of a text, or items of a list
 MAX_BITS = 1 << 12  # of an integer
 MAX_SECONDS = 5.0  # of processor time for one rendering

@@ -77,7 +77,7 @@ async def token_ids(service: Service, asked: TokenizeRequest) -> list[int]:
         same = {
             name: getattr(asked, name) for name in TO_TOKENS.fields if name in ChatRequest.__struct_fields__
         }
-        return (await prompt_of(service, ChatRequest(**same)))["prompt_token_ids"]
+        return (await prompt_of(service, ChatRequest(**same), asked.tools))["prompt_token_ids"]
     text, special = asked.prompt or "", asked.add_special_tokens is not False
     check_text_length(service, text)
     return await off_loop(len(text), service.tokenizer.encode, text, special)
