@@ -14,6 +14,7 @@ from pagewire.ipc.params import check_int, check_number
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 TOOL_PARSERS = ("hermes", "mistral", "llama3_json", "pythonic")
+REASONING_PARSERS = ("deepseek_r1", "qwen3")
 CERTIFICATE = (0, 1, 2)  # of a client: not asked for, asked for, required (as in `ssl`)
 
 
@@ -56,6 +57,8 @@ class ServerOptions:
     trust_request_chat_template: bool = option(False, "Chat", "take chat templates from requests")
     response_role: str = option("assistant", "Chat", "role of the answers")
     enable_auto_tool_choice: bool = option(False, "Chat", "let the model choose tools (tool_choice: auto)")
+    reasoning_parser: str | None = option(None, "Chat", "how the model marks what it thinks first",
+        choices=REASONING_PARSERS)
     prompt_unused_tools: bool = option(False, "Chat", "tell the model of its tools even with tool_choice: none")
     tool_call_parser: str | None = option(None, "Chat", "how the model writes tool calls", choices=TOOL_PARSERS)
 

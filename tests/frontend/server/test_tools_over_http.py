@@ -236,3 +236,60 @@ def test_what_is_refused(replay: Replay) -> None:
                     tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}])  # fmt: skip
         refused("tool_choice", "cannot be structured otherwise", tools=[WEATHER], tool_choice="required",
                 extra_body={"guided_regex": "a"})  # fmt: skip
+
+
+def test_reasoning_is_told_apart(replay: Replay) -> None:
+    replay.text = "<think>\nHm, Köln.\n</think>\n\n" + HERMES
+    flags: Any = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    request: Any = {"model": "fake", "messages": ASK, "tools": [WEATHER, CLOCK]}
+    with replay.serve(**flags) as url, client_of(url) as client:
+        message = client.chat.completions.create(**request).choices[0].message
+        assert message.reasoning_content == "Hm, Köln."
+        assert message.content == "Let me see." and len(message.tool_calls) == 2
+        thoughts = content = ""
+        for chunk in client.chat.completions.create(**request, stream=True):
+            thoughts += getattr(chunk.choices[0].delta, "reasoning_content", None) or ""
+            content += chunk.choices[0].delta.content or ""
+        assert (thoughts, content) == ("Hm, Köln.", "Let me see.")
+        plain = client.chat.completions.create(model="fake", messages=ASK).choices[0].message
+        assert plain.reasoning_content == "Hm, Köln." and plain.content == HERMES  # type: ignore[attr-defined]
+        replay.text = '{"a": "</think>"}'
+        forced = client.chat.completions.create(
+            model="fake", messages=ASK, response_format={"type": "json_object"}
+        )
+        assert forced.choices[0].message.content == replay.text
+
+
+def test_templates_of_requests(replay: Replay, tmp_path: Path) -> None:
+    replay.text = "ok"
+    file = tmp_path / "secret"
+    file.write_text("secret")
+
+    def ask(template: str, **variables: Any) -> str:
+        body = {"chat_template": template, "chat_template_kwargs": variables}
+        client.chat.completions.create(model="fake", messages=ASK, extra_body=body)
+        return replay.prompt
+
+    with (
+        replay.serve() as url,
+        client_of(url) as client,
+        pytest.raises(openai.BadRequestError, match="not allowed"),
+    ):
+        ask("{{ 1 }}")
+    with replay.serve(trust_request_chat_template=True) as url, client_of(url) as client:
+        assert ask("{{ x }}{{ messages | length }}", x=2, y=3) == "21"
+        for template, message in (
+            (str(file), "neither a template"),
+            ("{{ 9 ** 9999 }}", "numbers that are too large"),
+            (
+                "{% for i in range(99999) %}{{ messages[0].content * 1000 }}{% endfor %}",
+                "more than 16777216 char",
+            ),
+            ("{{ raise_exception('no') }}", "refuses the conversation: no"),
+            ("{% if %}", "not valid"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=message):
+                ask(template)
+        with pytest.raises(openai.BadRequestError, match="cannot set tokenize") as caught:
+            ask("{{ 1 }}", tokenize=True)
+        assert caught.value.param == "chat_template_kwargs"
