@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from pagewire.frontend.chat import chat_prompt
+from pagewire.frontend.chat import chat_prompt, check_template
 from pagewire.frontend.inputs import TokensPrompt
 from pagewire.frontend.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.server import sse
@@ -45,7 +45,13 @@ from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
 
 
 def routes(service: Service) -> list[Operation]:
-    """The endpoint."""
+    """The endpoint.
+
+    Raises:
+        ValueError: the server's own chat template cannot be used.
+    """
+    if service.options.chat_template is not None and service.engine.session.tokenizer is not None:
+        check_template(service.tokenizer, service.options.chat_template)
     endpoint = Generation(service, "chatcmpl", ChatRequest, answer)
     return [
         Operation(
@@ -122,7 +128,8 @@ def tools_of(service: Service, request: ChatRequest) -> ToolUse:
         request.tools,
         request.tool_choice,
         parallel=request.parallel_tool_calls is not False,
-        auto_parser=options.tool_call_parser if options.enable_auto_tool_choice else None,
+        parser=options.tool_call_parser,
+        auto=options.enable_auto_tool_choice,
         prompt_unused=options.prompt_unused_tools,
     )
     if options.reasoning_parser is None or structure(request) is not None:

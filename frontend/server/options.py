@@ -9,12 +9,14 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
+from pagewire.frontend.server.tools.choice import PARSERS
+from pagewire.frontend.server.tools.reasoning import BEGUN
 from pagewire.ipc.options import option
 from pagewire.ipc.params import check_int, check_number
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
-TOOL_PARSERS = ("hermes", "mistral", "llama3_json", "pythonic")
-REASONING_PARSERS = ("deepseek_r1", "qwen3")
+TOOL_PARSERS = tuple(PARSERS)
+REASONING_PARSERS = tuple(BEGUN)
 CERTIFICATE = (0, 1, 2)  # of a client: not asked for, asked for, required (as in `ssl`)
 
 

@@ -88,11 +88,11 @@ def test_which_parser() -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     free = thinking(ToolUse(), "deepseek_r1")
     assert free.new_parser is not None and free.new_parser().parse("a</think>b") == Reply("a", "b")
-    free = thinking(tool_use([tool], "auto", auto_parser="hermes"), "qwen3")
+    free = thinking(tool_use([tool], "auto", parser="hermes"), "qwen3")
     assert free.new_parser is not None and free.new_parser().parse("a</think>b") == Reply(None, "a</think>b")
     demanded = tool_use([tool], "required")
     assert thinking(demanded, "deepseek_r1") is demanded
     with pytest.raises(ValueError, match="must be one of deepseek_r1, qwen3, got 'x'"):
         thinking(ToolUse(), "x")
     with pytest.raises(ValueError, match="must be one of hermes, mistral, llama3_json, pythonic, got 'x'"):
-        tool_use([tool], "auto", auto_parser="x")
+        tool_use([tool], "auto", parser="x")
