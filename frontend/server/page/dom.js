@@ -22,7 +22,7 @@ export function draw(tag, attributes = {}, ...children) {
 }
 
 /** One of the icons of index.html. */
-export const icon = (name) => draw("svg", { "aria-hidden": "true" }, draw("use", { href: `#${name}` }));
+export const icon = (name) => draw("svg", { "aria-hidden": "true" }, draw("use", { href: `#icon-${name}` }));
 
 /** A button that copies what `text()` gives, and says so for a moment. */
 export function copyButton(text, label = "Copy") {
