@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def opened(options: argparse.Namespace) -> Iterator[AsyncLLM]:
+def opened(options: argparse.Namespace, restarts: int = 0) -> Iterator[AsyncLLM]:
     """Attach to `--attach`, or spawn a core with the engine options; closed at the end.
 
+    restarts: how often to replace a spawned core that dies.
     A spawned core logs warnings only, unless `PAGEWIRE_LOGGING_LEVEL` says otherwise.
 
     Raises:
@@ -35,7 +36,7 @@ def opened(options: argparse.Namespace) -> Iterator[AsyncLLM]:
         engine = AsyncLLM.attach(options.attach, curve=keys)
     else:
         os.environ.setdefault("PAGEWIRE_LOGGING_LEVEL", "WARNING")
-        engine = AsyncLLM.from_engine_args(engine_args(options))
+        engine = AsyncLLM.from_engine_args(engine_args(options), restarts=restarts)
     try:
         yield engine
     finally:
