@@ -23,6 +23,7 @@ from pagewire.frontend.server.auth import KeyCheck
 from pagewire.frontend.server.errors import APIError
 from pagewire.frontend.server.openapi import Operation
 from pagewire.frontend.server.options import ServerOptions
+from pagewire.frontend.server.page import page_routes
 from pagewire.frontend.server.responding import on_error, on_http_error
 from pagewire.frontend.server.service import Service
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError
@@ -43,7 +44,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> Starle
     service = Service(engine, options)
     routes: list[Operation] = [route for family in FAMILIES for route in family.routes(service)]
     app = Starlette(
-        routes=routes,
+        routes=[*routes, *page_routes()],
         middleware=middleware(options),
         exception_handlers={HTTPException: on_http_error, **dict.fromkeys(TOLD, on_error)},
     )

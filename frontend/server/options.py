@@ -46,8 +46,8 @@ class ServerOptions:
     stall_seconds: float = option(120.0, "HTTP", "a client that takes nothing of its answer for so long is dropped")
     drain_seconds: float = option(30.0, "HTTP", "time for open requests after SIGTERM; a second signal cuts it")
 
-    api_key: list[str] = option(None, "Access", "key(s) that clients must show, on every path but /health; also"
-        " PAGEWIRE_API_KEY", make=list)
+    api_key: list[str] = option(None, "Access", "key(s) that clients must show, on every path but /health and the"
+        " page's files; also PAGEWIRE_API_KEY", make=list)
     enable_admin: bool = option(False, "Access", "serve /pause, /resume, /sleep, /wake_up, /abort, ...")
 
     chat_template: str | None = option(None, "Chat", "template, file, or name of one of the model's")

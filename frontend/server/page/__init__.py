@@ -41,7 +41,7 @@ HEADERS = {
 
 
 def read_files() -> dict[str, tuple[str, bytes]]:
-    """The page's files by path on the server: content type and bytes. They tell nothing of the engine."""
+    """The page's files by path on the server: content type and bytes."""
     found = {}
     for file in files(__package__).iterdir():
         _, dot, suffix = file.name.rpartition(".")
@@ -51,11 +51,15 @@ def read_files() -> dict[str, tuple[str, bytes]]:
     return found
 
 
+FILES = read_files()
+PATHS = frozenset(FILES)  # exact paths; what is there tells nothing of the engine
+
+
 def page_routes() -> list[Route]:
     """One route per file of the page."""
     return [
         Route(path, serve(content_type, body), methods=["GET"], include_in_schema=False)
-        for path, (content_type, body) in read_files().items()
+        for path, (content_type, body) in FILES.items()
     ]
 
 
@@ -65,7 +69,9 @@ def serve(content_type: str, body: bytes) -> Callable[[Request], Awaitable[Respo
     headers = {**HEADERS, "ETag": etag}
 
     async def endpoint(request: Request) -> Response:
-        known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
+        known = [
+            tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")
+        ]
         if etag in known or known == ["*"]:
             return Response(status_code=304, headers=headers)
         return Response(body, media_type=content_type, headers=headers)

@@ -10,9 +10,8 @@ import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from pagewire.frontend.server.page import page_routes, read_files
+from pagewire.frontend.server.page import FILES, page_routes
 
-FILES = read_files()
 SCRIPTS = {path: body.decode() for path, (_, body) in FILES.items() if path.endswith(".js")}
 HTML = FILES["/"][1].decode()
 FIELDS = ("input", "select", "textarea")
@@ -71,14 +70,23 @@ def test_what_the_browser_has_is_not_sent_again(client: TestClient) -> None:
 
 
 def test_only_what_is_shipped_is_found(client: TestClient) -> None:
-    for path in ("/page/", "/page/__init__.py", "/page/../page.js", "/page/%2e%2e/app.py", "/page/index.html", "/page.js"):
+    for path in (
+        "/page/",
+        "/page/__init__.py",
+        "/page/../page.js",
+        "/page/%2e%2e/app.py",
+        "/page/index.html",
+        "/page.js",
+    ):
         assert client.get(path).status_code == 404
     assert client.post("/").status_code == 405
     assert client.head("/").content == b""
 
 
 def test_the_policy_allows_this_server_alone(client: TestClient) -> None:
-    policy = dict(part.split(" ", 1) for part in client.get("/").headers["content-security-policy"].split("; "))
+    policy = dict(
+        part.split(" ", 1) for part in client.get("/").headers["content-security-policy"].split("; ")
+    )
     assert policy.pop("default-src") == policy.pop("base-uri") == policy.pop("form-action") == "'none'"
     assert policy.pop("frame-ancestors") == policy.pop("trusted-types") == "'none'"
     assert policy.pop("require-trusted-types-for") == "'script'"
@@ -100,7 +108,9 @@ def test_scripts_make_no_html_of_text_and_know_their_document(document: Tags) ->
     ids = [attributes["id"] for _, attributes in document.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
     for path, script in SCRIPTS.items():
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", script), path
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", script
+        ), path
         for imported in re.findall(r'from "\./([\w.]+)"', script):
             assert f"/page/{imported}" in FILES
         used = re.findall(r'\$\("([\w-]+)"\)', script)
@@ -109,7 +119,9 @@ def test_scripts_make_no_html_of_text_and_know_their_document(document: Tags) ->
 
 
 def test_everything_has_a_name_for_those_who_listen(document: Tags) -> None:
-    targets = {attributes["for"] for tag, attributes in document.tags if tag == "label" and "for" in attributes}
+    targets = {
+        attributes["for"] for tag, attributes in document.tags if tag == "label" and "for" in attributes
+    }
     fields = 0
     for (tag, attributes), in_label in zip(document.tags, document.in_label, strict=True):
         if tag in FIELDS:
