@@ -61,7 +61,7 @@ function stop() {
 /** Ask for the next message, and write it down as it comes. */
 async function answer() {
   const message = { role: "assistant", content: "" };
-  const asked = [...settings.system(), ...messages.map(({ role, content }) => ({ role, content }))];
+  const asked = [...settings.system(), ...messages.filter(({ content }) => content).map(({ role, content }) => ({ role, content }))];
   messages.push(message);
   const control = (running = new AbortController());
   following = true;
@@ -106,7 +106,7 @@ function summary({ began, first, reason, usage }) {
   const parts = [];
   if (usage) parts.push(usage.completion_tokens === 1 ? "1 token" : `${usage.completion_tokens} tokens`);
   const seconds = (performance.now() - first) / 1000;
-  if (usage?.completion_tokens > 1) parts.push(`${((usage.completion_tokens - 1) / seconds).toFixed(1)} per second`);
+  if (first && usage?.completion_tokens > 1) parts.push(`${((usage.completion_tokens - 1) / seconds).toFixed(1)} per second`);
   if (first) parts.push(`first after ${Math.round(first - began)} ms`);
   if (reason === "length") parts.push("cut off: no tokens left");
   return parts.join(" · ");
