@@ -29,6 +29,7 @@ from pagewire.ipc.sockets import CurveKeys
 T = TypeVar("T")
 
 LONG_PROMPT_CHARACTERS = 8192  # a few milliseconds of tokenizing; longer ones must not hold up the event loop
+PROMPTS_AT_ONCE = 32  # tokenized before others have their turn
 
 
 class Listener:
@@ -170,10 +171,11 @@ class AsyncLLM:
         """
         name = request_id or uuid.uuid4().hex
         names = [name] if len(prompts) == 1 else [f"{name}-{i}" for i in range(len(prompts))]
-        prepared = [
-            await self._prepare(prompt, sampling_params, name, priority)
-            for prompt, name in zip(prompts, names, strict=True)
-        ]
+        prepared = []
+        for prompt, name in zip(prompts, names, strict=True):
+            prepared.append(await self._prepare(prompt, sampling_params, name, priority))
+            if len(prepared) % PROMPTS_AT_ONCE == 0:
+                await asyncio.sleep(0)
         keys = [item.request.key for item in prepared]
         mailbox = self._mailbox()
         listener = mailbox.open(keys)

@@ -22,12 +22,12 @@ def routes(service: Service) -> list[Operation]:
         return json_response({"version": __version__})
 
     async def load(request: Request) -> Response:
-        return json_response({"server_load": service.num_open})
+        return json_response({"server_load": len(service.open)})
 
     return [
         Operation("GET", "/health", health, "200 while the engine lives, 503 when it is down."),
         Operation("GET", "/ping", health, "As /health."),
         Operation("POST", "/ping", health, "As /health."),
         Operation("GET", "/version", version, "The version.", result=dict[str, str]),
-        Operation("GET", "/load", load, "Requests in flight on this server.", result=dict[str, int]),
+        Operation("GET", "/load", load, "Generations in flight on this server.", result=dict[str, int]),
     ]

@@ -399,7 +399,8 @@ def test_markdown_makes_few_elements_and_no_others(page: Page) -> None:
         };
         """,
         "# Title\n\nA **bold** and *slanted* `co*d*e`, 2 * 3 * 4, snake_case_name.\n\n"
-        "1. one\n   - inner\n2. two\n\n> said\n\n```py\nif a < b:\n    <b>x</b>\n```\n<img src=x onerror=alert(1)><script>alert(2)</script>\n"
+        "1. one\n   - inner\n2. two\n\n> said\n\n```py\nif a < b:\n    <b>x</b>\n```\n"
+        "<img src=x onerror=alert(1)><script>alert(2)</script>\n"
         "[good](https://example.org/a) [bad](javascript:alert(3)) [data](data:text/html,x)",
     )
     assert found["same"] is True
