@@ -29,9 +29,12 @@ from pagewire.frontend.server.protocol import (
     ChatRequest,
     ToolCall,
 )
-from pagewire.frontend.server.reply import ReplyDelta, ReplyParser, TextReply, joined
+from pagewire.frontend.server.reply import ParsedReply, ReplyDelta, ReplyParser, TextReply, joined
 from pagewire.frontend.server.sampling import best_outputs, check_stream_options, salted, sampling_params
 from pagewire.frontend.server.service import Service, off_loop
+from pagewire.frontend.server.tools.choice import ToolUse, tool_use
+from pagewire.frontend.server.tools.history import check_history
+from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
 
 
 def routes(service: Service) -> list[Operation]:
@@ -56,9 +59,10 @@ async def answer(service: Service, request: ChatRequest, exchange: Exchange) -> 
     Raises:
         APIError, ValueError, TypeError: what is wrong with the request. And what the engine raises.
     """
-    writer = ChatWriter(service, request, exchange)
+    tools = tools_of(service, request)
+    writer = ChatWriter(service, request, exchange, tools)
     check_chat(request)
-    prompt = await prompt_of(service, request)
+    prompt = await prompt_of(service, request, tools)
     exchange.prompt = prompt.get("prompt", "")
     max_tokens = (
         request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
@@ -66,6 +70,7 @@ async def answer(service: Service, request: ChatRequest, exchange: Exchange) -> 
     params = sampling_params(
         service, request, max_tokens, (request.top_logprobs or 0) if request.logprobs else None
     )
+    params = demanding(params, tools)
     if request.use_beam_search:
         (output,) = await beam_outputs(service, request, [prompt], params, exchange.id)
         return writer.whole(output)
@@ -98,7 +103,40 @@ def check_chat(request: ChatRequest) -> None:
         raise APIError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
 
 
-async def prompt_of(service: Service, request: ChatRequest) -> TokensPrompt:
+def tools_of(service: Service, request: ChatRequest) -> ToolUse:
+    """What the request's tools come to.
+
+    Raises:
+        ValueError: what is wrong with them, or with calls in the messages.
+    """
+    check_history(request.messages)
+    options = service.options
+    return tool_use(
+        request.tools,
+        request.tool_choice,
+        parallel=request.parallel_tool_calls is not False,
+        auto_parser=options.tool_call_parser if options.enable_auto_tool_choice else None,
+        prompt_unused=options.prompt_unused_tools,
+    )
+
+
+def demanding(params: SamplingParams, tools: ToolUse) -> SamplingParams:
+    """The parameters, with what the use of tools demands of the output.
+
+    Raises:
+        APIError: something else is demanded of it, too.
+    """
+    if tools.marks_are_special:
+        params = msgspec.structs.replace(params, skip_special_tokens=False)
+    if tools.schema is None:
+        return params
+    if params.structured_outputs is not None:
+        message = "tool_choice demands calls of the output, and so it cannot be structured otherwise"
+        raise APIError(400, message, param="tool_choice")
+    return msgspec.structs.replace(params, structured_outputs=StructuredOutputsParams(json=tools.schema))
+
+
+async def prompt_of(service: Service, request: ChatRequest, tools: ToolUse) -> TokensPrompt:
     """The conversation as a prompt.
 
     Raises:
@@ -128,7 +166,7 @@ async def prompt_of(service: Service, request: ChatRequest) -> TokensPrompt:
             chat_template_content_format=service.options.chat_template_content_format,
             add_generation_prompt=generation,
             continue_final_message=continues,
-            tools=None if request.tool_choice == "none" else request.tools,
+            tools=tools.prompted,
             chat_template_kwargs=variables | (request.chat_template_kwargs or {}),
             add_special_tokens=bool(request.add_special_tokens),
         )
@@ -136,9 +174,9 @@ async def prompt_of(service: Service, request: ChatRequest) -> TokensPrompt:
     return await off_loop(size, make)
 
 
-def reply_parser(service: Service, request: ChatRequest) -> ReplyParser:
-    """What reads one output of this request."""
-    return TextReply()
+def reply_parser(tools: ToolUse) -> ReplyParser:
+    """What reads one output."""
+    return TextReply() if tools.new_parser is None else ParsedReply(tools.new_parser())
 
 
 def whole_calls(deltas: list[ToolCall]) -> list[ToolCall]:
@@ -153,8 +191,8 @@ class ChatWriter:
         APIError: when made, for a bad model or contradicting fields.
     """
 
-    def __init__(self, service: Service, request: ChatRequest, exchange: Exchange) -> None:
-        self.service, self.request, self.exchange = service, request, exchange
+    def __init__(self, service: Service, request: ChatRequest, exchange: Exchange, tools: ToolUse) -> None:
+        self.service, self.request, self.exchange, self.tools = service, request, exchange, tools
         self.model = service.model(request.model)
         self.options = check_stream_options(request)
         as_ids = request.return_tokens_as_token_ids
@@ -211,14 +249,14 @@ class ChatWriter:
     def _read(self, part: CompletionOutput) -> ReplyDelta:
         """What the next text of an output says."""
         if part.index not in self._parsers:
-            self._parsers[part.index] = reply_parser(self.service, self.request)
+            self._parsers[part.index] = reply_parser(self.tools)
         parser = self._parsers[part.index]
         delta = parser.feed(part.text)
         if part.finish_reason is not None:
             last = parser.finish()
             delta.content += last.content
             delta.reasoning += last.reasoning
-            delta.tool_calls = delta.tool_calls + last.tool_calls
+            delta.tool_calls = joined(delta.tool_calls + last.tool_calls)
         if delta.tool_calls:
             self._called.add(part.index)
         return delta

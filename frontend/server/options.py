@@ -56,6 +56,7 @@ class ServerOptions:
     trust_request_chat_template: bool = option(False, "Chat", "take chat templates from requests")
     response_role: str = option("assistant", "Chat", "role of the answers")
     enable_auto_tool_choice: bool = option(False, "Chat", "let the model choose tools (tool_choice: auto)")
+    prompt_unused_tools: bool = option(False, "Chat", "tell the model of its tools even with tool_choice: none")
     tool_call_parser: str | None = option(None, "Chat", "how the model writes tool calls", choices=TOOL_PARSERS)
 
     return_tokens_as_token_ids: bool = option(False, "Answers", "in log probabilities, tokens as 'token_id:ID'")
