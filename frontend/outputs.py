@@ -264,7 +264,7 @@ class RequestState:
         metrics.last_token_time = now
         if self.finished:
             metrics.finished_time = now
-        if timing is not None and metrics.first_token_time is None:
+        if timing is not None and timing.first_token and metrics.first_token_time is None:
             metrics.time_in_queue = timing.scheduled - timing.arrived
             metrics.first_scheduled_time = metrics.arrival_time + metrics.time_in_queue
             metrics.first_token_time = metrics.arrival_time + timing.first_token - timing.arrived
