@@ -271,7 +271,7 @@ def test_any_frontend_sees_and_ends_requests_of_all(start_core: Callable) -> Non
         ("mine", "r1", 0),
         ("mine", "r1", 1),
     ]
-    assert [row["phase"] for row in rows] == ["prefill", "prefill", "waiting"]
+    assert [row["phase"] for row in rows] == ["prefill", "waiting", "waiting"]
     assert [row["num_prompt_tokens"] for row in rows] == [2, 3, 3]
     assert all(row["num_output_tokens"] == 0 and row["seconds_since_token"] is None for row in rows)
     assert [row["frontend"] for row in mine.call("requests", 1).result] == ["other"]
