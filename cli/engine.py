@@ -19,22 +19,24 @@ if TYPE_CHECKING:
 def opened(options: argparse.Namespace) -> Iterator[AsyncLLM]:
     """Attach to `--attach`, or spawn a core with the engine options; closed at the end.
 
-    A spawned core logs warnings only, unless `PAGEWIRE_LOGGING_LEVEL` says otherwise.
+    We, and a spawned core, log warnings only, unless `PAGEWIRE_LOGGING_LEVEL` says otherwise.
 
     Raises:
         UsageError: a bad option. EngineDeadError, ModelNotFoundError: why there is no engine.
     """
     from pagewire.frontend.async_llm import AsyncLLM
+    from pagewire.ipc import logs
     from pagewire.ipc.sockets import CurveKeys
 
     check_attachment(options)
+    os.environ.setdefault("PAGEWIRE_LOGGING_LEVEL", "WARNING")
+    logs.configure()
     if options.attach:
         keys = None
         if options.curve_secret:
             keys = CurveKeys.load(Path(options.curve_secret), Path(options.curve_server))
         engine = AsyncLLM.attach(options.attach, curve=keys)
     else:
-        os.environ.setdefault("PAGEWIRE_LOGGING_LEVEL", "WARNING")
         engine = AsyncLLM.from_engine_args(engine_args(options))
     try:
         yield engine

@@ -1,0 +1,50 @@
+"""The core's metrics as Prometheus text, or OpenMetrics for who asks for that.
+
+The core measures, over all its frontends: whichever server is asked tells the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+
+class Snapshot(Collector):
+    """What the core answers to `metrics`, as the encoders of prometheus_client want it."""
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        self._rows = rows
+
+    def collect(self) -> Iterator[Metric]:
+        """Families of samples: rows of one name belong together."""
+        families: dict[str, Metric] = {}
+        for row in self._rows:
+            name, kind = row["name"], row["type"]
+            if name not in families:
+                plain = name.removesuffix("_total") if kind == "counter" else name
+                families[name] = Metric(plain, row["documentation"], kind)
+            for sample in samples(row):
+                families[name].add_sample(*sample)
+        yield from families.values()
+
+
+def samples(row: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str], float]]:
+    """(name, labels, value) of all that a row says."""
+    name, labels = row["name"], row["labels"]
+    if row["type"] != "histogram":
+        yield name, labels, row["value"]
+        return
+    for bound, count in row["buckets"].items():
+        yield f"{name}_bucket", {**labels, "le": bound}, count
+    yield f"{name}_count", labels, row["count"]
+    yield f"{name}_sum", labels, row["sum"]
+
+
+def exposition(rows: Iterable[Mapping[str, Any]], accept: str = "") -> tuple[bytes, str]:
+    """A snapshot as text, and its content type, by the Accept header of who asks."""
+    encode, content_type = choose_encoder(accept)
+    return encode(Snapshot(rows)), content_type
