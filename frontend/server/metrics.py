@@ -1,6 +1,7 @@
-"""The core's metrics as Prometheus text, or OpenMetrics for who asks for that.
+"""The core's metrics as Prometheus text.
 
-The core measures, over all its frontends: whichever server is asked tells the same.
+The core measures, over all its frontends: whichever server is asked tells the same. There is no OpenMetrics form:
+the library's turns the colon of names into an underscore, so that they would depend on who asks.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Snapshot(Collector):
@@ -44,7 +47,6 @@ def samples(row: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str], float
     yield f"{name}_sum", labels, row["sum"]
 
 
-def exposition(rows: Iterable[Mapping[str, Any]], accept: str = "") -> tuple[bytes, str]:
-    """A snapshot as text, and its content type, by the Accept header of who asks."""
-    encode, content_type = choose_encoder(accept)
-    return encode(Snapshot(rows)), content_type
+def exposition(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    """A snapshot as text of type `CONTENT_TYPE`."""
+    return generate_latest(Snapshot(rows))
