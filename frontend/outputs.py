@@ -195,6 +195,11 @@ class RequestState:
         return all(output.finish_reason is not None for output in self._outputs)
 
     @property
+    def metrics(self) -> RequestMetrics:
+        """When things happened so far."""
+        return self._metrics
+
+    @property
     def output_token_ids(self) -> list[list[int]]:
         """All tokens generated so far, by output: with them, the request can be sent to another core."""
         return [list(output.token_ids) for output in self._outputs]

@@ -81,6 +81,8 @@ class EngineArgs:
 
     disable_log_stats: bool = option(False, "Logging", "no periodic line of statistics in the core's log")
     log_stats_interval: float = option(10.0, "Logging", "seconds between two such lines")
+    otlp_traces_endpoint: str | None = option(
+        None, "Logging", "URL of an OpenTelemetry collector that gets a span per request (OTLP over HTTP)")
     # fmt: on
 
     @classmethod
@@ -179,7 +181,7 @@ LATER: dict[str, Any] = {
     "speculative_config": None,
     "speculative_model": None,
     "num_speculative_tokens": None,
-    "otlp_traces_endpoint": None,
+    "collect_detailed_traces": None,
     "kv_transfer_config": None,
     "enable_sleep_mode": False,
 }
