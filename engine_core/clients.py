@@ -187,6 +187,7 @@ def merge(first: TokenDelta, second: TokenDelta) -> TokenDelta:
         else second.num_cached_tokens,
         timing=second.timing or first.timing,
         error=second.error,
+        error_type=second.error_type,
     )
 
 

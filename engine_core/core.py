@@ -302,7 +302,7 @@ class EngineCore:
                 raise EngineBusyError(f"{self.scheduler.num_waiting} requests wait already (max_waiting)")
             check_request(submitted, self.info)
         except (ValueError, TypeError, EngineBusyError) as error:
-            self._reject(client, submitted, str(error))
+            self._reject(client, submitted, error)
             return
         group = sequences(
             submitted,
@@ -319,14 +319,15 @@ class EngineCore:
         if not self.control.paused:
             self.admit_held()
 
-    def _reject(self, client: Client, submitted: SubmitRequest, error: str) -> None:
+    def _reject(self, client: Client, submitted: SubmitRequest, why: Exception) -> None:
+        error, kind = str(why), type(why).__name__
         self.metrics.num_refused += 1
         logger.warning("refused request %s of %s: %s", submitted.request_id, client.label, error)
         if submitted.key in client.requests:  # an error delta would end the live request of that key
             self.clients.send(client.identity, messages.Refused(error=error))
             return
         deltas = [
-            TokenDelta(submitted.key, index, [], finish_reason="error", error=error)
+            TokenDelta(submitted.key, index, [], finish_reason="error", error=error, error_type=kind)
             for index in range(submitted.params.n)
         ]
         self.clients.deliver(client, deltas)

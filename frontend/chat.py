@@ -44,13 +44,15 @@ def conversations_of(messages: Any) -> list[list[Message]]:
     return [list(messages)]
 
 
-def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> TokensPrompt:
+def chat_prompt(
+    tokenizer: Tokenizer, messages: Sequence[Message], *, add_special_tokens: bool = False, **options: Any
+) -> TokensPrompt:
     """One conversation as a prompt, with token ids and text; options as of `render_chat`.
 
-    The template writes special tokens itself, so none are added.
+    add_special_tokens: put some around the text; most templates write them themselves.
     """
     text = render_chat(tokenizer, messages, **options)
-    return TokensPrompt(prompt_token_ids=tokenizer.encode(text, add_special_tokens=False), prompt=text)
+    return TokensPrompt(prompt_token_ids=tokenizer.encode(text, add_special_tokens), prompt=text)
 
 
 def render_chat(

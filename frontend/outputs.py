@@ -21,8 +21,13 @@ from pagewire.frontend.logprobs import (
     add_rows,
 )
 from pagewire.frontend.tokenizer import Tokenizer
+from pagewire.ipc.errors import EngineBusyError, RequestError
 from pagewire.ipc.messages import RequestTiming, SubmitRequest, TokenDelta
 from pagewire.ipc.params import RequestOutputKind
+
+REFUSALS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (ValueError, TypeError, EngineBusyError)
+}
 
 
 @dataclass
@@ -170,7 +175,8 @@ class OutputState:
 class RequestState:
     """A live request: deltas go in with `apply`, outputs come out with `take`.
 
-    request: as it was sent. error: why an output of it failed.
+    request: as it was sent. error, error_type: why an output of it failed, and the exception's name, if it was
+    refused.
     """
 
     def __init__(self, request: SubmitRequest, prompt_text: str | None, tokenizer: Tokenizer | None) -> None:
@@ -178,6 +184,7 @@ class RequestState:
         self.request = request
         self.key, self.request_id = request.key, request.request_id
         self.error: str | None = None
+        self.error_type: str | None = None
         self._prompt_text = prompt_text
         self._kind = params.output_kind
         self._outputs = [OutputState(index, request, tokenizer) for index in range(params.n)]
@@ -209,6 +216,15 @@ class RequestState:
         """How each output ended; None for those that run."""
         return [output.finish_reason for output in self._outputs]
 
+    @property
+    def ripe(self) -> bool:
+        """True unless `take` would give nothing yet: an output is wanted only at the end."""
+        return self._kind is not RequestOutputKind.FINAL_ONLY or self.error is not None or self.finished
+
+    def exception(self) -> Exception:
+        """The error as its caller is to see it: as the core named it if it refused the request."""
+        return REFUSALS.get(self.error_type or "", RequestError)(self.error)
+
     def apply(self, delta: TokenDelta) -> bool:
         """Fold a delta in; one for an output that has ended is ignored.
 
@@ -226,7 +242,8 @@ class RequestState:
         drop = False
         if delta.token_ids or delta.finish_reason is not None or delta.error is not None:
             drop = output.apply(delta, self._texts)
-        self.error = self.error or delta.error
+        if self.error is None and delta.error is not None:
+            self.error, self.error_type = delta.error, delta.error_type
         self._clock(delta.timing)
         return drop
 

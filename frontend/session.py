@@ -187,6 +187,11 @@ class Session:
         """
         return self._intake.tokenize(prompt)[0]
 
+    @property
+    def eos_token_id(self) -> int | None:
+        """The end-of-sequence token; None where there is none."""
+        return self._intake.eos_token_id
+
     def submit(
         self,
         prepared: Sequence[Prepared],
@@ -277,7 +282,8 @@ class Session:
                 self._client.abort(sequences=sequences)
             news: dict[Mailbox, list[RequestState]] = {}
             for state in states:
-                news.setdefault(self._mailboxes[state.key], []).append(state)
+                if state.ripe:
+                    news.setdefault(self._mailboxes[state.key], []).append(state)
             self._drop([state for state in states if state.finished])
         for mailbox, touched in news.items():
             mailbox.put(touched)

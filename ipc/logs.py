@@ -26,8 +26,8 @@ TEXT = "%(levelname).1s %(asctime)s.%(msecs)03d %(name)s: %(message)s"
 class JsonFormatter(logging.Formatter):
     """One JSON object per record.
 
-    time (UTC), level, logger, pid, message; `facts` of the record (a mapping given as `extra`) beside them, and
-    the traceback as `exception`.
+    time (UTC), level, logger, pid, message, and a traceback as `exception`. A record that comes with `facts` (a
+    mapping, given as `extra`) has those as fields, instead of the message made of them.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -38,9 +38,9 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname,
             "logger": record.name,
             "pid": record.process,
-            "message": record.getMessage(),
         }
-        line |= {name: value for name, value in getattr(record, "facts", {}).items() if name not in line}
+        said = getattr(record, "facts", None) or {"message": record.getMessage()}
+        line |= {name: value for name, value in said.items() if name not in line}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)

@@ -168,6 +168,8 @@ class TokenDelta(Item):
     stop_reason: the stop token, if one of `stop_token_ids` ended it.
     prompt_logprobs: for the next prompt positions (from position 1 on), only with index 0.
     num_cached_tokens, timing: with the first, and the last delta of the sequence.
+    error, error_type: why it failed, and the name of the exception if it was refused ("ValueError",
+        "EngineBusyError").
     """
 
     key: int
@@ -180,6 +182,7 @@ class TokenDelta(Item):
     num_cached_tokens: int | None = None
     timing: RequestTiming | None = None
     error: str | None = None
+    error_type: str | None = None
 
 
 class Deltas(Message, tag="deltas"):

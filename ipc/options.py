@@ -82,7 +82,7 @@ class EngineArgs:
     disable_log_stats: bool = option(False, "Logging", "no periodic line of statistics in the core's log")
     log_stats_interval: float = option(10.0, "Logging", "seconds between two such lines")
     otlp_traces_endpoint: str | None = option(
-        None, "Logging", "URL of an OpenTelemetry collector that gets a span per request (OTLP over HTTP)")
+        None, "Logging", "collector that gets a span per request: http://host:4318/v1/traces (OTLP)")
     # fmt: on
 
     @classmethod

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import aclosing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -80,8 +81,8 @@ def test_a_span_per_request(address: str, collector: Collector) -> None:
             async for _ in engine.generate("with", PARAMS, "child", trace_headers=headers):
                 pass
             endless = SamplingParams(max_tokens=1000, ignore_eos=True)
-            async for _ in engine.generate("with", endless, "left"):
-                break
+            async with aclosing(engine.generate("with", endless, "left")) as outputs:
+                await anext(outputs)
             with pytest.raises(ValueError):
                 async for _ in engine.generate("", PARAMS, "bad"):
                     pass

@@ -19,7 +19,8 @@ from pagewire.ipc import logs
 logs.configure(*sys.argv[1:])
 logger = logging.getLogger("pagewire.core")
 logger.debug("fine")
-logger.info("a %s\\nb", "ü", extra={"facts": {"tokens": 3, "level": "no"}})
+logger.info("a %s\\nb", "ü")
+logger.info("facts", extra={"facts": {"tokens": 3, "level": "no"}})
 logging.getLogger("library").info("chatter")
 try:
     1 / 0
@@ -38,17 +39,19 @@ def lines(*arguments: str, **environment: str) -> list[str]:
 
 
 def test_text_is_one_line_with_level_time_and_name() -> None:
-    first, second, *rest = lines()
+    first, second, third, *rest = lines()
     assert re.fullmatch(r"I \d\d:\d\d:\d\d\.\d{3} pagewire\.core: a ü", first) and second == "b"
+    assert third.endswith("pagewire.core: facts")
     assert rest[0].startswith("E ") and rest[-1] == "ZeroDivisionError: division by zero"
 
 
 @pytest.mark.parametrize("by_option", [True, False])
 def test_json_is_one_object_per_record(by_option: bool) -> None:
     found = lines("json") if by_option else lines(PAGEWIRE_LOG_FORMAT="json")
-    info, error = map(json.loads, found)
+    info, facts, error = map(json.loads, found)
     assert info.pop("pid") and re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", info.pop("time"))
-    assert info == {"level": "INFO", "logger": "pagewire.core", "message": "a ü\nb", "tokens": 3}
+    assert info == {"level": "INFO", "logger": "pagewire.core", "message": "a ü\nb"}
+    assert (facts["tokens"], facts["level"], "message" in facts) == (3, "INFO", False)
     assert error["message"] == "it failed" and "ZeroDivisionError" in error["exception"]
 
 

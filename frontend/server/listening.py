@@ -1,0 +1,82 @@
+"""The HTTP server under the application: sockets, TLS, and an end that lets open requests finish."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from pagewire.frontend.server.options import ServerOptions
+
+BACKLOG = 2048
+KEEP_ALIVE_SECONDS = 5
+
+
+class HTTPServer(uvicorn.Server):
+    """uvicorn, ended by signals: the first lets open requests finish, the second does not.
+
+    on_ready: called once it listens.
+    """
+
+    def __init__(self, app: ASGIApp, options: ServerOptions, on_ready: Callable[[], Any]) -> None:
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level=options.uvicorn_log_level,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=max(1, round(options.drain_seconds)),
+            ssl_keyfile=options.ssl_keyfile,
+            ssl_certfile=options.ssl_certfile,
+            ssl_ca_certs=options.ssl_ca_certs,
+            ssl_cert_reqs=options.ssl_cert_reqs,
+        )
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        await super().startup(sockets)
+        self._on_ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal. (uvicorn would raise it again at the end, before the engine is shut down.)"""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+def listen(options: ServerOptions) -> socket.socket:
+    """A socket that listens where the options say.
+
+    Raises:
+        OSError: the address is in use, or cannot be had.
+    """
+    if options.uds is None:
+        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+        return socket.create_server((options.host, options.port), family=family, backlog=BACKLOG)
+    path = Path(options.uds)
+    if path.is_socket():
+        path.unlink()  # left by a server that was killed
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(options.uds)
+    listening.listen(BACKLOG)
+    return listening
+
+
+def url_of(listening: socket.socket, options: ServerOptions) -> str:
+    """Where clients find it."""
+    if options.uds is not None:
+        return f"unix:{options.uds}"
+    host, port = listening.getsockname()[:2]
+    scheme = "http" if options.ssl_certfile is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
