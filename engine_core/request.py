@@ -30,6 +30,7 @@ class Request:
     num_in_flight: steps launched and not yet returned that run this request.
     num_crashes: worker crashes with this request in the batch, since it last got a token.
     namespace: set apart in the prefix cache (salt).
+    token_gap: seconds between the last two tokens; 0 until there are two.
     """
 
     client: bytes
@@ -61,6 +62,7 @@ class Request:
     scheduled_time: float = 0.0
     first_token_time: float = 0.0
     last_token_time: float = 0.0
+    token_gap: float = 0.0
 
     @property
     def num_output_tokens(self) -> int:

@@ -65,7 +65,8 @@ class ServerOptions:
     uvicorn_log_level: str = option("warning", "Server log", "of the HTTP library", choices=LOG_LEVELS)
     disable_log_requests: bool = option(False, "Server log", "no line per request")
     max_log_len: int = option(0, "Server log", "characters (or token ids) of each prompt in its line; -1: all")
-    log_format: Literal["text", "json"] = option("text", "Server log", "of every line", choices=("text", "json"))
+    log_format: Literal["text", "json"] | None = option(None, "Server log", "of every line, those of the engine too"
+        " (default: text)", choices=("text", "json"))
     # fmt: on
 
     def check(self) -> None:
