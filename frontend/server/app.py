@@ -14,7 +14,16 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
 from pagewire.frontend.async_llm import AsyncLLM
-from pagewire.frontend.server import admin, chat, completions, models, monitoring, openapi, tokenization
+from pagewire.frontend.server import (
+    admin,
+    chat,
+    completions,
+    models,
+    monitoring,
+    openapi,
+    responses,
+    tokenization,
+)
 from pagewire.frontend.server.errors import APIError
 from pagewire.frontend.server.front import middleware
 from pagewire.frontend.server.openapi import Operation
@@ -26,7 +35,7 @@ from pagewire.ipc.errors import EngineBusyError, EngineDeadError
 
 # Exceptions with an answer; Exception itself is answered, too, and logged with its traceback.
 TOLD = (APIError, EngineDeadError, EngineBusyError, ValueError, TypeError, msgspec.MsgspecError, Exception)
-FAMILIES = (completions, chat, models, tokenization, monitoring, admin)
+FAMILIES = (completions, chat, responses, models, tokenization, monitoring, admin)
 
 
 def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> Starlette:

@@ -60,6 +60,8 @@ class ServerOptions:
     tool_call_parser: str | None = option(None, "Chat", "how the model writes tool calls", choices=TOOL_PARSERS)
 
     return_tokens_as_token_ids: bool = option(False, "Answers", "in log probabilities, tokens as 'token_id:ID'")
+    response_store_bytes: int = option(64 << 20, "Answers", "memory for answers of /v1/responses, so that they can"
+        " be continued and fetched; those used longest ago go first; 0: none is kept")
     restarts: int = option(0, "Answers", "how often to replace an engine core that dies (not with --attach)")
 
     uvicorn_log_level: str = option("warning", "Server log", "of the HTTP library", choices=LOG_LEVELS)
@@ -73,6 +75,7 @@ class ServerOptions:
         """Raise ValueError or TypeError for the first bad value."""
         check_int("port", self.port, 0, 65535)
         check_int("max_request_bytes", self.max_request_bytes, 1)
+        check_int("response_store_bytes", self.response_store_bytes, 0)
         check_int("max_log_len", self.max_log_len, -1)
         check_int("restarts", self.restarts, 0)
         for name in ("body_seconds", "stall_seconds", "drain_seconds"):
