@@ -31,7 +31,7 @@ from pagewire.frontend.server.protocol import (
 )
 from pagewire.frontend.server.reply import ParsedReply, ReplyDelta, ReplyParser, TextReply, joined, read
 from pagewire.frontend.server.sampling import best_outputs, check_stream_options, salted, sampling_params
-from pagewire.frontend.server.service import Service, off_loop
+from pagewire.frontend.server.service import LONG_TEXT, Service, off_loop
 from pagewire.frontend.server.tools.choice import ToolUse, tool_use
 from pagewire.frontend.server.tools.history import check_history
 from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
@@ -64,7 +64,7 @@ async def answer(service: Service, request: ChatRequest, exchange: Exchange) -> 
     tools = tools_of(service, request)
     writer = ChatWriter(service, request, exchange, tools)
     check_chat(request)
-    prompt = await prompt_of(service, request, tools)
+    prompt = await prompt_of(service, request, tools.prompted)
     params = params_of(service, request, tools)
     exchange.prompt = prompt.get("prompt", "")
     if request.use_beam_search:
@@ -150,8 +150,10 @@ def demanding(params: SamplingParams, tools: ToolUse) -> SamplingParams:
     return msgspec.structs.replace(params, structured_outputs=StructuredOutputsParams(json=tools.schema))
 
 
-async def prompt_of(service: Service, request: ChatRequest, tools: ToolUse) -> TokensPrompt:
-    """The conversation as a prompt.
+async def prompt_of(
+    service: Service, request: ChatRequest, tools: list[dict[str, Any]] | None
+) -> TokensPrompt:
+    """The conversation as a prompt. tools: those that the model is told of.
 
     Raises:
         APIError: no tokenizer, or a template of the request's own where that is not allowed.
@@ -171,16 +173,19 @@ async def prompt_of(service: Service, request: ChatRequest, tools: ToolUse) -> T
     continues = bool(request.continue_final_message)
     generation = not continues if request.add_generation_prompt is None else request.add_generation_prompt
     size = sum(len(str(message.get("content", ""))) for message in request.messages)
+    if request.chat_template is not None:
+        size += LONG_TEXT  # it may take its time
 
     def make() -> TokensPrompt:
         return chat_prompt(
             service.tokenizer,
             request.messages,
             chat_template=request.chat_template or service.options.chat_template,
+            template_files=request.chat_template is None,
             chat_template_content_format=service.options.chat_template_content_format,
             add_generation_prompt=generation,
             continue_final_message=continues,
-            tools=tools.prompted,
+            tools=tools,
             chat_template_kwargs=variables | (request.chat_template_kwargs or {}),
             add_special_tokens=bool(request.add_special_tokens),
         )
@@ -297,7 +302,8 @@ class ChatWriter:
 
     def _begin(self, output: RequestOutput) -> bytes:
         """The events that come first: each choice's role."""
-        delta = ChatDelta(role=self._role, content=self._opening)
+        content = self._opening if self.tools.schema is None else None  # there is none beside demanded calls
+        delta = ChatDelta(role=self._role, content=content)
         choices = [ChatChunkChoice(index=index, delta=delta) for index in range(self.request.n or 1)]
         ids = output.prompt_token_ids or [] if self.request.return_token_ids else UNSET
         return b"".join(self._chunk([choice], self._usage(), ids) for choice in choices)
