@@ -9,12 +9,11 @@ adds its tokens in one piece, for those that ran together waited equally long.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from pagewire.engine_core.reports import phase
+from pagewire.engine_core.reports import phases
 from pagewire.engine_core.request import Request
 from pagewire.engine_core.scheduler import Outcome, Scheduler, SchedulerStats
 
@@ -235,15 +234,16 @@ def own(core: EngineCore) -> Iterator[Row]:
     """What only this engine has."""
     kept, clients = core.metrics, core.clients.attached.values()
     yield gauge("pagewire:frontends", "Attached frontends.", len(clients))
-    live = Counter((client.number, phase(request)) for client, request in core.requests())
+    text, live = "Sequences of each attached frontend, by phase.", phases(core)
     for client in clients:
-        for where in ("waiting", "prefill", "decode"):
-            yield gauge(
-                "pagewire:frontend_requests",
-                "Sequences of each attached frontend, by phase.",
-                live[client.number, where],
-                {"frontend": client.name, "pid": str(client.pid), "phase": where},
-            )
+        for phase, number in live[client.number].items():
+            labels = {
+                "frontend": client.name,
+                "pid": str(client.pid),
+                "number": str(client.number),
+                "phase": phase,
+            }
+            yield gauge("pagewire:frontend_requests", text, number, labels)
     yield gauge("pagewire:paused", "1 while new requests are held back.", int(core.control.paused))
     yield counter("pagewire:requests_refused_total", "Requests refused on arrival.", kept.num_refused)
     text = "Worker processes started in place of one that was lost."

@@ -43,7 +43,7 @@ GAUGES: dict[str, set[str]] = {
     },
     "vllm:engine_sleep_state": {"sleep_state"},
     "pagewire:frontends": set(),
-    "pagewire:frontend_requests": {"frontend", "pid", "phase"},
+    "pagewire:frontend_requests": {"frontend", "pid", "number", "phase"},
     "pagewire:paused": set(),
 }
 COUNTERS: dict[str, set[str]] = {
