@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from pagewire.ipc.options import LATER, EngineArgs, unknown_option
 from pagewire.ipc.params import SamplingParams
@@ -69,14 +69,14 @@ def add_options_of(parser: argparse.ArgumentParser, kind: Any) -> None:
 def add_option(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
     """Add one option. Nothing is stored unless it is given, so that a file can stand behind it."""
     text = field.metadata["help"].replace("%", "%%")
-    default = {} if field.default is dataclasses.MISSING else field.default
-    if default not in (None, {}):
+    default = None if field.default is dataclasses.MISSING else field.default
+    if default not in (None, ""):
         text += f" (default: {default})"
     common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
     kinds = {hint} if hint == list[str] else set(get_args(hint)) or {hint}
     if hint is bool:
         group.add_argument(flag(field.name), action=argparse.BooleanOptionalAction, **common)
-    elif isinstance(default, dict):
+    elif get_origin(hint) is dict:
         group.add_argument(flag(field.name), type=json_object, metavar="JSON", **common)
     elif field.metadata["choices"]:
         kind: type = int if isinstance(default, int) else str

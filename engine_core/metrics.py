@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagewire.engine_core.reports import phases
 from pagewire.engine_core.request import Request
-from pagewire.engine_core.scheduler import Outcome, Scheduler, SchedulerStats
+from pagewire.engine_core.scheduler import Outcome, SchedulerStats
 
 if TYPE_CHECKING:
     from pagewire.engine_core.core import EngineCore
@@ -142,15 +142,26 @@ class Metrics:
         if request.num_output_tokens > 1:
             self.per_token.observe(decode / (request.num_output_tokens - 1))
 
-    def line(self, scheduler: Scheduler) -> str:
-        """The periodic line of the log."""
-        return (
-            f"Avg prompt throughput: {self.rates.prompt:.1f} tokens/s, "
-            f"Avg generation throughput: {self.rates.output:.1f} tokens/s, "
-            f"Running: {len(scheduler.running)} reqs, Waiting: {scheduler.num_waiting} reqs, "
-            f"KV cache usage: {100 * scheduler.kv_usage:.1f}%, "
-            f"Prefix cache hit rate: {100 * hit_rate(scheduler.stats):.1f}%"
-        )
+
+def summary(core: EngineCore) -> tuple[str, dict[str, Any]]:
+    """The periodic line of the log, and its facts for a log that programs read."""
+    scheduler, rates = core.scheduler, core.metrics.rates
+    facts = {
+        "message": "stats",
+        "prompt_tokens_per_s": rates.prompt,
+        "generation_tokens_per_s": rates.output,
+        "running": len(scheduler.running),
+        "waiting": scheduler.num_waiting + len(core.held),
+        "kv_cache_usage": scheduler.kv_usage,
+        "prefix_cache_hit_rate": hit_rate(scheduler.stats),
+    }
+    line = (
+        "Avg prompt throughput: {prompt_tokens_per_s:.1f} tokens/s, "
+        "Avg generation throughput: {generation_tokens_per_s:.1f} tokens/s, "
+        "Running: {running} reqs, Waiting: {waiting} reqs, "
+        "KV cache usage: {kv_cache_usage:.1%}, Prefix cache hit rate: {prefix_cache_hit_rate:.1%}"
+    )
+    return line.format(**facts), facts
 
 
 def snapshot(core: EngineCore) -> list[Row]:

@@ -29,6 +29,7 @@ from pagewire.ipc.sockets import CurveKeys
 T = TypeVar("T")
 
 LONG_PROMPT_CHARACTERS = 8192  # a few milliseconds of tokenizing; longer ones must not hold up the event loop
+PROMPTS_AT_ONCE = 32  # tokenized before others have their turn
 
 
 class Listener:
@@ -116,10 +117,11 @@ class AsyncLLM:
         curve: CurveKeys | None = None,
         tokenizer: str | None = None,
         timeout: float | None = 10.0,
+        name: str = "attached",
         otlp_traces_endpoint: str | None = None,
     ) -> AsyncLLM:
-        """Attach to a running core. `timeout`: seconds to wait for one to answer there. `otlp_traces_endpoint`:
-        URL of an OpenTelemetry collector that gets a span per request of ours.
+        """Attach to a running core. `timeout`: seconds to wait for one to answer there. `name`: ours, in the core's
+        log and metrics. `otlp_traces_endpoint`: URL of an OpenTelemetry collector that gets a span per request.
 
         Raises:
             EngineDeadError: nobody answers. ProtocolError: another version. ValueError: a bad address.
@@ -129,6 +131,7 @@ class AsyncLLM:
             curve=curve,
             tokenizer=tokenizer,
             timeout=timeout,
+            name=name,
             traces_endpoint=otlp_traces_endpoint,
         )
         return cls(session)
@@ -180,10 +183,11 @@ class AsyncLLM:
         """
         name = request_id or uuid.uuid4().hex
         names = [name] if len(prompts) == 1 else [f"{name}-{i}" for i in range(len(prompts))]
-        prepared = [
-            await self._prepare(prompt, sampling_params, name, priority)
-            for prompt, name in zip(prompts, names, strict=True)
-        ]
+        prepared = []
+        for prompt, name in zip(prompts, names, strict=True):
+            prepared.append(await self._prepare(prompt, sampling_params, name, priority))
+            if len(prepared) % PROMPTS_AT_ONCE == 0:
+                await asyncio.sleep(0)
         keys = [item.request.key for item in prepared]
         mailbox = self._mailbox()
         listener = mailbox.open(keys)

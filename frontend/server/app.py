@@ -5,22 +5,18 @@ CORS --> keys --> the user's middleware --> routes
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from typing import Any
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.base import BaseHTTPMiddleware
-from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagewire.frontend.async_llm import AsyncLLM
-from pagewire.frontend.server import chat, completions, models, monitoring
-from pagewire.frontend.server.auth import KeyCheck
+from pagewire.frontend.server import admin, chat, completions, models, monitoring, openapi, tokenization
 from pagewire.frontend.server.errors import APIError
+from pagewire.frontend.server.front import middleware
 from pagewire.frontend.server.openapi import Operation
 from pagewire.frontend.server.options import ServerOptions
 from pagewire.frontend.server.responding import on_error, on_http_error
@@ -29,7 +25,7 @@ from pagewire.ipc.errors import EngineBusyError, EngineDeadError
 
 # Exceptions with an answer; Exception itself is answered, too, and logged with its traceback.
 TOLD = (APIError, EngineDeadError, EngineBusyError, ValueError, TypeError, msgspec.MsgspecError, Exception)
-FAMILIES = (completions, chat, models, monitoring)
+FAMILIES = (completions, chat, models, tokenization, monitoring, admin)
 
 
 def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> Starlette:
@@ -42,7 +38,9 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> Starle
     options.check()
     service = Service(engine, options)
     routes: list[Operation] = [route for family in FAMILIES for route in family.routes(service)]
+    routes.append(openapi.document_route(routes, service.options))
     app = Starlette(
+        lifespan=lambda app: watched(service),
         routes=routes,
         middleware=middleware(options),
         exception_handlers={HTTPException: on_http_error, **dict.fromkeys(TOLD, on_error)},
@@ -52,49 +50,11 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> Starle
     return app
 
 
-def middleware(options: ServerOptions) -> list[Middleware]:
-    """What a request passes, from the outside in."""
-    found = [
-        Middleware(RootPath, root_path=options.root_path),
-        Middleware(
-            CORSMiddleware,
-            allow_origins=options.allowed_origins,
-            allow_methods=options.allowed_methods,
-            allow_headers=options.allowed_headers,
-            allow_credentials=options.allow_credentials,
-        ),
-    ]
-    if keys := options.keys():
-        found.append(Middleware(KeyCheck, keys=keys, root_path=options.root_path))
-    return found + [imported(path) for path in options.middleware]
-
-
-def imported(path: str) -> Middleware:
-    """The user's middleware: an ASGI class, or a function (request, call_next).
-
-    Raises:
-        ValueError: there is no such thing.
-    """
-    module, _, name = path.rpartition(".")
+@asynccontextmanager
+async def watched(service: Service) -> AsyncIterator[None]:
+    """While the application runs, drop clients that take nothing of their answers."""
+    watch = asyncio.create_task(service.drop_stalled())
     try:
-        found: Any = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"no middleware {path!r}: {error}") from error
-    if inspect.iscoroutinefunction(found):
-        return Middleware(BaseHTTPMiddleware, dispatch=found)
-    if callable(found):
-        return Middleware(found)
-    raise ValueError(f"middleware {path!r} is neither a class nor an async function")
-
-
-class RootPath:
-    """ASGI middleware: a path may, or may not, begin with the prefix that a proxy serves us under."""
-
-    def __init__(self, app: ASGIApp, root_path: str) -> None:
-        self.app, self._root_path = app, root_path.rstrip("/")
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Tell the routes of the prefix."""
-        if self._root_path:
-            scope = {**scope, "root_path": self._root_path}
-        await self.app(scope, receive, send)
+        yield
+    finally:
+        watch.cancel()

@@ -8,6 +8,7 @@ from typing import Any
 from pagewire.frontend.beam_search import BeamSearchSequence, add_text, beam_steps
 from pagewire.frontend.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.server.errors import APIError
+from pagewire.frontend.server.exchange import check_aborted
 from pagewire.frontend.server.protocol import SamplingFields
 from pagewire.frontend.server.service import Service
 from pagewire.ipc.params import BeamSearchParams, SamplingParams
@@ -86,7 +87,9 @@ async def complete_all(
     news = service.engine.generate_all(prompts, params, request_id, priority=priority)
     async with aclosing(news):
         async for outputs in news:
-            found.update(outputs)
+            for index, output in outputs:
+                check_aborted(output)
+                found[index] = output
     return [found[index] for index in range(len(prompts))]
 
 

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import Receive, Scope
 
 from pagewire.frontend.server.errors import APIError
@@ -21,6 +22,13 @@ T = TypeVar("T")
 CLOSE = {"connection": "close"}  # what is left of the body is not read
 MAX_NAMED = 16
 MAX_NAME = 64
+
+
+class ClientLeftError(APIError):
+    """The client has hung up: nobody will read the answer, but the log tells."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the client left", code="client_left")
 
 
 class Decoder(Generic[T]):
@@ -45,6 +53,15 @@ class Decoder(Generic[T]):
         if unknown := self._names.decode(body).keys() - self._known:
             logger.warning("request %s: unknown fields are ignored: %s", request_id, shortened(unknown))
         return request
+
+
+async def read_request(request: Request, decoder: Decoder[T], options: ServerOptions) -> T:
+    """The struct in a request's body.
+
+    Raises:
+        APIError, msgspec.DecodeError, ...: as `read_body` and `Decoder.decode`.
+    """
+    return decoder.decode(await read_body(request.scope, request.receive, options), request.url.path)
 
 
 def shortened(names: Iterable[str]) -> str:
@@ -85,7 +102,7 @@ async def receive_body(receive: Receive, limit: int) -> bytes:
     while more:
         message: Any = await receive()
         if message["type"] == "http.disconnect":
-            raise APIError(400, "the client left before its request was complete")
+            raise ClientLeftError
         body += message.get("body", b"")
         more = message.get("more_body", False)
         if len(body) > limit:

@@ -19,7 +19,13 @@ from pagewire.frontend.server.exchange import Events, Exchange, Generation
 from pagewire.frontend.server.logprobs import CompletionLogprobsWriter, TokenNames, prompt_logprobs
 from pagewire.frontend.server.openapi import Operation
 from pagewire.frontend.server.protocol import Completion, CompletionChoice, CompletionRequest
-from pagewire.frontend.server.sampling import best_outputs, check_stream_options, salted, sampling_params
+from pagewire.frontend.server.sampling import (
+    best_outputs,
+    check_stream_options,
+    check_text_length,
+    salted,
+    sampling_params,
+)
 from pagewire.frontend.server.service import Service, off_loop
 from pagewire.ipc.params import SamplingParams
 
@@ -87,8 +93,11 @@ async def prompts_in(service: Service, request: CompletionRequest) -> list[Any]:
         raise APIError(422, "prompt mixes token ids with other prompts", param="prompt")
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         raise APIError(400, f"there must be 1 to {MAX_PROMPTS} prompts, got {len(prompts)}", param="prompt")
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    for text in texts:
+        check_text_length(service, text)
     if request.add_special_tokens is False:
-        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        size = sum(map(len, texts))
         return await off_loop(size, without_special_tokens, service, prompts)
     return prompts
 

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
+from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, Generic, TypeVar
@@ -20,10 +21,11 @@ from starlette.types import Receive, Scope, Send
 
 from pagewire.frontend.outputs import RequestOutput
 from pagewire.frontend.server import sse
-from pagewire.frontend.server.body import Decoder, read_body
+from pagewire.frontend.server.body import ClientLeftError, Decoder, read_body
 from pagewire.frontend.server.errors import APIError, api_error
 from pagewire.frontend.server.protocol import PromptTokensDetails, Usage
 from pagewire.frontend.server.service import Service
+from pagewire.ipc.errors import RequestError
 
 logger = logging.getLogger("pagewire.server")
 
@@ -31,16 +33,15 @@ T = TypeVar("T")
 Header = tuple[bytes, bytes]
 
 JSON_HEADERS: list[Header] = [(b"content-type", b"application/json")]
-MAX_ID = 256
-CLOSED = 499  # for the log: the client left before it had its answer
 
 
 class Exchange:
     """What is known of a request while it is served, and afterwards in the log.
 
     Attributes:
-        id: unique, and the engine's name for the request. given_id: the caller's X-Request-Id, or `id`.
+        id: unique, and the engine's name for the request. given_id: what it is called in headers.
         headers: of the request. created: seconds since the epoch.
+        writing_since: when a write began that the client has not made room for yet.
         num_prompt, num_cached, num_output: tokens. reasons: finish reasons, in order. prompt: for the log.
     """
 
@@ -48,11 +49,13 @@ class Exchange:
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self.path: str = scope["path"]
         self.headers = Headers(scope=scope)
-        self.given_id = self.headers.get("x-request-id", self.id)[:MAX_ID]
+        self.given_id: str = scope["request_id"]
         self.created = int(time.time())
         self.num_prompt = self.num_cached = self.num_output = 0
         self.reasons: list[str] = []
         self.prompt: str | list[int] = ""
+        self.writing_since: float | None = None
+        self._stopped: asyncio.Future[APIError] = asyncio.get_running_loop().create_future()
         self._begin = time.perf_counter()
         self._first: float | None = None
         self._answered: set[int] = set()
@@ -60,6 +63,9 @@ class Exchange:
     def count(self, index: int, output: RequestOutput) -> bool:
         """Take note of an output of prompt `index` that is new (DELTA), or whole (FINAL_ONLY); true if it is the
         first one of that prompt.
+
+        Raises:
+            APIError: somebody else has ended the request.
         """
         first = index not in self._answered
         if first:
@@ -71,7 +77,37 @@ class Exchange:
             self.num_output += len(completion.token_ids)
             if completion.finish_reason is not None:
                 self.reasons.append(completion.finish_reason)
+        check_aborted(output)
         return first
+
+    async def run(self, work: Coroutine[Any, Any, None], receive: Receive, seconds: float | None) -> None:
+        """Run `work` to its end; otherwise it is cancelled, and has cleaned up, before this raises.
+
+        Raises:
+            APIError: the client hung up, it took longer than `seconds`, or was stopped.
+            And what `work` raises.
+        """
+        task = asyncio.ensure_future(work)
+        left = asyncio.ensure_future(disconnection(receive))
+        try:
+            await asyncio.wait((task, left, self._stopped), timeout=seconds, return_when=FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+        finally:
+            left.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.wait((task,))
+        if self._stopped.done():
+            raise self._stopped.result()
+        if left.done() and not left.cancelled():
+            raise ClientLeftError
+        raise APIError(408, f"the request took longer than {seconds:g} s", code="deadline_passed")
+
+    def stop(self, error: APIError) -> None:
+        """End it with an error. May be called when it has ended."""
+        if not self._stopped.done():
+            self._stopped.set_result(error)
 
     def usage(self) -> Usage:
         """Token counts as of now."""
@@ -84,7 +120,7 @@ class Exchange:
         ttft = None if self._first is None else round(1e3 * (self._first - self._begin), 1)
         facts = {
             "id": self.id,
-            "request_id": self.given_id if self.given_id != self.id else None,
+            "request_id": self.given_id,
             "path": self.path,
             "status": status,
             "tokens_in": self.num_prompt,
@@ -99,14 +135,6 @@ class Exchange:
         told = {name: value for name, value in facts.items() if value is not None}
         line = " ".join(f"{name}={msgspec.json.encode(value).decode()}" for name, value in told.items())
         logger.info("%s", line, extra={"facts": told})
-
-
-class ClientLeft(Exception):
-    """The client has hung up."""
-
-
-class DeadlinePassed(Exception):
-    """The request's own time is over."""
 
 
 Events = AsyncGenerator[bytes, None]
@@ -133,24 +161,28 @@ class Generation(Generic[T]):
         exchange = Exchange(self.prefix, scope)
         reply = Reply(send, exchange)
         status, why = 200, None
-        self.service.num_open += 1
+        self.service.open[exchange.id] = exchange
         try:
-            body = await read_body(scope, receive, self.service.options)
-            request = self.decoder.decode(body, exchange.id)
-            seconds = deadline(request, exchange.headers)
-            await while_connected(receive, self._serve(request, exchange, reply), seconds)
-        except ClientLeft:
-            status, why = CLOSED, "the client left"
-        except Exception as error:
-            if not isinstance(error, (APIError, ValueError, TypeError, RuntimeError)):
-                logger.exception("request %s failed", exchange.id)
-            told = as_told(error, self.decoder.fields)
+            request = self.decoder.decode(await read_body(scope, receive, self.service.options), exchange.id)
+            work = self._serve(request, exchange, reply)
+            await exchange.run(work, receive, deadline(request, exchange.headers))
+        except (Exception, asyncio.CancelledError) as error:
+            told = self._told(error, exchange)
             status, why = told.status, told.message
             await reply.fail(told)
         finally:
-            self.service.num_open -= 1
+            del self.service.open[exchange.id]
             if not self.service.options.disable_log_requests:
                 exchange.log(status, why, self.service.options.max_log_len)
+
+    def _told(self, error: BaseException, exchange: Exchange) -> APIError:
+        """An error as the client is told of it; one that is nobody's fault but ours is logged."""
+        if isinstance(error, asyncio.CancelledError):  # by the HTTP server, whose patience has an end
+            return APIError(503, "the server is shutting down", code="shutting_down")
+        told = api_error(error, self.decoder.fields)
+        if told.status == 500 and not isinstance(error, RequestError):
+            logger.error("request %s failed", exchange.id, exc_info=error)
+        return told
 
     async def _serve(self, request: T, exchange: Exchange, reply: Reply) -> None:
         answer = await self.answer(self.service, request, exchange)
@@ -169,18 +201,17 @@ class Reply:
     """
 
     def __init__(self, send: Send, exchange: Exchange) -> None:
-        self._send = send
-        self._id: Header = (b"x-request-id", exchange.given_id.encode("latin-1", "replace"))
+        self._send, self._exchange = send, exchange
         self.streaming = False
 
     async def stream(self, events: bytes) -> None:
         """Send events, encoded, in one write."""
         if not self.streaming:
             self.streaming = True
-            await self._send(
-                {"type": "http.response.start", "status": 200, "headers": [*sse.HEADERS, self._id]}
-            )
+            await self._send({"type": "http.response.start", "status": 200, "headers": [*sse.HEADERS]})
+        self._exchange.writing_since = time.perf_counter()
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
+        self._exchange.writing_since = None
 
     async def end(self) -> None:
         """No more events."""
@@ -194,7 +225,7 @@ class Reply:
             {
                 "type": "http.response.start",
                 "status": status,
-                "headers": [*JSON_HEADERS, length, self._id, *more],
+                "headers": [*JSON_HEADERS, length, *more],
             }
         )
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
@@ -206,13 +237,6 @@ class Reply:
             await self.end()
         else:
             await self.send_json(error.status, error.encode(), error.headers)
-
-
-def as_told(error: Exception, fields: tuple[str, ...]) -> APIError:
-    """An error of an exchange as an error of the API."""
-    if isinstance(error, DeadlinePassed):
-        return APIError(408, f"the request's deadline has passed: {error}", code="deadline_passed")
-    return api_error(error, fields)
 
 
 def deadline(request: Any, headers: Headers) -> float | None:
@@ -235,26 +259,14 @@ def deadline(request: Any, headers: Headers) -> float | None:
     return seconds
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, None], seconds: float | None) -> None:
-    """Run `work` to its end; it is cancelled, and has cleaned up, before this raises.
+def check_aborted(output: RequestOutput) -> None:
+    """Somebody else than the client may have ended the request: by /pause, or on the engine core.
 
     Raises:
-        ClientLeft: the client hung up. DeadlinePassed: after so many `seconds`. And what `work` raises.
+        APIError: so it is.
     """
-    task = asyncio.ensure_future(work)
-    left = asyncio.ensure_future(disconnection(receive))
-    try:
-        await asyncio.wait((task, left), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-    finally:
-        left.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.wait((task,))
-    if left.done() and not left.cancelled():
-        raise ClientLeft
-    raise DeadlinePassed(f"{seconds:g} s")
+    if any(completion.finish_reason == "abort" for completion in output.outputs):
+        raise APIError(499, "the request was aborted", code="aborted")
 
 
 async def disconnection(receive: Receive) -> None:

@@ -28,7 +28,7 @@ class HTTPServer(uvicorn.Server):
             app,
             http="httptools",
             ws="none",
-            lifespan="off",
+            lifespan="on",
             log_config=None,
             log_level=options.uvicorn_log_level,
             access_log=False,

@@ -31,7 +31,7 @@ def routes(service: Service) -> list[Operation]:
         return json_response({"version": __version__})
 
     async def load(request: Request) -> Response:
-        return json_response({"server_load": service.num_open})
+        return json_response({"server_load": len(service.open)})
 
     async def metrics(request: Request) -> Response:
         return Response(exposition(await asked(engine, "metrics")), headers={"content-type": CONTENT_TYPE})
@@ -41,7 +41,7 @@ def routes(service: Service) -> list[Operation]:
         Operation("GET", "/ping", health, "As /health."),
         Operation("POST", "/ping", health, "As /health."),
         Operation("GET", "/version", version, "The version.", result=dict[str, str]),
-        Operation("GET", "/load", load, "Requests in flight on this server.", result=dict[str, int]),
+        Operation("GET", "/load", load, "Generations in flight on this server.", result=dict[str, int]),
         Operation("GET", "/metrics", metrics, "What the engine measures, over all servers, for Prometheus."),
     ]
 

@@ -30,15 +30,15 @@ class ServerOptions:
     port: int = option(8000, "HTTP", "0: any that is free")
     uds: str | None = option(None, "HTTP", "path of a Unix socket to listen on instead")
     root_path: str = option("", "HTTP", "path that a proxy serves this server under, such as /llm")
-    ssl_keyfile: str | None = option(None, "HTTP", "TLS: the private key")
-    ssl_certfile: str | None = option(None, "HTTP", "TLS: the certificate")
-    ssl_ca_certs: str | None = option(None, "HTTP", "TLS: authorities that client certificates are checked by")
-    ssl_cert_reqs: int = option(0, "HTTP", "TLS: client certificates are 0 not asked for, 1 optional, 2 required",
+    ssl_keyfile: str | None = option(None, "HTTP", "file of TLS's private key")
+    ssl_certfile: str | None = option(None, "HTTP", "file of TLS's certificate")
+    ssl_ca_certs: str | None = option(None, "HTTP", "file of authorities that client certificates are checked by")
+    ssl_cert_reqs: int = option(0, "HTTP", "client certificates: 0 not asked for, 1 optional, 2 required",
         choices=CERTIFICATE)
-    allow_credentials: bool = option(False, "HTTP", "CORS: cookies and authorization")
-    allowed_origins: list[str] = option(None, "HTTP", "CORS: origins (default: *)", make=lambda: ["*"])
-    allowed_methods: list[str] = option(None, "HTTP", "CORS: methods (default: *)", make=lambda: ["*"])
-    allowed_headers: list[str] = option(None, "HTTP", "CORS: headers (default: *)", make=lambda: ["*"])
+    allow_credentials: bool = option(False, "HTTP", "of CORS: cookies and authorization")
+    allowed_origins: list[str] = option(None, "HTTP", "of CORS (default: *)", make=lambda: ["*"])
+    allowed_methods: list[str] = option(None, "HTTP", "of CORS (default: *)", make=lambda: ["*"])
+    allowed_headers: list[str] = option(None, "HTTP", "of CORS (default: *)", make=lambda: ["*"])
     middleware: list[str] = option(None, "HTTP", "import path of an ASGI middleware class, or of a function"
         " (request, call_next)", make=list)
     max_request_bytes: int = option(16 << 20, "HTTP", "largest body of a request; over it: 413")

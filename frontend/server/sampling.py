@@ -37,6 +37,7 @@ SAME_NAME = (
     "logit_bias",
     "allowed_token_ids",
 )
+MAX_TOKEN_CHARACTERS = 256  # no vocabulary has longer tokens
 GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -141,6 +142,21 @@ def check_stream_options(request: SamplingFields) -> StreamOptions:
     if request.stream_options is not None and not request.stream:
         raise APIError(400, "stream_options are for stream=true", param="stream_options")
     return request.stream_options or StreamOptions()
+
+
+def check_text_length(service: Service, text: str) -> None:
+    """Refuse a text that is far too long before anybody spends seconds on tokenizing it.
+
+    Raises:
+        APIError: it is.
+    """
+    most = service.info.max_model_len * MAX_TOKEN_CHARACTERS
+    if len(text) > most:
+        raise APIError(
+            400,
+            f"the prompt has {len(text)} characters, more than {service.info.max_model_len} tokens can hold",
+            code="context_length_exceeded",
+        )
 
 
 def salted(prompt: PromptType, salt: str | None) -> PromptType:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.frontend.inputs import default_sampling_params
 from pagewire.frontend.server.errors import APIError
 from pagewire.frontend.server.options import ServerOptions
 from pagewire.frontend.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from pagewire.frontend.server.exchange import Exchange
 
 T = TypeVar("T")
 
@@ -25,7 +28,7 @@ class Service:
         engine, options: what it was made of. info: of the engine.
         names: of the model, the main one first. created: when it began to serve, in seconds since the epoch.
         defaults: sampling parameters that the model's generation config recommends.
-        num_open: requests in flight.
+        open: generations in flight, by id.
     """
 
     def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
@@ -34,7 +37,7 @@ class Service:
         self.names = engine.info.served_model_names or [engine.info.model]
         self.created = int(time.time())
         self.defaults = default_sampling_params(engine.info)
-        self.num_open = 0
+        self.open: dict[str, Exchange] = {}
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -56,6 +59,23 @@ class Service:
         if name is None or name in self.names:
             return self.names[0]
         raise APIError(404, f"there is no model {name!r} here", param="model", code="model_not_found")
+
+    def abort(self, request_id: str) -> bool:
+        """End a generation, which is answered with an error; false if there is none of this id."""
+        if (exchange := self.open.get(request_id)) is None:
+            return False
+        exchange.stop(APIError(499, "the request was aborted", code="aborted"))
+        return True
+
+    async def drop_stalled(self) -> None:
+        """For ever: end generations whose clients have not taken what was written to them for too long."""
+        limit = self.options.stall_seconds
+        while True:
+            await asyncio.sleep(limit / 4)
+            for exchange in list(self.open.values()):
+                since = exchange.writing_since
+                if since is not None and time.perf_counter() - since > limit:
+                    exchange.stop(APIError(499, f"the client took nothing for {limit:g} s", code="stalled"))
 
 
 async def off_loop(size: int, work: Callable[..., T], *args: Any) -> T:
