@@ -194,10 +194,6 @@ def states(core: EngineCore) -> Iterator[Row]:
     yield gauge(
         "vllm:cache_config_info", "Always 1: the labels tell the KV cache's settings.", 1, cache(core)
     )
-    sleep = "1 for the state that the engine is in, 0 for the others."
-    for state in ("awake", "asleep"):
-        is_so = core.control.asleep == (state == "asleep")
-        yield gauge("vllm:engine_sleep_state", sleep, int(is_so), {"sleep_state": state})
 
 
 def counts(core: EngineCore) -> Iterator[Row]:
@@ -256,6 +252,7 @@ def own(core: EngineCore) -> Iterator[Row]:
             }
             yield gauge("pagewire:frontend_requests", text, number, labels)
     yield gauge("pagewire:paused", "1 while new requests are held back.", int(core.control.paused))
+    yield gauge("pagewire:asleep", "1 while the worker has given memory back.", int(core.control.asleep))
     yield counter("pagewire:requests_refused_total", "Requests refused on arrival.", kept.num_refused)
     text = "Worker processes started in place of one that was lost."
     yield counter("pagewire:worker_restarts_total", text, core.worker.num_starts - 1)

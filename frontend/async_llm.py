@@ -242,6 +242,10 @@ class AsyncLLM:
         """End one or several requests; their generators end with the finish reason "abort"."""
         self.session.abort(self.session.find([request_id] if isinstance(request_id, str) else request_id))
 
+    async def abort_any(self, request_id: str) -> int:
+        """End the requests of this id, whichever frontend they are of; how many sequences that were."""
+        return int(await self._call("abort_request", request_id))
+
     async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         """Pooling models are not supported yet: raises NotImplementedError."""
         raise NotImplementedError("encode: pooling models are not supported yet")
