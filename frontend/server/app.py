@@ -5,10 +5,6 @@ CORS --> keys --> the user's middleware --> routes
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -40,7 +36,6 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> Starle
     routes: list[Operation] = [route for family in FAMILIES for route in family.routes(service)]
     routes.append(openapi.document_route(routes, service.options))
     app = Starlette(
-        lifespan=lambda app: watched(service),
         routes=routes,
         middleware=middleware(options),
         exception_handlers={HTTPException: on_http_error, **dict.fromkeys(TOLD, on_error)},
@@ -48,13 +43,3 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> Starle
     app.router.redirect_slashes = False  # a path with a slash too many is another path
     app.state.service = service
     return app
-
-
-@asynccontextmanager
-async def watched(service: Service) -> AsyncIterator[None]:
-    """While the application runs, drop clients that take nothing of their answers."""
-    watch = asyncio.create_task(service.drop_stalled())
-    try:
-        yield
-    finally:
-        watch.cancel()

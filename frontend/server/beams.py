@@ -33,7 +33,11 @@ async def beam_outputs(
         APIError: fields that do not go with beam search. ValueError: too few `max_logprobs` in the engine.
     """
     if request.stream:
-        raise APIError(400, "use_beam_search cannot be streamed: which beams are best is known at the end")
+        raise APIError(
+            400,
+            "use_beam_search cannot be streamed: which beams are best is known at the end",
+            param="use_beam_search",
+        )
     for name in UNFIT:
         if getattr(params, name) not in (None, [], {}):
             raise APIError(400, f"{name} does not go with use_beam_search", param=name)

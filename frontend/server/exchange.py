@@ -41,7 +41,6 @@ class Exchange:
     Attributes:
         id: unique, and the engine's name for the request. given_id: what it is called in headers.
         headers: of the request. created: seconds since the epoch.
-        writing_since: when a write began that the client has not made room for yet.
         num_prompt, num_cached, num_output: tokens. reasons: finish reasons, in order. prompt: for the log.
     """
 
@@ -54,7 +53,6 @@ class Exchange:
         self.num_prompt = self.num_cached = self.num_output = 0
         self.reasons: list[str] = []
         self.prompt: str | list[int] = ""
-        self.writing_since: float | None = None
         self._stopped: asyncio.Future[APIError] = asyncio.get_running_loop().create_future()
         self._begin = time.perf_counter()
         self._first: float | None = None
@@ -159,13 +157,13 @@ class Generation(Generic[T]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         exchange = Exchange(self.prefix, scope)
-        reply = Reply(send, exchange)
+        reply = Reply(send)
         status, why = 200, None
         self.service.open[exchange.id] = exchange
         try:
             request = self.decoder.decode(await read_body(scope, receive, self.service.options), exchange.id)
-            work = self._serve(request, exchange, reply)
-            await exchange.run(work, receive, deadline(request, exchange.headers))
+            seconds = deadline(request, exchange.headers)
+            await exchange.run(self._serve(request, exchange, reply), receive, seconds)
         except (Exception, asyncio.CancelledError) as error:
             told = self._told(error, exchange)
             status, why = told.status, told.message
@@ -200,8 +198,8 @@ class Reply:
     comes first still gets its status.
     """
 
-    def __init__(self, send: Send, exchange: Exchange) -> None:
-        self._send, self._exchange = send, exchange
+    def __init__(self, send: Send) -> None:
+        self._send = send
         self.streaming = False
 
     async def stream(self, events: bytes) -> None:
@@ -209,9 +207,7 @@ class Reply:
         if not self.streaming:
             self.streaming = True
             await self._send({"type": "http.response.start", "status": 200, "headers": [*sse.HEADERS]})
-        self._exchange.writing_since = time.perf_counter()
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
-        self._exchange.writing_since = None
 
     async def end(self) -> None:
         """No more events."""

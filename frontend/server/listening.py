@@ -28,7 +28,7 @@ class HTTPServer(uvicorn.Server):
             app,
             http="httptools",
             ws="none",
-            lifespan="on",
+            lifespan="off",
             log_config=None,
             log_level=options.uvicorn_log_level,
             access_log=False,
@@ -63,7 +63,11 @@ def listen(options: ServerOptions) -> socket.socket:
     """
     if options.uds is None:
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        return socket.create_server((options.host, options.port), family=family, backlog=BACKLOG)
+        listening = socket.create_server((options.host, options.port), family=family, backlog=BACKLOG)
+        # Connections inherit it: the kernel drops a client that acknowledges, or takes, nothing for so long.
+        stall_ms = round(1e3 * options.stall_seconds)
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall_ms)
+        return listening
     path = Path(options.uds)
     if path.is_socket():
         path.unlink()  # left by a server that was killed

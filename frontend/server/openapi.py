@@ -107,7 +107,10 @@ def described(one: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
 
     content = {} if one.result is None else {"application/json": schema(one.result)}
     if one.streams is not None:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {
+            "schema": {"type": "string"},
+            "x-event": schema(one.streams)["schema"],
+        }
     if one.media is not None:
         content[one.media] = {"schema": {"type": "string"}}
     failures: tuple[str, ...] = OF_EVERY if one.body is None and not one.query else OF_EVERY + OF_BODIES

@@ -43,7 +43,7 @@ class ServerOptions:
         " (request, call_next)", make=list)
     max_request_bytes: int = option(16 << 20, "HTTP", "largest body of a request; over it: 413")
     body_seconds: float = option(60.0, "HTTP", "time for a request's body to arrive; over it: 408")
-    stall_seconds: float = option(120.0, "HTTP", "a client that takes nothing of its answer for so long is dropped")
+    stall_seconds: float = option(120.0, "HTTP", "a TCP client that reads nothing for so long is dropped")
     drain_seconds: float = option(30.0, "HTTP", "time for open requests after SIGTERM; a second signal cuts it")
 
     api_key: list[str] = option(None, "Access", "key(s) that clients must show, on every path but /health; also"

@@ -109,7 +109,7 @@ def structure(request: SamplingFields) -> dict[str, Any] | None:
     if not found:
         return None
     if len(found) > 1:
-        raise APIError(400, f"{' and '.join(found)} contradict each other: give one")
+        raise APIError(400, f"{' and '.join(found)} contradict each other: give one", param=next(iter(found)))
     ((name, wanted),) = found.items()
     if request.guided_whitespace_pattern is not None and name != "structured_outputs":
         wanted["whitespace_pattern"] = request.guided_whitespace_pattern

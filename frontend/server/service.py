@@ -67,16 +67,6 @@ class Service:
         exchange.stop(APIError(499, "the request was aborted", code="aborted"))
         return True
 
-    async def drop_stalled(self) -> None:
-        """For ever: end generations whose clients have not taken what was written to them for too long."""
-        limit = self.options.stall_seconds
-        while True:
-            await asyncio.sleep(limit / 4)
-            for exchange in list(self.open.values()):
-                since = exchange.writing_since
-                if since is not None and time.perf_counter() - since > limit:
-                    exchange.stop(APIError(499, f"the client took nothing for {limit:g} s", code="stalled"))
-
 
 async def off_loop(size: int, work: Callable[..., T], *args: Any) -> T:
     """`work(*args)`, in a thread if `size`, in characters, says that it would hold up the event loop."""

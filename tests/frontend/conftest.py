@@ -79,6 +79,10 @@ class FakeCore:
         """Send one delta."""
         self.send(Deltas([TokenDelta(key, index, token_ids, **more)]))
 
+    def deltas(self, deltas: list[TokenDelta]) -> None:
+        """Send several as one step."""
+        self.send(Deltas(deltas))
+
     def close(self) -> None:
         """Vanish, as a killed core does."""
         self._stop.set()
