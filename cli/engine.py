@@ -39,7 +39,9 @@ def opened(options: argparse.Namespace, restarts: int = 0) -> Iterator[AsyncLLM]
         if options.curve_secret:
             keys = CurveKeys.load(Path(options.curve_secret), Path(options.curve_server))
         traces = getattr(options, "otlp_traces_endpoint", None)
-        engine = AsyncLLM.attach(options.attach, curve=keys, otlp_traces_endpoint=traces)
+        engine = AsyncLLM.attach(
+            options.attach, curve=keys, name=options.command, otlp_traces_endpoint=traces
+        )
     else:
         engine = AsyncLLM.from_engine_args(engine_args(options), restarts=restarts)
     try:

@@ -72,6 +72,7 @@ class Control:
         """Run a method, which answers in its own time. Errors are answered at once."""
         caller = Caller(identity, call.call_id)
         method = self._methods.get(call.method)
+        self._core.deliver()  # what requests gave comes before the answer
         try:
             if method is None:
                 raise ValueError(f"no method {call.method!r}; there are {', '.join(sorted(self._methods))}")

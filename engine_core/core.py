@@ -22,7 +22,7 @@ from pagewire.engine_core.clients import Client, Clients
 from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.control import Control
 from pagewire.engine_core.grammar import Compilation, GrammarError, Grammars, load_tokenizer
-from pagewire.engine_core.metrics import Metrics
+from pagewire.engine_core.metrics import Metrics, summary
 from pagewire.engine_core.request import Request, State, sequences
 from pagewire.engine_core.scheduler import Outcome, Scheduler
 from pagewire.engine_core.workers import Stopwatch, Worker
@@ -170,7 +170,8 @@ class EngineCore:
         self.metrics.rates.update(self.scheduler.stats, now)
         busy = self.scheduler.num_unfinished or self.metrics.rates.prompt or self.metrics.rates.output
         if busy and not self.config.args.disable_log_stats:
-            logger.info("%s", self.metrics.line(self.scheduler))
+            line, facts = summary(self)
+            logger.info("%s", line, extra={"facts": facts})
 
     def _say_goodbye(self, cause: str) -> None:
         for identity, _ in self._greeted:

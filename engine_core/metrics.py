@@ -9,14 +9,13 @@ adds its tokens in one piece, for those that ran together waited equally long.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from pagewire.engine_core.reports import phase
+from pagewire.engine_core.reports import phases
 from pagewire.engine_core.request import Request
-from pagewire.engine_core.scheduler import Outcome, Scheduler, SchedulerStats
+from pagewire.engine_core.scheduler import Outcome, SchedulerStats
 
 if TYPE_CHECKING:
     from pagewire.engine_core.core import EngineCore
@@ -143,15 +142,26 @@ class Metrics:
         if request.num_output_tokens > 1:
             self.per_token.observe(decode / (request.num_output_tokens - 1))
 
-    def line(self, scheduler: Scheduler) -> str:
-        """The periodic line of the log."""
-        return (
-            f"Avg prompt throughput: {self.rates.prompt:.1f} tokens/s, "
-            f"Avg generation throughput: {self.rates.output:.1f} tokens/s, "
-            f"Running: {len(scheduler.running)} reqs, Waiting: {scheduler.num_waiting} reqs, "
-            f"KV cache usage: {100 * scheduler.kv_usage:.1f}%, "
-            f"Prefix cache hit rate: {100 * hit_rate(scheduler.stats):.1f}%"
-        )
+
+def summary(core: EngineCore) -> tuple[str, dict[str, Any]]:
+    """The periodic line of the log, and its facts for a log that programs read."""
+    scheduler, rates = core.scheduler, core.metrics.rates
+    facts = {
+        "message": "stats",
+        "prompt_tokens_per_s": rates.prompt,
+        "generation_tokens_per_s": rates.output,
+        "running": len(scheduler.running),
+        "waiting": scheduler.num_waiting + len(core.held),
+        "kv_cache_usage": scheduler.kv_usage,
+        "prefix_cache_hit_rate": hit_rate(scheduler.stats),
+    }
+    line = (
+        "Avg prompt throughput: {prompt_tokens_per_s:.1f} tokens/s, "
+        "Avg generation throughput: {generation_tokens_per_s:.1f} tokens/s, "
+        "Running: {running} reqs, Waiting: {waiting} reqs, "
+        "KV cache usage: {kv_cache_usage:.1%}, Prefix cache hit rate: {prefix_cache_hit_rate:.1%}"
+    )
+    return line.format(**facts), facts
 
 
 def snapshot(core: EngineCore) -> list[Row]:
@@ -184,10 +194,6 @@ def states(core: EngineCore) -> Iterator[Row]:
     yield gauge(
         "vllm:cache_config_info", "Always 1: the labels tell the KV cache's settings.", 1, cache(core)
     )
-    sleep = "1 for the state that the engine is in, 0 for the others."
-    for state in ("awake", "asleep"):
-        is_so = core.control.asleep == (state == "asleep")
-        yield gauge("vllm:engine_sleep_state", sleep, int(is_so), {"sleep_state": state})
 
 
 def counts(core: EngineCore) -> Iterator[Row]:
@@ -235,16 +241,18 @@ def own(core: EngineCore) -> Iterator[Row]:
     """What only this engine has."""
     kept, clients = core.metrics, core.clients.attached.values()
     yield gauge("pagewire:frontends", "Attached frontends.", len(clients))
-    live = Counter((client.number, phase(request)) for client, request in core.requests())
+    text, live = "Sequences of each attached frontend, by phase.", phases(core)
     for client in clients:
-        for where in ("waiting", "prefill", "decode"):
-            yield gauge(
-                "pagewire:frontend_requests",
-                "Sequences of each attached frontend, by phase.",
-                live[client.number, where],
-                {"frontend": client.name, "pid": str(client.pid), "phase": where},
-            )
+        for phase, number in live[client.number].items():
+            labels = {
+                "frontend": client.name,
+                "pid": str(client.pid),
+                "number": str(client.number),
+                "phase": phase,
+            }
+            yield gauge("pagewire:frontend_requests", text, number, labels)
     yield gauge("pagewire:paused", "1 while new requests are held back.", int(core.control.paused))
+    yield gauge("pagewire:asleep", "1 while the worker has given memory back.", int(core.control.asleep))
     yield counter("pagewire:requests_refused_total", "Requests refused on arrival.", kept.num_refused)
     text = "Worker processes started in place of one that was lost."
     yield counter("pagewire:worker_restarts_total", text, core.worker.num_starts - 1)

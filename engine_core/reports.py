@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 def status(core: EngineCore) -> dict[str, Any]:
     """What runs, for whom, and what is free. Counts are since the core started."""
     scheduler, stats, pool = core.scheduler, core.scheduler.stats, core.scheduler.kv.pool
+    by_phase = phases(core)
     return {
         "model": core.info.served_model_names[0],
         "uptime_s": time.monotonic() - core.started_at,
@@ -44,24 +45,41 @@ def status(core: EngineCore) -> dict[str, Any]:
                 "name": client.name,
                 "pid": client.pid,
                 "requests": len(client.requests),
+                "phases": by_phase[client.number],
             }
             for client in core.clients.attached.values()
         ],
     }
 
 
+def phases(core: EngineCore) -> dict[int, dict[str, int]]:
+    """By `Client.number`, how many sequences are in each phase. Those that wait may be many: none is looked at."""
+    clients = core.clients.attached
+    found = {
+        client.number: {"waiting": sum(map(len, client.requests.values())), "prefill": 0, "decode": 0}
+        for client in clients.values()
+    }
+    for request in core.scheduler.running:
+        if (client := clients.get(request.client)) is not None:
+            found[client.number]["waiting"] -= 1
+            found[client.number][phase(request)] += 1
+    return found
+
+
 def requests(core: EngineCore, limit: int) -> list[dict[str, Any]]:
-    """At most `limit` unfinished sequences, those that run before those that wait; else by arrival per frontend."""
+    """At most `limit` unfinished sequences, those that run before those that wait."""
     now = time.monotonic()
     return [describe(client, request, now) for client, request in islice(in_order(core), limit)]
 
 
 def in_order(core: EngineCore) -> Iterator[tuple[Client, Request]]:
-    """Every unfinished sequence: first those that run, then those that wait."""
-    for runs in (True, False):
-        for client, request in core.requests():
-            if (request.state is State.RUNNING) is runs:
-                yield client, request
+    """Every unfinished sequence: first those that run, then those that wait, frontend by frontend."""
+    for request in core.scheduler.running:
+        if (client := core.clients.attached.get(request.client)) is not None:
+            yield client, request
+    for client, request in core.requests():
+        if request.state is State.WAITING:
+            yield client, request
 
 
 def describe(client: Client, request: Request, now: float) -> dict[str, Any]:

@@ -117,10 +117,11 @@ class AsyncLLM:
         curve: CurveKeys | None = None,
         tokenizer: str | None = None,
         timeout: float | None = 10.0,
+        name: str = "attached",
         otlp_traces_endpoint: str | None = None,
     ) -> AsyncLLM:
-        """Attach to a running core. `timeout`: seconds to wait for one to answer there. `otlp_traces_endpoint`:
-        URL of an OpenTelemetry collector that gets a span per request of ours.
+        """Attach to a running core. `timeout`: seconds to wait for one to answer there. `name`: ours, in the core's
+        log and metrics. `otlp_traces_endpoint`: URL of an OpenTelemetry collector that gets a span per request.
 
         Raises:
             EngineDeadError: nobody answers. ProtocolError: another version. ValueError: a bad address.
@@ -130,6 +131,7 @@ class AsyncLLM:
             curve=curve,
             tokenizer=tokenizer,
             timeout=timeout,
+            name=name,
             traces_endpoint=otlp_traces_endpoint,
         )
         return cls(session)
@@ -239,6 +241,10 @@ class AsyncLLM:
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End one or several requests; their generators end with the finish reason "abort"."""
         self.session.abort(self.session.find([request_id] if isinstance(request_id, str) else request_id))
+
+    async def abort_any(self, request_id: str) -> int:
+        """End the requests of this id, whichever frontend they are of; how many sequences that were."""
+        return int(await self._call("abort_request", request_id))
 
     async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         """Pooling models are not supported yet: raises NotImplementedError."""

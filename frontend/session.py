@@ -121,17 +121,18 @@ class Session:
         curve: CurveKeys | None,
         tokenizer: str | None,
         timeout: float | None,
+        name: str = "attached",
         traces_endpoint: str | None = None,
     ) -> Session:
-        """Attach to a running core. `tokenizer`: folder or id, if not the core's own. `traces_endpoint`: URL of an
-        OpenTelemetry collector.
+        """Attach to a running core. `tokenizer`: folder or id, if not the core's own. `name`: for its log and
+        metrics. `traces_endpoint`: URL of an OpenTelemetry collector.
 
         Raises:
             EngineDeadError: nobody answers. ProtocolError: another version. ValueError: a bad address.
         """
 
         def connect(session: Session) -> tuple[CoreClient, SpawnedCore | None]:
-            return session._attach(address, curve=curve, name="attached", timeout=timeout), None
+            return session._attach(address, curve=curve, name=name, timeout=timeout), None
 
         # Frontends on one core must not draw the same seeds.
         return cls(connect, 0, traces_endpoint)._with_tokenizer(

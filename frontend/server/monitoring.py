@@ -42,7 +42,9 @@ def routes(service: Service) -> list[Operation]:
         Operation("POST", "/ping", health, "As /health."),
         Operation("GET", "/version", version, "The version.", result=dict[str, str]),
         Operation("GET", "/load", load, "Generations in flight on this server.", result=dict[str, int]),
-        Operation("GET", "/metrics", metrics, "What the engine measures, over all servers, for Prometheus."),
+        Operation(
+            "GET", "/metrics", metrics, "What the engine measures, for Prometheus.", media="text/plain"
+        ),
     ]
 
 

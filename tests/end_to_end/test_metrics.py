@@ -41,10 +41,10 @@ GAUGES: dict[str, set[str]] = {
         *("block_size", "num_gpu_blocks", "gpu_memory_utilization", "enable_prefix_caching"),
         *("cache_dtype", "device"),
     },
-    "vllm:engine_sleep_state": {"sleep_state"},
     "pagewire:frontends": set(),
-    "pagewire:frontend_requests": {"frontend", "pid", "phase"},
+    "pagewire:frontend_requests": {"frontend", "pid", "number", "phase"},
     "pagewire:paused": set(),
+    "pagewire:asleep": set(),
 }
 COUNTERS: dict[str, set[str]] = {
     "vllm:num_preemptions_total": set(),
@@ -182,7 +182,7 @@ def test_counts_agree_with_the_work(llm: LLM) -> None:
     assert sum(parts) == pytest.approx(grown("vllm:e2e_request_latency_seconds_sum"))
     assert value(after, "vllm:num_requests_running") == value(after, "vllm:kv_cache_usage_perc") == 0
     assert value(after, "pagewire:frontends") == 1
-    assert value(after, "vllm:engine_sleep_state", sleep_state="awake") == 1
+    assert value(after, "pagewire:paused") == value(after, "pagewire:asleep") == 0
 
 
 def test_every_frontend_is_told_the_same(llm: LLM) -> None:
