@@ -45,11 +45,11 @@ def run(options: argparse.Namespace) -> int:
     from pagewire.cli.engine import opened
     from pagewire.frontend import async_llm
     from pagewire.frontend.server.listening import bound
-    from pagewire.frontend.server.logs import configure_logging
+    from pagewire.ipc import logs
 
     server_options = take_server_options(options)
-    configure_logging(server_options.log_format)
     os.environ.setdefault("PAGEWIRE_LOGGING_LEVEL", "INFO")  # of a core that is spawned
+    logs.configure(server_options.log_format)
     with bound(server_options) as listening, opened(options, server_options.restarts) as engine:
         async_llm.run(serve(engine, server_options, listening))
     return 0

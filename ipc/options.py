@@ -80,6 +80,9 @@ class EngineArgs:
     max_logprobs: int = option(20, "Scheduler", "most log probabilities per token; -1: no limit")
 
     disable_log_stats: bool = option(False, "Logging", "no periodic line of statistics in the core's log")
+    log_stats_interval: float = option(10.0, "Logging", "seconds between two such lines")
+    otlp_traces_endpoint: str | None = option(
+        None, "Logging", "collector that gets a span per request: http://host:4318/v1/traces (OTLP)")
     # fmt: on
 
     @classmethod
@@ -115,6 +118,7 @@ class EngineArgs:
         check_int("seed", self.seed, 0)
         check_int("max_logprobs", self.max_logprobs, -1)
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, above=True)
+        check_number("log_stats_interval", self.log_stats_interval, 0.1, math.inf)
         check_number("swap_space", self.swap_space, 0.0, math.inf)
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
             raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
@@ -183,7 +187,7 @@ LATER: dict[str, Any] = {
     "speculative_config": None,
     "speculative_model": None,
     "num_speculative_tokens": None,
-    "otlp_traces_endpoint": None,
+    "collect_detailed_traces": None,
     "kv_transfer_config": None,
     "enable_sleep_mode": False,
 }
