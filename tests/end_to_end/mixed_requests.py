@@ -22,7 +22,13 @@ from pagewire.frontend.inputs import default_sampling_params
 
 TOPICS = ("list", "tuple", "class", "module", "import", "with", "yield", "lambda", "assert", "string", "é😀")
 STOPS = (None, None, [" the"], ["\n", "e i"], ["."])
+STRUCTURES: tuple[dict[str, Any], ...] = (
+    {"choice": ["yes", "no, never", "nobody knows"]},
+    {"regex": "[a-z]{3,8}( [a-z]{2,5}){0,3}"},
+    {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+)
 SHARE_LEAVING = 0.2
+SHARE_STRUCTURED = 0.15
 LOGPROB_TOLERANCE = 1e-5
 
 
@@ -78,6 +84,8 @@ def draw_request(rng: random.Random) -> MixedRequest:
         "stop": rng.choice(STOPS),
     }
     fields["n"] = 1 if fields["temperature"] == 0 else fields["n"]
+    if rng.random() < SHARE_STRUCTURED:
+        fields["structured_outputs"] = rng.choice(STRUCTURES)
     num_logprobs = rng.choice((None, None, 0, 2))
     stream = rng.random() < 0.6
     body: dict[str, Any] = {"model": "demo", **fields, "stream": stream}

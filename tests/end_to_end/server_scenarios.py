@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -16,24 +16,31 @@ from pagewire import AsyncLLM
 from .mixed_requests import Answer, Crowd, MixedRequest, draw_request, run_crowd, same, undisturbed
 from .server_process import INSPECTION, ServerProcess
 
+GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+
 
 @dataclass
 class Round:
-    """What one load came to. tasks: on the server's loop afterwards. rss_mib: of the server."""
+    """What one load came to. Afterwards:
+
+    tasks: on the server's loop. rss_mib: of the server. status: of the core. gauges: of the server's /metrics.
+    """
 
     counts: Counter[str]
     wrong: list[str]
     tasks: int
     rss_mib: float
-    status: dict[str, Any] = field(default_factory=dict)
+    status: dict[str, Any]
+    gauges: dict[str, float]
 
     @property
     def leaks(self) -> str:
-        """What the core still holds; "" if nothing."""
+        """What is still held; "" if nothing."""
         state = self.status
-        if state["num_free_blocks"] == state["num_blocks"] and not state["waiting"]:
+        held = {name: value for name, value in self.gauges.items() if value}
+        if state["num_free_blocks"] == state["num_blocks"] and not state["waiting"] and not held:
             return ""
-        return f"{state['num_blocks'] - state['num_free_blocks']} blocks, {state['waiting']} waiting"
+        return f"{state['num_blocks'] - state['num_free_blocks']} blocks, {state['waiting']} waiting, {held}"
 
 
 async def core_status(llm: AsyncLLM) -> dict[str, Any]:
@@ -77,8 +84,8 @@ async def mixed_load(
                 counts, wrong = await run_crowd(Crowd(http), requests[:share], expected[:share], concurrency)
             state = await idle_status(llm)
             async with aiohttp.ClientSession(server.url) as http:
-                tasks = await idle_tasks(http)
-            rounds.append(Round(counts, wrong, tasks, process.memory_info().rss / 2**20, state))
+                tasks, gauges = await idle_tasks(http), await idle_gauges(http)
+            rounds.append(Round(counts, wrong, tasks, process.memory_info().rss / 2**20, state, gauges))
     return rounds
 
 
@@ -90,6 +97,20 @@ async def idle_tasks(http: aiohttp.ClientSession) -> int:
                 break
     async with http.get(INSPECTION) as response:
         return int((await response.json())["tasks"])
+
+
+async def idle_gauges(http: aiohttp.ClientSession) -> dict[str, float]:
+    """What /metrics says of requests and blocks."""
+    async with http.get("/metrics") as response:
+        lines = (await response.text()).splitlines()
+    found = {
+        name: float(line.rpartition(" ")[2])
+        for line in lines
+        for name in GAUGES
+        if line.startswith(name + "{")
+    }
+    assert found.keys() == set(GAUGES), lines
+    return found
 
 
 @dataclass
