@@ -13,7 +13,7 @@ _libc = ctypes.CDLL(None)
 
 
 class Region:
-    """`size` bytes of zeros at `offset` of `memory`, aligned to large pages, which the system gives as they are written."""
+    """`size` bytes of zeros at `offset` of `memory`, aligned to large pages. They are given as they are written."""
 
     def __init__(self, size: int) -> None:
         """Raises OSError if there is not so much memory."""
