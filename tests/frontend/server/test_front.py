@@ -12,9 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagewire.frontend.async_llm import AsyncLLM
-from pagewire.frontend.server.logs import JSONFormatter
 from pagewire.frontend.server.openapi import Operation
 from pagewire.frontend.server.options import ServerOptions
+from pagewire.frontend.server.page import PATHS
+from pagewire.ipc.logs import JsonFormatter
 
 from ..conftest import FakeCore
 from .client import Client
@@ -52,13 +53,18 @@ def spellings(path: str) -> list[str]:
     ]
 
 
+PAGE = [("GET", "/"), ("GET", "/page/"), ("GET", "/page/page.js"), ("GET", "/page/__init__.py")]
+PUBLIC = {"/health", *PATHS}
+
+
 @pytest.mark.parametrize("root_path", ["", "/root", "/health"])
-def test_every_path_but_health_wants_a_key(serve: Callable[..., Client], root_path: str) -> None:
+def test_every_path_but_health_and_the_page_wants_a_key(serve: Callable[..., Client], root_path: str) -> None:
     client = serve(api_key=KEYS, enable_admin=True, root_path=root_path)
     methods = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "health")
-    for method, path in [*paths_of(client), ("GET", "/"), ("GET", "/nothing"), ("GET", "")]:
+    for method, path in [*paths_of(client), *PAGE, ("GET", "/nothing"), ("GET", "")]:
         for spelling in spellings(path):
-            public = spelling.partition("?")[0] in ("/health", root_path + "/health")
+            plain = spelling.partition("?")[0]
+            public = plain in PUBLIC or plain in {root_path + path for path in PUBLIC}
             for tried in {method, *methods}:
                 answer = client.request(tried, spelling)
                 assert public or answer.status == 401, (tried, spelling)
@@ -201,7 +207,7 @@ def test_one_line_per_request(serve: Callable[..., Client], core: FakeCore, capl
     client = serve(max_log_len=4)
     answer = client.post("/v1/completions", {"prompt": "w5 w6"}, **{"x-request-id": "mine\xe9 x=1"})
     (record,) = caplog.records
-    facts = json.loads(JSONFormatter().format(record))
+    facts = json.loads(JsonFormatter().format(record))
     assert facts["id"] == answer.json["id"] and facts["request_id"] == "mine\xe9 x=1"
     assert (facts["status"], facts["tokens_in"], facts["tokens_out"]) == (200, 2, 3)
     assert facts["finish"] == "length" and facts["ttft_ms"] > 0 and facts["prompt"] == "w5 w"
