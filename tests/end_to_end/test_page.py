@@ -142,7 +142,7 @@ def write_much(page: Page, tokens: int) -> None:
 
 def test_an_answer_streams_in_and_is_told_about(page: Page) -> None:
     open_settings(page)
-    write_much(page, 300)
+    write_much(page, 120)
     # Each change of the answer's text is written down: it comes in pieces, and each one goes on from the last.
     page.chromium.execute_script(
         """
@@ -157,9 +157,12 @@ def test_an_answer_streams_in_and_is_told_about(page: Page) -> None:
     page.answered()
     seen = page.chromium.execute_script("return seen")
     assert len(seen) > 2
-    assert all(after.startswith(before) for before, after in pairwise(seen))
+    words = [
+        "".join(filter(str.isalnum, text)) for text in seen
+    ]  # marks of Markdown go when they are complete
+    assert all(after.startswith(before) for before, after in pairwise(words))
     note = page.find("#messages > li:last-child .note").text
-    assert "300 tokens" in note and "cut off" in note
+    assert "120 tokens" in note and "cut off" in note
     assert page.find("#welcome").is_displayed() is False
     roles = [item.get_attribute("class") for item in page.all("#messages > li")]
     assert roles == ["user", "assistant"]
