@@ -111,6 +111,15 @@ def render_chat(
     return render(template, variables)
 
 
+def check_template(tokenizer: Tokenizer, wanted: str) -> None:
+    """Find a template as `render_chat` would, and make it ready.
+
+    Raises:
+        ValueError: there is none, or it is not valid.
+    """
+    compile_template(template_source(tokenizer, wanted, with_tools=False))
+
+
 def template_source(tokenizer: Tokenizer, wanted: str | None, with_tools: bool, files: bool = True) -> str:
     """The text of the template to use. `files`: what is wanted may be one.
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec import UNSET
 
-from pagewire.frontend.chat import chat_prompt
+from pagewire.frontend.chat import chat_prompt, check_template
 from pagewire.frontend.inputs import TokensPrompt
 from pagewire.frontend.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.server import sse
@@ -30,17 +30,30 @@ from pagewire.frontend.server.protocol import (
     ToolCall,
 )
 from pagewire.frontend.server.reply import ParsedReply, ReplyDelta, ReplyParser, TextReply, joined, read
-from pagewire.frontend.server.sampling import best_outputs, check_stream_options, salted, sampling_params
+from pagewire.frontend.server.sampling import (
+    best_outputs,
+    check_stream_options,
+    salted,
+    sampling_params,
+    structure,
+)
 from pagewire.frontend.server.service import LONG_TEXT, Service, off_loop
 from pagewire.frontend.server.tools.choice import ToolUse, tool_use
 from pagewire.frontend.server.tools.history import check_history
+from pagewire.frontend.server.tools.reasoning import thinking
 from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
 
 Outputs: TypeAlias = AsyncGenerator[list[tuple[int, RequestOutput]], None]
 
 
 def routes(service: Service) -> list[Operation]:
-    """The endpoint."""
+    """The endpoint.
+
+    Raises:
+        ValueError: the server's own chat template cannot be used.
+    """
+    if service.options.chat_template is not None and service.engine.session.tokenizer is not None:
+        check_template(service.tokenizer, service.options.chat_template)
     endpoint = Generation(service, "chatcmpl", ChatRequest, answer)
     return [
         Operation(
@@ -64,7 +77,7 @@ async def answer(service: Service, request: ChatRequest, exchange: Exchange) -> 
     tools = tools_of(service, request)
     writer = ChatWriter(service, request, exchange, tools)
     check_chat(request)
-    prompt = await prompt_of(service, request, tools.prompted)
+    prompt = await prompt_of(service, request, tools)
     params = params_of(service, request, tools)
     exchange.prompt = prompt.get("prompt", "")
     if request.use_beam_search:
@@ -107,20 +120,24 @@ def check_chat(request: ChatRequest) -> None:
 
 
 def tools_of(service: Service, request: ChatRequest) -> ToolUse:
-    """What the request's tools come to.
+    """What the request's tools come to, and how its outputs are read.
 
     Raises:
         ValueError: what is wrong with them, or with calls in the messages.
     """
     check_history(request.messages)
     options = service.options
-    return tool_use(
+    tools = tool_use(
         request.tools,
         request.tool_choice,
         parallel=request.parallel_tool_calls is not False,
-        auto_parser=options.tool_call_parser if options.enable_auto_tool_choice else None,
+        parser=options.tool_call_parser,
+        auto=options.enable_auto_tool_choice,
         prompt_unused=options.prompt_unused_tools,
     )
+    if options.reasoning_parser is None or structure(request) is not None:
+        return tools
+    return thinking(tools, options.reasoning_parser)
 
 
 def params_of(service: Service, request: ChatRequest, tools: ToolUse) -> SamplingParams:
@@ -150,10 +167,8 @@ def demanding(params: SamplingParams, tools: ToolUse) -> SamplingParams:
     return msgspec.structs.replace(params, structured_outputs=StructuredOutputsParams(json=tools.schema))
 
 
-async def prompt_of(
-    service: Service, request: ChatRequest, tools: list[dict[str, Any]] | None
-) -> TokensPrompt:
-    """The conversation as a prompt. tools: those that the model is told of.
+async def prompt_of(service: Service, request: ChatRequest, tools: ToolUse) -> TokensPrompt:
+    """The conversation as a prompt.
 
     Raises:
         APIError: no tokenizer, or a template of the request's own where that is not allowed.
@@ -185,7 +200,7 @@ async def prompt_of(
             chat_template_content_format=service.options.chat_template_content_format,
             add_generation_prompt=generation,
             continue_final_message=continues,
-            tools=tools,
+            tools=tools.prompted,
             chat_template_kwargs=variables | (request.chat_template_kwargs or {}),
             add_special_tokens=bool(request.add_special_tokens),
         )

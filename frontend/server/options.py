@@ -9,11 +9,14 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-from pagewire.ipc.options import option
+from pagewire.frontend.server.tools.choice import PARSERS
+from pagewire.frontend.server.tools.reasoning import BEGUN
+from pagewire.ipc.options import check_types, option
 from pagewire.ipc.params import check_int, check_number
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
-TOOL_PARSERS = ("hermes", "mistral", "llama3_json", "pythonic")
+TOOL_PARSERS = tuple(PARSERS)
+REASONING_PARSERS = tuple(BEGUN)
 CERTIFICATE = (0, 1, 2)  # of a client: not asked for, asked for, required (as in `ssl`)
 
 
@@ -56,6 +59,8 @@ class ServerOptions:
     trust_request_chat_template: bool = option(False, "Chat", "take chat templates from requests")
     response_role: str = option("assistant", "Chat", "role of the answers")
     enable_auto_tool_choice: bool = option(False, "Chat", "let the model choose tools (tool_choice: auto)")
+    reasoning_parser: str | None = option(None, "Chat", "how the model marks what it thinks first",
+        choices=REASONING_PARSERS)
     prompt_unused_tools: bool = option(False, "Chat", "tell the model of its tools even with tool_choice: none")
     tool_call_parser: str | None = option(None, "Chat", "how the model writes tool calls", choices=TOOL_PARSERS)
 
@@ -73,6 +78,7 @@ class ServerOptions:
 
     def check(self) -> None:
         """Raise ValueError or TypeError for the first bad value."""
+        check_types(self)
         check_int("port", self.port, 0, 65535)
         check_int("max_request_bytes", self.max_request_bytes, 1)
         check_int("response_store_bytes", self.response_store_bytes, 0)

@@ -195,7 +195,7 @@ async def fitting_prompt(
     Raises:
         APIError, ValueError, TypeError: as `prompt_of`.
     """
-    prompt = await prompt_of(service, chat, tools.prompted)
+    prompt = await prompt_of(service, chat, tools)
     room = service.info.max_model_len - (request.max_output_tokens or 1)
     if request.truncation != "auto" or len(prompt["prompt_token_ids"]) <= room:
         return prompt
@@ -206,7 +206,7 @@ async def fitting_prompt(
     while low < high:
         middle = (low + high) // 2
         messages = chat.messages[:head] + chat.messages[turns[middle] :]
-        prompt = await prompt_of(service, msgspec.structs.replace(chat, messages=messages), tools.prompted)
+        prompt = await prompt_of(service, msgspec.structs.replace(chat, messages=messages), tools)
         if len(prompt["prompt_token_ids"]) <= room:
             high, best = middle, prompt
         else:

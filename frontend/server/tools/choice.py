@@ -71,17 +71,20 @@ def tool_use(
     choice: Any = None,
     *,
     parallel: bool = True,
-    auto_parser: str | None = None,
+    parser: str | None = None,
+    auto: bool = True,
     prompt_unused: bool = False,
 ) -> ToolUse:
     """What `tools` and `tool_choice` of a request come to.
 
-    parallel: several calls are allowed. auto_parser: the format of the model's calls; None: it cannot choose
-    freely. prompt_unused: tell the model of tools even with the choice "none".
+    parallel: several calls are allowed. parser: of the format that the model writes calls in, if it is known.
+    auto: the model may choose freely. prompt_unused: tell the model of tools even with the choice "none".
 
     Raises:
         ValueError: what is wrong with them.
     """
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        tools, choice = allowed_tools(tools or (), choice.get("allowed_tools"))
     functions = [function_of(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
     names = [function["name"] for function in functions]
     if len(set(names)) < len(names):
@@ -93,10 +96,10 @@ def tool_use(
         return ToolUse(prompted if prompt_unused else None)
     if not functions:
         raise ValueError("tool_choice needs tools to choose from")
-    model_format = parser_named(auto_parser) if auto_parser is not None else None
+    model_format = parser_named(parser) if parser is not None else None
     new_id = short_call_id if model_format is Mistral else call_id  # the template will get them back
     if choice == "auto":
-        if model_format is None:
+        if model_format is None or not auto:
             raise ValueError(NO_AUTO)
         new_parser = partial(model_format, new_id, parallel)
         return ToolUse(prompted, None, new_parser, model_format.marks_are_special)
@@ -107,6 +110,22 @@ def tool_use(
         raise ValueError(f"tool_choice: there is no tool {name!r}, only {', '.join(names)}")
     schema = arguments_schema(functions[names.index(name)])
     return ToolUse(prompted, schema, partial(NamedCall, name, new_id))
+
+
+def allowed_tools(tools: Sequence[Any], allowed: Any) -> tuple[list[Any], str]:
+    """The tools that a `tool_choice` of type "allowed_tools" leaves, and how to choose among them.
+
+    Raises:
+        ValueError: it is malformed, or names one that is not there.
+    """
+    if not isinstance(allowed, dict) or allowed.get("mode") not in ("auto", "required"):
+        raise ValueError("tool_choice.allowed_tools needs a mode, 'auto' or 'required', and a list of tools")
+    listed = allowed.get("tools")
+    names = [chosen_name(tool) for tool in (listed if isinstance(listed, list) else ())]
+    found = {function_of(tool, f"tools[{index}]")["name"]: tool for index, tool in enumerate(tools)}
+    if missing := [name for name in names if name not in found]:
+        raise ValueError(f"tool_choice: there is no tool {missing[0]!r}, only {', '.join(found)}")
+    return [found[name] for name in dict.fromkeys(names)], allowed["mode"]
 
 
 def chosen_name(choice: Any) -> str:

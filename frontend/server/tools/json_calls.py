@@ -94,12 +94,10 @@ class JSONCalls(Parser):
     def string(self) -> Reading[str | None]:
         """Read a short string; None: something else stands there."""
         while (match := STRING.match(self._text, self._at)) is None:
-            rest = self._text[self._at :]
-            if (
-                not rest.startswith('"'[: len(rest)])
-                or len(rest) > MAX_STRING
-                or not (yield from self.more())
-            ):
+            begin = self._text[self._at : self._at + 1]
+            if begin not in ("", '"') or len(self._text) - self._at > MAX_STRING:
+                return None
+            if not (yield from self.more()):
                 return None
         self._at = match.end()
         return decoded(match[0]) if len(match[0]) <= MAX_STRING else None

@@ -24,6 +24,7 @@ from pagewire.frontend.server.tools.deltas import (
     CallStart,
     Content,
     Delta,
+    Reasoning,
     Reply,
     call_id,
     fold,
@@ -52,7 +53,8 @@ class Parser(ABC):
         self._text, self._from, self._at = "", 0, 0
         self._ended = False
         self._in_arguments = False  # pass them on as they come
-        self._blank = ""  # white space that waits for text
+        self._prose: type[Content] | type[Reasoning] = Content  # what text is that is no call
+        self._blank: list[str] = []  # white space that waits for text
         self._line_is_blank = True  # but for calls
         self._num_calls = 0
         self._deltas: list[Delta] = []
@@ -76,7 +78,7 @@ class Parser(ABC):
             self._at = len(self._text)
             self.pass_content()
             if not self._num_calls:
-                self._emit(Content(self._blank))
+                self._emit(self._prose("".join(self._blank)))
         return self._take()
 
     def parse(self, text: str) -> Reply:
@@ -125,11 +127,11 @@ class Parser(ABC):
 
     def _held(self, literals: list[str]) -> int:
         """How many characters at the end may begin one of these."""
-        rest = self._text[self._at :]
         longest = max(map(len, literals)) - 1
-        for size in range(min(longest, len(rest)), 0, -1):
-            if any(literal.startswith(rest[-size:]) for literal in literals):
-                return size
+        rest = self._text[max(self._at, len(self._text) - longest) :]
+        for begin in range(len(rest)):
+            if any(literal.startswith(rest[begin:]) for literal in literals):
+                return len(rest) - begin
         return 0
 
     def rest(self) -> Reading[None]:
@@ -143,7 +145,8 @@ class Parser(ABC):
     def accept(self, literal: str) -> Reading[bool]:
         """Read this if it comes next."""
         while not self._text.startswith(literal, self._at):
-            if not literal.startswith(self._text[self._at :]) or not (yield from self.more()):
+            rest = self._text[self._at : self._at + len(literal)]
+            if not literal.startswith(rest) or not (yield from self.more()):
                 return False
         self._at += len(literal)
         return True
@@ -203,10 +206,11 @@ class Parser(ABC):
         if text := self.pending:
             line = text[text.rfind("\n") + 1 :]
             self._line_is_blank = not line.strip() and ("\n" in text or self._line_is_blank)
-            text = self._blank + text
             solid = text.rstrip()
-            self._blank = text[len(solid) :]
-            self._emit(Content(solid))
+            if solid:
+                self._emit(self._prose("".join(self._blank) + solid))
+                self._blank = []
+            self._blank.append(text[len(solid) :])
         self.drop()
 
     def start_call(self, name: str) -> None:

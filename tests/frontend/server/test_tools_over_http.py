@@ -13,6 +13,8 @@ import openai
 import pytest
 
 import pagewire.demo
+from pagewire.frontend.async_llm import AsyncLLM
+from pagewire.frontend.server.app import create_app
 from pagewire.frontend.server.options import ServerOptions
 from pagewire.frontend.tokenizer import Tokenizer, load_tokenizer
 from pagewire.ipc.messages import EngineInfo
@@ -176,6 +178,37 @@ def test_a_function_or_any_is_demanded(replay: Replay) -> None:
         assert [call[1:] for call in calls] == [["clock", "{}"], ["get_weather", '{"city": "Köln"}']]
 
 
+def test_some_of_the_tools_are_allowed(replay: Replay) -> None:
+    replay.text = '[{"name": "clock", "parameters": {}}]'
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "clock"}}]}
+    choice: Any = {"type": "allowed_tools", "allowed_tools": allowed}
+    with replay.serve(tool_call_parser="mistral") as url, client_of(url) as client:
+        message = (
+            client.chat.completions.create(
+                model="fake",
+                messages=ASK,
+                tools=[WEATHER, CLOCK],
+                tool_choice=choice,  # type: ignore[list-item]
+            )
+            .choices[0]
+            .message
+        )
+        assert calls_of(message) == [("clock", "{}")]
+        assert message.tool_calls and len(message.tool_calls[0].id) == 9  # as the model's template wants it
+        schema = json.loads(replay.last.params.structured_outputs.json)
+        assert list(schema["$defs"]) == ["clock"] and "get_weather" not in replay.prompt
+
+
+def test_a_template_of_the_server_that_cannot_be_used(replay: Replay) -> None:
+    engine = AsyncLLM.attach(replay.core.address)
+    try:
+        for template, message in (("nowhere.jinja", "neither a template"), ("{% if %}", "not valid")):
+            with pytest.raises(ValueError, match=message):
+                create_app(engine, ServerOptions(chat_template=template))
+    finally:
+        engine.shutdown()
+
+
 def test_no_tools(replay: Replay) -> None:
     replay.text = HERMES
     request: Any = {"model": "fake", "messages": ASK, "tools": [WEATHER], "tool_choice": "none"}
@@ -226,6 +259,14 @@ def test_what_is_refused(replay: Replay) -> None:
         refused(
             "tool_choice", "must be 'none'", tools=[WEATHER], tool_choice={"type": "function", "function": 3}
         )
+        for allowed, message in (
+            (None, "needs a mode"),
+            ({"mode": "none"}, "needs a mode"),
+            ({"mode": "required", "tools": [{"type": "function", "function": {"name": "x"}}]}, "no tool 'x'"),
+            ({"mode": "required"}, "needs tools"),
+        ):
+            choice = {"type": "allowed_tools", "allowed_tools": allowed}
+            refused("tool_choice", message, tools=[WEATHER], tool_choice=choice)
         refused("tools", "two of them are called 'clock'", tools=[CLOCK, CLOCK])
         refused("tools", r"tools\[0\] must be", tools=[{"type": "code_interpreter"}])
         refused(
@@ -236,3 +277,60 @@ def test_what_is_refused(replay: Replay) -> None:
                     tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}])  # fmt: skip
         refused("tool_choice", "cannot be structured otherwise", tools=[WEATHER], tool_choice="required",
                 extra_body={"guided_regex": "a"})  # fmt: skip
+
+
+def test_reasoning_is_told_apart(replay: Replay) -> None:
+    replay.text = "<think>\nHm, Köln.\n</think>\n\n" + HERMES
+    flags: Any = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    request: Any = {"model": "fake", "messages": ASK, "tools": [WEATHER, CLOCK]}
+    with replay.serve(**flags) as url, client_of(url) as client:
+        message = client.chat.completions.create(**request).choices[0].message
+        assert message.reasoning_content == "Hm, Köln."
+        assert message.content == "Let me see." and len(message.tool_calls) == 2
+        thoughts = content = ""
+        for chunk in client.chat.completions.create(**request, stream=True):
+            thoughts += getattr(chunk.choices[0].delta, "reasoning_content", None) or ""
+            content += chunk.choices[0].delta.content or ""
+        assert (thoughts, content) == ("Hm, Köln.", "Let me see.")
+        plain = client.chat.completions.create(model="fake", messages=ASK).choices[0].message
+        assert plain.reasoning_content == "Hm, Köln." and plain.content == HERMES  # type: ignore[attr-defined]
+        replay.text = '{"a": "</think>"}'
+        forced = client.chat.completions.create(
+            model="fake", messages=ASK, response_format={"type": "json_object"}
+        )
+        assert forced.choices[0].message.content == replay.text
+
+
+def test_templates_of_requests(replay: Replay, tmp_path: Path) -> None:
+    replay.text = "ok"
+    file = tmp_path / "secret"
+    file.write_text("secret")
+
+    def ask(template: str, **variables: Any) -> str:
+        body = {"chat_template": template, "chat_template_kwargs": variables}
+        client.chat.completions.create(model="fake", messages=ASK, extra_body=body)
+        return replay.prompt
+
+    with (
+        replay.serve() as url,
+        client_of(url) as client,
+        pytest.raises(openai.BadRequestError, match="not allowed"),
+    ):
+        ask("{{ 1 }}")
+    with replay.serve(trust_request_chat_template=True) as url, client_of(url) as client:
+        assert ask("{{ x }}{{ messages | length }}", x=2, y=3) == "21"
+        for template, message in (
+            (str(file), "neither a template"),
+            ("{{ 9 ** 9999 }}", "numbers that are too large"),
+            (
+                "{% for i in range(99999) %}{{ messages[0].content * 1000 }}{% endfor %}",
+                "more than 16777216 char",
+            ),
+            ("{{ raise_exception('no') }}", "refuses the conversation: no"),
+            ("{% if %}", "not valid"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=message):
+                ask(template)
+        with pytest.raises(openai.BadRequestError, match="cannot set tokenize") as caught:
+            ask("{{ 1 }}", tokenize=True)
+        assert caught.value.param == "chat_template_kwargs"
