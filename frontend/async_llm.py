@@ -117,13 +117,24 @@ class AsyncLLM:
         curve: CurveKeys | None = None,
         tokenizer: str | None = None,
         timeout: float | None = 10.0,
+        name: str = "attached",
+        otlp_traces_endpoint: str | None = None,
     ) -> AsyncLLM:
-        """Attach to a running core. `timeout`: seconds to wait for one to answer there.
+        """Attach to a running core. `timeout`: seconds to wait for one to answer there. `name`: ours, in the core's
+        log and metrics. `otlp_traces_endpoint`: URL of an OpenTelemetry collector that gets a span per request.
 
         Raises:
             EngineDeadError: nobody answers. ProtocolError: another version. ValueError: a bad address.
         """
-        return cls(Session.attach(address, curve=curve, tokenizer=tokenizer, timeout=timeout))
+        session = Session.attach(
+            address,
+            curve=curve,
+            tokenizer=tokenizer,
+            timeout=timeout,
+            name=name,
+            traces_endpoint=otlp_traces_endpoint,
+        )
+        return cls(session)
 
     # -------------------------------------------------------------- requests
 
@@ -140,7 +151,8 @@ class AsyncLLM:
         """Stream the outputs of one request, as `sampling_params.output_kind` wants them.
 
         Leaving the loop, closing the generator or cancelling its task aborts the request. A consumer that is
-        slower than the engine gets several tokens at once. `trace_headers` are accepted without effect.
+        slower than the engine gets several tokens at once. `trace_headers`: W3C trace context (`traceparent`), of
+        the span that the request's is to be a child of; without effect unless traces are sent.
 
         Raises:
             ValueError, TypeError: what is wrong with the prompt or the parameters; an id that is in use.
@@ -181,7 +193,7 @@ class AsyncLLM:
         listener = mailbox.open(keys)
         states: list[RequestState] = []
         try:
-            states = self.session.submit(prepared, mailbox)
+            states = self.session.submit(prepared, mailbox, trace_headers)
             places = {state.key: (index, state) for index, state in enumerate(states)}
             while places:
                 if outputs := self._take(places, await listener.wait()):
@@ -229,6 +241,10 @@ class AsyncLLM:
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End one or several requests; their generators end with the finish reason "abort"."""
         self.session.abort(self.session.find([request_id] if isinstance(request_id, str) else request_id))
+
+    async def abort_any(self, request_id: str) -> int:
+        """End the requests of this id, whichever frontend they are of; how many sequences that were."""
+        return int(await self._call("abort_request", request_id))
 
     async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         """Pooling models are not supported yet: raises NotImplementedError."""

@@ -202,6 +202,11 @@ class RequestState:
         return all(output.finish_reason is not None for output in self._outputs)
 
     @property
+    def metrics(self) -> RequestMetrics:
+        """When things happened so far."""
+        return self._metrics
+
+    @property
     def output_token_ids(self) -> list[list[int]]:
         """All tokens generated so far, by output: with them, the request can be sent to another core."""
         return [list(output.token_ids) for output in self._outputs]
@@ -281,7 +286,7 @@ class RequestState:
         metrics.last_token_time = now
         if self.finished:
             metrics.finished_time = now
-        if timing is not None and metrics.first_token_time is None:
+        if timing is not None and timing.first_token and metrics.first_token_time is None:
             metrics.time_in_queue = timing.scheduled - timing.arrived
             metrics.first_scheduled_time = metrics.arrival_time + metrics.time_in_queue
             metrics.first_token_time = metrics.arrival_time + timing.first_token - timing.arrived

@@ -22,7 +22,7 @@ class AbortRequest(msgspec.Struct):
 
 
 class AbortResponse(msgspec.Struct):
-    """Which of them were open here, and are so no longer."""
+    """Which of them were open, on this or another server of the engine, and are so no longer."""
 
     aborted: list[str]
 
@@ -69,7 +69,8 @@ def routes(service: Service) -> list[Operation]:
     async def abort(request: Request) -> Response:
         asked = (await read_request(request, TO_ABORT, service.options)).request_id
         names = [asked] if isinstance(asked, str) else asked
-        return json_response(AbortResponse([name for name in names if service.abort(name)]))
+        aborted = [name for name in names if service.abort(name) or await engine.abort_any(name)]
+        return json_response(AbortResponse(aborted))
 
     answer = dict[str, bool]
     clear = Query("clear_cache", "boolean", "forget cached prefixes as well (default: true)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 from msgspec import UNSET
@@ -29,7 +29,7 @@ from pagewire.frontend.server.protocol import (
     ChatRequest,
     ToolCall,
 )
-from pagewire.frontend.server.reply import ParsedReply, ReplyDelta, ReplyParser, TextReply, joined
+from pagewire.frontend.server.reply import ParsedReply, ReplyDelta, ReplyParser, TextReply, joined, read
 from pagewire.frontend.server.sampling import (
     best_outputs,
     check_stream_options,
@@ -42,6 +42,8 @@ from pagewire.frontend.server.tools.choice import ToolUse, tool_use
 from pagewire.frontend.server.tools.history import read_history
 from pagewire.frontend.server.tools.reasoning import thinking
 from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
+
+Outputs: TypeAlias = AsyncGenerator[list[tuple[int, RequestOutput]], None]
 
 
 def routes(service: Service) -> list[Operation]:
@@ -76,30 +78,31 @@ async def answer(service: Service, request: ChatRequest, exchange: Exchange) -> 
     writer = ChatWriter(service, request, exchange, tools)
     check_chat(request)
     prompt = await prompt_of(service, request, tools)
+    params = params_of(service, request, tools)
     exchange.prompt = prompt.get("prompt", "")
-    max_tokens = (
-        request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    )
-    params = sampling_params(
-        service, request, max_tokens, (request.top_logprobs or 0) if request.logprobs else None
-    )
-    params = demanding(params, tools)
     if request.use_beam_search:
         (output,) = await beam_outputs(service, request, [prompt], params, exchange.id)
         return writer.whole(output)
-    news = service.engine.generate_all(
-        [salted(prompt, request.cache_salt)],
-        params,
-        exchange.id,
-        priority=request.priority or 0,
-        trace_headers=exchange.headers,
-    )
+    news = generate(service, request, exchange, prompt, params)
     if request.stream:
         return writer.stream(news)
     async with aclosing(news):
         async for ((_, output),) in news:
             final = output
     return writer.whole(final)
+
+
+def generate(
+    service: Service, request: ChatRequest, exchange: Exchange, prompt: TokensPrompt, params: SamplingParams
+) -> Outputs:
+    """The engine's outputs, as they come."""
+    return service.engine.generate_all(
+        [salted(prompt, request.cache_salt)],
+        params,
+        exchange.id,
+        priority=request.priority or 0,
+        trace_headers=exchange.headers,
+    )
 
 
 def check_chat(request: ChatRequest) -> None:
@@ -134,6 +137,17 @@ def tools_of(service: Service, request: ChatRequest) -> ToolUse:
     if options.reasoning_parser is None or structure(request) is not None:
         return tools
     return thinking(tools, options.reasoning_parser)
+
+
+def params_of(service: Service, request: ChatRequest, tools: ToolUse) -> SamplingParams:
+    """The engine's parameters.
+
+    Raises:
+        APIError, ValueError, TypeError: a value out of range, or contradictions.
+    """
+    most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    return demanding(sampling_params(service, request, most, logprobs), tools)
 
 
 def demanding(params: SamplingParams, tools: ToolUse) -> SamplingParams:
@@ -239,7 +253,7 @@ class ChatWriter:
         )
         return sse.ENCODER.encode(completion)
 
-    async def stream(self, news: AsyncGenerator[list[tuple[int, RequestOutput]], None]) -> Events:
+    async def stream(self, news: Outputs) -> Events:
         """The answer as events, all that is new in one piece. The first event tells the role."""
         async with aclosing(news):
             async for ((_, output),) in news:
@@ -269,13 +283,7 @@ class ChatWriter:
         """What the next text of an output says."""
         if part.index not in self._parsers:
             self._parsers[part.index] = reply_parser(self.tools)
-        parser = self._parsers[part.index]
-        delta = parser.feed(part.text)
-        if part.finish_reason is not None:
-            last = parser.finish()
-            delta.content += last.content
-            delta.reasoning += last.reasoning
-            delta.tool_calls = joined(delta.tool_calls + last.tool_calls)
+        delta = read(self._parsers[part.index], part.text, part.finished())
         if delta.tool_calls:
             self._called.add(part.index)
         return delta

@@ -68,6 +68,17 @@ class ParsedReply:
         return told(self._parser.finish())
 
 
+def read(parser: ReplyParser, text: str, ended: bool) -> ReplyDelta:
+    """What the next text of an output says. ended: it is the last."""
+    delta = parser.feed(text)
+    if ended:
+        last = parser.finish()
+        delta.content += last.content
+        delta.reasoning += last.reasoning
+        delta.tool_calls = joined(delta.tool_calls + last.tool_calls)
+    return delta
+
+
 def told(deltas: list[Delta]) -> ReplyDelta:
     """A parser's deltas as answers tell them."""
     reply = ReplyDelta()

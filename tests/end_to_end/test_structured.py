@@ -49,5 +49,6 @@ def test_every_finished_output_validates(llm: LLM) -> None:
             except (ValueError, jsonschema.ValidationError) as error:
                 wrong.append((entry, completion.text, str(error)))
     print(finished)
-    for w in wrong: print(w)
+    for w in wrong:
+        print(w)
     assert not wrong
