@@ -222,8 +222,9 @@ def test_a_deadline(serve: Callable[..., Client], core: FakeCore) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_abort(serve: Callable[..., Client], core: FakeCore, stream: bool) -> None:
-    """By the answer's id."""
+    """By the answer's id; what is not open here is the core's to know."""
     client = serve(enable_admin=True)
+    core.calls["abort_request"] = lambda name: 0
 
     async def play() -> Answer:
         call = client.call("POST", COMPLETIONS, {"prompt": "w5", "stream": stream})
