@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +15,11 @@ import pytest
 import pagewire.demo
 from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.frontend.server.app import create_app
-from pagewire.frontend.server.listening import HTTPServer, bound, url_of
 from pagewire.frontend.server.options import ServerOptions
 from pagewire.frontend.tokenizer import Tokenizer, load_tokenizer
 from pagewire.ipc.messages import EngineInfo
 
+from ...serving import serving
 from ..conftest import FakeCore
 
 DEMO = Path(pagewire.demo.__file__).parent
@@ -66,21 +64,8 @@ class Replay:
     @contextmanager
     def serve(self, **options: Any) -> Iterator[str]:
         """The URL of a server on it, in a thread."""
-        chosen = ServerOptions(port=0, chat_template=TEMPLATE, **options)
-        ready, loop = threading.Event(), asyncio.new_event_loop()
-        with bound(chosen) as listening:
-            engine = AsyncLLM.attach(self.core.address)
-            server = HTTPServer(create_app(engine, chosen), chosen, ready.set)
-            thread = threading.Thread(target=loop.run_until_complete, args=(server.serve([listening]),))
-            thread.start()
-            try:
-                assert ready.wait(20)
-                yield url_of(listening, chosen) + "/v1"
-            finally:
-                server.should_exit = True
-                thread.join()
-                loop.close()
-                engine.shutdown()
+        with serving(self.core.address, ServerOptions(port=0, chat_template=TEMPLATE, **options)) as url:
+            yield url + "/v1"
 
     @property
     def last(self) -> Any:
