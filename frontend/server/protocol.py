@@ -6,12 +6,35 @@ Every field of a request may be null, which means that it is not given. Fields t
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 # ---------------------------------------------------------------- parts of requests
+
+PART = {
+    "type": "object",
+    "properties": {"type": {"enum": ["text", "input_text", "output_text"]}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+# A message is kept as it is: templates may read fields that nobody else knows. It is described all the same.
+InputMessage: TypeAlias = Annotated[
+    dict[str, Any],
+    msgspec.Meta(
+        extra_json_schema={
+            "title": "InputMessage",
+            "properties": {
+                "role": {"type": "string", "examples": ["system", "user", "assistant", "tool"]},
+                "content": {
+                    "anyOf": [{"type": "string"}, {"type": "array", "items": PART}, {"type": "null"}]
+                },
+            },
+            "required": ["role"],
+        }
+    ),
+]
+InputMessages: TypeAlias = Annotated[list[InputMessage], msgspec.Meta(extra_json_schema={"minItems": 1})]
 
 
 class StreamOptions(msgspec.Struct):
@@ -123,7 +146,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     add_generation_prompt, continue_final_message, documents, chat_template, chat_template_kwargs: for the template.
     """
 
-    messages: list[dict[str, Any]]
+    messages: InputMessages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -352,7 +375,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: InputMessages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

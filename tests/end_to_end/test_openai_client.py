@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
+import pydantic
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
@@ -144,6 +145,28 @@ def test_extra_parameters(client: OpenAI) -> None:
     assert biased.choices[0].text
     echoed = client.completions.create(model="demo", prompt=PROMPT, echo=True, max_tokens=0, logprobs=1)
     assert echoed.choices[0].text == PROMPT
+
+
+class Statement(pydantic.BaseModel):
+    """What is asked for."""
+
+    keyword: Literal["with", "for"]
+    lines: int = pydantic.Field(ge=0, le=99)
+
+
+def test_parsed_answers(client: OpenAI) -> None:
+    more: Any = {"messages": QUESTION, "temperature": 1.0, "seed": 1, "max_tokens": 100}
+    answer = client.chat.completions.parse(model="demo", response_format=Statement, **more)
+    assert isinstance(answer.choices[0].message.parsed, Statement)
+    with client.chat.completions.stream(model="demo", response_format=Statement, **more) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].message.parsed == answer.choices[0].message.parsed
+    chosen = client.completions.create(
+        model="demo", prompt=PROMPT, extra_body={"guided_choice": ["positive", "negative"]}
+    )
+    assert chosen.choices[0].text in ("positive", "negative")
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="demo", prompt=PROMPT, extra_body={"guided_regex": "("})
 
 
 def test_errors(client: OpenAI, server: Server) -> None:
