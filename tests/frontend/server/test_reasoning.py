@@ -81,7 +81,10 @@ def test_thoughts_come_at_once() -> None:
     assert parser.feed("<think>\nHm <") == [Reasoning("Hm")]
     assert parser.feed("b> </") == [Reasoning(" <b>")]
     assert parser.feed("think>\n\nWell <to") == [Content("Well")]
-    assert parser.feed('ol_call>{"name": "f", "arguments": {') == [CallStart(0, "0", "f"), Arguments(0, "{")]
+    assert parser.feed('ol_call>{"name": "f", "arguments": {"') == [
+        CallStart(0, "0", "f"),
+        Arguments(0, '{"'),
+    ]
 
 
 def test_which_parser() -> None:

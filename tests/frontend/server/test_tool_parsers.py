@@ -134,13 +134,17 @@ EXAMPLES: list[tuple[type[Parser], str, str | None, list[Call]]] = [
     ),
     (Llama3JSON, 'So:\n {"name": "f", "parameters": {}}\n\nDone', "So:\n \n\nDone", [("f", "{}")]),
     (Llama3JSON, '{"name": "f", "parameters": {}}; done', "; done", [("f", "{}")]),
+    (Llama3JSON, 'So: {"name": "f", "parameters": { }} ok?', "So:  ok?", [("f", "{ }")]),
     (Llama3JSON, 'x <|python_tag|> {"name": "f", "parameters": {"a', "x", [("f", '{"a')]),
     *(
         (Llama3JSON, text, text, [])
         for text in (
             '{"name": "Bob"}',
             '{"name": "Bob", "age": 4}',
-            'inline {"name": "f", "parameters": {}}',
+            '{"name": "f", "parameters": {invalid json}',
+            "{\"name\": \"f\", \"parameters\": {'a': 1}}",
+            '{"parameters": {"a": nope}, "name": "f"}',
+            '{"name": "f", "parameters": {',
             "{\n",
             "{}\n{{\n{",
             "<|python_tag|>import math",
