@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagewire.frontend.async_llm import AsyncLLM
-from pagewire.frontend.server.logs import JSONFormatter
 from pagewire.frontend.server.openapi import Operation
 from pagewire.frontend.server.options import ServerOptions
+from pagewire.ipc.logs import JsonFormatter
 
 from ..conftest import FakeCore
 from .client import Client
@@ -201,7 +201,7 @@ def test_one_line_per_request(serve: Callable[..., Client], core: FakeCore, capl
     client = serve(max_log_len=4)
     answer = client.post("/v1/completions", {"prompt": "w5 w6"}, **{"x-request-id": "mine\xe9 x=1"})
     (record,) = caplog.records
-    facts = json.loads(JSONFormatter().format(record))
+    facts = json.loads(JsonFormatter().format(record))
     assert facts["id"] == answer.json["id"] and facts["request_id"] == "mine\xe9 x=1"
     assert (facts["status"], facts["tokens_in"], facts["tokens_out"]) == (200, 2, 3)
     assert facts["finish"] == "length" and facts["ttft_ms"] > 0 and facts["prompt"] == "w5 w"
