@@ -322,7 +322,7 @@ class EngineCore:
 
     def _reject(self, client: Client, submitted: SubmitRequest, why: Exception) -> None:
         error, kind = str(why), type(why).__name__
-        self.metrics.num_refused += 1
+        self.metrics.num_refused["busy" if isinstance(why, EngineBusyError) else "invalid"] += 1
         logger.warning("refused request %s of %s: %s", submitted.request_id, client.label, error)
         if submitted.key in client.requests:  # an error delta would end the live request of that key
             self.clients.send(client.identity, messages.Refused(error=error))

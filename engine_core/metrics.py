@@ -103,7 +103,7 @@ class Metrics:
         self.step_seconds = Distribution(STEP)
         self.turn_seconds = Distribution(TURN)
         self.rates = Rates()
-        self.num_refused = 0
+        self.num_refused = {"busy": 0, "invalid": 0}
         self.num_finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
 
     def submitted(self, group: Sequence[Request]) -> None:
@@ -253,7 +253,9 @@ def own(core: EngineCore) -> Iterator[Row]:
             yield gauge("pagewire:frontend_requests", text, number, labels)
     yield gauge("pagewire:paused", "1 while new requests are held back.", int(core.control.paused))
     yield gauge("pagewire:asleep", "1 while the worker has given memory back.", int(core.control.asleep))
-    yield counter("pagewire:requests_refused_total", "Requests refused on arrival.", kept.num_refused)
+    text = "Requests refused on arrival: too many wait (busy), or they cannot be served (invalid)."
+    for reason, number in kept.num_refused.items():
+        yield counter("pagewire:requests_refused_total", text, number, {"reason": reason})
     text = "Worker processes started in place of one that was lost."
     yield counter("pagewire:worker_restarts_total", text, core.worker.num_starts - 1)
     text = "Time in which the worker computed steps."
