@@ -138,6 +138,7 @@ class Runner:
             raise LoadError(
                 f"cannot take {self.num_blocks * self.block_bytes} bytes of KV memory: {error}"
             ) from error
+        self.device.populate([cache for pair in self.caches for cache in pair])
 
     def warm_up(self) -> None:
         """Run one token, so that no request pays for what happens only once. Writes nowhere that matters."""

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import mmap
+import platform
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
-from pagewire.kernels.cpu.memory import ALIGNMENT, CHUNK, forget_mapped_files, zeros
+from pagewire.kernels.cpu.memory import (
+    ALIGNMENT,
+    CHUNK,
+    LARGE_PAGE,
+    MADV_POPULATE_WRITE,
+    forget_mapped_files,
+    populate,
+    zeros,
+)
 
 
 def test_tensors_are_zero_aligned_and_apart() -> None:
@@ -32,6 +44,33 @@ def test_a_tensor_outlives_its_neighbours() -> None:
 def test_what_is_too_much_is_an_error() -> None:
     with pytest.raises((OSError, OverflowError)):
         zeros((1 << 60,), torch.float32)
+
+
+def can_populate() -> bool:
+    try:
+        mmap.mmap(-1, mmap.PAGESIZE).madvise(MADV_POPULATE_WRITE)
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not can_populate(), reason=f"Linux {platform.release()} has no MADV_POPULATE_WRITE")
+def test_pages_are_there_before_they_are_written() -> None:
+    tensors = [zeros((CHUNK,), torch.uint8) for _ in range(2)]
+    before = psutil.Process().memory_info().rss
+    populate(tensors, CHUNK).join()
+    grown = psutil.Process().memory_info().rss - before
+    assert CHUNK <= grown <= CHUNK + 2 * LARGE_PAGE  # half of each, and what else happens
+    assert not any(tensor.any() for tensor in tensors)
+
+
+def test_populating_ends_with_the_tensors() -> None:
+    tensors = [zeros((CHUNK,), torch.uint8)]
+    thread = populate(tensors, CHUNK)
+    tensors.clear()
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def mapped(path: Path, size: int) -> torch.Tensor:
