@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
+import socket
 from typing import TYPE_CHECKING, Any
 
 from pagewire.cli.options import (
@@ -43,27 +44,26 @@ def run(options: argparse.Namespace) -> int:
     """Serve until stopped."""
     from pagewire.cli.engine import opened
     from pagewire.frontend import async_llm
+    from pagewire.frontend.server.listening import bound
     from pagewire.ipc import logs
 
     server_options = take_server_options(options)
-    os.environ.setdefault("PAGEWIRE_LOGGING_LEVEL", "INFO")
+    os.environ.setdefault("PAGEWIRE_LOGGING_LEVEL", "INFO")  # of a core that is spawned
     logs.configure(server_options.log_format)
-    with opened(options, server_options.restarts) as engine:
-        async_llm.run(serve(engine, server_options))
+    with bound(server_options) as listening, opened(options, server_options.restarts) as engine:
+        async_llm.run(serve(engine, server_options, listening))
     return 0
 
 
-async def serve(engine: AsyncLLM, options: ServerOptions) -> None:
+async def serve(engine: AsyncLLM, options: ServerOptions, listening: socket.socket) -> None:
     """Serve an engine until stopped."""
     from pagewire.frontend.server.app import create_app
-    from pagewire.frontend.server.listening import HTTPServer, listen, url_of
+    from pagewire.frontend.server.listening import HTTPServer, url_of
 
-    app = create_app(engine, options)
-    with listen(options) as socket:
-        server = HTTPServer(
-            app, options, on_ready=lambda: print(f"ready {url_of(socket, options)}", flush=True)
-        )
-        await server.serve(sockets=[socket])
+    def ready() -> None:
+        print(f"ready {url_of(listening, options)}", flush=True)
+
+    await HTTPServer(create_app(engine, options), options, ready).serve(sockets=[listening])
 
 
 def take_server_options(options: argparse.Namespace) -> ServerOptions:
@@ -88,15 +88,24 @@ def take_server_options(options: argparse.Namespace) -> ServerOptions:
         raise UsageError("give a MODEL, or --attach ADDRESS")
     given |= {name: value for name, value in vars(options).items() if name in NAMES}
     try:
-        found = ServerOptions(**{name: as_list(value) for name, value in given.items()})
+        found = ServerOptions(**{name: as_list(name, value) for name, value in given.items()})
         found.check()
     except (ValueError, TypeError) as error:
         raise UsageError(str(error)) from error
+    if found.restarts and options.attach:
+        raise UsageError("--restarts has no effect with --attach: the core is somebody else's")
     return found
 
 
-def as_list(value: Any) -> Any:
-    """A list that may be given as JSON: '["GET", "POST"]'."""
-    if isinstance(value, list) and len(value) == 1 and str(value[0]).startswith("["):
+def as_list(name: str, value: Any) -> Any:
+    """A list that may be given as JSON: '["GET", "POST"]'.
+
+    Raises:
+        ValueError: it is not valid JSON.
+    """
+    if not (isinstance(value, list) and len(value) == 1 and str(value[0]).startswith("[")):
+        return value
+    try:
         return json.loads(value[0])
-    return value
+    except ValueError as error:
+        raise ValueError(f"{name}: {value[0]!r} is not valid JSON: {error}") from None

@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 
 import zmq
 
@@ -20,6 +21,7 @@ from pagewire.engine_core.admission import check_request
 from pagewire.engine_core.clients import Client, Clients
 from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.control import Control
+from pagewire.engine_core.grammar import Compilation, GrammarError, Grammars, load_tokenizer
 from pagewire.engine_core.metrics import Metrics, summary
 from pagewire.engine_core.request import Request, State, sequences
 from pagewire.engine_core.scheduler import Outcome, Scheduler
@@ -49,6 +51,7 @@ class EngineCore:
 
     scheduler: Scheduler
     metrics: Metrics
+    grammars: Grammars
     info: EngineInfo
 
     def __init__(self, config: EngineConfig, worker: Worker, clients: Clients, lifeline_fd: int = -1) -> None:
@@ -63,14 +66,15 @@ class EngineCore:
         self._poller = zmq.Poller()
         self._poller.register(clients.socket, zmq.POLLIN)
         self._poller.register(worker.socket, zmq.POLLIN)
-        self._stop_fd, self._stop_write_fd = os.pipe()
-        os.set_blocking(self._stop_write_fd, False)
-        for fd in (self._stop_fd, lifeline_fd):
+        self._wake_fd, self._wake_write_fd = os.pipe()
+        os.set_blocking(self._wake_write_fd, False)
+        for fd in (self._wake_fd, lifeline_fd):
             if fd >= 0:
                 self._poller.register(fd, zmq.POLLIN)
         self._stop_by: float | None = None
         self._outcomes: list[Outcome] = []
         self._held: list[Request] = []
+        self._compiling: dict[Request, Compilation] = {}
         self._greeted: list[tuple[bytes, messages.Hello]] = []
         self._arrivals = 0
         self._failed_starts = 0
@@ -105,12 +109,19 @@ class EngineCore:
         """
         now = time.monotonic()
         self._stop_by = now if self._stop_by is not None else now + drain_seconds
-        os.write(self._stop_write_fd, b"x")
+        self._wake()
+
+    def _wake(self) -> None:
+        """End the wait of the loop. Safe in a signal handler and in any thread."""
+        with suppress(BlockingIOError):  # it has been woken often enough
+            os.write(self._wake_write_fd, b"x")
 
     def _done(self) -> bool:
         if self._stop_by is None:
             return False
-        idle = not self.started or (not self.scheduler.num_unfinished and not self.clients.behind)
+        idle = not self.started or not (
+            self.scheduler.num_unfinished or self._compiling or self.clients.behind
+        )
         return idle or time.monotonic() >= self._stop_by
 
     def _turn(self) -> None:
@@ -119,8 +130,8 @@ class EngineCore:
         awake_at = time.monotonic()
         if self._lifeline_fd in ready:
             self.stop(0.0)
-        if self._stop_fd in ready:
-            os.read(self._stop_fd, 64)
+        if self._wake_fd in ready:
+            os.read(self._wake_fd, 64)
         if self.worker.socket in ready:
             self._hear_worker()
         if self.worker.exit_fd in ready:
@@ -135,6 +146,7 @@ class EngineCore:
     def _advance(self) -> None:
         for client in self.clients.lost():
             self._drop(client.live_requests())
+        self._take_compiled()
         self.control.advance()
         self._launch()
         self.deliver()
@@ -196,6 +208,7 @@ class EngineCore:
             except ValueError as error:
                 raise CoreError(str(error)) from error
             self.info = self.config.engine_info(ready)
+            self.grammars = self._open_grammars()
             self.metrics = Metrics(self.info.max_model_len)
             self.started = True
             logger.info(
@@ -237,6 +250,7 @@ class EngineCore:
             self.worker.kill()
             return
         self._outcomes += outcomes
+        self._send_masks(now)
         self._stopwatch.restart(bool(self.scheduler.in_flight))
         self.worker_busy_us += result.busy_us
         self.worker_idle_us += result.idle_us if self._was_busy else 0
@@ -253,6 +267,15 @@ class EngineCore:
             if len(self.scheduler.in_flight) == 1:
                 self._stopwatch.restart(True)
             self.worker.send(plan)
+            if len(self.scheduler.in_flight) == 1:
+                self._send_masks(time.monotonic())
+
+    def _send_masks(self, now: float) -> None:
+        """The oldest step in flight may sample: all that it depends on is known."""
+        masks, outcomes = self.scheduler.masks(now)
+        self._outcomes += outcomes
+        if masks is not None:
+            self.worker.send(masks)
 
     # ------------------------------------------------------------ frontends
 
@@ -299,9 +322,12 @@ class EngineCore:
                 raise ValueError(f"request key {submitted.key} is in use")
             if self._stop_by is not None:
                 raise EngineBusyError("the engine core is shutting down and takes no new requests")
-            if self.scheduler.num_waiting + submitted.params.n > self.config.args.max_waiting:
-                raise EngineBusyError(f"{self.scheduler.num_waiting} requests wait already (max_waiting)")
+            num_waiting = self.scheduler.num_waiting + len(self._compiling)
+            if num_waiting + submitted.params.n > self.config.args.max_waiting:
+                raise EngineBusyError(f"{num_waiting} requests wait already (max_waiting)")
             check_request(submitted, self.info)
+            structure = submitted.params.structured_outputs
+            compilation = None if structure is None else self.grammars.submit(structure, time.monotonic())
         except (ValueError, TypeError, EngineBusyError) as error:
             self._reject(client, submitted, error)
             return
@@ -316,8 +342,46 @@ class EngineCore:
         self._arrivals += len(group)
         self.metrics.submitted(group)
         client.requests[submitted.key] = {request.index: request for request in group}
+        if compilation is not None:
+            self._compiling.update(dict.fromkeys(group, compilation))
+            self._take_compiled()
+            return
         self._held += group
         if not self.control.paused:
+            self.admit_held()
+
+    def _open_grammars(self) -> Grammars:
+        config = self.config
+        return Grammars(
+            lambda: load_tokenizer(config.tokenizer_folder(), config.eos_token_ids),
+            self.info.vocab_size,
+            seconds=env_float("PAGEWIRE_GRAMMAR_TIMEOUT_S", 10.0),
+            wake=self._wake,
+        )
+
+    def _take_compiled(self) -> None:
+        """Let requests go on whose grammar is compiled, and refuse those whose grammar cannot be."""
+        now = time.monotonic()
+        for request, compilation in list(self._compiling.items()):
+            try:
+                grammar = compilation.poll(now)
+                if grammar is None:
+                    continue
+                request.matcher = grammar.matcher(request.output_token_ids, request.params.ignore_eos)
+                self._held.append(request)
+            except GrammarError as error:
+                if request.index == 0:
+                    logger.warning("refused request %s: %s", request.request_id, error)
+                request.state = State.FINISHED
+                refusal = TokenDelta(
+                    *(request.key, request.index, []),
+                    finish_reason="error",
+                    error=str(error),
+                    error_type="ValueError",
+                )
+                self._outcomes.append((request, refusal))
+            del self._compiling[request]
+        if self._held and not self.control.paused:
             self.admit_held()
 
     def _reject(self, client: Client, submitted: SubmitRequest, why: Exception) -> None:
@@ -352,7 +416,9 @@ class EngineCore:
                 self.metrics.finished(request, reason, now)
 
     def _take_out(self, request: Request) -> None:
-        if request in self._held:
+        if self._compiling.pop(request, None) is not None:
+            request.state = State.FINISHED
+        elif request in self._held:
             self._held.remove(request)
             request.state = State.FINISHED
         else:
@@ -381,8 +447,8 @@ class EngineCore:
 
     @property
     def held(self) -> list[Request]:
-        """Requests that came while the core was paused, and wait for it to be resumed."""
-        return self._held
+        """Requests that wait for their grammar, or came while the core was paused and wait for it to be resumed."""
+        return [*self._compiling, *self._held]
 
     def deliver(self) -> None:
         """Send frontends what their requests gave."""

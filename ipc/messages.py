@@ -271,12 +271,27 @@ class StepPlan(Message, tag="plan"):
 
     Within each layer every KV write of the batch comes before every read: rows may share blocks that this
     very step fills.
+
+    masked: wait for the step's `Masks` before sampling; they come when the tokens of earlier steps are known.
     """
 
     step_id: int
     rows: list[Row]
     inits: list[SlotInit] = []
     freed_slots: list[int] = []
+    masked: bool = False
+
+
+class Masks(Message, tag="masks"):
+    """What rows under a grammar may sample; sent while the worker runs the step.
+
+    rows: indices into the plan's rows; the others may sample anything.
+    bits: int32 [len(rows), ceil(V / 32)]: bit i % 32 of word i // 32 is set if token i may come.
+    """
+
+    step_id: int
+    rows: list[int]
+    bits: Tensor
 
 
 class WorkerCall(Message, tag="call"):
@@ -362,5 +377,5 @@ class WorkerFailed(Message, tag="failed"):
 
 ToCore: TypeAlias = Hello | Submit | Abort | Call | Ping | Goodbye
 ToFrontend: TypeAlias = Welcome | Refused | Deltas | Reply | Pong | CoreDying
-ToWorker: TypeAlias = LoadModel | StepPlan | WorkerCall | Shutdown
+ToWorker: TypeAlias = LoadModel | StepPlan | Masks | WorkerCall | Shutdown
 FromWorker: TypeAlias = WorkerHello | Progress | Ready | StepResult | WorkerReply | WorkerFailed

@@ -109,7 +109,7 @@ class EngineArgs:
 
     def check(self) -> None:
         """Raise ValueError or TypeError for the first bad value."""
-        self._check_types()
+        check_types(self)
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_waiting"):
             check_int(name, getattr(self, name), 1)
         for name in ("num_threads", "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_model_len"):
@@ -132,20 +132,26 @@ class EngineArgs:
         names = self.served_model_name or self.model
         return [names] if isinstance(names, str) else list(names)
 
-    def _check_types(self) -> None:
-        hints = get_type_hints(type(self))
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            try:
-                msgspec.convert(value, hints[field.name])
-            except msgspec.ValidationError as error:
-                choices = field.metadata["choices"]
-                wanted = f"one of {', '.join(map(repr, choices))}" if choices else str(error)
-                kind = ValueError if choices else TypeError
-                raise kind(f"{field.name}: {wanted}; got {value!r}") from None
+
+def check_types(options: Any) -> None:
+    """Check a dataclass whose fields are made by `option`.
+
+    Raises:
+        TypeError: a value of a wrong type. ValueError: one that is no choice.
+    """
+    hints = get_type_hints(type(options))
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        try:
+            msgspec.convert(value, hints[field.name])
+        except msgspec.ValidationError as error:
             choices = field.metadata["choices"]
-            if choices and value not in choices:
-                raise ValueError(f"{field.name} must be one of {', '.join(map(str, choices))}, got {value!r}")
+            wanted = f"one of {', '.join(map(repr, choices))}" if choices else str(error)
+            kind = ValueError if choices else TypeError
+            raise kind(f"{field.name}: {wanted}; got {value!r}") from None
+        choices = field.metadata["choices"]
+        if choices and value is not None and value not in choices:
+            raise ValueError(f"{field.name} must be one of {', '.join(map(str, choices))}, got {value!r}")
 
 
 AsyncEngineArgs = EngineArgs

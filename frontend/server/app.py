@@ -10,18 +10,28 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
 from pagewire.frontend.async_llm import AsyncLLM
-from pagewire.frontend.server import admin, chat, completions, models, monitoring, openapi, tokenization
+from pagewire.frontend.server import (
+    admin,
+    chat,
+    completions,
+    models,
+    monitoring,
+    openapi,
+    responses,
+    tokenization,
+)
 from pagewire.frontend.server.errors import APIError
 from pagewire.frontend.server.front import middleware
 from pagewire.frontend.server.openapi import Operation
 from pagewire.frontend.server.options import ServerOptions
+from pagewire.frontend.server.page import page_routes
 from pagewire.frontend.server.responding import on_error, on_http_error
 from pagewire.frontend.server.service import Service
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError
 
 # Exceptions with an answer; Exception itself is answered, too, and logged with its traceback.
 TOLD = (APIError, EngineDeadError, EngineBusyError, ValueError, TypeError, msgspec.MsgspecError, Exception)
-FAMILIES = (completions, chat, models, tokenization, monitoring, admin)
+FAMILIES = (completions, chat, responses, models, tokenization, monitoring, admin)
 
 
 def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> Starlette:
@@ -36,7 +46,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> Starle
     routes: list[Operation] = [route for family in FAMILIES for route in family.routes(service)]
     routes.append(openapi.document_route(routes, service.options))
     app = Starlette(
-        routes=routes,
+        routes=[*routes, *page_routes()],
         middleware=middleware(options),
         exception_handlers={HTTPException: on_http_error, **dict.fromkeys(TOLD, on_error)},
     )

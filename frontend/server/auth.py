@@ -1,4 +1,7 @@
-"""Access by key: every path but /health is closed to who does not show one."""
+"""Access by key: every path is closed to who does not show one, but /health and the files of the page.
+
+A browser cannot show a key when it opens an address: the page asks for it, and shows it in every call it makes.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagewire.frontend.server.errors import APIError
+from pagewire.frontend.server.page import PATHS
 from pagewire.frontend.server.responding import error_response
 
-PUBLIC = frozenset({"/health"})
+PUBLIC = PATHS | {"/health"}
 
 
 class KeyCheck:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 from msgspec import UNSET
 
-from pagewire.frontend.chat import chat_prompt
+from pagewire.frontend.chat import chat_prompt, check_template
 from pagewire.frontend.inputs import TokensPrompt
 from pagewire.frontend.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.server import sse
@@ -29,13 +29,31 @@ from pagewire.frontend.server.protocol import (
     ChatRequest,
     ToolCall,
 )
-from pagewire.frontend.server.reply import ReplyDelta, ReplyParser, TextReply, joined
-from pagewire.frontend.server.sampling import best_outputs, check_stream_options, salted, sampling_params
-from pagewire.frontend.server.service import Service, off_loop
+from pagewire.frontend.server.reply import ParsedReply, ReplyDelta, ReplyParser, TextReply, joined, read
+from pagewire.frontend.server.sampling import (
+    best_outputs,
+    check_stream_options,
+    salted,
+    sampling_params,
+    structure,
+)
+from pagewire.frontend.server.service import LONG_TEXT, Service, off_loop
+from pagewire.frontend.server.tools.choice import ToolUse, tool_use
+from pagewire.frontend.server.tools.history import check_history
+from pagewire.frontend.server.tools.reasoning import thinking
+from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
+
+Outputs: TypeAlias = AsyncGenerator[list[tuple[int, RequestOutput]], None]
 
 
 def routes(service: Service) -> list[Operation]:
-    """The endpoint."""
+    """The endpoint.
+
+    Raises:
+        ValueError: the server's own chat template cannot be used.
+    """
+    if service.options.chat_template is not None and service.engine.session.tokenizer is not None:
+        check_template(service.tokenizer, service.options.chat_template)
     endpoint = Generation(service, "chatcmpl", ChatRequest, answer)
     return [
         Operation(
@@ -56,32 +74,35 @@ async def answer(service: Service, request: ChatRequest, exchange: Exchange) -> 
     Raises:
         APIError, ValueError, TypeError: what is wrong with the request. And what the engine raises.
     """
-    writer = ChatWriter(service, request, exchange)
+    tools = tools_of(service, request)
+    writer = ChatWriter(service, request, exchange, tools)
     check_chat(request)
-    prompt = await prompt_of(service, request)
+    prompt = await prompt_of(service, request, tools)
+    params = params_of(service, request, tools)
     exchange.prompt = prompt.get("prompt", "")
-    max_tokens = (
-        request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    )
-    params = sampling_params(
-        service, request, max_tokens, (request.top_logprobs or 0) if request.logprobs else None
-    )
     if request.use_beam_search:
         (output,) = await beam_outputs(service, request, [prompt], params, exchange.id)
         return writer.whole(output)
-    news = service.engine.generate_all(
-        [salted(prompt, request.cache_salt)],
-        params,
-        exchange.id,
-        priority=request.priority or 0,
-        trace_headers=exchange.headers,
-    )
+    news = generate(service, request, exchange, prompt, params)
     if request.stream:
         return writer.stream(news)
     async with aclosing(news):
         async for ((_, output),) in news:
             final = output
     return writer.whole(final)
+
+
+def generate(
+    service: Service, request: ChatRequest, exchange: Exchange, prompt: TokensPrompt, params: SamplingParams
+) -> Outputs:
+    """The engine's outputs, as they come."""
+    return service.engine.generate_all(
+        [salted(prompt, request.cache_salt)],
+        params,
+        exchange.id,
+        priority=request.priority or 0,
+        trace_headers=exchange.headers,
+    )
 
 
 def check_chat(request: ChatRequest) -> None:
@@ -98,7 +119,55 @@ def check_chat(request: ChatRequest) -> None:
         raise APIError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
 
 
-async def prompt_of(service: Service, request: ChatRequest) -> TokensPrompt:
+def tools_of(service: Service, request: ChatRequest) -> ToolUse:
+    """What the request's tools come to, and how its outputs are read.
+
+    Raises:
+        ValueError: what is wrong with them, or with calls in the messages.
+    """
+    check_history(request.messages)
+    options = service.options
+    tools = tool_use(
+        request.tools,
+        request.tool_choice,
+        parallel=request.parallel_tool_calls is not False,
+        parser=options.tool_call_parser,
+        auto=options.enable_auto_tool_choice,
+        prompt_unused=options.prompt_unused_tools,
+    )
+    if options.reasoning_parser is None or structure(request) is not None:
+        return tools
+    return thinking(tools, options.reasoning_parser)
+
+
+def params_of(service: Service, request: ChatRequest, tools: ToolUse) -> SamplingParams:
+    """The engine's parameters.
+
+    Raises:
+        APIError, ValueError, TypeError: a value out of range, or contradictions.
+    """
+    most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    return demanding(sampling_params(service, request, most, logprobs), tools)
+
+
+def demanding(params: SamplingParams, tools: ToolUse) -> SamplingParams:
+    """The parameters, with what the use of tools demands of the output.
+
+    Raises:
+        APIError: something else is demanded of it, too.
+    """
+    if tools.marks_are_special:
+        params = msgspec.structs.replace(params, skip_special_tokens=False)
+    if tools.schema is None:
+        return params
+    if params.structured_outputs is not None:
+        message = "tool_choice demands calls of the output, and so it cannot be structured otherwise"
+        raise APIError(400, message, param="tool_choice")
+    return msgspec.structs.replace(params, structured_outputs=StructuredOutputsParams(json=tools.schema))
+
+
+async def prompt_of(service: Service, request: ChatRequest, tools: ToolUse) -> TokensPrompt:
     """The conversation as a prompt.
 
     Raises:
@@ -119,16 +188,19 @@ async def prompt_of(service: Service, request: ChatRequest) -> TokensPrompt:
     continues = bool(request.continue_final_message)
     generation = not continues if request.add_generation_prompt is None else request.add_generation_prompt
     size = sum(len(str(message.get("content", ""))) for message in request.messages)
+    if request.chat_template is not None:
+        size += LONG_TEXT  # it may take its time
 
     def make() -> TokensPrompt:
         return chat_prompt(
             service.tokenizer,
             request.messages,
             chat_template=request.chat_template or service.options.chat_template,
+            template_files=request.chat_template is None,
             chat_template_content_format=service.options.chat_template_content_format,
             add_generation_prompt=generation,
             continue_final_message=continues,
-            tools=None if request.tool_choice == "none" else request.tools,
+            tools=tools.prompted,
             chat_template_kwargs=variables | (request.chat_template_kwargs or {}),
             add_special_tokens=bool(request.add_special_tokens),
         )
@@ -136,9 +208,9 @@ async def prompt_of(service: Service, request: ChatRequest) -> TokensPrompt:
     return await off_loop(size, make)
 
 
-def reply_parser(service: Service, request: ChatRequest) -> ReplyParser:
-    """What reads one output of this request."""
-    return TextReply()
+def reply_parser(tools: ToolUse) -> ReplyParser:
+    """What reads one output."""
+    return TextReply() if tools.new_parser is None else ParsedReply(tools.new_parser())
 
 
 def whole_calls(deltas: list[ToolCall]) -> list[ToolCall]:
@@ -153,8 +225,8 @@ class ChatWriter:
         APIError: when made, for a bad model or contradicting fields.
     """
 
-    def __init__(self, service: Service, request: ChatRequest, exchange: Exchange) -> None:
-        self.service, self.request, self.exchange = service, request, exchange
+    def __init__(self, service: Service, request: ChatRequest, exchange: Exchange, tools: ToolUse) -> None:
+        self.service, self.request, self.exchange, self.tools = service, request, exchange, tools
         self.model = service.model(request.model)
         self.options = check_stream_options(request)
         as_ids = request.return_tokens_as_token_ids
@@ -182,7 +254,7 @@ class ChatWriter:
         )
         return sse.ENCODER.encode(completion)
 
-    async def stream(self, news: AsyncGenerator[list[tuple[int, RequestOutput]], None]) -> Events:
+    async def stream(self, news: Outputs) -> Events:
         """The answer as events, all that is new in one piece. The first event tells the role."""
         async with aclosing(news):
             async for ((_, output),) in news:
@@ -211,14 +283,8 @@ class ChatWriter:
     def _read(self, part: CompletionOutput) -> ReplyDelta:
         """What the next text of an output says."""
         if part.index not in self._parsers:
-            self._parsers[part.index] = reply_parser(self.service, self.request)
-        parser = self._parsers[part.index]
-        delta = parser.feed(part.text)
-        if part.finish_reason is not None:
-            last = parser.finish()
-            delta.content += last.content
-            delta.reasoning += last.reasoning
-            delta.tool_calls = delta.tool_calls + last.tool_calls
+            self._parsers[part.index] = reply_parser(self.tools)
+        delta = read(self._parsers[part.index], part.text, part.finished())
         if delta.tool_calls:
             self._called.add(part.index)
         return delta
@@ -251,7 +317,8 @@ class ChatWriter:
 
     def _begin(self, output: RequestOutput) -> bytes:
         """The events that come first: each choice's role."""
-        delta = ChatDelta(role=self._role, content=self._opening)
+        content = self._opening if self.tools.schema is None else None  # there is none beside demanded calls
+        delta = ChatDelta(role=self._role, content=content)
         choices = [ChatChunkChoice(index=index, delta=delta) for index in range(self.request.n or 1)]
         ids = output.prompt_token_ids or [] if self.request.return_token_ids else UNSET
         return b"".join(self._chunk([choice], self._usage(), ids) for choice in choices)

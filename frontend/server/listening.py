@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,6 @@ from starlette.types import ASGIApp
 
 from pagewire.frontend.server.options import ServerOptions
 
-BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 5
 
 
@@ -55,25 +56,44 @@ class HTTPServer(uvicorn.Server):
         self.should_exit = True
 
 
-def listen(options: ServerOptions) -> socket.socket:
-    """A socket that listens where the options say.
+def bound(options: ServerOptions) -> socket.socket:
+    """A socket bound to where the options say, which does not listen yet.
 
     Raises:
         OSError: the address is in use, or cannot be had.
     """
-    if options.uds is None:
-        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        listening = socket.create_server((options.host, options.port), family=family, backlog=BACKLOG)
+    if options.uds is not None:
+        return bound_path(Path(options.uds))
+    listening = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Connections inherit it: the kernel drops a client that acknowledges, or takes, nothing for so long.
         stall_ms = round(1e3 * options.stall_seconds)
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall_ms)
-        return listening
-    path = Path(options.uds)
-    if path.is_socket():
-        path.unlink()  # left by a server that was killed
+        listening.bind((options.host, options.port))
+    except OSError as error:
+        listening.close()
+        raise OSError(f"cannot listen on {options.host}:{options.port}: {error.strerror}") from error
+    return listening
+
+
+def bound_path(path: Path) -> socket.socket:
+    """A Unix socket; one that a killed server has left there is replaced.
+
+    Raises:
+        OSError: a server listens there, or the path cannot be had.
+    """
     listening = socket.socket(socket.AF_UNIX)
-    listening.bind(options.uds)
-    listening.listen(BACKLOG)
+    try:
+        if path.is_socket():
+            with socket.socket(socket.AF_UNIX) as caller:
+                if caller.connect_ex(str(path)) == 0:
+                    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+            path.unlink()
+        listening.bind(str(path))
+    except OSError as error:
+        listening.close()
+        raise OSError(f"cannot listen on {path}: {error.strerror or error}") from error
     return listening
 
 

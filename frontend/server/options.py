@@ -9,11 +9,14 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-from pagewire.ipc.options import option
+from pagewire.frontend.server.tools.choice import PARSERS
+from pagewire.frontend.server.tools.reasoning import BEGUN
+from pagewire.ipc.options import check_types, option
 from pagewire.ipc.params import check_int, check_number
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
-TOOL_PARSERS = ("hermes", "mistral", "llama3_json", "pythonic")
+TOOL_PARSERS = tuple(PARSERS)
+REASONING_PARSERS = tuple(BEGUN)
 CERTIFICATE = (0, 1, 2)  # of a client: not asked for, asked for, required (as in `ssl`)
 
 
@@ -46,8 +49,8 @@ class ServerOptions:
     stall_seconds: float = option(120.0, "HTTP", "a TCP client that reads nothing for so long is dropped")
     drain_seconds: float = option(30.0, "HTTP", "time for open requests after SIGTERM; a second signal cuts it")
 
-    api_key: list[str] = option(None, "Access", "key(s) that clients must show, on every path but /health; also"
-        " PAGEWIRE_API_KEY", make=list)
+    api_key: list[str] = option(None, "Access", "key(s) that clients must show, on every path but /health and the"
+        " page's files; also PAGEWIRE_API_KEY", make=list)
     enable_admin: bool = option(False, "Access", "serve /pause, /resume, /sleep, /wake_up, /abort, ...")
 
     chat_template: str | None = option(None, "Chat", "template, file, or name of one of the model's")
@@ -56,9 +59,14 @@ class ServerOptions:
     trust_request_chat_template: bool = option(False, "Chat", "take chat templates from requests")
     response_role: str = option("assistant", "Chat", "role of the answers")
     enable_auto_tool_choice: bool = option(False, "Chat", "let the model choose tools (tool_choice: auto)")
+    reasoning_parser: str | None = option(None, "Chat", "how the model marks what it thinks first",
+        choices=REASONING_PARSERS)
+    prompt_unused_tools: bool = option(False, "Chat", "tell the model of its tools even with tool_choice: none")
     tool_call_parser: str | None = option(None, "Chat", "how the model writes tool calls", choices=TOOL_PARSERS)
 
     return_tokens_as_token_ids: bool = option(False, "Answers", "in log probabilities, tokens as 'token_id:ID'")
+    response_store_bytes: int = option(64 << 20, "Answers", "memory for answers of /v1/responses, so that they can"
+        " be continued and fetched; those used longest ago go first; 0: none is kept")
     restarts: int = option(0, "Answers", "how often to replace an engine core that dies (not with --attach)")
 
     uvicorn_log_level: str = option("warning", "Server log", "of the HTTP library", choices=LOG_LEVELS)
@@ -70,8 +78,10 @@ class ServerOptions:
 
     def check(self) -> None:
         """Raise ValueError or TypeError for the first bad value."""
+        check_types(self)
         check_int("port", self.port, 0, 65535)
         check_int("max_request_bytes", self.max_request_bytes, 1)
+        check_int("response_store_bytes", self.response_store_bytes, 0)
         check_int("max_log_len", self.max_log_len, -1)
         check_int("restarts", self.restarts, 0)
         for name in ("body_seconds", "stall_seconds", "drain_seconds"):

@@ -10,7 +10,9 @@ from typing import Protocol
 import msgspec
 from msgspec import UNSET
 
-from pagewire.frontend.server.protocol import ToolCall
+from pagewire.frontend.server.protocol import FunctionCall, ToolCall
+from pagewire.frontend.server.tools.deltas import CallStart, Content, Delta, Reasoning
+from pagewire.frontend.server.tools.parser import Parser
 
 
 class ReplyDelta(msgspec.Struct, omit_defaults=True):
@@ -49,6 +51,49 @@ class TextReply:
     def finish(self) -> ReplyDelta:
         """Nothing was held back."""
         return ReplyDelta()
+
+
+class ParsedReply:
+    """An answer with calls in it."""
+
+    def __init__(self, parser: Parser) -> None:
+        self._parser = parser
+
+    def feed(self, text: str) -> ReplyDelta:
+        """What the text says for certain."""
+        return told(self._parser.feed(text))
+
+    def finish(self) -> ReplyDelta:
+        """What is left."""
+        return told(self._parser.finish())
+
+
+def read(parser: ReplyParser, text: str, ended: bool) -> ReplyDelta:
+    """What the next text of an output says. ended: it is the last."""
+    delta = parser.feed(text)
+    if ended:
+        last = parser.finish()
+        delta.content += last.content
+        delta.reasoning += last.reasoning
+        delta.tool_calls = joined(delta.tool_calls + last.tool_calls)
+    return delta
+
+
+def told(deltas: list[Delta]) -> ReplyDelta:
+    """A parser's deltas as answers tell them."""
+    reply = ReplyDelta()
+    for delta in deltas:
+        if isinstance(delta, Content):
+            reply.content += delta.text
+        elif isinstance(delta, Reasoning):
+            reply.reasoning += delta.text
+        elif isinstance(delta, CallStart):
+            head = FunctionCall(delta.name, "")
+            reply.tool_calls.append(ToolCall(head, delta.index, delta.id, "function"))
+        else:
+            reply.tool_calls.append(ToolCall(FunctionCall(arguments=delta.text), delta.index))
+    reply.tool_calls = joined(reply.tool_calls)
+    return reply
 
 
 def joined(deltas: list[ToolCall]) -> list[ToolCall]:

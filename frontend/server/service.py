@@ -70,6 +70,6 @@ class Service:
 
 async def off_loop(size: int, work: Callable[..., T], *args: Any) -> T:
     """`work(*args)`, in a thread if `size`, in characters, says that it would hold up the event loop."""
-    if size > LONG_TEXT:
+    if size >= LONG_TEXT:
         return await asyncio.to_thread(work, *args)
     return work(*args)

@@ -18,3 +18,8 @@ DONE = b"data: [DONE]\n\n"
 def event(value: Any) -> bytes:
     """One event that carries a struct."""
     return b"data: " + ENCODER.encode(value) + b"\n\n"
+
+
+def named_event(name: str, value: Any) -> bytes:
+    """One event that carries a struct, and says of which type."""
+    return b"event: " + name.encode() + b"\ndata: " + ENCODER.encode(value) + b"\n\n"

@@ -21,6 +21,7 @@ from pagewire.frontend.server.protocol import (
 from pagewire.frontend.server.responding import json_response
 from pagewire.frontend.server.sampling import check_text_length
 from pagewire.frontend.server.service import Service, off_loop
+from pagewire.frontend.server.tools.choice import ToolUse
 
 TO_TOKENS = Decoder(TokenizeRequest)
 TO_TEXT = Decoder(DetokenizeRequest)
@@ -77,7 +78,8 @@ async def token_ids(service: Service, asked: TokenizeRequest) -> list[int]:
         same = {
             name: getattr(asked, name) for name in TO_TOKENS.fields if name in ChatRequest.__struct_fields__
         }
-        return (await prompt_of(service, ChatRequest(**same)))["prompt_token_ids"]
+        tools = ToolUse(prompted=asked.tools)
+        return (await prompt_of(service, ChatRequest(**same), tools))["prompt_token_ids"]
     text, special = asked.prompt or "", asked.add_special_tokens is not False
     check_text_length(service, text)
     return await off_loop(len(text), service.tokenizer.encode, text, special)
