@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.frontend.server.app import create_app
-from pagewire.frontend.server.listening import HTTPServer, listen, url_of
+from pagewire.frontend.server.listening import HTTPServer, bound, url_of
 from pagewire.frontend.server.options import ServerOptions
 
 
@@ -17,7 +17,7 @@ from pagewire.frontend.server.options import ServerOptions
 def serving(address: str, options: ServerOptions) -> Iterator[str]:
     """The URL of a server, on a free port, that is attached to the core at `address`."""
     ready, loop = threading.Event(), asyncio.new_event_loop()
-    with listen(options) as socket:
+    with bound(options) as socket:
         engine = AsyncLLM.attach(address)
         server = HTTPServer(create_app(engine, options), options, ready.set)
         thread = threading.Thread(target=loop.run_until_complete, args=(server.serve([socket]),))

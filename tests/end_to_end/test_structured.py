@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
-from typing import Any
 
 import jsonschema
-import pytest
 
 from pagewire import LLM, RequestOutput, SamplingParams
 from pagewire.frontend.llm import BatchError

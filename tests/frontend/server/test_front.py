@@ -12,8 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagewire.frontend.async_llm import AsyncLLM
+from pagewire.frontend.server.auth import PUBLIC
 from pagewire.frontend.server.openapi import Operation
 from pagewire.frontend.server.options import ServerOptions
+from pagewire.frontend.server.page import PATHS
 from pagewire.ipc.logs import JsonFormatter
 
 from ..conftest import FakeCore
@@ -53,12 +55,15 @@ def spellings(path: str) -> list[str]:
 
 
 @pytest.mark.parametrize("root_path", ["", "/root", "/health"])
-def test_every_path_but_health_wants_a_key(serve: Callable[..., Client], root_path: str) -> None:
+def test_every_path_wants_a_key(serve: Callable[..., Client], root_path: str) -> None:
+    """But /health and the files of the page, which tell nothing."""
+    assert {"/health"} == PUBLIC - PATHS and all(path == "/" or path.startswith("/page/") for path in PATHS)
     client = serve(api_key=KEYS, enable_admin=True, root_path=root_path)
     methods = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "health")
     for method, path in [*paths_of(client), ("GET", "/"), ("GET", "/nothing"), ("GET", "")]:
         for spelling in spellings(path):
-            public = spelling.partition("?")[0] in ("/health", root_path + "/health")
+            bare = spelling.partition("?")[0]
+            public = bare in PUBLIC or bare.removeprefix(root_path) in PUBLIC
             for tried in {method, *methods}:
                 answer = client.request(tried, spelling)
                 assert public or answer.status == 401, (tried, spelling)
