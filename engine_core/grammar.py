@@ -13,8 +13,8 @@ import json
 import logging
 import math
 import os
-import re
 import queue
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -292,7 +292,10 @@ def compile_grammar(structure: StructuredOutputsParams, tokenizer: LLTokenizer, 
 SAID_BETTER = (
     (r"Unimplemented keys: \[(.*)\]", r"not supported: \1"),
     (r"Unknown format: (.*)", r"format: \1 is not supported"),
-    (r"Resource '(.*)' is not present in a registry.*", r"$ref: \1 is not in the schema, and nothing is fetched"),
+    (
+        r"Resource '(.*)' is not present in a registry.*",
+        r"$ref: \1 is not in the schema, and nothing is fetched",
+    ),
     (r"oneOf constraints .*", "oneOf is not supported where schemas of it may overlap: anyOf is"),
     (r"\s*<non-verbose/>.*", ""),
 )

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
-from typing import Any
 
 import jsonschema
-import pytest
 
 from pagewire import LLM, RequestOutput, SamplingParams
 from pagewire.frontend.llm import BatchError
@@ -49,5 +46,6 @@ def test_every_finished_output_validates(llm: LLM) -> None:
             except (ValueError, jsonschema.ValidationError) as error:
                 wrong.append((entry, completion.text, str(error)))
     print(finished)
-    for w in wrong: print(w)
+    for w in wrong:
+        print(w)
     assert not wrong
