@@ -13,8 +13,8 @@ import json
 import logging
 import math
 import os
-import re
 import queue
+import re
 import threading
 import time
 from collections import OrderedDict
