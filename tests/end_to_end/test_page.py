@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("selenium", reason="the page is tested through Selenium, which is not installed")
 
 from selenium import webdriver
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
@@ -262,6 +263,11 @@ def test_the_figures_of_the_engine_move(page: Page) -> None:
         card = f"[...document.querySelectorAll('.card')].find((c) => c.textContent.startsWith('{title}'))"
         assert page.until(f"{card}.querySelector('path.line').getAttribute('d').includes('L')")
         assert page.until(f"{card}.querySelector('.peak').textContent.match(/\\d/)")
+    chart = page.find(".card > svg")
+    quarter = chart.size["width"] // 4
+    ActionChains(page.chromium).move_to_element_with_offset(chart, quarter, 0).perform()
+    assert abs(int(page.find(".card .peak").text.removesuffix(" s ago")) - 45) <= 1  # of three minutes
+    page.find("nav a[href='#chat']").click()
 
 
 def test_nothing_lies_outside_a_phone(page: Page) -> None:
