@@ -37,6 +37,31 @@ class EngineConfig:
         generation = read_json(path / "generation_config.json")
         return cls(args, path, generation, end_of_sequence(model, generation))
 
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """Every token that ends a sequence, by the model's configs; the main one first."""
+        ids = [] if self.eos_token_id is None else [self.eos_token_id]
+        more = self.generation_config.get("eos_token_id") or []
+        ids += more if isinstance(more, list) else [more]
+        return list(dict.fromkeys(ids))
+
+    def tokenizer_folder(self) -> Path:
+        """Where the tokenizer is: the model's, unless another is asked for, which may have to be downloaded.
+
+        Raises:
+            ModelNotFoundError: no such tokenizer.
+        """
+        args = self.args
+        if args.tokenizer is None:
+            return self.model_path
+        return model_folder(
+            args.tokenizer,
+            revision=args.tokenizer_revision,
+            token=args.hf_token,
+            cache_dir=args.download_dir,
+            tokenizer_only=True,
+        )
+
     def load_message(self) -> LoadModel:
         """What a worker is told to load."""
         args = self.args

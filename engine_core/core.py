@@ -11,7 +11,8 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 
 import zmq
 
@@ -20,8 +21,9 @@ from pagewire.engine_core.admission import check_request
 from pagewire.engine_core.clients import Client, Clients
 from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.control import Control
-from pagewire.engine_core.metrics import Metrics
-from pagewire.engine_core.request import Request, sequences
+from pagewire.engine_core.grammar import Compilation, GrammarError, Grammars, load_tokenizer
+from pagewire.engine_core.metrics import Metrics, summary
+from pagewire.engine_core.request import Request, State, sequences
 from pagewire.engine_core.scheduler import Outcome, Scheduler
 from pagewire.engine_core.workers import Stopwatch, Worker
 from pagewire.ipc import messages
@@ -33,7 +35,6 @@ logger = logging.getLogger("pagewire.core")
 
 TICK_SECONDS = 1.0
 BEHIND_SECONDS = 0.02
-STATS_SECONDS = 10.0
 MAX_FAILED_STARTS = 3
 
 
@@ -50,6 +51,7 @@ class EngineCore:
 
     scheduler: Scheduler
     metrics: Metrics
+    grammars: Grammars
     info: EngineInfo
 
     def __init__(self, config: EngineConfig, worker: Worker, clients: Clients, lifeline_fd: int = -1) -> None:
@@ -58,27 +60,28 @@ class EngineCore:
         self.clients = clients
         self.control = Control(self)
         self.started = False
+        self.started_at = time.monotonic()
         self.on_ready: Callable[[], None] = lambda: None
         self._lifeline_fd = lifeline_fd
         self._poller = zmq.Poller()
         self._poller.register(clients.socket, zmq.POLLIN)
         self._poller.register(worker.socket, zmq.POLLIN)
-        self._stop_fd, self._stop_write_fd = os.pipe()
-        os.set_blocking(self._stop_write_fd, False)
-        for fd in (self._stop_fd, lifeline_fd):
+        self._wake_fd, self._wake_write_fd = os.pipe()
+        os.set_blocking(self._wake_write_fd, False)
+        for fd in (self._wake_fd, lifeline_fd):
             if fd >= 0:
                 self._poller.register(fd, zmq.POLLIN)
         self._stop_by: float | None = None
         self._outcomes: list[Outcome] = []
-        self._held: list[Request] = []
+        self._held: dict[Request, None] = {}  # in order
+        self._compiling: dict[Request, Compilation] = {}
         self._greeted: list[tuple[bytes, messages.Hello]] = []
         self._arrivals = 0
         self._failed_starts = 0
         self._stopwatch = Stopwatch(env_float("PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S", 300.0))
         self._next_beat = self._next_stats = 0.0
-        self._reported = (0, 0)
         self._was_busy = False
-        self._worker_busy_us = self._worker_idle_us = 0
+        self.worker_busy_us = self.worker_idle_us = 0
 
     # ------------------------------------------------------------ life
 
@@ -106,21 +109,29 @@ class EngineCore:
         """
         now = time.monotonic()
         self._stop_by = now if self._stop_by is not None else now + drain_seconds
-        os.write(self._stop_write_fd, b"x")
+        self._wake()
+
+    def _wake(self) -> None:
+        """End the wait of the loop. Safe in a signal handler and in any thread."""
+        with suppress(BlockingIOError):  # it has been woken often enough
+            os.write(self._wake_write_fd, b"x")
 
     def _done(self) -> bool:
         if self._stop_by is None:
             return False
-        idle = not self.started or (not self.scheduler.num_unfinished and not self.clients.behind)
+        idle = not self.started or not (
+            self.scheduler.num_unfinished or self._compiling or self.clients.behind
+        )
         return idle or time.monotonic() >= self._stop_by
 
     def _turn(self) -> None:
         wait = BEHIND_SECONDS if self.clients.behind else TICK_SECONDS
         ready = {source for source, _ in self._poller.poll(int(wait * 1000))}
+        awake_at = time.monotonic()
         if self._lifeline_fd in ready:
             self.stop(0.0)
-        if self._stop_fd in ready:
-            os.read(self._stop_fd, 64)
+        if self._wake_fd in ready:
+            os.read(self._wake_fd, 64)
         if self.worker.socket in ready:
             self._hear_worker()
         if self.worker.exit_fd in ready:
@@ -130,10 +141,12 @@ class EngineCore:
         self._tick()
         if self.started:
             self._advance()
+            self.metrics.turn_seconds.observe(time.monotonic() - awake_at)
 
     def _advance(self) -> None:
         for client in self.clients.lost():
             self._drop(client.live_requests())
+        self._take_compiled()
         self.control.advance()
         self._launch()
         self.deliver()
@@ -148,9 +161,17 @@ class EngineCore:
         if now >= self._next_beat:
             self._next_beat = now + TICK_SECONDS
             self.clients.beat(now)
-        if self.started and now >= self._next_stats and not self.config.args.disable_log_stats:
-            self._next_stats = now + STATS_SECONDS
-            self._log_stats()
+        if self.started and now >= self._next_stats:
+            self._next_stats = now + self.config.args.log_stats_interval
+            self._sum_up(now)
+
+    def _sum_up(self, now: float) -> None:
+        """Measure the rates of the last interval, and log them unless nothing happened in it."""
+        self.metrics.rates.update(self.scheduler.stats, now)
+        busy = self.scheduler.num_unfinished or self.metrics.rates.prompt or self.metrics.rates.output
+        if busy and not self.config.args.disable_log_stats:
+            line, facts = summary(self)
+            logger.info("%s", line, extra={"facts": facts})
 
     def _say_goodbye(self, cause: str) -> None:
         for identity, _ in self._greeted:
@@ -187,7 +208,8 @@ class EngineCore:
             except ValueError as error:
                 raise CoreError(str(error)) from error
             self.info = self.config.engine_info(ready)
-            self.metrics = Metrics(self.scheduler, self.info.served_model_names[0])
+            self.grammars = self._open_grammars()
+            self.metrics = Metrics(self.info.max_model_len)
             self.started = True
             logger.info(
                 "engine ready: %s (%s, %s), %d KV blocks of %d tokens, max_model_len %d",
@@ -220,22 +242,20 @@ class EngineCore:
 
     def _commit(self, result: StepResult) -> None:
         now = time.monotonic()
-        step = self.scheduler.in_flight[0]
-        before = [request.last_token_time for request in step.requests]
+        num_tokens = self.scheduler.in_flight[0].num_tokens if self.scheduler.in_flight else 0
         try:
-            self._outcomes += self.scheduler.commit(result, now)
+            outcomes = self.scheduler.commit(result, now)
         except ValueError as error:
             logger.error("the worker is confused: %s", error)
             self.worker.kill()
             return
+        self._outcomes += outcomes
+        self._send_masks(now)
         self._stopwatch.restart(bool(self.scheduler.in_flight))
-        self._worker_busy_us += result.busy_us
-        self._worker_idle_us += result.idle_us if self._was_busy else 0
+        self.worker_busy_us += result.busy_us
+        self.worker_idle_us += result.idle_us if self._was_busy else 0
         self._was_busy = self.scheduler.num_unfinished > 0
-        self.metrics.step_tokens.observe(sum(row.num_tokens for row in step.rows))
-        for request, row, last in zip(step.requests, step.rows, before, strict=True):
-            if row.sample:
-                self.metrics.token(request, last, now)
+        self.metrics.step(outcomes, num_tokens, result.busy_us, now)
 
     def _launch(self) -> None:
         while (
@@ -247,6 +267,15 @@ class EngineCore:
             if len(self.scheduler.in_flight) == 1:
                 self._stopwatch.restart(True)
             self.worker.send(plan)
+            if len(self.scheduler.in_flight) == 1:
+                self._send_masks(time.monotonic())
+
+    def _send_masks(self, now: float) -> None:
+        """The oldest step in flight may sample: all that it depends on is known."""
+        masks, outcomes = self.scheduler.masks(now)
+        self._outcomes += outcomes
+        if masks is not None:
+            self.worker.send(masks)
 
     # ------------------------------------------------------------ frontends
 
@@ -293,11 +322,14 @@ class EngineCore:
                 raise ValueError(f"request key {submitted.key} is in use")
             if self._stop_by is not None:
                 raise EngineBusyError("the engine core is shutting down and takes no new requests")
-            if self.scheduler.num_waiting + submitted.params.n > self.config.args.max_waiting:
-                raise EngineBusyError(f"{self.scheduler.num_waiting} requests wait already (max_waiting)")
+            num_waiting = self.scheduler.num_waiting + len(self._compiling)
+            if num_waiting + submitted.params.n > self.config.args.max_waiting:
+                raise EngineBusyError(f"{num_waiting} requests wait already (max_waiting)")
             check_request(submitted, self.info)
+            structure = submitted.params.structured_outputs
+            compilation = None if structure is None else self.grammars.submit(structure, time.monotonic())
         except (ValueError, TypeError, EngineBusyError) as error:
-            self._reject(client, submitted, str(error))
+            self._reject(client, submitted, error)
             return
         group = sequences(
             submitted,
@@ -308,19 +340,61 @@ class EngineCore:
             share_prefixes=self.config.args.enable_prefix_caching,
         )
         self._arrivals += len(group)
-        self.metrics.params_n.observe(len(group))
+        self.metrics.submitted(group)
         client.requests[submitted.key] = {request.index: request for request in group}
-        self._held += group
+        if compilation is not None:
+            self._compiling.update(dict.fromkeys(group, compilation))
+            self._take_compiled()
+            return
+        self._held.update(dict.fromkeys(group))
         if not self.control.paused:
             self.admit_held()
 
-    def _reject(self, client: Client, submitted: SubmitRequest, error: str) -> None:
+    def _open_grammars(self) -> Grammars:
+        config = self.config
+        return Grammars(
+            lambda: load_tokenizer(config.tokenizer_folder(), config.eos_token_ids),
+            self.info.vocab_size,
+            seconds=env_float("PAGEWIRE_GRAMMAR_TIMEOUT_S", 10.0),
+            wake=self._wake,
+        )
+
+    def _take_compiled(self) -> None:
+        """Let requests go on whose grammar is compiled, and refuse those whose grammar cannot be."""
+        now = time.monotonic()
+        for request, compilation in list(self._compiling.items()):
+            try:
+                grammar = compilation.poll(now)
+                if grammar is None:
+                    continue
+                request.matcher = grammar.matcher(request.output_token_ids, request.params.ignore_eos)
+                self._held[request] = None
+                if request.index == 0:
+                    self.metrics.grammar.observe(now - request.arrival_time)
+            except GrammarError as error:
+                if request.index == 0:
+                    logger.warning("refused request %s: %s", request.request_id, error)
+                request.state = State.FINISHED
+                refusal = TokenDelta(
+                    *(request.key, request.index, []),
+                    finish_reason="error",
+                    error=str(error),
+                    error_type="ValueError",
+                )
+                self._outcomes.append((request, refusal))
+            del self._compiling[request]
+        if self._held and not self.control.paused:
+            self.admit_held()
+
+    def _reject(self, client: Client, submitted: SubmitRequest, why: Exception) -> None:
+        error, kind = str(why), type(why).__name__
+        self.metrics.num_refused["busy" if isinstance(why, EngineBusyError) else "invalid"] += 1
         logger.warning("refused request %s of %s: %s", submitted.request_id, client.label, error)
         if submitted.key in client.requests:  # an error delta would end the live request of that key
             self.clients.send(client.identity, messages.Refused(error=error))
             return
         deltas = [
-            TokenDelta(submitted.key, index, [], finish_reason="error", error=error)
+            TokenDelta(submitted.key, index, [], finish_reason="error", error=error, error_type=kind)
             for index in range(submitted.params.n)
         ]
         self.clients.deliver(client, deltas)
@@ -331,32 +405,52 @@ class EngineCore:
         for key, index in abort.sequences:
             group = client.requests.get(key, {})
             if index in group:
-                self._drop([group.pop(index)])
+                self._drop([group.pop(index)], reason="stop")
                 if not group:
                     del client.requests[key]
 
-    def _drop(self, requests: Iterable[Request]) -> None:
+    def _drop(self, requests: Iterable[Request], reason: str = "abort") -> None:
+        """End requests whose frontend waits for them no more; those with an end on its way have that one."""
+        now = time.monotonic()
         for request in requests:
-            if request in self._held:
-                self._held.remove(request)
-            else:
-                self.scheduler.abort([request])
-            self.metrics.finished(request, "abort", time.monotonic())
+            if not request.finished:
+                self._take_out(request)
+                self.metrics.finished(request, reason, now)
+
+    def _take_out(self, request: Request) -> None:
+        if self._compiling.pop(request, None) is not None:
+            request.state = State.FINISHED
+        elif request in self._held:
+            del self._held[request]
+            request.state = State.FINISHED
+        else:
+            self.scheduler.abort([request])
 
     def admit_held(self) -> None:
         """Let requests that were held back wait for their turn."""
-        held, self._held = self._held, []
+        held, self._held = self._held, {}
         for request in held:
             self.scheduler.add(request)
 
-    def abort_all(self) -> None:
-        """End every request that is not held back, with reason "abort"."""
+    def abort(self, requests: Iterable[Request]) -> int:
+        """End requests, whosever they are: their frontends get the finish reason "abort". Returns how many."""
+        live = [request for request in requests if not request.finished]
+        for request in live:
+            self._take_out(request)
+            self._outcomes.append((request, TokenDelta(request.key, request.index, [], "abort")))
+        return len(live)
+
+    def requests(self) -> Iterator[tuple[Client, Request]]:
+        """Every unfinished sequence, with the frontend it is for."""
         for client in self.clients.attached.values():
-            for request in list(client.live_requests()):
-                if request not in self._held:
-                    self.scheduler.abort([request])
-                    delta = TokenDelta(request.key, request.index, [], finish_reason="abort")
-                    self._outcomes.append((request, delta))
+            for request in client.live_requests():
+                if not request.finished:
+                    yield client, request
+
+    @property
+    def held(self) -> list[Request]:
+        """Requests that wait for their grammar, or came while the core was paused and wait for it to be resumed."""
+        return [*self._compiling, *self._held]
 
     def deliver(self) -> None:
         """Send frontends what their requests gave."""
@@ -378,44 +472,3 @@ class EngineCore:
         group = client.requests.get(request.key) if client else None
         if client and group and group.pop(request.index, None) is not None and not group:
             del client.requests[request.key]
-
-    # ------------------------------------------------------------ reports
-
-    def status(self) -> dict[str, object]:
-        """What runs, for whom, and what is free."""
-        return {
-            "running": len(self.scheduler.running),
-            "waiting": self.scheduler.num_waiting + len(self._held),
-            "in_flight": len(self.scheduler.in_flight),
-            "num_blocks": len(self.scheduler.kv.pool),
-            "num_free_blocks": self.scheduler.kv.pool.num_free,
-            "num_steps": self.scheduler.stats.num_steps,
-            "num_preemptions": self.scheduler.stats.num_preemptions,
-            "num_output_tokens": self.scheduler.stats.num_output_tokens,
-            "worker_pid": self.worker.pid,
-            "worker_starts": self.worker.num_starts,
-            "worker_busy_s": self._worker_busy_us / 1e6,
-            "worker_idle_s": self._worker_idle_us / 1e6,  # while requests were unfinished
-            "worker_ready": self.worker.ready is not None,
-            "paused": self.control.paused,
-            "sleeping": self.control.asleep,
-            "clients": [
-                {"name": client.name, "pid": client.pid, "requests": len(client.requests)}
-                for client in self.clients.attached.values()
-            ],
-        }
-
-    def _log_stats(self) -> None:
-        stats = self.scheduler.stats
-        tokens = (stats.num_prompt_tokens, stats.num_output_tokens)
-        if tokens == self._reported:
-            return
-        prompt, output = (now - then for now, then in zip(tokens, self._reported, strict=True))
-        self._reported = tokens
-        logger.info(
-            "prompt %.1f, generation %.1f tokens/s; running %d, waiting %d; KV cache %.1f%%, hits %.1f%%",
-            *(prompt / STATS_SECONDS, output / STATS_SECONDS),
-            *(len(self.scheduler.running), self.scheduler.num_waiting),
-            100 * self.scheduler.kv_usage,
-            100 * stats.num_prefix_hits / max(1, stats.num_prefix_queries),
-        )

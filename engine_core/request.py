@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from pagewire.engine_core.blocks import Block
+from pagewire.engine_core.grammar import Matcher
 from pagewire.ipc.messages import RequestTiming, SubmitRequest
 from pagewire.ipc.params import SamplingParams
 
@@ -30,6 +31,8 @@ class Request:
     num_in_flight: steps launched and not yet returned that run this request.
     num_crashes: worker crashes with this request in the batch, since it last got a token.
     namespace: set apart in the prefix cache (salt).
+    token_gap: seconds between the last two tokens; 0 until there are two.
+    matcher: what its output must look like, and how far it is; None: anything goes.
     """
 
     client: bytes
@@ -46,6 +49,7 @@ class Request:
     num_prompt_tokens: int
     max_output: int
     namespace: bytes = b""
+    matcher: Matcher | None = None
 
     state: State = State.WAITING
     computed: int = 0
@@ -61,10 +65,16 @@ class Request:
     scheduled_time: float = 0.0
     first_token_time: float = 0.0
     last_token_time: float = 0.0
+    token_gap: float = 0.0
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Generated tokens that are known."""
+        return self.token_ids[self.num_prompt_tokens :]
 
     @property
     def num_output_tokens(self) -> int:
-        """Generated tokens that are known."""
+        """How many generated tokens are known."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property

@@ -10,6 +10,9 @@ an end by length is foreseen.
 
 When blocks run out, the last in order is preempted: its blocks are freed and it waits to be recomputed.
 Only requests with no step in flight are; to get there, nothing behind a request that lacks blocks is planned.
+
+What a row under a grammar may sample depends on the token before, which may be in flight when the row is
+planned: its mask is made by `masks`, once the step is the oldest in flight, and follows the plan.
 """
 
 from __future__ import annotations
@@ -21,10 +24,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from pagewire.engine_core.grammar import GrammarError
 from pagewire.engine_core.kv_cache import KVCache
 from pagewire.engine_core.request import Request, State
 from pagewire.engine_core.stopping import finish_reason, stop_ids
-from pagewire.ipc.messages import Row, SlotInit, StepPlan, StepResult, TokenDelta
+from pagewire.ipc.codec import Tensor
+from pagewire.ipc.messages import Masks, Row, SlotInit, StepPlan, StepResult, TokenDelta
 
 Outcome: TypeAlias = tuple[Request, TokenDelta]
 
@@ -63,6 +68,8 @@ class Step:
     requests: list[Request] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     inits: list[SlotInit] = field(default_factory=list)
+    num_tokens: int = 0
+    masked: bool = False
 
 
 @dataclass
@@ -138,7 +145,27 @@ class Scheduler:
         self.stats.num_steps += 1
         self.in_flight.append(step)
         freed, self._freed_slots = self._freed_slots, []
-        return StepPlan(step.step_id, step.rows, step.inits, freed)
+        return StepPlan(step.step_id, step.rows, step.inits, freed, step.masked)
+
+    def masks(self, now: float) -> tuple[Masks | None, list[Outcome]]:
+        """What rows of the oldest step in flight may sample, if its plan is `masked`; wanted once per step.
+
+        A request whose grammar cannot go on ends with an error, and its row gets no mask: the token is dropped.
+        """
+        if not self.in_flight or not self.in_flight[0].masked:
+            return None, []
+        step = self.in_flight[0]
+        rows, bits, outcomes = [], [], []
+        for i, (request, row) in enumerate(zip(step.requests, step.rows, strict=True)):
+            if not row.sample or request.matcher is None or request.finished:
+                continue
+            try:
+                bits.append(request.matcher.mask())
+                rows.append(i)
+            except GrammarError as error:
+                outcomes.append(self._end_with_error(request, str(error), now))
+        width = len(bits[0]) // 4 if bits else 0
+        return Masks(step.step_id, rows, Tensor("int32", (len(rows), width), b"".join(bits))), outcomes
 
     def commit(self, result: StepResult, now: float) -> list[Outcome]:
         """Take in what the oldest step in flight gave.
@@ -275,6 +302,8 @@ class Scheduler:
         step.requests.append(request)
         step.rows.append(row)
         step.budget -= count
+        step.num_tokens += count
+        step.masked |= row.sample and request.matcher is not None
         self.stats.num_prompt_tokens += max(0, min(end, request.num_prompt_tokens) - start)
         request.computed = end
         request.num_in_flight += 1
@@ -306,6 +335,11 @@ class Scheduler:
             if prompt_logprobs is None:
                 return None
             return TokenDelta(request.key, request.index, [], prompt_logprobs=prompt_logprobs)
+        try:
+            if request.matcher is not None:
+                request.matcher.accept(token_id)
+        except GrammarError as error:
+            return self._end_with_error(request, str(error), now)[1]
         first = request.first_token_time == 0.0
         self._append(request, token_id, now)
         reason, stop_token = finish_reason(request)
@@ -326,9 +360,11 @@ class Scheduler:
     def _append(self, request: Request, token_id: int, now: float) -> None:
         request.token_ids.append(token_id)
         request.num_crashes = 0
-        request.last_token_time = now
         if request.first_token_time == 0.0:
             request.first_token_time = now
+        else:
+            request.token_gap = now - request.last_token_time
+        request.last_token_time = now
         self.stats.num_output_tokens += 1
 
     def _end_with_error(self, request: Request, text: str, now: float) -> Outcome:

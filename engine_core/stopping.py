@@ -1,4 +1,4 @@
-"""When a sequence ends in the core: end of sequence, stop tokens, length.
+"""When a sequence ends in the core: end of sequence, stop tokens, a complete grammar, length.
 
 (Stop strings need text, which only the frontend has: it aborts the sequence.)
 """
@@ -13,6 +13,8 @@ def stop_ids(request: Request) -> list[int]:
     ids = list(request.params.stop_token_ids or [])
     if request.eos_token_id is not None and not request.params.ignore_eos:
         ids.append(request.eos_token_id)
+    if request.matcher is not None and not request.params.ignore_eos:
+        ids += (i for i in request.matcher.eos_token_ids if i not in ids)
     return ids
 
 
@@ -24,6 +26,8 @@ def finish_reason(request: Request) -> tuple[str | None, int | None]:
             return "stop", None
         if params.stop_token_ids and last in params.stop_token_ids:
             return "stop", last
+    if request.matcher is not None and request.matcher.complete:
+        return "stop", None
     if request.num_output_tokens >= request.max_output:
         return "length", None
     return None, None

@@ -110,7 +110,8 @@ class Submit(Message, tag="submit"):
 class Abort(Message, tag="abort"):
     """Drop requests (whole, or single sequences of one). Unknown keys are ignored. No delta follows.
 
-    keys: whole requests. sequences: (key, index) pairs.
+    keys: whole requests that nobody waits for any more. sequences: (key, index) pairs that have ended by what
+        only the frontend sees: a stop string.
     """
 
     keys: list[int] = []
@@ -167,6 +168,8 @@ class TokenDelta(Item):
     stop_reason: the stop token, if one of `stop_token_ids` ended it.
     prompt_logprobs: for the next prompt positions (from position 1 on), only with index 0.
     num_cached_tokens, timing: with the first, and the last delta of the sequence.
+    error, error_type: why it failed, and the name of the exception if it was refused ("ValueError",
+        "EngineBusyError").
     """
 
     key: int
@@ -179,6 +182,7 @@ class TokenDelta(Item):
     num_cached_tokens: int | None = None
     timing: RequestTiming | None = None
     error: str | None = None
+    error_type: str | None = None
 
 
 class Deltas(Message, tag="deltas"):
@@ -267,12 +271,27 @@ class StepPlan(Message, tag="plan"):
 
     Within each layer every KV write of the batch comes before every read: rows may share blocks that this
     very step fills.
+
+    masked: wait for the step's `Masks` before sampling; they come when the tokens of earlier steps are known.
     """
 
     step_id: int
     rows: list[Row]
     inits: list[SlotInit] = []
     freed_slots: list[int] = []
+    masked: bool = False
+
+
+class Masks(Message, tag="masks"):
+    """What rows under a grammar may sample; sent while the worker runs the step.
+
+    rows: indices into the plan's rows; the others may sample anything.
+    bits: int32 [len(rows), ceil(V / 32)]: bit i % 32 of word i // 32 is set if token i may come.
+    """
+
+    step_id: int
+    rows: list[int]
+    bits: Tensor
 
 
 class WorkerCall(Message, tag="call"):
@@ -358,5 +377,5 @@ class WorkerFailed(Message, tag="failed"):
 
 ToCore: TypeAlias = Hello | Submit | Abort | Call | Ping | Goodbye
 ToFrontend: TypeAlias = Welcome | Refused | Deltas | Reply | Pong | CoreDying
-ToWorker: TypeAlias = LoadModel | StepPlan | WorkerCall | Shutdown
+ToWorker: TypeAlias = LoadModel | StepPlan | Masks | WorkerCall | Shutdown
 FromWorker: TypeAlias = WorkerHello | Progress | Ready | StepResult | WorkerReply | WorkerFailed

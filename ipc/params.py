@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import os
 import sys
@@ -13,6 +14,9 @@ from typing import Any
 import msgspec
 
 MAX_INT = 2**63 - 1
+MAX_STRUCTURE_CHARS = 1 << 18
+MAX_JSON_DEPTH = 100
+STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 NUMBERS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
 
 
@@ -90,6 +94,133 @@ def check_text(name: str, text: str) -> None:
         raise ValueError(f"{name} must hold valid Unicode text, got {text!r}") from None
 
 
+class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """What the output must look like: exactly one of the first six is set.
+
+    The engine generates nothing that does not fit, and ends when the output is complete. `max_tokens` may cut
+    it short: only an output that ends with the finish reason "stop" is sure to be complete.
+
+    Attributes:
+        json: a JSON schema: a dict, its JSON text, or a pydantic model class; kept as text.
+        regex: the whole output matches this regular expression (of Rust: no look-around, no back-references).
+        choice: the output is one of these strings.
+        grammar: a context-free grammar, as Lark or llama.cpp (GBNF, EBNF) write it.
+        json_object: the output is a JSON object, whatever is in it.
+        structural_tag: free text with parts between tags that follow schemas: `{"structures": [{"begin": ...,
+            "schema": {...}, "end": ...}], "triggers": [...]}`, a dict or its JSON text; kept as text.
+        whitespace_pattern: what may stand between the tokens of JSON, a regular expression. Default: a space,
+            or a line break with some indentation, so that no model can go on with whitespace for ever.
+        disable_any_whitespace: nothing may.
+        disable_additional_properties: objects have no properties but those that the schema names.
+        disable_fallback: accepted, without effect: there is nothing to fall back to.
+
+    Raises:
+        ValueError: not exactly one kind; a value that is too large, too deep or not JSON.
+        TypeError: a value of the wrong type.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    disable_fallback: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("disable_any_whitespace", "disable_additional_properties", "disable_fallback"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        if self.json_object is not None and not isinstance(self.json_object, bool):
+            raise TypeError(f"json_object must be a bool, got {self.json_object!r}")
+        self.json_object = self.json_object or None
+        given = [name for name in STRUCTURES if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"structured outputs need exactly one of {', '.join(STRUCTURES)}; "
+                f"got {' and '.join(given) or 'none'}"
+            )
+        if self.whitespace_pattern is not None and self.disable_any_whitespace:
+            raise ValueError("give whitespace_pattern or disable_any_whitespace, not both")
+        self._check_kind(given[0])
+
+    @property
+    def kind(self) -> str:
+        """Which of the six is set."""
+        return next(name for name in STRUCTURES if getattr(self, name) is not None)
+
+    @classmethod
+    def read(cls, value: Any) -> Any:
+        """Parameters from a dict of them; anything else is given back.
+
+        Raises:
+            ValueError: an unknown name. And as the class.
+        """
+        if not isinstance(value, dict):
+            return value
+        unknown = [name for name in value if name not in cls.__struct_fields__]
+        if unknown:
+            raise ValueError(f"structured outputs have no {unknown[0]!r}")
+        return cls(**value)
+
+    def _check_kind(self, kind: str) -> None:
+        if kind in ("json", "structural_tag"):
+            setattr(self, kind, json_object_text(kind, getattr(self, kind)))
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            text = getattr(self, name)
+            if text is not None and not isinstance(text, str):
+                raise TypeError(f"{name} must be a string, got {text!r}")
+            check_text(name, text or "")
+        size = len(getattr(self, kind)) if isinstance(getattr(self, kind), str) else 0
+        if self.choice is not None:
+            check_list("choice", self.choice, str)
+            if not self.choice:
+                raise ValueError("choice must not be empty: nothing could be generated")
+            size = sum(len(text) + 1 for text in self.choice)
+        if size + len(self.whitespace_pattern or "") > MAX_STRUCTURE_CHARS:
+            raise ValueError(f"{kind} must have at most {MAX_STRUCTURE_CHARS} characters, it has {size}")
+
+
+class GuidedDecodingParams(StructuredOutputsParams):
+    """The older form of `StructuredOutputsParams`. `backend` is accepted, without effect: there is one."""
+
+    backend: str | None = None
+
+
+def json_object_text(name: str, value: Any) -> str:
+    """A JSON object (a dict, its text, or the schema of a pydantic model class) as compact JSON text.
+
+    Raises:
+        ValueError: it is not JSON, no object, or too deep. TypeError: a value of another type.
+    """
+    if hasattr(value, "model_json_schema"):
+        value = value.model_json_schema()
+    if not isinstance(value, (str, dict)):
+        raise TypeError(f"{name} must be a JSON object or its text, got {value!r}")
+    try:
+        parsed = json.loads(value) if isinstance(value, str) else value
+        text = json.dumps(parsed, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except RecursionError:
+        raise ValueError(f"{name} must be at most {MAX_JSON_DEPTH} levels deep") from None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{name} is not valid JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{name} must be a JSON object, got {text:.80}")
+    level: list[Any] = [parsed]
+    depth = 0
+    while level:
+        depth += 1
+        inner = (v for part in level for v in (part.values() if isinstance(part, dict) else part))
+        level = [value for value in inner if isinstance(value, (dict, list, tuple))]
+    if depth > MAX_JSON_DEPTH:
+        raise ValueError(f"{name} must be at most {MAX_JSON_DEPTH} levels deep, it has {depth}")
+    check_text(name, text)
+    return text
+
+
 class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """How to sample, when to stop and what to return; the names follow OpenAI's completion API.
 
@@ -119,7 +250,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         include_stop_str_in_output: keep the stop string in the text.
         truncate_prompt_tokens: keep only the last so many prompt tokens; -1: what fits the model.
         output_kind: CUMULATIVE, DELTA or FINAL_ONLY.
-        structured_outputs: not supported yet; any value is refused.
+        structured_outputs: what the output must look like: `StructuredOutputsParams`, or a dict of its fields.
+        guided_decoding: the older name of `structured_outputs`; moved there.
         logit_bias: token id to a bias in [-100, 100] added to its logit.
         allowed_token_ids: only these tokens may be generated.
         extra_args: free for extensions; carried, not read.
@@ -153,7 +285,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
+    guided_decoding: GuidedDecodingParams | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     extra_args: dict[str, Any] | None = None
@@ -162,6 +295,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
 
     def __post_init__(self) -> None:
         self._normalise()
+        self._check_structure()
         self._check_numbers()
         self._check_lists()
         self._check_together()
@@ -211,6 +345,19 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
             value = getattr(self, name)
             if isinstance(value, Sequence) and not isinstance(value, (str, list)):
                 setattr(self, name, list(value))
+
+    def _check_structure(self) -> None:
+        structure = StructuredOutputsParams.read(self.structured_outputs)
+        guided = GuidedDecodingParams.read(self.guided_decoding)
+        if structure is not None and guided is not None:
+            raise ValueError("structured_outputs and guided_decoding are the same: give one")
+        for name, value in (("structured_outputs", structure), ("guided_decoding", guided)):
+            if value is not None and not isinstance(value, StructuredOutputsParams):
+                raise TypeError(f"{name} must be StructuredOutputsParams, got {value!r}")
+        if isinstance(guided, GuidedDecodingParams):
+            fields = StructuredOutputsParams.__struct_fields__
+            guided = StructuredOutputsParams(**{name: getattr(guided, name) for name in fields})
+        self.structured_outputs, self.guided_decoding = structure or guided, None
 
     def _check_numbers(self) -> None:
         check_int("n", self.n, 1)
@@ -309,8 +456,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
                 "logits_processors are not supported: code never crosses a socket; "
                 "use logit_bias, allowed_token_ids or bad_words"
             )
-        if self.structured_outputs is not None:
-            raise ValueError("structured_outputs is not supported yet")
         if self.temperature == 0.0:
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
 

@@ -118,11 +118,19 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         rotated.copy_(rotated * cos[:, None] + turned * sin[:, None])
 
 
-def largest(x: Tensor) -> tuple[Tensor, Tensor]:
+def largest(x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `pagewire.kernels.sampling.largest`."""
+    if allowed is not None:
+        x = only_allowed(x, allowed)
     values = x.amax(1)
     # argmax of a comparison is the first True; argmax of 16-bit floats is slow on CPUs.
     return values.float(), (x == values[:, None]).to(torch.uint8).argmax(1)
+
+
+def only_allowed(x: Tensor, allowed: Tensor) -> Tensor:
+    """See `pagewire.kernels.sampling.only_allowed`."""
+    bits = allowed[:, :, None] >> torch.arange(32, dtype=torch.int32, device=x.device) & 1
+    return x.float().masked_fill(bits.flatten(1)[:, : x.shape[1]] == 0, -torch.inf)
 
 
 ONEDNN_DTYPES = (torch.float32, torch.bfloat16)

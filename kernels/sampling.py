@@ -4,16 +4,23 @@ from torch import Tensor
 
 from pagewire.kernels.implementation import implementation_for
 
-__all__ = ["largest"]
+__all__ = ["largest", "only_allowed"]
 
 
-def largest(x: Tensor) -> tuple[Tensor, Tensor]:
+def largest(x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The largest value of each row, and the lowest column that holds it.
 
     Args:
         x: [R, V], any float dtype, V contiguous and at least 1.
+        allowed: int32 [R, ceil(V / 32)]: only columns are looked at whose bit, i % 32 of word i // 32, is set.
 
     Returns:
-        values float32 [R], NaN where a row holds one, and columns int64 [R], which mean nothing there.
+        values float32 [R], NaN where a row holds one, and columns int64 [R], which mean nothing there. A row
+        of which nothing is allowed has the value -inf.
     """
-    return implementation_for(x).largest(x)
+    return implementation_for(x).largest(x, allowed)
+
+
+def only_allowed(x: Tensor, allowed: Tensor) -> Tensor:
+    """x as new float32 [R, V], with -inf in columns that are not allowed. Arguments as for `largest`."""
+    return implementation_for(x).only_allowed(x, allowed)

@@ -23,7 +23,14 @@ if TYPE_CHECKING:
         RequestError,
     )
     from pagewire.ipc.options import AsyncEngineArgs, EngineArgs
-    from pagewire.ipc.params import BeamSearchParams, RequestOutputKind, SamplingParams, SamplingType
+    from pagewire.ipc.params import (
+        BeamSearchParams,
+        GuidedDecodingParams,
+        RequestOutputKind,
+        SamplingParams,
+        SamplingType,
+        StructuredOutputsParams,
+    )
 
 __version__ = "0.1.0"
 __version_tuple__ = (0, 1, 0)
@@ -40,6 +47,7 @@ __all__ = [
     "EngineArgs",
     "EngineBusyError",
     "EngineDeadError",
+    "GuidedDecodingParams",
     "LLMEngine",
     "ModelNotFoundError",
     "PromptType",
@@ -49,6 +57,7 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "SamplingType",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "__version__",
@@ -70,7 +79,14 @@ _HOMES = {
         "RequestError",
     ),
     "ipc.options": ("AsyncEngineArgs", "EngineArgs"),
-    "ipc.params": ("BeamSearchParams", "RequestOutputKind", "SamplingParams", "SamplingType"),
+    "ipc.params": (
+        "BeamSearchParams",
+        "GuidedDecodingParams",
+        "RequestOutputKind",
+        "SamplingParams",
+        "SamplingType",
+        "StructuredOutputsParams",
+    ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -13,16 +13,20 @@ import signal
 import sys
 import time
 import traceback
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from pagewire.ipc import logs
 from pagewire.ipc.codec import Codec
 from pagewire.ipc.lifeline import die_with_parent
 from pagewire.ipc.messages import (
     PROTOCOL,
     LoadModel,
+    Masks,
     Progress,
+    Shutdown,
     StepPlan,
     ToWorker,
     WorkerCall,
@@ -49,6 +53,7 @@ class Connection:
     def __init__(self, address: str, identity: str) -> None:
         self._socket = connect_dealer(zmq.Context.instance(), address, identity.encode())
         self._codec: Codec[ToWorker] = Codec(ToWorker)
+        self._early: deque[ToWorker] = deque()
 
     def send(self, message: Any) -> None:
         """Send to the core."""
@@ -56,7 +61,17 @@ class Connection:
 
     def receive(self) -> ToWorker:
         """Wait for the core's next message."""
-        return self._codec.decode(receive(self._socket))
+        return self._early.popleft() if self._early else self._codec.decode(receive(self._socket))
+
+    def receive_masks(self, step_id: int) -> Masks | None:
+        """Wait for the masks of a step; None if the core stops instead. Other messages keep for later."""
+        while True:
+            message = self._codec.decode(receive(self._socket))
+            if isinstance(message, Masks) and message.step_id == step_id:
+                return message
+            self._early.append(message)
+            if isinstance(message, Shutdown):
+                return None
 
     def close(self) -> None:
         """Close, once what was sent is out."""
@@ -77,7 +92,7 @@ def serve(connection: Connection) -> None:
         if isinstance(message, LoadModel):
             runner = start(connection, message)
         elif isinstance(message, StepPlan):
-            connection.send(step(runner, message, idle_since))
+            connection.send(step(connection, runner, message, idle_since))
         elif isinstance(message, WorkerCall):
             connection.send(answer(runner, message))
         else:
@@ -107,13 +122,13 @@ def reserve_weights(load: LoadModel) -> Reserve | None:
         return None  # loading will say it better
 
 
-def step(runner: Runner | None, plan: StepPlan, idle_since: float) -> Any:
+def step(connection: Connection, runner: Runner | None, plan: StepPlan, idle_since: float) -> Any:
     """The outcome of a step."""
     from pagewire.workers.runner import timed_step
 
     if runner is None:
         raise RuntimeError("a plan came before a model")
-    return timed_step(runner, plan, idle_since)
+    return timed_step(runner, plan, idle_since, lambda: connection.receive_masks(plan.step_id))
 
 
 def answer(runner: Runner | None, call: WorkerCall) -> WorkerReply:
@@ -145,6 +160,7 @@ def main() -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is imported
     die_with_parent(options.lifeline)
+    logs.configure()
     connection = Connection(options.connect, options.identity)
     try:
         serve(connection)

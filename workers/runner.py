@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from pagewire.ipc.messages import LoadModel, LogprobRows, Ready, Row, SlotInit, StepPlan, StepResult
+from pagewire.ipc.messages import LoadModel, LogprobRows, Masks, Ready, Row, SlotInit, StepPlan, StepResult
 from pagewire.ipc.params import SamplingParams
 from pagewire.kernels.cpu.arena import Reserve
 from pagewire.kernels.cpu.memory import reserved
@@ -20,6 +20,7 @@ from pagewire.workers.batch import Batch, build_batch
 from pagewire.workers.device import Device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.loading import LoadedModel, Phases, load_model
+from pagewire.workers.masks import TokenMasks
 from pagewire.workers.memory import kv_budget, num_kv_blocks
 from pagewire.workers.methods import METHODS
 from pagewire.workers.sampler import logprob_rows, sample
@@ -101,8 +102,8 @@ class Runner:
         return {**self.device.memory(), "weights": weights, "kv_cache": kv}
 
     @torch.inference_mode()
-    def step(self, plan: StepPlan) -> StepResult:
-        """Run a plan: every row's tokens in one batch, then sample."""
+    def step(self, plan: StepPlan, masks: Callable[[], Masks | None] = lambda: None) -> StepResult:
+        """Run a plan: every row's tokens in one batch, then sample. `masks` waits for those of a masked plan."""
         self.slots.apply(plan)
         result = StepResult(plan.step_id, [])
         if not plan.rows:
@@ -114,7 +115,7 @@ class Runner:
                 batch.input_ids, batch.positions, Paged(batch.attention, self.caches)
             )
         if batch.sample_rows:
-            self._sample(plan, batch, hidden, result)
+            self._sample(plan, batch, hidden, masks, result)
         for i, row in enumerate(plan.rows):
             if row.num_prompt_logprobs:
                 result.prompt_logprobs[i] = self._prompt_logprobs(row, hidden[batch.starts[i] :])
@@ -167,13 +168,22 @@ class Runner:
         """A part of a step in a profile, where the compiled kernels do not show."""
         return nullcontext() if self.profile is None else record_function(f"pagewire.{name}")
 
-    def _sample(self, plan: StepPlan, batch: Batch, hidden: Tensor, result: StepResult) -> None:
+    def _sample(
+        self,
+        plan: StepPlan,
+        batch: Batch,
+        hidden: Tensor,
+        masks: Callable[[], Masks | None],
+        result: StepResult,
+    ) -> None:
         """Sample, append to the slots, and fill in the result."""
         with self._span("logits"):
             logits = self.model.model.logits(hidden[batch.sample_indices])
         rows = [plan.rows[i] for i in batch.sample_rows]
+        with self._span("masks"):
+            allowed = TokenMasks.of(masks() if plan.masked else None, batch.sample_rows)
         with self._span("sample"):
-            output = sample(logits, [self.slots.sampling[row.slot] for row in rows])
+            output = sample(logits, [self.slots.sampling[row.slot] for row in rows], allowed)
         for row, token_id in zip(rows, output.token_ids, strict=True):
             self.slots.append(row.slot, token_id)
         result.token_ids = output.token_ids
@@ -193,10 +203,12 @@ class Runner:
         return logprob_rows(torch.cat(logits), successors, k)
 
 
-def timed_step(runner: Runner, plan: StepPlan, idle_since: float) -> StepResult:
+def timed_step(
+    runner: Runner, plan: StepPlan, idle_since: float, masks: Callable[[], Masks | None] = lambda: None
+) -> StepResult:
     """`runner.step`, with how long it took and how long the worker had waited since `idle_since`."""
     begin = time.monotonic()
-    result = runner.step(plan)
+    result = runner.step(plan, masks)
     result.busy_us = int((time.monotonic() - begin) * 1e6)
     result.idle_us = int((begin - idle_since) * 1e6)
     return result

@@ -1,6 +1,7 @@
 """From logits to tokens.
 
-    logits -> allowed tokens, bias, bad words, penalties, min_tokens   (edits.py)
+    logits -> grammar                                                  (masks.py)
+           -> allowed tokens, bias, bad words, penalties, min_tokens   (edits.py)
            -> temperature -> min_p -> top_k -> top_p -> draw           (masses.py, random.py)
 
 Rows that ask for the same stages are worked on together, a few at a time so that scratch memory stays
@@ -22,9 +23,10 @@ from numpy.typing import NDArray
 
 from pagewire.ipc.messages import LogprobRows
 from pagewire.ipc.params import SamplingParams
-from pagewire.kernels.sampling import largest
+from pagewire.kernels.sampling import largest, only_allowed
 from pagewire.workers.edits import LogitEdits, apply_edits, bounded
 from pagewire.workers.logprobs import logprob_rows, logprobs_of
+from pagewire.workers.masks import TokenMasks
 from pagewire.workers.masses import (
     depth_bins,
     depths_below,
@@ -42,7 +44,9 @@ __all__ = ["SampleOutput", "SamplingSlot", "logprob_rows", "sample"]
 CHUNK = 2**20  # logits worked on at a time
 FEW = 32  # a top_k of at most 1 / FEW of the vocabulary is small
 
-NOTHING_LEFT = "no token can be generated: allowed_token_ids, bad_words and min_tokens exclude all of them"
+NOTHING_LEFT = (
+    "no token can be generated: the grammar, allowed_token_ids, bad_words and min_tokens exclude all of them"
+)
 
 
 @dataclass
@@ -60,6 +64,7 @@ class SampleOutput:
 class Stages(NamedTuple):
     """What has to be done for a row."""
 
+    mask: bool
     edits: bool
     draw: bool
     min_p: bool
@@ -67,7 +72,7 @@ class Stages(NamedTuple):
     top_p: bool
 
 
-GREEDY = Stages(edits=False, draw=False, min_p=False, top_k=False, top_p=False)
+GREEDY = Stages(mask=False, edits=False, draw=False, min_p=False, top_k=False, top_p=False)
 
 
 class SamplingSlot:
@@ -96,6 +101,7 @@ class SamplingSlot:
         self.edits = LogitEdits(params, stop_ids, tokens, num_prompt_tokens, num_tokens, vocab_size)
         random = params.temperature > 0
         self._stages = Stages(
+            mask=False,
             edits=False,
             draw=random,
             min_p=random and params.min_p > 0,
@@ -115,8 +121,12 @@ class SamplingSlot:
         return self._stages_with_edits if self.edits.active else self._stages
 
 
-def sample(logits: torch.Tensor, slots: Sequence[SamplingSlot]) -> SampleOutput:
+def sample(
+    logits: torch.Tensor, slots: Sequence[SamplingSlot], masks: TokenMasks | None = None
+) -> SampleOutput:
     """Choose one token per row of `logits` [R, V], any float dtype, for `slots` [R]. Logits are not changed.
+
+    masks: what rows under a grammar may sample.
 
     Never raises for what is in the logits: a row that cannot be sampled gets an error, the others their tokens.
     """
@@ -124,19 +134,21 @@ def sample(logits: torch.Tensor, slots: Sequence[SamplingSlot]) -> SampleOutput:
     if not slots:
         return output
     peaks, firsts = largest(logits)
+    masks = masks or TokenMasks()
     groups: dict[Stages, list[int]] = {}
     for row, (peak, first, slot) in enumerate(zip(peaks.tolist(), firsts.tolist(), slots, strict=True)):
         if math.isfinite(peak):
-            if slot.stages == GREEDY:
+            stages = slot.stages._replace(mask=True) if row in masks else slot.stages
+            if stages == GREEDY:
                 output.token_ids[row] = first
             else:
-                groups.setdefault(slot.stages, []).append(row)
+                groups.setdefault(stages, []).append(row)
         else:
             output.errors[row] = f"the model gave logits that cannot be sampled: the largest is {peak}"
     step = max(1, CHUNK // logits.shape[1])
     for stages, group in groups.items():
         for start in range(0, len(group), step):
-            _sample_rows(logits, peaks, slots, group[start : start + step], stages, output)
+            _sample_rows(logits, peaks, slots, masks, group[start : start + step], stages, output)
     _add_logprobs(logits, slots, output)
     return output
 
@@ -145,6 +157,7 @@ def _sample_rows(
     logits: torch.Tensor,
     peaks: torch.Tensor,
     slots: Sequence[SamplingSlot],
+    masks: TokenMasks,
     rows: list[int],
     stages: Stages,
     output: SampleOutput,
@@ -152,18 +165,35 @@ def _sample_rows(
     """Choose tokens for `rows`, which all need `stages`, into `output`. peaks: maxima of all rows, [R]."""
     x, peaks = _take(logits, rows), _take(peaks, rows)
     chosen = [slots[row] for row in rows]
-    if stages.edits:
-        x = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        apply_edits(x, [slot.edits for slot in chosen])
-        peaks, firsts = largest(x)
+    if stages.mask or stages.edits:
+        x, peaks, firsts = _edited(x, chosen, masks.take(rows) if stages.mask else None, stages)
         empty = peaks == -math.inf
-        x[empty] = peaks[empty] = 0
+        if stages.draw:  # from anything: the error counts
+            x[empty] = peaks[empty] = 0
         for i in empty.nonzero()[:, 0].tolist():
             output.errors[rows[i]] = NOTHING_LEFT
     token_ids = _draw(x, peaks, chosen, stages) if stages.draw else firsts.tolist()
     for row, token_id in zip(rows, token_ids, strict=True):
         if row not in output.errors:
             output.token_ids[row] = token_id
+
+
+def _edited(
+    x: torch.Tensor, slots: Sequence[SamplingSlot], allowed: torch.Tensor | None, stages: Stages
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A copy of x [n, V] in float32 with what its rows want done to it; its maxima [n], and where they are [n].
+
+    A greedy choice among what a grammar allows takes one look, and no copy.
+    """
+    if allowed is not None and not stages.edits and not stages.draw:
+        return x, *largest(x, allowed)
+    if allowed is not None:
+        x = only_allowed(x, allowed)
+    else:
+        x = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    if stages.edits:
+        apply_edits(x, [slot.edits for slot in slots])
+    return x, *largest(x)
 
 
 def _draw(x: torch.Tensor, peaks: torch.Tensor, slots: Sequence[SamplingSlot], stages: Stages) -> list[int]:

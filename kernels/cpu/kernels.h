@@ -58,5 +58,8 @@ EXPORT void pagewire_rotary(void* x, const void* cos, const void* sin, int64_t t
 EXPORT void pagewire_linear(const void* x, const void* packed, const void* bias, void* out, int64_t rows, int64_t k,
                             int64_t n, int64_t x_stride, int32_t dtype, int32_t num_threads);
 
-EXPORT void pagewire_largest(const void* x, float* values, int64_t* ids, int64_t rows, int64_t size,
-                             int64_t row_stride, int32_t dtype, int32_t num_threads);
+EXPORT void pagewire_largest(const void* x, const uint32_t* allowed, float* values, int64_t* ids, int64_t rows,
+                             int64_t size, int64_t row_stride, int32_t dtype, int32_t num_threads);
+
+EXPORT void pagewire_only_allowed(const void* x, const uint32_t* allowed, float* out, int64_t rows, int64_t size,
+                                  int64_t row_stride, int32_t dtype, int32_t num_threads);

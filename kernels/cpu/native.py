@@ -271,12 +271,14 @@ class NativeKernels:
         """All layers in one call, where they are of one form and over packed weights of this library."""
         return NativeStack.of(self._library, layers)
 
-    def largest(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def largest(self, x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `pagewire.kernels.sampling.largest`."""
         rows = last_contiguous(x)
+        bits = None if allowed is None else _bits_for(x, allowed)
         values, columns = torch.empty(len(x)), torch.empty(len(x), dtype=torch.int64)
         self._library.pagewire_largest(
             rows.data_ptr(),
+            None if bits is None else bits.data_ptr(),
             values.data_ptr(),
             columns.data_ptr(),
             *rows.shape,
@@ -285,6 +287,28 @@ class NativeKernels:
             torch.get_num_threads(),
         )
         return values, columns
+
+    def only_allowed(self, x: Tensor, allowed: Tensor) -> Tensor:
+        """See `pagewire.kernels.sampling.only_allowed`."""
+        rows, bits = last_contiguous(x), _bits_for(x, allowed)
+        out = torch.empty(x.shape)
+        self._library.pagewire_only_allowed(
+            rows.data_ptr(),
+            bits.data_ptr(),
+            out.data_ptr(),
+            *rows.shape,
+            rows.stride(0),
+            DTYPES[x.dtype],
+            torch.get_num_threads(),
+        )
+        return out
+
+
+def _bits_for(x: Tensor, allowed: Tensor) -> Tensor:
+    shape = (x.shape[0], -(-x.shape[1] // 32))
+    if allowed.shape != shape or allowed.dtype != torch.int32:
+        raise ValueError(f"masks are int32 {shape}, not {allowed.dtype} {tuple(allowed.shape)}")
+    return allowed.contiguous()
 
 
 def _contiguous_like(x: Tensor, other: Tensor) -> Tensor:

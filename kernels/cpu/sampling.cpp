@@ -19,6 +19,41 @@ INLINE Floats load_or_least(const T* x, int64_t left) {
   return select(lane_numbers() < broadcast(int32_t(left)), load(x, left), broadcast(-INFINITY));
 }
 
+// Which of the lanes from column i on are allowed, as a select mask; i is a multiple of kLanes, which divides 32.
+INLINE Ints allowed_lanes(const uint32_t* allowed, int64_t i) {
+  const Ints bits = broadcast(int32_t(allowed[i / 32] >> i % 32));
+  return (bits >> lane_numbers() & 1) != 0;
+}
+
+INLINE bool is_allowed(const uint32_t* allowed, int64_t i) { return allowed[i / 32] >> i % 32 & 1; }
+
+// The largest of what is allowed of x, and the first place that holds it; NaN if there is one.
+template <class T>
+Found largest_allowed(const T* x, const uint32_t* allowed, int64_t size) {
+  Found best = {-INFINITY, 0};
+  Ints nan = {};
+  for (int64_t start = 0; start < size; start += kBlock) {
+    const int64_t end = start + kBlock < size ? start + kBlock : size;
+    Floats top = broadcast(-INFINITY);
+    for (int64_t i = start; i < end; i += kLanes) {
+      if (i % 32 == 0 && allowed[i / 32] == 0) {
+        i += 32 - kLanes;
+        continue;
+      }
+      const Floats v = select(allowed_lanes(allowed, i), load_or_least(x + i, end - i), broadcast(-INFINITY));
+      nan |= v != v;
+      top = max(v, top);
+    }
+    const float value = max_lanes(top);
+    if (value > best.value) best = {value, start};
+  }
+  for (int lane = 0; lane < kLanes; ++lane)
+    if (nan[lane]) return {NAN, 0};
+  if (best.value == -INFINITY) return best;
+  while (!is_allowed(allowed, best.index) || load(x + best.index, 1)[0] != best.value) ++best.index;
+  return best;
+}
+
 // The largest of x and the first place that holds it; NaN if there is one.
 template <class T>
 Found largest(const T* x, int64_t size) {
@@ -43,15 +78,33 @@ Found largest(const T* x, int64_t size) {
 
 }  // namespace
 
-// x [rows, size], rows row_stride apart; values and ids [rows].
-EXPORT void pagewire_largest(const void* x, float* values, int64_t* ids, int64_t rows, int64_t size,
-                             int64_t row_stride, int32_t dtype, int32_t num_threads) {
+// x [rows, size], rows row_stride apart; allowed [rows, ceil(size / 32)] or null; values and ids [rows].
+EXPORT void pagewire_largest(const void* x, const uint32_t* allowed, float* values, int64_t* ids, int64_t rows,
+                             int64_t size, int64_t row_stride, int32_t dtype, int32_t num_threads) {
   dispatch(dtype, [&](auto element) {
     using T = decltype(element);
     parallel_for(rows, num_threads, [&](int64_t row) {
-      const Found found = largest(static_cast<const T*>(x) + row * row_stride, size);
+      const T* from = static_cast<const T*>(x) + row * row_stride;
+      const Found found =
+          allowed ? largest_allowed(from, allowed + row * ((size + 31) / 32), size) : largest(from, size);
       values[row] = found.value;
       ids[row] = found.index;
+    });
+  });
+}
+
+// x [rows, size], rows row_stride apart; allowed [rows, ceil(size / 32)]; out [rows, size].
+EXPORT void pagewire_only_allowed(const void* x, const uint32_t* allowed, float* out, int64_t rows, int64_t size,
+                                  int64_t row_stride, int32_t dtype, int32_t num_threads) {
+  dispatch(dtype, [&](auto element) {
+    using T = decltype(element);
+    parallel_for(rows, num_threads, [&](int64_t row) {
+      const T* from = static_cast<const T*>(x) + row * row_stride;
+      const uint32_t* bits = allowed + row * ((size + 31) / 32);
+      float* to = out + row * size;
+      for (int64_t i = 0; i < size; i += kLanes)
+        store(to + i, select(allowed_lanes(bits, i), load_or_least(from + i, size - i), broadcast(-INFINITY)),
+              size - i);
     });
   });
 }

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pagewire.ipc import messages
 from pagewire.ipc.codec import INLINE_BYTES, ITEM_SIZES, Tensor
-from pagewire.ipc.params import RequestOutputKind, SamplingParams
+from pagewire.ipc.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 UNIONS = {
     "ToCore": messages.ToCore,
@@ -50,6 +50,15 @@ def numbers(low: float, high: float | None = None, *, above: bool = False) -> st
     return inside if high is None else inside | st.just(high)
 
 
+structures = st.one_of(
+    st.builds(StructuredOutputsParams, json=st.dictionaries(words, st.none() | words, max_size=3)),
+    st.builds(StructuredOutputsParams, regex=words, disable_fallback=st.booleans()),
+    st.builds(StructuredOutputsParams, choice=st.lists(words, min_size=1, max_size=3)),
+    st.builds(StructuredOutputsParams, grammar=words),
+    st.builds(StructuredOutputsParams, json_object=st.just(True), whitespace_pattern=st.none() | words),
+)
+
+
 @st.composite
 def sampling_params(draw: st.DrawFn) -> SamplingParams:
     """Every parameter over its whole range."""
@@ -80,6 +89,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         "include_stop_str_in_output": st.booleans(),
         "truncate_prompt_tokens": st.sampled_from([None, -1, 1, 2**63 - 1]),
         "output_kind": st.sampled_from(RequestOutputKind),
+        "structured_outputs": st.none() | structures,
         "logit_bias": st.none()
         | st.dictionaries(st.integers(0, 2**31 - 1), numbers(-100.0, 100.0), max_size=3),
         "allowed_token_ids": st.none() | token_ids.filter(bool),

@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagewire.ipc.params import BeamSearchParams, RequestOutputKind, SamplingParams, SamplingType
+from pagewire.ipc.params import (
+    MAX_JSON_DEPTH,
+    MAX_STRUCTURE_CHARS,
+    BeamSearchParams,
+    GuidedDecodingParams,
+    RequestOutputKind,
+    SamplingParams,
+    SamplingType,
+    StructuredOutputsParams,
+)
 
 from .strategies import sampling_params
 
@@ -44,6 +53,7 @@ DEFAULTS = {
     "truncate_prompt_tokens": None,
     "output_kind": RequestOutputKind.CUMULATIVE,
     "structured_outputs": None,
+    "guided_decoding": None,
     "logit_bias": None,
     "allowed_token_ids": None,
     "extra_args": None,
@@ -116,7 +126,6 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "bad_words_token_ids": [[[-1]], [[BIG]]],
     "extra_args": [{"a": BIG}, {"a": object()}, {"a": "\ud800"}, {"a": print}],
     "logits_processors": [[print]],
-    "structured_outputs": [{"json": "{}"}],
 }
 OF_ANOTHER_TYPE: dict[str, list[Any]] = {
     "n": ["1", 1.0, None, True],
@@ -147,6 +156,8 @@ OF_ANOTHER_TYPE: dict[str, list[Any]] = {
     "spaces_between_special_tokens": [1, None],
     "include_stop_str_in_output": [1, None],
     "output_kind": [0, "DELTA", None],
+    "structured_outputs": ["json", 5, []],
+    "guided_decoding": ["json", 5, []],
 }
 
 
@@ -305,3 +316,102 @@ def test_beam_search_errors(name: str, value: Any, error: type[Exception]) -> No
 @given(st.floats(-10, 10))
 def test_any_finite_length_penalty(penalty: float) -> None:
     assert BeamSearchParams(1, 1, length_penalty=penalty).length_penalty == penalty
+
+
+# ---------------------------------------------------------------- structured outputs
+
+STRUCTURES: dict[str, Any] = {
+    "json": '{"type":"object"}',
+    "regex": "a+",
+    "choice": ["a", ""],
+    "grammar": 'start: "a"',
+    "json_object": True,
+    "structural_tag": '{"structures":[],"triggers":[]}',
+}
+
+
+@pytest.mark.parametrize("kind", STRUCTURES)
+def test_every_kind_of_structure_survives_the_wire(kind: str) -> None:
+    params = SamplingParams(structured_outputs={kind: STRUCTURES[kind]})  # type: ignore[arg-type]
+    assert params.structured_outputs is not None and params.structured_outputs.kind == kind
+    assert getattr(params.structured_outputs, kind) == STRUCTURES[kind]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+    as_json = msgspec.json.encode(params.structured_outputs)
+    assert msgspec.json.decode(as_json, type=StructuredOutputsParams) == params.structured_outputs
+    assert params.clone() == params
+
+
+@pytest.mark.parametrize("kind", STRUCTURES)
+def test_guided_decoding_is_the_older_name(kind: str) -> None:
+    value = {kind: STRUCTURES[kind]}
+    new = SamplingParams(structured_outputs=StructuredOutputsParams(**value))
+    assert SamplingParams(guided_decoding=GuidedDecodingParams(**value, backend="outlines")) == new
+    assert SamplingParams(guided_decoding=value) == new  # type: ignore[arg-type]
+    assert type(new.structured_outputs) is StructuredOutputsParams
+    with pytest.raises(ValueError, match="give one"):
+        SamplingParams(structured_outputs=value, guided_decoding=value)  # type: ignore[arg-type]
+
+
+def test_a_schema_is_a_dict_or_text_or_a_model_class_and_keeps_its_order() -> None:
+    class Model:
+        @classmethod
+        def model_json_schema(cls) -> dict[str, Any]:
+            return {"type": "object", "properties": {"b": {}, "a": {}}}
+
+    text = '{"type":"object","properties":{"b":{},"a":{}}}'
+    for value in (Model, Model.model_json_schema(), text, f" {text}\n"):
+        assert StructuredOutputsParams(json=value).json == text  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({}, "exactly one of json, regex.* got none"),
+        ({"json_object": False}, "got none"),
+        ({"regex": "a", "choice": ["b"]}, "got regex and choice"),
+        ({"jsn": "{}"}, "no 'jsn'"),
+        ({"json": "{"}, "json is not valid JSON"),
+        ({"json": "[1]"}, "json must be a JSON object"),
+        ({"json": {"a": math.nan}}, "not valid JSON"),
+        ({"json": {"a": {1, 2}}}, "not valid JSON"),
+        ({"json": '{"a": "\\ud800"}'}, "valid Unicode"),
+        ({"json": '{"a":' * MAX_JSON_DEPTH + "{}" + "}" * MAX_JSON_DEPTH}, "levels deep, it has 101"),
+        ({"json": '{"a":' * 100_000 + "{}" + "}" * 100_000}, "levels deep"),
+        ({"json": {"a": "b" * MAX_STRUCTURE_CHARS}}, "at most 262144 characters"),
+        ({"regex": "b" * (MAX_STRUCTURE_CHARS + 1)}, "at most 262144 characters"),
+        ({"regex": "\ud800"}, "valid Unicode"),
+        ({"choice": []}, "choice must not be empty"),
+        ({"choice": ["a"] * MAX_STRUCTURE_CHARS}, "at most 262144 characters"),
+        ({"structural_tag": "no"}, "structural_tag is not valid JSON"),
+        ({"json_object": True, "whitespace_pattern": " ", "disable_any_whitespace": True}, "not both"),
+    ],
+)
+def test_structures_that_are_refused(value: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(structured_outputs=value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"json": 5},
+        {"json": ["a"]},
+        {"regex": 5},
+        {"grammar": b"a"},
+        {"choice": "abc"},
+        {"choice": [1]},
+        {"json_object": 1},
+        {"json_object": True, "disable_any_whitespace": 1},
+        {"json_object": True, "whitespace_pattern": 1},
+    ],
+)
+def test_structures_of_another_type(value: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=next(name for name in reversed(value))):
+        SamplingParams(structured_outputs=value)  # type: ignore[arg-type]
+
+
+def test_a_schema_that_holds_itself_is_refused() -> None:
+    schema: dict[str, Any] = {}
+    schema["a"] = schema
+    with pytest.raises(ValueError, match="Circular"):
+        StructuredOutputsParams(json=schema)

@@ -1,0 +1,40 @@
+"""Which tokens the rows of a step may sample: packed bits, from the grammars in the core."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from pagewire.ipc.messages import Masks
+
+
+@dataclass(frozen=True)
+class TokenMasks:
+    """Masks by place among the rows that sample; rows without one may sample anything.
+
+    places: where in `bits` the mask of a row is.
+    bits: int32 [n, ceil(V / 32)]: bit i % 32 of word i // 32 is set if token i may come.
+    """
+
+    places: dict[int, int] = field(default_factory=dict)
+    bits: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int32))
+
+    @classmethod
+    def of(cls, masks: Masks | None, sample_rows: Sequence[int]) -> TokenMasks:
+        """From a message, whose rows are the plan's. sample_rows: those of the plan's rows that sample."""
+        if masks is None or not masks.rows:
+            return cls()
+        places = {row: place for place, row in enumerate(masks.rows)}
+        bits = np.frombuffer(masks.bits.data, np.int32).reshape(masks.bits.shape).copy()  # owned and writable
+        found = {i: places[row] for i, row in enumerate(sample_rows) if row in places}
+        return cls(found, torch.from_numpy(bits))
+
+    def __contains__(self, row: int) -> bool:
+        return row in self.places
+
+    def take(self, rows: Sequence[int]) -> torch.Tensor:
+        """The masks of `rows`: int32 [len(rows), ceil(V / 32)]."""
+        return self.bits[[self.places[row] for row in rows]]
