@@ -93,6 +93,7 @@ def document(operations: Sequence[Operation], options: ServerOptions) -> dict[st
     return {
         "openapi": "3.1.0",
         "info": {"title": "pagewire", "version": __version__},
+        "servers": [{"url": options.root_path or "/"}],
         "paths": paths,
         "components": components,
         "security": [{"key": []}] if options.keys() else [],
