@@ -6,7 +6,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagewire.frontend.server.tools.choice import ToolUse, tool_use
@@ -63,6 +63,7 @@ WORDS = st.sampled_from(
 
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("with_tools", [False, True])
+@settings(deadline=None)
 @given(text=st.lists(WORDS, max_size=12).map("".join), seed=st.integers())
 def test_no_cut_changes_a_reply(begun: bool, with_tools: bool, text: str, seed: int) -> None:
     chance = random.Random(seed)
