@@ -130,8 +130,8 @@ class Control:
         """Hold new requests back, and end the others: by waiting for them, or with reason "abort"."""
         self.paused = True
         if not wait_for_inflight_requests:
-            core = self._core
-            core.abort(request for _, request in core.requests() if request not in core.held)
+            core, held = self._core, set(self._core.held)
+            core.abort(request for _, request in core.requests() if request not in held)
 
         def paused(caller: Caller) -> None:
             if clear_cache:

@@ -73,7 +73,7 @@ class EngineCore:
                 self._poller.register(fd, zmq.POLLIN)
         self._stop_by: float | None = None
         self._outcomes: list[Outcome] = []
-        self._held: list[Request] = []
+        self._held: dict[Request, None] = {}  # in order
         self._compiling: dict[Request, Compilation] = {}
         self._greeted: list[tuple[bytes, messages.Hello]] = []
         self._arrivals = 0
@@ -346,7 +346,7 @@ class EngineCore:
             self._compiling.update(dict.fromkeys(group, compilation))
             self._take_compiled()
             return
-        self._held += group
+        self._held.update(dict.fromkeys(group))
         if not self.control.paused:
             self.admit_held()
 
@@ -368,7 +368,9 @@ class EngineCore:
                 if grammar is None:
                     continue
                 request.matcher = grammar.matcher(request.output_token_ids, request.params.ignore_eos)
-                self._held.append(request)
+                self._held[request] = None
+                if request.index == 0:
+                    self.metrics.grammar.observe(now - request.arrival_time)
             except GrammarError as error:
                 if request.index == 0:
                     logger.warning("refused request %s: %s", request.request_id, error)
@@ -386,7 +388,7 @@ class EngineCore:
 
     def _reject(self, client: Client, submitted: SubmitRequest, why: Exception) -> None:
         error, kind = str(why), type(why).__name__
-        self.metrics.num_refused += 1
+        self.metrics.num_refused["busy" if isinstance(why, EngineBusyError) else "invalid"] += 1
         logger.warning("refused request %s of %s: %s", submitted.request_id, client.label, error)
         if submitted.key in client.requests:  # an error delta would end the live request of that key
             self.clients.send(client.identity, messages.Refused(error=error))
@@ -419,14 +421,14 @@ class EngineCore:
         if self._compiling.pop(request, None) is not None:
             request.state = State.FINISHED
         elif request in self._held:
-            self._held.remove(request)
+            del self._held[request]
             request.state = State.FINISHED
         else:
             self.scheduler.abort([request])
 
     def admit_held(self) -> None:
         """Let requests that were held back wait for their turn."""
-        held, self._held = self._held, []
+        held, self._held = self._held, {}
         for request in held:
             self.scheduler.add(request)
 

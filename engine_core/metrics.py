@@ -102,8 +102,9 @@ class Metrics:
         self.step_tokens = Distribution(STEP_TOKENS)
         self.step_seconds = Distribution(STEP)
         self.turn_seconds = Distribution(TURN)
+        self.grammar = Distribution(PER_REQUEST)
         self.rates = Rates()
-        self.num_refused = 0
+        self.num_refused = {"busy": 0, "invalid": 0}
         self.num_finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
 
     def submitted(self, group: Sequence[Request]) -> None:
@@ -253,7 +254,15 @@ def own(core: EngineCore) -> Iterator[Row]:
             yield gauge("pagewire:frontend_requests", text, number, labels)
     yield gauge("pagewire:paused", "1 while new requests are held back.", int(core.control.paused))
     yield gauge("pagewire:asleep", "1 while the worker has given memory back.", int(core.control.asleep))
-    yield counter("pagewire:requests_refused_total", "Requests refused on arrival.", kept.num_refused)
+    text = "Requests refused on arrival: too many wait (busy), or they cannot be served (invalid)."
+    for reason, number in kept.num_refused.items():
+        yield counter("pagewire:requests_refused_total", text, number, {"reason": reason})
+    grammars = core.grammars
+    yield gauge("pagewire:grammars_cached", "Grammars kept for further requests.", len(grammars))
+    yield counter("pagewire:grammar_queries_total", "Grammars asked for.", grammars.num_queries)
+    yield counter("pagewire:grammar_hits_total", "Grammars asked for that were known.", grammars.num_hits)
+    text = "Time that requests waited for their grammar to be compiled."
+    yield histogram("pagewire:grammar_time_seconds", text, kept.grammar)
     text = "Worker processes started in place of one that was lost."
     yield counter("pagewire:worker_restarts_total", text, core.worker.num_starts - 1)
     text = "Time in which the worker computed steps."

@@ -125,6 +125,12 @@ class OutputState:
         self._num_taken = 0
         self._text = ""
         self._detokenizer = Detokenizer(tokenizer, params) if tokenizer and params.detokenize else None
+        keeps_stop = (
+            params.skip_special_tokens or params.include_stop_str_in_output
+        )  # or leaves it out anyway
+        self._unsaid: frozenset[int] = (
+            frozenset() if tokenizer is None or keeps_stop else tokenizer.special_ids
+        )
         self._logprobs = None if params.logprobs is None else no_logprobs(self._flat)
         self._cumulative_logprob = 0.0
 
@@ -133,8 +139,10 @@ class OutputState:
         self.news = True
         token_ids, stop = delta.token_ids, None
         if self._detokenizer is not None:
-            token_ids = token_ids[: self._detokenizer.feed(token_ids)]
+            count = self._detokenizer.feed(token_ids[:-1] if self._ends_unsaid(delta) else token_ids)
             stop = self._detokenizer.stop
+            if stop is not None:
+                token_ids = token_ids[:count]
         self.token_ids += token_ids
         if delta.logprobs is not None and self._logprobs is not None:
             self._cumulative_logprob += add_rows(self._logprobs, delta.logprobs, texts, len(token_ids))
@@ -143,6 +151,10 @@ class OutputState:
         elif delta.finish_reason is not None or delta.error is not None:
             self.end(delta.finish_reason or "error", delta.stop_reason)
         return stop is not None and delta.finish_reason is None
+
+    def _ends_unsaid(self, delta: TokenDelta) -> bool:
+        """Whether the last token is a special one that ended the output, which is no part of the text."""
+        return delta.finish_reason == "stop" and bool(delta.token_ids) and delta.token_ids[-1] in self._unsaid
 
     def end(self, finish_reason: str, stop_reason: int | str | None = None) -> None:
         """No more tokens."""

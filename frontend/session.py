@@ -88,7 +88,12 @@ class Session:
         self._keys = itertools.count()
         self._closed = False
         self._tracer = None if traces_endpoint is None else Tracer(traces_endpoint)
-        self._client, self._spawned = connect(self)
+        try:
+            self._client, self._spawned = connect(self)
+        except BaseException:
+            if self._tracer is not None:
+                self._tracer.shutdown()
+            raise
         self.info = self._client.info
 
     @classmethod

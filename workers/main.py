@@ -35,6 +35,7 @@ from pagewire.ipc.messages import (
     WorkerReply,
 )
 from pagewire.ipc.sockets import connect_dealer, receive, send
+from pagewire.kernels.cpu.arena import Reserve, weight_bytes
 
 if TYPE_CHECKING:
     from pagewire.workers.runner import Runner
@@ -100,15 +101,25 @@ def serve(connection: Connection) -> None:
 
 
 def start(connection: Connection, load: LoadModel) -> Runner:
-    """Load the model, and tell what was learned. Imports torch, so late."""
+    """Load the model, and tell what was learned. Imports torch, so late; memory for weights is taken meanwhile."""
+    reserve = reserve_weights(load)
     from pagewire.workers.runner import Runner
 
     def report(phase: str, seconds: float) -> None:
         connection.send(Progress(phase, seconds))
 
-    runner, ready = Runner.start(load, report)
+    runner, ready = Runner.start(load, report, reserve)
     connection.send(ready)
     return runner
+
+
+def reserve_weights(load: LoadModel) -> Reserve | None:
+    """Memory for the weights, where they will be packed on this machine."""
+    size = weight_bytes(load.model_path) if load.device == "cpu" else 0
+    try:
+        return Reserve(size) if size else None
+    except OSError:
+        return None  # loading will say it better
 
 
 def step(connection: Connection, runner: Runner | None, plan: StepPlan, idle_since: float) -> Any:

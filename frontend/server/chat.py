@@ -39,7 +39,7 @@ from pagewire.frontend.server.sampling import (
 )
 from pagewire.frontend.server.service import LONG_TEXT, Service, off_loop
 from pagewire.frontend.server.tools.choice import ToolUse, tool_use
-from pagewire.frontend.server.tools.history import check_history
+from pagewire.frontend.server.tools.history import read_history
 from pagewire.frontend.server.tools.reasoning import thinking
 from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
 
@@ -123,9 +123,8 @@ def tools_of(service: Service, request: ChatRequest) -> ToolUse:
     """What the request's tools come to, and how its outputs are read.
 
     Raises:
-        ValueError: what is wrong with them, or with calls in the messages.
+        ValueError: what is wrong with them.
     """
-    check_history(request.messages)
     options = service.options
     tools = tool_use(
         request.tools,
@@ -172,7 +171,7 @@ async def prompt_of(service: Service, request: ChatRequest, tools: ToolUse) -> T
 
     Raises:
         APIError: no tokenizer, or a template of the request's own where that is not allowed.
-        ValueError, TypeError: no template, or one that refuses the conversation.
+        ValueError, TypeError: no template, or one that refuses the conversation; messages that are malformed.
     """
     if request.chat_template is not None and not service.options.trust_request_chat_template:
         raise APIError(
@@ -194,7 +193,7 @@ async def prompt_of(service: Service, request: ChatRequest, tools: ToolUse) -> T
     def make() -> TokensPrompt:
         return chat_prompt(
             service.tokenizer,
-            request.messages,
+            read_history(request.messages),
             chat_template=request.chat_template or service.options.chat_template,
             template_files=request.chat_template is None,
             chat_template_content_format=service.options.chat_template_content_format,

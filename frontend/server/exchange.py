@@ -40,7 +40,7 @@ class Exchange:
 
     Attributes:
         id: unique, and the engine's name for the request. given_id: what it is called in headers.
-        headers: of the request. created: seconds since the epoch.
+        headers: of the request. created: seconds since the epoch, when it came.
         num_prompt, num_cached, num_output: tokens. reasons: finish reasons, in order. prompt: for the log.
     """
 
@@ -49,13 +49,13 @@ class Exchange:
         self.path: str = scope["path"]
         self.headers = Headers(scope=scope)
         self.given_id: str = scope["request_id"]
-        self.created = int(time.time())
+        self._came = time.time()
+        self.created = int(self._came)
         self.num_prompt = self.num_cached = self.num_output = 0
         self.reasons: list[str] = []
         self.prompt: str | list[int] = ""
         self._stopped: asyncio.Future[APIError] = asyncio.get_running_loop().create_future()
-        self._begin = time.perf_counter()
-        self._first: float | None = None
+        self._first_token: float | None = None
         self._answered: set[int] = set()
 
     def count(self, index: int, output: RequestOutput) -> bool:
@@ -70,7 +70,8 @@ class Exchange:
             self._answered.add(index)
             self.num_prompt += len(output.prompt_token_ids or ())
             self.num_cached += output.num_cached_tokens or 0
-            self._first = self._first or time.perf_counter()
+            if self._first_token is None and output.metrics is not None:
+                self._first_token = output.metrics.first_token_time
         for completion in output.outputs:
             self.num_output += len(completion.token_ids)
             if completion.finish_reason is not None:
@@ -114,8 +115,7 @@ class Exchange:
 
     def log(self, status: int, why: str | None, max_log_len: int) -> None:
         """Its one line. why: what went wrong. max_log_len: so much of the prompt; -1: all."""
-        now = time.perf_counter()
-        ttft = None if self._first is None else round(1e3 * (self._first - self._begin), 1)
+        first = self._first_token
         facts = {
             "id": self.id,
             "request_id": self.given_id,
@@ -124,8 +124,8 @@ class Exchange:
             "tokens_in": self.num_prompt,
             "tokens_cached": self.num_cached,
             "tokens_out": self.num_output,
-            "ttft_ms": ttft,
-            "seconds": round(now - self._begin, 3),
+            "ttft_ms": None if first is None else round(1e3 * (first - self._came), 1),
+            "seconds": round(time.time() - self._came, 3),
             "finish": ",".join(self.reasons) or None,
             "error": why,
             "prompt": self.prompt[: None if max_log_len < 0 else max_log_len] or None,
@@ -200,7 +200,7 @@ class Reply:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self.streaming = False
+        self.streaming = self.complete = False
 
     async def stream(self, events: bytes) -> None:
         """Send events, encoded, in one write."""
@@ -211,10 +211,12 @@ class Reply:
 
     async def end(self) -> None:
         """No more events."""
+        self.complete = True
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def send_json(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         """Send a whole answer."""
+        self.complete = True
         more = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()]
         length = (b"content-length", str(len(body)).encode())
         await self._send(
@@ -227,7 +229,9 @@ class Reply:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def fail(self, error: APIError) -> None:
-        """Tell an error: by its status or, within a stream, by an event."""
+        """Tell an error: by its status or, within a stream, by an event. After a complete answer it is too late."""
+        if self.complete:
+            return
         if self.streaming:
             await self.stream(b"data: " + error.encode() + b"\n\n" + sse.DONE)
             await self.end()

@@ -93,6 +93,7 @@ def document(operations: Sequence[Operation], options: ServerOptions) -> dict[st
     return {
         "openapi": "3.1.0",
         "info": {"title": "pagewire", "version": __version__},
+        "servers": [{"url": options.root_path or "/"}],
         "paths": paths,
         "components": components,
         "security": [{"key": []}] if options.keys() else [],
@@ -115,7 +116,7 @@ def described(one: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
         content[one.media] = {"schema": {"type": "string"}}
     failures: tuple[str, ...] = OF_EVERY if one.body is None and not one.query else OF_EVERY + OF_BODIES
     if "{" in one.path:
-        failures += ("404",)
+        failures += ("400", "404")
     answer: dict[str, Any] = {"description": one.summary} | ({"content": content} if content else {})
     told = {"application/json": schema(ErrorResponse)}
     told_of: dict[str, Any] = {

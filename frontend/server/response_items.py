@@ -12,7 +12,6 @@ from pagewire.frontend.server.response_protocol import ResponsesRequest, TextFor
 
 SAME_NAME = (
     "model",
-    "stream",
     "temperature",
     "top_p",
     "top_k",
@@ -88,6 +87,7 @@ def chat_request(request: ResponsesRequest, items: Sequence[JSON]) -> ChatReques
     tools, choice = tools_of(request)
     return ChatRequest(
         messages=messages_of(request.instructions, items),
+        stream=request.stream or request.background,  # what is made in the background can be looked at
         max_completion_tokens=request.max_output_tokens,
         logprobs=wants_logprobs,
         top_logprobs=request.top_logprobs,

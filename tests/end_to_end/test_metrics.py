@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pagewire import LLM, SamplingParams
 from pagewire.frontend.server.metrics import exposition
+from pagewire.ipc.params import StructuredOutputsParams
 
 # Bounds that dashboards may ask for; ours may be finer, and go further.
 FIRST_TOKEN = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10]
@@ -45,6 +46,7 @@ GAUGES: dict[str, set[str]] = {
     "pagewire:frontend_requests": {"frontend", "pid", "number", "phase"},
     "pagewire:paused": set(),
     "pagewire:asleep": set(),
+    "pagewire:grammars_cached": set(),
 }
 COUNTERS: dict[str, set[str]] = {
     "vllm:num_preemptions_total": set(),
@@ -56,7 +58,9 @@ COUNTERS: dict[str, set[str]] = {
     "vllm:spec_decode_num_draft_tokens_total": set(),
     "vllm:spec_decode_num_emitted_tokens_total": set(),
     "vllm:request_success_total": {"finished_reason"},
-    "pagewire:requests_refused_total": set(),
+    "pagewire:requests_refused_total": {"reason"},
+    "pagewire:grammar_queries_total": set(),
+    "pagewire:grammar_hits_total": set(),
     "pagewire:worker_restarts_total": set(),
     "pagewire:worker_busy_seconds_total": set(),
     "pagewire:worker_idle_seconds_total": set(),
@@ -79,6 +83,7 @@ HISTOGRAMS: dict[str, list[float]] = {
     "vllm:request_params_max_tokens": LENGTHS,
     "vllm:iteration_tokens_total": STEP_TOKENS,
     "pagewire:worker_step_seconds": [0.001, 0.01, 0.1, 1],
+    "pagewire:grammar_time_seconds": REQUEST,
     "pagewire:core_turn_seconds": [0.001, 0.01, 0.1, 1],
 }
 
@@ -185,13 +190,25 @@ def test_counts_agree_with_the_work(llm: LLM) -> None:
     assert value(after, "pagewire:paused") == value(after, "pagewire:asleep") == 0
 
 
+def test_grammars_are_counted(llm: LLM) -> None:
+    before = families(llm)
+    choice = StructuredOutputsParams(choice=["with", "without"])
+    params = SamplingParams(max_tokens=10, structured_outputs=choice, n=2)
+    for _ in range(2):
+        llm.generate("x", params, use_tqdm=False)
+    after = families(llm)
+    names = ("grammar_queries_total", "grammar_hits_total", "grammars_cached", "grammar_time_seconds_count")
+    grown = [value(after, f"pagewire:{name}") - value(before, f"pagewire:{name}") for name in names]
+    assert grown == [2, 1, 1, 2]
+
+
 def test_every_frontend_is_told_the_same(llm: LLM) -> None:
     address = llm.llm_engine.session._spawned.address  # type: ignore[union-attr]
     with LLM.attach(address) as other:
         other.generate("x", SamplingParams(max_tokens=2), use_tqdm=False)
         ours, theirs = families(llm), families(other)
         for name in (*COUNTERS, "vllm:request_generation_tokens_count"):
-            if not name.startswith("pagewire:worker") and name != "vllm:request_success_total":
+            if not name.startswith("pagewire:worker") and not COUNTERS.get(name):
                 assert value(ours, name) == value(theirs, name), name
         assert value(ours, "pagewire:frontends") == 2
         phases = ours["pagewire:frontend_requests"].samples

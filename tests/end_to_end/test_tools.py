@@ -11,9 +11,7 @@ import jsonschema
 import openai
 import pytest
 
-from pagewire.frontend.server.options import ServerOptions
-
-from ..serving import serving
+from .http_server import Server
 
 BOOK = {
     "type": "object",
@@ -44,14 +42,8 @@ SAME: Any = {"model": "demo", "messages": ASK, "tools": TOOLS, "temperature": 0.
 
 
 @pytest.fixture(scope="module")
-def url(address: str) -> Iterator[str]:
-    with serving(address, ServerOptions(port=0)) as url:
-        yield url + "/v1"
-
-
-@pytest.fixture
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=url, api_key="x", max_retries=0) as client:
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -111,7 +103,7 @@ def test_one_call_if_no_more_are_wanted(client: openai.OpenAI) -> None:
         assert len(answer.choices[0].message.tool_calls or ()) == 1
 
 
-def test_the_async_client(url: str) -> None:
+def test_the_async_client(server: Server) -> None:
     async def ask(client: openai.AsyncOpenAI, seed: int) -> tuple[Any, str]:
         whole = await client.chat.completions.create(**SAME, tool_choice=NAMED, seed=seed)
         arguments = ""
@@ -123,7 +115,7 @@ def test_the_async_client(url: str) -> None:
         return whole.choices[0], arguments
 
     async def main() -> None:
-        async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             for choice, arguments in await asyncio.gather(*(ask(client, seed) for seed in range(4))):
                 check_calls(choice)
                 assert choice.message.tool_calls[0].function.arguments == arguments

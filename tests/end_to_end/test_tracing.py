@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -145,6 +147,19 @@ def test_a_collector_that_is_not_there_harms_nobody(address: str) -> None:
         return last.outputs[0].text
 
     assert asyncio.run(main()) == expected
+
+
+def test_a_command_on_a_running_core_traces_its_own(address: str, collector: Collector) -> None:
+    command = [sys.executable, "-m", "pagewire.cli.main", "generate", "with", "--max-tokens", "3"]
+    options = ["--attach", address, "--otlp-traces-endpoint"]
+    environment = os.environ | {"OTEL_SERVICE_NAME": "mine"}
+    subprocess.run([*command, *options, collector.endpoint], env=environment, check=True, timeout=60)
+    (span,) = collector.spans().values()
+    assert attributes(span)["gen_ai.usage.completion_tokens"] == 3
+    assert '"mine"' in str(collector.received[0].resource_spans[0].resource)
+    bad = subprocess.run([*command, *options, "nowhere"], capture_output=True, text=True, timeout=60)
+    assert (bad.returncode, bad.stdout) == (1, "")
+    assert bad.stderr.startswith("pagewire generate: otlp_traces_endpoint must be an http://")
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:4317", "grpc://localhost:4317", ""])

@@ -8,17 +8,31 @@ can tell a request's output without any scheduling.
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
+from llguidance import LLTokenizer, TokenizerWrapper
+
+from pagewire.engine_core.grammar import Grammar, Matcher, compile_grammar
 from pagewire.engine_core.request import Request, State, sequences
 from pagewire.engine_core.scheduler import CRASHES_TO_ISOLATE, Outcome, Scheduler, SchedulerConfig
 from pagewire.ipc.codec import Tensor
-from pagewire.ipc.messages import LogprobRows, Row, SlotInit, StepPlan, StepResult, SubmitRequest, TokenDelta
-from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.messages import (
+    LogprobRows,
+    Masks,
+    Row,
+    SlotInit,
+    StepPlan,
+    StepResult,
+    SubmitRequest,
+    TokenDelta,
+)
+from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
 
 EOS = 0
 STOP = 1
@@ -30,11 +44,47 @@ def extend(digest: int, token_id: int) -> int:
     return hash((digest, token_id))
 
 
-def draw(digest: int, seed: int, num_output: int, min_tokens: int, stop_ids: Sequence[int]) -> int:
-    """The token that follows."""
+def draw(
+    digest: int,
+    seed: int,
+    num_output: int,
+    min_tokens: int,
+    stop_ids: Sequence[int],
+    mask: bytes | None = None,
+) -> int | None:
+    """The token that follows; None if there is none. mask: what a grammar allows."""
     banned = stop_ids if num_output < min_tokens else ()
     choices = [token_id for token_id in range(VOCAB) if token_id not in banned]
-    return choices[hash((digest, seed)) % len(choices)]
+    if mask is not None:
+        choices = [token_id for token_id in choices if mask[token_id // 8] >> token_id % 8 & 1]
+    return choices[hash((digest, seed)) % len(choices)] if choices else None
+
+
+@functools.cache
+def tokenizer() -> LLTokenizer:
+    """The end of sequence, and a letter for every other token: "a" is `STOP`."""
+    tokens = [b"<eos>", *(bytes([ord("a") + i]) for i in range(VOCAB - 1))]
+
+    class Letters(SimpleNamespace):
+        def __call__(self, text: bytes) -> list[int]:
+            return [byte - ord("a") + 1 for byte in text]
+
+    letters = Letters(eos_token_id=EOS, bos_token_id=None, tokens=tokens, special_token_ids=[EOS])
+    return LLTokenizer(TokenizerWrapper(letters), n_vocab=VOCAB)
+
+
+@functools.cache
+def grammar(regex: str) -> Grammar:
+    """A regular expression over the letters."""
+    return compile_grammar(StructuredOutputsParams(regex=regex), tokenizer(), VOCAB)
+
+
+def matcher_of(params: SamplingParams, token_ids: Sequence[int] = ()) -> Matcher | None:
+    """The state of a request with this output."""
+    structure = params.structured_outputs
+    if structure is None:
+        return None
+    return grammar(structure.regex or "").matcher(token_ids, params.ignore_eos)
 
 
 def world(params: SamplingParams) -> int:
@@ -55,10 +105,10 @@ class Slot:
         self.digests.append(extend(self.digests[-1] if self.digests else world(self.init.params), token_id))
         self.tokens.append(token_id)
 
-    def draw(self) -> int:
+    def draw(self, mask: bytes | None) -> int | None:
         init = self.init
         num_output = len(self.tokens) - init.num_prompt_tokens
-        return draw(self.digests[-1], init.seed, num_output, init.params.min_tokens, init.stop_ids)
+        return draw(self.digests[-1], init.seed, num_output, init.params.min_tokens, init.stop_ids, mask)
 
 
 class ModelWorker:
@@ -69,7 +119,9 @@ class ModelWorker:
         self.kv: list[int | None] = [None] * (num_blocks * block_size)
         self.slots: dict[int, Slot] = {}
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, masks: Masks | None) -> StepResult:
+        assert (masks is not None) == plan.masked
+        allowed = {} if masks is None else dict(zip(masks.rows, mask_rows(masks), strict=True))
         for number in plan.freed_slots:
             self.slots.pop(number, None)
         for init in plan.inits:
@@ -81,7 +133,7 @@ class ModelWorker:
             self._write(row)
         result = StepResult(plan.step_id, [])
         for index, row in enumerate(plan.rows):
-            self._read(row, index, result)
+            self._read(row, index, allowed.get(index), result)
         return result
 
     def _write(self, row: Row) -> None:
@@ -93,7 +145,7 @@ class ModelWorker:
         for position in range(row.start, end):
             self.kv[self._cell(slot, position)] = slot.digests[position]
 
-    def _read(self, row: Row, index: int, result: StepResult) -> None:
+    def _read(self, row: Row, index: int, mask: bytes | None, result: StepResult) -> None:
         slot = self.slots[row.slot]
         end = row.start + row.num_tokens
         found = [self.kv[self._cell(slot, position)] for position in range(end)]
@@ -104,11 +156,20 @@ class ModelWorker:
                 slot.tokens[row.start + 1 : row.start + 1 + row.num_prompt_logprobs]
             )
         if row.sample:
-            result.token_ids.append(slot.draw())
+            token_id = slot.draw(mask)
+            if token_id is None:
+                result.errors[index] = "nothing is allowed"
+            result.token_ids.append(token_id or 0)
             slot.append(result.token_ids[-1])
 
     def _cell(self, slot: Slot, position: int) -> int:
         return slot.block_ids[position // self.block_size] * self.block_size + position % self.block_size
+
+
+def mask_rows(masks: Masks) -> list[bytes]:
+    """The mask of each of `masks.rows`."""
+    data, width = bytes(masks.bits.data), 4 * masks.bits.shape[1]
+    return [data[i * width : (i + 1) * width] for i in range(len(masks.rows))]
 
 
 def logprob_rows(token_ids: list[int]) -> LogprobRows:
@@ -130,14 +191,23 @@ def expected(request: Request) -> tuple[list[int], str, int | None]:
     stops = list(params.stop_token_ids or [])
     if request.eos_token_id is not None and not params.ignore_eos:
         stops.append(request.eos_token_id)
+    matcher = matcher_of(params)
+    banned = stops + ([EOS] if matcher is not None and not params.ignore_eos else [])
     output: list[int] = []
     while True:
-        token_id = draw(digest, request.seed, len(output), params.min_tokens, stops)
+        mask = None if matcher is None else matcher.mask()
+        token_id = draw(digest, request.seed, len(output), params.min_tokens, banned, mask)
+        if token_id is None:
+            return output, "error", None
         output.append(token_id)
+        if matcher is not None:
+            matcher.accept(token_id)
         digest = extend(digest, token_id)
         if token_id in stops and len(output) >= params.min_tokens:
             is_eos = token_id == request.eos_token_id and not params.ignore_eos
             return output, "stop", None if is_eos else token_id
+        if matcher is not None and matcher.complete:
+            return output, "stop", None
         if len(output) == request.max_output:
             return output, "length", None
 
@@ -169,6 +239,7 @@ class Simulation:
         self.share_prefixes = share_prefixes
         self.scheduler = Scheduler(self.config)
         self.worker = self._new_worker()
+        self.plans: deque[StepPlan] = deque()
         self.results: deque[StepResult] = deque()
         self.streams: dict[Request, Stream] = {}
         self.num_added = 0
@@ -211,6 +282,7 @@ class Simulation:
         )
         self.num_added += len(group)
         for request in group:
+            request.matcher = matcher_of(request.params, request.output_token_ids)
             self.streams[request] = Stream(request.token_ids[request.num_prompt_tokens :])
             self.scheduler.add(request)
         self.check()
@@ -224,16 +296,28 @@ class Simulation:
             assert self.scheduler.in_flight or not self.scheduler.num_unfinished, "nothing will ever run"
         else:
             before.check(self.scheduler, plan)
-            self.results.append(self.worker.run(plan))
+            self.plans.append(plan)
+            self._run_worker()
         self.check()
         return plan
+
+    def _run_worker(self) -> None:
+        """Run what is planned, but for a masked step not before its masks can be made: when it is the oldest."""
+        while self.plans and (not self.plans[0].masked or len(self.plans) == len(self.scheduler.in_flight)):
+            plan, masks = self.plans.popleft(), None
+            if plan.masked:
+                masks, outcomes = self.scheduler.masks(self._tick())
+                assert masks is not None and masks.step_id == plan.step_id
+                self._hear(outcomes)
+            self.results.append(self.worker.run(plan, masks))
 
     def commit(self, errors: dict[int, str] | None = None) -> list[Outcome]:
         """Return the oldest step's result."""
         result = self.results.popleft()
-        result.errors = errors or {}
+        result.errors |= errors or {}
         outcomes = self.scheduler.commit(result, self._tick())
         self._hear(outcomes)
+        self._run_worker()
         return outcomes
 
     def fail(self) -> list[Outcome]:
@@ -241,6 +325,7 @@ class Simulation:
         for request in {r for step in self.scheduler.in_flight for r in step.requests}:
             self.streams[request].num_crashes += 1
         self.worker = self._new_worker()
+        self.plans.clear()
         self.results.clear()
         outcomes = self.scheduler.fail(self._tick())
         guilty = {r for r in self.live() if self.streams[r].num_crashes > CRASHES_TO_ISOLATE}
@@ -271,7 +356,7 @@ class Simulation:
     def step(self) -> StepPlan | None:
         """Plan as far ahead as depth allows, then commit one step. The first plan made."""
         first = None
-        while len(self.results) < self.config.depth and (plan := self.plan()) is not None:
+        while len(self.scheduler.in_flight) < self.config.depth and (plan := self.plan()) is not None:
             first = first or plan
         if self.results:
             self.commit()
@@ -373,7 +458,7 @@ class Simulation:
             assert stream.prompt_logprobs == (prompt[1:] if request.wants_prompt_logprobs else [])
         if delta.num_cached_tokens is not None:
             assert 0 <= delta.num_cached_tokens < len(request.token_ids)
-        if len(stream.tokens) == len(output):
+        if len(stream.tokens) == len(output) and reason != "error":
             assert (delta.finish_reason, delta.stop_reason) == (reason, stop)
         else:
             assert delta.finish_reason is None

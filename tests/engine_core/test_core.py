@@ -90,6 +90,10 @@ def test_bad_requests_get_an_error_of_their_own(
     frontend.submit(2, prompt, n=2, **params)
     frontend.finish((1, 0), (2, 0), (2, 1))
     assert frontend.ends[2, 0].finish_reason == "error" and text in frontend.ends[2, 0].error
+    refused = [
+        row for row in frontend.call("metrics").result if row["name"] == "pagewire:requests_refused_total"
+    ]
+    assert {row["labels"]["reason"]: row["value"] for row in refused} == {"busy": 0, "invalid": 1}
     assert frontend.outputs[1, 0] == roll_out([5], 3)
 
 

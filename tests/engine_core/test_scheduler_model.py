@@ -30,6 +30,7 @@ endings = st.fixed_dictionaries(
 ) | st.fixed_dictionaries(
     {"max_tokens": st.integers(4, 9), "min_tokens": st.integers(1, 4), "eos": st.just(EOS)}
 )
+grammars = st.sampled_from([None, None, "([a-e][f-k]){1,4}", "[a-k]*", "c*(a|bd)?", "[ab]{3}"])
 configs = st.fixed_dictionaries(
     {
         "block_size": st.sampled_from([1, 2, 4]),
@@ -40,6 +41,11 @@ configs = st.fixed_dictionaries(
         "watermark": st.sampled_from([0.0, 0.1, 0.3]),
     }
 )
+
+
+def under(regex: str | None, ending: dict[str, object]) -> dict[str, object]:
+    """The parameters of a request, with a grammar."""
+    return ending if regex is None else {**ending, "structured_outputs": {"regex": regex}}
 
 
 class SchedulerLife(RuleBasedStateMachine):
@@ -60,20 +66,24 @@ class SchedulerLife(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         salt=st.sampled_from([None, None, "a", "b"]),
         prompt_logprobs=st.sampled_from([None, None, 0]),
+        regex=grammars,
     )
-    def submit(self, prompt: list[int], ending: dict[str, object], **more: object) -> None:
-        self.simulation.submit(prompt, **ending, **more)  # type: ignore[arg-type]
+    def submit(self, prompt: list[int], ending: dict[str, object], regex: str | None, **more: object) -> None:
+        self.simulation.submit(prompt, **under(regex, ending), **more)  # type: ignore[arg-type]
 
-    @rule(data=st.data(), prompt=prompts, ending=endings, n=st.sampled_from([1, 2]))
-    def resubmit(self, data: st.DataObject, prompt: list[int], ending: dict[str, object], n: int) -> None:
+    @rule(data=st.data(), prompt=prompts, ending=endings, n=st.sampled_from([1, 2]), regex=grammars)
+    def resubmit(
+        self, data: st.DataObject, prompt: list[int], ending: dict[str, object], n: int, regex: str | None
+    ) -> None:
         """A request comes with tokens that a core now lost gave it."""
+        ending = under(regex, ending)
         trial = Simulation(share_prefixes=self.simulation.share_prefixes)
         trial.num_added = self.simulation.num_added
         outputs = [expected(request)[0] for request in trial.submit(prompt, n=n, **ending)]  # type: ignore[arg-type]
-        done = [output[: data.draw(st.integers(0, len(output) - 1))] for output in outputs]
+        done = [output[: data.draw(st.integers(0, max(0, len(output) - 1)))] for output in outputs]
         self.simulation.submit(prompt, n=n, done=done, **ending)  # type: ignore[arg-type]
 
-    @precondition(lambda self: len(self.simulation.results) < self.simulation.config.depth)
+    @precondition(lambda self: len(self.simulation.scheduler.in_flight) < self.simulation.config.depth)
     @rule()
     def plan(self) -> None:
         self.simulation.plan()

@@ -6,21 +6,16 @@ import gc
 import math
 import mmap
 import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from pagewire.kernels.cpu.memory import (
-    ALIGNMENT,
-    CHUNK,
-    LARGE_PAGE,
-    MADV_POPULATE_WRITE,
-    forget_mapped_files,
-    populate,
-    zeros,
-)
+from pagewire.kernels.cpu.arena import LARGE_PAGE, MADV_POPULATE_WRITE, Reserve, weight_bytes
+from pagewire.kernels.cpu.memory import ALIGNMENT, CHUNK, forget_mapped_files, populate, reserved, zeros
 
 
 def test_tensors_are_zero_aligned_and_apart() -> None:
@@ -71,6 +66,36 @@ def test_populating_ends_with_the_tensors() -> None:
     gc.collect()
     thread.join(60)
     assert not thread.is_alive()
+
+
+def test_tensors_are_cut_from_a_reserve_and_the_rest_is_given_back() -> None:
+    reserve = Reserve(CHUNK)
+    start = reserve.region.address
+    with reserved(reserve):
+        inside = [zeros((size,), torch.uint8) for size in (5, 3 * LARGE_PAGE, 64)]
+        outside = zeros((CHUNK,), torch.uint8)
+        small = zeros((64,), torch.uint8)
+    later = zeros((64,), torch.uint8)
+    places = [tensor.data_ptr() - start for tensor in (*inside, outside, small, later)]
+    assert places[:3] == [0, 64, 64 + 3 * LARGE_PAGE]
+    assert all(not 0 <= place < CHUNK for place in (places[3], places[5])) and 0 <= places[4] < CHUNK
+    for tensor in inside:
+        assert not tensor.any()
+        tensor.fill_(1)
+    reserve.end(4 * LARGE_PAGE)
+    whole = torch.frombuffer(reserve.region.memory, dtype=torch.uint8)[reserve.region.offset :][:CHUNK]
+    assert all(tensor.all() for tensor in inside) and whole.sum() == sum(tensor.sum() for tensor in inside)
+
+
+def test_taking_memory_imports_no_torch() -> None:
+    program = "import sys; import pagewire.kernels.cpu.arena; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_weights_on_disk_are_counted(tmp_path: Path) -> None:
+    for name, size in (("a.safetensors", 100), ("b.safetensors", 28), ("pytorch_model.bin", 1000)):
+        (tmp_path / name).write_bytes(bytes(size))
+    assert weight_bytes(tmp_path) == 128
 
 
 def mapped(path: Path, size: int) -> torch.Tensor:

@@ -106,7 +106,7 @@ function summary({ began, first, reason, usage }) {
   const parts = [];
   if (usage) parts.push(usage.completion_tokens === 1 ? "1 token" : `${usage.completion_tokens} tokens`);
   const seconds = (performance.now() - first) / 1000;
-  if (first && usage?.completion_tokens > 1) parts.push(`${((usage.completion_tokens - 1) / seconds).toFixed(1)} per second`);
+  if (seconds > 0.1 && usage?.completion_tokens > 1) parts.push(`${((usage.completion_tokens - 1) / seconds).toFixed(1)} per second`);
   if (first) parts.push(`first after ${Math.round(first - began)} ms`);
   if (reason === "length") parts.push("cut off: no tokens left");
   return parts.join(" · ");

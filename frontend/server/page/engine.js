@@ -108,7 +108,11 @@ function card(title, format, series, { top, broad } = {}) {
     marker.setAttribute("x1", WIDTH - (age ?? 0));
     marker.setAttribute("x2", WIDTH - (age ?? 0));
   };
-  chart.addEventListener("pointermove", ({ offsetX }) => ((age = WIDTH * (1 - offsetX / chart.clientWidth)), update()));
+  chart.addEventListener("pointermove", ({ clientX }) => {
+    const box = chart.getBoundingClientRect();
+    age = WIDTH * (1 - (clientX - box.left) / box.width);
+    update();
+  });
   chart.addEventListener("pointerleave", () => ((age = null), update()));
   const node = make("section", { className: broad ? "card broad" : "card" }, make("div", { className: "head" }, make("h2", {}, title), peak), legend, chart);
   return { node, update };

@@ -9,6 +9,9 @@ from pagewire.frontend.server.tools.deltas import call_id
 from pagewire.frontend.server.tools.json_calls import JSONCalls
 from pagewire.frontend.server.tools.parser import Parser, Reading
 
+DATA = ("const", "enum", "default", "examples")  # what stands there is no schema
+NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
 
 class NamedCall(Parser):
     """The whole output is the arguments of one function."""
@@ -67,16 +70,17 @@ def calls_schema(functions: list[dict[str, Any]], parallel: bool) -> dict[str, A
 
 
 def moved(schema: Any, place: str) -> Any:
-    """A schema whose references to its own root (`#...`) lead to `place` instead."""
+    """A schema whose references to its own root (`#`, `#/...`) lead to `place` instead."""
     if isinstance(schema, list):
         return [moved(part, place) for part in schema]
     if not isinstance(schema, dict) or "$id" in schema:  # references below an id are relative to it
         return schema
-    return {
-        name: place + value[1:]
-        if name == "$ref" and isinstance(value, str) and value.startswith("#")
-        else value
-        if name in ("const", "enum", "default", "examples")
-        else moved(value, place)
-        for name, value in schema.items()
-    }
+    found: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            found[name] = place + value[1:]
+        elif name in NAMED_SCHEMAS and isinstance(value, dict):
+            found[name] = {key: moved(part, place) for key, part in value.items()}
+        else:
+            found[name] = value if name in DATA else moved(value, place)
+    return found

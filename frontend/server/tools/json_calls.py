@@ -1,7 +1,7 @@
 """Calls written as JSON objects: `{"name": "f", "arguments": {...}}`.
 
-An object is a call once its head says so: its name is known and its arguments begin. Until then nothing is
-passed on, and an object that turns out otherwise is content. From there on arguments are passed on as the model
+An object is a call once its head says so: its name is known, and an object of arguments begins. Until then
+nothing is passed on, and what turns out otherwise is content. From there on arguments are passed on as the model
 writes them, valid or not and complete or not, as OpenAI's API does: whoever gets them parses them. They end
 where their brackets are balanced.
 """
@@ -59,7 +59,7 @@ class JSONCalls(Parser):
                 name = (yield from self.string()) or ""
                 if not NAME.fullmatch(name):
                     return False
-            elif key in ARGUMENTS and name and (yield from self.comes("{")):
+            elif key in ARGUMENTS and name and (yield from self.object_begins()):
                 self.start_call(name)
                 yield from self.streamed_arguments()
                 yield from self.end_object()
@@ -102,6 +102,16 @@ class JSONCalls(Parser):
         self._at = match.end()
         return decoded(match[0]) if len(match[0]) <= MAX_STRING else None
 
+    def object_begins(self) -> Reading[bool]:
+        """Whether an object comes next: a bracket, and then a key or its end."""
+        begin = len(self.pending)
+        found = yield from self.accept("{")
+        if found:
+            yield from self.space()
+            found = (yield from self.comes('"')) or (yield from self.comes("}"))
+        self._at = self._from + begin
+        return found
+
     def streamed_arguments(self) -> Reading[None]:
         """Read a value, passing it on as arguments as it comes."""
         self._in_arguments = True
@@ -121,9 +131,8 @@ class JSONCalls(Parser):
             return ""
         yield from self.value()
         text = self.pending[begin:]
-        if not quoted:
-            return text
-        text = decoded(text) or ""
+        if quoted:
+            text = decoded(text) or ""
         return text if isinstance(loaded(text), dict) else ""
 
     def end_object(self) -> Reading[None]:

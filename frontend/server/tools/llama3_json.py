@@ -12,14 +12,14 @@ MARK = "<|python_tag|>"
 
 
 class Llama3JSON(JSONCalls):
-    """Calls begin at a mark, at the beginning of a line, or after another call. Without its arguments an object
-    is none: many an answer is JSON with a name in it.
+    """Calls stand anywhere, with or without the mark. Without its arguments an object is none: many an answer is
+    JSON with a name in it.
     """
 
     needs_arguments = True
 
     def read(self) -> Reading[None]:
-        while mark := (yield from self.text_until(MARK, line_start="{")):
+        while mark := (yield from self.text_until(MARK, "{")):
             if mark == MARK:
                 yield from self.accept(MARK)
                 yield from self.space()

@@ -40,7 +40,7 @@ class Mistral(JSONCalls):
         if (yield from self.accept(ID_MARK)):
             yield from self.name()
         yield from self.accept(ARGUMENTS_MARK)
-        if not (yield from self.comes("{")):
+        if not (yield from self.object_begins()):
             return False
         self.start_call(name)
         yield from self.streamed_arguments()

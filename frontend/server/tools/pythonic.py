@@ -96,7 +96,8 @@ def call_of(text: str) -> tuple[str, str] | None:
         name, keywords = ast.unparse(call.func), {part.arg: literal(part.value) for part in call.keywords}
         arguments = json.dumps(keywords, ensure_ascii=False, allow_nan=False)
         arguments.encode()
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, SystemError):
+        # SystemError: CPython 3.11 may miscount its recursion when trees are built in several threads at once.
         return None
     return (name, arguments) if NAME.fullmatch(name) and len(keywords) == len(call.keywords) else None
 

@@ -222,15 +222,16 @@ def test_a_deadline(serve: Callable[..., Client], core: FakeCore) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_abort(serve: Callable[..., Client], core: FakeCore, stream: bool) -> None:
-    """By the answer's id; what is not open here is the core's to know."""
+    """By the answer's id; what another server of the core gives, too."""
     client = serve(enable_admin=True)
-    core.calls["abort_request"] = lambda name: 0
+    core.calls["abort_request"] = lambda request_id: 2 if request_id == "elsewhere" else 0
 
     async def play() -> Answer:
         call = client.call("POST", COMPLETIONS, {"prompt": "w5", "stream": stream})
         (request,) = (await asyncio.to_thread(core.expect, Submit)).requests
-        done = await client.call("POST", "/abort", {"request_id": [request.request_id, "other"]}).answer()
-        assert done.json == {"aborted": [request.request_id]}
+        names = [request.request_id, "other", "elsewhere"]
+        done = await client.call("POST", "/abort", {"request_id": names}).answer()
+        assert done.json == {"aborted": [request.request_id, "elsewhere"]}
         return await call.answer()
 
     answer = client.run(play)

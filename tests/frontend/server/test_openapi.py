@@ -32,6 +32,7 @@ def test_it_tells_of_every_route(serve: Callable[..., Client]) -> None:
     others = {route.path for route in client.app.routes if not isinstance(route, Operation)}
     assert others == PATHS  # the files of the page
     assert document["security"] == [{"key": []}]
+    assert serve(root_path="/llm").get("/llm/openapi.json").json["servers"] == [{"url": "/llm"}]
     assert "securitySchemes" not in serve().get("/openapi.json").json["components"]
 
 
@@ -45,6 +46,7 @@ def test_its_schemas_hold(client: Client) -> None:
         "ChatCompletion": client.post(
             "/v1/chat/completions", {"messages": [{"role": "user", "content": "w5"}]}
         ),
+        "Response": client.post("/v1/responses", {"input": "w5"}),
         "ModelList": client.get("/v1/models"),
         "TokenizeResponse": client.post("/tokenize", {"prompt": "w5"}),
         "ErrorResponse": client.get("/nothing"),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagewire.frontend.server.tools.constrained import NamedCall, RequiredCalls
@@ -134,13 +134,17 @@ EXAMPLES: list[tuple[type[Parser], str, str | None, list[Call]]] = [
     ),
     (Llama3JSON, 'So:\n {"name": "f", "parameters": {}}\n\nDone', "So:\n \n\nDone", [("f", "{}")]),
     (Llama3JSON, '{"name": "f", "parameters": {}}; done', "; done", [("f", "{}")]),
+    (Llama3JSON, 'So: {"name": "f", "parameters": { }} ok?', "So:  ok?", [("f", "{ }")]),
     (Llama3JSON, 'x <|python_tag|> {"name": "f", "parameters": {"a', "x", [("f", '{"a')]),
     *(
         (Llama3JSON, text, text, [])
         for text in (
             '{"name": "Bob"}',
             '{"name": "Bob", "age": 4}',
-            'inline {"name": "f", "parameters": {}}',
+            '{"name": "f", "parameters": {invalid json}',
+            "{\"name\": \"f\", \"parameters\": {'a': 1}}",
+            '{"parameters": {"a": nope}, "name": "f"}',
+            '{"name": "f", "parameters": {',
             "{\n",
             "{}\n{{\n{",
             "<|python_tag|>import math",
@@ -233,6 +237,7 @@ def cut(text: str, seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None)
 @given(text=TEXTS, seed=st.integers())
 def test_no_cut_changes_a_reply(kind: Callable[..., Parser], text: str, seed: int) -> None:
     reply = new_parser(kind).parse(text)
@@ -244,6 +249,7 @@ def test_no_cut_changes_a_reply(kind: Callable[..., Parser], text: str, seed: in
 
 
 @pytest.mark.parametrize("kind", KINDS[:-1])
+@settings(deadline=None)
 @given(text=TEXTS)
 def test_what_is_no_call_is_content(kind: Callable[..., Parser], text: str) -> None:
     reply = new_parser(kind).parse(text)
@@ -323,6 +329,7 @@ def required_text(calls: Any, before: str, after: str, layout: Any) -> tuple[str
         (RequiredCalls, required_text),
     ],
 )
+@settings(deadline=None)
 @given(calls=CALLS, before=PROSE, after=PROSE, layout=LAYOUT, seed=st.integers())
 def test_well_formed_replies(
     kind: type[Parser],
@@ -347,6 +354,7 @@ def test_well_formed_replies(
     assert one.tool_calls == reply.tool_calls[:1] and one.content == reply.content
 
 
+@settings(deadline=None)
 @given(calls=CALLS, before=PROSE, layout=LAYOUT)
 def test_hermes_as_a_reader_of_whole_texts_finds_it(calls: Any, before: str, layout: Any) -> None:
     calls = [

@@ -239,6 +239,7 @@ def test_a_conversation_with_calls_and_their_answers(replay: Replay) -> None:
         client.chat.completions.create(model="fake", messages=history, tools=[WEATHER, CLOCK])  # type: ignore[list-item]
         # Templates get arguments as data, not as text.
         assert '"arguments": {"city": "Köln 🦊"}' in replay.prompt and "rain" in replay.prompt
+        assert '"name": "clock"}]' in replay.prompt  # the answer is named, for templates that want it
         with pytest.raises(openai.BadRequestError, match="must be the id of a tool call before it"):
             client.chat.completions.create(model="fake", messages=[*ASK, answers[0]])
 
