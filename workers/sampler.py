@@ -185,14 +185,13 @@ def _edited(
 
     A greedy choice among what a grammar allows takes one look, and no copy.
     """
-    if allowed is not None and not stages.edits and not stages.draw:
-        return x, *largest(x, allowed)
+    if allowed is not None and not stages.edits:
+        return only_allowed(x, allowed) if stages.draw else x, *largest(x, allowed)
     if allowed is not None:
         x = only_allowed(x, allowed)
     else:
         x = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    if stages.edits:
-        apply_edits(x, [slot.edits for slot in slots])
+    apply_edits(x, [slot.edits for slot in slots])
     return x, *largest(x)
 
 
