@@ -219,7 +219,8 @@ def test_killed_workers_change_nothing(start_core: Callable, folder: Path) -> No
     while not frontend.outputs.get((9, 0)):
         frontend.take(frontend.hear())
     os.kill(frontend.status()["worker_pid"], signal.SIGKILL)
-    assert {place: run_some(frontend)[place] for place in expected} == expected
+    outputs = run_some(frontend)
+    assert {place: outputs[place] for place in expected} == expected
     frontend.finish((9, 0))
     found = text_of(frontend.outputs[9, 0])
     assert re.fullmatch(regex, found) or (
