@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from pagewire.cli.options import UsageError, add_engine_options, engine_args, seconds
+from pagewire.ipc.logs import FORMATS
 
 DEFAULT_NAME = "core"
 
@@ -33,16 +34,18 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="time for running requests after SIGTERM (default: %(default)s)",
     )
     add_engine_options(parser)
+    parser.add_argument("--log-format", choices=FORMATS, help="of the log's lines (default: text)")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Serve until stopped."""
-    from pagewire.engine_core.daemon import Listen, configure_logging, serve
+    from pagewire.engine_core.daemon import Listen, serve
+    from pagewire.ipc import logs
     from pagewire.ipc.sockets import private_address
 
     args = engine_args(options)
-    configure_logging()
+    logs.configure(options.log_format)
     try:
         listen = Listen(
             address=options.listen or private_address(DEFAULT_NAME),

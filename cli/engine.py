@@ -14,28 +14,36 @@ from pagewire.cli.options import UsageError, engine_args, flag, given_options
 if TYPE_CHECKING:
     from pagewire.frontend.async_llm import AsyncLLM
 
+OURS = ("seed", "otlp_traces_endpoint")  # options of an engine that are a frontend's affair, too
+
 
 @contextmanager
-def opened(options: argparse.Namespace) -> Iterator[AsyncLLM]:
+def opened(options: argparse.Namespace, restarts: int = 0) -> Iterator[AsyncLLM]:
     """Attach to `--attach`, or spawn a core with the engine options; closed at the end.
 
-    A spawned core logs warnings only, unless `PAGEWIRE_LOGGING_LEVEL` says otherwise.
+    restarts: how often to replace a spawned core that dies.
+    We, and a spawned core, log warnings only, unless `PAGEWIRE_LOGGING_LEVEL` says otherwise.
 
     Raises:
         UsageError: a bad option. EngineDeadError, ModelNotFoundError: why there is no engine.
     """
     from pagewire.frontend.async_llm import AsyncLLM
+    from pagewire.ipc import logs
     from pagewire.ipc.sockets import CurveKeys
 
     check_attachment(options)
+    os.environ.setdefault("PAGEWIRE_LOGGING_LEVEL", "WARNING")
+    logs.configure()
     if options.attach:
         keys = None
         if options.curve_secret:
             keys = CurveKeys.load(Path(options.curve_secret), Path(options.curve_server))
-        engine = AsyncLLM.attach(options.attach, curve=keys)
+        traces = getattr(options, "otlp_traces_endpoint", None)
+        engine = AsyncLLM.attach(
+            options.attach, curve=keys, name=options.command, otlp_traces_endpoint=traces
+        )
     else:
-        os.environ.setdefault("PAGEWIRE_LOGGING_LEVEL", "WARNING")
-        engine = AsyncLLM.from_engine_args(engine_args(options))
+        engine = AsyncLLM.from_engine_args(engine_args(options), restarts=restarts)
     try:
         yield engine
     finally:
@@ -54,7 +62,7 @@ def check_attachment(options: argparse.Namespace) -> None:
         if options.curve_secret:
             raise UsageError("--curve-secret and --curve-server are for --attach")
         return
-    flags = [flag(name) for name in given_options(options) if name != "seed"]  # which is for sampling, too
+    flags = [flag(name) for name in given_options(options) if name not in OURS]
     if options.config is not None:
         flags.append("--config")
     if flags:

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from pagewire.ipc.options import LATER, EngineArgs, unknown_option
 from pagewire.ipc.params import SamplingParams
@@ -46,13 +46,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file of options; the command line goes before it"
     )
-    groups: dict[str, Any] = {}
-    hints = get_type_hints(EngineArgs)
-    for field in dataclasses.fields(EngineArgs):
-        title = field.metadata["group"]
-        if title not in groups:
-            groups[title] = parser.add_argument_group(f"{title} options")
-        add_option(groups[title], field, hints[field.name])
+    add_options_of(parser, EngineArgs)
     for name, default in LATER.items():  # the engine says which values it takes meanwhile
         hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
         if isinstance(default, bool):
@@ -61,17 +55,33 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(flag(name), type=json_or_text, **hidden)
 
 
+def add_options_of(parser: argparse.ArgumentParser, kind: Any, only: tuple[str, ...] | None = None) -> None:
+    """Add an option for each field of a dataclass whose fields are made by `option`, in its groups.
+
+    only: the groups to add, if not all.
+    """
+    groups: dict[str, Any] = {}
+    hints = get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        title = field.metadata["group"]
+        if only is not None and title not in only:
+            continue
+        if title not in groups:
+            groups[title] = parser.add_argument_group(f"{title} options")
+        add_option(groups[title], field, hints[field.name])
+
+
 def add_option(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
     """Add one option. Nothing is stored unless it is given, so that a file can stand behind it."""
     text = field.metadata["help"].replace("%", "%%")
-    default = {} if field.default is dataclasses.MISSING else field.default
-    if default not in (None, {}):
+    default = None if field.default is dataclasses.MISSING else field.default
+    if default not in (None, ""):
         text += f" (default: {default})"
     common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
-    kinds = set(get_args(hint)) or {hint}
+    kinds = {hint} if hint == list[str] else set(get_args(hint)) or {hint}
     if hint is bool:
         group.add_argument(flag(field.name), action=argparse.BooleanOptionalAction, **common)
-    elif isinstance(default, dict):
+    elif get_origin(hint) is dict:
         group.add_argument(flag(field.name), type=json_object, metavar="JSON", **common)
     elif field.metadata["choices"]:
         kind: type = int if isinstance(default, int) else str
@@ -79,7 +89,7 @@ def add_option(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
     elif bool in kinds:
         group.add_argument(flag(field.name), type=true_or_text, metavar="STR", **common)
     elif list[str] in kinds:
-        group.add_argument(flag(field.name), nargs="+", metavar="NAME", **common)
+        group.add_argument(flag(field.name), nargs="+", action="extend", metavar="NAME", **common)
     else:
         kind = next((k for k in (int, float) if k in kinds), str)
         group.add_argument(flag(field.name), type=kind, metavar=kind.__name__.upper(), **common)
@@ -143,13 +153,34 @@ def engine_args(options: argparse.Namespace) -> EngineArgs:
 
 
 def read_config(path: str | None) -> EngineArgs:
-    """The options in a YAML file, with dashes or underscores in their names.
+    """The engine options in a YAML file.
 
     Raises:
         UsageError: no such file, not a mapping, or an option is unknown or bad.
     """
+    return check_config(path, read_file(path))
+
+
+def check_config(path: str | None, values: dict[str, Any]) -> EngineArgs:
+    """The engine options among a file's values.
+
+    Raises:
+        UsageError: one is unknown or bad.
+    """
+    try:
+        return EngineArgs.from_kwargs(values)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{path}: {error}") from error
+
+
+def read_file(path: str | None) -> dict[str, Any]:
+    """The options in a YAML file by name, which may have dashes or underscores; none, without a file.
+
+    Raises:
+        UsageError: no such file, or not a mapping.
+    """
     if path is None:
-        return EngineArgs()
+        return {}
     import yaml
 
     try:
@@ -158,13 +189,10 @@ def read_config(path: str | None) -> EngineArgs:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UsageError(f"cannot read {path}: {' '.join(str(error).split())}") from error
     if values is None:
-        return EngineArgs()
+        return {}
     if not isinstance(values, dict):
         raise UsageError(f"{path} must hold a mapping of option names to values")
-    try:
-        return EngineArgs.from_kwargs({str(name).replace("-", "_"): values[name] for name in values})
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"{path}: {error}") from error
+    return {str(name).replace("-", "_"): values[name] for name in values}
 
 
 def add_attach_options(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import zmq
@@ -29,11 +30,13 @@ MAX_UNREAD_REPLIES = 1000
 class Client:
     """One frontend.
 
+    number: counts attachments; no other frontend of this core ever has it.
     requests: its unfinished sequences by key.
     backlog, replies: deltas, and answers after them, that it could not take yet.
     """
 
     identity: bytes
+    number: int
     name: str
     pid: int
     last_seen: float
@@ -66,13 +69,14 @@ class Clients:
         self._silence_seconds = silence_seconds
         self._codec: Codec[ToCore] = Codec(ToCore)
         self._lost: list[Client] = []
+        self._numbers = count(1)
 
     def __len__(self) -> int:
         return len(self.attached)
 
     def attach(self, identity: bytes, name: str, pid: int, now: float) -> Client:
         """Know a frontend from now on."""
-        client = self.attached[identity] = Client(identity, name, pid, now)
+        client = self.attached[identity] = Client(identity, next(self._numbers), name, pid, now)
         logger.info("%s attached", client.label)
         return client
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from pagewire.engine_core import metrics, reports
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.messages import Call, Reply, WorkerCall, WorkerReply
 
@@ -52,12 +53,14 @@ class Control:
             "is_paused": lambda caller: self._reply(caller, self.paused),
             "sleep": self.sleep,
             "wake_up": self.wake_up,
+            "abort_request": self.abort_request,
             "is_sleeping": lambda caller: self._reply(caller, self.asleep),
             "collective_rpc": self.collective_rpc,
             "start_profile": lambda caller: self.collective_rpc(caller, "start_profile"),
             "stop_profile": lambda caller: self.collective_rpc(caller, "stop_profile"),
-            "metrics": lambda caller: self._reply(caller, core.metrics.snapshot()),
-            "status": lambda caller: self._reply(caller, core.status()),
+            "metrics": lambda caller: self._reply(caller, metrics.snapshot(core)),
+            "status": lambda caller: self._reply(caller, reports.status(core)),
+            "requests": self.requests,
         }
 
     @property
@@ -69,6 +72,7 @@ class Control:
         """Run a method, which answers in its own time. Errors are answered at once."""
         caller = Caller(identity, call.call_id)
         method = self._methods.get(call.method)
+        self._core.deliver()  # what requests gave comes before the answer
         try:
             if method is None:
                 raise ValueError(f"no method {call.method!r}; there are {', '.join(sorted(self._methods))}")
@@ -126,7 +130,8 @@ class Control:
         """Hold new requests back, and end the others: by waiting for them, or with reason "abort"."""
         self.paused = True
         if not wait_for_inflight_requests:
-            self._core.abort_all()
+            core, held = self._core, set(self._core.held)
+            core.abort(request for _, request in core.requests() if request not in held)
 
         def paused(caller: Caller) -> None:
             if clear_cache:
@@ -140,6 +145,23 @@ class Control:
         self.paused = False
         self._core.admit_held()
         self._reply(caller, None)
+
+    def abort_request(self, caller: Caller, request_id: str, frontend: int | None = None) -> None:
+        """End the requests of this public id, those of one frontend (its `Client.number`) or of any.
+
+        Their frontends get the finish reason "abort". Answers how many sequences that ended; 0: there is no
+        such request, or it has ended.
+        """
+        found = [
+            request
+            for client, request in self._core.requests()
+            if request.request_id == request_id and frontend in (None, client.number)
+        ]
+        self._reply(caller, self._core.abort(found))
+
+    def requests(self, caller: Caller, limit: int = 1000) -> None:
+        """Answer a list of at most `limit` unfinished sequences, of all frontends."""
+        self._reply(caller, reports.requests(self._core, limit))
 
     def sleep(self, caller: Caller, level: int = 1) -> None:
         """Give memory back: level 1 the KV cache, level 2 the weights as well.

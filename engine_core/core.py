@@ -11,7 +11,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
 import zmq
@@ -22,7 +22,7 @@ from pagewire.engine_core.clients import Client, Clients
 from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.control import Control
 from pagewire.engine_core.grammar import Compilation, GrammarError, Grammars, load_tokenizer
-from pagewire.engine_core.metrics import Metrics
+from pagewire.engine_core.metrics import Metrics, summary
 from pagewire.engine_core.request import Request, State, sequences
 from pagewire.engine_core.scheduler import Outcome, Scheduler
 from pagewire.engine_core.workers import Stopwatch, Worker
@@ -35,7 +35,6 @@ logger = logging.getLogger("pagewire.core")
 
 TICK_SECONDS = 1.0
 BEHIND_SECONDS = 0.02
-STATS_SECONDS = 10.0
 MAX_FAILED_STARTS = 3
 
 
@@ -61,6 +60,7 @@ class EngineCore:
         self.clients = clients
         self.control = Control(self)
         self.started = False
+        self.started_at = time.monotonic()
         self.on_ready: Callable[[], None] = lambda: None
         self._lifeline_fd = lifeline_fd
         self._poller = zmq.Poller()
@@ -73,16 +73,15 @@ class EngineCore:
                 self._poller.register(fd, zmq.POLLIN)
         self._stop_by: float | None = None
         self._outcomes: list[Outcome] = []
-        self._held: list[Request] = []
+        self._held: dict[Request, None] = {}  # in order
         self._compiling: dict[Request, Compilation] = {}
         self._greeted: list[tuple[bytes, messages.Hello]] = []
         self._arrivals = 0
         self._failed_starts = 0
         self._stopwatch = Stopwatch(env_float("PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S", 300.0))
         self._next_beat = self._next_stats = 0.0
-        self._reported = (0, 0)
         self._was_busy = False
-        self._worker_busy_us = self._worker_idle_us = 0
+        self.worker_busy_us = self.worker_idle_us = 0
 
     # ------------------------------------------------------------ life
 
@@ -128,6 +127,7 @@ class EngineCore:
     def _turn(self) -> None:
         wait = BEHIND_SECONDS if self.clients.behind else TICK_SECONDS
         ready = {source for source, _ in self._poller.poll(int(wait * 1000))}
+        awake_at = time.monotonic()
         if self._lifeline_fd in ready:
             self.stop(0.0)
         if self._wake_fd in ready:
@@ -141,6 +141,7 @@ class EngineCore:
         self._tick()
         if self.started:
             self._advance()
+            self.metrics.turn_seconds.observe(time.monotonic() - awake_at)
 
     def _advance(self) -> None:
         for client in self.clients.lost():
@@ -160,9 +161,17 @@ class EngineCore:
         if now >= self._next_beat:
             self._next_beat = now + TICK_SECONDS
             self.clients.beat(now)
-        if self.started and now >= self._next_stats and not self.config.args.disable_log_stats:
-            self._next_stats = now + STATS_SECONDS
-            self._log_stats()
+        if self.started and now >= self._next_stats:
+            self._next_stats = now + self.config.args.log_stats_interval
+            self._sum_up(now)
+
+    def _sum_up(self, now: float) -> None:
+        """Measure the rates of the last interval, and log them unless nothing happened in it."""
+        self.metrics.rates.update(self.scheduler.stats, now)
+        busy = self.scheduler.num_unfinished or self.metrics.rates.prompt or self.metrics.rates.output
+        if busy and not self.config.args.disable_log_stats:
+            line, facts = summary(self)
+            logger.info("%s", line, extra={"facts": facts})
 
     def _say_goodbye(self, cause: str) -> None:
         for identity, _ in self._greeted:
@@ -200,7 +209,7 @@ class EngineCore:
                 raise CoreError(str(error)) from error
             self.info = self.config.engine_info(ready)
             self.grammars = self._open_grammars()
-            self.metrics = Metrics(self.scheduler, self.info.served_model_names[0])
+            self.metrics = Metrics(self.info.max_model_len)
             self.started = True
             logger.info(
                 "engine ready: %s (%s, %s), %d KV blocks of %d tokens, max_model_len %d",
@@ -233,23 +242,20 @@ class EngineCore:
 
     def _commit(self, result: StepResult) -> None:
         now = time.monotonic()
-        step = self.scheduler.in_flight[0]
-        before = [request.last_token_time for request in step.requests]
+        num_tokens = self.scheduler.in_flight[0].num_tokens if self.scheduler.in_flight else 0
         try:
-            self._outcomes += self.scheduler.commit(result, now)
+            outcomes = self.scheduler.commit(result, now)
         except ValueError as error:
             logger.error("the worker is confused: %s", error)
             self.worker.kill()
             return
+        self._outcomes += outcomes
         self._send_masks(now)
         self._stopwatch.restart(bool(self.scheduler.in_flight))
-        self._worker_busy_us += result.busy_us
-        self._worker_idle_us += result.idle_us if self._was_busy else 0
+        self.worker_busy_us += result.busy_us
+        self.worker_idle_us += result.idle_us if self._was_busy else 0
         self._was_busy = self.scheduler.num_unfinished > 0
-        self.metrics.step_tokens.observe(sum(row.num_tokens for row in step.rows))
-        for request, row, last in zip(step.requests, step.rows, before, strict=True):
-            if row.sample:
-                self.metrics.token(request, last, now)
+        self.metrics.step(outcomes, num_tokens, result.busy_us, now)
 
     def _launch(self) -> None:
         while (
@@ -334,13 +340,13 @@ class EngineCore:
             share_prefixes=self.config.args.enable_prefix_caching,
         )
         self._arrivals += len(group)
-        self.metrics.params_n.observe(len(group))
+        self.metrics.submitted(group)
         client.requests[submitted.key] = {request.index: request for request in group}
         if compilation is not None:
             self._compiling.update(dict.fromkeys(group, compilation))
             self._take_compiled()
             return
-        self._held += group
+        self._held.update(dict.fromkeys(group))
         if not self.control.paused:
             self.admit_held()
 
@@ -362,7 +368,9 @@ class EngineCore:
                 if grammar is None:
                     continue
                 request.matcher = grammar.matcher(request.output_token_ids, request.params.ignore_eos)
-                self._held.append(request)
+                self._held[request] = None
+                if request.index == 0:
+                    self.metrics.grammar.observe(now - request.arrival_time)
             except GrammarError as error:
                 if request.index == 0:
                     logger.warning("refused request %s: %s", request.request_id, " ".join(str(error).split()))
@@ -380,6 +388,7 @@ class EngineCore:
 
     def _reject(self, client: Client, submitted: SubmitRequest, why: Exception) -> None:
         error, kind = str(why), type(why).__name__
+        self.metrics.num_refused["busy" if isinstance(why, EngineBusyError) else "invalid"] += 1
         logger.warning("refused request %s of %s: %s", submitted.request_id, client.label, error)
         if submitted.key in client.requests:  # an error delta would end the live request of that key
             self.clients.send(client.identity, messages.Refused(error=error))
@@ -396,34 +405,52 @@ class EngineCore:
         for key, index in abort.sequences:
             group = client.requests.get(key, {})
             if index in group:
-                self._drop([group.pop(index)])
+                self._drop([group.pop(index)], reason="stop")
                 if not group:
                     del client.requests[key]
 
-    def _drop(self, requests: Iterable[Request]) -> None:
+    def _drop(self, requests: Iterable[Request], reason: str = "abort") -> None:
+        """End requests whose frontend waits for them no more; those with an end on its way have that one."""
+        now = time.monotonic()
         for request in requests:
-            if self._compiling.pop(request, None) is not None:
-                request.state = State.FINISHED
-            elif request in self._held:
-                self._held.remove(request)
-            else:
-                self.scheduler.abort([request])
-            self.metrics.finished(request, "abort", time.monotonic())
+            if not request.finished:
+                self._take_out(request)
+                self.metrics.finished(request, reason, now)
+
+    def _take_out(self, request: Request) -> None:
+        if self._compiling.pop(request, None) is not None:
+            request.state = State.FINISHED
+        elif request in self._held:
+            del self._held[request]
+            request.state = State.FINISHED
+        else:
+            self.scheduler.abort([request])
 
     def admit_held(self) -> None:
         """Let requests that were held back wait for their turn."""
-        held, self._held = self._held, []
+        held, self._held = self._held, {}
         for request in held:
             self.scheduler.add(request)
 
-    def abort_all(self) -> None:
-        """End every request that is not held back, with reason "abort"."""
+    def abort(self, requests: Iterable[Request]) -> int:
+        """End requests, whosever they are: their frontends get the finish reason "abort". Returns how many."""
+        live = [request for request in requests if not request.finished]
+        for request in live:
+            self._take_out(request)
+            self._outcomes.append((request, TokenDelta(request.key, request.index, [], "abort")))
+        return len(live)
+
+    def requests(self) -> Iterator[tuple[Client, Request]]:
+        """Every unfinished sequence, with the frontend it is for."""
         for client in self.clients.attached.values():
-            for request in list(client.live_requests()):
-                if request not in self._held and request not in self._compiling:
-                    self.scheduler.abort([request])
-                    delta = TokenDelta(request.key, request.index, [], finish_reason="abort")
-                    self._outcomes.append((request, delta))
+            for request in client.live_requests():
+                if not request.finished:
+                    yield client, request
+
+    @property
+    def held(self) -> list[Request]:
+        """Requests that wait for their grammar, or came while the core was paused and wait for it to be resumed."""
+        return [*self._compiling, *self._held]
 
     def deliver(self) -> None:
         """Send frontends what their requests gave."""
@@ -445,44 +472,3 @@ class EngineCore:
         group = client.requests.get(request.key) if client else None
         if client and group and group.pop(request.index, None) is not None and not group:
             del client.requests[request.key]
-
-    # ------------------------------------------------------------ reports
-
-    def status(self) -> dict[str, object]:
-        """What runs, for whom, and what is free."""
-        return {
-            "running": len(self.scheduler.running),
-            "waiting": self.scheduler.num_waiting + len(self._held) + len(self._compiling),
-            "in_flight": len(self.scheduler.in_flight),
-            "num_blocks": len(self.scheduler.kv.pool),
-            "num_free_blocks": self.scheduler.kv.pool.num_free,
-            "num_steps": self.scheduler.stats.num_steps,
-            "num_preemptions": self.scheduler.stats.num_preemptions,
-            "num_output_tokens": self.scheduler.stats.num_output_tokens,
-            "worker_pid": self.worker.pid,
-            "worker_starts": self.worker.num_starts,
-            "worker_busy_s": self._worker_busy_us / 1e6,
-            "worker_idle_s": self._worker_idle_us / 1e6,  # while requests were unfinished
-            "worker_ready": self.worker.ready is not None,
-            "paused": self.control.paused,
-            "sleeping": self.control.asleep,
-            "clients": [
-                {"name": client.name, "pid": client.pid, "requests": len(client.requests)}
-                for client in self.clients.attached.values()
-            ],
-        }
-
-    def _log_stats(self) -> None:
-        stats = self.scheduler.stats
-        tokens = (stats.num_prompt_tokens, stats.num_output_tokens)
-        if tokens == self._reported:
-            return
-        prompt, output = (now - then for now, then in zip(tokens, self._reported, strict=True))
-        self._reported = tokens
-        logger.info(
-            "prompt %.1f, generation %.1f tokens/s; running %d, waiting %d; KV cache %.1f%%, hits %.1f%%",
-            *(prompt / STATS_SECONDS, output / STATS_SECONDS),
-            *(len(self.scheduler.running), self.scheduler.num_waiting),
-            100 * self.scheduler.kv_usage,
-            100 * stats.num_prefix_hits / max(1, stats.num_prefix_queries),
-        )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import signal
 import sys
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ from pagewire.engine_core.clients import Clients
 from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.core import EngineCore
 from pagewire.engine_core.workers import Worker
+from pagewire.ipc import logs
 from pagewire.ipc.options import EngineArgs, env_float
 from pagewire.ipc.sockets import AddressLock, CurveKeys, bind_router
 
@@ -101,13 +101,6 @@ def resolve(args: EngineArgs, clients: Clients) -> EngineConfig:
         raise
 
 
-def configure_logging() -> None:
-    """Log to standard error, at `PAGEWIRE_LOGGING_LEVEL` (default INFO)."""
-    level = os.environ.get("PAGEWIRE_LOGGING_LEVEL", "INFO").upper()
-    form = "%(levelname).1s %(asctime)s.%(msecs)03d %(name)s: %(message)s"
-    logging.basicConfig(level=level, format=form, datefmt="%H:%M:%S", stream=sys.stderr)
-
-
 def main() -> int:
     """Entry of a core that a frontend spawns: `EngineArgs` as JSON on standard input."""
     parser = argparse.ArgumentParser(description="pagewire engine core (spawned by a frontend)")
@@ -115,7 +108,10 @@ def main() -> int:
     parser.add_argument("--options-stdin", action="store_true", required=True)
     parser.add_argument("--lifeline", type=int, default=-1)
     options = parser.parse_args()
-    configure_logging()
+    try:
+        logs.configure()
+    except ValueError as error:
+        parser.exit(1, f"engine core failed: {error}\n")
     args = EngineArgs(**json.load(sys.stdin))
     return serve(args, Listen(options.listen, drain_seconds=0.0), options.lifeline)
 

@@ -175,6 +175,8 @@ class Grammars:
 
     load: makes the tokenizer, when the first grammar comes. vocab_size: of the model.
     seconds: time limit of a compilation. wake: called in a thread whenever one is done.
+
+    num_queries, num_hits: grammars asked for, and those of them that were known.
     """
 
     def __init__(
@@ -192,6 +194,7 @@ class Grammars:
         self._pending: queue.SimpleQueue[Compilation] = queue.SimpleQueue()
         self._tokenizer: LLTokenizer | GrammarError | None = None
         self._loading = threading.Lock()
+        self.num_queries = self.num_hits = 0
         self._threads: list[threading.Thread] = []
 
     def __len__(self) -> int:
@@ -205,7 +208,9 @@ class Grammars:
         """
         key = msgspec.msgpack.encode(structure)
         known = self._known.get(key)
+        self.num_queries += 1
         if known is not None:
+            self.num_hits += 1
             self._known.move_to_end(key)
             return known
         if self._pending.qsize() >= MAX_PENDING:

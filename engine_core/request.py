@@ -31,6 +31,7 @@ class Request:
     num_in_flight: steps launched and not yet returned that run this request.
     num_crashes: worker crashes with this request in the batch, since it last got a token.
     namespace: set apart in the prefix cache (salt).
+    token_gap: seconds between the last two tokens; 0 until there are two.
     matcher: what its output must look like, and how far it is; None: anything goes.
     """
 
@@ -64,6 +65,7 @@ class Request:
     scheduled_time: float = 0.0
     first_token_time: float = 0.0
     last_token_time: float = 0.0
+    token_gap: float = 0.0
 
     @property
     def output_token_ids(self) -> list[int]:

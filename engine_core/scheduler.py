@@ -68,6 +68,7 @@ class Step:
     requests: list[Request] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     inits: list[SlotInit] = field(default_factory=list)
+    num_tokens: int = 0
     masked: bool = False
 
 
@@ -301,6 +302,7 @@ class Scheduler:
         step.requests.append(request)
         step.rows.append(row)
         step.budget -= count
+        step.num_tokens += count
         step.masked |= row.sample and request.matcher is not None
         self.stats.num_prompt_tokens += max(0, min(end, request.num_prompt_tokens) - start)
         request.computed = end
@@ -358,9 +360,11 @@ class Scheduler:
     def _append(self, request: Request, token_id: int, now: float) -> None:
         request.token_ids.append(token_id)
         request.num_crashes = 0
-        request.last_token_time = now
         if request.first_token_time == 0.0:
             request.first_token_time = now
+        else:
+            request.token_gap = now - request.last_token_time
+        request.last_token_time = now
         self.stats.num_output_tokens += 1
 
     def _end_with_error(self, request: Request, text: str, now: float) -> Outcome:

@@ -11,7 +11,8 @@ import asyncio
 import threading
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from pagewire.frontend.inputs import Prepared, PromptType
@@ -19,7 +20,7 @@ from pagewire.frontend.metrics import Metric, read_metrics
 from pagewire.frontend.outputs import RequestOutput, RequestState
 from pagewire.frontend.session import Session, method_name, refuse_later
 from pagewire.frontend.tokenizer import Tokenizer
-from pagewire.ipc.errors import EngineDeadError, RequestError
+from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import SamplingParams
@@ -28,6 +29,30 @@ from pagewire.ipc.sockets import CurveKeys
 T = TypeVar("T")
 
 LONG_PROMPT_CHARACTERS = 8192  # a few milliseconds of tokenizing; longer ones must not hold up the event loop
+PROMPTS_AT_ONCE = 32  # tokenized before others have their turn
+
+
+class Listener:
+    """One task that waits for news of some requests. (An `asyncio.Event` would be for any number of tasks.)"""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._news: set[int] = set()
+        self._arrival: asyncio.Future[None] | None = None
+
+    def tell(self, key: int) -> None:
+        """There is something new of the request `key`."""
+        self._news.add(key)
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    async def wait(self) -> set[int]:
+        """Wait for news; the keys of the requests there is something new of."""
+        if not self._news:
+            self._arrival = self._loop.create_future()
+            await self._arrival
+        news, self._news = self._news, set()
+        return news
 
 
 class LoopMailbox:
@@ -35,18 +60,20 @@ class LoopMailbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._events: dict[int, asyncio.Event] = {}
+        self._listeners: dict[int, Listener] = {}
         self._news: set[int] = set()
         self._lock = threading.Lock()
 
-    def open(self, key: int) -> asyncio.Event:
-        """The event that is set whenever there is news of the request `key`."""
-        event = self._events[key] = asyncio.Event()
-        return event
+    def open(self, keys: Iterable[int]) -> Listener:
+        """Whom to ask for news of the requests `keys`."""
+        listener = Listener(self._loop)
+        self._listeners.update(dict.fromkeys(keys, listener))
+        return listener
 
-    def close(self, key: int) -> None:
-        """Nobody waits for this request any more."""
-        self._events.pop(key, None)
+    def close(self, keys: Iterable[int]) -> None:
+        """Nobody waits for these requests any more."""
+        for key in keys:
+            self._listeners.pop(key, None)
 
     def put(self, states: list[RequestState]) -> None:
         """Called on the client's thread."""
@@ -63,8 +90,8 @@ class LoopMailbox:
         with self._lock:
             news, self._news = self._news, set()
         for key in news:
-            if (event := self._events.get(key)) is not None:
-                event.set()
+            if (listener := self._listeners.get(key)) is not None:
+                listener.tell(key)
 
 
 class AsyncLLM:
@@ -97,13 +124,24 @@ class AsyncLLM:
         curve: CurveKeys | None = None,
         tokenizer: str | None = None,
         timeout: float | None = 10.0,
+        name: str = "attached",
+        otlp_traces_endpoint: str | None = None,
     ) -> AsyncLLM:
-        """Attach to a running core. `timeout`: seconds to wait for one to answer there.
+        """Attach to a running core. `timeout`: seconds to wait for one to answer there. `name`: ours, in the core's
+        log and metrics. `otlp_traces_endpoint`: URL of an OpenTelemetry collector that gets a span per request.
 
         Raises:
             EngineDeadError: nobody answers. ProtocolError: another version. ValueError: a bad address.
         """
-        return cls(Session.attach(address, curve=curve, tokenizer=tokenizer, timeout=timeout))
+        session = Session.attach(
+            address,
+            curve=curve,
+            tokenizer=tokenizer,
+            timeout=timeout,
+            name=name,
+            traces_endpoint=otlp_traces_endpoint,
+        )
+        return cls(session)
 
     # -------------------------------------------------------------- requests
 
@@ -120,34 +158,78 @@ class AsyncLLM:
         """Stream the outputs of one request, as `sampling_params.output_kind` wants them.
 
         Leaving the loop, closing the generator or cancelling its task aborts the request. A consumer that is
-        slower than the engine gets several tokens at once. `trace_headers` are accepted without effect.
+        slower than the engine gets several tokens at once. `trace_headers`: W3C trace context (`traceparent`), of
+        the span that the request's is to be a child of; without effect unless traces are sent.
 
         Raises:
             ValueError, TypeError: what is wrong with the prompt or the parameters; an id that is in use.
-            RequestError: the engine ended the request with an error. EngineDeadError: the core is lost.
+            RequestError: the engine ended the request with an error. EngineBusyError: it does not take more.
+            EngineDeadError: the core is lost.
         """
         refuse_later(lora_request=lora_request)
         params = SamplingParams() if sampling_params is None else sampling_params
-        prepared = await self._prepare(prompt, params, request_id or uuid.uuid4().hex, priority)
-        mailbox = self._mailbox()
-        news = mailbox.open(prepared.request.key)
-        state = None
-        try:
-            (state,) = self.session.submit([prepared], mailbox)
-            finished = False
-            while not finished:
-                await news.wait()
-                news.clear()
-                output = self.session.take(state)
-                if state.error is not None:
-                    raise RequestError(state.error)
-                if output is not None:
-                    finished = output.finished
+        news = self.generate_all([prompt], params, request_id, priority=priority, trace_headers=trace_headers)
+        async with aclosing(news):
+            async for outputs in news:
+                for _, output in outputs:
                     yield output
+
+    async def generate_all(
+        self,
+        prompts: Sequence[PromptType],
+        sampling_params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+        """Stream the outputs of several prompts, which are submitted together or not at all.
+
+        Each item is all that is new by then, as (index of the prompt, output). Prompt i of several has the
+        request id `request_id`-i. Otherwise as `generate`; the first error ends all.
+        """
+        name = request_id or uuid.uuid4().hex
+        names = [name] if len(prompts) == 1 else [f"{name}-{i}" for i in range(len(prompts))]
+        prepared = []
+        for prompt, name in zip(prompts, names, strict=True):
+            prepared.append(await self._prepare(prompt, sampling_params, name, priority))
+            if len(prepared) % PROMPTS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        keys = [item.request.key for item in prepared]
+        mailbox = self._mailbox()
+        listener = mailbox.open(keys)
+        states: list[RequestState] = []
+        try:
+            states = self.session.submit(prepared, mailbox, trace_headers)
+            places = {state.key: (index, state) for index, state in enumerate(states)}
+            while places:
+                if outputs := self._take(places, await listener.wait()):
+                    yield outputs
         finally:
-            mailbox.close(prepared.request.key)
-            if state is not None:
-                self.session.abort([state])  # does nothing to one that has ended
+            mailbox.close(keys)
+            self.session.abort(states)  # does nothing to those that have ended
+
+    def _take(
+        self, places: dict[int, tuple[int, RequestState]], keys: Iterable[int]
+    ) -> list[tuple[int, RequestOutput]]:
+        """What is new of these requests; those that are finished by it leave `places`.
+
+        Raises:
+            RequestError, EngineBusyError, ValueError: the engine ended one with an error. EngineDeadError.
+        """
+        outputs = []
+        for key in keys:
+            if key not in places:  # it was finished by news that came before
+                continue
+            index, state = places[key]
+            output = self.session.take(state)
+            if state.error is not None:
+                raise state.exception()
+            if output is not None:
+                outputs.append((index, output))
+                if output.finished:
+                    del places[key]
+        return outputs
 
     async def _prepare(
         self, prompt: PromptType, params: SamplingParams, request_id: str, priority: int
@@ -166,6 +248,10 @@ class AsyncLLM:
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End one or several requests; their generators end with the finish reason "abort"."""
         self.session.abort(self.session.find([request_id] if isinstance(request_id, str) else request_id))
+
+    async def abort_any(self, request_id: str) -> int:
+        """End the requests of this id, whichever frontend they are of; how many sequences that were."""
+        return int(await self._call("abort_request", request_id))
 
     async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         """Pooling models are not supported yet: raises NotImplementedError."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from pagewire.ipc.params import BeamSearchParams, RequestOutputKind, SamplingPar
 
 if TYPE_CHECKING:
     from pagewire.frontend.outputs import RequestOutput
+    from pagewire.frontend.tokenizer import Tokenizer
 
 # Continues every token sequence by one token, with log probabilities; outputs in the order given.
 Extend = Callable[[list[list[int]], SamplingParams], "list[RequestOutput]"]
@@ -132,13 +133,36 @@ def beam_search(
     Raises:
         ValueError: the engine allows fewer log probabilities (`max_logprobs`) than the search needs.
     """
+    search = beam_steps(
+        prompts, params, eos_token_id=eos_token_id, max_model_len=max_model_len, on_done=on_done
+    )
+    try:
+        batch = next(search)
+        while True:
+            batch = search.send(extend(*batch))
+    except StopIteration as stop:
+        found: list[list[BeamSearchSequence]] = stop.value
+        return found
+
+
+def beam_steps(
+    prompts: Sequence[Sequence[int]],
+    params: BeamSearchParams,
+    *,
+    eos_token_id: int | None,
+    max_model_len: int,
+    on_done: Callable[[], None] = lambda: None,
+) -> Generator[tuple[list[list[int]], SamplingParams], list[RequestOutput], list[list[BeamSearchSequence]]]:
+    """`beam_search` without an engine: yields what is to be continued by one token, is sent the outputs, and
+    returns the beams.
+    """
     searches = [Beams(prompt, params, eos_token_id) for prompt in prompts]
     step_params = one_token(params)
     open_ = [search for search in searches if len(search.prompt) < max_model_len]
     for step in range(params.max_tokens):
         if not open_:
             break
-        outputs = iter(extend([prompt for search in open_ for prompt in search.prompts()], step_params))
+        outputs = iter((yield [prompt for search in open_ for prompt in search.prompts()], step_params))
         for search in open_:
             search.advance([candidates(next(outputs), params) for _ in list(search.running)])
         still_open = [
@@ -150,6 +174,13 @@ def beam_search(
     for _ in open_:
         on_done()
     return [search.result() for search in searches]
+
+
+def add_text(beam: BeamSearchSequence, params: BeamSearchParams, tokenizer: Tokenizer | None) -> None:
+    """Fill in the text of a finished beam."""
+    if tokenizer is not None:
+        ended = beam.finish_reason == "stop" and not params.include_stop_str_in_output
+        beam.text = tokenizer.decode(beam.token_ids[:-1] if ended else beam.token_ids)
 
 
 def one_token(params: BeamSearchParams) -> SamplingParams:

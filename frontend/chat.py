@@ -1,24 +1,21 @@
 """Chat conversations to prompts: the model's Jinja template, rendered as transformers renders it.
 
-Templates come with models and are not trusted: they run in Jinja's sandbox and see only plain data.
+Templates run in a sandbox (`sandbox.py`) and see only plain data.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import meta, nodes
 
 from pagewire.frontend.inputs import TokensPrompt
+from pagewire.frontend.sandbox import compile_source, environment, render
 from pagewire.frontend.tokenizer import Tokenizer
 
 Message: TypeAlias = Mapping[str, Any]
@@ -26,6 +23,11 @@ ContentFormat: TypeAlias = Literal["auto", "string", "openai"]
 
 CONTENT_FORMATS = ("auto", "string", "openai")
 TEXT_PARTS = ("text", "input_text", "output_text")
+RESERVED = (  # what a conversation's own options say, here or in transformers
+    "messages", "conversation", "tools", "add_generation_prompt", "continue_final_message", "chat_template",
+    "tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask", "tokenizer_kwargs", "padding",
+    "truncation", "max_length",
+)  # fmt: skip
 REASONING = ("reasoning_content", "thinking", "reasoning")
 # Marks the end of the final message. Its own last space tells whether the template trims messages.
 END_MARK = "PAGEWIRE_FINAL_MESSAGE_ENDS_HERE "
@@ -44,13 +46,15 @@ def conversations_of(messages: Any) -> list[list[Message]]:
     return [list(messages)]
 
 
-def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> TokensPrompt:
+def chat_prompt(
+    tokenizer: Tokenizer, messages: Sequence[Message], *, add_special_tokens: bool = False, **options: Any
+) -> TokensPrompt:
     """One conversation as a prompt, with token ids and text; options as of `render_chat`.
 
-    The template writes special tokens itself, so none are added.
+    add_special_tokens: put some around the text; most templates write them themselves.
     """
     text = render_chat(tokenizer, messages, **options)
-    return TokensPrompt(prompt_token_ids=tokenizer.encode(text, add_special_tokens=False), prompt=text)
+    return TokensPrompt(prompt_token_ids=tokenizer.encode(text, add_special_tokens), prompt=text)
 
 
 def render_chat(
@@ -58,6 +62,7 @@ def render_chat(
     messages: Sequence[Message],
     *,
     chat_template: str | None = None,
+    template_files: bool = True,
     chat_template_content_format: str = "auto",
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
@@ -67,14 +72,17 @@ def render_chat(
     """The text of one conversation.
 
     chat_template: a template, the name of one of the model's, or a file; None: the model's own.
+    template_files: it may be a file. Not for names that come from afar.
     chat_template_content_format: "string" joins the parts of a content by newlines, "openai" makes every content
         a list of parts, "auto" does what the template is written for.
     add_generation_prompt: end with the header of an answer.
     continue_final_message: end within the final message, so that it is continued.
-    tools: JSON schemas of functions. chat_template_kwargs: further variables of the template.
+    tools: JSON schemas of functions. chat_template_kwargs: further variables of the template; those that it does
+        not read are left out.
 
     Raises:
-        ValueError: no template, contradicting options, or a template that fails on the conversation.
+        ValueError: no template, contradicting options, or a template that fails on the conversation, or takes too
+            much time or room for it.
         TypeError: messages or tools of a wrong type.
     """
     if add_generation_prompt and continue_final_message:
@@ -86,17 +94,14 @@ def render_chat(
         )
     if not messages:
         raise ValueError("the conversation is empty")
-    source = template_source(tokenizer, chat_template, tools is not None)
+    source = template_source(tokenizer, chat_template, tools is not None, template_files)
     template = compile_template(source)
-    chat = [read_message(message) for message in messages]
     as_wanted = content_reader(chat_template_content_format, source)
-    for message in chat:
-        if "content" in message:
-            message["content"] = as_wanted(message["content"])
+    chat = [read_message(message, index, as_wanted) for index, message in enumerate(messages)]
     variables = {
         "documents": None,
         **tokenizer.special_tokens,
-        **plain(chat_template_kwargs or {}),
+        **template_variables(source, chat_template_kwargs or {}),
         "messages": chat,
         "tools": None if tools is None else [read_tool(tool) for tool in tools],
         "add_generation_prompt": add_generation_prompt,
@@ -106,8 +111,17 @@ def render_chat(
     return render(template, variables)
 
 
-def template_source(tokenizer: Tokenizer, wanted: str | None, with_tools: bool) -> str:
-    """The text of the template to use.
+def check_template(tokenizer: Tokenizer, wanted: str) -> None:
+    """Find a template as `render_chat` would, and make it ready.
+
+    Raises:
+        ValueError: there is none, or it is not valid.
+    """
+    compile_template(template_source(tokenizer, wanted, with_tools=False))
+
+
+def template_source(tokenizer: Tokenizer, wanted: str | None, with_tools: bool, files: bool = True) -> str:
+    """The text of the template to use. `files`: what is wanted may be one.
 
     Raises:
         ValueError: there is none.
@@ -122,19 +136,38 @@ def template_source(tokenizer: Tokenizer, wanted: str | None, with_tools: bool) 
                 f"the model has no default chat template; name one of {', '.join(sorted(named))}"
             )
         if source is None:
-            raise ValueError("the model has no chat template: give one as chat_template")
+            raise ValueError("the model has no chat template: give one (chat_template, or --chat-template)")
         return source
     if wanted in named:
         return named[wanted]
     if "{" in wanted or "\n" in wanted:
         return wanted
     path = Path(wanted).expanduser()
-    if not path.is_file():
+    if not files or not path.is_file():
         raise ValueError(f"chat_template {wanted!r} is neither a template, nor a name of one, nor a file")
     return path.read_text(encoding="utf-8")
 
 
 # ---------------------------------------------------------------- what a template sees
+
+
+def template_variables(source: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the given variables that the template reads.
+
+    Raises:
+        ValueError: one that is not a variable, but an option of its own. TypeError: values that are not plain.
+    """
+    if reserved := [name for name in given if name in RESERVED]:
+        raise ValueError(f"chat_template_kwargs cannot set {', '.join(reserved)}")
+    read = variables_of(source)
+    return {name: plain(value) for name, value in given.items() if name in read}
+
+
+@lru_cache(maxsize=64)
+def variables_of(source: str) -> frozenset[str]:
+    """The variables that a template reads."""
+    tree = environment().parse(source)
+    return frozenset(meta.find_undeclared_variables(tree)) - frozenset(environment().globals)
 
 
 def plain(value: Any) -> Any:
@@ -157,23 +190,31 @@ def plain(value: Any) -> Any:
     raise TypeError(f"chat templates take plain data, not {type(value).__name__}")
 
 
-def read_message(given: Any) -> dict[str, Any]:
-    """A message as templates expect it: plain, without empty fields, reasoning under all its names, and tool
-    calls with their arguments as data.
+def read_message(given: Any, index: int, as_wanted: Callable[[Any], Any]) -> dict[str, Any]:
+    """A message as templates expect it: plain, without empty fields, reasoning under all its names, content as
+    wanted, and tool calls with their arguments as data. `index`: its place, for messages of errors.
 
     Raises:
-        TypeError: not a message. ValueError: it has no role.
+        TypeError: not a message. ValueError: it has no role, or content that is not text.
     """
     given = plain(given)
     if not isinstance(given, dict):
         raise TypeError(f"a message must be a dict, got {type(given).__name__}")
-    if "role" not in given:
-        raise ValueError("a message needs a 'role'")
+    if not isinstance(given.get("role"), str):
+        raise ValueError(f"messages[{index}]: a message needs a 'role', a string")
     message: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if "content" not in message and isinstance(message.get("refusal"), str):
+        message["content"] = message["refusal"]
+    if "content" in message:
+        try:
+            message["content"] = as_wanted(message["content"])
+        except ValueError as error:
+            raise ValueError(f"messages[{index}].content: {error}") from None
     reasoning = next((message[name] for name in REASONING if name in message), None)
     if reasoning is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
-    for call in message.get("tool_calls", ()):
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             function["arguments"] = read_arguments(function["arguments"])
@@ -184,7 +225,7 @@ def read_arguments(text: str) -> Any:
     """The arguments of a tool call, which the OpenAI API gives as JSON text."""
     try:
         return json.loads(text) if text else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         return text  # what a model made up
 
 
@@ -205,34 +246,53 @@ def content_reader(content_format: str, source: str) -> Callable[[Any], Any]:
     if content_format == "auto":
         loops, tests = content_use(source)
         if loops and tests:
-            return lambda content: as_parts(content) if isinstance(content, list) else content
+            return lambda content: content if isinstance(content, str) else as_parts(content)
         content_format = "openai" if loops else "string"
     return as_parts if content_format == "openai" else as_text
 
 
-def as_text(content: Any) -> Any:
-    """A content as a string: its parts joined by newlines."""
-    if not isinstance(content, list):
+def as_text(content: Any) -> str:
+    """A content as a string: its parts joined by newlines.
+
+    Raises:
+        ValueError: as `as_parts`.
+    """
+    if isinstance(content, str):
         return content
     return "\n".join(part["text"] for part in as_parts(content))
 
 
-def as_parts(content: Any) -> Any:
+def as_parts(content: Any) -> list[dict[str, Any]]:
     """A content as a list of text parts.
 
     Raises:
-        ValueError: a part that is not text.
+        ValueError: a part that is not text, or content that is neither text nor parts.
     """
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
-        return content
-    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
-    for part in parts:
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            kind = part.get("type", "unknown") if isinstance(part, dict) else type(part).__name__
-            raise ValueError(f"only text can be the content of a message, got a part of type {kind!r}")
-    return [{**part, "type": "text"} if part.get("type") in TEXT_PARTS else part for part in parts]
+        raise ValueError(f"it must be text or a list of parts, got {type(content).__name__}")
+    return [text_part(part, index) for index, part in enumerate(content)]
+
+
+def text_part(part: Any, index: int) -> dict[str, Any]:
+    """A part of a content as `{"type": "text", "text": ...}`; a refusal is what it says.
+
+    Raises:
+        ValueError: it is no text.
+    """
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type", "unknown") if isinstance(part, dict) else type(part).__name__
+    text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+    if not isinstance(text, str):
+        wrong = (
+            "its text is missing" if kind in (*TEXT_PARTS, "refusal") else f"got a part of type {kind!r:.40}"
+        )
+        raise ValueError(f"part {index}: only text can be the content of a message, {wrong}")
+    if kind == "refusal":
+        return {"type": "text", "text": text}
+    return {**part, "type": "text"} if kind in TEXT_PARTS else part
 
 
 @lru_cache(maxsize=64)
@@ -260,20 +320,6 @@ def is_content(node: nodes.Node, aliases: set[str]) -> bool:
 
 
 # ---------------------------------------------------------------- rendering
-
-
-def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
-    """The text.
-
-    Raises:
-        ValueError: the template refuses the conversation, or fails on it.
-    """
-    try:
-        return template.render(variables)
-    except jinja2.TemplateError as error:
-        raise ValueError(f"the chat template refuses the conversation: {error.message or error}") from error
-    except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
-        raise ValueError(f"the chat template fails on the conversation: {error}") from error
 
 
 def render_open(template: jinja2.Template, variables: dict[str, Any]) -> str:
@@ -305,56 +351,6 @@ def compile_template(source: str) -> jinja2.Template:
     """A template, ready to render.
 
     Raises:
-        ValueError: it is not valid.
+        ValueError: it is too long, or not valid.
     """
-    try:
-        return environment().from_string(source)
-    except jinja2.TemplateError as error:
-        raise ValueError(f"the chat template is not valid: {error}") from error
-
-
-class Generation(Extension):
-    """`{% generation %}` marks what the assistant says, for training; here it changes nothing."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """The block's body, as if it stood there without the tag."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
-
-
-@lru_cache(maxsize=1)
-def environment() -> ImmutableSandboxedEnvironment:
-    """What chat templates are written for."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = strftime_now
-    return environment
-
-
-def to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as it is; Jinja's own filter would escape it for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def raise_exception(message: str) -> NoReturn:
-    """How templates refuse a conversation."""
-    raise jinja2.TemplateError(message)
-
-
-def strftime_now(form: str) -> str:
-    """The local time."""
-    return datetime.now().strftime(form)
+    return compile_source(source)

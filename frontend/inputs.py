@@ -123,7 +123,7 @@ class Intake:
             raise TypeError(f"request_id must be a string, got {request_id!r}")
         check_int("priority", priority, -PRIORITY_LIMIT, PRIORITY_LIMIT)
         token_ids, text = self.tokenize(prompt)
-        eos_token_id = self._eos_token_id()
+        eos_token_id = self.eos_token_id
         params = self._params(params, eos_token_id)
         token_ids = truncated(token_ids, params, self.info.max_model_len)
         self._fit(params, len(token_ids))
@@ -229,7 +229,9 @@ class Intake:
                 f"{room}: max_model_len is {self.info.max_model_len}"
             )
 
-    def _eos_token_id(self) -> int | None:
+    @property
+    def eos_token_id(self) -> int | None:
+        """The end-of-sequence token: the model's or, if its config names none, the tokenizer's."""
         if self.info.eos_token_id is not None or self.tokenizer is None:
             return self.info.eos_token_id
         return self.tokenizer.eos_token_id

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-from pagewire.frontend.beam_search import BeamSearchOutput, BeamSearchSequence, beam_search
+from pagewire.frontend.beam_search import BeamSearchOutput, add_text, beam_search
 from pagewire.frontend.inputs import (
     PromptType,
     TextPrompt,
@@ -247,29 +247,18 @@ class LLM:
                     token_ids[first : first + size],
                     params,
                     self._extend,
-                    eos_token_id=self._eos_token_id(),
+                    eos_token_id=self.llm_engine.session.eos_token_id,
                     max_model_len=self.info.max_model_len,
                     on_done=lambda: tick(None),
                 )
-                found += [
-                    BeamSearchOutput([self._with_text(beam, params) for beam in group]) for group in beams
-                ]
+                for group in beams:
+                    for beam in group:
+                        add_text(beam, params, self.llm_engine.get_tokenizer())
+                found += map(BeamSearchOutput, beams)
         return found
 
     def _extend(self, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
         return self.generate(list(prompts), params, use_tqdm=False)
-
-    def _eos_token_id(self) -> int | None:
-        tokenizer = self.llm_engine.get_tokenizer()
-        own = None if tokenizer is None else tokenizer.eos_token_id
-        return own if self.info.eos_token_id is None else self.info.eos_token_id
-
-    def _with_text(self, beam: BeamSearchSequence, params: BeamSearchParams) -> BeamSearchSequence:
-        tokenizer = self.llm_engine.get_tokenizer()
-        if tokenizer is not None:
-            ended = beam.finish_reason == "stop" and not params.include_stop_str_in_output
-            beam.text = tokenizer.decode(beam.token_ids[:-1] if ended else beam.token_ids)
-        return beam
 
     def encode(self, *args: Any, **kwargs: Any) -> Any:
         """Pooling models are not supported yet; nor by `embed`, `classify`, `score` and `reward`.

@@ -79,7 +79,8 @@ class LLMEngine:
     ) -> None:
         """Send a request to the core, where it starts at once; `step` returns what comes of it.
 
-        `arrival_time` and `trace_headers` are accepted without effect: the core stamps arrivals itself.
+        `arrival_time` is accepted without effect: the core stamps arrivals itself. `trace_headers`: W3C trace
+        context, of the span that the request's is to be a child of.
 
         Raises:
             ValueError, TypeError: what is wrong with the prompt or the parameters; an id that is in use.
@@ -88,7 +89,7 @@ class LLMEngine:
         if request_id in self._unfinished:
             raise ValueError(f"request id {request_id!r} is in use")
         prepared = self.session.prepare(prompt, params, request_id, priority)
-        (self._unfinished[request_id],) = self.session.submit([prepared], self._inbox)
+        (self._unfinished[request_id],) = self.session.submit([prepared], self._inbox, trace_headers)
 
     def step(self) -> list[RequestOutput]:
         """Wait until there is something new, and return it; at once [] if no request is unfinished.

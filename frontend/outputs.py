@@ -7,10 +7,13 @@ Deltas are folded in as they come, outputs are made when somebody takes them: wh
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from pagewire.frontend.detokenize import Detokenizer
 from pagewire.frontend.logprobs import (
@@ -21,12 +24,16 @@ from pagewire.frontend.logprobs import (
     add_rows,
 )
 from pagewire.frontend.tokenizer import Tokenizer
+from pagewire.ipc.errors import EngineBusyError, RequestError
 from pagewire.ipc.messages import RequestTiming, SubmitRequest, TokenDelta
 from pagewire.ipc.params import RequestOutputKind
 
+REFUSALS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (ValueError, TypeError, EngineBusyError)
+}
 
-@dataclass
-class RequestMetrics:
+
+class RequestMetrics(msgspec.Struct):
     """When things happened to a request, in seconds since the epoch; None: not yet.
 
     Attributes:
@@ -118,6 +125,12 @@ class OutputState:
         self._num_taken = 0
         self._text = ""
         self._detokenizer = Detokenizer(tokenizer, params) if tokenizer and params.detokenize else None
+        keeps_stop = (
+            params.skip_special_tokens or params.include_stop_str_in_output
+        )  # or leaves it out anyway
+        self._unsaid: frozenset[int] = (
+            frozenset() if tokenizer is None or keeps_stop else tokenizer.special_ids
+        )
         self._logprobs = None if params.logprobs is None else no_logprobs(self._flat)
         self._cumulative_logprob = 0.0
 
@@ -126,8 +139,10 @@ class OutputState:
         self.news = True
         token_ids, stop = delta.token_ids, None
         if self._detokenizer is not None:
-            token_ids = token_ids[: self._detokenizer.feed(token_ids)]
+            count = self._detokenizer.feed(token_ids[:-1] if self._ends_unsaid(delta) else token_ids)
             stop = self._detokenizer.stop
+            if stop is not None:
+                token_ids = token_ids[:count]
         self.token_ids += token_ids
         if delta.logprobs is not None and self._logprobs is not None:
             self._cumulative_logprob += add_rows(self._logprobs, delta.logprobs, texts, len(token_ids))
@@ -136,6 +151,10 @@ class OutputState:
         elif delta.finish_reason is not None or delta.error is not None:
             self.end(delta.finish_reason or "error", delta.stop_reason)
         return stop is not None and delta.finish_reason is None
+
+    def _ends_unsaid(self, delta: TokenDelta) -> bool:
+        """Whether the last token is a special one that ended the output, which is no part of the text."""
+        return delta.finish_reason == "stop" and bool(delta.token_ids) and delta.token_ids[-1] in self._unsaid
 
     def end(self, finish_reason: str, stop_reason: int | str | None = None) -> None:
         """No more tokens."""
@@ -170,7 +189,8 @@ class OutputState:
 class RequestState:
     """A live request: deltas go in with `apply`, outputs come out with `take`.
 
-    request: as it was sent. error: why an output of it failed.
+    request: as it was sent. error, error_type: why an output of it failed, and the exception's name, if it was
+    refused.
     """
 
     def __init__(self, request: SubmitRequest, prompt_text: str | None, tokenizer: Tokenizer | None) -> None:
@@ -178,9 +198,11 @@ class RequestState:
         self.request = request
         self.key, self.request_id = request.key, request.request_id
         self.error: str | None = None
+        self.error_type: str | None = None
         self._prompt_text = prompt_text
         self._kind = params.output_kind
         self._outputs = [OutputState(index, request, tokenizer) for index in range(params.n)]
+        self._num_live = params.n
         self._texts = TokenTexts(tokenizer if params.detokenize else None)
         self._prompt_logprobs: PromptLogprobs | None = None
         if params.prompt_logprobs is not None:
@@ -192,7 +214,12 @@ class RequestState:
     @property
     def finished(self) -> bool:
         """True once all outputs have ended."""
-        return all(output.finish_reason is not None for output in self._outputs)
+        return self._num_live == 0
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """When things happened so far."""
+        return self._metrics
 
     @property
     def output_token_ids(self) -> list[list[int]]:
@@ -203,6 +230,15 @@ class RequestState:
     def finish_reasons(self) -> list[str | None]:
         """How each output ended; None for those that run."""
         return [output.finish_reason for output in self._outputs]
+
+    @property
+    def ripe(self) -> bool:
+        """True unless `take` would give nothing yet: an output is wanted only at the end."""
+        return self._kind is not RequestOutputKind.FINAL_ONLY or self.error is not None or self.finished
+
+    def exception(self) -> Exception:
+        """The error as its caller is to see it: as the core named it if it refused the request."""
+        return REFUSALS.get(self.error_type or "", RequestError)(self.error)
 
     def apply(self, delta: TokenDelta) -> bool:
         """Fold a delta in; one for an output that has ended is ignored.
@@ -221,7 +257,9 @@ class RequestState:
         drop = False
         if delta.token_ids or delta.finish_reason is not None or delta.error is not None:
             drop = output.apply(delta, self._texts)
-        self.error = self.error or delta.error
+            self._num_live -= output.finish_reason is not None
+        if self.error is None and delta.error is not None:
+            self.error, self.error_type = delta.error, delta.error_type
         self._clock(delta.timing)
         return drop
 
@@ -231,6 +269,7 @@ class RequestState:
         for output in self._outputs:
             if output.finish_reason is None:
                 output.end(finish_reason)
+        self._num_live = 0
         self._clock(None)
 
     def take(self) -> RequestOutput | None:
@@ -247,7 +286,7 @@ class RequestState:
             self._take_prompt_logprobs(delta),
             [output.take() for output in (news if delta else self._outputs)],
             finished,
-            replace(self._metrics),
+            copy.copy(self._metrics),
             num_cached_tokens=self._num_cached_tokens,
         )
 
@@ -264,7 +303,7 @@ class RequestState:
         metrics.last_token_time = now
         if self.finished:
             metrics.finished_time = now
-        if timing is not None and metrics.first_token_time is None:
+        if timing is not None and timing.first_token and metrics.first_token_time is None:
             metrics.time_in_queue = timing.scheduled - timing.arrived
             metrics.first_scheduled_time = metrics.arrival_time + metrics.time_in_queue
             metrics.first_token_time = metrics.arrival_time + timing.first_token - timing.arrived

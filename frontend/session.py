@@ -13,7 +13,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from pagewire.frontend.inputs import Intake, Prepared, PromptType
 from pagewire.frontend.outputs import Outputs, RequestOutput, RequestState
 from pagewire.frontend.spawn import SpawnedCore, spawn_core
 from pagewire.frontend.tokenizer import Tokenizer, as_tokenizer, load_tokenizer
+from pagewire.frontend.tracing import Tracer
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.messages import EngineInfo, SubmitRequest, TokenDelta
 from pagewire.ipc.options import EngineArgs
@@ -73,7 +74,10 @@ class Session:
     tokenizer: Tokenizer | None
 
     def __init__(
-        self, connect: Callable[[Session], tuple[CoreClient, SpawnedCore | None]], restarts: int
+        self,
+        connect: Callable[[Session], tuple[CoreClient, SpawnedCore | None]],
+        restarts: int,
+        traces_endpoint: str | None = None,
     ) -> None:
         self.dead: EngineDeadError | None = None
         self._connect, self._restarts = connect, restarts
@@ -83,7 +87,13 @@ class Session:
         self._mailboxes: dict[int, Mailbox] = {}
         self._keys = itertools.count()
         self._closed = False
-        self._client, self._spawned = connect(self)
+        self._tracer = None if traces_endpoint is None else Tracer(traces_endpoint)
+        try:
+            self._client, self._spawned = connect(self)
+        except BaseException:
+            if self._tracer is not None:
+                self._tracer.shutdown()
+            raise
         self.info = self._client.info
 
     @classmethod
@@ -104,25 +114,35 @@ class Session:
                 raise
             return client, spawned
 
-        return cls(connect, restarts)._with_tokenizer(
+        return cls(connect, restarts, args.otlp_traces_endpoint)._with_tokenizer(
             None, salt=0, revision=args.tokenizer_revision, token=args.hf_token, cache_dir=args.download_dir
         )
 
     @classmethod
     def attach(
-        cls, address: str, *, curve: CurveKeys | None, tokenizer: str | None, timeout: float | None
+        cls,
+        address: str,
+        *,
+        curve: CurveKeys | None,
+        tokenizer: str | None,
+        timeout: float | None,
+        name: str = "attached",
+        traces_endpoint: str | None = None,
     ) -> Session:
-        """Attach to a running core. `tokenizer`: folder or id, if not the core's own.
+        """Attach to a running core. `tokenizer`: folder or id, if not the core's own. `name`: for its log and
+        metrics. `traces_endpoint`: URL of an OpenTelemetry collector.
 
         Raises:
             EngineDeadError: nobody answers. ProtocolError: another version. ValueError: a bad address.
         """
 
         def connect(session: Session) -> tuple[CoreClient, SpawnedCore | None]:
-            return session._attach(address, curve=curve, name="attached", timeout=timeout), None
+            return session._attach(address, curve=curve, name=name, timeout=timeout), None
 
         # Frontends on one core must not draw the same seeds.
-        return cls(connect, 0)._with_tokenizer(tokenizer, salt=int.from_bytes(os.urandom(7), "little"))
+        return cls(connect, 0, traces_endpoint)._with_tokenizer(
+            tokenizer, salt=int.from_bytes(os.urandom(7), "little")
+        )
 
     def _attach(self, address: str, **options: Any) -> CoreClient:
         return CoreClient.connect(address, on_deltas=self._take_deltas, on_dead=self._lose_core, **options)
@@ -173,8 +193,19 @@ class Session:
         """
         return self._intake.tokenize(prompt)[0]
 
-    def submit(self, prepared: Sequence[Prepared], mailbox: Mailbox) -> list[RequestState]:
-        """Send requests to the core; `mailbox` is told of what comes of them.
+    @property
+    def eos_token_id(self) -> int | None:
+        """The end-of-sequence token; None where there is none."""
+        return self._intake.eos_token_id
+
+    def submit(
+        self,
+        prepared: Sequence[Prepared],
+        mailbox: Mailbox,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> list[RequestState]:
+        """Send requests to the core; `mailbox` is told of what comes of them. `trace_headers`: of the span that
+        theirs are to be children of.
 
         Raises:
             ValueError: a request id that is in use. EngineDeadError: the core is lost.
@@ -189,6 +220,8 @@ class Session:
                 self._open[state.request_id] = state
                 self._outputs.add(state)
                 self._mailboxes[state.key] = mailbox
+                if self._tracer is not None:
+                    self._tracer.begin(state, self.info.served_model_names[0], trace_headers)
             try:
                 self._client.submit([state.request for state in states])
             except BaseException:
@@ -243,6 +276,8 @@ class Session:
         if self._spawned is not None:
             self._spawned.shutdown()
         self._bury(EngineDeadError("the engine was shut down"))
+        if self._tracer is not None:
+            self._tracer.shutdown()
 
     # -------------------------------------------------------------- on the client's thread
 
@@ -253,7 +288,8 @@ class Session:
                 self._client.abort(sequences=sequences)
             news: dict[Mailbox, list[RequestState]] = {}
             for state in states:
-                news.setdefault(self._mailboxes[state.key], []).append(state)
+                if state.ripe:
+                    news.setdefault(self._mailboxes[state.key], []).append(state)
             self._drop([state for state in states if state.finished])
         for mailbox, touched in news.items():
             mailbox.put(touched)
@@ -297,6 +333,8 @@ class Session:
                 del self._open[state.request_id]
                 self._outputs.drop(state.key)
                 del self._mailboxes[state.key]
+                if self._tracer is not None:
+                    self._tracer.end(state)
 
 
 def resumed(state: RequestState) -> SubmitRequest:

@@ -110,7 +110,8 @@ class Submit(Message, tag="submit"):
 class Abort(Message, tag="abort"):
     """Drop requests (whole, or single sequences of one). Unknown keys are ignored. No delta follows.
 
-    keys: whole requests. sequences: (key, index) pairs.
+    keys: whole requests that nobody waits for any more. sequences: (key, index) pairs that have ended by what
+        only the frontend sees: a stop string.
     """
 
     keys: list[int] = []

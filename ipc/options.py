@@ -80,6 +80,9 @@ class EngineArgs:
     max_logprobs: int = option(20, "Scheduler", "most log probabilities per token; -1: no limit")
 
     disable_log_stats: bool = option(False, "Logging", "no periodic line of statistics in the core's log")
+    log_stats_interval: float = option(10.0, "Logging", "seconds between two such lines")
+    otlp_traces_endpoint: str | None = option(
+        None, "Logging", "collector that gets a span per request: http://host:4318/v1/traces (OTLP)")
     # fmt: on
 
     @classmethod
@@ -106,7 +109,7 @@ class EngineArgs:
 
     def check(self) -> None:
         """Raise ValueError or TypeError for the first bad value."""
-        self._check_types()
+        check_types(self)
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_waiting"):
             check_int(name, getattr(self, name), 1)
         for name in ("num_threads", "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_model_len"):
@@ -115,6 +118,7 @@ class EngineArgs:
         check_int("seed", self.seed, 0)
         check_int("max_logprobs", self.max_logprobs, -1)
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, above=True)
+        check_number("log_stats_interval", self.log_stats_interval, 0.1, math.inf)
         check_number("swap_space", self.swap_space, 0.0, math.inf)
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
             raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
@@ -128,20 +132,26 @@ class EngineArgs:
         names = self.served_model_name or self.model
         return [names] if isinstance(names, str) else list(names)
 
-    def _check_types(self) -> None:
-        hints = get_type_hints(type(self))
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            try:
-                msgspec.convert(value, hints[field.name])
-            except msgspec.ValidationError as error:
-                choices = field.metadata["choices"]
-                wanted = f"one of {', '.join(map(repr, choices))}" if choices else str(error)
-                kind = ValueError if choices else TypeError
-                raise kind(f"{field.name}: {wanted}; got {value!r}") from None
+
+def check_types(options: Any) -> None:
+    """Check a dataclass whose fields are made by `option`.
+
+    Raises:
+        TypeError: a value of a wrong type. ValueError: one that is no choice.
+    """
+    hints = get_type_hints(type(options))
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        try:
+            msgspec.convert(value, hints[field.name])
+        except msgspec.ValidationError as error:
             choices = field.metadata["choices"]
-            if choices and value not in choices:
-                raise ValueError(f"{field.name} must be one of {', '.join(map(str, choices))}, got {value!r}")
+            wanted = f"one of {', '.join(map(repr, choices))}" if choices else str(error)
+            kind = ValueError if choices else TypeError
+            raise kind(f"{field.name}: {wanted}; got {value!r}") from None
+        choices = field.metadata["choices"]
+        if choices and value is not None and value not in choices:
+            raise ValueError(f"{field.name} must be one of {', '.join(map(str, choices))}, got {value!r}")
 
 
 AsyncEngineArgs = EngineArgs
@@ -177,7 +187,7 @@ LATER: dict[str, Any] = {
     "speculative_config": None,
     "speculative_model": None,
     "num_speculative_tokens": None,
-    "otlp_traces_endpoint": None,
+    "collect_detailed_traces": None,
     "kv_transfer_config": None,
     "enable_sleep_mode": False,
 }

@@ -8,7 +8,9 @@ The layout, one pair of tensors per layer:
 A request owns a list of blocks, its row of `block_table`. The token at position `p` of the request lies in block
 `block_table[request, p // block_size]`, row `p % block_size`. A *slot* names that place in one number,
 `block * block_size + row`. Within one (block, head) all rows are contiguous, so a kernel streams a head's keys
-without touching its neighbours'. Only this module knows the order of the axes.
+without touching its neighbours'. Only this module knows the order of the axes. How elements lie within one
+(block, head) is an affair of the kernels that write and read it: the reference keeps rows, the compiled kernels of
+the CPU an order of their own (`cpu/layout.h`).
 """
 
 from dataclasses import dataclass

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
 
-from pagewire.kernels.cpu.memory import zeros
+from pagewire.kernels.cpu.memory import populate, zeros
 from pagewire.workers.errors import LoadError
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
+POPULATED = 1 << 30  # bytes of KV memory
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,10 @@ class Device:
             OSError: there is not so much memory.
         """
         return zeros(shape, dtype)
+
+    def populate(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Prepare tensors of zeros, in idle time, for being written from their beginnings on."""
+        populate(tensors, POPULATED)
 
     def memory(self) -> dict[str, int]:
         """Bytes: of the device, free on it, and taken by this process."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from pagewire.ipc import logs
 from pagewire.ipc.codec import Codec
 from pagewire.ipc.lifeline import die_with_parent
 from pagewire.ipc.messages import (
@@ -34,6 +35,7 @@ from pagewire.ipc.messages import (
     WorkerReply,
 )
 from pagewire.ipc.sockets import connect_dealer, receive, send
+from pagewire.kernels.cpu.arena import Reserve, weight_bytes
 
 if TYPE_CHECKING:
     from pagewire.workers.runner import Runner
@@ -99,15 +101,25 @@ def serve(connection: Connection) -> None:
 
 
 def start(connection: Connection, load: LoadModel) -> Runner:
-    """Load the model, and tell what was learned. Imports torch, so late."""
+    """Load the model, and tell what was learned. Imports torch, so late; memory for weights is taken meanwhile."""
+    reserve = reserve_weights(load)
     from pagewire.workers.runner import Runner
 
     def report(phase: str, seconds: float) -> None:
         connection.send(Progress(phase, seconds))
 
-    runner, ready = Runner.start(load, report)
+    runner, ready = Runner.start(load, report, reserve)
     connection.send(ready)
     return runner
+
+
+def reserve_weights(load: LoadModel) -> Reserve | None:
+    """Memory for the weights, where they will be packed on this machine."""
+    size = weight_bytes(load.model_path) if load.device == "cpu" else 0
+    try:
+        return Reserve(size) if size else None
+    except OSError:
+        return None  # loading will say it better
 
 
 def step(connection: Connection, runner: Runner | None, plan: StepPlan, idle_since: float) -> Any:
@@ -148,6 +160,7 @@ def main() -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is imported
     die_with_parent(options.lifeline)
+    logs.configure()
     connection = Connection(options.connect, options.identity)
     try:
         serve(connection)

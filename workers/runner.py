@@ -13,6 +13,8 @@ from torch.profiler import record_function
 
 from pagewire.ipc.messages import LoadModel, LogprobRows, Masks, Ready, Row, SlotInit, StepPlan, StepResult
 from pagewire.ipc.params import SamplingParams
+from pagewire.kernels.cpu.arena import Reserve
+from pagewire.kernels.cpu.memory import reserved
 from pagewire.workers.attention import Paged
 from pagewire.workers.batch import Batch, build_batch
 from pagewire.workers.device import Device
@@ -33,10 +35,11 @@ class Runner:
     `loaded` is None while weights are dropped, `caches` is empty while there is no KV memory.
     """
 
-    def __init__(self, load: LoadModel, phases: Phases) -> None:
+    def __init__(self, load: LoadModel, phases: Phases, reserve: Reserve | None = None) -> None:
         self.load, self.phases = load, phases
         self.device = Device.open(load.device, load.num_threads)
-        self.loaded: LoadedModel | None = load_model(load, phases)
+        with reserved(reserve):
+            self.loaded: LoadedModel | None = load_model(load, phases)
         self.block_bytes = sum(shape.block_bytes(load.block_size) for shape in self.loaded.kv_shapes)
         self.num_blocks = self._size_kv(self.loaded)
         self.slots = Slots(
@@ -47,14 +50,18 @@ class Runner:
         self.profile: Any = None
 
     @classmethod
-    def start(cls, load: LoadModel, report: Callable[[str, float], None]) -> tuple[Runner, Ready]:
-        """Load, take memory and run a first step. `report` hears of each phase and its seconds.
+    def start(
+        cls, load: LoadModel, report: Callable[[str, float], None], reserve: Reserve | None = None
+    ) -> tuple[Runner, Ready]:
+        """Load, take memory and run a first step.
+
+        report: hears of each phase and its seconds. reserve: memory for the weights.
 
         Raises:
             LoadError: the configuration cannot work, and why.
         """
         phases = Phases(report)
-        runner = cls(load, phases)
+        runner = cls(load, phases, reserve)
         phases.end("kv")
         runner.warm_up()
         phases.end("warmup")
@@ -139,6 +146,7 @@ class Runner:
             raise LoadError(
                 f"cannot take {self.num_blocks * self.block_bytes} bytes of KV memory: {error}"
             ) from error
+        self.device.populate([cache for pair in self.caches for cache in pair])
 
     def warm_up(self) -> None:
         """Run one token, so that no request pays for what happens only once. Writes nowhere that matters."""

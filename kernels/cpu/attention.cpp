@@ -10,10 +10,9 @@
 // tokens) against a range of KV tiles. A query tile that holds too much of the step's work is cut into
 // several tasks. Each of those stores its partial results, and whichever finishes last merges them.
 //
-// Inside, K is transposed panel by panel into scratch so that the lanes of a vector are keys, and both matrix
-// products keep a block of kRows x kColumns vectors in registers. V is read in place, in pairs of keys where the CPU
-// multiplies pairs of bfloat16. Positions outside the needed range point to a row of zeros, so stale memory never
-// meets the arithmetic.
+// Inside, the lanes of a vector are keys in the one matrix product and columns of V in the other, and both keep a
+// block of kRows x kColumns vectors in registers. Blocks hold K and V in just this order (layout.h), so both are read
+// in place. What lies at positions outside the needed range stays in lanes that are masked, or is read as zeros.
 
 #include <algorithm>
 #include <atomic>
@@ -23,13 +22,14 @@
 #include <vector>
 
 #include "kernels.h"
+#include "layout.h"
 #include "parallel.h"
 #include "simd.h"
 
 namespace {
 
 constexpr int kTileKeys = 256;
-constexpr int kTileRows = 96;  // query rows to aim at: enough to pay for transposing K
+constexpr int kTileRows = 96;  // query rows to aim at: enough to pay for reading K and V
 constexpr int kRows = 6;
 constexpr int kColumns = kLanes == 16 ? 4 : 2;  // kRows x kColumns accumulators fit in the registers
 constexpr int kPanelKeys = kColumns * kLanes;
@@ -40,48 +40,68 @@ INLINE void fetch(const void* address) { __builtin_prefetch(address, 0, 2); }
 
 constexpr int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-// ---- products: how elements of q and k are kept, and multiplied into float32 ----
+// ---- products of queries and keys, into float32; K as layout.h keeps it ----
 
-// Float32 after conversion.
+// One element of a query and of each key at a step.
+template <class T>
 struct SingleProduct {
   using Element = float;
-  static constexpr int kWidth = 1;  // elements of q and k in one element of scratch
-  template <class T>
-  static INLINE Floats load(const T* row, int64_t count) {
-    return ::load(row, count);
+  using Keys = Floats;
+  static INLINE Element query(const T* q, int64_t) { return broadcast(*q)[0]; }
+  static INLINE Keys keys(const T* at) { return load(at); }
+  static INLINE Floats multiply_add(Element q, Keys k, Floats sum) { return fma(broadcast(q), k, sum); }
+};
+
+// Pairs of bfloat16, taken apart.
+struct SplitProduct {
+  struct Element {
+    float first, second;
+  };
+  using Keys = Words;
+  static INLINE Element query(const bf16* q, int64_t left) {
+    return {broadcast(q[0])[0], left > 1 ? broadcast(q[1])[0] : 0.0f};
   }
-  static INLINE Floats multiply_add(float a, Floats b, Floats c) { return fma(broadcast(a), b, c); }
+  static INLINE Keys keys(const bf16* at) { return load_raw<Words>(at); }
+  static INLINE Floats multiply_add(Element q, Keys k, Floats sum) {
+    sum = fma(broadcast(q.first), bit_cast<Floats>(k << 16), sum);
+    return fma(broadcast(q.second), bit_cast<Floats>(k & 0xffff0000u), sum);
+  }
 };
 
 #if defined(__AVX512BF16__)
 // Pairs of bfloat16, multiplied by one instruction.
 struct PairProduct {
   using Element = uint32_t;
-  static constexpr int kWidth = 2;
-  static INLINE Floats load(const bf16* row, int64_t count) {
-    if (count >= 2 * kLanes) return load_raw<Floats>(row);
-    bf16 pairs[2 * kLanes] = {};
-    std::memcpy(pairs, row, size_t(count) * sizeof(bf16));
-    return load_raw<Floats>(pairs);
+  using Keys = __m512bh;
+  static INLINE Element query(const bf16* q, int64_t left) {
+    return uint32_t(q[0].bits) | (left > 1 ? uint32_t(q[1].bits) << 16 : 0);
   }
-  static INLINE Floats multiply_add(uint32_t a, Floats b, Floats c) {
-    return (Floats)_mm512_dpbf16_ps((__m512)c, (__m512bh)_mm512_set1_epi32(int(a)), (__m512bh)b);
+  static INLINE Keys keys(const bf16* at) { return load_raw<__m512bh>(at); }
+  static INLINE Floats multiply_add(Element q, Keys k, Floats sum) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int(q)), k);
   }
 };
-template <class T>
-using Product = std::conditional_t<std::is_same_v<T, bf16>, PairProduct, SingleProduct>;
+using BrainProduct = PairProduct;
 #else
-template <class T>
-using Product = SingleProduct;
+using BrainProduct = SplitProduct;
 #endif
+template <class T>
+using Product = std::conditional_t<std::is_same_v<T, bf16>, BrainProduct, SingleProduct<T>>;
 
 // ---- scratch ----
 
-// The softmax state of some rows: max logit, sum of exponentials, weighted sum of V.
+// The softmax state of some rows: max logit (times the logarithm of e to base 2), sum of exponentials, weighted sum
+// of V. There is room for a multiple of kLanes rows.
 struct Partial {
   float* max;
   float* sum;
   float* values;  // [rows, width]
+
+  static constexpr int64_t floats(int64_t rows, int64_t width) { return round_up(rows, kGranule) * (width + 2); }
+  static Partial at(float* memory, int64_t rows) {
+    rows = round_up(rows, kGranule);
+    return {memory, memory + rows, memory + 2 * rows};
+  }
 };
 
 struct FreeMemory {
@@ -118,24 +138,25 @@ class Scratch {
 
 // What one thread needs to work on one query tile.
 struct Workspace {
-  float* queries;   // [rows, steps], elements of the product
-  float* panel;     // [steps, kPanelKeys], one panel of K, transposed
-  float* scores;    // [rows, kTileKeys], logits and then probabilities
-  float* v_floats;  // [kTileKeys, width], V as float32, when that pays
-  char* zeros;      // one row of K or V
+  float* queries;  // [rows, steps], elements of the product
+  float* panel;    // [steps, kPanelKeys], keys of small blocks side by side
+  float* scores;   // [rows, kTileKeys], logits and then probabilities
+  float* values;   // [kTileKeys, width], V where it cannot be read in place
+  char* zeros;     // a granule of keys
   Partial tile, total;
 
   static Workspace take(Scratch& scratch, int64_t rows, int64_t head_dim, int64_t width) {
-    const int64_t counts[] = {rows * head_dim, head_dim * kPanelKeys, rows * kTileKeys, kTileKeys * width,
-                              rows,            rows,                  rows * width,     rows,
-                              rows,            rows * width,          std::max(head_dim, width)};
+    head_dim = round_up(head_dim, 2);
+    const int64_t counts[] = {rows * head_dim,     head_dim * kPanelKeys,         rows * kTileKeys, kTileKeys * width,
+                              kGranule * head_dim, Partial::floats(rows, width), Partial::floats(rows, width)};
     size_t bytes = 0;
     for (int64_t count : counts) bytes += Scratch::bytes_for<float>(count);
     scratch.reserve(bytes);
     float* at[std::size(counts)];
     for (size_t i = 0; i < std::size(counts); ++i) at[i] = scratch.take<float>(counts[i]);
-    std::memset(at[10], 0, size_t(counts[10]) * sizeof(float));
-    return {at[0], at[1], at[2], at[3], reinterpret_cast<char*>(at[10]), {at[4], at[5], at[6]}, {at[7], at[8], at[9]}};
+    std::memset(at[4], 0, size_t(counts[4]) * sizeof(float));
+    return {at[0], at[1], at[2], at[3], reinterpret_cast<char*>(at[4]), Partial::at(at[5], rows),
+            Partial::at(at[6], rows)};
   }
 };
 
@@ -158,46 +179,28 @@ INLINE void for_row_groups(int64_t rows, const Visit& visit) {
   }
 }
 
-// to[step][key] = row[key][step] for kLanes rows of K, of which at most kLanes steps are left.
-template <class P, class T>
-INLINE void transpose_block(const T* const* rows, int64_t first, int64_t elements, float* to) {
-  Floats block[kLanes];
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i) block[i] = P::load(rows[i] + first, elements);
-  transpose(block);
-  const int64_t steps = (elements + P::kWidth - 1) / P::kWidth;
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i)
-    if (i < steps) store(to + i * kPanelKeys, block[i]);
-}
+// Where a panel's keys lie: each vector of them, and how many elements further the next step is.
+template <class T>
+struct Panel {
+  const T* at[kColumns];
+  int64_t stride;
+};
 
-// panel[step][key] = k[key][step] for kPanelKeys rows of K. Meanwhile the rows `ahead` are fetched.
-template <class T, class P = Product<T>>
-void transpose_keys(const T* const* rows, const T* const* ahead, int64_t head_dim, float* panel) {
-  constexpr int whole = kLanes * P::kWidth;
-  for (int key = 0; key < kPanelKeys; key += kLanes) {
-    float* to = panel + key;
-    int64_t first = 0;
-    for (; first + whole <= head_dim; first += whole, to += kLanes * kPanelKeys) {
-      for (int i = 0; i < kLanes; ++i) fetch(ahead[key + i] + first);
-      transpose_block<P>(rows + key, first, whole, to);
-    }
-    if (first < head_dim) transpose_block<P>(rows + key, first, head_dim - first, to);
-  }
-}
-
-// scores[row][key] = q[row] . k[key] for R rows and one panel.
-template <class P, int R>
-void multiply_keys(const float* queries, const float* panel, int64_t steps, float* scores) {
-  using Element = typename P::Element;
+// scores[row][key] = q[row] . k[key] for R rows and one panel. With Fetch the values of its keys are fetched meanwhile.
+template <class P, int R, bool Fetch, class T>
+void multiply_keys(const typename P::Element* queries, const Panel<T>& panel, const T* const* values, int64_t steps,
+                   float* scores) {
   Floats sums[R][kColumns] = {};
   for (int64_t step = 0; step < steps; ++step) {
-    Floats keys[kColumns];
+    typename P::Keys keys[kColumns];
 #pragma GCC unroll 8
-    for (int c = 0; c < kColumns; ++c) keys[c] = load(panel + step * kPanelKeys + c * kLanes);
+    for (int c = 0; c < kColumns; ++c) {
+      keys[c] = P::keys(panel.at[c] + step * panel.stride);
+      if (Fetch) fetch(values[c * kLanes / kPair<T>] + step * kLanes * kPair<T>);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const Element q = load_raw<Element>(queries + r * steps + step);
+      const auto q = queries[r * steps + step];
 #pragma GCC unroll 8
       for (int c = 0; c < kColumns; ++c) sums[r][c] = P::multiply_add(q, keys[c], sums[r][c]);
     }
@@ -208,79 +211,82 @@ void multiply_keys(const float* queries, const float* panel, int64_t steps, floa
     for (int c = 0; c < kColumns; ++c) store(scores + r * kTileKeys + c * kLanes, sums[r][c]);
 }
 
-// ---- values: how probabilities and V are multiplied into float32 ----
+// ---- products of probabilities and values, into float32; V as layout.h keeps it ----
 
+// One key at a time. Staged: what V is copied to where it cannot be read in place.
+template <class T>
 struct SingleValue {
-  static constexpr int kKeys = 1;
+  using Staged = float;
   template <class V>
-  static INLINE Floats load(const V* const* rows, int key, int64_t column) {
-    return ::load(rows[key] + column);
-  }
+  static INLINE Floats load(const V* row, int64_t column) { return ::load(row + column); }
   static INLINE Floats multiply_add(const float* probabilities, int key, Floats v, Floats sum) {
     return fma(broadcast(probabilities[key]), v, sum);
   }
-  static void round_probabilities(float*, int, int) {}
-  template <class T>
-  static INLINE void convert(const T* const* rows, int key, int64_t column, int64_t count, float* to) {
-    store(to, ::load(rows[key] + column, count));
+  static INLINE void keep(Floats low, Floats high, float* probabilities, int key) {
+    store(probabilities + key, low);
+    store(probabilities + key + kLanes, high);
+  }
+  static INLINE void stage(const T* row, int64_t column, int64_t count, float* to) {
+    store(to, ::load(row + column, count));
+  }
+};
+
+// Two consecutive keys at a time.
+struct PairedValue {
+  using Staged = bf16;
+  static INLINE void stage(const bf16* row, int64_t column, int64_t count, bf16* to) {
+    std::memset(to, 0, sizeof(Words));
+    std::memcpy(to, row + 2 * column, size_t(std::min<int64_t>(kLanes, count)) * 2 * sizeof(bf16));
+  }
+};
+
+// Taken apart.
+struct SplitValue : PairedValue {
+  static INLINE Words load(const bf16* row, int64_t column) { return load_raw<Words>(row + 2 * column); }
+  static INLINE Floats multiply_add(const float* probabilities, int key, Words v, Floats sum) {
+    sum = fma(broadcast(probabilities[key]), bit_cast<Floats>(v << 16), sum);
+    return fma(broadcast(probabilities[key + 1]), bit_cast<Floats>(v & 0xffff0000u), sum);
+  }
+  static INLINE void keep(Floats low, Floats high, float* probabilities, int key) {
+    store(probabilities + key, low);
+    store(probabilities + key + kLanes, high);
   }
 };
 
 #if defined(__AVX512BF16__)
-// Two consecutive keys at a time. Probabilities are rounded to bfloat16, as in eager attention.
-struct PairedValue {
-  static constexpr int kKeys = 2;
-  static INLINE Floats pair(__m256i even, __m256i odd) {
-    const __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16);
-    return (Floats)_mm512_or_si512(_mm512_cvtepu16_epi32(even), high);
-  }
-  static INLINE Floats load(const bf16* const* rows, int key, int64_t column) {
-    return pair(load_raw<__m256i>(rows[key] + column), load_raw<__m256i>(rows[key + 1] + column));
-  }
-  static INLINE Floats load(const float* const* rows, int key, int64_t column) { return ::load(rows[key] + column); }
-  static INLINE Floats multiply_add(const float* probabilities, int key, Floats v, Floats sum) {
+// Multiplied by one instruction. Probabilities are rounded to bfloat16, as in eager attention; those of the keys 2 i
+// and 2 i + 1 then lie at i.
+struct PairValue : PairedValue {
+  static INLINE __m512bh load(const bf16* row, int64_t column) { return load_raw<__m512bh>(row + 2 * column); }
+  static INLINE Floats multiply_add(const float* probabilities, int key, __m512bh v, Floats sum) {
     const __m512bh p = (__m512bh)_mm512_set1_epi32(load_raw<int>(probabilities + key / 2));
-    return (Floats)_mm512_dpbf16_ps((__m512)sum, p, (__m512bh)v);
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, p, v);
   }
-  // Keys [begin, end), both multiples of two vectors; the pair of keys 2 i and 2 i + 1 then lies at i.
-  static void round_probabilities(float* probabilities, int begin, int end) {
-    for (int key = begin; key < end; key += 2 * kLanes) {
-      const Floats low = ::load(probabilities + key), high = ::load(probabilities + key + kLanes);
-      store(probabilities + key / 2, (Floats)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
-    }
-  }
-  static INLINE void convert(const bf16* const* rows, int key, int64_t column, int64_t count, float* to) {
-    bf16 padded[2][kLanes] = {};
-    const bf16* pointers[2] = {rows[key] + column, rows[key + 1] + column};
-    if (count < kLanes)
-      for (int i = 0; i < 2; ++i) {
-        std::memcpy(padded[i], pointers[i], size_t(count) * sizeof(bf16));
-        pointers[i] = padded[i];
-      }
-    store(to, load(pointers, 0, 0));
+  static INLINE void keep(Floats low, Floats high, float* probabilities, int key) {
+    store(probabilities + key / 2, (Floats)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
   }
 };
-template <class T>
-using Value = std::conditional_t<std::is_same_v<T, bf16>, PairedValue, SingleValue>;
+using BrainValue = PairValue;
 #else
-template <class T>
-using Value = SingleValue;
+using BrainValue = SplitValue;
 #endif
+template <class T>
+using Value = std::conditional_t<std::is_same_v<T, bf16>, BrainValue, SingleValue<T>>;
 
 // values[row] = sum over keys of probability[row][key] * v[key], for R rows and C vectors of V's width.
-// With Fetch the rows `ahead` are fetched meanwhile.
-template <class V, int R, int C, bool Fetch, class T>
+// With Fetch the keys `ahead` are fetched meanwhile.
+template <class T, class V, int R, int C, bool Fetch>
 void multiply_values(const float* probabilities, const V* const* rows, const T* const* ahead, int64_t column,
                      int begin, int end, float* values, int64_t width) {
-  constexpr int keys = Value<T>::kKeys;
+  constexpr int keys = int(kPair<T>);
   Floats sums[R][C] = {};
   for (int key = begin / keys * keys; key < end; key += keys) {
-    Floats v[C];
+    decltype(Value<T>::load(rows[0], 0)) v[C];
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) {
-      v[c] = Value<T>::load(rows, key, column + c * kLanes);
-      if (Fetch && c * kLanes * sizeof(T) % 64 == 0)
-        for (int i = 0; i < keys; ++i) fetch(ahead[key + i] + column + c * kLanes);
+      v[c] = Value<T>::load(rows[key / keys], column + c * kLanes);
+      if (Fetch && c * kLanes * keys * sizeof(T) % 64 == 0)
+        fetch(ahead[key / kGranule] + key % kGranule * width + (column + c * kLanes) * keys);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -295,13 +301,13 @@ void multiply_values(const float* probabilities, const V* const* rows, const T* 
 }
 
 // All rows and the whole width of V, which is a multiple of kLanes here.
-template <class V, class T>
+template <class T, class V>
 void weighted_values(const float* probabilities, int64_t num_rows, const V* const* rows, const T* const* ahead,
                      int begin, int end, float* values, int64_t width) {
   const auto columns = [&](int64_t column, auto count) {
     for_row_groups(num_rows, [&](int64_t first, auto size) {
-      const auto multiply = first == 0 ? multiply_values<V, size.value, count.value, true, T>
-                                       : multiply_values<V, size.value, count.value, false, T>;
+      const auto multiply = first == 0 ? multiply_values<T, V, size.value, count.value, true>
+                                       : multiply_values<T, V, size.value, count.value, false>;
       multiply(probabilities + first * kTileKeys, rows, ahead, column, begin, end, values + first * width, width);
     });
   };
@@ -315,53 +321,89 @@ void weighted_values(const float* probabilities, int64_t num_rows, const V* cons
 
 // ---- softmax ----
 
-// Turns a row of raw products into probabilities relative to its own maximum. Keys [begin, end) of the tile
-// were computed, keys [visible_begin, visible_end) count. `distance` is key position - query position at key 0.
-void softmax_row(const AttentionCall& call, float slope, int64_t distance, int begin, int end,
-                 int visible_begin, int visible_end, float* scores, float* row_max, float* row_sum) {
-  const Floats scale = broadcast(call.scale);
-  const Floats masked = broadcast(kMinusInfinity);
-  const float softcap_inverse = call.softcap ? 1.0f / call.softcap : 0.0f;
-  Floats top = masked;
-  for (int key = begin; key < end; key += kLanes) {
-    Floats s = load(scores + key) * scale;
-    if (call.softcap) s = call.softcap * tanh(s * softcap_inverse);
+constexpr float kLog2E = 1.44269504f;
+
+// What turns the raw products of one query row with one KV tile into probabilities. Keys [begin, end) of the tile,
+// whole panels, were computed; keys [visible_begin, visible_end) count.
+struct SoftmaxRow {
+  const AttentionCall& call;
+  float slope;       // of ALiBi
+  int64_t distance;  // key position - query position at key 0
+  int begin, end, visible_begin, visible_end;
+
+  // Probabilities relative to the row's own maximum.
+  template <class T>
+  void run(float* scores, float* row_max, float* row_sum) const {
+    // A plain scale needs no pass of its own: it goes into the exponent.
+    const bool plain = !call.softcap && !call.alibi && call.scale > 0.0f;
+    if (!plain) transform(scores);
+    const float factor = plain ? call.scale * kLog2E : kLog2E;
+    if (visible_begin <= begin && end <= visible_end)
+      exponentiate<T, false>(factor, scores, row_max, row_sum);
+    else
+      exponentiate<T, true>(factor, scores, row_max, row_sum);
+  }
+
+ private:
+  void transform(float* scores) const {
+    const float softcap_inverse = call.softcap ? 1.0f / call.softcap : 0.0f;
+    for (int key = begin; key < end; key += kLanes) {
+      Floats s = load(scores + key) * broadcast(call.scale);
+      if (call.softcap) s = call.softcap * tanh(s * softcap_inverse);
+      const Ints keys = lane_numbers() + (key + int32_t(distance));
+      if (call.alibi) s = s + slope * __builtin_convertvector(keys, Floats);
+      store(scores + key, s);
+    }
+  }
+
+  template <bool Masked>
+  INLINE Floats visible(Floats v, int key, float otherwise) const {
+    if (!Masked) return v;
     const Ints keys = lane_numbers() + key;
-    if (call.alibi) s = s + slope * __builtin_convertvector(keys + int32_t(distance), Floats);
-    s = select((keys >= visible_begin) & (keys < visible_end), s, masked);
-    store(scores + key, s);
-    top = max(top, s);
+    return select((keys >= visible_begin) & (keys < visible_end), v, broadcast(otherwise));
   }
-  *row_max = max_lanes(top);
-  Floats sum = {};
-  const Floats subtrahend = broadcast(*row_max == kMinusInfinity ? 0.0f : *row_max);
-  for (int key = begin; key < end; key += kLanes) {
-    const Floats p = exp(load(scores + key) - subtrahend);
-    store(scores + key, p);
-    sum += p;
+
+  template <class T, bool Masked>
+  void exponentiate(float factor, float* scores, float* row_max, float* row_sum) const {
+    Floats tops[2] = {broadcast(kMinusInfinity), broadcast(kMinusInfinity)};
+    for (int key = begin; key < end; key += 2 * kLanes)
+      for (int i = 0; i < 2; ++i) {
+        const int at = key + i * kLanes;
+        tops[i] = max(tops[i], visible<Masked>(load(scores + at), at, kMinusInfinity));
+      }
+    *row_max = max_lanes(max(tops[0], tops[1])) * factor;
+    const Floats base = broadcast(*row_max == kMinusInfinity ? 0.0f : -*row_max);
+    Floats sums[2] = {};
+    for (int key = begin; key < end; key += 2 * kLanes) {
+      Floats p[2];
+      for (int i = 0; i < 2; ++i) {
+        const int at = key + i * kLanes;
+        p[i] = visible<Masked>(exp2(fma(load(scores + at), broadcast(factor), base)), at, 0.0f);
+        sums[i] += p[i];
+      }
+      Value<T>::keep(p[0], p[1], scores, key);
+    }
+    *row_sum = sum_lanes(sums[0] + sums[1]);
   }
-  *row_sum = sum_lanes(sum);
-}
+};
 
 // Merges the next KV tile's partial result into the total. A row that saw no key of the tile stays as it is.
 void merge(const Partial& total, const Partial& next, int64_t rows, int64_t width) {
-  for (int64_t row = 0; row < rows; ++row) {
-    if (next.max[row] == kMinusInfinity) continue;
-    const float top = std::max(total.max[row], next.max[row]);
-    const float keep = exp(total.max[row] - top);
-    const float add = exp(next.max[row] - top);
-    total.max[row] = top;
-    total.sum[row] = total.sum[row] * keep + next.sum[row] * add;
-    for (int64_t i = row * width; i < (row + 1) * width; i += kLanes)
-      store(total.values + i,
-            fma(load(total.values + i), broadcast(keep), load(next.values + i) * broadcast(add)));
+  for (int64_t first = 0; first < rows; first += kLanes) {
+    const Floats before = load(total.max + first), found = load(next.max + first), top = max(before, found);
+    float keep[kLanes], add[kLanes];
+    store(keep, exp2(before - top));
+    store(add, exp2(found - top));
+    for (int64_t lane = 0; lane < std::min<int64_t>(kLanes, rows - first); ++lane) {
+      const int64_t row = first + lane;
+      if (next.max[row] == kMinusInfinity) continue;
+      total.max[row] = std::max(total.max[row], next.max[row]);
+      total.sum[row] = total.sum[row] * keep[lane] + next.sum[row] * add[lane];
+      for (int64_t i = row * width; i < (row + 1) * width; i += kLanes)
+        store(total.values + i,
+              fma(load(total.values + i), broadcast(keep[lane]), load(next.values + i) * broadcast(add[lane])));
+    }
   }
-}
-
-void clear(const Partial& partial, int64_t rows, int64_t width) {
-  std::fill_n(partial.max, rows, kMinusInfinity);
-  std::fill_n(partial.sum, rows, 0.0f);
-  std::fill_n(partial.values, rows * width, 0.0f);
 }
 
 // ---- tiles ----
@@ -393,6 +435,8 @@ int64_t window_begin(const AttentionCall& call, int64_t position) {
 template <class T>
 class TileKernel {
   using P = Product<T>;
+  using Element = typename P::Element;
+  using Staged = typename Value<T>::Staged;
 
  public:
   TileKernel(const AttentionCall& call, const QueryTile& tile, const Workspace& work)
@@ -401,8 +445,10 @@ class TileKernel {
         work_(work),
         group_(call.num_heads / call.num_kv_heads),
         rows_(tile.num_tokens * group_),
-        steps_((call.head_dim + P::kWidth - 1) / P::kWidth),
-        width_(round_up(call.v_head_dim, kLanes)) {}
+        steps_((call.head_dim + kPair<T> - 1) / kPair<T>),
+        width_(round_up(call.v_head_dim, kLanes)),
+        granule_(granule_size(call.block_size)),
+        queries_(reinterpret_cast<Element*>(work.queries)) {}
 
   int64_t rows() const { return rows_; }
 
@@ -410,45 +456,39 @@ class TileKernel {
     for (int64_t row = 0; row < rows_; ++row) {
       const T* q = static_cast<const T*>(call_.q) + (tile_.first_token + row / group_) * call_.q_token_stride +
                    (tile_.kv_head * group_ + row % group_) * call_.q_head_stride;
-      for (int64_t step = 0; step < steps_; step += kLanes)
-        store(work_.queries + row * steps_ + step,
-              P::load(q + step * P::kWidth, call_.head_dim - step * P::kWidth), steps_ - step);
+      for (int64_t step = 0; step < steps_; ++step)
+        queries_[row * steps_ + step] = P::query(q + step * kPair<T>, call_.head_dim - step * kPair<T>);
     }
   }
 
   // The partial result of every row for KV tile after KV tile, in ascending order. `ahead` comes after it.
   void attend(int64_t kv_tile, const Stretch& ahead, const Partial& result) {
-    const int64_t start = kv_tile * kTileKeys;
-    const Keys& keys = keys_[kv_tile % 2];
+    Keys& keys = keys_[kv_tile % 2];
     Keys& next = keys_[(kv_tile + 1) % 2];
-    if (!found_) find_keys({tile_, kv_tile}, keys_[kv_tile % 2]);
+    if (!found_) find_keys({tile_, kv_tile}, keys);
     find_keys(ahead, next);
     found_ = true;
 
-    const int panel_begin = keys.begin / kPanelKeys * kPanelKeys;
-    const int panel_end = int(round_up(keys.end, kPanelKeys));
-    for (int key = panel_begin; key < panel_end; key += kPanelKeys) {
-      transpose_keys<T>(keys.k + key, keys.v + key, call_.head_dim, work_.panel);
+    const int begin = keys.begin / kPanelKeys * kPanelKeys, end = int(round_up(keys.end, kPanelKeys));
+    for (int key = begin; key < end; key += kPanelKeys) {
+      const Panel<T> panel = find_panel(keys, key);
       for_row_groups(rows_, [&](int64_t first, auto size) {
-        multiply_keys<P, size.value>(work_.queries + first * steps_, work_.panel, steps_,
-                                     work_.scores + first * kTileKeys + key);
+        const auto multiply =
+            first == 0 ? multiply_keys<P, size.value, true, T> : multiply_keys<P, size.value, false, T>;
+        multiply(queries_ + first * steps_, panel, keys.v + key / kPair<T>, steps_,
+                 work_.scores + first * kTileKeys + key);
       });
     }
+    const int64_t start = kv_tile * kTileKeys;
     for (int64_t row = 0; row < rows_; ++row) {
       const int64_t position = tile_.first_position + row / group_;
       const int visible_begin = int(std::max<int64_t>(0, window_begin(call_, position) - start));
       const int visible_end = int(std::max<int64_t>(0, std::min<int64_t>(kTileKeys, position + 1 - start)));
       const float slope = call_.alibi ? call_.alibi[tile_.kv_head * group_ + row % group_] : 0.0f;
-      softmax_row(call_, slope, start - position, panel_begin, panel_end, visible_begin, visible_end,
-                  work_.scores + row * kTileKeys, result.max + row, result.sum + row);
-      Value<T>::round_probabilities(work_.scores + row * kTileKeys, panel_begin, panel_end);
+      SoftmaxRow{call_, slope, start - position, begin, end, visible_begin, visible_end}.template run<T>(
+          work_.scores + row * kTileKeys, result.max + row, result.sum + row);
     }
-    if (width_ != call_.v_head_dim || (!std::is_same_v<T, float> && rows_ > 2 * kRows)) {
-      convert_values(keys);
-      weighted_values(work_.scores, rows_, v_floats_, next.k, keys.begin, keys.end, result.values, width_);
-    } else {
-      weighted_values(work_.scores, rows_, keys.v, next.k, keys.begin, keys.end, result.values, width_);
-    }
+    multiply_values(keys, next, result.values);
   }
 
   void write(const Partial& total) {
@@ -458,9 +498,9 @@ class TileKernel {
                ((tile_.first_token + row / group_) * call_.num_heads + head) * call_.v_head_dim;
       float scale = 1.0f, sum = total.sum[row];
       if (call_.sinks) {
-        const float top = std::max(total.max[row], call_.sinks[head]);
-        scale = exp(total.max[row] - top);
-        sum = sum * scale + exp(call_.sinks[head] - top);
+        const float sink = call_.sinks[head] * kLog2E, top = std::max(total.max[row], sink);
+        scale = exp2(broadcast(total.max[row] - top))[0];
+        sum = sum * scale + exp2(broadcast(sink - top))[0];
       }
       for (int64_t i = 0; i < call_.v_head_dim; i += kLanes)
         store(out + i, load(total.values + row * width_ + i) * scale / sum, call_.v_head_dim - i);
@@ -468,7 +508,7 @@ class TileKernel {
   }
 
  private:
-  // Where the rows of one KV tile lie: those in [begin, end), and a row of zeros elsewhere.
+  // Where one KV tile lies: granules of K, zeros where none of [begin, end) is in them; rows of V in [begin, end).
   struct Keys {
     int begin, end;
     const T* k[kTileKeys];
@@ -483,42 +523,88 @@ class TileKernel {
     keys.end = int(std::min<int64_t>(kTileKeys, last_position + 1 - start));
 
     const T* zeros = reinterpret_cast<const T*>(work_.zeros);
-    for (const T** rows : {keys.k, keys.v}) {
-      std::fill(rows, rows + keys.begin, zeros);
-      std::fill(rows + keys.end, rows + kTileKeys, zeros);
-    }
+    std::fill_n(keys.k, kTileKeys / granule_, zeros);
+    std::fill_n(keys.v, kTileKeys / kPair<T>, zeros);
     const int32_t* blocks = call_.block_table + tile.request * call_.block_table_stride;
-    for (int key = keys.begin; key < keys.end;) {
-      const int64_t position = start + key;
-      const int64_t block = blocks[position / call_.block_size], offset = position % call_.block_size;
-      const T* k = static_cast<const T*>(call_.k_cache) + block * call_.k_block_stride +
-                   tile.kv_head * call_.k_head_stride + offset * call_.k_row_stride;
+    for (int key = int(keys.begin / granule_ * granule_); key < keys.end; key += int(granule_)) {
+      const int64_t block = blocks[(start + key) / call_.block_size], row = (start + key) % call_.block_size;
+      keys.k[key / granule_] = static_cast<const T*>(call_.k_cache) + block * call_.k_block_stride +
+                               tile.kv_head * call_.k_head_stride + row * call_.head_dim;
       const T* v = static_cast<const T*>(call_.v_cache) + block * call_.v_block_stride +
-                   tile.kv_head * call_.v_head_stride + offset * call_.v_row_stride;
-      const int run = int(std::min<int64_t>(keys.end - key, call_.block_size - offset));
-      for (int i = 0; i < run; ++i, ++key, k += call_.k_row_stride, v += call_.v_row_stride) {
-        keys.k[key] = k;
-        keys.v[key] = v;
-      }
+                   tile.kv_head * call_.v_head_stride + row * call_.v_head_dim;
+      for (int64_t i = 0; i < granule_; i += kPair<T>) keys.v[(key + i) / kPair<T>] = v + i * call_.v_head_dim;
     }
   }
 
-  void convert_values(const Keys& keys) {
-    constexpr int step = Value<T>::kKeys;
-    for (int key = keys.begin / step * step; key < keys.end; key += step) {
-      float* to = work_.v_floats + key / step * width_;
-      v_floats_[key] = to;
-      for (int64_t i = 0; i < width_; i += kLanes) Value<T>::convert(keys.v, key, i, call_.v_head_dim - i, to + i);
+  // Granules that fill a vector are read in place; smaller ones are put side by side.
+  Panel<T> find_panel(const Keys& keys, int first) const {
+    Panel<T> panel;
+    const bool in_place = granule_ == kGranule && call_.head_dim % kPair<T> == 0;
+    panel.stride = (in_place ? kGranule : kPanelKeys) * kPair<T>;
+    T* gathered = reinterpret_cast<T*>(work_.panel);
+    for (int c = 0; c < kColumns; ++c) {
+      const int key = first + c * kLanes;
+      panel.at[c] = in_place ? keys.k[key / kGranule] + key % kGranule * kPair<T> : gathered + c * kLanes * kPair<T>;
+    }
+    const int64_t count = std::min<int64_t>(granule_, kPanelKeys);
+    for (int64_t i = 0; !in_place && i < kPanelKeys; i += count)
+      gather(keys.k[(first + i) / granule_], (first + i) % granule_, count, gathered + i * kPair<T>);
+    return panel;
+  }
+
+  // `count` keys of a granule, from its key `first` on.
+  void gather(const T* granule, int64_t first, int64_t count, T* panel) const {
+    constexpr int64_t pair = kPair<T>;
+    const int64_t whole = call_.head_dim / pair;
+    for (int64_t step = 0; step < whole; ++step)
+      std::memcpy(panel + step * kPanelKeys * pair, granule + (step * granule_ + first) * pair,
+                  size_t(count * pair) * sizeof(T));
+    for (int64_t i = 0; whole < steps_ && i < count; ++i) {
+      panel[(whole * kPanelKeys + i) * pair] = granule[whole * granule_ * pair + first + i];
+      panel[(whole * kPanelKeys + i) * pair + 1] = T{};
+    }
+  }
+
+  void multiply_values(Keys& keys, const Keys& next, float* values) {
+    const bool ragged = width_ != call_.v_head_dim;
+    const auto multiply = [&](const auto* const* rows) {
+      weighted_values<T>(work_.scores, rows_, rows, next.k, keys.begin, keys.end, values, width_);
+    };
+    if constexpr (std::is_same_v<Staged, T>) {
+      // A pair of which one half is nobody's, too.
+      if (ragged || keys.begin % kPair<T>) stage(keys, keys.begin, ragged ? keys.end : keys.begin + 1, keys.v);
+      if (!ragged && keys.end % kPair<T>) stage(keys, keys.end - 1, keys.end, keys.v);
+      multiply(keys.v);
+    } else if (ragged || rows_ > 2 * kRows) {
+      stage(keys, keys.begin, keys.end, staged_);
+      multiply(staged_);
+    } else {
+      multiply(keys.v);
+    }
+  }
+
+  // Copies rows of V, widened to whole vectors, with zeros for positions outside the needed range.
+  void stage(const Keys& keys, int begin, int end, const Staged** staged) {
+    constexpr int step = int(kPair<T>);
+    for (int key = begin / step * step; key < end; key += step) {
+      Staged* to = reinterpret_cast<Staged*>(work_.values) + key * width_;
+      for (int64_t i = 0; i < width_; i += kLanes)
+        Value<T>::stage(keys.v[key / step], i, call_.v_head_dim - i, to + i * step);
+      for (int half = 0; step > 1 && half < step; ++half)
+        if (key + half < keys.begin || key + half >= keys.end)
+          for (int64_t i = 0; i < width_; ++i) to[i * step + half] = Staged{};
+      staged[key / step] = to;
     }
   }
 
   const AttentionCall& call_;
   const QueryTile& tile_;
   const Workspace& work_;
-  const int64_t group_, rows_, steps_, width_;
+  const int64_t group_, rows_, steps_, width_, granule_;
+  Element* const queries_;
   Keys keys_[2];  // of this KV tile and of what comes after it, which is fetched meanwhile
   bool found_ = false;
-  const float* v_floats_[kTileKeys];
+  const Staged* staged_[kTileKeys];
 };
 
 // ---- the plan of one call ----
@@ -574,7 +660,7 @@ struct Plan {
     return work;
   }
 
-  // Of one KV tile: reading the keys costs about as much as a dozen rows of arithmetic.
+  // Of one KV tile: reading it costs about as much as a dozen rows of arithmetic.
   static int64_t cost(const QueryTile& tile) { return tile.num_tokens + 12; }
 
   void add_tasks(int64_t index, int64_t most_work) {
@@ -596,6 +682,7 @@ struct Plan {
 // Whether all lengths and block numbers are such that only memory of the arguments is touched.
 bool valid(const AttentionCall& call) {
   if (call.num_requests > 0 && call.query_start_loc[0] != 0) return false;
+  if (call.dtype == 1 && call.block_size % kPair<bf16>) return false;
   for (int64_t request = 0; request < call.num_requests; ++request) {
     const int64_t end = call.query_start_loc[request + 1];
     const int64_t length = end - call.query_start_loc[request];
@@ -625,7 +712,7 @@ void attention(const AttentionCall& call) {
   Plan& plan = thread_plan;
   plan.build(call);
   const int64_t width = round_up(call.v_head_dim, kLanes);
-  const int64_t partial_floats = round_up(plan.rows * (width + 2), 16);
+  const int64_t partial_floats = Partial::floats(plan.rows, width);
   Scratch& partials = thread_partials;
   partials.reserve(Scratch::bytes_for<float>(plan.num_partials * partial_floats) +
                    Scratch::bytes_for<std::atomic<int64_t>>(int64_t(plan.countdowns.size())));
@@ -649,24 +736,24 @@ void attention(const AttentionCall& call) {
         kernel.attend(kv_tile, {plan.query_tiles[size_t(later.query_tile)], later.kv_tile_begin}, result);
     };
     if (tile.first_partial < 0) {
-      clear(work.total, kernel.rows(), width);
-      for (int64_t kv_tile = task.kv_tile_begin; kv_tile < task.kv_tile_end; ++kv_tile) {
+      attend(task.kv_tile_begin, work.total);
+      for (int64_t kv_tile = task.kv_tile_begin + 1; kv_tile < task.kv_tile_end; ++kv_tile) {
         attend(kv_tile, work.tile);
         merge(work.total, work.tile, kernel.rows(), width);
       }
       return kernel.write(work.total);
     }
-    const auto stored = [&](int64_t kv_tile) -> Partial {
-      float* at = partial_memory + (tile.first_partial + kv_tile - tile.kv_tile_begin) * partial_floats;
-      return {at + plan.rows * width, at + plan.rows * (width + 1), at};
+    const auto stored = [&](int64_t kv_tile) {
+      return Partial::at(partial_memory + (tile.first_partial + kv_tile - tile.kv_tile_begin) * partial_floats,
+                         plan.rows);
     };
     for (int64_t kv_tile = task.kv_tile_begin; kv_tile < task.kv_tile_end; ++kv_tile)
       attend(kv_tile, stored(kv_tile));
     if (countdowns[tile.countdown].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
-    clear(work.total, kernel.rows(), width);
-    for (int64_t kv_tile = tile.kv_tile_begin; kv_tile < tile.kv_tile_end; ++kv_tile)
-      merge(work.total, stored(kv_tile), kernel.rows(), width);
-    kernel.write(work.total);
+    const Partial total = stored(tile.kv_tile_begin);
+    for (int64_t kv_tile = tile.kv_tile_begin + 1; kv_tile < tile.kv_tile_end; ++kv_tile)
+      merge(total, stored(kv_tile), kernel.rows(), width);
+    kernel.write(total);
   });
 }
 

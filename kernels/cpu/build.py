@@ -19,7 +19,7 @@ from pathlib import Path
 logger = logging.getLogger("pagewire.kernels")
 
 SOURCES = ("attention.cpp", "decoder.cpp", "layers.cpp", "linear.cpp", "sampling.cpp", "team.cpp")
-HEADERS = ("kernels.h", "parallel.h", "simd.h")
+HEADERS = ("kernels.h", "layout.h", "parallel.h", "simd.h")
 # Contracting a * b + c is left to explicit fused multiply-adds: the bits must not depend on inlining.
 FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),

@@ -80,8 +80,8 @@ class Stack {
     attention.out = call_.attended;
     attention.window = layer.window;
     attention.scale = layer.scale;
-    if (keep(k, layer.k_cache, batch_.k_block_stride, batch_.k_head_stride, batch_.k_row_stride) ||
-        keep(v, layer.v_cache, batch_.v_block_stride, batch_.v_head_stride, batch_.v_row_stride))
+    if (keep(k, layer.k_cache, batch_.k_block_stride, batch_.k_head_stride, false) ||
+        keep(v, layer.v_cache, batch_.v_block_stride, batch_.v_head_stride, true))
       return 2;
     if (const int failure = pagewire_attention(&attention)) return failure;
     multiply(layer.out, call_.attended, call_.x);
@@ -109,11 +109,10 @@ class Stack {
                     2 * call_.rotary_half, 2 * call_.rotary_half, batch_.dtype, batch_.num_threads);
   }
 
-  int keep(const char* heads, char* cache, int64_t block_stride, int64_t head_stride, int64_t row_stride) const {
-    return pagewire_store(heads, cache, call_.slots, tokens_, batch_.num_kv_heads, batch_.head_dim * element_,
-                          qkv_width_ * element_, batch_.head_dim * element_, block_stride * element_,
-                          head_stride * element_, row_stride * element_, batch_.num_blocks, batch_.block_size,
-                          batch_.num_threads);
+  int keep(const char* heads, char* cache, int64_t block_stride, int64_t head_stride, bool values) const {
+    return pagewire_store(heads, cache, call_.slots, tokens_, batch_.num_kv_heads, batch_.head_dim, qkv_width_,
+                          batch_.head_dim, block_stride, head_stride, batch_.num_blocks, batch_.block_size, values,
+                          batch_.dtype, batch_.num_threads);
   }
 
   void add_norm(const Norm& norm, int64_t size) const {

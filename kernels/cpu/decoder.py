@@ -181,7 +181,6 @@ class NativeStack:
             or len(batch.block_table) < len(batch.seq_lens)
             or k.shape != v.shape
             or (k.shape[1], k.shape[3]) != (self._num_kv_heads, self._head_dim)
-            or (k.stride(3), v.stride(3)) != (1, 1)
         ):
             raise ValueError(f"the batch does not fit {num_tokens} tokens and caches {tuple(k.shape)}")
         return AttentionCall(

@@ -9,8 +9,8 @@
 // Mirrored field by field by `AttentionCall` in native.py. Strides count elements.
 struct AttentionCall {
   const void* q;        // [tokens, heads, head_dim]
-  const void* k_cache;  // [blocks, kv_heads, block_size, head_dim]
-  const void* v_cache;  // [blocks, kv_heads, block_size, v_head_dim]
+  const void* k_cache;  // [blocks, kv_heads, block_size * head_dim], see layout.h
+  const void* v_cache;  // [blocks, kv_heads, block_size * v_head_dim]
   void* out;            // [tokens, heads, v_head_dim], contiguous
   const int32_t* query_start_loc;
   const int32_t* seq_lens;
@@ -18,8 +18,8 @@ struct AttentionCall {
   const float* sinks;  // [heads] or null
   const float* alibi;  // [heads] or null
   int64_t q_token_stride, q_head_stride;
-  int64_t k_block_stride, k_head_stride, k_row_stride;
-  int64_t v_block_stride, v_head_stride, v_row_stride;
+  int64_t k_block_stride, k_head_stride;
+  int64_t v_block_stride, v_head_stride;
   int64_t block_table_stride;
   int64_t num_tokens, num_requests, num_heads, num_kv_heads, head_dim, v_head_dim;
   int64_t num_blocks, block_size, max_blocks;
@@ -32,10 +32,10 @@ struct AttentionCall {
 
 EXPORT int pagewire_attention(const AttentionCall* call);
 
-EXPORT int pagewire_store(const char* source, char* cache, const int64_t* slots, int64_t tokens, int64_t heads,
+EXPORT int pagewire_store(const void* source, void* cache, const int64_t* slots, int64_t tokens, int64_t heads,
                           int64_t size, int64_t token_stride, int64_t head_stride, int64_t block_stride,
-                          int64_t cache_head_stride, int64_t row_stride, int64_t num_blocks, int64_t block_size,
-                          int32_t num_threads);
+                          int64_t cache_head_stride, int64_t num_blocks, int64_t block_size, int32_t values,
+                          int32_t dtype, int32_t num_threads);
 
 EXPORT void pagewire_rms_norm(const void* x, const void* weight, void* out, int64_t outer, int64_t inner,
                               int64_t size, int64_t outer_stride, int64_t inner_stride, int64_t out_outer_stride,

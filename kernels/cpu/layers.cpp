@@ -4,6 +4,7 @@
 // rounded to the tensors' type wherever PyTorch would store an intermediate result.
 
 #include "kernels.h"
+#include "layout.h"
 #include "parallel.h"
 #include "simd.h"
 
@@ -93,21 +94,28 @@ void rotate(T* x, const T* cos, const T* sin, int64_t half) {
 
 }  // namespace
 
-// k, v [tokens, heads, size]; caches [blocks, heads, block_size, size]; sizes and strides in bytes.
+// source [tokens, heads, size], keys or `values`; cache [blocks, heads, block_size * size], see layout.h.
 // Returns 0, or 1 if a slot lies outside the cache (other tokens are still written).
-EXPORT int pagewire_store(const char* source, char* cache, const int64_t* slots, int64_t tokens, int64_t heads,
+EXPORT int pagewire_store(const void* source, void* cache, const int64_t* slots, int64_t tokens, int64_t heads,
                           int64_t size, int64_t token_stride, int64_t head_stride, int64_t block_stride,
-                          int64_t cache_head_stride, int64_t row_stride, int64_t num_blocks, int64_t block_size,
-                          int32_t num_threads) {
+                          int64_t cache_head_stride, int64_t num_blocks, int64_t block_size, int32_t values,
+                          int32_t dtype, int32_t num_threads) {
   std::atomic<int> outside{0};
-  for_rows(tokens, heads * size, num_threads, [&](int64_t token) {
-    const int64_t slot = slots[token];
-    if (slot < 0) return;
-    if (slot >= num_blocks * block_size) return outside.store(1, std::memory_order_relaxed);
-    char* to = cache + slot / block_size * block_stride + slot % block_size * row_stride;
-    const char* from = source + token * token_stride;
-    for (int64_t head = 0; head < heads; ++head)
-      std::memcpy(to + head * cache_head_stride, from + head * head_stride, size_t(size));
+  dispatch(dtype, [&](auto element) {
+    using T = decltype(element);
+    for_rows(tokens, heads * size, num_threads, [&](int64_t token) {
+      const int64_t slot = slots[token], row = slot % block_size;
+      if (slot < 0) return;
+      if (slot >= num_blocks * block_size) return outside.store(1, std::memory_order_relaxed);
+      for (int64_t head = 0; head < heads; ++head) {
+        const T* from = static_cast<const T*>(source) + token * token_stride + head * head_stride;
+        T* block = static_cast<T*>(cache) + slot / block_size * block_stride + head * cache_head_stride;
+        if (values)
+          store_value(from, block, row, size);
+        else
+          store_key(from, block, row, size, block_size);
+      }
+    });
   });
   return outside.load();
 }

@@ -13,7 +13,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 SIGNATURES = {
     "pagewire_attention": [c_void_p],
-    "pagewire_store": [c_void_p] * 3 + [c_int64] * 10 + [c_int32],
+    "pagewire_store": [c_void_p] * 3 + [c_int64] * 9 + [c_int32] * 3,
     "pagewire_rms_norm": [c_void_p] * 3 + [c_int64] * 7 + [c_float] * 2 + [c_int32] * 2,
     "pagewire_add_rms_norm": [c_void_p] * 4 + [c_int64] * 2 + [c_float] * 2 + [c_int32] * 2,
     "pagewire_silu_and_mul": [c_void_p] * 2 + [c_int64] * 3 + [c_int32] * 2,
@@ -35,8 +35,8 @@ class AttentionCall(ctypes.Structure):
         *((name, c_void_p) for name in ("q", "k_cache", "v_cache", "out")),
         *((name, c_void_p) for name in ("query_start_loc", "seq_lens", "block_table", "sinks", "alibi")),
         *((name, c_int64) for name in ("q_token_stride", "q_head_stride")),
-        *((name, c_int64) for name in ("k_block_stride", "k_head_stride", "k_row_stride")),
-        *((name, c_int64) for name in ("v_block_stride", "v_head_stride", "v_row_stride")),
+        *((name, c_int64) for name in ("k_block_stride", "k_head_stride")),
+        *((name, c_int64) for name in ("v_block_stride", "v_head_stride")),
         *((name, c_int64) for name in ("block_table_stride", "num_tokens", "num_requests", "num_heads")),
         *((name, c_int64) for name in ("num_kv_heads", "head_dim", "v_head_dim")),
         *((name, c_int64) for name in ("num_blocks", "block_size", "max_blocks", "window")),
@@ -59,14 +59,34 @@ def open_library(isa: InstructionSet) -> ctypes.CDLL:
 
 
 def cache_fields(k_cache: Tensor, v_cache: Tensor) -> dict[str, int]:
-    """What `AttentionCall` says of a layer's caches, but for where they lie."""
-    names = ("block_stride", "head_stride", "row_stride")
-    strides = {
-        f"{side}_{name}": cache.stride(axis)
-        for side, cache in (("k", k_cache), ("v", v_cache))
-        for axis, name in enumerate(names)
+    """What `AttentionCall` says of a layer's caches, but for where they lie.
+
+    Raises:
+        ValueError: their heads are not contiguous within a block, or a pair of bfloat16 values would lie in two.
+    """
+    for cache in (k_cache, v_cache):
+        check_cache(cache)
+    return {
+        "k_block_stride": k_cache.stride(0),
+        "k_head_stride": k_cache.stride(1),
+        "v_block_stride": v_cache.stride(0),
+        "v_head_stride": v_cache.stride(1),
+        "num_blocks": k_cache.shape[0],
+        "block_size": k_cache.shape[2],
     }
-    return {**strides, "num_blocks": k_cache.shape[0], "block_size": k_cache.shape[2]}
+
+
+def check_cache(cache: Tensor) -> None:
+    """Refuse a cache [num_blocks, heads, block_size, size] that the kernels cannot arrange as they want to.
+
+    Raises:
+        ValueError: why.
+    """
+    _, _, block_size, size = cache.shape
+    if cache.stride()[2:] != (size, 1):
+        raise ValueError(f"a head's rows must be contiguous within a block, strides are {cache.stride()}")
+    if cache.dtype == torch.bfloat16 and block_size % 2:
+        raise ValueError(f"bfloat16 needs blocks of an even number of tokens, not {block_size}")
 
 
 def last_contiguous(x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from pagewire.kernels.cpu.library import (
     DTYPES,
     AttentionCall,
     cache_fields,
+    check_cache,
     last_contiguous,
     of_size,
     open_library,
@@ -94,8 +95,6 @@ class NativeKernels:
         if (
             k_cache.shape != (num_blocks, num_kv_heads, block_size, head_dim)
             or num_heads % num_kv_heads != 0
-            or k_cache.stride(3) != 1
-            or v_cache.stride(3) != 1
             or out.shape != (num_tokens, num_heads, v_head_dim)
             or out.dtype != q.dtype
             or not out.is_contiguous()
@@ -143,25 +142,27 @@ class NativeKernels:
         if slot_mapping.dtype != torch.int64:
             raise TypeError(f"slots are int64, not {slot_mapping.dtype}")
         slots = slot_mapping.contiguous()
-        for source, cache in ((k, k_cache), (v, v_cache)):
+        for is_value, (source, cache) in enumerate(((k, k_cache), (v, v_cache))):
             source = last_contiguous(source)
             num_tokens, num_heads, size = source.shape
             num_blocks, _, block_size, _ = cache.shape
-            if cache.shape[1] != num_heads or cache.shape[3] != size or cache.stride(3) != 1:
+            if cache.shape[1] != num_heads or cache.shape[3] != size:
                 raise ValueError(f"store_kv: {tuple(source.shape)} into {tuple(cache.shape)}")
             if len(slots) != num_tokens:
                 raise ValueError(f"store_kv: {len(slots)} slots for {num_tokens} tokens")
-            strides = (source.stride(0), source.stride(1), cache.stride(0), cache.stride(1), cache.stride(2))
+            check_cache(cache)
             outside = self._library.pagewire_store(
                 source.data_ptr(),
                 cache.data_ptr(),
                 slots.data_ptr(),
                 num_tokens,
                 num_heads,
-                size * source.itemsize,
-                *(stride * source.itemsize for stride in strides),
+                size,
+                *(source.stride(0), source.stride(1), cache.stride(0), cache.stride(1)),
                 num_blocks,
                 block_size,
+                is_value,
+                DTYPES[cache.dtype],
                 torch.get_num_threads(),
             )
             if outside:

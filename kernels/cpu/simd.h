@@ -181,22 +181,6 @@ INLINE Floats rounded_to(Floats v) {
 
 // ---- across lanes ----
 
-INLINE float sum_lanes(Floats v) {
-  float lanes[kLanes];
-  store(lanes, v);
-  for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  return lanes[0];
-}
-
-INLINE float max_lanes(Floats v) {
-  float lanes[kLanes];
-  store(lanes, v);
-  for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
-  return lanes[0];
-}
-
 INLINE Ints lane_numbers() {
   Ints v;
   for (int i = 0; i < kLanes; ++i) v[i] = i;
@@ -215,20 +199,24 @@ INLINE Floats shuffle(Floats a, Floats b, std::integer_sequence<int, L...>) {
 }
 #endif
 
+// In lane L what was in lane L ^ S.
 template <int S, int... L>
-INLINE void exchange(Floats& a, Floats& b, std::integer_sequence<int, L...>) {
-  const Floats low = shuffle(a, b, std::integer_sequence<int, ((L & S) ? kLanes + L - S : L)...>{});
-  b = shuffle(a, b, std::integer_sequence<int, ((L & S) ? kLanes + L : L + S)...>{});
-  a = low;
+INLINE Floats swapped(Floats v, std::integer_sequence<int, L...>) {
+  return shuffle(v, v, std::integer_sequence<int, (L ^ S)...>{});
 }
 
-// Transposes rows[kLanes] in place: round S swaps the S-bit of the row number with that of the lane number.
-template <int S = 1>
-INLINE void transpose(Floats* rows) {
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i)
-    if (!(i & S)) exchange<S>(rows[i], rows[i + S], std::make_integer_sequence<int, kLanes>{});
-  if constexpr (2 * S < kLanes) transpose<2 * S>(rows);
+template <int S = kLanes / 2>
+INLINE float sum_lanes(Floats v) {
+  v = v + swapped<S>(v, std::make_integer_sequence<int, kLanes>{});
+  if constexpr (S > 1) return sum_lanes<S / 2>(v);
+  return v[0];
+}
+
+template <int S = kLanes / 2>
+INLINE float max_lanes(Floats v) {
+  v = max(v, swapped<S>(v, std::make_integer_sequence<int, kLanes>{}));
+  if constexpr (S > 1) return max_lanes<S / 2>(v);
+  return v[0];
 }
 
 // ---- exponentials ----
@@ -252,7 +240,30 @@ INLINE Floats exp(Floats x) {
   return select(x < broadcast(-87.3f), Floats{}, p * power);
 }
 
-INLINE float exp(float x) { return exp(broadcast(x))[0]; }
+// 2^x to about one unit in the last place, for x <= 126; 0 far below -126; NaN stays NaN.
+INLINE Floats exp2(Floats x) {
+#if defined(__AVX512F__)
+  const Floats bounded = max(broadcast(-160.0f), x);  // in this order NaN survives; 2^-160 is 0
+  const Floats n = (Floats)_mm512_roundscale_ps((__m512)bounded, 0);
+#else
+  const Floats bounded = max(broadcast(-126.0f), x);
+  const Floats magic = broadcast(12582912.0f);  // as in exp
+  const Floats shifted = bounded + magic, n = shifted - magic;
+#endif
+  const Floats r = bounded - n;
+  Floats p = broadcast(1.326472731e-3f);  // least relative error for 2^r on [-0.5, 0.5] with 1 at 0: 9e-8
+  p = fma(p, r, broadcast(9.671512991e-3f));
+  p = fma(p, r, broadcast(5.550733581e-2f));
+  p = fma(p, r, broadcast(2.402224243e-1f));
+  p = fma(p, r, broadcast(6.931470037e-1f));
+  p = fma(p, r, broadcast(1.0f));
+#if defined(__AVX512F__)
+  return (Floats)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  const Floats power = bit_cast<Floats>((bit_cast<Words>(shifted) << 23) + 0x3f800000u);
+  return select(x < broadcast(-126.0f), Floats{}, p * power);
+#endif
+}
 
 INLINE Floats tanh(Floats x) {
   const Floats magnitude = select(x < Floats{}, -x, x);

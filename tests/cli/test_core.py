@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import socket
@@ -112,3 +113,23 @@ def test_a_failure_is_status_1_and_one_cause(options: list[str], cause: str, tmp
     (error,) = (line for line in done.stderr.splitlines() if line.startswith("E "))
     assert f"engine core failed: {cause}" in error and error == done.stderr.splitlines()[-1]
     assert not list(tmp_path.iterdir())
+
+
+def test_the_log_as_json_sums_up_while_there_is_work(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/core.sock"
+    options = ("--log-format", "json", "--log-stats-interval", "0.2", "--kv-cache-memory-bytes", "16777216")
+    core = start_core(address, *options, stderr=subprocess.PIPE)
+    assert pagewire("generate", PROMPT, "--attach", address, *SAMPLING).returncode == 0
+    assert core.stderr is not None
+    records = []
+    while not records or records[-1]["message"] != "stats":
+        records.append(json.loads(core.stderr.readline()))
+    core.terminate()
+    records += [json.loads(line) for line in core.communicate(timeout=60)[1].splitlines()]
+    stats = [record for record in records if record["message"] == "stats"]
+    assert all(
+        record["running"] or record["generation_tokens_per_s"] for record in stats
+    )  # nothing when idle
+    assert max(record["generation_tokens_per_s"] for record in stats) > 0
+    assert {record["logger"] for record in records} == {"pagewire.core"}
+    assert any(record["message"].startswith("generate (pid ") for record in records)

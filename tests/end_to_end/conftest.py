@@ -6,10 +6,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pagewire import LLM
+
+from .http_server import Server
 
 
 class Daemon:
@@ -62,3 +65,29 @@ def llm() -> Iterator[LLM]:
     """One engine for all tests that change nothing of it."""
     with LLM("demo", dtype="float32", kv_cache_memory_bytes=64 << 20, max_logprobs=50) as engine:
         yield engine
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """Start a server: `start_server("demo", "--port", "0")`."""
+    servers: list[Server] = []
+
+    def start(*options: str, **more: Any) -> Server:
+        servers.append(Server(tmp_path, *options, **more))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server with an engine of its own, for all tests that leave it as it was."""
+    server = Server(
+        tmp_path_factory.mktemp("server"),
+        *("demo", "--port", "0", "--dtype", "float32", "--kv-cache-memory-bytes", "67108864"),
+        *("--enable-admin", "--served-model-name", "demo", "second-name"),
+    )
+    yield server
+    assert server.stop() == 0

@@ -90,6 +90,10 @@ def test_bad_requests_get_an_error_of_their_own(
     frontend.submit(2, prompt, n=2, **params)
     frontend.finish((1, 0), (2, 0), (2, 1))
     assert frontend.ends[2, 0].finish_reason == "error" and text in frontend.ends[2, 0].error
+    refused = [
+        row for row in frontend.call("metrics").result if row["name"] == "pagewire:requests_refused_total"
+    ]
+    assert {row["labels"]["reason"]: row["value"] for row in refused} == {"busy": 0, "invalid": 1}
     assert frontend.outputs[1, 0] == roll_out([5], 3)
 
 
@@ -252,6 +256,58 @@ def test_pause_ends_requests_and_holds_new_ones(start_core: Callable) -> None:
         frontend.finish((key + 1, 0))
         assert frontend.outputs[key + 1, 0] == roll_out([2], 8)
     assert any(end.finish_reason == "abort" for end in frontend.ends.values())
+
+
+def test_any_frontend_sees_and_ends_requests_of_all(start_core: Callable) -> None:
+    """The worker hangs, so that nothing ends by itself."""
+    core = start_core(max_num_seqs=2)
+    mine, other = core.frontend("mine"), core.frontend("other")
+    for frontend in (mine, other):
+        frontend.attach()
+    other.submit(1, [1, HANG], max_tokens=5)
+    while other.status()["in_flight"] < 2:
+        pass
+    assert [request["phase"] for request in mine.call("requests").result] == ["prefill"]
+    mine.submit(1, [3, 4, 5], n=2)
+    while mine.status()["waiting"] < 2:
+        pass
+    rows = mine.call("requests").result
+    assert [(row["frontend"], row["request_id"], row["index"]) for row in rows] == [
+        ("other", "r1", 0),
+        ("mine", "r1", 0),
+        ("mine", "r1", 1),
+    ]
+    assert [row["phase"] for row in rows] == ["prefill", "waiting", "waiting"]
+    assert [row["num_prompt_tokens"] for row in rows] == [2, 3, 3]
+    assert all(row["num_output_tokens"] == 0 and row["seconds_since_token"] is None for row in rows)
+    assert [row["frontend"] for row in mine.call("requests", 1).result] == ["other"]
+
+    assert mine.call("abort_request", "nonsense").result == 0
+    assert mine.call("abort_request", "r1", rows[1]["frontend_number"] + 99).result == 0
+    assert mine.call("abort_request", "r1", rows[0]["frontend_number"]).result == 1
+    other.finish((1, 0))
+    assert other.ends[1, 0].finish_reason == "abort"
+    assert {row["frontend"] for row in other.call("requests").result} == {"mine"}
+    assert other.call("abort_request", "r1").result == 2
+    mine.finish((1, 0), (1, 1))
+    assert {end.finish_reason for end in mine.ends.values()} == {"abort"}
+    status = mine.status()
+    assert (status["num_free_blocks"], status["running"]) == (status["num_blocks"], 0)
+
+
+def test_a_request_that_is_held_back_can_be_ended(start_core: Callable) -> None:
+    frontend = start_core().frontend()
+    frontend.attach()
+    assert frontend.call("pause").error is None
+    frontend.submit(1, [1])
+    assert [row["phase"] for row in frontend.call("requests").result] == ["waiting"]
+    assert frontend.call("abort_request", "r1").result == 1
+    frontend.finish((1, 0))
+    assert frontend.ends[1, 0].finish_reason == "abort" and frontend.call("requests").result == []
+    assert frontend.call("resume").error is None
+    frontend.submit(2, [1])
+    frontend.finish((2, 0))
+    assert frontend.outputs[1, 0] == [] and frontend.outputs[2, 0] == roll_out([1], 8)
 
 
 def test_cached_prefixes_are_found_until_reset(start_core: Callable) -> None:

@@ -53,6 +53,7 @@ class FakeCore:
         self.welcomes = True
         self.pongs = True
         self.answer: Callable[[SubmitRequest, int], list[int]] = lambda request, index: [2, 3, 4]
+        self.reason = "length"  # that answers end for
         self.calls: dict[str, Callable[..., Any]] = {}
         self.seen: queue.Queue[Any] = queue.Queue()
         self.submitted: dict[int, SubmitRequest] = {}
@@ -78,6 +79,10 @@ class FakeCore:
     def tokens(self, key: int, token_ids: list[int], index: int = 0, **more: Any) -> None:
         """Send one delta."""
         self.send(Deltas([TokenDelta(key, index, token_ids, **more)]))
+
+    def deltas(self, deltas: list[TokenDelta]) -> None:
+        """Send several as one step."""
+        self.send(Deltas(deltas))
 
     def close(self) -> None:
         """Vanish, as a killed core does."""
@@ -135,7 +140,7 @@ class FakeCore:
         ]
         for step in itertools.count():
             deltas = [
-                TokenDelta(key, index, [ids[step]], "length" if step == len(ids) - 1 else None)
+                TokenDelta(key, index, [ids[step]], self.reason if step == len(ids) - 1 else None)
                 for key, index, ids in rows
                 if step < len(ids)
             ]

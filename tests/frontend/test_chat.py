@@ -235,6 +235,27 @@ def test_which_template(tokenizer: Tokenizer, tmp_path: Path) -> None:
     [
         ([], None, ValueError, "empty"),
         (["hi"], None, TypeError, "must be a dict, got str"),
+        (
+            [{"role": 1, "content": "hi"}],
+            None,
+            ValueError,
+            r"messages\[0\]: a message needs a 'role', a string",
+        ),
+        (
+            [USER, {"role": "user", "content": 5}],
+            None,
+            ValueError,
+            r"messages\[1\].content: .* text .*, got int",
+        ),
+        ([{"role": "user", "content": {}}], BOTH, ValueError, "text or a list of parts, got dict"),
+        (
+            [{"role": "user", "content": ["a", {"type": "text"}]}],
+            BOTH,
+            ValueError,
+            "part 1: .* text is missing",
+        ),
+        ([{"role": "user", "content": [["a"]]}], PARTS, ValueError, "part of type 'list'"),
+        ([{"role": "user", "content": [{"type": "input_audio"}]}], PARTS, ValueError, "type 'input_audio'"),
         ([{"content": "hi"}], None, ValueError, "needs a 'role'"),
         ([USER, USER], LLAMA, ValueError, "refuses the conversation: Roles must alternate"),
         ([{"role": "user"}], LLAMA, ValueError, "no attribute 'content'"),
@@ -263,6 +284,48 @@ def test_options_that_are_refused(tokenizer: Tokenizer) -> None:
         render_chat(tokenizer, CHAT, chat_template_content_format="parts")
     with pytest.raises(TypeError, match="a tool must be a JSON schema"):
         render_chat(tokenizer, CHAT, tools=[len])  # type: ignore[list-item]
+
+
+def test_refusals_are_content(tokenizer: Tokenizer) -> None:
+    refusals: list[dict[str, Any]] = [
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "I will not."}]},
+        {"role": "assistant", "content": None, "refusal": "I will not."},
+    ]
+    for message in refusals:
+        assert "I will not." in render_chat(tokenizer, [USER, message])
+        assert "I will not." in render_chat(tokenizer, [USER, message], chat_template=BOTH)
+
+
+@pytest.mark.parametrize("arguments", ["[" * 100_000, "not JSON", "", "[1]", '{"n": NaN}'])
+def test_whatever_a_model_made_of_arguments_is_rendered(arguments: str, tokenizer: Tokenizer) -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    assert "f" in render_chat(tokenizer, [USER, call], chat_template=CHATML)
+    assert render_chat(tokenizer, [USER, {"role": "assistant", "tool_calls": 3}])
+
+
+def test_variables_that_a_template_reads(tokenizer: Tokenizer) -> None:
+    template = (
+        "{% if day is not defined %}{% set day = 'today' %}{% endif %}{{ day }}"
+        "{% for m in messages %}{% if thinks %}!{% endif %}{% endfor %}"
+    )
+
+    def rendered(**variables: Any) -> str:
+        return render_chat(tokenizer, CHAT, chat_template=template, chat_template_kwargs=variables)
+
+    assert rendered() == "today"
+    assert rendered(day="once", thinks=True, range=3, never_read=object()) == "once!!!"
+    with pytest.raises(TypeError, match="plain data"):
+        rendered(day=object())
+    with pytest.raises(ValueError, match="cannot set tokenize, chat_template"):
+        rendered(tokenize=False, chat_template="x")
+
+
+def test_names_from_afar_are_no_files(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("S")
+    assert render_chat(tokenizer, CHAT, chat_template=str(file)) == "S"
+    with pytest.raises(ValueError, match="neither a template"):
+        render_chat(tokenizer, CHAT, chat_template=str(file), template_files=False)
 
 
 def test_one_conversation_or_several() -> None:

@@ -326,3 +326,20 @@ def test_outputs_can_be_read(tokenizer: Tokenizer, ids: list[int]) -> None:
         "The quick brown",
     ):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("reason", "keep", "said"), [("stop", False, 1), ("stop", True, 2), ("length", False, 2)]
+)
+def test_a_special_token_that_ends_an_output_is_not_in_its_text(
+    reason: str, keep: bool, said: int, tokenizer: Tokenizer, ids: list[int]
+) -> None:
+    special = min(tokenizer.special_ids)
+    for cut in range(len(ids) + 1):
+        state = new_state(tokenizer, skip_special_tokens=False, include_stop_str_in_output=keep)
+        state.apply(TokenDelta(0, 0, [special, *ids[:cut]]))
+        state.apply(TokenDelta(0, 0, [*ids[cut:], special], reason))
+        (output,) = take(state).outputs
+        assert output.token_ids == [special, *ids, special]
+        assert output.text.count(tokenizer.decode([special], False)) == said
+        assert output.text.startswith(tokenizer.decode([special, *ids], False))

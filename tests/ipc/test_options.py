@@ -142,6 +142,8 @@ def test_values_of_another_type_are_named(name: str, value: Any) -> None:
         ("gpu_memory_utilization", 0.0),
         ("gpu_memory_utilization", 1.1),
         ("gpu_memory_utilization", math.nan),
+        ("log_stats_interval", 0),
+        ("log_stats_interval", math.nan),
         ("swap_space", -1),
         ("swap_space", math.inf),
     ],

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pagewire.kernels import reference
 from pagewire.kernels.attention import AttentionBatch, allocate_kv, store_kv
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -33,12 +34,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """Arguments of `paged_attention`."""
+    """Arguments of `paged_attention`, and the caches as the reference keeps them."""
 
     q: Tensor
     k_cache: Tensor
     v_cache: Tensor
     batch: AttentionBatch
+    plain_caches: tuple[Tensor, Tensor]
 
 
 def random_request(shape: Shape, length: int, dtype: torch.dtype, seed: int) -> Request:
@@ -66,11 +68,10 @@ def page(
     ends = [end for _, end in spans]
     counts = [-(-end // shape.block_size) for end in ends]
     num_blocks, max_blocks = sum(counts) + 3, max([1, *counts]) + 2
-    k_cache, v_cache = allocate_kv(
-        num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim, shape.v_head_dim, dtype, "cpu"
-    )
-    k_cache.fill_(torch.nan)
-    v_cache.fill_(torch.nan)
+    sizes = (num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim, shape.v_head_dim)
+    caches, plain_caches = (allocate_kv(*sizes, dtype, "cpu") for _ in range(2))
+    for cache in (*caches, *plain_caches):
+        cache.fill_(torch.nan)
     free = torch.randperm(num_blocks, generator=generator, dtype=torch.int32)
     block_table = torch.full((len(spans), max_blocks), 2**30, dtype=torch.int32)
     slot_mapping: list[Tensor] = []
@@ -79,7 +80,8 @@ def page(
         block_table[i, : counts[i]] = blocks
         positions = torch.arange(end)
         slots = blocks[positions // shape.block_size].long() * shape.block_size + positions % shape.block_size
-        store_kv(request.k[:end], request.v[:end], k_cache, v_cache, slots)
+        store_kv(request.k[:end], request.v[:end], *caches, slots)
+        reference.store_kv(request.k[:end], request.v[:end], *plain_caches, slots)
         slot_mapping.append(slots[begin:])
     lengths = torch.tensor([0] + [end - begin for begin, end in spans])
     q = torch.cat([request.q[begin:end] for request, (begin, end) in zip(requests, spans, strict=True)])
@@ -92,4 +94,4 @@ def page(
         max_query_len=int(lengths.max()),
         max_seq_len=max(ends),
     )
-    return Paged(q, k_cache, v_cache, batch)
+    return Paged(q, *caches, batch, plain_caches)

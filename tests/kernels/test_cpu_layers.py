@@ -88,20 +88,46 @@ def test_rotary_is_exact(kernels: NativeKernels, dtype: torch.dtype) -> None:
         assert torch.equal(q, expected[0]) and torch.equal(k, expected[1])
 
 
-def test_store_kv(kernels: NativeKernels, dtype: torch.dtype) -> None:
+def arranged(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Caches as the reference fills them, in the order in which the compiled kernels read them (`layout.h`)."""
+    num_blocks, num_heads, block_size, _ = k_cache.shape
+    pair, granule = 2 if k_cache.dtype == torch.bfloat16 else 1, min(16, block_size & -block_size)
+    k = k_cache.view(num_blocks, num_heads, block_size // granule, granule, -1, pair).transpose(3, 4)
+    v = v_cache.view(num_blocks, num_heads, block_size // pair, pair, -1).transpose(3, 4)
+    return k.reshape(k_cache.shape), v.reshape(v_cache.shape)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 24, 32])
+def test_store_kv(kernels: NativeKernels, dtype: torch.dtype, block_size: int) -> None:
     torch.manual_seed(0)
-    for num_tokens, k_size, v_size in ((5, 7, 12), (300, 64, 64)):
+    for num_tokens, k_size, v_size in ((5, 8, 13), (300, 64, 64)):
         fused = torch.randn(num_tokens, 3 * (k_size + v_size)).to(dtype)
         k = fused[:, : 3 * k_size].view(num_tokens, 3, k_size)
         v = fused[:, 3 * k_size :].view(num_tokens, 3, v_size)
-        slots = torch.randperm(40 * 16)[:num_tokens]
+        slots = torch.randperm(40 * block_size)[:num_tokens]
         slots[::4] = -1
-        caches = [torch.zeros(40, 3, 16, size, dtype=dtype) for size in (k_size, v_size, k_size, v_size)]
-        kernels.store_kv(k, v, caches[0], caches[1], slots)
-        reference.store_kv(k, v, caches[2], caches[3], slots)
-        assert torch.equal(caches[0], caches[2]) and torch.equal(caches[1], caches[3])
+        shapes = [(40, 3, block_size, size) for size in (k_size, v_size)]
+        caches, plain = ([torch.zeros(shape, dtype=dtype) for shape in shapes] for _ in range(2))
+        kernels.store_kv(k, v, *caches, slots)
+        reference.store_kv(k, v, *plain, slots)
+        assert all(torch.equal(a, b) for a, b in zip(caches, arranged(*plain), strict=True))
         with pytest.raises(IndexError):
-            kernels.store_kv(k, v, caches[0], caches[1], slots + 40 * 16)
+            kernels.store_kv(k, v, *caches, slots + 40 * block_size)
+        with pytest.raises(ValueError, match="contiguous"):
+            kernels.store_kv(
+                k, v, *(cache.transpose(2, 3).contiguous().transpose(2, 3) for cache in caches), slots
+            )
+
+
+def test_pairs_need_even_blocks(best_kernels: NativeKernels, dtype: torch.dtype) -> None:
+    k, cache = torch.ones(1, 2, 8, dtype=dtype), torch.zeros(3, 2, 5, 8, dtype=dtype)
+    slot = torch.tensor([4])
+    if dtype == torch.bfloat16:
+        with pytest.raises(ValueError, match="even"):
+            best_kernels.store_kv(k, k, cache, cache.clone(), slot)
+    else:
+        best_kernels.store_kv(k, k, cache, cache.clone(), slot)
+        assert cache.sum() == k.sum()
 
 
 def test_conversions_round_as_torch_does(kernels: NativeKernels, dtype: torch.dtype) -> None:

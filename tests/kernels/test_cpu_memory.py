@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import mmap
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
-from pagewire.kernels.cpu.memory import ALIGNMENT, CHUNK, forget_mapped_files, zeros
+from pagewire.kernels.cpu.arena import LARGE_PAGE, MADV_POPULATE_WRITE, Reserve, weight_bytes
+from pagewire.kernels.cpu.memory import ALIGNMENT, CHUNK, forget_mapped_files, populate, reserved, zeros
 
 
 def test_tensors_are_zero_aligned_and_apart() -> None:
@@ -32,6 +39,63 @@ def test_a_tensor_outlives_its_neighbours() -> None:
 def test_what_is_too_much_is_an_error() -> None:
     with pytest.raises((OSError, OverflowError)):
         zeros((1 << 60,), torch.float32)
+
+
+def can_populate() -> bool:
+    try:
+        mmap.mmap(-1, mmap.PAGESIZE).madvise(MADV_POPULATE_WRITE)
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not can_populate(), reason=f"Linux {platform.release()} has no MADV_POPULATE_WRITE")
+def test_pages_are_there_before_they_are_written() -> None:
+    tensors = [zeros((CHUNK,), torch.uint8) for _ in range(2)]
+    before = psutil.Process().memory_info().rss
+    populate(tensors, CHUNK).join()
+    grown = psutil.Process().memory_info().rss - before
+    assert CHUNK <= grown <= CHUNK + 2 * LARGE_PAGE  # half of each, and what else happens
+    assert not any(tensor.any() for tensor in tensors)
+
+
+def test_populating_ends_with_the_tensors() -> None:
+    tensors = [zeros((CHUNK,), torch.uint8)]
+    thread = populate(tensors, CHUNK)
+    tensors.clear()
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_tensors_are_cut_from_a_reserve_and_the_rest_is_given_back() -> None:
+    reserve = Reserve(CHUNK)
+    start = reserve.region.address
+    with reserved(reserve):
+        inside = [zeros((size,), torch.uint8) for size in (5, 3 * LARGE_PAGE, 64)]
+        outside = zeros((CHUNK,), torch.uint8)
+        small = zeros((64,), torch.uint8)
+    later = zeros((64,), torch.uint8)
+    places = [tensor.data_ptr() - start for tensor in (*inside, outside, small, later)]
+    assert places[:3] == [0, 64, 64 + 3 * LARGE_PAGE]
+    assert all(not 0 <= place < CHUNK for place in (places[3], places[5])) and 0 <= places[4] < CHUNK
+    for tensor in inside:
+        assert not tensor.any()
+        tensor.fill_(1)
+    reserve.end(4 * LARGE_PAGE)
+    whole = torch.frombuffer(reserve.region.memory, dtype=torch.uint8)[reserve.region.offset :][:CHUNK]
+    assert all(tensor.all() for tensor in inside) and whole.sum() == sum(tensor.sum() for tensor in inside)
+
+
+def test_taking_memory_imports_no_torch() -> None:
+    program = "import sys; import pagewire.kernels.cpu.arena; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_weights_on_disk_are_counted(tmp_path: Path) -> None:
+    for name, size in (("a.safetensors", 100), ("b.safetensors", 28), ("pytorch_model.bin", 1000)):
+        (tmp_path / name).write_bytes(bytes(size))
+    assert weight_bytes(tmp_path) == 128
 
 
 def mapped(path: Path, size: int) -> torch.Tensor:

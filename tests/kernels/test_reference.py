@@ -28,7 +28,7 @@ def test_equals_dense_attention(dtype: torch.dtype, window: int | None) -> None:
     requests = [random_request(shape, 50, dtype, seed) for seed in range(4)]
     spans = [(0, 50), (49, 50), (7, 7), (13, 29)]
     paged = page(shape, requests, spans, padding=2)
-    out = reference.paged_attention(paged.q, paged.k_cache, paged.v_cache, paged.batch, 0.2, window=window)
+    out = reference.paged_attention(paged.q, *paged.plain_caches, paged.batch, 0.2, window=window)
     expected = [dense(r, 0.2, window)[begin:end] for r, (begin, end) in zip(requests, spans, strict=True)]
     torch.testing.assert_close(out[:-2], torch.cat(expected), atol=TOLERANCE[dtype], rtol=0)
     assert not out[-2:].any()
@@ -41,8 +41,7 @@ def test_sinks_softcap_and_alibi_by_hand() -> None:
     paged = page(shape, [request], [(2, 3)])
     out = reference.paged_attention(
         paged.q,
-        paged.k_cache,
-        paged.v_cache,
+        *paged.plain_caches,
         paged.batch,
         2.0,
         softcap=1.5,

@@ -1,0 +1,98 @@
+"""What goes wrong, as OpenAI's API tells it: a status and `{"error": {message, type, param, code}}`."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from pagewire.ipc.errors import EngineBusyError, EngineDeadError
+
+RETRY_SECONDS = 1
+TOO_LONG = re.compile(r"max_model_len|leaves no room")
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    499: "abort_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+
+
+class ErrorBody(msgspec.Struct):
+    """The error itself.
+
+    type: a class of errors. param: the field that is at fault, if it is known. code: an error that programs know.
+    """
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(msgspec.Struct):
+    """What a failed request gets."""
+
+    error: ErrorBody
+
+
+class APIError(Exception):
+    """An error with the status it is told by.
+
+    param: the field at fault. code: for programs. headers: further ones.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = headers or {}
+
+    def encode(self) -> bytes:
+        """The JSON."""
+        kind = TYPES.get(self.status, "invalid_request_error")
+        return msgspec.json.encode(ErrorResponse(ErrorBody(self.message, kind, self.param, self.code)))
+
+
+def api_error(error: BaseException, fields: tuple[str, ...] = ()) -> APIError:
+    """Any exception as an error of the API; those of the caller's making keep their message.
+
+    fields: of the request; one that the message begins with is named as `param`.
+    """
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, EngineBusyError):
+        return APIError(429, str(error), code="engine_busy", headers={"retry-after": str(RETRY_SECONDS)})
+    if isinstance(error, EngineDeadError):
+        return APIError(503, f"the engine is down: {error}", code="engine_down")
+    if isinstance(error, msgspec.ValidationError):
+        return APIError(422, str(error), param=invalid_field(str(error)))
+    if isinstance(error, (msgspec.DecodeError, UnicodeDecodeError, RecursionError)):
+        return APIError(400, f"the body is not valid JSON: {error}")
+    if isinstance(error, (ValueError, TypeError)):
+        code = "context_length_exceeded" if TOO_LONG.search(str(error)) else None
+        return APIError(400, str(error), param=named_field(str(error), fields), code=code)
+    return APIError(500, f"{error}" or type(error).__name__)
+
+
+def invalid_field(message: str) -> str | None:
+    """The field in a message of msgspec: "... - at `$.messages[0].role`", or "missing required field `x`"."""
+    found = re.search(r"at `\$\.(\w+)", message) or re.search(r"required field `(\w+)`", message)
+    return found[1] if found else None
+
+
+def named_field(message: str, fields: tuple[str, ...]) -> str | None:
+    """The field that a message begins with: "temperature must be ..."."""
+    word = re.match(r"\w+", message)
+    return word[0] if word and word[0] in fields else None

@@ -1,0 +1,407 @@
+"""Requests and answers of OpenAI's API, with the further fields that vLLM's server has.
+
+Every field of a request may be null, which means that it is not given. Fields that this server has no use for
+(`user`, `store`, ...) are listed so that they are accepted without a warning.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+# ---------------------------------------------------------------- parts of requests
+
+PART = {
+    "type": "object",
+    "properties": {"type": {"enum": ["text", "input_text", "output_text"]}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+# A message is kept as it is: templates may read fields that nobody else knows. It is described all the same.
+InputMessage: TypeAlias = Annotated[
+    dict[str, Any],
+    msgspec.Meta(
+        extra_json_schema={
+            "title": "InputMessage",
+            "properties": {
+                "role": {"type": "string", "examples": ["system", "user", "assistant", "tool"]},
+                "content": {
+                    "anyOf": [{"type": "string"}, {"type": "array", "items": PART}, {"type": "null"}]
+                },
+            },
+            "required": ["role"],
+        }
+    ),
+]
+InputMessages: TypeAlias = Annotated[list[InputMessage], msgspec.Meta(extra_json_schema={"minItems": 1})]
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream tells beside the output.
+
+    include_usage: token counts in a last event of their own. continuous_usage_stats: in every event.
+    include_obfuscation: accepted, without effect.
+    """
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class JsonSchema(msgspec.Struct):
+    """A named JSON schema. strict: accepted; outputs always follow it."""
+
+    name: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """The form that the output must have."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """What completions and chat have in common; the names and meanings are those of `SamplingParams`.
+
+    best_of: generate so many and return the n most likely. use_beam_search: n (or best_of) beams, best first.
+    timeout: seconds that the request may take (or the header X-Request-Timeout); then it ends with status 408.
+    cache_salt: share prefix-cache entries only with requests of the same salt.
+    guided_*: older names of `structured_outputs`.
+    return_token_ids: give token ids beside the text. return_tokens_as_token_ids: in log probabilities.
+    """
+
+    model: str | None = None
+    n: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    add_special_tokens: bool | None = None
+    echo: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: str | None = None
+    guided_whitespace_pattern: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    timeout: float | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    user: str | None = None
+    request_id: str | None = None
+    vllm_xargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    """POST /v1/completions.
+
+    prompt: text, token ids, or a list of these. suffix: not supported. logprobs: so many most likely tokens.
+    """
+
+    prompt: str | list[str | int | list[int]]
+    suffix: str | None = None
+    logprobs: int | None = None
+
+
+class ChatRequest(SamplingFields, kw_only=True):
+    """POST /v1/chat/completions.
+
+    max_completion_tokens: goes before `max_tokens`. logprobs, top_logprobs: so many most likely tokens, too.
+    echo: the answer begins with the last message, if that is of the same role.
+    add_generation_prompt, continue_final_message, documents, chat_template, chat_template_kwargs: for the template.
+    """
+
+    messages: InputMessages
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    audio: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    prediction: dict[str, Any] | None = None
+    verbosity: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    web_search_options: dict[str, Any] | None = None
+
+
+# ---------------------------------------------------------------- parts of answers
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """cached_tokens: prompt tokens whose KV was in the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class CandidateLogprob(msgspec.Struct):
+    """One candidate. bytes: of its text in UTF-8."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class TokenLogprob(msgspec.Struct):
+    """One token of an output, and its most likely alternatives."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[CandidateLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Log probabilities of a message."""
+
+    content: list[TokenLogprob] | None
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Log probabilities of a completion, by token. text_offset: where each begins in the text."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptLogprob(msgspec.Struct):
+    """One candidate at one position of a prompt."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobs: TypeAlias = list[dict[int, PromptLogprob] | None]
+
+
+# ---------------------------------------------------------------- completions
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    """One completion; in a stream, what is new of it. stop_reason: the stop string or token that ended it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """The answer of /v1/completions, and each event of its stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+# ---------------------------------------------------------------- chat
+
+
+class FunctionCall(msgspec.Struct, omit_defaults=True):
+    """A call of a function; in a stream, what is new of it. arguments: JSON text."""
+
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCall(msgspec.Struct, omit_defaults=True):
+    """A tool call; in a stream, what is new of the one at `index`."""
+
+    function: FunctionCall
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """An answer."""
+
+    role: str
+    content: str | None
+    refusal: None = None
+    reasoning_content: str | UnsetType | None = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChatDelta(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """What is new of an answer."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    """One answer. stop_reason: the stop string or token that ended it."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, kw_only=True):
+    """What is new of one answer."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    """One event of a streamed answer."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+# ---------------------------------------------------------------- models, tokens
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    """One name of the model. max_model_len: most tokens of prompt and output."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "pagewire"
+    root: str
+    parent: None = None
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct):
+    """All of them."""
+
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """POST /tokenize: a text, or a conversation. add_special_tokens: default true for a text."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: InputMessages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class TokenizeResponse(msgspec.Struct):
+    """Token ids. token_strs: their names in the vocabulary."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+    token_strs: list[str | None] | UnsetType = UNSET
+
+
+class DetokenizeRequest(msgspec.Struct):
+    """POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class DetokenizeResponse(msgspec.Struct):
+    """The text."""
+
+    prompt: str

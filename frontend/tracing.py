@@ -1,0 +1,134 @@
+"""One OpenTelemetry span per request, sent to a collector over OTLP/HTTP. An optional extra: `pagewire[otlp]`.
+
+A span begins when a request is submitted, as a child of the caller's if W3C trace headers came with it, and ends
+with the request, however it ends. Attributes have the names that vLLM gives them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from pagewire import __version__
+from pagewire.frontend.outputs import RequestState
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import Span
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+SPAN_NAME = "llm_request"
+FLUSH_SECONDS = 2.0
+SERVICE_NAME = "pagewire"  # unless OTEL_SERVICE_NAME says otherwise
+
+
+class Tracer:
+    """Spans of requests.
+
+    endpoint: URL of the collector, such as http://localhost:4318/v1/traces.
+
+    Raises:
+        ValueError: another kind of URL, or OpenTelemetry is not installed.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        if urlsplit(endpoint).scheme not in ("http", "https"):
+            raise ValueError(f"otlp_traces_endpoint must be an http:// or https:// URL, got {endpoint!r}")
+        try:
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError as error:
+            raise missing(error) from None
+        self._propagator = TraceContextTextMapPropagator()
+        self._provider = TracerProvider(resource=resource(), shutdown_on_exit=False)
+        self._exporter = exporter(endpoint)
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
+        self._tracer = self._provider.get_tracer("pagewire", __version__)
+        self._spans: dict[int, Span] = {}
+
+    def begin(self, state: RequestState, model: str, headers: Mapping[str, str] | None) -> None:
+        """A request is submitted, for the model of this served name. headers: of whoever wants it, of any case."""
+        from opentelemetry.trace import SpanKind
+
+        parent = self._propagator.extract({name.lower(): text for name, text in (headers or {}).items()})
+        begun = int(state.metrics.arrival_time * 1e9)
+        span: Any = self._tracer.start_span(SPAN_NAME, parent, SpanKind.SERVER, start_time=begun)
+        span.set_attribute("gen_ai.response.model", model)
+        self._spans[state.key] = span
+
+    def end(self, state: RequestState) -> None:
+        """A request has ended."""
+        from opentelemetry.trace import StatusCode
+
+        span = self._spans.pop(state.key)
+        span.set_attributes(dict([*request_attributes(state), *latencies(state)]))
+        if state.error is not None:
+            span.set_status(StatusCode.ERROR, state.error)
+        span.end(int((state.metrics.finished_time or state.metrics.arrival_time) * 1e9))
+
+    def shutdown(self) -> None:
+        """Send what has ended; a collector that takes nothing is given up after `FLUSH_SECONDS`."""
+        give_up = threading.Timer(FLUSH_SECONDS, self._exporter.shutdown)
+        give_up.start()
+        self._provider.shutdown()
+        give_up.cancel()
+
+
+def request_attributes(state: RequestState) -> Iterator[tuple[str, Any]]:
+    """What was asked for, and how much came."""
+    params = state.request.params
+    yield "gen_ai.request.id", state.request_id
+    yield "gen_ai.request.temperature", params.temperature
+    yield "gen_ai.request.top_p", params.top_p
+    yield "gen_ai.request.n", params.n
+    if params.max_tokens is not None:
+        yield "gen_ai.request.max_tokens", params.max_tokens
+    yield "gen_ai.usage.prompt_tokens", len(state.request.prompt_token_ids)
+    yield "gen_ai.usage.completion_tokens", sum(map(len, state.output_token_ids))
+    yield "gen_ai.usage.num_sequences", params.n
+    yield "gen_ai.response.finish_reasons", [reason or "error" for reason in state.finish_reasons]
+
+
+def latencies(state: RequestState) -> Iterator[tuple[str, float]]:
+    """How long it took, in seconds; parts that it did not get to are left out."""
+    times = state.metrics
+    if times.finished_time is not None:
+        yield "gen_ai.latency.e2e", times.finished_time - times.arrival_time
+    if times.time_in_queue is None or times.first_token_time is None or times.last_token_time is None:
+        return
+    scheduled = times.arrival_time + times.time_in_queue
+    yield "gen_ai.latency.time_in_queue", times.time_in_queue
+    yield "gen_ai.latency.time_to_first_token", times.first_token_time - times.arrival_time
+    yield "gen_ai.latency.time_in_model_prefill", times.first_token_time - scheduled
+    yield "gen_ai.latency.time_in_model_decode", times.last_token_time - times.first_token_time
+    yield "gen_ai.latency.time_in_model_inference", times.last_token_time - scheduled
+
+
+def exporter(endpoint: str) -> SpanExporter:
+    """What sends spans.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError as error:
+        raise missing(error) from None
+    return OTLPSpanExporter(endpoint)
+
+
+def resource() -> Any:
+    """Who we are, by the environment (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES) or else by name."""
+    from opentelemetry.sdk.resources import Resource
+
+    found = Resource.create()
+    if str(found.attributes["service.name"]).startswith("unknown_service"):
+        found = found.merge(Resource({"service.name": SERVICE_NAME, "service.version": __version__}))
+    return found
+
+
+def missing(error: ImportError) -> ValueError:
+    """The error for a package that is not installed."""
+    return ValueError(f"otlp_traces_endpoint needs OpenTelemetry ({error}): pip install 'pagewire[otlp]'")

@@ -1,0 +1,40 @@
+// How a block keeps the keys and the values of one head: in the order in which attention.cpp multiplies them.
+//
+// Keys lie in granules of consecutive positions, [granule][step][key][kPair]: a vector is one step along the head, of
+// many keys. The last element of a head of odd size, [key], ends its granule. Values lie as
+// [position / kPair][column][kPair]. bfloat16 goes in pairs, since one instruction multiplies and adds two.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "simd.h"
+
+namespace {
+
+template <class T>
+constexpr int64_t kPair = std::is_same_v<T, bf16> ? 2 : 1;
+
+constexpr int64_t kGranule = 16;  // a multiple of every kLanes
+
+// Keys in a granule: as many as can be without one lying in two blocks. A power of two.
+INLINE int64_t granule_size(int64_t block_size) { return std::min(kGranule, block_size & -block_size); }
+
+// Copies a key [size] to its row of a block.
+template <class T>
+void store_key(const T* key, T* block, int64_t row, int64_t size, int64_t block_size) {
+  const int64_t granule = granule_size(block_size), within = row % granule, whole = size / kPair<T>;
+  T* to = block + (row - within) * size;
+  for (int64_t step = 0; step < whole; ++step)
+    std::memcpy(to + (step * granule + within) * kPair<T>, key + step * kPair<T>, kPair<T> * sizeof(T));
+  if (size % kPair<T>) to[(size - 1) * granule + within] = key[size - 1];
+}
+
+// Copies a value [size] to its row of a block.
+template <class T>
+void store_value(const T* value, T* block, int64_t row, int64_t size) {
+  T* to = block + row / kPair<T> * kPair<T> * size + row % kPair<T>;
+  for (int64_t column = 0; column < size; ++column) to[column * kPair<T>] = value[column];
+}
+
+}  // namespace

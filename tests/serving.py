@@ -1,0 +1,32 @@
+"""The HTTP server in a thread of the test, on an engine of the test."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from pagewire.frontend.async_llm import AsyncLLM
+from pagewire.frontend.server.app import create_app
+from pagewire.frontend.server.listening import HTTPServer, bound, url_of
+from pagewire.frontend.server.options import ServerOptions
+
+
+@contextmanager
+def serving(address: str, options: ServerOptions) -> Iterator[str]:
+    """The URL of a server, on a free port, that is attached to the core at `address`."""
+    ready, loop = threading.Event(), asyncio.new_event_loop()
+    with bound(options) as socket:
+        engine = AsyncLLM.attach(address)
+        server = HTTPServer(create_app(engine, options), options, ready.set)
+        thread = threading.Thread(target=loop.run_until_complete, args=(server.serve([socket]),))
+        thread.start()
+        try:
+            assert ready.wait(20)
+            yield url_of(socket, options)
+        finally:
+            server.should_exit = True
+            thread.join()
+            loop.close()
+            engine.shutdown()
