@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 MASS_BITS = 44
 ONE = 2**MASS_BITS
+DEEP = 64.0  # a depth whose mass is 0 by far
 BLOCK = 256  # tokens summed together before one is searched for
 
 # Bins of z: float32's exponent and top 6 bits of fraction, from 2**-12 to 2**6. Logarithmic, so that a bin
@@ -42,8 +43,11 @@ def depths_below(x: torch.Tensor, peaks: torch.Tensor, temperatures: Sequence[fl
 
 
 def token_masses(depths: torch.Tensor) -> torch.Tensor:
-    """int64 [n, V]: `ONE` for the most likely token, and in proportion for the others."""
-    return depths.neg().exp_().mul_(ONE).long()
+    """int64 [n, V]: `ONE` for the most likely token, and in proportion for the others.
+
+    Where tokens are forbidden depths are infinite, of which `exp` takes ten times as long as of others.
+    """
+    return depths.clamp(max=DEEP).neg_().exp_().mul_(ONE).long()
 
 
 def keep_min_p(masses: torch.Tensor, min_p: Sequence[float]) -> None:
