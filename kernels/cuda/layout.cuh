@@ -14,7 +14,7 @@ constexpr int CHUNK_BYTES = 16;
 // Rows lie `chunks` apart, so eight rows start in 8 / p different sets of banks, p being the largest power of two,
 // up to 8, in `chunks`; p rows that start in the same set are told apart by an exclusive or with their number.
 __device__ __forceinline__ constexpr int swizzle(int chunks, int row, int chunk) {
-  const int power = chunks & -chunks;
-  const int p = power > 8 ? 8 : power;
-  return chunk ^ (row / (8 / p) & (p - 1));
+    const int power = chunks & -chunks;
+    const int p = power > 8 ? 8 : power;
+    return (chunk & -p) + (chunk & (p - 1) ^ row / (8 / p) & (p - 1));  // few different numbers for all of a row
 }

@@ -24,7 +24,9 @@ def exchange_chunks(cache: Tensor) -> Tensor:
     blocks, heads, block_size, head_dim = cache.shape
     chunks, rest = divmod(head_dim * cache.dtype.itemsize, CHUNK_BYTES)
     if rest:
-        raise ValueError(f"a row of {head_dim} elements of {cache.dtype} is not a multiple of {CHUNK_BYTES} bytes")
+        raise ValueError(
+            f"a row of {head_dim} elements of {cache.dtype} is not a multiple of {CHUNK_BYTES} bytes"
+        )
     row = torch.arange(block_size, device=cache.device)[:, None]
     chunk = torch.arange(chunks, device=cache.device)
     source = (row * chunks + swizzle(chunks, row, chunk)).flatten()
