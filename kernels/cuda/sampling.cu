@@ -161,7 +161,7 @@ DEVICE void settle(const SamplingCall& call, const SamplingRow& row, u64 best, u
 }
 
 template <class T>
-__global__ void __launch_bounds__(THREADS) find_peaks(const __grid_constant__ SamplingCall call) {
+__global__ void __launch_bounds__(THREADS, BLOCKS) find_peaks(const __grid_constant__ SamplingCall call) {
     PeaksShared& shared = *reinterpret_cast<PeaksShared*>(shared_memory());
     const SamplingRow& row = call.rows[blockIdx.y];
     const int first = blockIdx.x * SLICE, size = load_raw<T>(call, blockIdx.x, shared.slice);
@@ -281,7 +281,7 @@ DEVICE void find_ends(const SamplingCall& call, const SamplingRow& row, Scratch&
 }
 
 template <class T>
-__global__ void __launch_bounds__(THREADS) add_masses(const __grid_constant__ SamplingCall call) {
+__global__ void __launch_bounds__(THREADS, BLOCKS) add_masses(const __grid_constant__ SamplingCall call) {
     MassesShared& shared = *reinterpret_cast<MassesShared*>(shared_memory());
     const SamplingRow& row = call.rows[blockIdx.y];
     if (row.temperature == 0.0f || call.statuses[blockIdx.y] != SAMPLED) return;
@@ -389,7 +389,7 @@ DEVICE u64 find_limit(const SamplingCall& call, const SamplingRow& row, const Ro
 }
 
 template <class T>
-__global__ void __launch_bounds__(THREADS) choose_tokens(const __grid_constant__ SamplingCall call) {
+__global__ void __launch_bounds__(THREADS, BLOCKS) choose_tokens(const __grid_constant__ SamplingCall call) {
     ChooseShared& shared = *reinterpret_cast<ChooseShared*>(shared_memory());
     RowState& state = call.states[blockIdx.y];
     if (!state.narrowed) return;

@@ -41,7 +41,7 @@ DEVICE int load_logits(const LogprobCall& call, int number, float* x) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(THREADS) weigh_tokens(const __grid_constant__ LogprobCall call) {
+__global__ void __launch_bounds__(THREADS, BLOCKS) weigh_tokens(const __grid_constant__ LogprobCall call) {
     LogprobShared& shared = *reinterpret_cast<LogprobShared*>(shared_memory());
     const int most_likely = min(call.nums_most_likely[blockIdx.y], call.vocab_size);
     if (most_likely < 0 || call.statuses[blockIdx.y] != 0) return;
@@ -112,7 +112,7 @@ DEVICE void visit_most_likely(const LogprobCall& call, int k_bin, u32 num_candid
 }
 
 template <class T>
-__global__ void __launch_bounds__(THREADS) take_most_likely(const __grid_constant__ LogprobCall call) {
+__global__ void __launch_bounds__(THREADS, BLOCKS) take_most_likely(const __grid_constant__ LogprobCall call) {
     MostLikelyShared& shared = *reinterpret_cast<MostLikelyShared*>(shared_memory());
     const int most_likely = min(call.nums_most_likely[blockIdx.y], call.vocab_size);
     if (most_likely <= 0 || call.statuses[blockIdx.y] != 0) return;

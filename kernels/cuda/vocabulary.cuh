@@ -9,6 +9,7 @@
 #include "exact.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
+constexpr int BLOCKS = 4;        // at once on a multiprocessor, at least: 64 registers
 constexpr int SLICE = 4096;      // logits of a block
 constexpr int MAX_SLICES = 64;   // of a row: masses of 2^18 tokens cannot overflow
 constexpr int CANDIDATES = 4096; // of a row that are kept in a list; where there are more, the row is read again
@@ -141,11 +142,11 @@ DEVICE int slice_size(int slice, int vocab_size) { return min(SLICE, vocab_size 
 // Loads `size` logits. Complete after a barrier.
 template <class T>
 DEVICE void load_slice(const T* from, int size, float* x) {
-    constexpr int AT_ONCE = 16 / sizeof(T);
+    constexpr int AT_ONCE = 16 / sizeof(T), TURNS = SLICE / THREADS / AT_ONCE;
     int whole = 0;
     if (reinterpret_cast<u64>(from) % 16 == 0) {
         whole = size / AT_ONCE * AT_ONCE;
-#pragma unroll 4
+#pragma unroll TURNS
         for (int i = threadIdx.x * AT_ONCE; i < whole; i += THREADS * AT_ONCE) {
             const uint4 words = *reinterpret_cast<const uint4*>(from + i);
             const u32 four[4] = {words.x, words.y, words.z, words.w};

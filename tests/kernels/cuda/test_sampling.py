@@ -1,4 +1,4 @@
-"""The sampling kernels, emulated, against the CPU sampler: the same tokens, errors, log probabilities, to the bit."""
+"""The sampling kernels, emulated, against the CPU sampler: the same tokens, errors and logprobs, to the bit."""
 
 from __future__ import annotations
 
