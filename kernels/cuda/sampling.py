@@ -206,7 +206,9 @@ class SamplingResult:
             peak + math.log(total / 2**MASS_BITS) if total > 0 else math.nan
             for peak, total in zip(peaks, totals, strict=True)
         ]
-        logprobs: NDArray[np.float32] = (self.logits.cpu().numpy() - np.array(logs)[:, None]).astype(np.float32)
+        logprobs: NDArray[np.float32] = (self.logits.cpu().numpy() - np.array(logs)[:, None]).astype(
+            np.float32
+        )
         return logprobs
 
 

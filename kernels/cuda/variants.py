@@ -1,9 +1,9 @@
 """All variants of all kernels: what is compiled ahead of time, and what tests compile."""
 
-from pagewire.kernels.cuda import norms, sampling
+from pagewire.kernels.cuda import blocks, gates, kv, norms, sampling
 from pagewire.kernels.cuda.source import Variant
 
-MODULES = (norms, sampling)
+MODULES = (blocks, gates, kv, norms, sampling)
 
 
 def all_variants() -> list[Variant]:
