@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) add_masses(const __grid_const
         if (mass < row.least_mass) continue;
         sum += mass;
         if (by_count) atomicAdd(&shared.bin_counts[bin_of(depth)], 1u);
-        if (by_mass) atomicAdd(&shared.bin_masses[bin_of(depth)], mass);
+        if (by_mass) add_shared(&shared.bin_masses[bin_of(depth)], mass);
     }
     sum = reduce_block<Sum>(sum, shared.scratch);
     u64* slices = call.slices + u64(blockIdx.y) * MAX_SLICES * 2;
@@ -423,7 +423,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) choose_tokens(const __grid_co
     if (threadIdx.x < call.num_slices) shared.slices[threadIdx.x] = __ldcg(slices + 2 * threadIdx.x);
     __syncthreads();
     visit_candidates<T>(call, row, ends, shared.slice, [&](u64 order, int, u64 mass) {
-        if (order <= limit) atomicAdd(&shared.slices[id_of(order) / SLICE], mass);
+        if (order <= limit) add_shared(&shared.slices[id_of(order) / SLICE], mass);
     });
     __syncthreads();
     draw<T>(call, row, limit, shared.slices, shared.slice, shared.scratch);

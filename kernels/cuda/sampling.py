@@ -160,44 +160,69 @@ def plan(wanted: Sequence[RowSampling], masks: Tensor | None = None) -> Sampling
         rows=torch.from_numpy(rows.view(np.uint8).reshape(len(wanted), rows.itemsize)),
         nums_most_likely=torch.tensor(nums_most_likely, dtype=torch.int32),
         masks=masks.contiguous(),
-        count_ids=_joined(lists["counts"], np.int32),
-        counts=_joined([row.counts for row in wanted], np.float32),
-        bias_ids=_joined(lists["biases"], np.int32),
-        biases=_joined([row.biases for row in wanted], np.float32),
-        allowed_ids=_joined(lists["allowed"], np.int32),
-        forbidden_ids=_joined(lists["forbidden"], np.int32),
+        count_ids=_joined_ids(lists["counts"]),
+        counts=_joined([row.counts for row in wanted]),
+        bias_ids=_joined_ids(lists["biases"]),
+        biases=_joined([row.biases for row in wanted]),
+        allowed_ids=_joined_ids(lists["allowed"]),
+        forbidden_ids=_joined_ids(lists["forbidden"]),
         draws=bool(drawing),
         narrows=any(row.top_k > 0 or row.top_p < 1 for row in drawing),
         most_likely=max(nums_most_likely, default=-1),
     )
 
 
-def _joined(arrays: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> Tensor:
-    return torch.from_numpy(np.concatenate([np.empty(0, dtype), *arrays]).astype(dtype))
+def _joined(arrays: Sequence[NDArray[np.generic]]) -> Tensor:
+    return torch.from_numpy(np.concatenate([_NO_VALUES, *arrays]).astype(np.float32))
+
+
+def _joined_ids(arrays: Sequence[NDArray[np.int64]]) -> Tensor:
+    """As int32; numbers that are too large for it stay too large for any vocabulary."""
+    return torch.from_numpy(np.concatenate([_NO_IDS, *arrays]).clip(-1, 2**31 - 1).astype(np.int32))
 
 
 @dataclass(frozen=True)
 class SamplingResult:
-    """What a launch gave, as views of the sampler's memory: the next launch writes there."""
+    """What a launch gave, as views of one piece of memory, so that one copy takes all of it elsewhere.
 
+    A sampler's own memory is written to by its next launch.
+    """
+
+    memory: Tensor
+    """uint8 [bytes of all that follows, for `max_rows` rows]."""
+    max_rows: int
     token_ids: Tensor
     """int64 [R]; 0 where the status is not `SAMPLED`."""
     statuses: Tensor
     """int32 [R]."""
     peaks: Tensor
     """float32 [R]: the largest raw logits; NaN where there is a NaN."""
-    totals: Tensor
-    """int64 [R]: sums of masses. This and what follows means nothing for rows that want no log probabilities."""
     ranks: Tensor
-    """int32 [R]: 1 + the number of larger raw logits than the token's."""
+    """int32 [R]: 1 + the number of larger raw logits than the token's. This and what follows means nothing for
+    rows that want no log probabilities, or have another status than `SAMPLED`."""
+    totals: Tensor
+    """int64 [R]: sums of masses."""
     ids: Tensor
     """int32 [R, 1 + most]: the token, then the most likely in order, ties by lower id."""
     logits: Tensor
     """float32 [R, 1 + most], of `ids`."""
 
-    def cpu(self) -> SamplingResult:
-        """A copy on the CPU. Waits for the device."""
-        return SamplingResult(*(getattr(self, item.name).cpu() for item in fields(self)))
+    @classmethod
+    def within(cls, memory: Tensor, num_rows: int, max_rows: int, most: int) -> SamplingResult:
+        """Of the first rows, in `memory` of `result_bytes(max_rows, most)`."""
+        views, start = [], 0
+        for size, dtype in _result_parts(most):
+            end = start + max_rows * size * dtype.itemsize
+            view = memory[start:end].view(dtype)
+            views.append((view if size == 1 else view.view(max_rows, size))[:num_rows])
+            start = end
+        token_ids, totals, statuses, peaks, ranks, ids, logits = views
+        return cls(memory, max_rows, token_ids, statuses, peaks, ranks, totals, ids, logits)
+
+    def copy_to(self, memory: Tensor) -> SamplingResult:
+        """The same in other memory, as large: on the CPU, and pinned, there once the stream has come so far."""
+        memory.copy_(self.memory, non_blocking=True)
+        return self.within(memory, len(self.token_ids), self.max_rows, self.ids.shape[1] - 1)
 
     def logprobs(self) -> NDArray[np.float32]:
         """float32 [R, 1 + most], of `ids`. The logarithm is taken here, in float64, as on the CPU path."""
@@ -206,10 +231,27 @@ class SamplingResult:
             peak + math.log(total / 2**MASS_BITS) if total > 0 else math.nan
             for peak, total in zip(peaks, totals, strict=True)
         ]
-        logprobs: NDArray[np.float32] = (self.logits.cpu().numpy() - np.array(logs)[:, None]).astype(
-            np.float32
-        )
-        return logprobs
+        with np.errstate(over="ignore"):
+            logprobs = self.logits.cpu().numpy() - np.array(logs)[:, None]
+            return logprobs.astype(np.float32)
+
+
+def _result_parts(most: int) -> tuple[tuple[int, torch.dtype], ...]:
+    """How many numbers of what kind a row has of each part: the widest first, which keeps all of them aligned."""
+    return (
+        (1, torch.int64),
+        (1, torch.int64),
+        (1, torch.int32),
+        (1, torch.float32),
+        (1, torch.int32),
+        (1 + most, torch.int32),
+        (1 + most, torch.float32),
+    )
+
+
+def result_bytes(max_rows: int, most: int) -> int:
+    """How much memory a `SamplingResult` takes."""
+    return max_rows * sum(size * dtype.itemsize for size, dtype in _result_parts(most))
 
 
 class Sampler:
@@ -242,15 +284,8 @@ class Sampler:
             "candidates": zeros(CANDIDATES, dtype=torch.int64),
         }
         self._bin_masses = zeros(NUM_BINS, dtype=torch.int64)
-        self._result = SamplingResult(
-            token_ids=zeros(dtype=torch.int64),
-            statuses=zeros(dtype=torch.int32),
-            peaks=zeros(dtype=torch.float32),
-            totals=zeros(dtype=torch.int64),
-            ranks=zeros(dtype=torch.int32),
-            ids=zeros(1 + most, dtype=torch.int32),
-            logits=zeros(1 + most, dtype=torch.float32),
-        )
+        memory = torch.zeros(result_bytes(max_rows, most), dtype=torch.uint8, device=on)
+        self._result = SamplingResult.within(memory, max_rows, max_rows, most)
 
     def sample(self, logits: Tensor, plan: SamplingPlan) -> SamplingResult:
         """One token per row of `logits` [R, V], float32, bfloat16 or float16, V contiguous.
@@ -307,8 +342,7 @@ class Sampler:
             raise ValueError(f"masks {tuple(plan.masks.shape)} for a vocabulary of {vocab_size}")
 
     def _rows(self, num_rows: int) -> SamplingResult:
-        result = self._result
-        return SamplingResult(*(getattr(result, item.name)[:num_rows] for item in fields(result)))
+        return SamplingResult.within(self._result.memory, num_rows, self.max_rows, self.most)
 
     def _launch(self, kernel: str, logits: Tensor, plan: SamplingPlan) -> None:
         names = ("rows", "masks", "count_ids", "counts", "bias_ids", "biases", "allowed_ids", "forbidden_ids")

@@ -130,6 +130,15 @@ DEVICE bool comes_last(u32* ticket, u32 count, Scratch& scratch) {
     return scratch.last;
 }
 
+// Adds to a sum in shared memory, where devices add 32 bits at once and 64 only by trying again and again. Who makes
+// the lower half wrap around carries; most masses are small, and end there.
+DEVICE void add_shared(u64* sum, u64 value) {
+    u32* halves = reinterpret_cast<u32*>(sum);
+    const u32 low = u32(value), old = atomicAdd(halves, low);
+    const u32 high = u32(value >> 32) + (old + low < old);
+    if (high) atomicAdd(halves + 1, high);
+}
+
 // ---------------------------------------------------------------- slices of a row
 
 struct Slice {
@@ -224,7 +233,7 @@ struct Range {
     DEVICE void take(u64 key, u64 weight) {
         if (!weight || key < low || key > high) return;
         if (digits) {
-            atomicAdd(&digits[(key - low) >> shift], weight);
+            add_shared(&digits[(key - low) >> shift], weight);
         } else {
             least = Least::of(least, key);
             most = Most::of(most, key);
