@@ -381,7 +381,7 @@ DEVICE u64 find_limit(const SamplingCall& call, const SamplingRow& row, const Ro
         }
         limit = select(need, scratch, [&](Range& range) {
             visit_candidates<T>(call, row, state, slice, [&](u64 order, int at, u64 mass) {
-                if (at == bin && order <= limit) range.take(order, by_mass ? mass : 1);
+                if (at == bin) range.take(order, by_mass ? mass : 1);
             });
         });
     }

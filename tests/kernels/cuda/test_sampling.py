@@ -13,10 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagewire.ipc.params import SamplingParams
+from pagewire.kernels.cuda import sampling as cuda
+from pagewire.kernels.sampling import token_masses
 from pagewire.workers.device_sampler import DeviceSampler
+from pagewire.workers.logprobs import logprobs_of
 from pagewire.workers.masks import TokenMasks
 from pagewire.workers.sampler import SampleOutput, SamplingSlot, sample
 from tests.kernels.cuda.emulate import ORDERS, EmulatedDevice
+from tests.kernels.cuda.emulate.memory import guarded
 
 INF = math.inf
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -168,3 +172,138 @@ def batch(vocab_size: int, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor,
 def test_several_slices(vocab_size: int, dtype: torch.dtype) -> None:
     logits, slots = batch(vocab_size, dtype, vocab_size)
     check(logits, slots, device=EmulatedDevice(order=ORDERS[vocab_size % len(ORDERS)]))
+
+
+def test_a_large_vocabulary() -> None:
+    vocab_size = 128256
+    logits, slots = batch(vocab_size, torch.bfloat16, 3)
+    check(logits[2:6], slots[2:6])
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("asked", [{"top_k": 5000}, {"top_p": 0.7}, {"top_k": 8000, "top_p": 0.9}], ids=str)
+def test_more_ties_than_are_kept_in_a_list(asked: dict[str, Any], order: tuple[int, int]) -> None:
+    """Then the row is read again: lower ids win."""
+    logits = torch.zeros(2, 9000)
+    logits[1, torch.randperm(9000)[:3]] = 1.0
+    slots = [make_slot(9000, seed=seed, logprobs=20, **asked) for seed in range(2)]
+    check(logits, slots, device=EmulatedDevice(order=order))
+
+
+def test_what_the_last_slice_holds_counts() -> None:
+    vocab_size = 8193
+    logits = torch.zeros(6, vocab_size)
+    logits[0, -1] = math.nan
+    logits[1, -1] = INF
+    logits[2] = -INF
+    logits[3, -1] = 1.0
+    logits[4, :-1] = -INF
+    allowed = [None, None, None, None, None, [vocab_size - 1]]
+    slots = [make_slot(vocab_size, temperature=i % 2 * 0.001, top_p=0.9) for i in range(6)]
+    output = check(logits, slots, masks_of(allowed, vocab_size))
+    assert sorted(output.errors) == [0, 1, 2] and output.token_ids[3:] == [vocab_size - 1] * 3
+
+
+def test_nothing_left() -> None:
+    logits = torch.zeros(4, 4100)
+    asked: list[dict[str, Any]] = [
+        {"allowed_token_ids": [4200]},
+        {"allowed_token_ids": [7], "bad_words_token_ids": [[7]]},
+        {"allowed_token_ids": [4099], "min_tokens": 1, "stop_ids": [4099], "temperature": 0},
+        {"temperature": 0},
+    ]
+    masks = masks_of([None, None, None, []], 4100)
+    assert sorted(check(logits, [make_slot(4100, **row) for row in asked], masks).errors) == [0, 1, 2, 3]
+
+
+def test_one_memory_for_many_launches() -> None:
+    """Each launch leaves it as the next one needs it, whatever was asked for and whatever went wrong."""
+    sampler = DeviceSampler(EmulatedDevice(order=ORDERS[2]), len(SETTINGS), 5000, 20, on="cpu")
+    for seed in range(6):
+        logits, slots = batch(5000, torch.float32, seed)
+        logits[seed, seed] = math.nan
+        logits[seed + 1] = 0.0  # more candidates than are listed
+        some = slice(0, len(slots) - seed)
+        assert sampler.launch(logits[some], slots[some]).finish() == sample(logits[some], slots[some])
+
+
+@pytest.mark.parametrize(("vocab_size", "offset"), [(4099, 1), (5000, 3), (64, 0)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_logit_beyond_the_row_is_read(dtype: torch.dtype, vocab_size: int, offset: int) -> None:
+    """The last row ends where no memory is, and rows begin at any alignment."""
+    memory = guarded(torch.randn(2 * vocab_size + offset).to(dtype))
+    logits = memory[memory.numel() - 2 * vocab_size :].view(2, vocab_size)
+    check(logits, [make_slot(vocab_size, top_p=0.9, top_k=40, logprobs=3) for _ in range(2)])
+
+
+@pytest.mark.parametrize("k", [-1, 3, 50])
+def test_log_probabilities_of_more_tokens_than_the_device_finds(k: int) -> None:
+    logits, slots = torch.randn(2, 60), [make_slot(60, logprobs=k), make_slot(60, logprobs=2)]
+    check(logits, slots, most=3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_log_probabilities_of_given_tokens(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(5, 6000) * 4).to(dtype)
+    logits[1, 5:] = -INF
+    logits[2] = 1.0
+    token_ids = torch.tensor([5, 5999, 17, int(logits[3].argmax()), 4096])
+    plan = cuda.plan([cuda.RowSampling(num_most_likely=k) for k in (0, 9, 30, 1, 30)])
+    result = cuda.Sampler(EmulatedDevice(), 8, 6000, 30, on="cpu").logprobs(logits, token_ids, plan)
+    depths = logits.float().amax(1)[:, None] - logits.float()
+    assert torch.equal(result.totals, token_masses(depths).sum(1))
+    logprobs = result.logprobs()
+    for i, k in enumerate(plan.nums_most_likely.tolist()):
+        expected = logprobs_of(logits[i : i + 1], [int(token_ids[i])], k)
+        assert result.ids[i, : 1 + k].tolist() == expected.token_ids[0].tolist()
+        assert logprobs[i, : 1 + k].tobytes() == expected.logprobs.tobytes()
+        assert result.ranks[i] == expected.ranks[0]
+
+
+def test_what_is_refused() -> None:
+    device, row = EmulatedDevice(), cuda.RowSampling()
+    for vocab_size, most in [(0, 1), (2**18 + 1, 1), (100, 1025)]:
+        with pytest.raises(ValueError, match="not"):
+            cuda.Sampler(device, 4, vocab_size, most, on="cpu")
+    sampler = cuda.Sampler(device, 2, 100, 5, on="cpu")
+    with pytest.raises(TypeError, match="float64"):
+        sampler.sample(torch.zeros(1, 100, dtype=torch.float64), cuda.plan([row]))
+    for logits, rows in [
+        (torch.zeros(3, 100), [row] * 3),
+        (torch.zeros(1, 99), [row]),
+        (torch.zeros(100, 2).T[:1], [row]),
+        (torch.zeros(2, 100), [row]),
+        (torch.zeros(1, 100), [cuda.RowSampling(num_most_likely=6)]),
+    ]:
+        with pytest.raises(ValueError):
+            sampler.sample(logits, cuda.plan(rows))
+    with pytest.raises(ValueError, match="masks"):
+        sampler.sample(torch.zeros(1, 100), cuda.plan([row], torch.zeros(1, 3, dtype=torch.int32)))
+    with pytest.raises(ValueError, match="int64"):
+        sampler.logprobs(torch.zeros(1, 100), torch.zeros(2, dtype=torch.int64), cuda.plan([row]))
+    for wrong in [
+        cuda.RowSampling(temperature=-1.0),
+        cuda.RowSampling(temperature=INF),
+        cuda.RowSampling(num_most_likely=1025),
+        cuda.RowSampling(mask=0),
+    ]:
+        with pytest.raises(ValueError):
+            cuda.plan([wrong])
+
+
+def test_ids_of_no_token_do_nothing() -> None:
+    ids = np.array([-1, -(2**40), 100, 2**31 + 5, 2**32 + 5])
+    ones = np.ones(len(ids), np.float32)
+    row = cuda.RowSampling(
+        frequency=2.0, count_ids=ids, counts=ones, bias_ids=ids, biases=ones, forbidden_ids=ids.tolist()
+    )
+    logits = torch.zeros(1, 100)
+    logits[0, 5] = 0.5
+    sampler = cuda.Sampler(EmulatedDevice(), 1, 100, 0, on="cpu")
+    assert sampler.sample(logits, cuda.plan([row])).token_ids.tolist() == [5]
+
+
+def test_no_rows() -> None:
+    result = cuda.Sampler(EmulatedDevice(), 1, 100, 0, on="cpu").sample(torch.zeros(0, 100), cuda.plan([]))
+    assert result.token_ids.tolist() == []
