@@ -240,7 +240,7 @@ DEVICE float soft_cap(float x, float softcap) {
     return softcap - __fdividef(2.0f * softcap, exp2_approx(2.0f * LOG2_E * __fdividef(x, softcap)) + 1.0f);
 }
 
-// The dot products of the warp's rows with KEYS keys. `query(a, m, k)` gives a fragment of tile m.
+// The dot products of the warp's rows with KEYS keys. `query(a, m, k, lane)` gives a fragment of tile m.
 template <class S, class Query>
 DEVICE void multiply_keys(float (&logits)[S::M][S::KEYS / 8][4], Query query, const u8* keys, int lane) {
 #pragma unroll
@@ -253,7 +253,7 @@ DEVICE void multiply_keys(float (&logits)[S::M][S::KEYS / 8][4], Query query, co
     for (int k = 0; k < S::D / 16; k++) {
         u32 a[S::M][4];
 #pragma unroll
-        for (int m = 0; m < S::M; m++) query(a[m], m, k);
+        for (int m = 0; m < S::M; m++) query(a[m], m, k, lane);
 #pragma unroll
         for (int first = 0; first < S::KEYS; first += S::GROUP) {
             u32 b[S::GROUP / 8][2];
@@ -377,8 +377,8 @@ DEVICE void attend(Rows<S>& rows, Query query, const u8* keys, const u8* values,
                    const Queries& queries, int first_row, int first_key, bool partly, int lane) {
     float logits[S::M][S::KEYS / 8][4];
     multiply_keys<S>(logits, query, keys, opaque(lane));
-    if (is_biased(a)) bias_logits<S>(logits, a, queries, first_row, first_key, lane);
-    if (partly) mask_logits<S>(logits, a.window, queries, first_row, first_key, lane);
+    if (is_biased(a)) bias_logits<S>(logits, a, queries, first_row, first_key, opaque(lane));
+    if (partly) mask_logits<S>(logits, a.window, queries, first_row, first_key, opaque(lane));
     fold_logits<S>(logits, rows, exponent_scale(a));
     add_values<S>(rows, logits, values, opaque(lane));
 }

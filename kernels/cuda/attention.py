@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +59,8 @@ class Instance:
     variant: Variant
     threads: int
     shared_bytes: int
+    rows: int
+    """That a block serves."""
 
 
 @functools.cache
@@ -68,7 +71,17 @@ def decode_instance(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int)
     stages = min(4, 65536 // (warps * step))
     numbers = f"{head_dim}, {warps}, {stages}"
     variant = _variant("decode_attention", dtype, cache_dtype, numbers)
-    return Instance(variant, 32 * warps, 2 * TILE_ROWS * head_dim + warps * stages * step)
+    return Instance(variant, 32 * warps, 2 * TILE_ROWS * head_dim + warps * stages * step, TILE_ROWS)
+
+
+@functools.cache
+def prefill_instance(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> Instance:
+    """As many rows and keys as registers hold: two blocks of an H200 and one of an sm_89 find room."""
+    tiles, keys = (2, 64) if head_dim <= 128 else (1, 32)
+    step = 64 if head_dim <= 64 else 32
+    variant = _variant("prefill_attention", dtype, cache_dtype, f"{head_dim}, {tiles}, {keys}, {step}")
+    rows, buffer = 4 * tiles * TILE_ROWS, 2 * keys * head_dim * cache_dtype.itemsize
+    return Instance(variant, 128, rows * head_dim * dtype.itemsize + 2 * buffer + 128, rows)
 
 
 def _variant(kernel: str, dtype: torch.dtype, cache_dtype: torch.dtype, numbers: str) -> Variant:
@@ -80,7 +93,7 @@ def variants() -> list[Variant]:
     """All there are."""
     return [
         instance(dtype, cache_dtype, head_dim).variant
-        for instance in (decode_instance,)
+        for instance in (decode_instance, prefill_instance)
         for dtype in DTYPES
         for cache_dtype in (dtype, *FP8)
         for head_dim in HEAD_DIMS
@@ -180,16 +193,22 @@ def paged_attention(
         "softcap": softcap or 0.0,
     }
     if batch.max_query_len > short_queries:
-        raise ValueError(f"attention: no kernel for {batch.max_query_len} query tokens of one request")
-    decode = decode_instance(q.dtype, k_cache.dtype, head_dim)
-    row_tiles = kv_heads * -(-short_queries * group // TILE_ROWS)
-    keys = min(batch.max_seq_len, seen + short_queries)
-    splits = choose_splits(requests * row_tiles, device.multiprocessors, keys)
-    grid = (splits, row_tiles, requests)
-    device.launch(
-        decode.variant, grid, (decode.threads,), pack(decode.variant, **fields), decode.shared_bytes
-    )
+        prefill = prefill_instance(q.dtype, k_cache.dtype, head_dim)
+        row_tiles = tokens * group // prefill.rows + requests + 1  # see prefill_attention.cu
+        _launch(device, prefill, (row_tiles, kv_heads), fields)
+    if batch.max_query_len <= short_queries or requests > 1:  # who is short is known on the device alone
+        row_tiles = kv_heads * -(-short_queries * group // TILE_ROWS)
+        longest = min(batch.max_seq_len, seen + short_queries)
+        splits = choose_splits(requests * row_tiles, device.multiprocessors, longest)
+        _launch(
+            device, decode_instance(q.dtype, k_cache.dtype, head_dim), (splits, row_tiles, requests), fields
+        )
     return out
+
+
+def _launch(device: Device, instance: Instance, grid: tuple[int, ...], fields: dict[str, Any]) -> None:
+    parameters = pack(instance.variant, **fields)
+    device.launch(instance.variant, grid, (instance.threads,), parameters, instance.shared_bytes)
 
 
 def _check(

@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(WARPS * 32, WARPS == 4 ? 3 : 1) decode_attenti
     if (KEEP_QUERIES)
 #pragma unroll
         for (int k = 0; k < D / 16; k++) query_fragment<S>(kept[KEEP_QUERIES ? k : 0], shared, 0, k, lane);
-    auto query = [&](u32* fragment, int, int k) {
+    auto query = [&](u32* fragment, int, int k, int lane) {
         if constexpr (KEEP_QUERIES) {
 #pragma unroll
             for (int i = 0; i < 4; i++) fragment[i] = kept[k][i];

@@ -78,43 +78,56 @@ INSTANCES += [(*pair, 64) for pair in PAIRS[1:]] + [(BF16, E4M3, 80), (BF16, E4M
 
 @pytest.mark.parametrize(("dtype", "cache_dtype", "head_dim"), INSTANCES, ids=str)
 def test_variants(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> None:
-    """Every head size, every pair of types: short and long, plain and with all options."""
+    """Every head size, every pair of types: decode and mixed batches, plain and with all options."""
     shape = Shape(num_heads=6, num_kv_heads=2, head_dim=head_dim, v_head_dim=head_dim)
-    paged = batch_of([(0, 1), (40, 41), (0, 0), (LONGEST - 2, LONGEST)], shape, dtype, padding=2)
     device = EmulatedDevice(order=ORDERS[2])
-    check(device, paged, Options(), cache_dtype)
-    check(device, paged, everything(6, dtype), cache_dtype)
+    for spans in (
+        [(0, 1), (40, 41), (0, 0), (LONGEST - 2, LONGEST)],
+        [(0, 60), (0, 0), (399, 400), (130, 240)],
+    ):
+        paged = batch_of(spans, shape, dtype, padding=2)
+        check(device, paged, Options(), cache_dtype)
+        check(device, paged, everything(6, dtype), cache_dtype)
 
 
 @st.composite
-def decode_spans(draw: st.DrawFn, most: int) -> tuple[int, int]:
-    queries = draw(st.integers(0, most))
-    return (start := draw(st.integers(0, LONGEST - most))), start + queries
+def batches(draw: st.DrawFn, most_queries: int) -> tuple[Paged, Options, torch.dtype]:
+    """A batch, options, and the dtype of the cache. 0 most queries stands for what decode serves."""
+    kv_heads, group = draw(st.sampled_from([(4, 1), (2, 4), (1, 7), (1, 16), (1, 20)]))
+    heads = kv_heads * group
+    most = most_queries or max(1, attention.TILE_ROWS // group)
+    spans = []
+    for _ in range(draw(st.integers(1, 4))):
+        queries = draw(st.integers(0, most) | st.just(1))
+        start = draw(st.integers(0, LONGEST - queries) | st.just(0))
+        spans.append((start, start + queries))
+    dtype, cache_dtype = draw(st.sampled_from([(BF16, BF16), (FP16, E4M3)]))
+    options = Options(
+        window=draw(st.none() | st.integers(1, LONGEST)),
+        softcap=draw(st.none() | st.floats(1, 50)),
+        sinks=draw(st.sampled_from([None, torch.linspace(-3, 5, heads)])),
+        alibi=draw(st.sampled_from([None, torch.logspace(-3, -1, heads)])),
+    )
+    shape = Shape(heads, kv_heads, 64, 64, draw(st.sampled_from(attention.BLOCK_SIZES)))
+    paged = batch_of(spans, shape, dtype, draw(st.integers(0, 3)), draw(st.integers(0, 1000)))
+    return paged, options, cache_dtype
+
+
+devices = st.builds(EmulatedDevice, order=st.sampled_from(ORDERS), multiprocessors=st.integers(1, 9))
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(st.data())
-def test_decode(data: st.DataObject) -> None:
+@given(devices, batches(0))
+def test_decode(device: EmulatedDevice, batch: tuple[Paged, Options, torch.dtype]) -> None:
     """Ragged lengths, several tokens at once as in speculation, no tokens, padding; MHA, GQA, MQA, in any order."""
-    kv_heads, group = data.draw(st.sampled_from([(4, 1), (2, 4), (1, 7), (1, 16), (1, 20)]))
-    heads = kv_heads * group
-    most = max(1, attention.TILE_ROWS // group)
-    spans = data.draw(st.lists(decode_spans(most), min_size=1, max_size=4))
-    dtype, cache_dtype = data.draw(st.sampled_from([(BF16, BF16), (FP16, E4M3)]))
-    block_size = data.draw(st.sampled_from(attention.BLOCK_SIZES))
-    options = Options(
-        window=data.draw(st.none() | st.integers(1, LONGEST)),
-        softcap=data.draw(st.none() | st.floats(1, 50)),
-        sinks=data.draw(st.sampled_from([None, torch.linspace(-3, 5, heads)])),
-        alibi=data.draw(st.sampled_from([None, torch.logspace(-3, -1, heads)])),
-    )
-    shape = Shape(heads, kv_heads, 64, 64, block_size)
-    padding, seed = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 1000))
-    paged = batch_of(spans, shape, dtype, padding, seed)
-    device = EmulatedDevice(
-        order=data.draw(st.sampled_from(ORDERS)), multiprocessors=data.draw(st.integers(1, 9))
-    )
-    check(device, paged, options, cache_dtype)
+    check(device, *batch)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(devices, batches(200))
+def test_mixed(device: EmulatedDevice, batch: tuple[Paged, Options, torch.dtype]) -> None:
+    """Prompts and chunks of them beside decode."""
+    check(device, *batch)
 
 
 def test_an_empty_batch_is_padding() -> None:
