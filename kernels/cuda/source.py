@@ -4,6 +4,7 @@ import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ class Variant:
     """One instance of a kernel template. It takes one parameter, a struct by value."""
 
     source: str
-    """File in this folder."""
+    """File in this folder, or with a path."""
     name: str
     """As C++ names it, `rms_norm<bf16, 8>`."""
     parameters: str
@@ -34,7 +35,7 @@ class Variant:
 
 @functools.cache
 def read_source(name: str) -> tuple[tuple[str, str], ...]:
-    """A source and all that it includes, as (file, text), itself first, each once."""
+    """A source and all that it includes, as (file, text), itself first, each once. Includes are in this folder."""
     texts = {name: (HERE / name).read_text()}
     waiting = [name]
     while waiting:
@@ -58,7 +59,7 @@ def parameter_dtype(source: str, struct: str) -> np.dtype[np.void]:
     found = re.search(rf"^struct {struct} \{{\n(.*?)^\}};", text, re.MULTILINE | re.DOTALL)
     if found is None:
         raise ValueError(f"{source} declares no struct {struct}")
-    fields: list[tuple[str, np.dtype[np.generic]]] = []
+    fields: list[tuple[str, Any]] = []
     for declaration in re.sub(r"//.*", "", found[1]).split(";"):
         if not (declaration := declaration.strip()):
             continue

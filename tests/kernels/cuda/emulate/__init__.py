@@ -2,5 +2,6 @@
 
 from tests.kernels.cuda.emulate.device import ORDERS, EmulatedDevice, EmulationError
 from tests.kernels.cuda.emulate.library import Edit
+from tests.kernels.cuda.emulate.memory import guarded
 
-__all__ = ["ORDERS", "Edit", "EmulatedDevice", "EmulationError"]
+__all__ = ["ORDERS", "Edit", "EmulatedDevice", "EmulationError", "guarded"]

@@ -42,7 +42,8 @@ def load(variant: Variant, edits: tuple[Edit, ...] = (), arch: int = 900) -> cty
         if texts[edit.file].count(edit.old) != 1:
             raise ValueError(f"{edit.file} has {texts[edit.file].count(edit.old)} times {edit.old!r}")
         texts[edit.file] = texts[edit.file].replace(edit.old, edit.new)
-    includes = f'#include "{HEADER.name}"\n#include "{variant.source}"\n'
+    texts["kernel.cu"] = texts.pop(variant.source)
+    includes = f'#include "{HEADER.name}"\n#include "kernel.cu"\n'
     texts |= {HEADER.name: HEADER.read_text(), "main.cpp": f"{includes}EMULATED_KERNEL({variant.name})\n"}
     return ctypes.CDLL(str(_compile(texts, [*FLAGS, f"-D__CUDA_ARCH__={arch}"])))
 
