@@ -10,7 +10,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -122,7 +122,7 @@ def compile_variant(variant: Variant, arch: str) -> Cubin:
         return _read(file)
     except (OSError, ValueError):  # not there, or cut short by a full disk
         pass
-    cubin = _compile(variant, variant.needs or arch)
+    cubin = compile_anew(variant, arch)
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent, prefix="build-") as directory:
         written = Path(directory) / file.name
@@ -133,10 +133,38 @@ def compile_variant(variant: Variant, arch: str) -> Cubin:
     return cubin
 
 
+def compile_anew(variant: Variant, arch: str) -> Cubin:
+    """A variant for an architecture (`sm_90`), whatever is in the cache.
+
+    Raises:
+        CompileError: see `compile_variant`.
+    """
+    compiler, arch = nvrtc(), variant.needs or arch
+    (_, text), *headers = read_source(variant.source)
+    program = compiler.createProgram(
+        text,
+        variant.source,
+        [header.encode() for _, header in headers],
+        [name.encode() for name, _ in headers],
+    )
+    try:
+        compiler.addNameExpression(program, variant.name)
+        try:
+            compiler.compileProgram(program, (f"-arch={arch}", *OPTIONS))
+        except compiler.NVRTCError as error:
+            log = compiler.getProgramLog(program)
+            raise CompileError(f"{variant.name} for {arch}: {error}\n{log}") from error
+        symbol = compiler.getLoweredName(program, variant.name)
+        image = compiler.getCUBIN(program) + b"\0"  # CuPy takes the last byte for a string's end
+        return Cubin(symbol, *_resources(compiler.getProgramLog(program), symbol), image)
+    finally:
+        compiler.destroyProgram(program)
+
+
 def build(
     variants: Sequence[Variant],
     arch: str,
-    progress: Callable[[int, int, Variant], None] | None = None,
+    progress: Callable[[int, int, Variant], object] | None = None,
     num_threads: int | None = None,
 ) -> dict[Variant, Cubin]:
     """Compile variants for an architecture, several at a time.
@@ -161,11 +189,6 @@ def build(
         pool.shutdown(cancel_futures=True)
 
 
-def fits(cubins: Iterable[Cubin]) -> bool:
-    """Whether no variant needs local memory or spills registers."""
-    return all(cubin.local_bytes == cubin.spilled_bytes == 0 for cubin in cubins)
-
-
 def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 
@@ -181,29 +204,6 @@ def _read(file: Path) -> Cubin:
     if fields.pop("size") != len(image):
         raise ValueError(f"{file} is cut short")
     return Cubin(**fields, image=image)
-
-
-def _compile(variant: Variant, arch: str) -> Cubin:
-    compiler = nvrtc()
-    (_, text), *headers = read_source(variant.source)
-    program = compiler.createProgram(
-        text,
-        variant.source,
-        [header.encode() for _, header in headers],
-        [name.encode() for name, _ in headers],
-    )
-    try:
-        compiler.addNameExpression(program, variant.name)
-        try:
-            compiler.compileProgram(program, (f"-arch={arch}", *OPTIONS))
-        except compiler.NVRTCError as error:
-            log = compiler.getProgramLog(program)
-            raise CompileError(f"{variant.name} for {arch}: {error}\n{log}") from error
-        symbol = compiler.getLoweredName(program, variant.name)
-        image = compiler.getCUBIN(program) + b"\0"  # CuPy takes the last byte for a string's end
-        return Cubin(symbol, *_resources(compiler.getProgramLog(program), symbol), image)
-    finally:
-        compiler.destroyProgram(program)
 
 
 def _resources(log: str, symbol: str) -> tuple[int, int, int]:

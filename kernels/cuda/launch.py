@@ -114,7 +114,7 @@ class CudaDevice:
         return cls((facts.major, facts.minor), facts.multi_processor_count, CupyDriver(index))
 
     def load(
-        self, variants: Sequence[Variant], progress: Callable[[int, int, Variant], None] | None = None
+        self, variants: Sequence[Variant], progress: Callable[[int, int, Variant], object] | None = None
     ) -> None:
         """Compile and load variants ahead of their first launch; nothing may be loaded while a graph is captured.
 

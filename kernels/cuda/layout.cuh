@@ -16,5 +16,5 @@ constexpr int CHUNK_BYTES = 16;
 __device__ __forceinline__ constexpr int swizzle(int chunks, int row, int chunk) {
     const int power = chunks & -chunks;
     const int p = power > 8 ? 8 : power;
-    return chunk ^ (row / (8 / p) & (p - 1));
+    return (chunk & -p) + (chunk & (p - 1) ^ row / (8 / p) & (p - 1));  // few different numbers for all of a row
 }

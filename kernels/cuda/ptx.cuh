@@ -139,6 +139,22 @@ template <> DEVICE u32 pack<fp16>(float first, float second) {
 
 #endif
 
+// The products of two pairs. Subnormal numbers are kept.
+template <class T>
+DEVICE u32 multiply_pairs(u32 x, u32 y) {
+#ifdef EMULATED
+    const float2 a = unpack<T>(x), b = unpack<T>(y);
+    return pack<T>(a.x * b.x, a.y * b.y);
+#else
+    u32 pair;
+    if constexpr (is_same<T, bf16>)
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(x), "r"(y), "r"(0x80008000u));  // - 0
+    else
+        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(x), "r"(y));
+    return pair;
+#endif
+}
+
 // Two fp8, in the lower 16 bits of `two`, as a pair of 16-bit floats. Exact: both hold every value of an fp8.
 template <class T, class F8>
 DEVICE u32 widen(u32 two) {
@@ -169,6 +185,14 @@ DEVICE float tanh_approx(float x) {
     asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 #endif
+}
+
+// x, but the compiler does not know: what follows from it is computed anew, not kept in registers through a loop.
+DEVICE int opaque(int x) {
+#ifndef EMULATED
+    asm volatile("" : "+r"(x));
+#endif
+    return x;
 }
 
 // ---------------------------------------------------------------- tensor cores: m16n8k16
