@@ -58,6 +58,8 @@ class Kernels(Protocol):
 
     def only_allowed(self, x: Tensor, allowed: Tensor) -> Tensor: ...
 
+    def token_masses(self, depths: Tensor) -> Tensor: ...
+
 
 def implementation_for(*tensors: Tensor) -> Kernels:
     """The fastest implementation for tensors on this device and of these dtypes. None of them keeps gradients.
