@@ -113,6 +113,10 @@ class CudaKernels:
         """See `pagewire.kernels.sampling.only_allowed`."""
         return reference.only_allowed(x, allowed)
 
+    def token_masses(self, depths: Tensor) -> Tensor:
+        """See `pagewire.kernels.sampling.token_masses`."""
+        return reference.token_masses(depths)
+
     def _run_layers(
         self,
         layers: "Sequence[Layer]",
