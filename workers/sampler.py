@@ -49,6 +49,11 @@ NOTHING_LEFT = (
 )
 
 
+def unusable(peak: float) -> str:
+    """What is said of a row whose largest logit is not finite."""
+    return f"the model gave logits that cannot be sampled: the largest is {peak}"
+
+
 @dataclass
 class SampleOutput:
     """One token per row; by row, the log probabilities where asked for, and what went wrong.
@@ -145,7 +150,7 @@ def sample(
         elif masked and peak == -math.inf:
             output.errors[row] = NOTHING_LEFT
         else:
-            output.errors[row] = f"the model gave logits that cannot be sampled: the largest is {peak}"
+            output.errors[row] = unusable(peak)
     step = max(1, CHUNK // logits.shape[1])
     for (stages, masked), group in groups.items():
         for start in range(0, len(group), step):

@@ -94,6 +94,24 @@ Found largest(const T* x, int64_t size) {
   return best;
 }
 
+// exp(-depth) times 2^44, in operations rounded one by one: the same bits on every device.
+INLINE Floats scaled_probability(Floats depth) {
+  depth = min(depth, broadcast(32.0f));
+  const Floats magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
+  const Floats shifted = depth * broadcast(1.44269504f) + magic;
+  const Floats n = shifted - magic;
+  const Floats r = (n * broadcast(0.693359375f) - depth) + n * broadcast(-2.12194440e-4f);
+  Floats p = broadcast(1.9875691500e-4f);  // Cephes' polynomial for (e^r - 1 - r) / r^2
+  p = p * r + broadcast(1.3981999507e-3f);
+  p = p * r + broadcast(8.3334519073e-3f);
+  p = p * r + broadcast(4.1665795894e-2f);
+  p = p * r + broadcast(1.6666665459e-1f);
+  p = p * r + broadcast(5.0000001201e-1f);
+  p = (p * (r * r) + r) + broadcast(1.0f);
+  const Words exponent = uint32_t(127 + 44) - (bit_cast<Words>(shifted) - bit_cast<Words>(magic));
+  return p * bit_cast<Floats>(exponent << 23);
+}
+
 }  // namespace
 
 // x [rows, size], rows row_stride apart; allowed [rows, ceil(size / 32)] or null; values and ids [rows].
@@ -126,5 +144,17 @@ EXPORT void pagewire_only_allowed(const void* x, const uint32_t* allowed, float*
                            return true;
                          });
     });
+  });
+}
+
+// depths, masses [size].
+EXPORT void pagewire_token_masses(const float* depths, int64_t* masses, int64_t size, int32_t num_threads) {
+  parallel_for((size + kBlock - 1) / kBlock, num_threads, [&](int64_t block) {
+    const int64_t end = size < (block + 1) * kBlock ? size : (block + 1) * kBlock;
+    for (int64_t i = block * kBlock; i < end; i += kLanes) {
+      const int64_t left = end - i;
+      const Floats p = scaled_probability(left >= kLanes ? load(depths + i) : load(depths + i, left));
+      for (int lane = 0; lane < (left < kLanes ? int(left) : kLanes); ++lane) masses[i + lane] = int64_t(p[lane]);
+    }
   });
 }

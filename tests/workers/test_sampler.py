@@ -16,6 +16,7 @@ from transformers.generation import logits_process as hf
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.messages import Masks
 from pagewire.ipc.params import SamplingParams
+from pagewire.kernels import reference
 from pagewire.workers import masses as m
 from pagewire.workers import sampler
 from pagewire.workers.masks import TokenMasks
@@ -78,7 +79,7 @@ def survivors(x: list[float], params: SamplingParams) -> dict[int, int]:
     """Mass by token id, of what the truncations leave."""
     peak = max(x)
     depths = (peak - torch.tensor(x)) / params.temperature
-    masses = [int(v) for v in (torch.exp(-depths) * 2.0**44).tolist()]
+    masses = reference.token_masses(depths).tolist()
     order = sorted(range(len(x)), key=lambda i: (-x[i], i))
     order = [i for i in order if masses[i] > 0 and masses[i] >= params.min_p * 2**44]
     if params.top_k:

@@ -1,0 +1,261 @@
+"""`pagewire doctor`: whether CUDA kernels can run here, and if not, what to do."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MARKS = {True: "ok", False: "FAIL", None: "-"}
+
+
+class Finding(NamedTuple):
+    """What one check found."""
+
+    good: bool | None
+    """None: it does not matter, or could not be tried."""
+    text: str
+
+
+class CheckError(Exception):
+    """What is wrong, and what to do about it."""
+
+
+def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "doctor",
+        help="check whether CUDA kernels can run here",
+        description="Check the driver, CuPy, NVRTC and CUDA's headers, compile a kernel and launch it on every GPU."
+        " Exit status 0 if CUDA kernels can run here, else 1.",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print one line per check."""
+    results = []
+    for name, check in CHECKS.items():
+        try:
+            findings = list(check())
+        except CheckError as error:
+            findings = [Finding(False, str(error))]
+        for finding in findings:
+            first, *more = finding.text.splitlines()
+            print(f"{MARKS[finding.good]:4}  {name:8}  {first}")
+            for line in more:
+                print(f"{'':16}{line}")
+        results += findings
+    healthy = all(finding.good is not False for finding in results)
+    if healthy:
+        print("CUDA kernels can run here.")
+    else:
+        print("CUDA kernels cannot run here: see FAIL above. The CPU is served without them.")
+    return 0 if healthy else 1
+
+
+def check_driver() -> Iterator[Finding]:
+    """The driver, asked without CuPy or torch."""
+    major, minor = driver_version()
+    yield Finding(True, f"serves CUDA {major}.{minor}")
+
+
+def driver_version() -> tuple[int, int]:
+    """The CUDA version that the driver serves.
+
+    Raises:
+        CheckError: there is no driver, or it sees no device.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        raise CheckError(
+            "no NVIDIA driver (libcuda.so.1): install one, or give the container its GPUs"
+        ) from None
+    if error := driver.cuInit(0):
+        raise CheckError(
+            f"the driver does not start (cuInit: error {error}): is there a GPU, and may we use it?"
+        )
+    version = ctypes.c_int()
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def check_torch() -> Iterator[Finding]:
+    """PyTorch, which owns the memory and the streams."""
+    import torch
+
+    if torch.version.cuda is None:
+        raise CheckError(f"{torch.__version__} is built without CUDA: install one that is, from pytorch.org")
+    if not torch.cuda.is_available():
+        raise CheckError(f"{torch.__version__} for CUDA {torch.version.cuda} sees no device")
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        memory = f"{facts.total_memory / 2**30:.0f} GiB"
+        text = f"{torch.__version__}, cuda:{index}: {facts.name}, sm_{facts.major}{facts.minor}, {memory}"
+        yield Finding(True, text)
+
+
+def check_cupy() -> Iterator[Finding]:
+    """CuPy, which loads and launches."""
+    try:
+        import cupy
+    except ImportError as error:
+        from pagewire.kernels.cuda.compile import install_command
+
+        raise CheckError(f"not there ({error}):\n{install_command()}") from None
+    cuda = cupy.cuda.runtime.runtimeGetVersion()
+    yield Finding(True, f"{cupy.__version__} for CUDA {cuda // 1000}")
+
+
+def check_nvrtc() -> Iterator[Finding]:
+    """The compiler, and whether the driver runs what it makes."""
+    try:
+        import cupy  # noqa: F401
+    except ImportError:
+        yield Finding(None, "not tried: no CuPy")
+        return
+    major, minor = compiler_version()
+    text = f"{major}.{minor}"
+    try:
+        driver = driver_version()
+    except CheckError:
+        yield Finding(True, text)
+        return
+    if driver[0] < major:
+        from pagewire.kernels.cuda.compile import install_command
+
+        raise CheckError(
+            f"{text}, but the driver serves CUDA {driver[0]}.{driver[1]} only:\n{install_command(driver[0])}"
+        )
+    yield Finding(True, text)
+
+
+def compiler_version() -> tuple[int, int]:
+    """NVRTC's.
+
+    Raises:
+        CheckError: it is missing, or another than CuPy's.
+    """
+    from pagewire.kernels.cuda import compile
+
+    try:
+        version: tuple[int, int] = compile.nvrtc().getVersion()
+    except compile.CompileError as error:
+        raise CheckError(str(error)) from None
+    return version
+
+
+def check_headers() -> Iterator[Finding]:
+    """CUDA's headers. Our kernels need none; CuPy's own do."""
+    try:
+        from cuda.pathfinder import (  # type: ignore[import-not-found, unused-ignore]
+            find_nvidia_header_directory,
+        )
+    except ImportError:
+        yield Finding(None, "not looked for: no cuda-pathfinder (our kernels need none)")
+        return
+    folder = find_nvidia_header_directory("cudart")
+    if folder is None:
+        yield Finding(None, "none (our kernels need none)")
+        return
+    header = Path(folder) / "cuda_runtime_api.h"
+    found = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", header.read_text()) if header.exists() else None
+    version = f"{int(found[1]) // 1000}.{int(found[1]) % 1000 // 10}" if found else "of unknown version"
+    text = f"{version} in {folder} (our kernels need none)"
+    try:
+        wanted = compiler_version()
+    except CheckError:
+        wanted = None
+    if found and wanted and int(found[1]) // 1000 != wanted[0]:
+        text += f"\nthey do not match NVRTC: pip install 'cuda-toolkit[cudart]=={wanted[0]}.*'"
+    yield Finding(None, text)
+
+
+def check_compile() -> Iterator[Finding]:
+    """A kernel, compiled anew for every kind of GPU here, or for sm_90."""
+    import tempfile
+
+    import torch
+
+    from pagewire.kernels.cpu.build import cache_directory
+    from pagewire.kernels.cuda import compile
+    from pagewire.kernels.cuda.gates import variants
+
+    try:
+        compile.nvrtc()
+    except compile.CompileError:
+        yield Finding(None, "not tried: no compiler")
+        return
+    count = torch.cuda.device_count()
+    capabilities = {torch.cuda.get_device_capability(index) for index in range(count)} or {(9, 0)}
+    for capability in sorted(capabilities):
+        try:
+            arch = compile.architecture(capability)
+            cubin = compile.compile_anew(variants()[0], arch)
+        except compile.CompileError as error:
+            raise CheckError(str(error)) from None
+        size = f"{len(cubin.image)} bytes, {cubin.registers} registers"
+        yield Finding(True, f"{variants()[0].name} for {arch}: {size}")
+    try:
+        folder = cache_directory()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise CheckError(f"the cache cannot be written: {error}; set PAGEWIRE_CACHE_ROOT") from None
+
+
+def check_launch() -> Iterator[Finding]:
+    """A kernel on every GPU, against PyTorch on the CPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        yield Finding(None, "not tried: no device")
+        return
+    from pagewire.kernels import reference
+    from pagewire.kernels.cuda.compile import CompileError
+
+    x = torch.randn(64, 2048).bfloat16()
+    expected = reference.silu_and_mul(x)
+    for index in range(torch.cuda.device_count()):
+        try:
+            found = silu_and_mul_on(index, x)
+        except CompileError:
+            yield Finding(None, "not tried: no compiler")
+            return
+        except Exception as error:  # of CuPy, the driver or torch: whatever it is, we are here to tell it
+            raise CheckError(f"cuda:{index}: {type(error).__name__}: {error}") from None
+        if not torch.allclose(found.float(), expected.float(), rtol=2**-6, atol=1e-5):
+            raise CheckError(
+                f"cuda:{index}: a wrong result: the device, its driver or the compiler is broken"
+            )
+        yield Finding(True, f"cuda:{index}: silu and mul of {tuple(x.shape)}, equal to PyTorch's")
+
+
+def silu_and_mul_on(index: int, x: Tensor) -> Tensor:
+    """Of a tensor on the CPU, by the device `cuda:index`."""
+    import torch
+
+    from pagewire.kernels.cuda.gates import activate_and_mul
+    from pagewire.kernels.cuda.launch import CudaDevice
+
+    with torch.cuda.device(index):
+        return activate_and_mul(CudaDevice.at(index), x.to(f"cuda:{index}"), "silu").cpu()
+
+
+CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {
+    "driver": check_driver,
+    "torch": check_torch,
+    "cupy": check_cupy,
+    "nvrtc": check_nvrtc,
+    "headers": check_headers,
+    "compile": check_compile,
+    "launch": check_launch,
+}

@@ -1,0 +1,399 @@
+// What decode and prefill attention have in common: from pages to fragments, one step of the softmax, the sums.
+//
+// The query heads that share a KV head are packed: row r of a request is its query token r / group, head r % group
+// of the KV head's own. A warp holds one or more tiles of 16 rows, and takes 16 keys or more at each step: it
+// multiplies rows by keys, folds the logits into a running softmax, and adds the weighted values, all in registers.
+#pragma once
+
+#include "ptx.cuh"
+#include "layout.cuh"
+
+// One launch. Strides count elements.
+struct AttentionParameters {
+    void* out;                 // [tokens, heads, D], contiguous
+    const void* q;             // [tokens, heads, D]
+    const u8* k;               // [blocks, kv_heads, block_size, D], as layout.cuh says
+    const u8* v;               // likewise
+    const int* query_starts;   // [requests + 1]
+    const int* lengths;        // [requests]
+    const int* block_table;    // [requests, table_width]
+    const void* sinks;         // [heads] or null
+    const void* alibi;         // [heads] or null
+    float* partial_out;        // decode: [requests, row tiles, splits, 16, D]
+    float2* partial_sums;      // decode: [requests, row tiles, splits, 16], maximum and sum
+    u32* arrivals;             // decode: [requests, row tiles], all 0 before and after
+    i64 q_token_stride;
+    i64 q_head_stride;
+    int tokens;                // rows of q and out; those beyond the last request's are padding
+    int requests;
+    int heads;
+    int kv_heads;
+    int block_shift;           // log2 of block_size
+    int table_width;
+    int window;                // keys that a query sees, its own included
+    int short_queries;         // requests of at most so many query tokens are decode's, the others prefill's
+    int sinks_are_float;       // or of q's type
+    int alibi_is_float;
+    float scale;
+    float softcap;             // 0: none
+};
+
+#define MINUS_INFINITY __uint_as_float(0xff800000u)
+constexpr int PAGE_ROWS = 16;  // copied at once: every block size is a multiple
+
+// What a kernel is compiled for. M tiles of 16 rows per warp, KEYS keys at each step.
+template <class Type, class Cache, int HEAD_DIM, int TILES, int STEP>
+struct Shape {
+    using T = Type;
+    using KV = Cache;
+    static constexpr int D = HEAD_DIM, M = TILES, KEYS = STEP;
+    static constexpr bool NARROW = is_fp8<KV>;
+    static constexpr int GROUP = NARROW ? 32 : 16;  // keys whose fragments one ldmatrix loads
+    static constexpr int Q_CHUNKS = D * 2 / CHUNK_BYTES, CHUNKS = D * int(sizeof(KV)) / CHUNK_BYTES;
+    static constexpr int ROW_BYTES = CHUNKS * CHUNK_BYTES;
+    static_assert(D % 16 == 0 && KEYS % GROUP == 0);
+};
+
+// ---------------------------------------------------------------- fp8 to 16 bits
+
+// The four fp8 of a word as two pairs: elements 0 and 2, elements 1 and 3. Sign and magnitude are moved to where T
+// has them; the product makes up for T's larger exponent bias. Exact, subnormal numbers included.
+template <class T, class F8> DEVICE void widen_word(u32 word, u32& even, u32& odd) {
+    constexpr int MANTISSA = is_same<T, bf16> ? 7 : 10, F8_MANTISSA = is_same<F8, e4m3> ? 3 : 2;
+    constexpr int BIAS = is_same<T, bf16> ? 127 : 15, F8_BIAS = is_same<F8, e4m3> ? 7 : 15;
+    constexpr int UP = MANTISSA - F8_MANTISSA;
+    constexpr u32 SIGNS = 0x80008000u, MAGNITUDES = (0x7fu << UP) * 0x00010001u;
+    even = (word << 8 & SIGNS) | (word << UP & MAGNITUDES);
+    odd = (word & SIGNS) | (word >> (8 - UP) & MAGNITUDES);
+    if constexpr (BIAS != F8_BIAS) {
+        constexpr u32 FACTOR = u32(2 * BIAS - F8_BIAS) << MANTISSA;
+        even = multiply_pairs<T>(even, FACTOR * 0x00010001u);
+        odd = multiply_pairs<T>(odd, FACTOR * 0x00010001u);
+    }
+}
+
+// ---------------------------------------------------------------- from pages to shared memory
+
+// The block that holds a request's PAGE_ROWS tokens from `token` on; 0 if none of them is in [begin, end).
+DEVICE int find_block(const AttentionParameters& a, int request, int token, int begin, int end) {
+    if (token + PAGE_ROWS <= begin || token >= end) return 0;
+    return __ldg(a.block_table + i64(request) * a.table_width + (token >> a.block_shift));
+}
+
+// A warp copies the PAGE_ROWS rows from `token` on, which are in `block`. Those of tokens not in [begin, end) become
+// zeros, for what the page holds there may be anything, and a weight of 0 does not make it 0.
+template <class S>
+DEVICE void copy_rows(u8* target, const u8* cache, const AttentionParameters& a, int kv_head, int block, int token,
+                      int begin, int end, int lane) {
+    const i64 row = ((i64(block) * a.kv_heads + kv_head) << a.block_shift) + (token & ((1 << a.block_shift) - 1));
+    const u8* source = cache + row * S::ROW_BYTES + lane * CHUNK_BYTES;
+    target += lane * CHUNK_BYTES;
+    const int skipped = max(begin - token, 0), last = min(end - token, PAGE_ROWS);
+    const u32 first = skipped * S::CHUNKS - lane, wanted = max(last - skipped, 0) * S::CHUNKS;
+#pragma unroll
+    for (int i = 0; i < PAGE_ROWS * S::CHUNKS; i += 32)
+        if (i + 32 <= PAGE_ROWS * S::CHUNKS || i + lane < PAGE_ROWS * S::CHUNKS)
+            copy_async_16(target + i * CHUNK_BYTES, source + i * CHUNK_BYTES, u32(i) - first < wanted);
+}
+
+// ---------------------------------------------------------------- queries
+
+// A request's queries of one KV head, as rows.
+struct Queries {
+    int request, kv_head, group, start, length, rows, position;  // position of the first query
+
+    DEVICE Queries(const AttentionParameters& a, int request, int kv_head)
+        : request(request), kv_head(kv_head), group(a.heads / a.kv_heads), start(__ldg(a.query_starts + request)) {
+        const int queries = __ldg(a.query_starts + request + 1) - start;
+        length = __ldg(a.lengths + request);
+        rows = queries * group;
+        position = length - queries;
+    }
+    DEVICE int position_of(int row) const { return position + row / group; }
+    DEVICE int head_of(int row) const { return kv_head * group + row % group; }
+    DEVICE int token_of(int row) const { return start + row / group; }
+};
+
+// Copies rows `first` to `first + count` into shared memory, swizzled; rows beyond the last become zeros. With fp8
+// keys the elements of 16 trade places as widen_word has them trade theirs: the dot product is the same.
+template <class S>
+DEVICE void load_queries(u8* target, const AttentionParameters& a, const Queries& queries, int first, int count,
+                         int thread, int threads) {
+    const u16* q = static_cast<const u16*>(a.q);
+    for (int i = thread; i < count * (S::D / 16); i += threads) {
+        const int tile_row = i / (S::D / 16), part = i % (S::D / 16), row = first + tile_row;
+        uint4 x = make_uint4(0, 0, 0, 0), y = x;
+        if (row < queries.rows) {
+            const uint4* source = reinterpret_cast<const uint4*>(
+                q + queries.token_of(row) * a.q_token_stride + queries.head_of(row) * a.q_head_stride + part * 16);
+            x = source[0];
+            y = source[1];
+        }
+        if constexpr (S::NARROW) {
+            const uint4 even = make_uint4((x.x & 0xffff) | x.y << 16, (x.z & 0xffff) | x.w << 16,
+                                          (y.x & 0xffff) | y.y << 16, (y.z & 0xffff) | y.w << 16);
+            y = make_uint4(x.x >> 16 | (x.y & 0xffff0000u), x.z >> 16 | (x.w & 0xffff0000u),
+                           y.x >> 16 | (y.y & 0xffff0000u), y.z >> 16 | (y.w & 0xffff0000u));
+            x = even;
+        }
+        uint4* row_chunks = reinterpret_cast<uint4*>(target) + tile_row * S::Q_CHUNKS;
+        row_chunks[swizzle(S::Q_CHUNKS, tile_row, 2 * part)] = x;
+        row_chunks[swizzle(S::Q_CHUNKS, tile_row, 2 * part + 1)] = y;
+    }
+}
+
+// The fragment of 16 rows, elements 16 k and on.
+template <class S> DEVICE void query_fragment(u32 a[4], const u8* queries, int first_row, int k, int lane) {
+    const int row = first_row + (lane & 15), chunk = 2 * k + (lane >> 4);
+    ldmatrix_x4(a, queries + (row * S::Q_CHUNKS + swizzle(S::Q_CHUNKS, row, chunk)) * CHUNK_BYTES);
+}
+
+// ---------------------------------------------------------------- keys and values
+
+// Of GROUP keys, elements 16 k and on: the fragments for each 8 keys.
+template <class S>
+DEVICE void key_fragments(u32 (&b)[S::GROUP / 8][2], const u8* keys, int first_row, int k, int lane) {
+    u32 loaded[4];
+    if constexpr (S::NARROW) {
+        const int row = first_row + lane;
+        ldmatrix_x4(loaded, keys + (row * S::CHUNKS + swizzle(S::CHUNKS, row, k)) * CHUNK_BYTES);
+#pragma unroll
+        for (int n = 0; n < 4; n++) widen_word<typename S::T, typename S::KV>(loaded[n], b[n][0], b[n][1]);
+    } else {
+        const int row = first_row + (lane >> 4) * 8 + (lane & 7), chunk = 2 * k + (lane >> 3 & 1);
+        ldmatrix_x4(loaded, keys + (row * S::CHUNKS + swizzle(S::CHUNKS, row, chunk)) * CHUNK_BYTES);
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            b[n][0] = loaded[2 * n];
+            b[n][1] = loaded[2 * n + 1];
+        }
+    }
+}
+
+// Of the values of GROUP keys, elements 16 j and on: for each 16 keys the fragments of two sets of 8 elements. The
+// sets are the lower and the upper half, or with fp8 the even and the odd elements.
+template <class S>
+DEVICE void value_fragments(u32 (&b)[S::GROUP / 16][2][2], const u8* values, int first_row, int j, int lane) {
+    u32 loaded[4];
+    if constexpr (S::NARROW) {
+        const int row = first_row + lane;
+        ldmatrix_x4_transposed(loaded, values + (row * S::CHUNKS + swizzle(S::CHUNKS, row, j)) * CHUNK_BYTES);
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+            widen_word<typename S::T, typename S::KV>(loaded[n], b[n / 2][0][n % 2], b[n / 2][1][n % 2]);
+    } else {
+        const int row = first_row + (lane & 15), chunk = 2 * j + (lane >> 4);
+        ldmatrix_x4_transposed(loaded, values + (row * S::CHUNKS + swizzle(S::CHUNKS, row, chunk)) * CHUNK_BYTES);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            b[0][half][0] = loaded[2 * half];
+            b[0][half][1] = loaded[2 * half + 1];
+        }
+    }
+}
+
+// Which element of a row a lane's out[2 j + half][.. i] is.
+template <class S> DEVICE constexpr int out_element(int j, int half, int i, int lane) {
+    return 16 * j + (S::NARROW ? 4 * (lane & 3) + 2 * i + half : 8 * half + 2 * (lane & 3) + i);
+}
+
+// ---------------------------------------------------------------- softmax
+
+// The row i of tile m that a lane holds; beyond the last row, the last.
+DEVICE int lane_row(const Queries& queries, int first_row, int m, int i, int lane) {
+    return min(first_row + 16 * m + 8 * i + (lane >> 2), queries.rows - 1);
+}
+
+// What a lane holds of its warp's rows. Of tile m it has rows g and g + 8, g being lane / 4: i = 0 and 1 below.
+template <class S> struct Rows {
+    float out[S::M][S::D / 8][4];  // weighted sums of values
+    float top[S::M][2];            // the largest logit so far
+    float sum[S::M][2];            // of the weights: this lane's share
+
+    DEVICE Rows() {
+#pragma unroll
+        for (int m = 0; m < S::M; m++) {
+#pragma unroll
+            for (int j = 0; j < S::D / 8; j++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) out[m][j][i] = 0.0f;
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                top[m][i] = MINUS_INFINITY;
+                sum[m][i] = 0.0f;
+            }
+        }
+    }
+};
+
+// Element `head` of an array of float or of T.
+template <class T> DEVICE float head_number(const void* array, int is_float, int head) {
+    return is_float ? static_cast<const float*>(array)[head] : to_float(static_cast<const T*>(array)[head]);
+}
+
+// Logits with a softcap or a bias are scaled at once; others stay as they are until they become exponents of 2.
+DEVICE bool is_biased(const AttentionParameters& a) { return a.softcap > 0.0f || a.alibi; }
+DEVICE float exponent_scale(const AttentionParameters& a) { return is_biased(a) ? LOG2_E : a.scale * LOG2_E; }
+
+// softcap * tanh(x / softcap), to about 1e-6 of softcap.
+DEVICE float soft_cap(float x, float softcap) {
+    return softcap - __fdividef(2.0f * softcap, exp2_approx(2.0f * LOG2_E * __fdividef(x, softcap)) + 1.0f);
+}
+
+// The dot products of the warp's rows with KEYS keys. `query(a, m, k, lane)` gives a fragment of tile m.
+template <class S, class Query>
+DEVICE void multiply_keys(float (&logits)[S::M][S::KEYS / 8][4], Query query, const u8* keys, int lane) {
+#pragma unroll
+    for (int m = 0; m < S::M; m++)
+#pragma unroll
+        for (int n = 0; n < S::KEYS / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) logits[m][n][i] = 0.0f;
+#pragma unroll
+    for (int k = 0; k < S::D / 16; k++) {
+        u32 a[S::M][4];
+#pragma unroll
+        for (int m = 0; m < S::M; m++) query(a[m], m, k, lane);
+#pragma unroll
+        for (int first = 0; first < S::KEYS; first += S::GROUP) {
+            u32 b[S::GROUP / 8][2];
+            key_fragments<S>(b, keys, first, k, lane);
+#pragma unroll
+            for (int n = 0; n < S::GROUP / 8; n++)
+#pragma unroll
+                for (int m = 0; m < S::M; m++) mma<typename S::T>(logits[m][first / 8 + n], a[m], b[n]);
+        }
+    }
+}
+
+// Softcap and ALiBi.
+template <class S>
+DEVICE void bias_logits(float (&logits)[S::M][S::KEYS / 8][4], const AttentionParameters& a, const Queries& queries,
+                        int first_row, int first_key, int lane) {
+#pragma unroll
+    for (int m = 0; m < S::M; m++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float slope = 0.0f;
+            int distance = 0;
+            if (a.alibi) {
+                const int row = lane_row(queries, first_row, m, i, lane);
+                slope = head_number<typename S::T>(a.alibi, a.alibi_is_float, queries.head_of(row));
+                distance = first_key + 2 * (lane & 3) - queries.position_of(row);
+            }
+#pragma unroll
+            for (int n = 0; n < S::KEYS / 8; n++)
+#pragma unroll
+                for (int column = 0; column < 2; column++) {
+                    float& logit = logits[m][n][2 * i + column];
+                    logit *= a.scale;
+                    if (a.softcap > 0.0f) logit = soft_cap(logit, a.softcap);
+                    logit += slope * float(distance + 8 * n + column);
+                }
+        }
+}
+
+// Keys after the query, and keys that left its window, count nothing.
+template <class S>
+DEVICE void mask_logits(float (&logits)[S::M][S::KEYS / 8][4], int window, const Queries& queries, int first_row,
+                        int first_key, int lane) {
+#pragma unroll
+    for (int m = 0; m < S::M; m++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int row = lane_row(queries, first_row, m, i, lane);
+            const int last = queries.position_of(row) - first_key - 2 * (lane & 3), first = last - window + 1;
+#pragma unroll
+            for (int n = 0; n < S::KEYS / 8; n++)
+#pragma unroll
+                for (int column = 0; column < 2; column++)
+                    if (8 * n + column < first || 8 * n + column > last) logits[m][n][2 * i + column] = MINUS_INFINITY;
+        }
+}
+
+// Logits become weights, relative to the largest logit so far; what was summed before shrinks accordingly.
+template <class S>
+DEVICE void fold_logits(float (&logits)[S::M][S::KEYS / 8][4], Rows<S>& rows, float scale) {
+#pragma unroll
+    for (int m = 0; m < S::M; m++) {
+        float shrink[2], offset[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float top = rows.top[m][i];
+#pragma unroll
+            for (int n = 0; n < S::KEYS / 8; n++) top = fmaxf(top, fmaxf(logits[m][n][2 * i], logits[m][n][2 * i + 1]));
+            top = max_lanes<4>(top);
+            offset[i] = top == MINUS_INFINITY ? 0.0f : -top * scale;  // no key seen yet: every weight is 2^-inf
+            shrink[i] = exp2_approx(rows.top[m][i] * scale + offset[i]);
+            rows.top[m][i] = top;
+            rows.sum[m][i] *= shrink[i];
+        }
+#pragma unroll
+        for (int n = 0; n < S::KEYS / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                logits[m][n][i] = exp2_approx(logits[m][n][i] * scale + offset[i >> 1]);
+                rows.sum[m][i >> 1] += logits[m][n][i];
+            }
+        if (__any_sync(ALL_LANES, shrink[0] != 1.0f || shrink[1] != 1.0f))
+#pragma unroll
+            for (int j = 0; j < S::D / 8; j++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) rows.out[m][j][i] *= shrink[i >> 1];
+    }
+}
+
+// Adds the values of KEYS keys by their weights.
+template <class S>
+DEVICE void add_values(Rows<S>& rows, const float (&weights)[S::M][S::KEYS / 8][4], const u8* values, int lane) {
+    u32 a[S::M][S::KEYS / 16][4];
+#pragma unroll
+    for (int m = 0; m < S::M; m++)
+#pragma unroll
+        for (int n = 0; n < S::KEYS / 8; n++) {
+            a[m][n / 2][n % 2 * 2] = pack<typename S::T>(weights[m][n][0], weights[m][n][1]);
+            a[m][n / 2][n % 2 * 2 + 1] = pack<typename S::T>(weights[m][n][2], weights[m][n][3]);
+        }
+#pragma unroll
+    for (int first = 0; first < S::KEYS; first += S::GROUP)
+#pragma unroll
+        for (int j = 0; j < S::D / 16; j++) {
+            u32 b[S::GROUP / 16][2][2];
+            value_fragments<S>(b, values, first, j, lane);
+#pragma unroll
+            for (int step = 0; step < S::GROUP / 16; step++)
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+#pragma unroll
+                    for (int m = 0; m < S::M; m++)
+                        mma<typename S::T>(rows.out[m][2 * j + half], a[m][first / 16 + step], b[step][half]);
+        }
+}
+
+// One step: KEYS keys, of which row 0 of `keys` and `values` is `first_key`. `query` as for multiply_keys; `partly`
+// says that some row does not see some key.
+template <class S, class Query>
+DEVICE void attend(Rows<S>& rows, Query query, const u8* keys, const u8* values, const AttentionParameters& a,
+                   const Queries& queries, int first_row, int first_key, bool partly, int lane) {
+    float logits[S::M][S::KEYS / 8][4];
+    multiply_keys<S>(logits, query, keys, opaque(lane));
+    if (is_biased(a)) bias_logits<S>(logits, a, queries, first_row, first_key, opaque(lane));
+    if (partly) mask_logits<S>(logits, a.window, queries, first_row, first_key, opaque(lane));
+    fold_logits<S>(logits, rows, exponent_scale(a));
+    add_values<S>(rows, logits, values, opaque(lane));
+}
+
+// A head's sink, as an exponent of 2; -inf without sinks.
+template <class T> DEVICE float sink_exponent(const AttentionParameters& a, int head) {
+    return a.sinks ? head_number<T>(a.sinks, a.sinks_are_float, head) * LOG2_E : MINUS_INFINITY;
+}
+
+// The tokens beyond the last request's are padding: their rows of `out` become 0. `part` of `parts` of the work.
+template <class S>
+DEVICE void clear_padding(const AttentionParameters& a, int part, int parts, int thread, int threads) {
+    const i64 row_chunks = i64(a.heads) * S::Q_CHUNKS, end = a.tokens * row_chunks;
+    uint4* out = static_cast<uint4*>(a.out);
+    for (i64 i = __ldg(a.query_starts + a.requests) * row_chunks + i64(part) * threads + thread; i < end;
+         i += i64(parts) * threads)
+        out[i] = make_uint4(0, 0, 0, 0);
+}

@@ -1,0 +1,260 @@
+"""Paged attention on a GPU: which kernels serve a batch, and what they are given. See `kernels.attention`."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagewire.kernels.cuda.launch import Device, pack
+from pagewire.kernels.cuda.source import Variant
+from pagewire.kernels.paging import AttentionBatch
+
+__all__ = ["Workspace", "choose_splits", "paged_attention", "variants"]
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 256)
+BLOCK_SIZES = (16, 32, 64)
+TILE_ROWS = 16
+"""Rows of a tile. A row is a query token with one of the query heads that share a KV head."""
+PARTS = 16
+"""Parts of tiles that the workspace holds, per multiprocessor."""
+RESIDENT = 2
+"""Blocks of decode that a multiprocessor runs at once, at least."""
+PART_KEYS = 256
+"""Keys in a part, at least (`LEAST_GROUPS` in decode_attention.cu)."""
+NO_WINDOW = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """What decode attention needs beside its arguments. Made once; one launch at a time may use it.
+
+    The parts of a request's keys are attended to by different blocks; this is where they leave their results.
+    """
+
+    outputs: Tensor
+    """float32 [parts, 16, 256]."""
+    sums: Tensor
+    """float32 [parts, 16, 2]: the largest logit, and the sum of weights relative to it."""
+    arrivals: Tensor
+    """int32 [parts], 0 whenever no kernel runs."""
+
+    @classmethod
+    def allocate(cls, multiprocessors: int, device: torch.device | str) -> "Workspace":
+        parts = PARTS * multiprocessors
+        return cls(
+            torch.empty(parts, TILE_ROWS, max(HEAD_DIMS), dtype=torch.float32, device=device),
+            torch.empty(parts, TILE_ROWS, 2, dtype=torch.float32, device=device),
+            torch.zeros(parts, dtype=torch.int32, device=device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """A variant, and how it is launched."""
+
+    variant: Variant
+    threads: int
+    shared_bytes: int
+    rows: int
+    """That a block serves."""
+
+
+@functools.cache
+def decode_instance(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> Instance:
+    """A ring of 64 KB at most, so that three blocks of an H200 and one of an sm_89 find room."""
+    step = 64 * head_dim  # 16 keys and values of a warp; 32 in fp8
+    warps = 4 if head_dim <= 128 else 2
+    stages = min(4, 65536 // (warps * step))
+    numbers = f"{head_dim}, {warps}, {stages}"
+    variant = _variant("decode_attention", dtype, cache_dtype, numbers)
+    return Instance(variant, 32 * warps, 2 * TILE_ROWS * head_dim + warps * stages * step, TILE_ROWS)
+
+
+@functools.cache
+def prefill_instance(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> Instance:
+    """As many rows and keys as registers hold: two blocks of an H200 and one of an sm_89 find room."""
+    tiles, keys = (2, 64) if head_dim <= 128 else (1, 32)
+    step = 64 if head_dim <= 64 else 32
+    variant = _variant("prefill_attention", dtype, cache_dtype, f"{head_dim}, {tiles}, {keys}, {step}")
+    rows, buffer = 4 * tiles * TILE_ROWS, 2 * keys * head_dim * cache_dtype.itemsize
+    return Instance(variant, 128, rows * head_dim * dtype.itemsize + 2 * buffer + 128, rows)
+
+
+def _variant(kernel: str, dtype: torch.dtype, cache_dtype: torch.dtype, numbers: str) -> Variant:
+    name = f"{kernel}<{DTYPES[dtype]}, {(DTYPES | FP8)[cache_dtype]}, {numbers}>"
+    return Variant(f"{kernel}.cu", name, "AttentionParameters")
+
+
+def variants() -> list[Variant]:
+    """All there are."""
+    return [
+        instance(dtype, cache_dtype, head_dim).variant
+        for instance in (decode_instance, prefill_instance)
+        for dtype in DTYPES
+        for cache_dtype in (dtype, *FP8)
+        for head_dim in HEAD_DIMS
+    ]
+
+
+def choose_splits(tiles: int, multiprocessors: int, longest: int) -> int:
+    """Into how many parts decode cuts the keys of each tile.
+
+    It depends on nothing but the padded shape of the batch, so a recorded graph stays right whatever the lengths
+    that it is replayed with. Of the numbers that leave few multiprocessors idle at the end, the smallest: parts
+    cost a merge.
+
+    Args:
+        tiles: of all requests and KV heads.
+        multiprocessors: of the device.
+        longest: keys of the longest request.
+    """
+    slots = RESIDENT * multiprocessors
+    most = min(-(-longest // PART_KEYS), PARTS * multiprocessors // tiles)
+    busy = []
+    for splits in range(1, max(most, 1) + 1):
+        rounds = -(-tiles * splits // slots)
+        busy.append(tiles * splits / (rounds * slots))
+    return next(splits for splits, share in enumerate(busy, start=1) if share >= 0.9 * max(busy))
+
+
+def paged_attention(
+    device: Device,
+    workspace: Workspace,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `pagewire.kernels.attention.paged_attention`; the caches are as `layout.cuh` says.
+
+    Lengths, starts and block tables lie on the device and are not checked. Sums are cut by the padded batch, so
+    the last bits of a token's output depend on it.
+
+    Args:
+        q: bfloat16 or float16, aligned to 16 bytes, strides multiples of 8.
+        k_cache: in q's dtype, float8_e4m3fn or float8_e5m2.
+        v_cache: of k_cache's shape and dtype.
+        scale: above 0.
+        sinks: float32, or in q's dtype.
+        alibi: likewise.
+
+    Raises:
+        TypeError: a dtype is not served.
+        ValueError: shapes disagree or are not served.
+    """
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _check(q, k_cache, v_cache, batch, scale, window, sinks, alibi, out)
+    tokens, heads, head_dim = q.shape
+    kv_heads, block_size = k_cache.shape[1:3]
+    requests, group = len(batch.seq_lens), heads // kv_heads
+    if tokens == 0:
+        return out
+    if requests == 0:
+        return out.zero_()
+    seen, short_queries = window or NO_WINDOW, max(1, TILE_ROWS // group)
+    fields = {
+        "out": out,
+        "q": q,
+        "k": k_cache,
+        "v": v_cache,
+        "query_starts": batch.query_start_loc,
+        "lengths": batch.seq_lens,
+        "block_table": batch.block_table,
+        "sinks": sinks,
+        "alibi": alibi,
+        "partial_out": workspace.outputs,
+        "partial_sums": workspace.sums,
+        "arrivals": workspace.arrivals,
+        "q_token_stride": q.stride(0),
+        "q_head_stride": q.stride(1),
+        "tokens": tokens,
+        "requests": requests,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "block_shift": block_size.bit_length() - 1,
+        "table_width": batch.block_table.stride(0),
+        "window": seen,
+        "short_queries": short_queries,
+        "sinks_are_float": sinks is not None and sinks.dtype == torch.float32,
+        "alibi_is_float": alibi is not None and alibi.dtype == torch.float32,
+        "scale": scale,
+        "softcap": softcap or 0.0,
+    }
+    if batch.max_query_len > short_queries:
+        prefill = prefill_instance(q.dtype, k_cache.dtype, head_dim)
+        row_tiles = tokens * group // prefill.rows + requests + 1  # see prefill_attention.cu
+        _launch(device, prefill, (row_tiles, kv_heads), fields)
+    if batch.max_query_len <= short_queries or requests > 1:  # who is short is known on the device alone
+        row_tiles = kv_heads * -(-short_queries * group // TILE_ROWS)
+        longest = min(batch.max_seq_len, seen + short_queries)
+        splits = choose_splits(requests * row_tiles, device.multiprocessors, longest)
+        _launch(
+            device, decode_instance(q.dtype, k_cache.dtype, head_dim), (splits, row_tiles, requests), fields
+        )
+    return out
+
+
+def _launch(device: Device, instance: Instance, grid: tuple[int, ...], fields: dict[str, Any]) -> None:
+    parameters = pack(instance.variant, **fields)
+    device.launch(instance.variant, grid, (instance.threads,), parameters, instance.shared_bytes)
+
+
+def _check(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+    alibi: Tensor | None,
+    out: Tensor,
+) -> None:
+    if q.dtype not in DTYPES or k_cache.dtype not in (q.dtype, *FP8):
+        raise TypeError(f"attention: no kernel for queries of {q.dtype} and keys of {k_cache.dtype}")
+    if v_cache.dtype != k_cache.dtype or v_cache.shape != k_cache.shape:
+        raise ValueError("attention: K and V must have one shape and dtype")
+    heads, head_dim = q.shape[1:]
+    kv_heads, block_size, cached_dim = k_cache.shape[1:]
+    if (
+        head_dim not in HEAD_DIMS
+        or cached_dim != head_dim
+        or block_size not in BLOCK_SIZES
+        or heads % kv_heads
+    ):
+        raise ValueError(f"attention: no kernel for q {tuple(q.shape)} over K {tuple(k_cache.shape)}")
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+        raise ValueError("attention: the caches must be contiguous")
+    if q.stride(2) != 1 or q.stride(0) % 8 or q.stride(1) % 8:
+        raise ValueError(f"attention: the strides of q, {q.stride()}, must be multiples of 8 and 1")
+    if out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
+        raise ValueError("attention: out must be contiguous, of q's shape and dtype")
+    if any(tensor.data_ptr() % 16 for tensor in (q, k_cache, v_cache, out)):
+        raise ValueError("attention: tensors must be aligned to 16 bytes")
+    requests = len(batch.seq_lens)
+    if batch.query_start_loc.shape != (requests + 1,) or len(batch.block_table) != requests:
+        raise ValueError("attention: query_start_loc, seq_lens and block_table are of different batches")
+    for tensor in (batch.query_start_loc, batch.seq_lens, batch.block_table):
+        if tensor.dtype != torch.int32:
+            raise TypeError("attention: index tensors must be int32")
+        if tensor.stride(-1) != 1:
+            raise ValueError("attention: index tensors must be contiguous along their last axis")
+    for numbers in (sinks, alibi):
+        if numbers is not None and (numbers.shape != (heads,) or not numbers.is_contiguous()):
+            raise ValueError(f"attention: sinks and slopes must be [{heads}]")
+        if numbers is not None and numbers.dtype not in (torch.float32, q.dtype):
+            raise TypeError(f"attention: sinks and slopes of {numbers.dtype}; float32 or q's dtype is served")
+    if scale <= 0 or (window is not None and window < 1):
+        raise ValueError(f"attention: scale {scale} and window {window} must be above 0")

@@ -1,0 +1,52 @@
+"""Gated activations: SiLU, and GELU in its tanh form and exact. See `pagewire.kernels.layers`."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from pagewire.kernels.cuda.launch import Device, pack
+from pagewire.kernels.cuda.norms import DTYPES
+from pagewire.kernels.cuda.source import Variant
+
+ACTIVATIONS = {"silu": "SILU", "gelu_tanh": "GELU_TANH", "gelu": "GELU"}
+THREADS = 256
+BLOCKS = 8
+"""Per multiprocessor: as many as run at once."""
+
+
+@functools.cache
+def variant(dtype: torch.dtype, activation: str) -> Variant:
+    """The kernel for an activation."""
+    return Variant("gates.cu", f"gate<{DTYPES[dtype]}, {ACTIVATIONS[activation]}>", "Gate")
+
+
+def variants() -> list[Variant]:
+    """All there are."""
+    return [variant(dtype, activation) for dtype in DTYPES for activation in ACTIVATIONS]
+
+
+def activate_and_mul(device: Device, x: Tensor, activation: str) -> Tensor:
+    """[..., 2 I] to [..., I]: `activation(first half) * second half`, the activation rounded before the product.
+
+    Args:
+        x: rows any number of elements apart, if that is a multiple of 8; I a multiple of 8.
+        activation: one of `ACTIVATIONS`.
+
+    Raises:
+        TypeError: another dtype than bfloat16 or float16.
+        ValueError: another size, or rows are not aligned to 16 bytes.
+    """
+    if x.dtype not in DTYPES:
+        raise TypeError(f"activate_and_mul: bfloat16 or float16, not {x.dtype}")
+    rows = x.reshape(-1, x.shape[-1])
+    size = x.shape[-1] // 2
+    if x.shape[-1] % 16 or rows.stride(0) % 8 or rows.stride(1) != 1 or rows.data_ptr() % 16:
+        raise ValueError(f"activate_and_mul: no kernel for rows of {x.shape[-1]}, strides {rows.stride()}")
+    out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
+    if out.numel():
+        kernel = variant(x.dtype, activation)
+        parameters = pack(kernel, x=rows, out=out, row_stride=rows.stride(0), num_rows=len(rows), size=size)
+        needed = -(-out.numel() // (8 * THREADS))
+        device.launch(kernel, (min(needed, BLOCKS * device.multiprocessors),), (THREADS,), parameters)
+    return out

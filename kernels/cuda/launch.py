@@ -1,0 +1,177 @@
+"""Launches kernels: one parameter struct each, on torch's current stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagewire.kernels.cuda import compile
+from pagewire.kernels.cuda.source import Variant, parameter_dtype
+
+Parameters = np.ndarray[tuple[int, ...], np.dtype[np.void]]
+Function = Callable[..., None]
+"""A loaded kernel: called with grid, block, arguments, bytes of shared memory, and stream."""
+
+DEFAULT_SHARED_BYTES = 48 << 10
+"""A kernel that wants more dynamic shared memory must say so before its launch."""
+
+
+class LaunchError(RuntimeError):
+    """A device cannot run kernels."""
+
+
+class Device(Protocol):
+    """What the kernels' Python faces need of a device. Tests put an emulation in its place."""
+
+    capability: tuple[int, int]
+    """Compute capability."""
+    multiprocessors: int
+
+    def launch(
+        self,
+        variant: Variant,
+        grid: Sequence[int],
+        block: Sequence[int],
+        parameters: Parameters,
+        shared_bytes: int = 0,
+    ) -> None:
+        """Start a kernel on the current stream.
+
+        Args:
+            grid: how many blocks, along one to three axes; none of them 0.
+            block: how many threads, likewise.
+            parameters: from `pack`.
+            shared_bytes: dynamic shared memory per block.
+        """
+
+
+def pack(variant: Variant, **fields: Any) -> Parameters:
+    """A variant's parameter struct: tensors give their address, None is a null pointer.
+
+    Raises:
+        TypeError: the fields are not those of the struct.
+    """
+    dtype = parameter_dtype(variant.source, variant.parameters)
+    names = dtype.names or ()
+    if fields.keys() != set(names):
+        odd = ", ".join(sorted(fields.keys() ^ set(names)))
+        raise TypeError(f"{variant.parameters}: missing or unknown fields: {odd}")
+    return np.array([tuple(_number(fields[name]) for name in names)], dtype)
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return 0 if value is None else value
+
+
+class Driver(Protocol):
+    """The calls that need a device at hand."""
+
+    def load(self, image: bytes, symbol: str) -> Function:
+        """A kernel of a cubin."""
+
+    def allow_shared(self, function: Function, num_bytes: int) -> None:
+        """Let a kernel have so much dynamic shared memory."""
+
+    def stream(self) -> Any:
+        """Torch's current stream, as `Function` takes it."""
+
+
+class CudaDevice:
+    """A device of this process, which must be torch's current one. Kernels are compiled and loaded at first use."""
+
+    def __init__(self, capability: tuple[int, int], multiprocessors: int, driver: Driver) -> None:
+        """`CudaDevice.at` finds out the arguments.
+
+        Raises:
+            compile.CompileError: no compiler, or none for this capability.
+        """
+        self.capability, self.multiprocessors = capability, multiprocessors
+        self.arch = compile.architecture(capability)
+        self._driver = driver
+        self._functions: dict[Variant, Function] = {}
+        self._allowed: dict[Variant, int] = {}
+
+    @classmethod
+    def at(cls, index: int) -> CudaDevice:
+        """The device `cuda:index`.
+
+        Raises:
+            LaunchError: torch sees no such device.
+            compile.CompileError: see `__init__`.
+        """
+        if index >= torch.cuda.device_count():
+            raise LaunchError(
+                f"no device cuda:{index}: torch {torch.__version__} sees {torch.cuda.device_count()}"
+            )
+        facts = torch.cuda.get_device_properties(index)
+        compile.nvrtc()  # says what is missing before CuPy is imported
+        return cls((facts.major, facts.minor), facts.multi_processor_count, CupyDriver(index))
+
+    def load(
+        self, variants: Sequence[Variant], progress: Callable[[int, int, Variant], object] | None = None
+    ) -> None:
+        """Compile and load variants ahead of their first launch; nothing may be loaded while a graph is captured.
+
+        Args:
+            progress: see `compile.build`.
+
+        Raises:
+            compile.CompileError: see `compile.build`.
+        """
+        missing = [variant for variant in variants if variant not in self._functions]
+        for variant, cubin in compile.build(missing, self.arch, progress).items():
+            self._functions[variant] = self._driver.load(cubin.image, cubin.symbol)
+
+    def launch(
+        self,
+        variant: Variant,
+        grid: Sequence[int],
+        block: Sequence[int],
+        parameters: Parameters,
+        shared_bytes: int = 0,
+    ) -> None:
+        """See `Device.launch`."""
+        if (function := self._functions.get(variant)) is None:
+            self.load([variant])
+            function = self._functions[variant]
+        if shared_bytes > self._allowed.get(variant, DEFAULT_SHARED_BYTES):
+            self._driver.allow_shared(function, shared_bytes)
+            self._allowed[variant] = shared_bytes
+        function(tuple(grid), tuple(block), (parameters,), shared_bytes, self._driver.stream())
+
+
+class CupyDriver:
+    """The driver through CuPy."""
+
+    def __init__(self, index: int) -> None:
+        import cupy
+
+        self._index, self._cuda = index, cupy.cuda
+        self._streams: dict[int, Any] = {}
+
+    def load(self, image: bytes, symbol: str) -> Function:
+        """See `Driver.load`."""
+        with self._cuda.Device(self._index):
+            module = self._cuda.Module()
+            module.load(image)
+            function: Function = module.get_function(symbol)
+        return function
+
+    def allow_shared(self, function: Function, num_bytes: int) -> None:
+        """See `Driver.allow_shared`."""
+        driver = self._cuda.driver
+        attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        driver.funcSetAttribute(function.ptr, attribute, num_bytes)  # type: ignore[attr-defined]
+
+    def stream(self) -> Any:
+        """See `Driver.stream`."""
+        address = torch.cuda.current_stream(self._index).cuda_stream
+        if (stream := self._streams.get(address)) is None:
+            stream = self._streams[address] = self._cuda.ExternalStream(address, self._index)
+        return stream

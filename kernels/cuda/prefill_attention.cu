@@ -1,0 +1,149 @@
+// Attention of many queries, bound by the tensor cores: prompts, chunks of them, and batches that mix them with decode.
+//
+// A block serves 64 M rows of one request and KV head, 16 M in each of its four warps. All of them take the same KEYS
+// keys, STEP at a time, while the next ones are copied to the other buffer. Keys that no row of the block sees are
+// never read, and a warp skips those that none of its own sees.
+//
+// No list of work is made. Request r begins at tile `starts[r] * group / ROWS + r`, which leaves it at least as many
+// tiles as it has use for; a block finds its request by bisection. What lies beyond the last request is padding.
+#include "attention.cuh"
+
+constexpr int WARPS = 4;
+
+// What a block's threads all know: in shared memory, since registers are short.
+struct Task {
+    Queries queries;
+    int begin, end;                                     // keys that some row sees
+    int first_positions[WARPS], last_positions[WARPS];  // of each warp's rows; the last is -1 where there are none
+};
+
+DEVICE int first_tile(const AttentionParameters& a, int request, int tile_rows) {
+    return __ldg(a.query_starts + request) * (a.heads / a.kv_heads) / tile_rows + request;
+}
+
+// The last request that begins at `tile` or before.
+DEVICE int request_of(const AttentionParameters& a, int tile, int tile_rows) {
+    int low = 0, high = a.requests;
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (first_tile(a, middle, tile_rows) <= tile)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
+// Writes a warp's rows, through its part of shared memory: `staged` has room for 16 M rows.
+template <class S>
+DEVICE void write_rows(u8* staged, Rows<S>& rows, const AttentionParameters& a, const Queries& queries, int first_row,
+                       int lane) {
+    using T = typename S::T;
+#pragma unroll
+    for (int m = 0; m < S::M; m++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int row = 16 * m + 8 * i + lane / 4;
+            const float sink = sink_exponent<T>(a, queries.head_of(lane_row(queries, first_row, m, i, lane)));
+            const float sum = sum_lanes<4>(rows.sum[m][i]), top = rows.top[m][i] * exponent_scale(a);
+            const float larger = fmaxf(top, sink), weight = exp2_approx(top - larger);
+            const float factor = weight / (sum * weight + exp2_approx(sink - larger));
+#pragma unroll
+            for (int j = 0; j < S::D / 16; j++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {  // neighbouring elements: see out_element
+                    const float first = S::NARROW ? rows.out[m][2 * j][2 * i + half] : rows.out[m][2 * j + half][2 * i];
+                    const float second = rows.out[m][2 * j + (S::NARROW ? 1 : half)][2 * i + (S::NARROW ? half : 1)];
+                    const int element = out_element<S>(j, S::NARROW ? 0 : half, S::NARROW ? half : 0, lane);
+                    const int place = row * S::Q_CHUNKS + swizzle(S::Q_CHUNKS, row, element / 8);
+                    *reinterpret_cast<u32*>(staged + place * CHUNK_BYTES + element % 8 * 2) =
+                        pack<T>(first * factor, second * factor);
+                }
+        }
+    __syncwarp();
+    uint4* const out = static_cast<uint4*>(a.out);
+    for (int i = lane; i < 16 * S::M * S::Q_CHUNKS; i += 32) {
+        const int tile_row = i / S::Q_CHUNKS, chunk = i % S::Q_CHUNKS, row = first_row + tile_row;
+        if (row >= queries.rows) break;
+        out[(i64(queries.token_of(row)) * a.heads + queries.head_of(row)) * S::Q_CHUNKS + chunk] =
+            reinterpret_cast<const uint4*>(staged)[tile_row * S::Q_CHUNKS + swizzle(S::Q_CHUNKS, tile_row, chunk)];
+    }
+}
+
+template <class T, class KV, int D, int M, int KEYS, int STEP>
+__global__ void __launch_bounds__(WARPS * 32) prefill_attention(const __grid_constant__ AttentionParameters a) {
+    using S = Shape<T, KV, D, M, STEP>;
+    constexpr int WARP_ROWS = 16 * M, ROWS = WARPS * WARP_ROWS, PAGES = KEYS / PAGE_ROWS, HALF = KEYS * S::ROW_BYTES;
+    constexpr bool COPIES_BOTH = PAGES == WARPS;  // a warp copies a page of keys and of values; else one of either
+    static_assert(COPIES_BOTH || 2 * PAGES == WARPS);
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+
+    const int tile = gridDim.x - 1 - blockIdx.x;  // the last tiles see the most keys: they begin first
+    const int request = request_of(a, tile, ROWS);
+    const int request_tile = tile - first_tile(a, request, ROWS);
+    if (request == a.requests) {
+        const int parts = (gridDim.x - tile + request_tile) * gridDim.y;
+        clear_padding<S>(a, request_tile * gridDim.y + blockIdx.y, parts, thread, WARPS * 32);
+        return;
+    }
+    const Queries found(a, request, blockIdx.y);
+    const int first_row = request_tile * ROWS, warp_row = first_row + warp * WARP_ROWS;
+    if (first_row >= found.rows || found.rows <= a.short_queries * found.group) return;
+
+    u8* const staged = shared_memory();
+    u8* const buffers = staged + ROWS * S::Q_CHUNKS * CHUNK_BYTES;
+    Task& task = *reinterpret_cast<Task*>(buffers + 4 * HALF);
+    if (lane == 0) {
+        task.first_positions[warp] = found.position_of(min(warp_row, found.rows - 1));
+        task.last_positions[warp] =
+            warp_row < found.rows ? found.position_of(min(warp_row + WARP_ROWS, found.rows) - 1) : -1;
+    }
+    if (thread == 0) {
+        task.queries = found;
+        task.begin = max(found.position_of(first_row) - a.window + 1, 0);
+        task.end = found.position_of(min(first_row + ROWS, found.rows) - 1) + 1;
+    }
+    __syncthreads();
+
+    int first_key = task.begin / KEYS * KEYS, block;  // the one that holds the warp's page of the keys to copy next
+    auto find = [&](int key) {
+        const int page = threadIdx.x / 32 % PAGES * PAGE_ROWS;
+        block = find_block(a, task.queries.request, key + page, task.begin, task.end);
+    };
+    auto copy = [&](u8* buffer, int key) {
+        const int warp = opaque(threadIdx.x) / 32, lane = opaque(threadIdx.x) % 32, page = warp % PAGES * PAGE_ROWS;
+        u8* target = buffer + page * S::ROW_BYTES;
+        const int kv_head = task.queries.kv_head, begin = task.begin, end = task.end;
+        if (COPIES_BOTH || warp < PAGES) copy_rows<S>(target, a.k, a, kv_head, block, key + page, begin, end, lane);
+        if (COPIES_BOTH || warp >= PAGES)
+            copy_rows<S>(target + HALF, a.v, a, kv_head, block, key + page, begin, end, lane);
+        commit_copies();
+    };
+    find(first_key);
+    copy(buffers, first_key);
+    find(first_key + KEYS);
+    load_queries<S>(staged, a, found, first_row, ROWS, thread, WARPS * 32);
+
+    auto query = [&](u32* fragment, int m, int k, int lane) {
+        query_fragment<S>(fragment, staged, warp * WARP_ROWS + 16 * m, k, lane);
+    };
+    Rows<S> rows;
+    for (int buffer = 0; first_key < task.end; first_key += KEYS, buffer ^= 1) {
+        wait_for_copies<0>();
+        __syncthreads();  // these keys are there, and nobody reads the ones before any more
+        if (first_key + KEYS < task.end) {
+            copy(buffers + (buffer ^ 1) * 2 * HALF, first_key + KEYS);
+            find(first_key + 2 * KEYS);
+        }
+        const u8* keys = buffers + buffer * 2 * HALF;
+#pragma unroll 1
+        for (int key = first_key; key < first_key + KEYS; key += STEP, keys += STEP * S::ROW_BYTES) {
+            const int first = task.first_positions[warp], last = task.last_positions[warp];
+            const bool seen = key <= last && key + STEP > first - a.window + 1;
+            const bool partly = key + STEP > first + 1 || key <= last - a.window;
+            if (seen) attend<S>(rows, query, keys, keys + HALF, a, task.queries, warp_row, key, partly, lane);
+        }
+    }
+    if (warp_row < task.queries.rows)
+        write_rows<S>(staged + warp * WARP_ROWS * S::Q_CHUNKS * CHUNK_BYTES, rows, a, task.queries, warp_row, lane);
+}

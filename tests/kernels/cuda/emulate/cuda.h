@@ -1,0 +1,511 @@
+// CUDA on a CPU, as much of it as the kernels use. One OS thread runs everything: a CUDA thread is a fiber, which
+// gives way only where it must wait for others. Blocks run one after another.
+//
+// It proves logic: indices, masks, barriers, which lane holds what. It does not prove memory order within a warp,
+// bank conflicts or approximate arithmetic. What a real device would do silently is an error here: a barrier that
+// some threads never reach, a collective outside its mask, a misaligned access, an address that is not mapped.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <csetjmp>
+#include <csignal>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <numeric>
+#include <random>
+#include <type_traits>
+#include <vector>
+
+#include <sys/mman.h>
+
+#define EMULATED 1
+#ifndef __CUDA_ARCH__
+#define __CUDA_ARCH__ 900
+#endif
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+#define __shared__ static
+#define __constant__ static
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __restrict__ __restrict
+#define __align__(n) __attribute__((aligned(n)))
+
+struct dim3 {
+    unsigned x = 1, y = 1, z = 1;
+};
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) int2 { int x, y; };
+struct alignas(16) int4 { int x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline int2 make_int2(int x, int y) { return {x, y}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+namespace emulated {
+
+extern "C" void pagewire_switch(void** save, void* load);
+#if defined(__x86_64__)
+asm(R"(
+.text
+.globl pagewire_switch
+.hidden pagewire_switch
+pagewire_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+)");
+#else
+#error "fibers are written for x86-64"
+#endif
+
+// One copy that a thread has asked for and not yet waited for (cp.async).
+struct Copy {
+    void* target;
+    const void* source;
+    int bytes, kept;
+};
+
+// A meeting of the lanes of one mask: each brings a value, and sees those of all when the last one has come.
+struct Meeting {
+    unsigned mask = 0, arrived = 0, leaving = 0;
+    uint64_t round = 0;
+    uint64_t brought[32][8], seen[32][8];
+};
+
+struct Warp {
+    Meeting meetings[8];
+};
+
+struct Barrier {
+    int arrived = 0;
+    uint64_t round = 0;
+};
+
+struct Fiber {
+    void* stack_pointer;
+    char* stack = nullptr;
+    dim3 index;
+    int number, lane;
+    Warp* warp;
+    bool done;
+    const char* waits_for;
+    std::vector<Copy> open;
+    std::vector<std::vector<Copy>> groups;
+};
+
+struct Block {
+    dim3 index, size, grid;
+    int num_threads = 0, alive = 0;
+    uint64_t progress = 0;
+    std::vector<Fiber> fibers;
+    std::vector<Warp> warps;
+    Barrier barriers[16];
+    char* shared = nullptr;
+    size_t shared_bytes = 0;
+    void* scheduler;
+    void (*body)(const void*);
+    const void* parameters;
+    char error[512];
+};
+
+enum class Order { IN_ORDER, ANY_THREAD, ANY_WARP };
+
+inline Block block;
+inline Fiber* current = nullptr;
+inline Order order = Order::IN_ORDER;
+inline std::mt19937 random_numbers;
+inline sigjmp_buf after_fault;
+constexpr size_t STACK = 256 << 10, SHARED = 256 << 10, PAGE = 4096;
+
+inline void give_way() { pagewire_switch(&current->stack_pointer, block.scheduler); }
+
+// Ends the launch. Never returns: the fibers are abandoned where they stand.
+[[noreturn]] inline void fail(const char* format, ...) {
+    va_list values;
+    va_start(values, format);
+    vsnprintf(block.error, sizeof block.error, format, values);
+    va_end(values);
+    for (;;) give_way();
+}
+
+inline void run_fiber() {
+    block.body(block.parameters);
+    current->done = true;
+    block.alive--;
+    block.progress++;
+    for (;;) give_way();
+}
+
+inline void wait_while(const uint64_t& round, uint64_t entered, const char* what) {
+    current->waits_for = what;
+    while (round == entered) give_way();
+    current->waits_for = nullptr;
+    block.progress++;
+}
+
+inline void barrier(int number, int num_threads, const char* what) {
+    Barrier& barrier = block.barriers[number];
+    block.progress++;
+    if (++barrier.arrived == num_threads) {
+        barrier.arrived = 0;
+        barrier.round++;
+    } else {
+        wait_while(barrier.round, barrier.round, what);
+    }
+}
+
+// What every lane of the mask brought, by lane.
+template <class T>
+const uint64_t (*meet(unsigned mask, const T& value, const char* what))[8] {
+    static_assert(sizeof(T) <= sizeof(Meeting::seen[0]) && std::is_trivially_copyable_v<T>);
+    const unsigned me = 1u << current->lane;
+    if (!(mask & me)) fail("%s: lane %d is not in its mask %08x", what, current->lane, mask);
+    const int in_warp = std::min(32, block.num_threads - (current->number & ~31));
+    if (in_warp < 32) mask &= (1u << in_warp) - 1;
+    Meeting* meeting = nullptr;
+    for (Meeting& m : current->warp->meetings)
+        if (m.arrived && m.mask == mask && !(m.arrived & me)) meeting = &m;
+    if (!meeting)
+        for (Meeting& m : current->warp->meetings)
+            if (!m.arrived && !m.leaving) meeting = &m;
+    if (!meeting) fail("%s: too many masks meet at once", what);
+    meeting->mask = mask;
+    memcpy(meeting->brought[current->lane], &value, sizeof value);
+    meeting->arrived |= me;
+    block.progress++;
+    if (meeting->arrived == mask) {
+        memcpy(meeting->seen, meeting->brought, sizeof meeting->seen);
+        meeting->leaving = mask;
+        meeting->arrived = 0;
+        meeting->round++;
+    } else {
+        wait_while(meeting->round, meeting->round, what);
+    }
+    meeting->leaving &= ~me;
+    return meeting->seen;
+}
+
+template <class T>
+T value_of(const uint64_t (*values)[8], int lane) {
+    T value;
+    memcpy(&value, values[lane & 31], sizeof value);
+    return value;
+}
+
+inline void check_aligned(const void* address, int bytes, const char* what) {
+    if (reinterpret_cast<uintptr_t>(address) % bytes) fail("%s: %p is not aligned to %d", what, address, bytes);
+}
+
+inline void run(Fiber& fiber) {
+    if (fiber.done || block.error[0]) return;
+    current = &fiber;
+    pagewire_switch(&block.scheduler, fiber.stack_pointer);
+}
+
+// Threads in any order: every one up to its next wait.
+inline void run_threads() {
+    std::vector<int> turns(block.num_threads);
+    std::iota(turns.begin(), turns.end(), 0);
+    if (order != Order::IN_ORDER) std::shuffle(turns.begin(), turns.end(), random_numbers);
+    for (int turn : turns) run(block.fibers[turn]);
+}
+
+// One warp runs as far as it can while the others stand still: a missing barrier shows.
+inline void run_one_warp() {
+    std::vector<int> turns(block.warps.size());
+    std::iota(turns.begin(), turns.end(), 0);
+    std::shuffle(turns.begin(), turns.end(), random_numbers);
+    for (int warp : turns) {
+        const uint64_t before = block.progress;
+        uint64_t last;
+        do {
+            last = block.progress;
+            for (int i = warp * 32; i < std::min(block.num_threads, warp * 32 + 32); i++) run(block.fibers[i]);
+        } while (block.progress != last && !block.error[0]);
+        if (block.progress != before) return;
+    }
+}
+
+inline void report_deadlock() {
+    size_t length = snprintf(block.error, sizeof block.error, "deadlock in block (%u, %u, %u):", block.index.x,
+                             block.index.y, block.index.z);
+    for (const Fiber& fiber : block.fibers)
+        if (!fiber.done && fiber.number < block.num_threads && length < sizeof block.error - 64)
+            length += snprintf(block.error + length, sizeof block.error - length, " thread %d at %s;", fiber.number,
+                               fiber.waits_for ? fiber.waits_for : "?");
+}
+
+inline void run_block() {
+    memset(block.shared, 0xFF, block.shared_bytes);  // NaN, until somebody writes
+    for (Barrier& barrier : block.barriers) barrier = Barrier();
+    block.warps.assign((block.num_threads + 31) / 32, Warp());
+    for (int i = 0; i < block.num_threads; i++) {
+        Fiber& fiber = block.fibers[i];
+        fiber.done = false;
+        fiber.waits_for = nullptr;
+        fiber.number = i;
+        fiber.lane = i % 32;
+        fiber.warp = &block.warps[i / 32];
+        fiber.open.clear();
+        fiber.groups.clear();
+        fiber.index = {i % block.size.x, i / block.size.x % block.size.y, i / (block.size.x * block.size.y)};
+        void** top = reinterpret_cast<void**>(fiber.stack + STACK - 64);
+        *--top = nullptr;
+        *--top = reinterpret_cast<void*>(&run_fiber);
+        for (int k = 0; k < 6; k++) *--top = nullptr;  // the registers that a switch restores
+        fiber.stack_pointer = top;
+    }
+    block.alive = block.num_threads;
+    while (block.alive && !block.error[0]) {
+        const uint64_t before = block.progress;
+        order == Order::ANY_WARP ? run_one_warp() : run_threads();
+        if (block.progress == before && block.alive && !block.error[0]) report_deadlock();
+    }
+}
+
+inline void on_fault(int, siginfo_t* info, void*) {
+    snprintf(block.error, sizeof block.error, "block (%u, %u, %u), thread %d: no memory at %p", block.index.x,
+             block.index.y, block.index.z, current ? current->number : -1, info->si_addr);
+    siglongjmp(after_fault, 1);
+}
+
+// Anonymous memory that ends in (and begins after) a page that nobody may touch.
+inline char* guarded(size_t bytes) {
+    char* memory = static_cast<char*>(mmap(nullptr, bytes + 2 * PAGE, PROT_READ | PROT_WRITE,
+                                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    mprotect(memory, PAGE, PROT_NONE);
+    mprotect(memory + PAGE + bytes, PAGE, PROT_NONE);
+    return memory + PAGE;
+}
+
+inline const char* run_grid(dim3 grid, dim3 size, size_t shared_bytes, void (*body)(const void*), const void* parameters) {
+    static char* shared = guarded(SHARED);
+    static char* signal_stack = guarded(STACK);
+    block.grid = grid;
+    block.size = size;
+    block.num_threads = size.x * size.y * size.z;
+    block.body = body;
+    block.parameters = parameters;
+    block.error[0] = 0;
+    if (block.num_threads > 1024 || shared_bytes > 227 << 10 || grid.y > 65535 || grid.z > 65535)
+        return "no device runs so many threads, blocks or so much shared memory";
+    block.shared_bytes = (shared_bytes + 127) / 128 * 128;
+    block.shared = shared + SHARED - block.shared_bytes;  // what lies beyond cannot be touched
+    if (block.fibers.size() < size_t(block.num_threads)) block.fibers.resize(block.num_threads);
+    for (Fiber& fiber : block.fibers)
+        if (!fiber.stack) fiber.stack = guarded(STACK);
+
+    struct sigaction action = {}, old_segv, old_bus;
+    action.sa_sigaction = on_fault;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    stack_t alternative = {signal_stack, 0, STACK}, old_stack;
+    sigaltstack(&alternative, &old_stack);
+    sigaction(SIGSEGV, &action, &old_segv);
+    sigaction(SIGBUS, &action, &old_bus);
+    std::vector<unsigned> blocks(size_t(grid.x) * grid.y * grid.z);
+    std::iota(blocks.begin(), blocks.end(), 0);
+    if (order != Order::IN_ORDER) std::shuffle(blocks.begin(), blocks.end(), random_numbers);
+    if (!sigsetjmp(after_fault, 1))
+        for (unsigned i : blocks) {
+            block.index = {i % grid.x, i / grid.x % grid.y, i / (grid.x * grid.y)};
+            run_block();
+            if (block.error[0]) break;
+        }
+    current = nullptr;
+    sigaction(SIGSEGV, &old_segv, nullptr);
+    sigaction(SIGBUS, &old_bus, nullptr);
+    sigaltstack(&old_stack, nullptr);
+    return block.error[0] ? block.error : nullptr;
+}
+
+template <class P>
+const char* launch(void (*)(P), void (*body)(const void*), dim3 grid, dim3 size, size_t shared, const void* parameters,
+                   size_t bytes) {
+    if (bytes != sizeof(P)) return "the parameters have another size than the kernel's";
+    return run_grid(grid, size, shared, body, parameters);
+}
+
+template <class P>
+void call(void (*kernel)(P), const void* parameters) {
+    kernel(*static_cast<const std::remove_reference_t<P>*>(parameters));
+}
+
+// `run` runs a kernel of one parameter, a struct, and returns null or what went wrong.
+#define EMULATED_KERNEL(...)                                                                                          \
+    extern "C" const char* run(const unsigned* g, const unsigned* b, size_t shared, const void* p, size_t bytes) {    \
+        return emulated::launch(                                                                                      \
+            __VA_ARGS__, [](const void* p) { emulated::call(__VA_ARGS__, p); }, dim3{g[0], g[1], g[2]},               \
+            dim3{b[0], b[1], b[2]}, shared, p, bytes);                                                                \
+    }
+
+}  // namespace emulated
+
+extern "C" inline __attribute__((used)) void set_order(int order, unsigned seed) {
+    emulated::order = emulated::Order(order);
+    emulated::random_numbers.seed(seed);
+}
+
+#define threadIdx (emulated::current->index)
+#define blockIdx (emulated::block.index)
+#define blockDim (emulated::block.size)
+#define gridDim (emulated::block.grid)
+constexpr int warpSize = 32;
+
+inline void __syncthreads() { emulated::barrier(0, emulated::block.num_threads, "__syncthreads"); }
+inline void __syncwarp(unsigned mask = 0xffffffffu) { emulated::meet(mask, 0, "__syncwarp"); }
+inline void __threadfence() {}
+inline void __threadfence_block() {}
+
+template <class T>
+T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
+    const int lane = emulated::current->lane;
+    auto values = emulated::meet(mask, value, "__shfl_sync");
+    return emulated::value_of<T>(values, (lane & ~(width - 1)) | (source & (width - 1)));
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int bits, int = 32) {
+    const int lane = emulated::current->lane;
+    return emulated::value_of<T>(emulated::meet(mask, value, "__shfl_xor_sync"), lane ^ bits);
+}
+template <class T>
+T __shfl_down_sync(unsigned mask, T value, int by, int width = 32) {
+    const int lane = emulated::current->lane;
+    auto values = emulated::meet(mask, value, "__shfl_down_sync");
+    return emulated::value_of<T>(values, lane % width + by < width ? lane + by : lane);
+}
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, int by, int width = 32) {
+    const int lane = emulated::current->lane;
+    auto values = emulated::meet(mask, value, "__shfl_up_sync");
+    return emulated::value_of<T>(values, lane % width >= by ? lane - by : lane);
+}
+
+namespace emulated {
+template <class T, class F>
+T reduce(unsigned mask, T value, F combine, const char* what) {
+    auto values = meet(mask, value, what);
+    bool first = true;
+    T result{};
+    const int in_warp = std::min(32, block.num_threads - (current->number & ~31));
+    for (int lane = 0; lane < in_warp; lane++) {
+        if (!(mask >> lane & 1)) continue;
+        const T other = value_of<T>(values, lane);
+        result = first ? other : combine(result, other);
+        first = false;
+    }
+    return result;
+}
+}  // namespace emulated
+
+inline unsigned __ballot_sync(unsigned mask, int predicate) {
+    const unsigned bit = predicate ? 1u << emulated::current->lane : 0;
+    return emulated::reduce(mask, bit, [](unsigned a, unsigned b) { return a | b; }, "__ballot_sync");
+}
+inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
+inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, !predicate) == 0; }
+template <class T>
+unsigned __match_any_sync(unsigned mask, T value) {
+    auto values = emulated::meet(mask, value, "__match_any_sync");
+    unsigned same = 0;
+    for (int lane = 0; lane < 32; lane++)
+        if ((mask >> lane & 1) && emulated::value_of<T>(values, lane) == value) same |= 1u << lane;
+    return same;
+}
+template <class T>
+T __reduce_add_sync(unsigned mask, T value) {
+    return emulated::reduce(mask, value, [](T a, T b) { return T(a + b); }, "__reduce_add_sync");
+}
+template <class T>
+T __reduce_max_sync(unsigned mask, T value) {
+    return emulated::reduce(mask, value, [](T a, T b) { return std::max(a, b); }, "__reduce_max_sync");
+}
+template <class T>
+T __reduce_min_sync(unsigned mask, T value) {
+    return emulated::reduce(mask, value, [](T a, T b) { return std::min(a, b); }, "__reduce_min_sync");
+}
+inline unsigned __reduce_or_sync(unsigned mask, unsigned value) {
+    return emulated::reduce(mask, value, [](unsigned a, unsigned b) { return a | b; }, "__reduce_or_sync");
+}
+inline int __syncthreads_count(int predicate) {
+    static int counts[2];  // they alternate: the next count may begin before all have read this one
+    const int now = emulated::block.barriers[0].round & 1;
+    if (!emulated::block.barriers[0].arrived) counts[now] = 0;
+    counts[now] += predicate != 0;
+    __syncthreads();
+    return counts[now];
+}
+inline int __syncthreads_or(int predicate) { return __syncthreads_count(predicate) != 0; }
+inline int __syncthreads_and(int predicate) { return __syncthreads_count(!predicate) == 0; }
+
+// Atomic by nature: a fiber gives way only where it waits.
+template <class T, class U>
+T atomicAdd(T* p, U value) { T old = *p; *p = T(old + value); return old; }
+template <class T, class U>
+T atomicMax(T* p, U value) { T old = *p; *p = std::max(old, T(value)); return old; }
+template <class T, class U>
+T atomicMin(T* p, U value) { T old = *p; *p = std::min(old, T(value)); return old; }
+template <class T, class U>
+T atomicOr(T* p, U value) { T old = *p; *p = old | T(value); return old; }
+template <class T, class U>
+T atomicExch(T* p, U value) { T old = *p; *p = T(value); return old; }
+template <class T, class U, class V>
+T atomicCAS(T* p, U compare, V value) { T old = *p; if (old == T(compare)) *p = T(value); return old; }
+inline unsigned atomicInc(unsigned* p, unsigned last) { unsigned old = *p; *p = old >= last ? 0 : old + 1; return old; }
+
+template <class T>
+T __ldg(const T* p) { return *p; }
+template <class T>
+T __ldcs(const T* p) { return *p; }
+template <class T>
+T __ldcg(const T* p) { return *p; }
+template <class T>
+void __stcs(T* p, T value) { *p = value; }
+inline float __uint_as_float(unsigned u) { float f; memcpy(&f, &u, 4); return f; }
+inline unsigned __float_as_uint(float f) { unsigned u; memcpy(&u, &f, 4); return u; }
+inline float __int_as_float(int u) { float f; memcpy(&f, &u, 4); return f; }
+inline int __float_as_int(float f) { int u; memcpy(&u, &f, 4); return u; }
+inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned(uint64_t(a) * b >> 32); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
+inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
+inline int __clzll(long long x) { return x ? __builtin_clzll(x) : 64; }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline float __expf(float x) { return std::exp(x); }
+inline float __logf(float x) { return std::log(x); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __frcp_rn(float x) { return 1.0f / x; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline int __float2int_rn(float x) { return int(std::nearbyint(x)); }
+inline unsigned long long __double2ull_rn(double x) { return (unsigned long long)std::nearbyint(x); }
+template <class T, class U>
+constexpr std::common_type_t<T, U> min(T a, U b) { using C = std::common_type_t<T, U>; return C(b) < C(a) ? C(b) : C(a); }
+template <class T, class U>
+constexpr std::common_type_t<T, U> max(T a, U b) { using C = std::common_type_t<T, U>; return C(a) < C(b) ? C(b) : C(a); }

@@ -1,0 +1,58 @@
+"""A device in the place of the real one: kernels run on the CPU, over tensors of the CPU."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagewire.kernels.cuda.source import Variant
+from tests.kernels.cuda.emulate.library import Edit, load
+
+IN_ORDER, ANY_THREAD, ANY_WARP = range(3)
+ORDERS = ((IN_ORDER, 0), (ANY_THREAD, 1), (ANY_WARP, 2), (ANY_WARP, 3))
+"""In what order threads run, and the seed of it: each shows other faults."""
+
+
+class EmulationError(RuntimeError):
+    """A kernel did what a device would not forgive: a deadlock, a bad address, a misaligned access."""
+
+
+@dataclass
+class EmulatedDevice:
+    """Launches kernels as `pagewire.kernels.cuda.launch.Device` does."""
+
+    order: tuple[int, int] = ORDERS[0]
+    edits: tuple[Edit, ...] = ()
+    """Faults to plant."""
+    capability: tuple[int, int] = (9, 0)
+    multiprocessors: int = 4
+
+    def launch(
+        self,
+        variant: Variant,
+        grid: Sequence[int],
+        block: Sequence[int],
+        parameters: "np.ndarray[tuple[int, ...], np.dtype[np.void]]",
+        shared_bytes: int = 0,
+    ) -> None:
+        """Run a grid to its end.
+
+        Raises:
+            EmulationError: a fault that the emulation sees.
+        """
+        if 0 in grid:
+            raise EmulationError("an empty grid")
+        library = load(variant, self.edits, 100 * self.capability[0] + 10 * self.capability[1])
+        library.set_order(*self.order)
+        run = library.run
+        run.restype = ctypes.c_char_p
+        error = run(
+            (ctypes.c_uint * 3)(*grid, *(1,) * (3 - len(grid))),
+            (ctypes.c_uint * 3)(*block, *(1,) * (3 - len(block))),
+            ctypes.c_size_t(shared_bytes),
+            ctypes.c_void_p(parameters.ctypes.data),
+            ctypes.c_size_t(parameters.nbytes),
+        )
+        if error is not None:
+            raise EmulationError(f"{variant.name}: {error.decode()}")

@@ -1,0 +1,201 @@
+"""Paged attention, emulated, against the reference."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pagewire.kernels import reference
+from pagewire.kernels.cuda import attention
+from pagewire.kernels.cuda.layout import exchange_chunks
+from tests.kernels.batches import TOLERANCE, Paged, Shape, page, random_request
+from tests.kernels.cuda.emulate import ORDERS, EmulatedDevice
+
+BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
+LONGEST = 700  # several parts, and several rounds of a ring
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Keyword arguments of `paged_attention`."""
+
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    alibi: Tensor | None = None
+
+
+def everything(num_heads: int, dtype: torch.dtype = torch.float32) -> Options:
+    return Options(
+        window=300,
+        softcap=5.0,
+        sinks=torch.linspace(-1, 3, num_heads).to(dtype),
+        alibi=torch.logspace(-3, -1, num_heads).to(dtype),
+    )
+
+
+def run(device: EmulatedDevice, paged: Paged, options: Options, cache_dtype: torch.dtype) -> Tensor:
+    """What the kernels make of a batch. Whatever they have not written themselves holds NaN."""
+    workspace = attention.Workspace.allocate(device.multiprocessors, "cpu")
+    workspace.outputs.fill_(torch.nan)
+    workspace.sums.fill_(torch.nan)
+    k_cache, v_cache = (exchange_chunks(cache.to(cache_dtype)) for cache in paged.plain_caches)
+    out = torch.full_like(paged.q, torch.nan)
+    scale = paged.q.shape[2] ** -0.5
+    attention.paged_attention(
+        device, workspace, paged.q, k_cache, v_cache, paged.batch, scale, out=out, **vars(options)
+    )
+    assert not workspace.arrivals.any(), "the next launch would count wrong"
+    return out
+
+
+def expect(paged: Paged, options: Options, cache_dtype: torch.dtype) -> Tensor:
+    """The same in float64, of the values as the cache holds them."""
+    k_cache, v_cache = (cache.to(cache_dtype).double() for cache in paged.plain_caches)
+    scale = paged.q.shape[2] ** -0.5
+    return reference.paged_attention(paged.q.double(), k_cache, v_cache, paged.batch, scale, **vars(options))
+
+
+def check(device: EmulatedDevice, paged: Paged, options: Options, cache_dtype: torch.dtype) -> None:
+    out, expected = run(device, paged, options, cache_dtype), expect(paged, options, cache_dtype)
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[out.dtype], rtol=0)
+
+
+def batch_of(
+    spans: list[tuple[int, int]], shape: Shape, dtype: torch.dtype = BF16, padding: int = 0, seed: int = 0
+) -> Paged:
+    requests = [random_request(shape, end, dtype, seed + i) for i, (_, end) in enumerate(spans)]
+    return page(shape, requests, spans, padding=padding, seed=seed)
+
+
+PAIRS = [(dtype, cache) for dtype in (BF16, FP16) for cache in (dtype, E4M3, E5M2)]
+INSTANCES = [(BF16, BF16, size) for size in attention.HEAD_DIMS]
+INSTANCES += [(*pair, 64) for pair in PAIRS[1:]] + [(BF16, E4M3, 80), (BF16, E4M3, 256)]
+
+
+@pytest.mark.parametrize(("dtype", "cache_dtype", "head_dim"), INSTANCES, ids=str)
+def test_variants(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> None:
+    """Every head size, every pair of types: decode and mixed batches, plain and with all options."""
+    shape = Shape(num_heads=6, num_kv_heads=2, head_dim=head_dim, v_head_dim=head_dim)
+    device = EmulatedDevice(order=ORDERS[2])
+    for spans in (
+        [(0, 1), (40, 41), (0, 0), (LONGEST - 2, LONGEST)],
+        [(0, 60), (0, 0), (399, 400), (130, 240)],
+    ):
+        paged = batch_of(spans, shape, dtype, padding=2)
+        check(device, paged, Options(), cache_dtype)
+        check(device, paged, everything(6, dtype), cache_dtype)
+
+
+@st.composite
+def batches(draw: st.DrawFn, most_queries: int) -> tuple[Paged, Options, torch.dtype]:
+    """A batch, options, and the dtype of the cache. 0 most queries stands for what decode serves."""
+    kv_heads, group = draw(st.sampled_from([(4, 1), (2, 4), (1, 7), (1, 16), (1, 20)]))
+    heads = kv_heads * group
+    most = most_queries or max(1, attention.TILE_ROWS // group)
+    spans = []
+    for _ in range(draw(st.integers(1, 4))):
+        queries = draw(st.integers(0, most) | st.just(1))
+        start = draw(st.integers(0, LONGEST - queries) | st.just(0))
+        spans.append((start, start + queries))
+    dtype, cache_dtype = draw(st.sampled_from([(BF16, BF16), (FP16, E4M3)]))
+    options = Options(
+        window=draw(st.none() | st.integers(1, LONGEST)),
+        softcap=draw(st.none() | st.floats(1, 50)),
+        sinks=draw(st.sampled_from([None, torch.linspace(-3, 5, heads)])),
+        alibi=draw(st.sampled_from([None, torch.logspace(-3, -1, heads)])),
+    )
+    shape = Shape(heads, kv_heads, 64, 64, draw(st.sampled_from(attention.BLOCK_SIZES)))
+    paged = batch_of(spans, shape, dtype, draw(st.integers(0, 3)), draw(st.integers(0, 1000)))
+    return paged, options, cache_dtype
+
+
+devices = st.builds(EmulatedDevice, order=st.sampled_from(ORDERS), multiprocessors=st.integers(1, 9))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(devices, batches(0))
+def test_decode(device: EmulatedDevice, batch: tuple[Paged, Options, torch.dtype]) -> None:
+    """Ragged lengths, several tokens at once as in speculation, no tokens, padding; MHA, GQA, MQA, in any order."""
+    check(device, *batch)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(devices, batches(200))
+def test_mixed(device: EmulatedDevice, batch: tuple[Paged, Options, torch.dtype]) -> None:
+    """Prompts and chunks of them beside decode."""
+    check(device, *batch)
+
+
+def test_an_empty_batch_is_padding() -> None:
+    shape = Shape(num_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=64)
+    paged = batch_of([(0, 1)], shape, padding=3)
+    none = torch.zeros(0, dtype=torch.int32)
+    batch = dataclasses.replace(
+        paged.batch,
+        query_start_loc=torch.zeros(1, dtype=torch.int32),
+        seq_lens=none,
+        block_table=none[:, None],
+    )
+    out = run(EmulatedDevice(), dataclasses.replace(paged, batch=batch), Options(), BF16)
+    assert not out.any()
+
+
+@pytest.mark.parametrize("tiles", [1, 8, 64, 300, 512, 2000, 100000])
+@pytest.mark.parametrize("longest", [1, 600, 4096, 131072])
+def test_splits_fill_the_device(tiles: int, longest: int) -> None:
+    """Parts fit into the workspace, none is shorter than it is worth, and the last round is not nearly empty."""
+    multiprocessors = 132
+    splits = attention.choose_splits(tiles, multiprocessors, longest)
+    assert splits == 1 or splits * tiles <= attention.PARTS * multiprocessors
+    assert splits == 1 or (splits - 1) * attention.PART_KEYS < longest
+    slots = attention.RESIDENT * multiprocessors
+    if longest >= 4096 and tiles <= 512:
+        busy = splits * tiles / (-(-splits * tiles // slots) * slots)
+        assert busy > 0.75 or splits * attention.PART_KEYS >= 0.9 * longest
+
+
+def test_refusals() -> None:
+    """What no kernel serves is refused by name, before anything is launched."""
+    shape = Shape(num_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=64)
+    paged = batch_of([(4, 5)], shape)
+    good = {
+        "q": paged.q,
+        "k_cache": paged.k_cache,
+        "v_cache": paged.v_cache,
+        "batch": paged.batch,
+        "scale": 1.0,
+    }
+    device = EmulatedDevice()
+    workspace = attention.Workspace.allocate(device.multiprocessors, "cpu")
+    wide = paged.q.repeat(1, 1, 2)
+    bad: list[tuple[type[Exception], str, dict[str, object]]] = [
+        (TypeError, "no kernel for queries of torch.float32", {"q": paged.q.float()}),
+        (TypeError, "keys of torch.float16", {"k_cache": paged.k_cache.half()}),
+        (ValueError, "one shape and dtype", {"v_cache": paged.v_cache.half()}),
+        (ValueError, "no kernel for q", {"q": wide}),
+        (ValueError, "no kernel for q", {"q": paged.q[:, :3]}),
+        (ValueError, "strides", {"q": wide[:, :, ::2]}),
+        (ValueError, "aligned", {"q": wide[:, :, 4:68]}),
+        (ValueError, "sinks", {"sinks": torch.zeros(3)}),
+        (TypeError, "sinks", {"alibi": torch.zeros(4, dtype=torch.float64)}),
+        (ValueError, "above 0", {"window": 0}),
+        (ValueError, "above 0", {"scale": 0.0}),
+        (ValueError, "out", {"out": torch.empty(1, 4, 65, dtype=BF16)}),
+        (
+            TypeError,
+            "int32",
+            {"batch": dataclasses.replace(paged.batch, seq_lens=paged.batch.seq_lens.long())},
+        ),
+        (
+            ValueError,
+            "different batches",
+            {"batch": dataclasses.replace(paged.batch, seq_lens=torch.ones(2, dtype=torch.int32))},
+        ),
+    ]
+    for error, message, changed in bad:
+        with pytest.raises(error, match=message):
+            attention.paged_attention(device, workspace, **{**good, **changed})  # type: ignore[arg-type]

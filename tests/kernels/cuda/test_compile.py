@@ -1,0 +1,184 @@
+"""Every variant compiles for every architecture, and needs no memory for what should be in registers."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagewire.kernels.cuda import compile, norms
+from pagewire.kernels.cuda.source import Variant
+from pagewire.kernels.cuda.variants import all_variants
+
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90")
+ONE = norms.variants()[0]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_no_variant_spills_or_uses_local_memory(
+    nvrtc: object, registers: dict[Variant, dict[str, int]], arch: str
+) -> None:
+    fitting = [variant for variant in all_variants() if compile.runs_on(variant, arch)]
+    cubins = compile.build(fitting, arch)
+    for variant, cubin in cubins.items():
+        registers.setdefault(variant, {})[variant.needs or arch] = cubin.registers
+    assert len(cubins) == len(fitting) > 0
+    assert [v.name for v, cubin in cubins.items() if cubin.local_bytes or cubin.spilled_bytes] == []
+    assert all(cubin.image.startswith(b"\x7fELF") and cubin.registers > 0 for cubin in cubins.values())
+
+
+def test_names_are_unique() -> None:
+    names = [(variant.source, variant.name) for variant in all_variants()]
+    assert len(set(names)) == len(names)
+
+
+@pytest.fixture
+def spilling(tmp_path: Path) -> Variant:
+    """A kernel that cannot do without local memory: it indexes an array with what it is given."""
+    source = tmp_path / "spilling.cu"
+    source.write_text(
+        "struct P {\n    int* x;\n};\n"
+        "template <int N> __global__ void spilling(const __grid_constant__ P p) {\n"
+        "    int a[N];\n    for (int i = 0; i < N; i++) a[i] = p.x[i];\n"
+        "    for (int i = 0; i < N; i++) p.x[i] = a[p.x[i] % N] + a[p.x[i + N] % N];\n}\n"
+    )
+    return Variant(str(source), "spilling<64>", "P")
+
+
+def test_local_memory_is_seen(nvrtc: object, spilling: Variant, cache: Path) -> None:
+    assert compile.compile_variant(spilling, "sm_90").local_bytes > 0
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache."""
+    monkeypatch.setenv("PAGEWIRE_CACHE_ROOT", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "kernels"
+
+
+def test_a_cubin_is_compiled_once(nvrtc: object, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = compile.compile_variant(ONE, "sm_90")
+    assert len(list(cache.iterdir())) == 1
+    monkeypatch.setattr(compile, "compile_anew", None)
+    assert compile.compile_variant(ONE, "sm_90") == first
+
+
+def test_a_cubin_cut_short_is_compiled_again(nvrtc: object, cache: Path) -> None:
+    first = compile.compile_variant(ONE, "sm_90")
+    (file,) = cache.iterdir()
+    file.write_bytes(file.read_bytes()[:-100])
+    assert compile.compile_variant(ONE, "sm_90") == first
+
+
+def test_the_key_holds_all_that_matters(nvrtc: object, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = norms.variants()[1]
+    files = {compile._cached_file(variant, arch) for variant in (ONE, other) for arch in ("sm_80", "sm_90")}
+    monkeypatch.setattr(compile, "OPTIONS", (*compile.OPTIONS, "-lineinfo"))
+    files.add(compile._cached_file(ONE, "sm_90"))
+    monkeypatch.setattr(compile, "read_source", lambda name: ((name, "// changed"),))
+    files.add(compile._cached_file(ONE, "sm_90"))
+    assert len(files) == 6
+
+
+def test_progress_counts_every_variant_once(nvrtc: object, cache: Path) -> None:
+    calls: list[tuple[int, int, Variant]] = []
+    some = norms.variants()[:3]
+    compile.build([*some, some[0]], "sm_90", lambda *call: calls.append(call), num_threads=2)
+    assert [call[:2] for call in calls] == [(1, 3), (2, 3), (3, 3)]
+    assert {call[2] for call in calls} == set(some)
+
+
+def test_an_error_of_the_compiler_comes_with_its_log(nvrtc: object, tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "bad.cu").write_text("template <int N> __global__ void bad(int p) { undeclared = 1; }")
+    with pytest.raises(
+        compile.CompileError, match=r'bad<1> for sm_90[^$]*identifier "undeclared" is undefined'
+    ):
+        compile.build([Variant(str(tmp_path / "bad.cu"), "bad<1>", "P")], "sm_90")
+
+
+def test_a_variant_that_needs_other_hardware_is_refused(nvrtc: object, cache: Path) -> None:
+    hopper = Variant(ONE.source, ONE.name, ONE.parameters, needs="sm_90a")
+    with pytest.raises(compile.CompileError, match="needs sm_90a, not sm_89"):
+        compile.compile_variant(hopper, "sm_89")
+    assert compile.compile_variant(hopper, "sm_90").registers > 0
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"), [((8, 0), "sm_80"), ((8, 6), "sm_86"), ((8, 9), "sm_89"), ((9, 0), "sm_90")]
+)
+def test_a_device_gets_code_for_its_capability(nvrtc: object, capability: tuple[int, int], arch: str) -> None:
+    assert compile.architecture(capability) == arch
+
+
+class FakeNvrtc:
+    """Knows what an older NVRTC knows."""
+
+    def getVersion(self) -> tuple[int, int]:  # noqa: N802
+        return 12, 0
+
+    def getSupportedArchs(self) -> list[int]:  # noqa: N802
+        return [70, 75, 80, 86, 87, 90]
+
+
+def test_an_older_compiler_takes_the_nearest_older_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile, "nvrtc", FakeNvrtc)
+    assert compile.architecture((8, 9)) == "sm_87"
+    with pytest.raises(compile.CompileError, match=r"NVRTC 12\.0 does not know compute capability 10\.0"):
+        compile.architecture((10, 0))
+    with pytest.raises(compile.CompileError, match=r"need compute capability 8\.0, not 7\.5"):
+        compile.architecture((7, 5))
+
+
+def _say_what_is_missing(code: str) -> str:
+    """The message of `nvrtc()` in a process that ran some code first."""
+    program = (
+        f"{code}\nfrom pagewire.kernels.cuda import compile\n"
+        "try:\n    compile.nvrtc()\nexcept compile.CompileError as error:\n    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    return done.stdout
+
+
+FAKE_CUPY = """
+import sys, types
+cupy = types.ModuleType("cupy")
+cupy.cuda = sys.modules["cupy.cuda"] = types.ModuleType("cupy.cuda")
+cupy.cuda.runtime = types.SimpleNamespace(runtimeGetVersion=lambda: 12090)
+cupy.cuda.nvrtc = types.SimpleNamespace(getVersion=lambda: {version})
+sys.modules["cupy"] = cupy
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (
+            "import sys; sys.modules['cupy'] = None",
+            ["CUDA kernels need CuPy", "pip install 'cupy-cuda12x>=14'", "'cupy-cuda13x>=14'"],
+        ),
+        (
+            FAKE_CUPY.format(version="1 / 0"),
+            ["CuPy for CUDA 12 finds no NVRTC (division by zero)", "'cuda-toolkit[nvrtc]==12.*'"],
+        ),
+        (
+            FAKE_CUPY.format(version="(13, 0)"),
+            ["CuPy is for CUDA 12, but NVRTC is 13.0", "pip install 'cupy-cuda12x>=14'"],
+        ),
+    ],
+    ids=["no CuPy", "no NVRTC", "another NVRTC"],
+)
+def test_what_is_missing_is_said_with_the_command_that_mends_it(code: str, expected: list[str]) -> None:
+    said = _say_what_is_missing(code)
+    assert [part for part in expected if part not in said] == [], said
+
+
+def test_the_compiler_is_the_one_that_is_asked_for(nvrtc: Any) -> None:
+    """Where `PAGEWIRE_TEST_NVRTC` names a version (`13.0`), this run is with it, and not by chance with another."""
+    wanted = os.environ.get("PAGEWIRE_TEST_NVRTC")
+    if wanted is None:
+        pytest.skip("any version will do")
+    assert compile._dotted(nvrtc.getVersion()) == wanted

@@ -1,0 +1,110 @@
+"""Gated activations on the emulated device."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from pagewire.kernels import reference
+from pagewire.kernels.cuda.gates import ACTIVATIONS, activate_and_mul
+from pagewire.kernels.cuda.norms import DTYPES
+from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedDevice, guarded
+
+
+def exact_gelu(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return functional.gelu(gate) * up
+
+
+EXPECTED = {"silu": reference.silu_and_mul, "gelu_tanh": reference.gelu_tanh_and_mul, "gelu": exact_gelu}
+# The activation and the product are each rounded: a last place of float32 may move both.
+TOLERANCE = {torch.bfloat16: 2**-6, torch.float16: 2**-9}
+
+
+def check(
+    device: EmulatedDevice,
+    activation: str,
+    rows: int = 3,
+    size: int = 72,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    generator = torch.Generator().manual_seed(rows * size)
+    x = guarded((torch.randn(rows, 2 * size, generator=generator) * 3).to(dtype))
+    out = activate_and_mul(device, x, activation)
+    assert out.shape == (rows, size) and out.dtype == dtype
+    torch.testing.assert_close(out, EXPECTED[activation](x), rtol=TOLERANCE[dtype], atol=2e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from(list(ACTIVATIONS)), st.integers(1, 5), st.integers(1, 200), st.sampled_from(list(DTYPES)),
+    st.sampled_from(ORDERS),
+)  # fmt: skip
+def test_it_equals_the_reference(
+    activation: str, rows: int, chunks: int, dtype: torch.dtype, order: tuple[int, int]
+) -> None:
+    check(EmulatedDevice(order, multiprocessors=1), activation, rows, 8 * chunks, dtype)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_extremes(activation: str) -> None:
+    gate = torch.tensor([0.0, -0.0, 1e4, -1e4, 100, -100, 2**-14, -(2**-14)])
+    x = torch.cat([gate, torch.ones(8)])[None].half()
+    out = activate_and_mul(EmulatedDevice(), x, activation)
+    torch.testing.assert_close(out, EXPECTED[activation](x), rtol=2**-9, atol=1e-7)
+
+
+def test_a_grid_smaller_than_the_work() -> None:
+    check(EmulatedDevice(multiprocessors=1), "silu", rows=40, size=1000)
+
+
+def test_rows_of_a_wider_tensor(device: EmulatedDevice) -> None:
+    x = torch.randn(4, 64).bfloat16()[:, 16:48]
+    torch.testing.assert_close(
+        activate_and_mul(device, x, "silu"), reference.silu_and_mul(x), rtol=2**-6, atol=1e-6
+    )
+
+
+def test_more_axes_and_no_rows() -> None:
+    x = torch.randn(2, 3, 32).bfloat16()
+    assert activate_and_mul(EmulatedDevice(), x, "gelu").shape == (2, 3, 16)
+    assert activate_and_mul(EmulatedDevice(), x[:0], "gelu").shape == (0, 3, 16)
+
+
+@pytest.mark.parametrize(
+    ("x", "error"),
+    [
+        (torch.zeros(2, 32), TypeError),
+        (torch.zeros(2, 24).half(), ValueError),
+        (torch.zeros(2, 36).half()[:, :32], ValueError),
+        (torch.zeros(65).half()[1:].view(2, 32), ValueError),
+    ],
+)
+def test_what_no_kernel_serves_is_refused(x: torch.Tensor, error: type) -> None:
+    with pytest.raises(error):
+        activate_and_mul(EmulatedDevice(), x, "silu")
+
+
+FAULTS = [
+    ("silu", Edit("gates.cu", "row[chunks + chunk]", "row[chunk]")),
+    ("silu", Edit("gates.cu", "expf(-x)", "expf(x)")),
+    ("silu", Edit("gates.cu", "int(i % chunks)", "int(i % (chunks - 1))")),
+    ("silu", Edit("gates.cu", "i += step", "i += 2 * step")),
+    ("silu", Edit("gates.cu", "i < end; i", "i <= end; i")),
+    ("gelu", Edit("gates.cu", "erff(", "tanhf(")),
+    ("gelu_tanh", Edit("gates.cu", "0.044715f * x * x * x", "0.044715f * x * x")),
+]
+
+
+@pytest.mark.parametrize(("activation", "edit"), FAULTS, ids=lambda value: getattr(value, "old", value))
+def test_faults_are_caught(catch: Callable[..., None], activation: str, edit: Edit) -> None:
+    def both(device: EmulatedDevice) -> None:
+        device.multiprocessors = 1
+        check(device, activation, rows=7, size=136)
+        check(device, activation, rows=9, size=2048)
+
+    both(EmulatedDevice())
+    catch(both, edit)

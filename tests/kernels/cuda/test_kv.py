@@ -1,0 +1,241 @@
+"""The KV write, fused with the norm and the rotation of heads, on the emulated device."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pagewire.kernels import reference
+from pagewire.kernels.cuda.kv import FP8, HeadNorms, write_kv
+from pagewire.kernels.cuda.layout import exchange_chunks
+from pagewire.kernels.cuda.norms import DTYPES
+from pagewire.kernels.paging import token_view
+from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedDevice, EmulationError, guarded
+
+SIZES = (32, 64, 80, 96, 112, 128, 160, 256)
+BLOCKS = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is written."""
+
+    tokens: int = 6
+    heads: int = 4
+    kv_heads: int = 2
+    size: int = 80
+    v_size: int = 80
+    block_size: int = 16
+    rotated: int | None = None
+    normed: bool = False
+    offset: float = 0.0
+    dtype: torch.dtype = torch.bfloat16
+    cache_dtype: torch.dtype = torch.bfloat16
+    queries: bool = True
+    scale: float = 1.0
+    seed: int = 0
+
+
+cases = st.builds(
+    Case,
+    tokens=st.integers(1, 9),
+    heads=st.sampled_from([2, 4, 8]),
+    kv_heads=st.sampled_from([1, 2]),
+    size=st.sampled_from(SIZES),
+    v_size=st.sampled_from(SIZES),
+    block_size=st.sampled_from([16, 32, 64]),
+    rotated=st.sampled_from([None, 16, 32]),
+    normed=st.booleans(),
+    offset=st.sampled_from([0.0, 1.0]),
+    queries=st.booleans(),
+    scale=st.sampled_from([1.0, 300.0]),
+    seed=st.integers(0, 2**31),
+)
+
+
+def check(device: EmulatedDevice, case: Case) -> None:
+    """Everything around the written rows is NaN, and must stay so."""
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).mul(case.scale).to(case.dtype)
+
+    width = case.heads * case.size + case.kv_heads * (case.size + case.v_size)
+    row = guarded(numbers(case.tokens, width))
+    q, k, v = row.split([case.heads * case.size, case.kv_heads * case.size, case.kv_heads * case.v_size], 1)
+    q, k = q.unflatten(1, (-1, case.size)), k.unflatten(1, (-1, case.size))
+    v = v.unflatten(1, (-1, case.v_size))
+    slots = torch.randperm(BLOCKS * case.block_size, generator=generator)[: case.tokens]
+    slots[torch.rand(case.tokens, generator=generator) < 0.3] = -1
+    slots = guarded(slots)
+    norms = None
+    if case.normed:
+        norms = HeadNorms(numbers(case.size), numbers(case.size), 1e-6, case.offset, case.offset)
+    cos = sin = None
+    if case.rotated is not None:
+        angles = torch.rand(case.tokens, case.rotated, generator=generator) * 6
+        cos, sin = guarded(angles.cos().to(case.dtype)), guarded(angles.sin().to(case.dtype))
+    caches = [
+        guarded(torch.full((BLOCKS, case.kv_heads, case.block_size, size * case.cache_dtype.itemsize), 255))
+        for size in (case.size, case.v_size)
+    ]
+    k_cache, v_cache = (guarded(c.to(torch.uint8)).view(case.cache_dtype) for c in caches)
+
+    expected_q, expected_k = q.clone(), k.clone()
+    if norms is not None:
+        expected_q = reference.rms_norm(expected_q, norms.q_weight, 1e-6, offset=case.offset)
+        expected_k = reference.rms_norm(expected_k, norms.k_weight, 1e-6, offset=case.offset)
+    if cos is not None and sin is not None:
+        reference.rotary(expected_q, expected_k, cos, sin)
+    before = row.clone()
+    write_kv(
+        device, q if case.queries else None, k, v, k_cache, v_cache, slots, cos=cos, sin=sin, norms=norms
+    )
+
+    assert torch.equal(row[:, case.heads * case.size :], before[:, case.heads * case.size :])
+    compare(q, expected_q if case.queries else before[:, : case.heads * case.size].view(q.shape), case.normed)
+    for cache, values in ((k_cache, expected_k), (v_cache, v)):
+        written = torch.zeros(BLOCKS, case.block_size, dtype=torch.bool)
+        kept = slots[slots >= 0]
+        written.view(-1)[kept] = True
+        rows = token_view(exchange_chunks(cache))
+        assert bool((rows.view(torch.uint8)[~written] == 255).all())
+        found = rows[kept // case.block_size, kept % case.block_size]
+        wanted = saturated(values[slots >= 0], case.cache_dtype)
+        compare(found, wanted, case.normed and cache is k_cache)
+
+
+def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype not in FP8:
+        return x
+    largest = torch.finfo(dtype).max
+    return x.float().clamp(-largest, largest).to(dtype)
+
+
+def compare(found: Tensor, wanted: Tensor, normed: bool) -> None:
+    """To the bit; after a norm, whose sum has its own order, to a last place of the largest element."""
+    if not normed:
+        assert torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
+        return
+    last_place = {torch.float8_e5m2: 2**-2, torch.float8_e4m3fn: 2**-3, torch.float16: 2**-9}
+    tolerance = last_place.get(found.dtype, 2**-6)
+    largest = wanted.float().abs().amax(-1, keepdim=True) if wanted.numel() else torch.zeros(())
+    assert bool(((found.float() - wanted.float()).abs() <= tolerance * largest).all())
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases, st.sampled_from(list(DTYPES)), st.sampled_from([None, *FP8]), st.sampled_from(ORDERS))
+def test_it_equals_the_reference(
+    case: Case, dtype: torch.dtype, kept: torch.dtype | None, order: tuple[int, int]
+) -> None:
+    check(EmulatedDevice(order), Case(**{**vars_of(case), "dtype": dtype, "cache_dtype": kept or dtype}))
+
+
+def vars_of(case: Case) -> dict[str, object]:
+    return {name: getattr(case, name) for name in Case.__dataclass_fields__}
+
+
+def test_a_whole_head_turns(device: EmulatedDevice) -> None:
+    check(device, Case(size=256, v_size=32, rotated=256, normed=True))
+
+
+def test_no_tokens_and_only_padding() -> None:
+    cache = torch.zeros(1, 1, 16, 32).half()
+    heads = torch.zeros(0, 1, 32).half()
+    none = torch.zeros(0, dtype=torch.int64)
+    write_kv(EmulatedDevice(), heads, heads, heads, cache, cache.clone(), none)
+    check(EmulatedDevice(), Case(tokens=1, seed=11, rotated=16))
+
+
+def test_a_nan_stays_a_nan() -> None:
+    cache = torch.zeros(1, 1, 16, 32).to(torch.float8_e4m3fn)
+    k = torch.full((1, 1, 32), torch.nan).bfloat16()
+    write_kv(EmulatedDevice(), None, k, k, cache, cache.clone(), torch.tensor([3]))
+    rows = exchange_chunks(cache).float()
+    assert rows[0, 0, 3].isnan().all() and not rows[0, 0, 4].isnan().any()
+
+
+def test_a_slot_beyond_the_cache_is_seen_by_the_emulation() -> None:
+    cache, k = guarded(torch.zeros(1, 1, 16, 128).half()), torch.ones(1, 1, 128).half()
+    with pytest.raises(EmulationError, match="no memory"):
+        write_kv(EmulatedDevice(), None, k, k, cache, cache, torch.tensor([16]))
+
+
+def _arguments(**changes: Tensor) -> dict[str, Tensor]:
+    heads = {name: torch.zeros(2, 1, 32).half() for name in ("q", "k", "v")}
+    caches = {name: torch.zeros(1, 1, 16, 32).half() for name in ("k_cache", "v_cache")}
+    return {**heads, **caches, "slot_mapping": torch.zeros(2, dtype=torch.int64), **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"k": torch.zeros(2, 1, 32)}, TypeError),
+        ({"q": torch.zeros(2, 1, 32).bfloat16()}, TypeError),
+        ({"k_cache": torch.zeros(1, 1, 16, 32)}, TypeError),
+        ({"v_cache": torch.zeros(1, 1, 16, 32).to(torch.float8_e5m2)}, TypeError),
+        ({"slot_mapping": torch.zeros(2, dtype=torch.int32)}, TypeError),
+        ({"slot_mapping": torch.zeros(3, dtype=torch.int64)}, ValueError),
+        ({"k": torch.zeros(2, 2, 32).half()}, ValueError),
+        ({"q": torch.zeros(3, 1, 32).half()}, ValueError),
+        ({"cos": torch.zeros(2, 16).half()}, ValueError),
+        ({"cos": torch.zeros(2, 48).half(), "sin": torch.zeros(2, 48).half()}, ValueError),
+        ({"cos": torch.zeros(2, 24).half(), "sin": torch.zeros(2, 24).half()}, ValueError),
+        ({"v": torch.zeros(2, 1, 64).half()[..., ::2]}, ValueError),
+        ({"v": torch.zeros(65).half()[1:].view(2, 1, 32)}, ValueError),
+        (
+            {"k": torch.zeros(2, 1, 264).half(), "k_cache": torch.zeros(1, 1, 16, 264).half(), "q": None},
+            ValueError,
+        ),
+        (
+            {"k": torch.zeros(2, 1, 36).half(), "k_cache": torch.zeros(1, 1, 16, 36).half(), "q": None},
+            ValueError,
+        ),
+    ],
+)
+def test_what_no_kernel_serves_is_refused(changes: dict[str, Tensor], error: type) -> None:
+    with pytest.raises(error):
+        write_kv(EmulatedDevice(), **_arguments(**changes))
+
+
+FAULTS = [
+    Edit("kv.cu", " && (is_query || slot >= 0)", ""),
+    Edit("kv.cu", " && (is_query || slot >= 0)", " && slot >= 0"),
+    Edit("kv.cu", "const bool active = there && ", "const bool active = "),
+    Edit("kv.cu", "chunk < size / 8 && ", ""),
+    Edit("kv.cu", "chunk < half ? -1.0f : 1.0f", "1.0f"),
+    Edit("kv.cu", "!is_value && chunk < 2 * half", "!is_value"),
+    Edit("kv.cu", "!is_value && chunk < 2 * half", "chunk < 2 * half"),
+    Edit("kv.cu", "chunk < half ? lane + half", "lane < half ? lane + half"),
+    Edit("kv.cu", "is_query ? p.q_weight : p.k_weight", "p.q_weight"),
+    Edit("kv.cu", "(active && !is_value) {", "(active) {"),
+    Edit("kv.cu", "* p.num_kv_heads + kv_head) * p.block_size", "* p.num_kv_heads) * p.block_size"),
+    Edit("kv.cu", "swizzle(chunks, row, chunk) *", "chunk *"),
+    Edit("kv.cu", "swizzle(chunks, row, chunk / 2) *", "chunk / 2 *"),
+    Edit("kv.cu", "* CHUNK_BYTES + chunk % 2 * 8", "* CHUNK_BYTES"),
+    Edit("kv.cu", "int(slot % p.block_size)", "int(slot % 16)"),
+    Edit("kv.cu", "rounded<T>(a.x * c.x)", "a.x * c.x"),
+    Edit("kv.cu", "size = is_value ? p.v_size : p.size", "size = p.size"),
+    Edit("kv.cu", "bits = p.lanes / 2", "bits = 16"),
+    Edit("kv.cu", "squares / float(size) + p.eps", "squares / float(size)"),
+    Edit("layout.cuh", "row / (8 / p)", "row"),
+    Edit("ptx.cuh", "result < LARGEST ? result : LARGEST", "result"),
+    Edit("ptx.cuh", "- 1 + (magnitude >> CUT & 1);", ";"),
+]
+
+
+@pytest.mark.parametrize("edit", FAULTS, ids=lambda edit: edit.old.strip()[:40])
+def test_faults_are_caught(catch: Callable[..., None], edit: Edit) -> None:
+    def several(device: EmulatedDevice) -> None:
+        check(device, Case(tokens=9, heads=3, block_size=32, rotated=64, normed=True, scale=1e-3, seed=2))
+        check(device, Case(tokens=9, heads=3, block_size=32, size=96, v_size=64, rotated=96, seed=3))
+        e4m3 = Case(tokens=9, v_size=64, cache_dtype=torch.float8_e4m3fn, scale=300.0, rotated=32, seed=4)
+        check(device, e4m3)
+
+    if edit is FAULTS[0]:
+        several(EmulatedDevice())
+    catch(several, edit)

@@ -1,0 +1,156 @@
+"""Everything up to the launch call, which is recorded by a fake driver."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pagewire.kernels.cuda import compile, gates, kv, launch, norms
+from pagewire.kernels.cuda.launch import CudaDevice, pack
+from pagewire.kernels.cuda.source import Variant, parameter_dtype, read_source
+from pagewire.kernels.cuda.variants import all_variants
+from tests.kernels.cuda.emulate import EmulatedDevice
+
+
+@dataclass
+class Recorder:
+    """A driver that loads nothing and writes down what it is asked."""
+
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+
+    def load(self, image: bytes, symbol: str) -> launch.Function:
+        self.calls.append(("load", symbol))
+
+        def function(*arguments: Any) -> None:
+            self.calls.append((symbol, arguments))
+
+        return function
+
+    def allow_shared(self, function: launch.Function, num_bytes: int) -> None:
+        self.calls.append(("allow_shared", num_bytes))
+
+    def stream(self) -> str:
+        return "torch's stream"
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def cuda(nvrtc: object, recorder: Recorder) -> CudaDevice:
+    return CudaDevice((9, 0), 132, recorder)
+
+
+def test_a_launch_arrives_with_its_parameters(cuda: CudaDevice, recorder: Recorder) -> None:
+    x, weight = torch.randn(5, 256).bfloat16(), torch.randn(256).bfloat16()
+    out = norms.rms_norm(cuda, x, weight, 1e-5, offset=1.0)
+    (loaded, symbol), (launched, arguments) = recorder.calls
+    assert loaded == "load" and launched == symbol and "rms_norm" in symbol
+    grid, block, (parameters,), shared_bytes, stream = arguments
+    assert (grid, block, shared_bytes, stream) == ((5,), (32,), 0, "torch's stream")
+    assert parameters.dtype == parameter_dtype("norms.cu", "RmsNorm") and parameters.size == 1
+    row = parameters[0]
+    assert [row[name] for name in ("x", "weight", "out")] == [t.data_ptr() for t in (x, weight, out)]
+    assert row["residual"] == 0 and row["size"] == 256 and row["inner"] == 5
+    assert row["eps"] == np.float32(1e-5) and row["offset"] == 1.0
+
+
+def test_a_kernel_is_loaded_once(cuda: CudaDevice, recorder: Recorder) -> None:
+    x = torch.randn(4, 64).half()
+    for _ in range(3):
+        gates.activate_and_mul(cuda, x, "silu")
+    gates.activate_and_mul(cuda, x, "gelu")
+    assert [name for name, _ in recorder.calls].count("load") == 2
+    assert len(recorder.calls) == 6
+
+
+def test_loading_ahead_leaves_only_launches(cuda: CudaDevice, recorder: Recorder) -> None:
+    done: list[tuple[int, int]] = []
+    cuda.load(gates.variants(), lambda *call: done.append(call[:2]))
+    assert len(recorder.calls) == len(gates.variants()) == len(done)
+    cuda.load(gates.variants())
+    for dtype in (torch.float16, torch.bfloat16):
+        for activation in gates.ACTIVATIONS:
+            gates.activate_and_mul(cuda, torch.zeros(1, 16, dtype=dtype), activation)
+    assert [name for name, _ in recorder.calls].count("load") == len(gates.variants())
+
+
+def test_much_shared_memory_is_asked_for_once(cuda: CudaDevice, recorder: Recorder) -> None:
+    variant = gates.variants()[0]
+    parameters = pack(variant, x=None, out=None, row_stride=0, num_rows=0, size=8)
+    for shared_bytes in (48 << 10, 100 << 10, 100 << 10, 64 << 10, 160 << 10):
+        cuda.launch(variant, (1,), (32,), parameters, shared_bytes)
+    assert [value for name, value in recorder.calls if name == "allow_shared"] == [100 << 10, 160 << 10]
+    assert [value[3] for name, value in recorder.calls if "gate" in name] == [
+        48 << 10, 100 << 10, 100 << 10, 64 << 10, 160 << 10,
+    ]  # fmt: skip
+
+
+def test_the_architecture_is_the_devices(nvrtc: object, recorder: Recorder) -> None:
+    assert CudaDevice((8, 9), 58, recorder).arch == "sm_89"
+    with pytest.raises(compile.CompileError, match=r"need compute capability 8\.0"):
+        CudaDevice((7, 0), 80, recorder)
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(launch.LaunchError, match="no device cuda:0"):
+        CudaDevice.at(0)
+
+
+def test_fields_are_packed_by_name() -> None:
+    variant = kv.variants()[0]
+    with pytest.raises(TypeError, match=r"WriteKv: missing or unknown fields: .*k_cache.*nonsense"):
+        pack(variant, nonsense=1)
+
+
+def test_every_struct_is_as_long_in_c_as_in_numpy() -> None:
+    """A launch with parameters of another size is refused by the emulation, so an empty one tells."""
+    for variant in {(v.source, v.parameters): v for v in all_variants()}.values():
+        dtype = parameter_dtype(variant.source, variant.parameters)
+        with pytest.raises(Exception, match="the parameters have another size"):
+            EmulatedDevice().launch(variant, (1,), (1,), np.zeros(2, dtype))
+
+
+STRUCTS = """
+struct Good {
+    const void* a;  // a pointer
+    int b, c;       // two; with a semicolon
+    float* __restrict__ d;
+    u32 e; i64 f;
+    const u64* g;
+};
+struct Bad {
+    bool a;
+};
+"""
+
+
+def test_structs_are_read_from_their_declaration(tmp_path: Path) -> None:
+    source = tmp_path / "structs.cu"
+    source.write_text(STRUCTS)
+    dtype = parameter_dtype(str(source), "Good")
+    assert dtype.names == tuple("abcdefg")
+    assert [dtype.fields[name][1] for name in dtype.names] == [0, 8, 12, 16, 24, 32, 40]  # type: ignore[index]
+    assert dtype.itemsize == 48
+    with pytest.raises(ValueError, match="struct Bad: cannot pack the field 'bool a'"):
+        parameter_dtype(str(source), "Bad")
+    with pytest.raises(ValueError, match="declares no struct Ugly"):
+        parameter_dtype(str(source), "Ugly")
+
+
+def test_a_source_comes_with_its_includes() -> None:
+    files = [name for name, _ in read_source("kv.cu")]
+    assert files[0] == "kv.cu" and set(files) == {"kv.cu", "chunk.cuh", "layout.cuh", "ptx.cuh"}
+
+
+def test_variants_name_what_is_there() -> None:
+    for variant in all_variants():
+        assert isinstance(variant, Variant)
+        assert parameter_dtype(variant.source, variant.parameters).itemsize <= 4096
