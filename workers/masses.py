@@ -3,9 +3,9 @@
 A token's *mass* is its unnormalised probability as a 64-bit fixed-point number, `exp(z) * 2**44` rounded down,
 where z is its logit below the row's largest, over the temperature. Integer sums are exact, so no sum depends
 on its order: not on the number of threads, the device, the rows beside it, or the algorithm that adds. Batch
-invariance then needs no care but that `exp` maps equal inputs to equal outputs. A token further than 30 below
-the largest (a ten-trillionth of its probability) has mass 0 and is never drawn. Masses of up to 2**18 tokens
-cannot overflow.
+invariance then needs no care, and since `exp` is spelled out (`kernels/sampling.py`), a CPU and a GPU draw the
+same tokens. A token further than 30 below the largest (a ten-trillionth of its probability) has mass 0 and is
+never drawn. Masses of up to 2**18 tokens cannot overflow.
 
 Every truncation keeps a prefix of one order, most likely first and ties by lower token id, and removes a token
 by setting its mass to 0.
@@ -20,7 +20,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-MASS_BITS = 44
+from pagewire.kernels import sampling
+from pagewire.kernels.sampling import MASS_BITS
+
 ONE = 2**MASS_BITS
 BLOCK = 256  # tokens summed together before one is searched for
 
@@ -43,7 +45,7 @@ def depths_below(x: torch.Tensor, peaks: torch.Tensor, temperatures: Sequence[fl
 
 def token_masses(depths: torch.Tensor) -> torch.Tensor:
     """int64 [n, V]: `ONE` for the most likely token, and in proportion for the others."""
-    return depths.neg().exp_().mul_(ONE).long()
+    return sampling.token_masses(depths)
 
 
 def keep_min_p(masses: torch.Tensor, min_p: Sequence[float]) -> None:

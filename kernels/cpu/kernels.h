@@ -63,3 +63,5 @@ EXPORT void pagewire_largest(const void* x, const uint32_t* allowed, float* valu
 
 EXPORT void pagewire_only_allowed(const void* x, const uint32_t* allowed, float* out, int64_t rows, int64_t size,
                                   int64_t row_stride, int32_t dtype, int32_t num_threads);
+
+EXPORT void pagewire_token_masses(const float* depths, int64_t* masses, int64_t size, int32_t num_threads);

@@ -23,6 +23,7 @@ SIGNATURES = {
     "pagewire_linear": [c_void_p] * 4 + [c_int64] * 4 + [c_int32] * 2,
     "pagewire_largest": [c_void_p] * 4 + [c_int64] * 3 + [c_int32] * 2,
     "pagewire_only_allowed": [c_void_p] * 3 + [c_int64] * 3 + [c_int32] * 2,
+    "pagewire_token_masses": [c_void_p] * 2 + [c_int64, c_int32],
     "pagewire_decoder": [c_void_p],
     "pagewire_rotary": [c_void_p] * 3 + [c_int64] * 7 + [c_int32] * 2,
 }

@@ -303,6 +303,15 @@ class NativeKernels:
         )
         return out
 
+    def token_masses(self, depths: Tensor) -> Tensor:
+        """See `pagewire.kernels.sampling.token_masses`."""
+        depths = depths.contiguous()
+        masses = torch.empty(depths.shape, dtype=torch.int64)
+        self._library.pagewire_token_masses(
+            depths.data_ptr(), masses.data_ptr(), depths.numel(), torch.get_num_threads()
+        )
+        return masses
+
 
 def _bits_for(x: Tensor, allowed: Tensor) -> Tensor:
     shape = (x.shape[0], -(-x.shape[1] // 32))

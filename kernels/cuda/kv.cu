@@ -6,7 +6,7 @@ struct WriteKv {
     void* q;                // [T, num_heads, size], normed and rotated in place
     const void* k;          // [T, num_kv_heads, size]
     const void* v;          // [T, num_kv_heads, v_size]
-    const void* cos;        // [T, rotated]; not read if rotated is 0
+    const void* cos;        // [T, rotated], a multiple of 16; not read if that is 0
     const void* sin;
     const void* q_weight;   // [size]; null: heads are not normed
     const void* k_weight;
@@ -16,123 +16,95 @@ struct WriteKv {
     i64 q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride;  // elements
     i64 cos_stride, sin_stride;
     int num_tokens, num_heads, num_kv_heads, size, v_size, rotated, block_size;
+    int lanes;              // that share a head, a chunk of 8 elements each: 4, 8, 16 or 32
     float eps, q_offset, k_offset;
 };
 
 constexpr int WARPS = 4;
-constexpr int PAIRS = 4;     // of elements that a lane holds: lane l has the pairs l, l + 32 and so on
-constexpr int LARGEST = 64 * PAIRS;
 
-template <class T>
-DEVICE void load_head(float2 pairs[PAIRS], const T* source, int size, int lane) {
-#pragma unroll
-    for (int i = 0; i < PAIRS; i++) {
-        const int pair = lane + 32 * i;
-        pairs[i] = 2 * pair < size ? unpack<T>(reinterpret_cast<const u32*>(source)[pair]) : make_float2(0, 0);
-    }
-}
-
-// As norms.cu does it.
-template <class T>
-DEVICE void norm_head(float2 pairs[PAIRS], const T* weights, int size, float eps, float offset, int lane) {
-    float squares = 0.0f;
-    float2 weight[PAIRS];
-    load_head(weight, weights, size, lane);
-#pragma unroll
-    for (int i = 0; i < PAIRS; i++) squares += pairs[i].x * pairs[i].x + pairs[i].y * pairs[i].y;
-    const float scale = rsqrtf(sum_lanes(squares) / float(size) + eps);
-#pragma unroll
-    for (int i = 0; i < PAIRS; i++) {
-        pairs[i].x = rounded<T>(normed<T>(pairs[i].x, scale, weight[i].x, offset));
-        pairs[i].y = rounded<T>(normed<T>(pairs[i].y, scale, weight[i].y, offset));
-    }
+DEVICE uint4 shuffle(uint4 chunk, int lane) {
+    return make_uint4(__shfl_sync(ALL_LANES, chunk.x, lane), __shfl_sync(ALL_LANES, chunk.y, lane),
+                      __shfl_sync(ALL_LANES, chunk.z, lane), __shfl_sync(ALL_LANES, chunk.w, lane));
 }
 
 // x cos + turned sin, both products and the sum rounded, as PyTorch does.
 template <class T>
-DEVICE float turn(float x, float turned, T cos, T sin) {
-    return rounded<T>(rounded<T>(x * to_float(cos)) + rounded<T>(turned * to_float(sin)));
+DEVICE u32 turn(u32 x, u32 turned, float sign, u32 cos, u32 sin) {
+    const float2 a = unpack<T>(x), b = unpack<T>(turned), c = unpack<T>(cos), s = unpack<T>(sin);
+    return pack<T>(rounded<T>(a.x * c.x) + rounded<T>(sign * b.x * s.x),
+                   rounded<T>(a.y * c.y) + rounded<T>(sign * b.y * s.y));
 }
 
-// Element e of the first `rotated` turns with its partner, half of them away.
 template <class T>
-DEVICE void rotate_head(float2 pairs[PAIRS], const T* cos, const T* sin, int rotated, int lane, float* shared) {
-    const int half = rotated / 2;
-    auto partner = [&](int e) { return e < half ? -shared[e + half] : shared[e - half]; };
-#pragma unroll
-    for (int i = 0; i < PAIRS; i++) {
-        const int e = 2 * (lane + 32 * i);
-        shared[e] = pairs[i].x;
-        shared[e + 1] = pairs[i].y;
-    }
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < PAIRS; i++) {
-        const int e = 2 * (lane + 32 * i);
-        if (e >= rotated) continue;
-        pairs[i].x = turn(pairs[i].x, partner(e), cos[e], sin[e]);
-        pairs[i].y = turn(pairs[i].y, partner(e + 1), cos[e + 1], sin[e + 1]);
-    }
+DEVICE uint4 turn(uint4 x, uint4 turned, float sign, uint4 cos, uint4 sin) {
+    return make_uint4(turn<T>(x.x, turned.x, sign, cos.x, sin.x), turn<T>(x.y, turned.y, sign, cos.y, sin.y),
+                      turn<T>(x.z, turned.z, sign, cos.z, sin.z), turn<T>(x.w, turned.w, sign, cos.w, sin.w));
 }
 
-template <class C>
-DEVICE void store_pair(u8* target, float2 pair) {
-    if constexpr (is_fp8<C>)
-        *reinterpret_cast<u16*>(target) = u16(from_float<C>(pair.x).bits | from_float<C>(pair.y).bits << 8);
-    else
-        *reinterpret_cast<u32*>(target) = pack<C>(pair.x, pair.y);
+template <class T, class F8>
+DEVICE u32 narrow(u32 first, u32 second) {
+    const float2 a = unpack<T>(first), b = unpack<T>(second);
+    return from_float<F8>(a.x).bits | u32(from_float<F8>(a.y).bits) << 8 | u32(from_float<F8>(b.x).bits) << 16 |
+           u32(from_float<F8>(b.y).bits) << 24;
 }
 
-// A row of a page, its chunks in the places that the layout gives them.
-template <class C>
-DEVICE void store_row(void* cache, i64 page, int row, int block_size, int size, const float2 pairs[PAIRS], int lane) {
+// Eight elements of a row of a page, where the layout puts them.
+template <class T, class C>
+DEVICE void store_chunk(void* cache, i64 page_row, int row, int size, int chunk, uint4 held) {
     const int row_bytes = size * int(sizeof(C)), chunks = row_bytes / CHUNK_BYTES;
-    u8* target = static_cast<u8*>(cache) + (page * block_size + row) * row_bytes;
-#pragma unroll
-    for (int i = 0; i < PAIRS; i++) {
-        const int e = 2 * (lane + 32 * i), byte = e * int(sizeof(C));
-        if (e >= size) continue;
-        const int place = swizzle(chunks, row, byte / CHUNK_BYTES);
-        store_pair<C>(target + place * CHUNK_BYTES + byte % CHUNK_BYTES, pairs[i]);
+    u8* target = static_cast<u8*>(cache) + page_row * row_bytes;
+    if constexpr (is_fp8<C>) {
+        target += swizzle(chunks, row, chunk / 2) * CHUNK_BYTES + chunk % 2 * 8;
+        *reinterpret_cast<uint2*>(target) = make_uint2(narrow<T, C>(held.x, held.y), narrow<T, C>(held.z, held.w));
+    } else {
+        *reinterpret_cast<uint4*>(target + swizzle(chunks, row, chunk) * CHUNK_BYTES) = held;
     }
 }
 
-// One warp per head of a token: its query heads, then its keys, then its values.
+// A few lanes per head of a token: its query heads, then its keys, then its values. All lanes of a warp stay to the
+// end of the shuffles, also those that have nothing to do.
 template <class T, class C>
 __global__ void __launch_bounds__(32 * WARPS) write_kv(const __grid_constant__ WriteKv p) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, heads = p.num_heads + 2 * p.num_kv_heads;
-    const i64 item = i64(blockIdx.x) * WARPS + warp;
-    if (item >= i64(p.num_tokens) * heads) return;
-    const int token = int(item / heads), head = int(item % heads), kv_head = (head - p.num_heads) % p.num_kv_heads;
+    const int lane = threadIdx.x % 32, chunk = lane % p.lanes, heads = p.num_heads + 2 * p.num_kv_heads;
+    const i64 item = (i64(blockIdx.x) * WARPS * 32 + threadIdx.x) / p.lanes;
+    const bool there = item < i64(p.num_tokens) * heads;
+    const int token = there ? int(item / heads) : 0, head = there ? int(item % heads) : 0;
     const bool is_query = head < p.num_heads, is_value = head >= p.num_heads + p.num_kv_heads;
+    const int kv_head = is_query ? 0 : (head - p.num_heads) % p.num_kv_heads, size = is_value ? p.v_size : p.size;
     const i64 slot = p.slots[token];
-    if (!is_query && slot < 0) return;
-    const i64 page = slot / p.block_size * p.num_kv_heads + kv_head;
-    const int row = int(slot % p.block_size);
-    float2 pairs[PAIRS];
-    if (is_value) {
-        load_head(pairs, static_cast<const T*>(p.v) + token * p.v_token_stride + kv_head * p.v_head_stride, p.v_size, lane);
-        store_row<C>(p.v_cache, page, row, p.block_size, p.v_size, pairs, lane);
-        return;
-    }
+    const bool active = there && chunk < size / 8 && (is_query || slot >= 0);
+
     T* q = static_cast<T*>(p.q) + token * p.q_token_stride + head * p.q_head_stride;
     const T* k = static_cast<const T*>(p.k) + token * p.k_token_stride + kv_head * p.k_head_stride;
-    load_head(pairs, is_query ? q : k, p.size, lane);
+    const T* v = static_cast<const T*>(p.v) + token * p.v_token_stride + kv_head * p.v_head_stride;
+    const uint4* source = reinterpret_cast<const uint4*>(is_query ? q : is_value ? v : k);
+    uint4 held = make_uint4(0, 0, 0, 0);
+    if (active) held = source[chunk];
+
     if (p.q_weight != nullptr) {
-        const T* weight = static_cast<const T*>(is_query ? p.q_weight : p.k_weight);
-        norm_head(pairs, weight, p.size, p.eps, is_query ? p.q_offset : p.k_offset, lane);
+        float squares = sum_of_squares<T>(held);
+        for (int bits = p.lanes / 2; bits; bits /= 2) squares += __shfl_xor_sync(ALL_LANES, squares, bits);
+        if (active && !is_value) {
+            const uint4 weight = static_cast<const uint4*>(is_query ? p.q_weight : p.k_weight)[chunk];
+            held = scaled<T>(held, rsqrtf(squares / float(size) + p.eps), weight, is_query ? p.q_offset : p.k_offset);
+        }
     }
     if (p.rotated > 0) {
-        float* shared = reinterpret_cast<float*>(shared_memory()) + warp * LARGEST;
-        const T* cos = static_cast<const T*>(p.cos) + token * p.cos_stride;
-        const T* sin = static_cast<const T*>(p.sin) + token * p.sin_stride;
-        rotate_head(pairs, cos, sin, p.rotated, lane, shared);
+        const int half = p.rotated / 16;  // in chunks
+        const uint4 turned = shuffle(held, chunk < half ? lane + half : lane - half);
+        if (active && !is_value && chunk < 2 * half) {
+            const T* cos = static_cast<const T*>(p.cos) + token * p.cos_stride;
+            const T* sin = static_cast<const T*>(p.sin) + token * p.sin_stride;
+            held = turn<T>(held, turned, chunk < half ? -1.0f : 1.0f, reinterpret_cast<const uint4*>(cos)[chunk],
+                           reinterpret_cast<const uint4*>(sin)[chunk]);
+        }
     }
-    if (!is_query) {
-        store_row<C>(p.k_cache, page, row, p.block_size, p.size, pairs, lane);
+    if (!active) return;
+    if (is_query) {
+        reinterpret_cast<uint4*>(q)[chunk] = held;
         return;
     }
-#pragma unroll
-    for (int i = 0; i < PAIRS; i++)
-        if (2 * (lane + 32 * i) < p.size) reinterpret_cast<u32*>(q)[lane + 32 * i] = pack<T>(pairs[i].x, pairs[i].y);
+    const int row = int(slot % p.block_size);
+    const i64 page_row = (slot / p.block_size * p.num_kv_heads + kv_head) * p.block_size + row;
+    store_chunk<T, C>(is_value ? p.v_cache : p.k_cache, page_row, row, size, chunk, held);
 }

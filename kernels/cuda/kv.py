@@ -66,13 +66,14 @@ def write_kv(
             float, which gets its largest value for what is beyond it.
         v_cache: [num_blocks, Hkv, block_size, Dv], likewise.
         slot_mapping: int64 [T], `block * block_size + row` inside the cache; -1 writes nothing.
-        cos: [T, rot_dim], see `layers.rotary`; None rotates nothing.
+        cos: [T, rot_dim], see `layers.rotary`, rot_dim a multiple of 16; None rotates nothing.
         sin: likewise.
         norms: None norms nothing.
 
     Raises:
         TypeError: dtypes that no kernel serves.
-        ValueError: shapes disagree, heads are longer than 256, or tensors are not aligned.
+        ValueError: shapes disagree or are no multiples of 8 (16 for 8-bit caches), heads are longer than 256, or
+            something is not aligned to 16 bytes.
     """
     num_tokens, num_kv_heads, size = k.shape
     num_blocks, _, block_size, v_size = v_cache.shape
@@ -93,7 +94,6 @@ def write_kv(
         or (cos is None) != (sin is None)
         or (cos is not None and sin is not None and not cos.shape == sin.shape == (num_tokens, rotated))
         or rotated > size
-        or rotated % 2
         or (norms is not None and not norms.q_weight.shape == norms.k_weight.shape == (size,))
     ):
         raise ValueError(
@@ -101,18 +101,21 @@ def write_kv(
             f"v {tuple(v.shape)}, K {tuple(k_cache.shape)}, V {tuple(v_cache.shape)}, "
             f"slots {tuple(slot_mapping.shape)}, cos {None if cos is None else tuple(cos.shape)}"
         )
-    if max(size, v_size) > LARGEST_HEAD or size % chunk or v_size % chunk:
-        raise ValueError(f"write_kv: heads of {size} and {v_size}: multiples of {chunk} up to {LARGEST_HEAD}")
-    if any(tensor.stride(-1) != 1 for tensor in read) or not all(
+    if max(size, v_size) > LARGEST_HEAD or size % chunk or v_size % chunk or rotated % 16:
+        raise ValueError(
+            f"write_kv: no kernel for heads of {size} and {v_size}, {rotated} of them rotated: multiples of {chunk}"
+            f" up to {LARGEST_HEAD}, and of 16"
+        )
+    if not all(_aligned(tensor) for tensor in read) or not all(
         tensor.is_contiguous() for tensor in (k_cache, v_cache, slot_mapping)
     ):
-        raise ValueError("write_kv: heads, caches and slots must be contiguous")
-    heads = [tensor for tensor in (q, k, v) if tensor is not None]
-    if any(tensor.data_ptr() % 4 or any(s % 2 for s in tensor.stride()[:2]) for tensor in heads):
-        raise ValueError("write_kv: heads must be aligned to 4 bytes")
+        raise ValueError(
+            "write_kv: heads must be contiguous and aligned to 16 bytes, caches and slots contiguous"
+        )
     num_heads = 0 if q is None else q.shape[1]
     if num_tokens == 0:
         return
+    lanes = next(lanes for lanes in (4, 8, 16, 32) if max(size, v_size) <= 8 * lanes)
     kernel = variant(k.dtype, k_cache.dtype)
     parameters = pack(
         kernel,
@@ -141,9 +144,19 @@ def write_kv(
         v_size=v_size,
         rotated=rotated,
         block_size=block_size,
+        lanes=lanes,
         eps=0.0 if norms is None else norms.eps,
         q_offset=0.0 if norms is None else norms.q_offset,
         k_offset=0.0 if norms is None else norms.k_offset,
     )
-    blocks = -(-num_tokens * (num_heads + 2 * num_kv_heads) // WARPS)
-    device.launch(kernel, (blocks,), (32 * WARPS,), parameters, WARPS * LARGEST_HEAD * 4)
+    heads_per_block = 32 * WARPS // lanes
+    blocks = -(-num_tokens * (num_heads + 2 * num_kv_heads) // heads_per_block)
+    device.launch(kernel, (blocks,), (32 * WARPS,), parameters)
+
+
+def _aligned(tensor: Tensor) -> bool:
+    return (
+        tensor.stride(-1) == 1
+        and tensor.data_ptr() % 16 == 0
+        and all(stride % 8 == 0 for stride in tensor.stride()[:-1])
+    )

@@ -14,6 +14,7 @@ _FIELD_TYPES = {
     "int": np.dtype("i4"),
     "u32": np.dtype("u4"),
     "float": np.dtype("f4"),
+    "double": np.dtype("f8"),
     "i64": np.dtype("i8"),
     "u64": np.dtype("u8"),
 }
@@ -50,7 +51,8 @@ def read_source(name: str) -> tuple[tuple[str, str], ...]:
 def parameter_dtype(source: str, struct: str) -> np.dtype[np.void]:
     """The numpy dtype of a parameter struct, read from its declaration: C++ lays out both.
 
-    A field is `type name;` or `type a, b;`: a pointer, int, u32, float, i64 or u64. Pointers are unsigned numbers.
+    A field is `type name;` or `type a, b;`: a pointer, int, u32, float, double, i64 or u64.
+    Pointers are unsigned numbers.
 
     Raises:
         ValueError: there is no such struct, or a field is of another type.

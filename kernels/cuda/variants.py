@@ -1,9 +1,9 @@
 """All variants of all kernels: what is compiled ahead of time, and what tests compile."""
 
-from pagewire.kernels.cuda import attention, blocks, gates, kv, norms
+from pagewire.kernels.cuda import attention, blocks, gates, kv, norms, sampling
 from pagewire.kernels.cuda.source import Variant
 
-MODULES = (attention, blocks, gates, kv, norms)
+MODULES = (attention, blocks, gates, kv, norms, sampling)
 
 
 def all_variants() -> list[Variant]:

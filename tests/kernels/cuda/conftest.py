@@ -1,5 +1,6 @@
 """What tests of the CUDA kernels share. None needs a device; those that compile need CuPy and NVRTC."""
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,7 @@ from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedDevice, EmulationEr
 
 Check = Callable[[EmulatedDevice], None]
 
-CAUGHT = pytest.StashKey[list[str]]()
+PLANTED = pytest.StashKey[dict[Edit, bool]]()
 REGISTERS = pytest.StashKey[dict[Variant, dict[str, int]]]()
 
 
@@ -25,11 +26,13 @@ def catch(request: pytest.FixtureRequest) -> Callable[[Check, Edit], None]:
     """Plants a fault, and fails unless the check does in one of the orders. What was caught is counted."""
 
     def run(check: Check, edit: Edit) -> None:
+        planted = request.config.stash.setdefault(PLANTED, {})
+        planted[edit] = False
         for order in ORDERS:
             try:
                 check(EmulatedDevice(order, (edit,)))
             except (AssertionError, EmulationError):
-                request.config.stash.setdefault(CAUGHT, []).append(f"{edit.file}: {edit.old!r}")
+                planted[edit] = True
                 return
         pytest.fail(f"nobody noticed that {edit.old!r} became {edit.new!r}")
 
@@ -53,9 +56,10 @@ def nvrtc() -> object:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Show how many planted faults were caught, and what the kernels take."""
-    if caught := config.stash.get(CAUGHT, []):
+    if planted := config.stash.get(PLANTED, {}):
         terminalreporter.section("CUDA kernels: faults planted and caught")
-        terminalreporter.line(f"{len(caught)} of the faults planted were caught by the tests")
+        by_file = Counter(edit.file for edit in planted)
+        terminalreporter.line(f"{sum(planted.values())} of {len(planted)} caught: {dict(by_file)}")
     if table := config.stash.get(REGISTERS, {}):
         archs = sorted({arch for row in table.values() for arch in row})
         terminalreporter.section("CUDA kernels: registers per thread, no spills, no local memory")

@@ -12,7 +12,7 @@ from pagewire.kernels.cuda.norms import DTYPES, rms_norm
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedDevice, guarded
 
 dtypes = st.sampled_from(list(DTYPES))
-sizes = st.sampled_from([8, 64, 248, 256, 264, 512, 1000, 1024, 1032, 2048, 4096, 5120])
+sizes = st.sampled_from([8, 64, 248, 256, 264, 512, 1032, 1600, 2048])
 # What may differ: the order of the sum, and the last place of a square root.
 TOLERANCE = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
@@ -54,7 +54,7 @@ def test_it_equals_the_reference(
     check(EmulatedDevice(ORDERS[seed % 4]), rows, size, dtype, offset, add, seed)
 
 
-@pytest.mark.parametrize("size", [8192, 16384, 32768])
+@pytest.mark.parametrize("size", [1000, 4096, 5120, 8192, 16384, 32768])
 def test_long_rows(size: int) -> None:
     check(EmulatedDevice(), 2, size)
 

@@ -1,0 +1,308 @@
+"""Faults planted in the sampling kernels: every one must be caught by comparing with the CPU sampler."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from pagewire.kernels.cuda.sampling import SOURCE, variant
+from pagewire.kernels.cuda.source import Variant
+from pagewire.workers.device_sampler import DeviceSampler
+from pagewire.workers.masks import TokenMasks
+from pagewire.workers.sampler import SamplingSlot, sample
+from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedDevice, EmulationError
+from tests.kernels.cuda.emulate.library import load
+from tests.kernels.cuda.test_sampling import make_slot, masks_of
+
+VOCAB = 4500
+Batch = tuple[torch.Tensor, list[SamplingSlot], TokenMasks | None]
+
+# ---------------------------------------------------------------- batches
+
+
+def noise(rows: int, vocab_size: int = VOCAB) -> torch.Tensor:
+    torch.manual_seed(rows)
+    return torch.randn(rows, vocab_size) * 2
+
+
+def greedy() -> Batch:
+    """Ties, zeros of both signs, every edit, masks, a NaN that is forbidden, infinities."""
+    logits = noise(9)
+    logits[0] = 0.0
+    logits[0, 5] = -0.0
+    logits[0, :5] = -1.0
+    logits[1, 200], logits[2, -1] = math.nan, math.inf
+    for row, best in ((3, 10), (4, 20), (5, 4200), (6, 30), (7, 4300)):
+        logits[row, best] = 9.0
+    logits[3, 40] = 8.0
+    logits[4, 20], logits[4, 50] = 9.0, 8.5
+    logits[8] = -logits[8].abs() - 1
+    logits[8, 60] = -0.5
+    asked = [
+        {},
+        {"bad_words_token_ids": [[200]]},
+        {},
+        {"repetition_penalty": 1.5, "prompt": [10]},
+        {"presence_penalty": 2.0, "repetition_penalty": 1.01, "prompt": [20]},
+        {"frequency_penalty": 1.5, "output": [4200] * 7},
+        {"allowed_token_ids": [30, 4300, 77], "logit_bias": {77: 50.0}},
+        {"allowed_token_ids": [4300, 4301]},
+        {"repetition_penalty": 4.0, "prompt": [60]},
+    ]
+    slots = [make_slot(VOCAB, temperature=0, **row) for row in asked]
+    allowed = [None] * 6 + [[30, 4301], [4301, 4200], None]
+    return logits, slots, masks_of(allowed, VOCAB)
+
+
+def random() -> Batch:
+    """Plain draws, and min_p."""
+    logits = noise(12)
+    asked = [{}, {"min_p": 0.05}, {"temperature": 2.5}, {"temperature": 0.3}]
+    slots = [make_slot(VOCAB, seed=i, **asked[i % 4]) for i in range(12)]
+    return logits, slots, None
+
+
+def truncated() -> Batch:
+    logits = noise(12)
+    logits[6:] = logits[6:].bfloat16().float()  # ties
+    asked = [{"top_k": 300}, {"top_p": 0.6}, {"top_k": 700, "top_p": 0.8, "min_p": 0.001}]
+    slots = [make_slot(VOCAB, seed=i, temperature=1.5, **asked[i % 3]) for i in range(12)]
+    return logits, slots, None
+
+
+def ends_apart() -> Batch:
+    """top_k ends among ties that may weigh much or little, so that top_p could end in many bins."""
+    logits = torch.full((8, VOCAB), -math.inf)
+    logits[:, 7], logits[:, 100:110], logits[:, 1000:2000] = 2.0, torch.linspace(1.95, 1.4, 10), 1.0
+    slots = [make_slot(VOCAB, seed=i, top_k=500, top_p=0.005 + 0.005 * i) for i in range(8)]
+    return logits, slots, None
+
+
+def same_bin() -> Batch:
+    """top_k and top_p end among the same ties, fewer than are listed; and more of them."""
+    logits = torch.zeros(10, VOCAB)
+    logits[:5, 2000:] = -math.inf
+    logits[5:, 4096:] = -1e-4
+    slots = [make_slot(VOCAB, seed=i, top_k=50, top_p=0.9) for i in range(10)]
+    return logits, slots, None
+
+
+def logprobs() -> Batch:
+    logits = noise(6).bfloat16().float()
+    logits[5] = 0.0
+    return logits, [make_slot(VOCAB, temperature=0, logprobs=k) for k in (0, 1, 5, 20, 20, 20)], None
+
+
+@dataclass
+class FaultyDevice(EmulatedDevice):
+    """Faults are in one kernel only."""
+
+    kernel: str = ""
+
+    def launch(self, variant: Variant, *arguments: Any) -> None:
+        """As `EmulatedDevice`."""
+        edits = self.edits if variant.name.startswith(self.kernel) else ()
+        EmulatedDevice(self.order, edits).launch(variant, *arguments)
+
+
+def differs(make: Callable[[], Batch], kernel: str = "", *edits: Edit) -> bool:
+    """Does any order of threads give something else than the CPU sampler? Two launches in the same memory."""
+    logits, slots, masks = make()
+    expected = sample(logits, slots, masks)
+    for order in ORDERS:
+        device = FaultyDevice(order, edits, kernel=kernel)
+        sampler = DeviceSampler(device, len(slots), logits.shape[1], 20, on="cpu")
+        try:
+            for _ in range(2):
+                if sampler.launch(logits, slots, masks).finish() != expected:
+                    return True
+        except EmulationError:
+            return True
+    return False
+
+
+# ---------------------------------------------------------------- faults
+
+COMMON, LOGPROBS = "vocabulary.cuh", "sampling_logprobs.cu"
+
+# In one kernel: the batch that shows it, the file, the text, and what stands there instead.
+FAULTS: list[tuple[str, Callable[[], Batch], str, str, str]] = [
+    # the largest logit, edits
+    ("find_peaks", greedy, COMMON, "if (bits == 0x80000000u) bits = 0;", ""),
+    ("find_peaks", greedy, COMMON, "u64(~rising(x)) << 32 | id", "u64(~rising(x)) << 32 | u32(~id)"),
+    ("find_peaks", greedy, COMMON, "    __syncthreads();  // the last reduction has been read\n", ""),
+    (
+        "find_peaks",
+        greedy,
+        COMMON,
+        "scratch.warps[threadIdx.x / 32] = value;\n    __syncthreads();",
+        "scratch.warps[threadIdx.x / 32] = value;",
+    ),
+    (
+        "find_peaks",
+        greedy,
+        COMMON,
+        "atomicInc(ticket, count - 1) == count - 1",
+        "atomicInc(ticket, count - 1) == 0",
+    ),
+    (
+        "find_peaks",
+        greedy,
+        SOURCE,
+        "raw = max(raw, nan ? ~0u : rising(x))",
+        "raw = max(raw, nan ? 0u : rising(x))",
+    ),
+    ("find_peaks", greedy, SOURCE, "        __syncthreads();  // the raw logits have been read\n", ""),
+    ("find_peaks", greedy, SOURCE, "raw != rising(__uint_as_float(INFINITE)) &&", "true &&"),
+    ("find_peaks", greedy, SOURCE, "if (times > 0.0f) x", "x"),
+    (
+        "find_peaks",
+        greedy,
+        SOURCE,
+        "const bool negative = rising(x) < rising(0.0f);",
+        "const bool negative = false;",
+    ),
+    ("find_peaks", greedy, SOURCE, "multiply_exact(row.frequency, times)", "row.frequency"),
+    ("find_peaks", greedy, SOURCE, "row.mask * call.mask_stride + first / 32", "row.mask * call.mask_stride"),
+    ("find_peaks", greedy, SOURCE, "if (!mask || mask[column / 32] & bit) ", ""),
+    (
+        "find_peaks",
+        greedy,
+        SOURCE,
+        "if (!(slice.allowed[i / 32] >> i % 32 & 1))",
+        "if (!(slice.allowed[i / 32] >> (i + 1) % 32 & 1))",
+    ),
+    ("find_peaks", greedy, SOURCE, "u32(ids[i]) - u32(first)", "u32(ids[i])"),
+    # masses, draws
+    ("add_masses", random, COMMON, "if (!(depth < 32.0f)) return 0;", "if (!(depth < 4.0f)) return 0;"),
+    (
+        "add_masses",
+        random,
+        COMMON,
+        "    if (threadIdx.x % 32 == 31) scratch",
+        "    if (threadIdx.x % 32 == 30) scratch",
+    ),
+    (
+        "add_masses",
+        random,
+        COMMON,
+        "if (warp < threadIdx.x / 32) before",
+        "if (warp <= threadIdx.x / 32) before",
+    ),
+    ("add_masses", random, COMMON, "(old + low < old)", "0"),
+    ("add_masses", random, COMMON, "need -= scratch.before;", ""),
+    (
+        "add_masses",
+        random,
+        COMMON,
+        "        if (range.digits) {\n            __syncthreads();\n",
+        "        if (range.digits) {\n",
+    ),
+    ("add_masses", random, COMMON, "span > 8 ? span - 8 : 0", "span > 8 ? span - 9 : 0"),
+    ("add_masses", random, SOURCE, "fraction << 11", "fraction << 10"),
+    ("add_masses", random, SOURCE, "k0 += 0x9E3779B9u", "k0 += 0x9E3779B1u"),
+    (
+        "add_masses",
+        random,
+        SOURCE,
+        "if (mass < row.least_mass) continue;\n        sum += mass;\n        if (by_count)",
+        "sum += mass;\n        if (by_count)",
+    ),
+    ("add_masses", random, SOURCE, "need = target - scratch.before + 1", "need = target + 1"),
+    # truncation
+    ("add_masses", truncated, COMMON, "need <= reached + sum) {", "need < reached) {"),
+    (
+        "add_masses",
+        truncated,
+        COMMON,
+        "if (from[bin]) atomicAdd(to + bin, from[bin]);",
+        "to[bin] = from[bin];",
+    ),
+    ("add_masses", truncated, SOURCE, "k_need = need - scratch.before;", "k_need = need;"),
+    ("add_masses", truncated, SOURCE, "        if (by_count) clear_bins(counts);\n    } else", "    } else"),
+    (
+        "choose_tokens",
+        truncated,
+        SOURCE,
+        "    if (row.top_p < 1.0) clear_bins(call.bin_masses",
+        "    if (false) clear_bins(call.bin_masses",
+    ),
+    ("choose_tokens", truncated, SOURCE, "    if (threadIdx.x == 0) state.num_candidates = 0;\n", ""),
+    ("choose_tokens", truncated, SOURCE, "if (bin < ends.first_bin) {", "if (bin <= ends.first_bin) {"),
+    (
+        "choose_tokens",
+        truncated,
+        SOURCE,
+        "if (at == state.k_bin && order <= limit) kept += mass;",
+        "if (at == state.k_bin) kept += mass;",
+    ),
+    ("add_masses", ends_apart, SOURCE, "if (k_bin < NUM_BINS) most += __ldcg(masses + k_bin);", ""),
+    ("choose_tokens", ends_apart, SOURCE, "bin == state.k_bin || ", ""),
+    (
+        "choose_tokens",
+        same_bin,
+        SOURCE,
+        "if (at == state.k_bin && order <= limit) kept",
+        "if (at == state.k_bin) kept",
+    ),
+    ("choose_tokens", same_bin, SOURCE, "state.num_candidates <= CANDIDATES;", "true;"),
+    (
+        "choose_tokens",
+        same_bin,
+        SOURCE,
+        "            __syncthreads();  // the last slice has been read\n",
+        "",
+    ),
+    ("choose_tokens", same_bin, SOURCE, "by_mass ? mass : 1", "1"),
+    # log probabilities
+    ("weigh_tokens", logprobs, COMMON, "multiply_exact(n, -2.12194440e-4f)", "multiply_exact(n, -2.2e-4f)"),
+    (
+        "weigh_tokens",
+        logprobs,
+        LOGPROBS,
+        "rising(shared.x[i]) > rising(chosen)",
+        "rising(shared.x[i]) >= rising(chosen)",
+    ),
+    ("take_most_likely", logprobs, LOGPROBS, "shared.taken[other] < order", "shared.taken[other] > order"),
+    ("weigh_tokens", logprobs, LOGPROBS, "        clear_bins(counts);\n", ""),
+    ("take_most_likely", logprobs, LOGPROBS, "<= k_bin) visit(order)", "< k_bin) visit(order)"),
+    (
+        "take_most_likely",
+        logprobs,
+        LOGPROBS,
+        "if (order <= limit) shared.taken",
+        "if (order < limit) shared.taken",
+    ),
+    (
+        "take_most_likely",
+        logprobs,
+        LOGPROBS,
+        "    __syncthreads();\n#pragma unroll 1\n    for (int i = threadIdx.x; i < most_likely",
+        "    for (int i = threadIdx.x; i < most_likely",
+    ),
+]
+
+
+@pytest.mark.parametrize("make", sorted({fault[1] for fault in FAULTS}, key=lambda make: make.__name__))
+def test_without_a_fault_all_is_well(make: Callable[[], Batch]) -> None:
+    assert not differs(make)
+
+
+def test_every_planted_fault_is_caught(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints the count."""
+    faults = [(kernel, make, Edit(*edit)) for kernel, make, *edit in FAULTS]
+    with ThreadPoolExecutor(
+        len(os.sched_getaffinity(0))
+    ) as pool:  # the compiler runs in processes of its own
+        list(pool.map(lambda fault: load(variant(fault[0], torch.float32), (fault[2],)), faults))
+    missed = [edit for kernel, make, edit in faults if not differs(make, kernel, edit)]
+    with capsys.disabled():
+        print(f"\nsampling kernels: {len(faults) - len(missed)} of {len(faults)} planted faults caught")
+    assert missed == []

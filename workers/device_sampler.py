@@ -1,0 +1,141 @@
+"""From logits to tokens on a device: `sampler.sample` by the kernels in `kernels/cuda`, in two parts.
+
+`launch` returns at once; `Launched.finish` waits for the device. In between, other work can be launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from pagewire.ipc.messages import LogprobRows
+from pagewire.kernels.cuda.launch import Device
+from pagewire.kernels.cuda.sampling import (
+    MOST_TOKENS,
+    SAMPLED,
+    UNUSABLE_LOGITS,
+    RowSampling,
+    Sampler,
+    SamplingResult,
+    plan,
+    result_bytes,
+)
+from pagewire.workers.logprobs import Logprobs, logprob_rows
+from pagewire.workers.masks import TokenMasks
+from pagewire.workers.sampler import NOTHING_LEFT, SampleOutput, SamplingSlot, unusable
+
+
+def row_sampling(slot: SamplingSlot, mask: int = -1, most: int = MOST_TOKENS) -> RowSampling:
+    """What a slot wants for its next token, under a row of a plan's masks.
+
+    Log probabilities of more than the `most` likely tokens are left out: the kernels do not serve them.
+    """
+    params, edits = slot.params, slot.edits
+    wanted = -1 if params.logprobs is None or not 0 <= params.logprobs <= most else params.logprobs
+    row = RowSampling(
+        seed=slot.seed,
+        position=slot.num_tokens,
+        temperature=slot.temperature if params.temperature > 0 else 0.0,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        mask=mask,
+        num_most_likely=wanted,
+    )
+    if not edits.active:
+        return row
+    touched = {}
+    if edits.counts is not None:
+        touched = {"count_ids": edits.counts.ids, "counts": edits.counts.counts}
+    return replace(
+        row,
+        repetition=edits.repetition,
+        frequency=edits.frequency,
+        presence=edits.presence,
+        bias_ids=np.array(list(edits.bias), np.int64),
+        biases=np.array(list(edits.bias.values()), np.float32),
+        allowed_ids=edits.allowed,
+        forbidden_ids=edits.forbidden(),
+        **touched,
+    )
+
+
+class DeviceSampler:
+    """The kernels, and the memory that they need: one launch at a time.
+
+    max_rows: of a batch. most: up to how many most likely tokens per row the device finds; a row that asks for
+    more, such as the whole vocabulary, costs a copy of its logits to the CPU.
+
+    Raises:
+        ValueError: a vocabulary, or `most`, that is too large for the kernels.
+    """
+
+    def __init__(
+        self, device: Device, max_rows: int, vocab_size: int, most: int, on: torch.device | str
+    ) -> None:
+        self._on = torch.device(on)
+        self._sampler = Sampler(device, max_rows, vocab_size, most, self._on)
+        pin = self._on.type == "cuda"
+        self._host = torch.empty(result_bytes(max_rows, most), dtype=torch.uint8, pin_memory=pin)
+
+    def launch(
+        self, logits: torch.Tensor, slots: Sequence[SamplingSlot], masks: TokenMasks | None = None
+    ) -> Launched:
+        """Start choosing one token per row; arguments as for `sampler.sample`. The logits must stay as they are
+        until the end."""
+        masks = masks or TokenMasks()
+        rows = [
+            row_sampling(slot, masks.places.get(i, -1), self._sampler.most) for i, slot in enumerate(slots)
+        ]
+        result = self._sampler.sample(logits, plan(rows, masks.bits).to(self._on))
+        copied = result.copy_to(self._host)
+        done = torch.cuda.Event() if self._on.type == "cuda" else None
+        if done is not None:
+            done.record()
+        return Launched(logits, slots, copied, done)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A batch whose tokens are on their way. To be finished before the next is launched."""
+
+    logits: torch.Tensor
+    slots: Sequence[SamplingSlot]
+    result: SamplingResult
+    done: torch.cuda.Event | None
+
+    def finish(self) -> SampleOutput:
+        """Wait for the tokens; they are those that `sampler.sample` gives."""
+        if self.done is not None:
+            self.done.synchronize()
+        output = SampleOutput(self.result.token_ids.tolist())
+        statuses, peaks = self.result.statuses.tolist(), self.result.peaks.tolist()
+        for row, (status, peak) in enumerate(zip(statuses, peaks, strict=True)):
+            if status != SAMPLED:
+                output.errors[row] = unusable(peak) if status == UNUSABLE_LOGITS else NOTHING_LEFT
+        self._add_logprobs(output)
+        return output
+
+    def _add_logprobs(self, output: SampleOutput) -> None:
+        most = self.result.ids.shape[1] - 1
+        wanted = {
+            row: slot.params.logprobs
+            for row, slot in enumerate(self.slots)
+            if slot.params.logprobs is not None and row not in output.errors
+        }
+        if not wanted:
+            return
+        ids, logprobs, ranks = self.result.ids.numpy(), self.result.logprobs(), self.result.ranks.numpy()
+        for row, k in wanted.items():
+            if 0 <= k <= most:
+                size = 1 + min(k, self.logits.shape[1])
+                here = slice(row, row + 1)
+                output.logprobs[row] = Logprobs(ids[here, :size], logprobs[here, :size], ranks[here]).pack()
+            else:
+                output.logprobs[row] = self._of_many(row, output.token_ids[row], k)
+
+    def _of_many(self, row: int, token_id: int, k: int) -> LogprobRows:
+        return logprob_rows(self.logits[row : row + 1].cpu(), [token_id], k)
