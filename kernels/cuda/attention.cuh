@@ -307,7 +307,8 @@ DEVICE void mask_logits(float (&logits)[S::M][S::KEYS / 8][4], int window, const
             for (int n = 0; n < S::KEYS / 8; n++)
 #pragma unroll
                 for (int column = 0; column < 2; column++)
-                    if (8 * n + column < first || 8 * n + column > last) logits[m][n][2 * i + column] = MINUS_INFINITY;
+                    if (8 * n + column < first || 8 * n + column > last)
+                        logits[m][n][2 * i + column] = MINUS_INFINITY;
         }
 }
 
@@ -321,7 +322,8 @@ DEVICE void fold_logits(float (&logits)[S::M][S::KEYS / 8][4], Rows<S>& rows, fl
         for (int i = 0; i < 2; i++) {
             float top = rows.top[m][i];
 #pragma unroll
-            for (int n = 0; n < S::KEYS / 8; n++) top = fmaxf(top, fmaxf(logits[m][n][2 * i], logits[m][n][2 * i + 1]));
+            for (int n = 0; n < S::KEYS / 8; n++)
+                top = fmaxf(top, fmaxf(logits[m][n][2 * i], logits[m][n][2 * i + 1]));
             top = max_lanes<4>(top);
             offset[i] = top == MINUS_INFINITY ? 0.0f : -top * scale;  // no key seen yet: every weight is 2^-inf
             shrink[i] = exp2_approx(rows.top[m][i] * scale + offset[i]);

@@ -77,7 +77,8 @@ struct Merged {
 };
 
 template <class T, class KV, int D, int WARPS, int STAGES>
-__global__ void __launch_bounds__(WARPS * 32, WARPS == 4 ? 3 : 1) decode_attention(const __grid_constant__ AttentionParameters a) {
+__global__ void __launch_bounds__(WARPS * 32, WARPS == 4 ? 3 : 1)
+    decode_attention(const __grid_constant__ AttentionParameters a) {
     using S = Shape<T, KV, D, 1, is_fp8<KV> ? 32 : 16>;
     constexpr int QUERY_BYTES = 16 * S::Q_CHUNKS * CHUNK_BYTES, THREADS = WARPS * 32;
     constexpr bool KEEP_QUERIES = D <= 64;  // in registers
@@ -90,7 +91,8 @@ __global__ void __launch_bounds__(WARPS * 32, WARPS == 4 ? 3 : 1) decode_attenti
     const int num_rows = min(queries.rows - first_row, 16);
     if (num_rows <= 0 || queries.rows > a.short_queries * queries.group) return;
 
-    const int first_position = queries.position_of(first_row), end = queries.position_of(first_row + num_rows - 1) + 1;
+    const int first_position = queries.position_of(first_row);
+    const int end = queries.position_of(first_row + num_rows - 1) + 1;
     const int begin = max(first_position - a.window + 1, 0);
     const int first_group = begin / S::GROUP, groups = (end + S::GROUP - 1) / S::GROUP - first_group;
     const int even_share = (groups + splits - 1) / splits, least = WARPS * LEAST_GROUPS;
@@ -100,8 +102,10 @@ __global__ void __launch_bounds__(WARPS * 32, WARPS == 4 ? 3 : 1) decode_attenti
 
     u8* const shared = shared_memory();
     u8* const buffers = shared + QUERY_BYTES;
-    const int start = first_group + split * share + warp, finish = min(first_group + (split + 1) * share, first_group + groups);
-    Ring<S, STAGES> ring(a, queries, buffers + warp * STAGES * Ring<S, STAGES>::STAGE, begin, end, start, finish, WARPS, lane);
+    const int start = first_group + split * share + warp;
+    const int finish = min(first_group + (split + 1) * share, first_group + groups);
+    u8* const own = buffers + warp * STAGES * Ring<S, STAGES>::STAGE;
+    Ring<S, STAGES> ring(a, queries, own, begin, end, start, finish, WARPS, lane);
     for (int i = 0; i < STAGES - 1; i++) ring.copy_next();
 
     load_queries<S>(shared, a, queries, first_row, 16, thread, THREADS);

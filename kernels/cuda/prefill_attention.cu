@@ -1,4 +1,4 @@
-// Attention of many queries, bound by the tensor cores: prompts, chunks of them, and batches that mix them with decode.
+// Attention of many queries, bound by the tensor cores: prompts and chunks of them, also in a batch with decode.
 //
 // A block serves 64 M rows of one request and KV head, 16 M in each of its four warps. All of them take the same KEYS
 // keys, STEP at a time, while the next ones are copied to the other buffer. Keys that no row of the block sees are
@@ -52,7 +52,7 @@ DEVICE void write_rows(u8* staged, Rows<S>& rows, const AttentionParameters& a, 
             for (int j = 0; j < S::D / 16; j++)
 #pragma unroll
                 for (int half = 0; half < 2; half++) {  // neighbouring elements: see out_element
-                    const float first = S::NARROW ? rows.out[m][2 * j][2 * i + half] : rows.out[m][2 * j + half][2 * i];
+                    const float first = rows.out[m][2 * j + (S::NARROW ? 0 : half)][2 * i + (S::NARROW ? half : 0)];
                     const float second = rows.out[m][2 * j + (S::NARROW ? 1 : half)][2 * i + (S::NARROW ? half : 1)];
                     const int element = out_element<S>(j, S::NARROW ? 0 : half, S::NARROW ? half : 0, lane);
                     const int place = row * S::Q_CHUNKS + swizzle(S::Q_CHUNKS, row, element / 8);

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagewire.kernels.cuda.source import Variant
+from pagewire.kernels.cuda.source import Variant, read_source
 from tests.kernels.cuda.emulate.library import Edit, load
 
 IN_ORDER, ANY_THREAD, ANY_WARP = range(3)
@@ -43,7 +43,9 @@ class EmulatedDevice:
         """
         if 0 in grid:
             raise EmulationError("an empty grid")
-        library = load(variant, self.edits, 100 * self.capability[0] + 10 * self.capability[1])
+        files = {name for name, _ in read_source(variant.source)}
+        edits = tuple(edit for edit in self.edits if edit.file in files)
+        library = load(variant, edits, 100 * self.capability[0] + 10 * self.capability[1])
         library.set_order(*self.order)
         run = library.run
         run.restype = ctypes.c_char_p

@@ -1,0 +1,142 @@
+"""Faults planted in the attention kernels: the tests must see every one."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.batches import TOLERANCE, Paged, Shape
+from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedDevice
+from tests.kernels.cuda.test_attention import BF16, E4M3, Options, batch_of, everything, expect, run
+
+HEADS = 6
+SHAPE = Shape(num_heads=HEADS, num_kv_heads=2, head_dim=64, v_head_dim=64, block_size=16)
+
+
+DECODED = batch_of([(0, 1), (40, 41), (0, 0), (1100, 1101)], SHAPE, padding=2)
+MIXED = batch_of([(0, 65), (0, 0), (20, 21), (130, 200)], SHAPE, padding=2)
+Case = tuple[Paged, Options, torch.dtype]
+decode: list[Case] = [
+    (DECODED, Options(), BF16),
+    (DECODED, everything(HEADS), BF16),
+    (DECODED, Options(window=5, alibi=torch.linspace(0.1, 2, HEADS)), BF16),
+]
+decode_fp8: list[Case] = [(DECODED, Options(), E4M3)]
+prefill: list[Case] = [
+    (MIXED, Options(), BF16),
+    (MIXED, Options(window=50, sinks=torch.full((HEADS,), 3.0)), BF16),
+]
+prefill_fp8: list[Case] = [(MIXED, Options(), E4M3)]
+
+
+@functools.cache
+def expected(number: int, which: str) -> Tensor:
+    return expect(*globals()[which][number])
+
+
+def check_all(which: str, device: EmulatedDevice) -> None:
+    device = dataclasses.replace(device, multiprocessors=20)  # enough for several splits
+    for number, case in enumerate(globals()[which]):
+        wanted = expected(number, which)
+        out = run(device, *case)
+        torch.testing.assert_close(out.double(), wanted, atol=TOLERANCE[BF16], rtol=0)
+
+
+SHARED, DECODE, PREFILL = "attention.cuh", "decode_attention.cu", "prefill_attention.cu"
+FAULTS = [
+    # Copies and barriers.
+    ("decode", Edit(DECODE, "wait_for_copies<STAGES - 2>();", "wait_for_copies<STAGES - 1>();")),
+    ("decode", Edit(DECODE, "    Rows<S> rows;\n    __syncthreads();\n", "    Rows<S> rows;\n")),
+    (
+        "decode",
+        Edit(DECODE, "    wait_for_copies<0>();\n    __syncthreads();\n", "    wait_for_copies<0>();\n"),
+    ),
+    (
+        "decode",
+        Edit(DECODE, "        look_up();\n    }\n    DEVICE void look_up", "    }\n    DEVICE void look_up"),
+    ),
+    (
+        "decode",
+        Edit(DECODE, "            next += step;\n            look_up();\n", "            next += step;\n"),
+    ),
+    ("prefill", Edit(PREFILL, "wait_for_copies<0>();", "wait_for_copies<1>();")),
+    ("prefill", Edit(PREFILL, "        __syncthreads();  // these", "        // these")),
+    ("prefill", Edit(PREFILL, "    __syncwarp();\n    uint4* const out", "    uint4* const out")),
+    ("prefill", Edit(PREFILL, "    __syncthreads();\n\n    int first_key", "\n    int first_key")),
+    # Pages.
+    ("decode", Edit(SHARED, "u32(i) - first < wanted);", "true);")),
+    ("decode", Edit(SHARED, "<< a.block_shift) + (token", "<< 5) + (token")),
+    ("decode", Edit("layout.cuh", "+ (chunk & (p - 1) ^ row / (8 / p) & (p - 1))", "+ (chunk & (p - 1))")),
+    ("prefill", Edit(PREFILL, "threadIdx.x / 32 % PAGES * PAGE_ROWS;", "0;")),
+    # Which rows see which keys.
+    ("decode", Edit(SHARED, "    if (partly) mask_logits", "    if (false) mask_logits")),
+    ("decode", Edit(DECODE, "first_position - a.window + 1, 0)", "first_position - a.window + 2, 0)")),
+    ("decode", Edit(DECODE, "first_key + S::GROUP > first_position + 1 || ", "")),
+    ("prefill", Edit(SHARED, "8 * n + column > last)", "8 * n + column > last + 1)")),
+    ("prefill", Edit(SHARED, "last - window + 1;", "last - window;")),
+    ("prefill", Edit(PREFILL, "key + STEP > first + 1 || ", "")),
+    ("prefill", Edit(PREFILL, "key <= last && key", "key < last && key")),
+    (
+        "prefill",
+        Edit(PREFILL, "first_row + ROWS, found.rows) - 1) + 1", "first_row + ROWS, found.rows) - 1)"),
+    ),
+    # Softmax.
+    ("decode", Edit(SHARED, "            rows.sum[m][i] *= shrink[i];\n", "")),
+    ("prefill", Edit(SHARED, "rows.out[m][j][i] *= shrink[i >> 1];", "rows.out[m][j][i] *= shrink[0];")),
+    ("prefill", Edit(SHARED, "top = max_lanes<4>(top);", "")),
+    (
+        "decode",
+        Edit(SHARED, "return softcap - __fdividef(2.0f * softcap", "return softcap - __fdividef(softcap"),
+    ),
+    ("decode", Edit(SHARED, "slope * float(distance + 8 * n + column)", "slope * float(distance + 8 * n)")),
+    (
+        "decode",
+        Edit(DECODE, "const float sum = sum_lanes<4>(rows.sum[0][i]);", "const float sum = rows.sum[0][i];"),
+    ),
+    ("prefill", Edit(PREFILL, "sum_lanes<4>(rows.sum[m][i])", "rows.sum[m][i]")),
+    # Rows, tiles, splits.
+    ("decode", Edit(SHARED, "kv_head * group + row % group", "kv_head + row % group * 2")),
+    ("decode", Edit(DECODE, "(split + 1) * share, first_group", "(split + 1) * share + WARPS, first_group")),
+    (
+        "decode",
+        Edit(DECODE, "used_splits - 1) == u32(used_splits - 1)", "used_splits) == u32(used_splits - 1)"),
+    ),
+    (
+        "decode",
+        Edit(DECODE, "partial_out + i, 16 * D, used_splits", "partial_out + i, 16 * D, used_splits - 1"),
+    ),
+    ("prefill", Edit(PREFILL, "tile_rows) <= tile)", "tile_rows) < tile)")),
+    ("prefill", Edit(PREFILL, "if (row >= queries.rows) break;", "")),
+    # fp8.
+    (
+        "decode_fp8",
+        Edit(
+            SHARED,
+            "const uint4 even = make_uint4((x.x & 0xffff) | x.y << 16",
+            "const uint4 even = make_uint4(x.x",
+        ),
+    ),
+    ("decode_fp8", Edit(SHARED, "u32(2 * BIAS - F8_BIAS)", "u32(2 * BIAS - F8_BIAS + 1)")),
+    ("decode_fp8", Edit(SHARED, "4 * (lane & 3) + 2 * i + half", "4 * (lane & 3) + 2 * half + i")),
+    ("prefill_fp8", Edit(PREFILL, "S::NARROW ? half : 0, lane", "0, lane")),
+]
+
+
+@pytest.fixture(scope="module")
+def right() -> None:
+    """Without a fault every check passes, in every order."""
+    for which in ("decode", "decode_fp8", "prefill", "prefill_fp8"):
+        for order in ORDERS:
+            check_all(which, EmulatedDevice(order))
+
+
+def title(value: object) -> str:
+    return value.old.strip()[:40] if isinstance(value, Edit) else str(value)
+
+
+@pytest.mark.parametrize(("which", "edit"), FAULTS, ids=title)
+def test_faults_are_caught(right: None, catch: Callable[..., None], which: str, edit: Edit) -> None:
+    catch(functools.partial(check_all, which), edit)
