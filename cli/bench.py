@@ -1,4 +1,7 @@
-"""`pagewire bench`: throughput of many requests, latency of one. Prints one JSON object per run."""
+"""`pagewire bench`: throughput of many requests, latency of one, load on a server (`bench_serve.py`).
+
+The first two print one JSON object per run.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
+from pagewire.cli import bench_serve
 from pagewire.cli.options import UsageError, add_attach_options, add_engine_options, positive
 
 if TYPE_CHECKING:
@@ -24,7 +28,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser = commands.add_parser(
         "bench",
         help="measure speed",
-        description=DESCRIPTION,
+        description="Measure an engine, or a server.",
     )
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
     for name, text, count in (
@@ -44,6 +48,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         add_attach_options(kind)
         add_engine_options(kind)
         kind.set_defaults(run=run)
+    bench_serve.register(kinds)
 
 
 def run(options: argparse.Namespace) -> int:

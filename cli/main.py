@@ -8,11 +8,23 @@ import signal
 import sys
 
 from pagewire import __version__
-from pagewire.cli import bench, chat, collect_env, core, doctor, generate, kernels, keys, serve, top
+from pagewire.cli import (
+    bench,
+    chat,
+    collect_env,
+    core,
+    doctor,
+    generate,
+    kernels,
+    keys,
+    run_batch,
+    serve,
+    top,
+)
 from pagewire.cli.options import Parser, UsageError
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError, ProtocolError, RequestError
 
-COMMANDS = (generate, chat, serve, core, top, bench, keys, kernels, doctor, collect_env)
+COMMANDS = (generate, chat, serve, core, top, run_batch, bench, keys, kernels, doctor, collect_env)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -55,12 +55,17 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(flag(name), type=json_or_text, **hidden)
 
 
-def add_options_of(parser: argparse.ArgumentParser, kind: Any) -> None:
-    """Add an option for each field of a dataclass whose fields are made by `option`, in its groups."""
+def add_options_of(parser: argparse.ArgumentParser, kind: Any, only: tuple[str, ...] | None = None) -> None:
+    """Add an option for each field of a dataclass whose fields are made by `option`, in its groups.
+
+    only: the groups to add, if not all.
+    """
     groups: dict[str, Any] = {}
     hints = get_type_hints(kind)
     for field in dataclasses.fields(kind):
         title = field.metadata["group"]
+        if only is not None and title not in only:
+            continue
         if title not in groups:
             groups[title] = parser.add_argument_group(f"{title} options")
         add_option(groups[title], field, hints[field.name])

@@ -373,7 +373,7 @@ class EngineCore:
                     self.metrics.grammar.observe(now - request.arrival_time)
             except GrammarError as error:
                 if request.index == 0:
-                    logger.warning("refused request %s: %s", request.request_id, error)
+                    logger.warning("refused request %s: %s", request.request_id, " ".join(str(error).split()))
                 request.state = State.FINISHED
                 refusal = TokenDelta(
                     *(request.key, request.index, []),

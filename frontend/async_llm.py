@@ -33,17 +33,25 @@ PROMPTS_AT_ONCE = 32  # tokenized before others have their turn
 
 
 class Listener:
-    """One task that waits for news of some requests."""
+    """One task that waits for news of some requests. (An `asyncio.Event` would be for any number of tasks.)"""
 
-    def __init__(self) -> None:
-        self.event = asyncio.Event()
-        self.news: set[int] = set()
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._news: set[int] = set()
+        self._arrival: asyncio.Future[None] | None = None
+
+    def tell(self, key: int) -> None:
+        """There is something new of the request `key`."""
+        self._news.add(key)
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
 
     async def wait(self) -> set[int]:
         """Wait for news; the keys of the requests there is something new of."""
-        await self.event.wait()
-        self.event.clear()
-        news, self.news = self.news, set()
+        if not self._news:
+            self._arrival = self._loop.create_future()
+            await self._arrival
+        news, self._news = self._news, set()
         return news
 
 
@@ -58,7 +66,7 @@ class LoopMailbox:
 
     def open(self, keys: Iterable[int]) -> Listener:
         """Whom to ask for news of the requests `keys`."""
-        listener = Listener()
+        listener = Listener(self._loop)
         self._listeners.update(dict.fromkeys(keys, listener))
         return listener
 
@@ -83,8 +91,7 @@ class LoopMailbox:
             news, self._news = self._news, set()
         for key in news:
             if (listener := self._listeners.get(key)) is not None:
-                listener.news.add(key)
-                listener.event.set()
+                listener.tell(key)
 
 
 class AsyncLLM:

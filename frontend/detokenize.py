@@ -498,9 +498,11 @@ class Detokenizer:
 
     def read(self) -> str:
         """The text that was not read yet, but for an end that may begin a stop string."""
-        text = "".join(self._unread)
-        held = 0 if self._ended else max((overlap(text, stop) for stop in self._stops), default=0)
-        self._unread = [text[len(text) - held :]] if held else []
+        text, self._unread = "".join(self._unread), []
+        if self._ended or not self._stops:
+            return text
+        if held := max(overlap(text, stop) for stop in self._stops):
+            self._unread = [text[len(text) - held :]]
         return text[: len(text) - held]
 
     def _find_stop(self, text: str) -> bool:

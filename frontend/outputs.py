@@ -7,10 +7,13 @@ Deltas are folded in as they come, outputs are made when somebody takes them: wh
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from pagewire.frontend.detokenize import Detokenizer
 from pagewire.frontend.logprobs import (
@@ -30,8 +33,7 @@ REFUSALS: dict[str, type[Exception]] = {
 }
 
 
-@dataclass
-class RequestMetrics:
+class RequestMetrics(msgspec.Struct):
     """When things happened to a request, in seconds since the epoch; None: not yet.
 
     Attributes:
@@ -200,6 +202,7 @@ class RequestState:
         self._prompt_text = prompt_text
         self._kind = params.output_kind
         self._outputs = [OutputState(index, request, tokenizer) for index in range(params.n)]
+        self._num_live = params.n
         self._texts = TokenTexts(tokenizer if params.detokenize else None)
         self._prompt_logprobs: PromptLogprobs | None = None
         if params.prompt_logprobs is not None:
@@ -211,7 +214,7 @@ class RequestState:
     @property
     def finished(self) -> bool:
         """True once all outputs have ended."""
-        return all(output.finish_reason is not None for output in self._outputs)
+        return self._num_live == 0
 
     @property
     def metrics(self) -> RequestMetrics:
@@ -254,6 +257,7 @@ class RequestState:
         drop = False
         if delta.token_ids or delta.finish_reason is not None or delta.error is not None:
             drop = output.apply(delta, self._texts)
+            self._num_live -= output.finish_reason is not None
         if self.error is None and delta.error is not None:
             self.error, self.error_type = delta.error, delta.error_type
         self._clock(delta.timing)
@@ -265,6 +269,7 @@ class RequestState:
         for output in self._outputs:
             if output.finish_reason is None:
                 output.end(finish_reason)
+        self._num_live = 0
         self._clock(None)
 
     def take(self) -> RequestOutput | None:
@@ -281,7 +286,7 @@ class RequestState:
             self._take_prompt_logprobs(delta),
             [output.take() for output in (news if delta else self._outputs)],
             finished,
-            replace(self._metrics),
+            copy.copy(self._metrics),
             num_cached_tokens=self._num_cached_tokens,
         )
 

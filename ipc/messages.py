@@ -17,7 +17,7 @@ import msgspec
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.params import SamplingParams
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 class Item(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -35,6 +35,12 @@ class TokenMasks:
     def __contains__(self, row: int) -> bool:
         return row in self.places
 
-    def take(self, rows: Sequence[int]) -> torch.Tensor:
-        """The masks of `rows`: int32 [len(rows), ceil(V / 32)]."""
-        return self.bits[[self.places[row] for row in rows]]
+    def of_rows(self, num_rows: int) -> torch.Tensor | None:
+        """The masks of all rows that sample, int32 [num_rows, ceil(V / 32)]; None if none has one."""
+        if not self.places:
+            return None
+        if list(self.places.items()) == [(row, row) for row in range(num_rows)]:
+            return self.bits
+        everything = torch.full((num_rows, self.bits.shape[1]), -1, dtype=torch.int32)
+        everything[list(self.places)] = self.bits[list(self.places.values())]
+        return everything

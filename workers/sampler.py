@@ -69,7 +69,6 @@ class SampleOutput:
 class Stages(NamedTuple):
     """What has to be done for a row."""
 
-    mask: bool
     edits: bool
     draw: bool
     min_p: bool
@@ -77,7 +76,7 @@ class Stages(NamedTuple):
     top_p: bool
 
 
-GREEDY = Stages(mask=False, edits=False, draw=False, min_p=False, top_k=False, top_p=False)
+GREEDY = Stages(edits=False, draw=False, min_p=False, top_k=False, top_p=False)
 
 
 class SamplingSlot:
@@ -106,7 +105,6 @@ class SamplingSlot:
         self.edits = LogitEdits(params, stop_ids, tokens, num_prompt_tokens, num_tokens, vocab_size)
         random = params.temperature > 0
         self._stages = Stages(
-            mask=False,
             edits=False,
             draw=random,
             min_p=random and params.min_p > 0,
@@ -138,67 +136,60 @@ def sample(
     output = SampleOutput([0] * len(slots))
     if not slots:
         return output
-    peaks, firsts = largest(logits)
     masks = masks or TokenMasks()
-    groups: dict[Stages, list[int]] = {}
+    allowed = masks.of_rows(len(slots))
+    peaks, firsts = largest(logits, allowed)
+    groups: dict[tuple[Stages, bool], list[int]] = {}
     for row, (peak, first, slot) in enumerate(zip(peaks.tolist(), firsts.tolist(), slots, strict=True)):
+        masked = row in masks
         if math.isfinite(peak):
-            stages = slot.stages._replace(mask=True) if row in masks else slot.stages
-            if stages == GREEDY:
+            if slot.stages == GREEDY:
                 output.token_ids[row] = first
             else:
-                groups.setdefault(stages, []).append(row)
+                groups.setdefault((slot.stages, masked), []).append(row)
+        elif masked and peak == -math.inf:
+            output.errors[row] = NOTHING_LEFT
         else:
             output.errors[row] = unusable(peak)
     step = max(1, CHUNK // logits.shape[1])
-    for stages, group in groups.items():
+    for (stages, masked), group in groups.items():
         for start in range(0, len(group), step):
-            _sample_rows(logits, peaks, slots, masks, group[start : start + step], stages, output)
+            rows = group[start : start + step]
+            bits = _take(allowed, rows) if masked and allowed is not None else None
+            _sample_rows(_take(logits, rows), _take(peaks, rows), slots, bits, rows, stages, output)
     _add_logprobs(logits, slots, output)
     return output
 
 
 def _sample_rows(
-    logits: torch.Tensor,
+    x: torch.Tensor,
     peaks: torch.Tensor,
     slots: Sequence[SamplingSlot],
-    masks: TokenMasks,
+    allowed: torch.Tensor | None,
     rows: list[int],
     stages: Stages,
     output: SampleOutput,
 ) -> None:
-    """Choose tokens for `rows`, which all need `stages`, into `output`. peaks: maxima of all rows, [R]."""
-    x, peaks = _take(logits, rows), _take(peaks, rows)
+    """Choose tokens for `rows`, which all need `stages`, into `output`.
+
+    x, peaks, allowed: the rows' logits [n, V], the maxima of what they may sample [n], and their masks.
+    """
     chosen = [slots[row] for row in rows]
-    if stages.mask or stages.edits:
-        x, peaks, firsts = _edited(x, chosen, masks.take(rows) if stages.mask else None, stages)
-        empty = peaks == -math.inf
-        if stages.draw:  # from anything: the error counts
-            x[empty] = peaks[empty] = 0
-        for i in empty.nonzero()[:, 0].tolist():
+    if allowed is not None:
+        x = only_allowed(x, allowed)
+    elif stages.edits:
+        x = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    if stages.edits:
+        apply_edits(x, [slot.edits for slot in chosen])
+        peaks, firsts = largest(x)
+        empty = (peaks == -math.inf).nonzero()[:, 0]
+        x[empty] = peaks[empty] = 0
+        for i in empty.tolist():
             output.errors[rows[i]] = NOTHING_LEFT
     token_ids = _draw(x, peaks, chosen, stages) if stages.draw else firsts.tolist()
     for row, token_id in zip(rows, token_ids, strict=True):
         if row not in output.errors:
             output.token_ids[row] = token_id
-
-
-def _edited(
-    x: torch.Tensor, slots: Sequence[SamplingSlot], allowed: torch.Tensor | None, stages: Stages
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A copy of x [n, V] in float32 with what its rows want done to it; its maxima [n], and where they are [n].
-
-    A greedy choice among what a grammar allows takes one look, and no copy.
-    """
-    if allowed is not None and not stages.edits and not stages.draw:
-        return x, *largest(x, allowed)
-    if allowed is not None:
-        x = only_allowed(x, allowed)
-    else:
-        x = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    if stages.edits:
-        apply_edits(x, [slot.edits for slot in slots])
-    return x, *largest(x)
 
 
 def _draw(x: torch.Tensor, peaks: torch.Tensor, slots: Sequence[SamplingSlot], stages: Stages) -> list[int]:

@@ -19,13 +19,27 @@ INLINE Floats load_or_least(const T* x, int64_t left) {
   return select(lane_numbers() < broadcast(int32_t(left)), load(x, left), broadcast(-INFINITY));
 }
 
-// Which of the lanes from column i on are allowed, as a select mask; i is a multiple of kLanes, which divides 32.
-INLINE Ints allowed_lanes(const uint32_t* allowed, int64_t i) {
-  const Ints bits = broadcast(int32_t(allowed[i / 32] >> i % 32));
-  return (bits >> lane_numbers() & 1) != 0;
+// x where the low kLanes bits of `bits` are set, -inf elsewhere.
+INLINE Floats where_set(uint32_t bits, Floats x) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_mask_mov_ps((__m512)broadcast(-INFINITY), __mmask16(bits), (__m512)x);
+#else
+  const Ints set = (broadcast(int32_t(bits)) & (broadcast(1) << lane_numbers())) != 0;
+  return select(set, x, broadcast(-INFINITY));
+#endif
 }
 
-INLINE bool is_allowed(const uint32_t* allowed, int64_t i) { return allowed[i / 32] >> i % 32 & 1; }
+// Calls see(i, v) for the columns [start, end), kLanes at a time, while it returns true: v is -inf where a column is
+// not allowed. Words of which nothing is allowed are passed over, if `skip`. start is a multiple of 32.
+template <bool skip, class T, class See>
+INLINE void for_allowed(const T* x, const uint32_t* allowed, int64_t start, int64_t end, const See& see) {
+  for (int64_t word = start; word < end; word += 32) {
+    uint32_t bits = allowed[word / 32];
+    if (skip && bits == 0) continue;
+    for (int64_t i = word; i < word + 32 && i < end; i += kLanes, bits >>= kLanes)
+      if (!see(i, where_set(bits, load_or_least(x + i, end - i)))) return;
+  }
+}
 
 // The largest of what is allowed of x, and the first place that holds it; NaN if there is one.
 template <class T>
@@ -35,23 +49,24 @@ Found largest_allowed(const T* x, const uint32_t* allowed, int64_t size) {
   for (int64_t start = 0; start < size; start += kBlock) {
     const int64_t end = start + kBlock < size ? start + kBlock : size;
     Floats top = broadcast(-INFINITY);
-    for (int64_t i = start; i < end; i += kLanes) {
-      if (i % 32 == 0 && allowed[i / 32] == 0) {
-        i += 32 - kLanes;
-        continue;
-      }
-      const Floats v = select(allowed_lanes(allowed, i), load_or_least(x + i, end - i), broadcast(-INFINITY));
+    for_allowed<true>(x, allowed, start, end, [&](int64_t, Floats v) INLINE_LAMBDA {
       nan |= v != v;
       top = max(v, top);
-    }
+      return true;
+    });
     const float value = max_lanes(top);
     if (value > best.value) best = {value, start};
   }
   for (int lane = 0; lane < kLanes; ++lane)
     if (nan[lane]) return {NAN, 0};
-  if (best.value == -INFINITY) return best;
-  while (!is_allowed(allowed, best.index) || load(x + best.index, 1)[0] != best.value) ++best.index;
-  return best;
+  if (best.value == -INFINITY) return {-INFINITY, 0};
+  int64_t first = -1;
+  for_allowed<true>(x, allowed, best.index, size, [&](int64_t i, Floats v) INLINE_LAMBDA {
+    if (first < 0 && max_lanes(v) == best.value) first = i;
+    return first < 0;
+  });
+  while (!(allowed[first / 32] >> first % 32 & 1 && load(x + first, 1)[0] == best.value)) ++first;
+  return {best.value, first};
 }
 
 // The largest of x and the first place that holds it; NaN if there is one.
@@ -72,6 +87,9 @@ Found largest(const T* x, int64_t size) {
   }
   for (int lane = 0; lane < kLanes; ++lane)
     if (nan[lane]) return {NAN, 0};
+  // By vectors, then by elements.
+  while (best.index < size && max_lanes(load_or_least(x + best.index, size - best.index)) != best.value)
+    best.index += kLanes;
   while (best.index < size && load(x + best.index, 1)[0] != best.value) ++best.index;
   return best;
 }
@@ -120,9 +138,11 @@ EXPORT void pagewire_only_allowed(const void* x, const uint32_t* allowed, float*
       const T* from = static_cast<const T*>(x) + row * row_stride;
       const uint32_t* bits = allowed + row * ((size + 31) / 32);
       float* to = out + row * size;
-      for (int64_t i = 0; i < size; i += kLanes)
-        store(to + i, select(allowed_lanes(bits, i), load_or_least(from + i, size - i), broadcast(-INFINITY)),
-              size - i);
+      for_allowed<false>(from, bits, 0, size,
+                         [&](int64_t i, Floats v) INLINE_LAMBDA {
+                           store(to + i, v, size - i);
+                           return true;
+                         });
     });
   });
 }

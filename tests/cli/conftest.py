@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,15 @@ import pytest
 from pagewire import LLM, SamplingParams
 
 from .command import PROMPT, start_core
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """A command that runs in this process tells those that it starts how to log, by its environment."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

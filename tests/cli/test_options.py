@@ -46,8 +46,11 @@ def config(tmp_path: Path) -> Callable[[str | bytes], list[str]]:
 
 def test_every_option_says_what_it_is() -> None:
     names = [parser.prog for parser in parsers()]
-    assert names == ["pagewire", *(f"pagewire {c}" for c in ("generate", "chat", "serve", "core", "top"))] + [
-        *("pagewire bench", "pagewire bench latency", "pagewire bench throughput"),
+    assert names == [
+        "pagewire",
+        *(f"pagewire {c}" for c in ("generate", "chat", "serve", "core", "top", "run-batch")),
+    ] + [
+        *("pagewire bench", *(f"pagewire bench {kind}" for kind in ("latency", "throughput", "serve"))),
         *("pagewire keys", "pagewire collect-env"),
     ]
     for parser in parsers():

@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 
+import jsonschema
 import psutil
 import pytest
 
-from pagewire import LLM, AsyncLLM, EngineArgs, EngineDeadError, RequestOutputKind, SamplingParams
+from pagewire import (
+    LLM,
+    AsyncLLM,
+    EngineArgs,
+    EngineDeadError,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 PROMPTS = [[300 + i, 400, 500 + i] * (1 + i % 5) for i in range(24)]
+
+
+SCHEMA = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer", "maximum": 99}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+    "minItems": 2,
+    "maxItems": 3,
+}
 
 
 def sampled(seed: int, max_tokens: int = 60) -> SamplingParams:
@@ -23,9 +46,28 @@ def sampled(seed: int, max_tokens: int = 60) -> SamplingParams:
     )
 
 
-async def collect(llm: AsyncLLM, index: int, progress: list[int] | None = None) -> list[int]:
+def structured(seed: int) -> SamplingParams:
+    return SamplingParams(
+        seed=seed,
+        max_tokens=100,
+        output_kind=RequestOutputKind.DELTA,
+        structured_outputs=StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True),
+    )
+
+
+def mixed(index: int) -> SamplingParams:
+    """Every other request under a grammar."""
+    return structured(index) if index % 2 else sampled(index)
+
+
+async def collect(
+    llm: AsyncLLM,
+    index: int,
+    progress: list[int] | None = None,
+    params: Callable[[int], SamplingParams] = sampled,
+) -> list[int]:
     tokens: list[int] = []
-    async for output in llm.generate(PROMPTS[index], sampled(index), f"r{index}"):
+    async for output in llm.generate(PROMPTS[index], params(index), f"r{index}"):
         tokens += output.outputs[0].token_ids
         if progress is not None:
             progress[0] += len(output.outputs[0].token_ids)
@@ -36,14 +78,15 @@ async def status(llm: AsyncLLM) -> dict[str, object]:
     return await asyncio.wrap_future(llm.session.call("status"))  # type: ignore[no-any-return]
 
 
-def test_killed_workers_change_nothing(start_daemon: Callable) -> None:
+@pytest.mark.parametrize("params", [sampled, mixed])
+def test_killed_workers_change_nothing(start_daemon: Callable, params: Callable) -> None:
     daemon = start_daemon("--max-num-batched-tokens", "64")
 
     async def main() -> None:
         async with AsyncLLM.attach(daemon.address) as llm:
-            expected = await asyncio.gather(*(collect(llm, i) for i in range(len(PROMPTS))))
+            expected = await asyncio.gather(*(collect(llm, i, None, params) for i in range(len(PROMPTS))))
             progress = [0]
-            tasks = [asyncio.create_task(collect(llm, i, progress)) for i in range(len(PROMPTS))]
+            tasks = [asyncio.create_task(collect(llm, i, progress, params)) for i in range(len(PROMPTS))]
             for kill in range(1, 3):
                 while progress[0] < kill * 300:
                     await asyncio.sleep(0)
@@ -56,8 +99,13 @@ def test_killed_workers_change_nothing(start_daemon: Callable) -> None:
 
 
 def test_preemption_changes_nothing(start_daemon: Callable, llm: LLM) -> None:
-    params = [sampled(i) for i in range(len(PROMPTS))]
-    expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+    params = [mixed(i) for i in range(len(PROMPTS))]
+    alone = llm.generate(PROMPTS, params, use_tqdm=False)
+    expected = [output.outputs[0].token_ids for output in alone]
+    finished = [output.outputs[0] for output in alone[1::2] if output.outputs[0].finish_reason == "stop"]
+    assert finished
+    for completion in finished:
+        jsonschema.validate(json.loads(completion.text), SCHEMA)
     daemon = start_daemon("--max-model-len", "128", "--num-gpu-blocks-override", "12")
     with LLM.attach(daemon.address) as small:
         outputs = small.generate(PROMPTS, params, use_tqdm=False)
@@ -122,9 +170,9 @@ def test_a_killed_core_is_told_to_every_request(start_daemon: Callable) -> None:
 def test_restarts_carry_streams_over_to_a_new_core() -> None:
     async def main() -> None:
         llm = AsyncLLM.from_engine_args(EngineArgs(dtype="float32"), restarts=1)
-        expected = await asyncio.gather(*(collect(llm, i) for i in range(4)))
+        expected = await asyncio.gather(*(collect(llm, i, None, mixed) for i in range(4)))
         progress = [0]
-        tasks = [asyncio.create_task(collect(llm, i, progress)) for i in range(4)]
+        tasks = [asyncio.create_task(collect(llm, i, progress, mixed)) for i in range(4)]
         while progress[0] < 40:
             await asyncio.sleep(0)
         assert llm.session._spawned is not None

@@ -69,7 +69,7 @@ def test_a_client_that_leaves_frees_its_blocks(start_server: Callable[..., Serve
     server = start_server("--attach", address, "--port", "0")
     for stream in (True, False):
         connection = server.connect()
-        body = json.dumps(LONG | {"stream": stream, "n": 8})
+        body = json.dumps(LONG | {"stream": stream, "n": 16, "logprobs": 20})  # seconds of work
         connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
         while metric(server, address, "num_requests_running") == 0:
             time.sleep(0.01)

@@ -105,11 +105,13 @@ class RawFrontend:
 class RunningCore:
     """A core in a thread, and the frontends made for it."""
 
-    def __init__(self, address: str, args: EngineArgs, worker_options: list[str], silence: float) -> None:
+    def __init__(
+        self, address: str, args: EngineArgs, worker_options: list[str], silence: float, folder: Path
+    ) -> None:
         self.context: zmq.Context[Any] = zmq.Context()
         self.address = address
         self.clients = Clients(bind_router(self.context, address), silence)
-        config = EngineConfig(args, Path("/nowhere"), {}, 999)
+        config = EngineConfig(args, folder, {}, 999)
         worker = Worker(self.context, config.load_message(), [*FAKE_WORKER, *worker_options])
         self.core = EngineCore(config, worker, self.clients)
         self.error: BaseException | None = None
@@ -135,13 +137,18 @@ class RunningCore:
 
 @pytest.fixture
 def start_core(tmp_path: Path) -> Iterator[Callable[..., RunningCore]]:
-    """Start a core: `start_core(worker_options=[...], silence=30, **engine options)`."""
+    """Start a core: `start_core(worker_options=[...], silence=30, folder=..., **engine options)`."""
     cores: list[RunningCore] = []
 
-    def start(worker_options: list[str] | None = None, silence: float = 30.0, **options: Any) -> RunningCore:
+    def start(
+        worker_options: list[str] | None = None,
+        silence: float = 30.0,
+        folder: Path = Path("/nowhere"),
+        **options: Any,
+    ) -> RunningCore:
         args = EngineArgs(**({"max_model_len": 128, "disable_log_stats": True} | options))
         address = f"ipc://{tmp_path}/core{len(cores)}.sock"
-        cores.append(RunningCore(address, args, worker_options or [], silence))
+        cores.append(RunningCore(address, args, worker_options or [], silence, folder))
         return cores[-1]
 
     yield start

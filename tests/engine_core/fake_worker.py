@@ -20,6 +20,7 @@ from pagewire.ipc.lifeline import die_with_parent
 from pagewire.ipc.messages import (
     PROTOCOL,
     LoadModel,
+    Masks,
     Ready,
     Shutdown,
     StepPlan,
@@ -45,6 +46,20 @@ def next_token(token_ids: Sequence[int], seed: int) -> int:
     return int.from_bytes(digest[:4], "little") % FAIL
 
 
+def allowed_from(token_id: int, mask: bytes) -> int | None:
+    """The first token from `token_id` on, around the end, that a mask allows."""
+    order = [*range(token_id, VOCAB_SIZE), *range(token_id)]
+    return next((i for i in order if mask[i // 8] >> i % 8 & 1), None)
+
+
+def mask_rows(masks: Masks | None) -> dict[int, bytes]:
+    """The mask of each row of the plan that has one."""
+    if masks is None:
+        return {}
+    data, width = bytes(masks.bits.data), 4 * masks.bits.shape[1]
+    return {row: data[i * width : (i + 1) * width] for i, row in enumerate(masks.rows)}
+
+
 class FakeWorker:
     """Slots with token histories; answers plans."""
 
@@ -52,7 +67,8 @@ class FakeWorker:
         self.tokens: dict[int, list[int]] = {}
         self.seeds: dict[int, int] = {}
 
-    def step(self, plan: StepPlan) -> StepResult:
+    def step(self, plan: StepPlan, masks: Masks | None) -> StepResult:
+        allowed = mask_rows(masks)
         for slot in plan.freed_slots:
             self.tokens.pop(slot, None)
         for init in plan.inits:
@@ -64,6 +80,11 @@ class FakeWorker:
             self.obey(tokens[row.start : row.start + row.num_tokens], i, result)
             if row.sample:
                 token_id = next_token(tokens[: row.start + row.num_tokens], self.seeds[row.slot])
+                if i in allowed:
+                    found = allowed_from(token_id, allowed[i])
+                    if found is None:
+                        result.errors[i] = "nothing is allowed"
+                    token_id = found or 0
                 tokens.append(token_id)
                 result.token_ids.append(token_id)
         return result
@@ -89,9 +110,10 @@ def main() -> None:
     socket = connect_dealer(zmq.Context(), options.connect, options.identity.encode())
     codec: Codec[ToWorker] = Codec(ToWorker)
     worker = FakeWorker()
+    early: list[ToWorker] = []
     send(socket, codec.encode(WorkerHello(PROTOCOL, os.getpid())))
     while True:
-        message = codec.decode(receive(socket))
+        message = early.pop(0) if early else codec.decode(receive(socket))
         if isinstance(message, LoadModel):
             if options.refuse:
                 send(socket, codec.encode(WorkerFailed(options.refuse, fatal=True)))
@@ -101,7 +123,15 @@ def main() -> None:
             ready = Ready("Fake", "float32", "cpu", VOCAB_SIZE, length, options.num_blocks, 1, 1)
             send(socket, codec.encode(ready))
         elif isinstance(message, StepPlan):
-            send(socket, codec.encode(worker.step(message)))
+            masks = None
+            while message.masked and masks is None:
+                later = codec.decode(receive(socket))
+                if isinstance(later, Masks):
+                    assert later.step_id == message.step_id
+                    masks = later
+                else:
+                    early.append(later)
+            send(socket, codec.encode(worker.step(message, masks)))
         elif isinstance(message, WorkerCall):
             if message.method == "echo":
                 answer = WorkerReply(message.call_id, message.args)

@@ -72,3 +72,54 @@ def test_token_masses(kernels: NativeKernels, dtype: torch.dtype, size: int) -> 
     assert (masses[places].diff() <= 0).all()
     exact = torch.exp(-ordered.double()) * 2**sampling.MASS_BITS
     assert ((masses[places] - exact).abs() <= exact * 8e-8 + 1).all()
+
+
+def random_masks(rows: int, size: int) -> torch.Tensor:
+    """Packed bits: everything, nothing, one column, the last one, and halves, a word at a time and bit by bit."""
+    words = -(-size // 32)
+    bits = torch.randint(-(2**31), 2**31, (rows, words), dtype=torch.int64).to(torch.int32)
+    bits[0], bits[1], bits[2], bits[3] = -1, 0, 0, 0
+    bits[2, (size // 2) // 32] = 1 << (size // 2) % 32 if (size // 2) % 32 < 31 else -(2**31)
+    bits[3, -1] = 1 << (size - 1) % 32 if (size - 1) % 32 < 31 else -(2**31)
+    bits[4, ::2] = 0
+    return bits
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_only_what_is_allowed_counts(kernels: NativeKernels, dtype: torch.dtype, size: int) -> None:
+    torch.manual_seed(size)
+    x = torch.randn(9, size + 5).mul(2).round().to(dtype)[:, :size]  # many ties
+    x[5] = -math.inf
+    allowed = random_masks(9, size)
+    columns = torch.arange(size)
+    kept = (allowed[:, columns // 32] >> (columns % 32) & 1).bool()
+    expected = x.float().masked_fill(~kept, -math.inf)
+    for implementation in (kernels, reference):
+        masked = implementation.only_allowed(x, allowed)
+        assert torch.equal(masked, expected) and masked.dtype == torch.float32
+        values, found = implementation.largest(x, allowed)
+        assert torch.equal(values, expected.amax(1))
+        for row in range(9):
+            first = (expected[row] == values[row]).nonzero()[0, 0]
+            assert values[row] == -math.inf or found[row] == first
+    assert torch.equal(kernels.only_allowed(x[:1], allowed[:1]), x[:1].float())
+
+
+def test_a_nan_counts_only_where_it_is_allowed(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    x = torch.randn(2, 100).to(dtype)
+    x[:, 70] = math.nan
+    allowed = torch.full((2, 4), -1, dtype=torch.int32)
+    allowed[0, 2] = 0
+    for implementation in (kernels, reference):
+        assert implementation.largest(x, allowed)[0].isnan().tolist() == [False, True]
+
+
+def test_masks_of_another_shape_are_refused(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    x = torch.randn(2, 100).to(dtype)
+    for wrong in (
+        torch.zeros(2, 3, dtype=torch.int32),
+        torch.zeros(1, 4, dtype=torch.int32),
+        torch.zeros(2, 4),
+    ):
+        with pytest.raises(ValueError, match="masks are int32"):
+            kernels.largest(x, wrong)

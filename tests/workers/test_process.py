@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import zmq
 
-from pagewire.ipc.codec import Codec
+from pagewire.ipc.codec import Codec, Tensor
 from pagewire.ipc.lifeline import Child
 from pagewire.ipc.messages import (
     PROTOCOL,
     FromWorker,
     LoadModel,
+    Masks,
     Progress,
     Ready,
     Row,
@@ -122,4 +123,27 @@ def test_a_model_that_cannot_be_loaded_is_fatal(core: Core, tmp_path: Path) -> N
 
 def test_it_ends_with_its_parent(core: Core) -> None:
     core.child.release()
+    assert core.child.process.wait(20) == 0
+
+
+def test_a_masked_step_waits_for_its_masks(core: Core, llama: Path) -> None:
+    core.say(load_message(llama))
+    ready = core.hear_after_progress()
+    assert isinstance(ready, Ready)
+    words = -(-ready.vocab_size // 32)
+    rows = [Row(0, 0, 3, sample=True), Row(1, 0, 2), Row(2, 0, 3, sample=True)]
+    inits = [SlotInit(slot, [3, 4, 5], 3, [slot], GREEDY, 0) for slot in range(3)]
+    core.say(StepPlan(1, rows, inits, masked=True))
+    core.say(StepPlan(2, [Row(0, 3, 1, sample=True)]))
+    core.say(WorkerCall(1, "ping"))
+    only = 9
+    bits = (1 << only).to_bytes(4 * words, "little")
+    core.say(Masks(1, [2], Tensor("int32", (1, words), bits)))
+    first, second, reply = core.hear(), core.hear(), core.hear()
+    assert isinstance(first, StepResult) and isinstance(second, StepResult)
+    assert (first.step_id, second.step_id, reply) == (1, 2, WorkerReply(1, "pong"))
+    assert first.token_ids[1] == only and first.token_ids[0] != only and not first.errors
+
+    core.say(StepPlan(3, [Row(2, 3, 1, sample=True)], masked=True))
+    core.say(Shutdown())  # rather than the masks
     assert core.child.process.wait(20) == 0

@@ -13,10 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
+from pagewire.ipc.codec import Tensor
+from pagewire.ipc.messages import Masks
 from pagewire.ipc.params import SamplingParams
 from pagewire.kernels import reference
 from pagewire.workers import masses as m
 from pagewire.workers import sampler
+from pagewire.workers.masks import TokenMasks
 from pagewire.workers.random import uniform
 from pagewire.workers.sampler import SamplingSlot, sample
 
@@ -477,3 +480,77 @@ def test_constraints_that_leave_nothing_are_an_error(temperature: float) -> None
 
 def test_an_empty_batch() -> None:
     assert sample(torch.zeros(0, 8), []).token_ids == []
+
+
+# ---------------------------------------------------------------- masks
+
+
+def masks_of(allowed: dict[int, Sequence[int]], num_rows: int, vocab_size: int) -> TokenMasks:
+    """Masks for some rows, by way of the message; the plan has another row before each of those that sample."""
+    words = -(-vocab_size // 32)
+    bits = b"".join(
+        sum(1 << token_id for token_id in tokens).to_bytes(4 * words, "little") for tokens in allowed.values()
+    )
+    message = Masks(1, [2 * row + 1 for row in allowed], Tensor("int32", (len(allowed), words), bits))
+    return TokenMasks.of(message, [2 * row + 1 for row in range(num_rows)])
+
+
+ASKED: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logit_bias": {3: 2.0}},
+    {"temperature": 1.0},
+    {"temperature": 2.0, "top_k": 5},
+    {"temperature": 1.5, "top_p": 0.7, "min_p": 0.01},
+    {"temperature": 1.0, "repetition_penalty": 1.3, "bad_words_token_ids": [[5]]},
+    {"temperature": 1.0, "allowed_token_ids": list(range(0, 70, 2))},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_is_a_list_of_allowed_tokens_whatever_else_is_asked(dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    size, rows = 70, 4 * len(ASKED)
+    logits = (torch.randn(rows, size) * 2).to(dtype)
+    before = logits.clone()
+    params = [ASKED[row % len(ASKED)] for row in range(rows)]
+    allowed = {row: torch.randperm(size)[: 1 + 9 * (row % 5)].tolist() for row in range(0, rows, 2)}
+    slots = [make_slot(size, seed=row, **params[row]) for row in range(rows)]
+    result = sample(logits, slots, masks_of(allowed, rows, size))
+    for row in range(rows):
+        asked = dict(params[row])
+        if row in allowed:
+            own = asked.get("allowed_token_ids", range(size))
+            asked["allowed_token_ids"] = [i for i in own if i in allowed[row]]
+        if asked.get("allowed_token_ids") == []:
+            assert row in result.errors
+            continue
+        expected = sample(logits[row : row + 1], [make_slot(size, seed=row, **asked)])
+        assert result.token_ids[row] == expected.token_ids[0]
+        assert (row in result.errors) == bool(expected.errors)
+    assert torch.equal(logits, before)
+
+
+def test_a_mask_that_allows_everything_changes_nothing() -> None:
+    torch.manual_seed(4)
+    logits = torch.randn(len(ASKED), 1000).bfloat16()
+    slots = [make_slot(1000, seed=row, logprobs=2, **asked) for row, asked in enumerate(ASKED)]
+    masks = masks_of({row: range(1000) for row in range(len(ASKED))}, len(ASKED), 1000)
+    assert sample(logits, slots, masks) == sample(logits, slots)
+
+
+def test_log_probabilities_are_of_the_raw_logits_under_a_mask() -> None:
+    logits = torch.tensor([[1.0, 5.0, 2.0, 0.0]])
+    plain = sample(logits, [make_slot(4, temperature=0.0, logprobs=3)])
+    found = sample(logits, [make_slot(4, temperature=0.0, logprobs=3)], masks_of({0: [2]}, 1, 4))
+    assert plain.token_ids == [1] and found.token_ids == [2]
+    assert found.logprobs[0].token_ids.tolist() == [2, 1, 2, 0]
+    assert found.logprobs[0].ranks.tolist() == [2]
+
+
+def test_a_mask_that_allows_nothing_is_an_error_of_its_row_alone() -> None:
+    logits = torch.randn(4, 40)
+    slots = [make_slot(40, temperature=t) for t in (0.0, 0.0, 1.0, 1.0)]
+    result = sample(logits, slots, masks_of({1: [], 3: []}, 4, 40))
+    assert sorted(result.errors) == [1, 3] and "grammar" in result.errors[1]
+    good = sample(logits, slots)
+    assert [result.token_ids[row] for row in (0, 2)] == [good.token_ids[row] for row in (0, 2)]
