@@ -56,6 +56,11 @@ DEVICE bool has_edits(const SamplingRow& row) {
     return row.mask >= 0 || row.num_allowed >= 0 || row.num_counts || row.num_biases || row.num_forbidden;
 }
 
+// The row's mask from column `first` on, a multiple of 32; null if it has none.
+DEVICE const u32* mask_from(const SamplingCall& call, const SamplingRow& row, int first) {
+    return row.mask >= 0 ? call.masks + row.mask * call.mask_stride + first / 32 : nullptr;
+}
+
 // visit(i, column) for the ids of a list that lie in this slice: i counts from the list's start.
 template <class Visit>
 DEVICE void visit_ids(const int* ids, int num_ids, int first, int size, const Visit& visit) {
@@ -66,7 +71,7 @@ DEVICE void visit_ids(const int* ids, int num_ids, int first, int size, const Vi
 
 // What is not allowed becomes -inf.
 DEVICE void keep_allowed(const SamplingCall& call, const SamplingRow& row, int first, int size, Slice& slice) {
-    const u32* mask = row.mask >= 0 ? call.masks + row.mask * call.mask_stride + first / 32 : nullptr;
+    const u32* mask = mask_from(call, row, first);
 #pragma unroll 1
     for (int word = threadIdx.x; word < (size + 31) / 32; word += THREADS)
         slice.allowed[word] = row.num_allowed >= 0 ? 0 : mask[word];
@@ -166,7 +171,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) find_peaks(const __grid_const
     PeaksShared& shared = *reinterpret_cast<PeaksShared*>(shared_memory());
     const SamplingRow& row = call.rows[blockIdx.y];
     const int first = blockIdx.x * SLICE, size = load_raw<T>(call, blockIdx.x, shared.slice);
-    const u32* mask = row.mask >= 0 ? call.masks + row.mask * call.mask_stride + first / 32 : nullptr;
+    const u32* mask = mask_from(call, row, first);
     const u32 none = rising(__uint_as_float(MINUS_INFINITY));
     u32 raw = none, masked = none;
 #pragma unroll 1

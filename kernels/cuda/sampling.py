@@ -232,8 +232,8 @@ class SamplingResult:
             for peak, total in zip(peaks, totals, strict=True)
         ]
         with np.errstate(over="ignore"):
-            logprobs = self.logits.cpu().numpy() - np.array(logs)[:, None]
-            return logprobs.astype(np.float32)
+            logprobs = self.logits.cpu().numpy() - np.array(logs, np.float64)[:, None]
+            return np.asarray(logprobs, np.float32)
 
 
 def _result_parts(most: int) -> tuple[tuple[int, torch.dtype], ...]:
