@@ -65,11 +65,16 @@ def implementation_for(*tensors: Tensor) -> Kernels:
     """The fastest implementation for tensors on this device and of these dtypes. None of them keeps gradients.
 
     Raises:
-        NotImplementedError: the tensors are not on the CPU.
+        NotImplementedError: the tensors are neither on the CPU nor on a GPU.
+        LaunchError, CompileError: the kernels cannot be had, see `cuda.launch`.
     """
     device = tensors[0].device
+    if device.type == "cuda":
+        from pagewire.kernels.cuda import implementation as cuda  # never imported where there is no GPU
+
+        return cuda.load(device.index) if cuda.serves(tensors) else reference
     if device.type != "cpu":
-        raise NotImplementedError(f"no kernels for device {device.type!r} yet: only 'cpu' is served")
+        raise NotImplementedError(f"no kernels for device {device.type!r}: 'cpu' and 'cuda' are served")
     dtype = tensors[0].dtype
     if dtype in DTYPES and all(tensor.dtype == dtype for tensor in tensors):
         return native.load() or reference

@@ -45,35 +45,6 @@ def test_other_dtypes_and_no_rows(kernels: NativeKernels, dtype: torch.dtype) ->
     assert kernels.largest(torch.empty(0, 7, dtype=dtype))[1].tolist() == []
 
 
-def literal_mass(depth: float) -> int:
-    """The definition, one rounded operation after another."""
-    f = np.float32
-    d = min(f(depth), f(32))
-    n = f(np.rint(d * f(1.44269504)))
-    r = (n * f(0.693359375) - d) + n * f(-2.12194440e-4)
-    p = f(1.9875691500e-4)
-    for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-        p = p * r + f(c)
-    p = (p * (r * r) + r) + f(1)
-    return int(math.ldexp(float(p), sampling.MASS_BITS - int(n)))
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_token_masses(kernels: NativeKernels, dtype: torch.dtype, size: int) -> None:
-    torch.manual_seed(size)
-    depths = (torch.rand(size) * 40).to(dtype).float()
-    depths[::7] *= 2.0**-20
-    depths[-1], depths[0] = math.inf, 0.0
-    masses = kernels.token_masses(depths)
-    assert torch.equal(masses, reference.token_masses(depths))
-    assert masses[:200].tolist() == [literal_mass(depth) for depth in depths[:200].tolist()]
-    assert masses[0] == 2**sampling.MASS_BITS
-    ordered, places = depths.sort()
-    assert (masses[places].diff() <= 0).all()
-    exact = torch.exp(-ordered.double()) * 2**sampling.MASS_BITS
-    assert ((masses[places] - exact).abs() <= exact * 8e-8 + 1).all()
-
-
 def random_masks(rows: int, size: int) -> torch.Tensor:
     """Packed bits: everything, nothing, one column, the last one, and halves, a word at a time and bit by bit."""
     words = -(-size // 32)
@@ -123,3 +94,32 @@ def test_masks_of_another_shape_are_refused(kernels: NativeKernels, dtype: torch
     ):
         with pytest.raises(ValueError, match="masks are int32"):
             kernels.largest(x, wrong)
+
+
+def literal_mass(depth: float) -> int:
+    """The definition, one rounded operation after another."""
+    f = np.float32
+    d = min(f(depth), f(32))
+    n = f(np.rint(d * f(1.44269504)))
+    r = (n * f(0.693359375) - d) + n * f(-2.12194440e-4)
+    p = f(1.9875691500e-4)
+    for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        p = p * r + f(c)
+    p = (p * (r * r) + r) + f(1)
+    return int(math.ldexp(float(p), sampling.MASS_BITS - int(n)))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_token_masses(kernels: NativeKernels, dtype: torch.dtype, size: int) -> None:
+    torch.manual_seed(size)
+    depths = (torch.rand(size) * 40).to(dtype).float()
+    depths[::7] *= 2.0**-20
+    depths[-1], depths[0] = math.inf, 0.0
+    masses = kernels.token_masses(depths)
+    assert torch.equal(masses, reference.token_masses(depths))
+    assert masses[:200].tolist() == [literal_mass(depth) for depth in depths[:200].tolist()]
+    assert masses[0] == 2**sampling.MASS_BITS
+    ordered, places = depths.sort()
+    assert (masses[places].diff() <= 0).all()
+    exact = torch.exp(-ordered.double()) * 2**sampling.MASS_BITS
+    assert ((masses[places] - exact).abs() <= exact * 8e-8 + 1).all()

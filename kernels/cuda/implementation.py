@@ -1,0 +1,161 @@
+"""The CUDA kernels behind the signatures that every device has."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pagewire.kernels import reference
+from pagewire.kernels.cuda import attention, gates, kv, norms
+from pagewire.kernels.cuda.launch import CudaDevice, Device
+from pagewire.kernels.paging import AttentionBatch
+
+if TYPE_CHECKING:
+    from pagewire.kernels.decoder import Layer
+
+
+@functools.cache
+def load(index: int) -> "CudaKernels":
+    """The kernels for the device `cuda:index`, compiled at first use.
+
+    Raises:
+        LaunchError, CompileError: see `CudaDevice.at`.
+    """
+    return CudaKernels(CudaDevice.at(index), f"cuda:{index}")
+
+
+def serves(tensors: Sequence[Tensor]) -> bool:
+    """Whether there are kernels for these dtypes: 16-bit floats, and 8-bit ones for what is cached."""
+    dtype = tensors[0].dtype
+    return dtype in norms.DTYPES and all(tensor.dtype in (dtype, *kv.FP8) for tensor in tensors)
+
+
+class CudaKernels:
+    """The kernels of one device. Signatures and meaning as in `pagewire.kernels`.
+
+    What is not worth a kernel, or is done within another on the path that matters, PyTorch does.
+    """
+
+    def __init__(self, device: Device, on: torch.device | str) -> None:
+        self.device = device
+        self._workspace = attention.Workspace.allocate(device.multiprocessors, on)
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        alibi: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `pagewire.kernels.attention.paged_attention`."""
+        return attention.paged_attention(
+            self.device,
+            self._workspace,
+            *(q, k_cache, v_cache, batch, scale),
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            alibi=alibi,
+            out=out,
+        )
+
+    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+        """See `pagewire.kernels.attention.store_kv`; slots lie on the device and are not checked."""
+        kv.write_kv(self.device, None, k, v, k_cache, v_cache, slot_mapping)
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, out: Tensor | None = None
+    ) -> Tensor:
+        """See `pagewire.kernels.layers.rms_norm`."""
+        return norms.rms_norm(self.device, x, weight, eps, offset=offset, out=out)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
+    ) -> Tensor:
+        """See `pagewire.kernels.layers.add_rms_norm`."""
+        return norms.rms_norm(self.device, x, weight, eps, offset=offset, residual=residual)
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """See `pagewire.kernels.layers.silu_and_mul`."""
+        return gates.activate_and_mul(self.device, x, "silu")
+
+    def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
+        """See `pagewire.kernels.layers.gelu_tanh_and_mul`."""
+        return gates.activate_and_mul(self.device, x, "gelu_tanh")
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """See `pagewire.kernels.layers.rotary`. By PyTorch: a stack rotates within `kv.write_kv`."""
+        reference.rotary(q, k, cos, sin)
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+        """See `pagewire.kernels.linear.pack`. The weight stays as it is; a row's bits may depend on the batch."""
+        return functools.partial(functional.linear, weight=weight, bias=bias)
+
+    def stack(self, layers: "Sequence[Layer]") -> "Callable[..., Tensor]":
+        """All layers, each in ten launches."""
+        return functools.partial(self._run_layers, layers)
+
+    def largest(self, x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """See `pagewire.kernels.sampling.largest`."""
+        return reference.largest(x, allowed)
+
+    def only_allowed(self, x: Tensor, allowed: Tensor) -> Tensor:
+        """See `pagewire.kernels.sampling.only_allowed`."""
+        return reference.only_allowed(x, allowed)
+
+    def token_masses(self, depths: Tensor) -> Tensor:
+        """See `pagewire.kernels.sampling.token_masses`."""
+        return reference.token_masses(depths)
+
+    def _run_layers(
+        self,
+        layers: "Sequence[Layer]",
+        x: Tensor,
+        residual: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: AttentionBatch,
+        caches: Sequence[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        for layer, (k_cache, v_cache) in zip(layers, caches, strict=True):
+            x = layer.out(self._attend(layer, x, cos, sin, batch, k_cache, v_cache))
+            norm = layer.attention_norm
+            x = self.add_rms_norm(x, residual, norm.weight, norm.eps, offset=norm.offset)
+            x = layer.down(gates.activate_and_mul(self.device, layer.gate_up(x), layer.gate))
+            norm = layer.next_norm
+            x = self.add_rms_norm(x, residual, norm.weight, norm.eps, offset=norm.offset)
+        return x
+
+    def _attend(
+        self,
+        layer: "Layer",
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: AttentionBatch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+    ) -> Tensor:
+        num_tokens = len(x)
+        qkv = layer.qkv(x).view(num_tokens, -1, layer.head_dim)
+        q, k, v = torch.split(qkv, [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], 1)
+        head_norms = None
+        if layer.head_norms is not None:
+            of_q, of_k = layer.head_norms
+            if of_q.eps != of_k.eps:
+                raise ValueError(f"norms of query and key heads with one eps, not {of_q.eps} and {of_k.eps}")
+            head_norms = kv.HeadNorms(of_q.weight, of_k.weight, of_q.eps, of_q.offset, of_k.offset)
+        slots = batch.slot_mapping
+        kv.write_kv(self.device, q, k, v, k_cache, v_cache, slots, cos=cos, sin=sin, norms=head_norms)
+        attended = self.paged_attention(q, k_cache, v_cache, batch, layer.scale, window=layer.window)
+        return attended.view(num_tokens, -1)

@@ -1,0 +1,55 @@
+"""The cases that `benchmarks.kernels` measures are right on the emulated device, at small sizes."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from benchmarks import kernels
+from pagewire.kernels.cuda.launch import Device
+from tests.kernels.cuda.emulate import EmulatedDevice
+
+SMALL = kernels.Shape(4, 2, 64)
+
+
+def small_attention(device: Device) -> Iterator[kernels.Case]:
+    for name, queries, context, requests, kept in (
+        ("decode", 1, 63, 3, torch.bfloat16),
+        ("decode fp8", 1, 40, 2, torch.float8_e4m3fn),
+        ("prefill", 32, 0, 1, torch.bfloat16),
+        ("prefill after", 32, 50, 1, torch.bfloat16),
+    ):
+        yield kernels.attention_case(device, "cpu", name, queries, context, requests, kept, SMALL)
+
+
+@pytest.fixture(autouse=True)
+def few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "ROTATED_BYTES", 1)
+
+
+def check(cases: Iterator[kernels.Case]) -> None:
+    """Errors are within bounds, and peers compute without one."""
+    for case in cases:
+        assert case.error() <= case.tolerance, case.name
+        assert case.num_bytes > 0 and case.copies >= 1
+        for run in case.peers.values():
+            run(0)
+
+
+def test_attention() -> None:
+    check(small_attention(EmulatedDevice()))
+
+
+def test_the_rest() -> None:
+    device = EmulatedDevice()
+    for kept, normed in ((torch.bfloat16, True), (torch.float8_e4m3fn, False)):
+        check(iter([kernels._write_case(device, "cpu", 24, kept, normed, SMALL)]))
+    check(kernels.row_cases(device, "cpu", False, tokens=3))
+    check(kernels.copy_cases(device, "cpu", False, num_blocks=4))
+    check(kernels.sampling_cases(device, "cpu", False, rows=3, vocab_sizes=(2048,)))
+
+
+def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.norms, "rms_norm", lambda device, x, *_, **__: x)
+    case = next(kernels.row_cases(EmulatedDevice(), "cpu", False, tokens=3))
+    assert case.error() > case.tolerance

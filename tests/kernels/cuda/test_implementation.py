@@ -1,0 +1,172 @@
+"""A whole stack of layers by the CUDA kernels, against the same in PyTorch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pagewire.kernels import decoder, reference
+from pagewire.kernels.cuda import implementation
+from pagewire.kernels.cuda.implementation import CudaKernels
+from pagewire.kernels.cuda.layout import exchange_chunks
+from pagewire.kernels.decoder import Layer, Norm
+from pagewire.kernels.implementation import Kernels
+from pagewire.kernels.paging import AttentionBatch, allocate_kv
+from tests.kernels.cuda.emulate import ORDERS, EmulatedDevice
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, BLOCKS, BLOCK_SIZE = 64, 4, 2, 32, 80, 8, 16
+LENGTHS = [(1, 20), (5, 5), (0, 7), (1, 33)]
+"""New tokens and all tokens of each request."""
+
+
+def layers(generator: torch.Generator, gate: str, head_norms: bool, offset: float) -> list[Layer]:
+    def random(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).bfloat16()
+
+    def norm(size: int) -> Norm:
+        return Norm(1 - offset + random(size), 1e-5, offset)
+
+    def product(out: int, size: int) -> Callable[[Tensor], Tensor]:
+        return functools.partial(functional.linear, weight=random(out, size))
+
+    return [
+        Layer(
+            qkv=product((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN),
+            out=product(HIDDEN, HEADS * HEAD_DIM),
+            gate_up=product(2 * INTERMEDIATE, HIDDEN),
+            down=product(HIDDEN, INTERMEDIATE),
+            head_norms=(norm(HEAD_DIM), norm(HEAD_DIM)) if head_norms else None,
+            attention_norm=norm(HIDDEN),
+            next_norm=norm(HIDDEN),
+            num_heads=HEADS,
+            num_kv_heads=KV_HEADS,
+            head_dim=HEAD_DIM,
+            scale=HEAD_DIM**-0.5,
+            window=None,
+            gate=gate,
+        )
+        for _ in range(2)
+    ]
+
+
+def ragged_batch(generator: torch.Generator) -> tuple[AttentionBatch, Tensor]:
+    """And the positions of its tokens; two rows of padding."""
+    blocks, table, slots, positions = torch.randperm(BLOCKS, generator=generator).tolist(), [], [], []
+    for new, length in LENGTHS:
+        own = [blocks.pop() for _ in range(-(-length // BLOCK_SIZE))]
+        table.append(own + [0] * (3 - len(own)))
+        for position in range(length - new, length):
+            slots.append(own[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+            positions.append(position)
+    starts = torch.tensor([0, *(new for new, _ in LENGTHS)]).cumsum(0).int()
+    lengths = torch.tensor([length for _, length in LENGTHS], dtype=torch.int32)
+    slot_mapping = torch.tensor([*slots, -1, -1])
+    batch = AttentionBatch(starts, lengths, torch.tensor(table, dtype=torch.int32), slot_mapping, 5, 33)
+    return batch, torch.tensor([*positions, 0, 0])
+
+
+def run(
+    kernels: Kernels,
+    stack: Sequence[Layer],
+    residual: Tensor,
+    batch: AttentionBatch,
+    positions: Tensor,
+    caches: Sequence[tuple[Tensor, Tensor]],
+) -> Tensor:
+    angles = positions[:, None] * 10000 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    angles = torch.cat([angles, angles], 1)
+    first_norm = Norm(torch.ones(HIDDEN).bfloat16(), 1e-5, 0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("attention", "decoder", "layers"):
+            patch.setattr(f"pagewire.kernels.{module}.implementation_for", lambda *_: kernels)
+        whole = decoder.Stack(first_norm, stack)
+        return whole(residual, angles.cos().bfloat16(), angles.sin().bfloat16(), batch, caches)
+
+
+@pytest.mark.parametrize("order", ORDERS[::2])
+@pytest.mark.parametrize(
+    ("gate", "head_norms", "offset"), [("silu", False, 0.0), ("silu", True, 0.0), ("gelu_tanh", True, 1.0)]
+)
+def test_a_stack_equals_the_reference(
+    order: tuple[int, int], gate: str, head_norms: bool, offset: float
+) -> None:
+    generator = torch.Generator().manual_seed(7)
+    stack = layers(generator, gate, head_norms, offset)
+    batch, positions = ragged_batch(generator)
+    plain = [
+        tuple(
+            cache.copy_(torch.randn(cache.shape, generator=generator))
+            for cache in allocate_kv(BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM, torch.bfloat16, "cpu")
+        )
+        for _ in stack
+    ]
+    paged = [tuple(exchange_chunks(cache) for cache in pair) for pair in plain]
+    residual = torch.randn(len(positions), HIDDEN, generator=generator).bfloat16()
+    ours = residual.clone()
+
+    expected = run(reference, stack, residual, batch, positions, plain)
+    found = run(CudaKernels(EmulatedDevice(order), "cpu"), stack, ours, batch, positions, paged)
+
+    count = int(batch.query_start_loc[-1])
+    assert functional.cosine_similarity(found[:count].float(), expected[:count].float()).min() > 0.999
+    torch.testing.assert_close(found[:count], expected[:count], rtol=0.1, atol=0.06)
+    for (k, v), (paged_k, paged_v) in zip(plain, paged, strict=True):
+        torch.testing.assert_close(exchange_chunks(paged_k), k, rtol=0.1, atol=0.06)
+        torch.testing.assert_close(exchange_chunks(paged_v), v, rtol=0.1, atol=0.06)
+
+
+def test_each_kernel_alone_equals_the_reference() -> None:
+    ours: Kernels = CudaKernels(EmulatedDevice(), "cpu")
+    x, y, weight = torch.randn(3, 64).bfloat16(), torch.randn(3, 64).bfloat16(), torch.rand(64).bfloat16()
+    close = {"rtol": 2**-6, "atol": 1e-5}
+    torch.testing.assert_close(ours.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6), **close)
+    torch.testing.assert_close(
+        ours.add_rms_norm(x, y.clone(), weight, 1e-6, offset=1.0),
+        reference.add_rms_norm(x, y.clone(), weight, 1e-6, offset=1.0),
+        **close,
+    )
+    torch.testing.assert_close(ours.silu_and_mul(x), reference.silu_and_mul(x), **close)
+    torch.testing.assert_close(ours.gelu_tanh_and_mul(x), reference.gelu_tanh_and_mul(x), **close)
+    product = ours.pack(torch.eye(64).bfloat16(), torch.ones(64).bfloat16())
+    assert torch.equal(product(x), x + 1)
+    assert torch.equal(ours.largest(x)[1], x.argmax(1))
+
+
+def test_keys_and_values_are_stored_where_attention_looks() -> None:
+    ours, k, v = CudaKernels(EmulatedDevice(), "cpu"), *(torch.randn(2, 1, 32).half() for _ in range(2))
+    caches = allocate_kv(1, 1, 16, 32, 32, torch.float16, "cpu")
+    ours.store_kv(k, v, *caches, torch.tensor([0, 1]))
+    starts, length = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    batch = AttentionBatch(starts, length, table, torch.tensor([1]), 1, 2)
+    q = torch.randn(1, 1, 32).half()
+    truth = torch.softmax(q[0].float() @ k[:, 0].float().T, 1) @ v[:, 0].float()
+    torch.testing.assert_close(
+        ours.paged_attention(q, *caches, batch, 1.0)[0].float(), truth, rtol=1e-2, atol=1e-2
+    )
+
+
+def test_what_has_kernels() -> None:
+    half, fp8 = torch.zeros(1).half(), torch.zeros(1).to(torch.float8_e5m2)
+    assert implementation.serves([half, half]) and implementation.serves([half, fp8, fp8])
+    assert not implementation.serves([half.float()])
+    assert not implementation.serves([half, half.bfloat16()])
+    assert not implementation.serves([fp8])
+
+
+def test_head_norms_of_two_eps_are_refused() -> None:
+    generator = torch.Generator().manual_seed(0)
+    (layer, *_), (batch, positions) = layers(generator, "silu", True, 0.0), ragged_batch(generator)
+    assert layer.head_norms is not None
+    of_q, of_k = layer.head_norms
+    layer = dataclasses.replace(layer, head_norms=(of_q, dataclasses.replace(of_k, eps=1.0)))
+    caches = [allocate_kv(BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM, torch.bfloat16, "cpu")]
+    x = torch.zeros(len(positions), HIDDEN).bfloat16()
+    with pytest.raises(ValueError, match="one eps"):
+        run(CudaKernels(EmulatedDevice(), "cpu"), [layer], x, batch, positions, caches)
