@@ -47,9 +47,8 @@ def row_sampling(slot: SamplingSlot, mask: int = -1, most: int = MOST_TOKENS) ->
     )
     if not edits.active:
         return row
-    touched = {}
     if edits.counts is not None:
-        touched = {"count_ids": edits.counts.ids, "counts": edits.counts.counts}
+        row = replace(row, count_ids=edits.counts.ids, counts=edits.counts.counts)
     return replace(
         row,
         repetition=edits.repetition,
@@ -59,7 +58,6 @@ def row_sampling(slot: SamplingSlot, mask: int = -1, most: int = MOST_TOKENS) ->
         biases=np.array(list(edits.bias.values()), np.float32),
         allowed_ids=edits.allowed,
         forbidden_ids=edits.forbidden(),
-        **touched,
     )
 
 
@@ -92,10 +90,8 @@ class DeviceSampler:
         ]
         result = self._sampler.sample(logits, plan(rows, masks.bits).to(self._on))
         copied = result.copy_to(self._host)
-        done = torch.cuda.Event() if self._on.type == "cuda" else None
-        if done is not None:
-            done.record()
-        return Launched(logits, slots, copied, done)
+        stream = torch.cuda.current_stream(self._on) if self._on.type == "cuda" else None
+        return Launched(logits, slots, copied, None if stream is None else stream.record_event())
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ struct SamplingCall {
     const int* forbidden_ids;
     i64* token_ids;          // [rows]
     int* statuses;           // [rows]
-    float* peaks;            // [rows], the largest of the raw logits
+    float* peaks;            // [rows], the largest raw logit; without a token, the largest that the mask allows
     RowState* states;
     u64* slices;
     u32* bin_counts;
@@ -56,6 +56,11 @@ DEVICE bool has_edits(const SamplingRow& row) {
     return row.mask >= 0 || row.num_allowed >= 0 || row.num_counts || row.num_biases || row.num_forbidden;
 }
 
+// The row's mask from column `first` on, a multiple of 32; null if it has none.
+DEVICE const u32* mask_from(const SamplingCall& call, const SamplingRow& row, int first) {
+    return row.mask >= 0 ? call.masks + row.mask * call.mask_stride + first / 32 : nullptr;
+}
+
 // visit(i, column) for the ids of a list that lie in this slice: i counts from the list's start.
 template <class Visit>
 DEVICE void visit_ids(const int* ids, int num_ids, int first, int size, const Visit& visit) {
@@ -66,7 +71,7 @@ DEVICE void visit_ids(const int* ids, int num_ids, int first, int size, const Vi
 
 // What is not allowed becomes -inf.
 DEVICE void keep_allowed(const SamplingCall& call, const SamplingRow& row, int first, int size, Slice& slice) {
-    const u32* mask = row.mask >= 0 ? call.masks + row.mask * call.mask_stride + first / 32 : nullptr;
+    const u32* mask = mask_from(call, row, first);
 #pragma unroll 1
     for (int word = threadIdx.x; word < (size + 31) / 32; word += THREADS)
         slice.allowed[word] = row.num_allowed >= 0 ? 0 : mask[word];
@@ -146,17 +151,18 @@ DEVICE u64 first_in_order(const Slice& slice, int first, int size) {
 }
 
 // What is known of a row when all its logits have been seen. best: first in the order of the edited logits. raw: the
-// largest logit as a rising key, all ones if there is a NaN.
-DEVICE void settle(const SamplingCall& call, const SamplingRow& row, u64 best, u32 raw) {
-    const bool usable = raw != ~0u && raw != rising(__uint_as_float(INFINITE)) &&
-                        raw != rising(__uint_as_float(MINUS_INFINITY));
-    const bool left = logit_of(best) != __uint_as_float(MINUS_INFINITY);
+// largest logit as a rising key, all ones if there is a NaN; masked: the same of what the row's mask allows.
+DEVICE void settle(const SamplingCall& call, const SamplingRow& row, u64 best, u32 raw, u32 masked) {
+    const u32 none = rising(__uint_as_float(MINUS_INFINITY));
+    const bool usable = masked < rising(__uint_as_float(INFINITE)) && (masked != none || row.mask >= 0);
+    const bool left = masked != none && logit_of(best) != __uint_as_float(MINUS_INFINITY);
     const int status = !usable ? UNUSABLE_LOGITS : !left ? NOTHING_LEFT : SAMPLED;
+    const u32 largest = status == SAMPLED ? raw : masked;
     RowState& state = call.states[blockIdx.y];
     state.peak = logit_of(best);
     state.narrowed = 0;
     call.statuses[blockIdx.y] = status;
-    call.peaks[blockIdx.y] = raw == ~0u ? __uint_as_float(0x7fffffffu) : from_rising(raw);
+    call.peaks[blockIdx.y] = largest == ~0u ? __uint_as_float(0x7fffffffu) : from_rising(largest);
     call.token_ids[blockIdx.y] = status == SAMPLED ? id_of(best) : 0;
 }
 
@@ -165,26 +171,33 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) find_peaks(const __grid_const
     PeaksShared& shared = *reinterpret_cast<PeaksShared*>(shared_memory());
     const SamplingRow& row = call.rows[blockIdx.y];
     const int first = blockIdx.x * SLICE, size = load_raw<T>(call, blockIdx.x, shared.slice);
-    u32 raw = 0;
+    const u32* mask = mask_from(call, row, first);
+    const u32 none = rising(__uint_as_float(MINUS_INFINITY));
+    u32 raw = none, masked = none;
 #pragma unroll 1
     for (int i = threadIdx.x; i < size; i += THREADS) {
         const float x = shared.slice.x[i];
         const bool nan = (__float_as_uint(x) & 0x7fffffffu) > INFINITE;
-        raw = max(raw, nan ? ~0u : rising(x));
+        const u32 key = nan ? ~0u : rising(x);
+        raw = max(raw, key);
+        if (!mask || mask[i / 32] >> i % 32 & 1) masked = max(masked, key);
     }
     if (has_edits(row)) {
         __syncthreads();  // the raw logits have been read
         edit(call, row, first, size, shared.slice);
     }
     u64 best = reduce_block<Least>(first_in_order(shared.slice, first, size), shared.scratch);
-    u64 largest = reduce_block<Most>(raw, shared.scratch);
+    raw = u32(reduce_block<Most>(raw, shared.scratch));
+    masked = u32(reduce_block<Most>(masked, shared.scratch));
     u64* slices = call.slices + u64(blockIdx.y) * MAX_SLICES * 2;
-    if (threadIdx.x == 0) slices[2 * blockIdx.x] = best, slices[2 * blockIdx.x + 1] = largest;
+    if (threadIdx.x == 0) slices[2 * blockIdx.x] = best, slices[2 * blockIdx.x + 1] = u64(masked) << 32 | raw;
     if (!comes_last(&call.states[blockIdx.y].ticket, call.num_slices, shared.scratch)) return;
     const bool reads = threadIdx.x < call.num_slices;
     best = reduce_block<Least>(reads ? __ldcg(slices + 2 * threadIdx.x) : NO_LIMIT, shared.scratch);
-    largest = reduce_block<Most>(reads ? __ldcg(slices + 2 * threadIdx.x + 1) : 0, shared.scratch);
-    if (threadIdx.x == 0) settle(call, row, best, u32(largest));
+    const u64 largest = reads ? __ldcg(slices + 2 * threadIdx.x + 1) : 0;
+    raw = u32(reduce_block<Most>(u32(largest), shared.scratch));
+    masked = u32(reduce_block<Most>(largest >> 32, shared.scratch));
+    if (threadIdx.x == 0) settle(call, row, best, raw, masked);
 }
 
 // ---------------------------------------------------------------- the draw

@@ -40,7 +40,7 @@ SHARED_BYTES = {
 """At least the structs that the kernels keep in shared memory; below 48 KB, which needs no permission."""
 
 SAMPLED, UNUSABLE_LOGITS, NOTHING_LEFT = range(3)
-"""Statuses of a row: a token; the largest logit is not finite; edits exclude every token."""
+"""Statuses of a row: a token; the largest logit that its mask allows is not finite; nothing is allowed."""
 
 _NO_IDS: NDArray[np.int64] = np.empty(0, np.int64)
 _NO_VALUES: NDArray[np.float32] = np.empty(0, np.float32)
@@ -196,7 +196,7 @@ class SamplingResult:
     statuses: Tensor
     """int32 [R]."""
     peaks: Tensor
-    """float32 [R]: the largest raw logits; NaN where there is a NaN."""
+    """float32 [R]: the largest raw logits; NaN where there is a NaN. Without a token, of what the mask allows."""
     ranks: Tensor
     """int32 [R]: 1 + the number of larger raw logits than the token's. This and what follows means nothing for
     rows that want no log probabilities, or have another status than `SAMPLED`."""
@@ -232,8 +232,8 @@ class SamplingResult:
             for peak, total in zip(peaks, totals, strict=True)
         ]
         with np.errstate(over="ignore"):
-            logprobs = self.logits.cpu().numpy() - np.array(logs)[:, None]
-            return logprobs.astype(np.float32)
+            logprobs = self.logits.cpu().numpy() - np.array(logs, np.float64)[:, None]
+            return np.asarray(logprobs, np.float32)
 
 
 def _result_parts(most: int) -> tuple[tuple[int, torch.dtype], ...]:
