@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from pagewire.engine_core.request import sequence_seed
-from pagewire.ipc.messages import Abort, CoreDying, Goodbye, Hello, Refused
+from pagewire.ipc.messages import PROTOCOL, Abort, CoreDying, Goodbye, Hello, Refused
 from pagewire.ipc.params import SamplingParams
 
 from .fake_worker import CRASH, FAIL, HANG, next_token
@@ -347,7 +347,7 @@ def test_methods_by_name(start_core: Callable) -> None:
 def test_a_worker_that_cannot_start_ends_the_core_with_its_cause(start_core: Callable) -> None:
     core = start_core(worker_options=["--refuse", "no such model"])
     frontend = core.frontend()
-    frontend.say(Hello(1, "test", os.getpid()))
+    frontend.say(Hello(PROTOCOL, "test", os.getpid()))
     refusal = frontend.hear()
     assert isinstance(refusal, Refused) and "no such model" in refusal.error
     core.thread.join(20)

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from pagewire.kernels.cuda import compile
 from pagewire.kernels.cuda.source import Variant
@@ -28,6 +29,9 @@ def catch(request: pytest.FixtureRequest) -> Callable[[Check, Edit], None]:
     def run(check: Check, edit: Edit) -> None:
         planted = request.config.stash.setdefault(PLANTED, {})
         planted[edit] = False
+        # New memory then holds NaN rather than, maybe, the right results of the run before.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
         for order in ORDERS:
             try:
                 check(EmulatedDevice(order, (edit,)))
