@@ -1,5 +1,6 @@
 """Memory for weights and KV caches: in large pages, where the system gives them, and given back where it can be."""
 
+import atexit
 import math
 import mmap
 import os
@@ -80,6 +81,7 @@ def populate(tensors: Sequence[Tensor], size: int) -> threading.Thread:
     largest = max((tensor.nbytes for tensor in tensors), default=0)
     share = min(largest, size // max(1, len(tensors)) // LARGE_PAGE * LARGE_PAGE)
     references = [weakref.ref(tensor) for tensor in tensors]
+    ended = threading.Event()
 
     def run() -> None:
         try:
@@ -88,15 +90,20 @@ def populate(tensors: Sequence[Tensor], size: int) -> threading.Thread:
             return
         for start in range(0, share, LARGE_PAGE):  # the first blocks of all layers come first
             for reference in references:
-                if (tensor := reference()) is None:
+                if ended.is_set() or (tensor := reference()) is None:
                     return
                 address = (tensor.data_ptr() & -mmap.PAGESIZE) + start
                 length = min(LARGE_PAGE, tensor.nbytes - start)
                 if length > 0 and not arena.populate(address, length):
                     return
 
+    def end() -> None:
+        ended.set()
+        thread.join()
+
     thread = threading.Thread(target=run, name="populate", daemon=True)
     thread.start()
+    atexit.register(end)  # a thread within PyTorch when the interpreter goes would abort the process
     return thread
 
 
