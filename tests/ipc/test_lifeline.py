@@ -49,8 +49,16 @@ def spawn(source: str, pipe: tuple[int, int]) -> Child:
     """A child that runs, and has said so."""
     child = Child([sys.executable, "-c", source], stdout=pipe[1])
     os.close(pipe[1])
-    assert int(os.read(pipe[0], 32)) == child.pid
+    assert int(line_of(pipe[0])) == child.pid
     return child
+
+
+def line_of(fd: int) -> bytes:
+    """One line: a child that does not buffer (PYTHONUNBUFFERED) may write its end on its own."""
+    line = b""
+    while not line.endswith(b"\n"):
+        line += os.read(fd, 1)
+    return line
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
