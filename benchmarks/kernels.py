@@ -332,7 +332,8 @@ def _sampling_case(device: Device, on: str, logits: Tensor, greedy: bool) -> Cas
         else sampling.RowSampling(seed=row, position=7, temperature=0.8, top_k=50, top_p=0.9, min_p=0.01)
         for row in range(rows)
     ]
-    plan, sampler = sampling.plan(wanted).to(on), sampling.Sampler(device, rows, vocab_size, on=on)
+    plan, sampler = sampling.plan(wanted), sampling.Sampler(device, rows, vocab_size, on=on)
+    plan = plan.with_tensors([tensor.to(on) for tensor in plan.tensors])
 
     def error() -> float:
         """The share of rows whose token is none that may be drawn."""

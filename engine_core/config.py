@@ -68,7 +68,7 @@ class EngineConfig:
         return LoadModel(
             model_path=str(self.model_path),
             dtype=args.resolved_dtype(),
-            device="cpu" if args.device == "auto" else args.device,
+            device=args.device,
             load_format=args.load_format,
             trust_remote_code=args.trust_remote_code,
             hf_overrides=args.hf_overrides,

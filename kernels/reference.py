@@ -155,6 +155,10 @@ def token_masses(depths: Tensor) -> Tensor:
 ONEDNN_DTYPES = (torch.float32, torch.bfloat16)
 
 
+def _onednn_serves(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype in ONEDNN_DTYPES
+
+
 def padded_rows(num_rows: int) -> int:
     """How many rows are multiplied for so many: at most a sixteenth more, in 16 sizes between powers of two.
 
@@ -176,7 +180,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return x.new_empty(*x.shape[:-1], len(weight))
     if missing := padded_rows(num_rows) - num_rows:
         rows = functional.pad(rows, (0, 0, 0, missing))
-    if rows.dtype in ONEDNN_DTYPES:
+    if _onednn_serves(rows):
         out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
     else:
         out = functional.linear(rows, weight, bias)
@@ -189,7 +193,7 @@ class Packed:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.bias = bias
         self.weight = weight
-        if weight.dtype in ONEDNN_DTYPES:
+        if _onednn_serves(weight):
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
 
     def __call__(self, x: Tensor) -> Tensor:

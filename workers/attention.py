@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pagewire.kernels.attention import AttentionBatch, kv_block_bytes, paged_attention, store_kv
-from pagewire.workers.device import CPU, Device
+from pagewire.workers.device import Device
 from pagewire.workers.errors import LoadError
 
 NAME = "pagewire"
@@ -79,6 +79,7 @@ class Trace:
 
     num_blocks: int
     block_size: int
+    device: Device
     shapes: dict[int, KVShape] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
     num_calls: dict[int, int] = field(default_factory=dict)
@@ -100,7 +101,7 @@ class _TracedPaged(Paged):
         trace = self.trace
         if layer not in trace.shapes:
             trace.shapes[layer] = shape
-            trace.caches[layer] = shape.allocate(trace.num_blocks, trace.block_size, CPU)
+            trace.caches[layer] = shape.allocate(trace.num_blocks, trace.block_size, trace.device)
         trace.windows[layer] = window
         trace.num_calls[layer] = trace.num_calls.get(layer, 0) + 1
         return super().cache(layer, shape, window)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pagewire.ipc.messages import Row
@@ -16,10 +18,10 @@ from pagewire.workers.slots import Slots
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one step runs: T tokens of R requests, in the order of the rows."""
+    """What one step runs: T tokens of R requests, in the order of the rows; then, maybe, padding."""
 
     input_ids: Tensor
-    """int64 [T]."""
+    """int64 [T]; -1 - slot stands for a token that was drawn for the slot, and is known to the device alone."""
     positions: Tensor
     """int64 [T]."""
     attention: AttentionBatch
@@ -27,12 +29,42 @@ class Batch:
     """Rows of the plan that sample."""
     sample_indices: Tensor
     """int64 [their number]: the last token of each of them."""
+    sample_slots: Tensor
+    """int64 [their number]."""
     starts: list[int]
     """Where each row's tokens begin in the batch."""
+    has_unseen: bool
+    """Are there tokens that only the device knows?"""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that the device reads."""
+        a = self.attention
+        about_attention = (a.query_start_loc, a.seq_lens, a.block_table, a.slot_mapping)
+        return (self.input_ids, self.positions, self.sample_indices, self.sample_slots, *about_attention)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Batch:
+        """The same with other `tensors`."""
+        input_ids, positions, sample_indices, sample_slots, starts, lens, table, mapping = tensors
+        attention = replace(
+            self.attention, query_start_loc=starts, seq_lens=lens, block_table=table, slot_mapping=mapping
+        )
+        return replace(
+            self,
+            input_ids=input_ids,
+            positions=positions,
+            sample_indices=sample_indices,
+            sample_slots=sample_slots,
+            attention=attention,
+        )
 
 
-def build_batch(rows: Sequence[Row], slots: Slots) -> Batch:
-    """The batch for `rows`, after `slots.apply`."""
+def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0) -> Batch:
+    """The batch for `rows`, after `slots.apply`.
+
+    num_padded: of requests, each with a token if it is one of `rows`. What is more than the rows has no tokens in
+    its cache, token 0 at position 0, and writes nowhere.
+    """
     slot_ids = np.array([row.slot for row in rows], np.int64)
     starts = np.array([row.start for row in rows], np.int64)
     lengths = np.array([row.num_tokens for row in rows], np.int64)
@@ -43,25 +75,38 @@ def build_batch(rows: Sequence[Row], slots: Slots) -> Batch:
     token_slots = np.repeat(slot_ids, lengths)
     positions = np.arange(num_tokens) + np.repeat(starts - query_start_loc[:-1], lengths)
     input_ids = slots.tokens[token_slots, positions].astype(np.int64)
+    unseen = positions >= slots.num_tokens[token_slots]
+    input_ids[unseen] = -1 - token_slots[unseen]
     blocks, offsets = np.divmod(positions, slots.block_size)
     slot_mapping = slots.block_table[token_slots, blocks].astype(np.int64) * slots.block_size + offsets
 
     seq_lens = starts + lengths
     max_seq_len = int(seq_lens.max())
+    block_table = slots.block_table[slot_ids, : -(-max_seq_len // slots.block_size)]
     sample_rows = [i for i, row in enumerate(rows) if row.sample]
     sample_indices = query_start_loc[1:][sample_rows] - 1
+    more = max(0, num_padded - len(rows))
     return Batch(
-        input_ids=torch.from_numpy(input_ids),
-        positions=torch.from_numpy(positions),
+        input_ids=_padded(input_ids, more),
+        positions=_padded(positions, more),
         attention=AttentionBatch(
-            query_start_loc=torch.from_numpy(query_start_loc.astype(np.int32)),
-            seq_lens=torch.from_numpy(seq_lens.astype(np.int32)),
-            block_table=torch.from_numpy(slots.block_table[slot_ids, : -(-max_seq_len // slots.block_size)]),
-            slot_mapping=torch.from_numpy(slot_mapping),
+            query_start_loc=_padded(query_start_loc.astype(np.int32), more, num_tokens),
+            seq_lens=_padded(seq_lens.astype(np.int32), more),
+            block_table=_padded(block_table, more),
+            slot_mapping=_padded(slot_mapping, more, -1),
             max_query_len=int(lengths.max()),
             max_seq_len=max_seq_len,
         ),
         sample_rows=sample_rows,
         sample_indices=torch.from_numpy(sample_indices),
+        sample_slots=torch.from_numpy(slot_ids[sample_rows]),
         starts=query_start_loc[:-1].tolist(),
+        has_unseen=bool(unseen.any()),
     )
+
+
+def _padded(array: NDArray[Any], more: int, value: int = 0) -> Tensor:
+    """With `more` rows of `value` behind it."""
+    if more:
+        array = np.concatenate((array, np.full((more, *array.shape[1:]), value, array.dtype)))
+    return torch.from_numpy(array)

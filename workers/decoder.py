@@ -25,10 +25,10 @@ WINDOW_EVERYWHERE = {"mistral"}  # their layers read the window from the configu
 GATES = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
-def build_stack(base: Any) -> DecoderStack | None:
-    """The stack equal to `base` in structure, or None if there is none."""
+def build_stack(base: Any, device: torch.device) -> DecoderStack | None:
+    """The stack equal to `base` in structure, its layers on `device`; or None if there is none."""
     try:
-        return DecoderStack(base)
+        return DecoderStack(base, device)
     except (_OtherStructureError, AttributeError):
         return None
 
@@ -46,34 +46,36 @@ def _children(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_children()}
 
 
-def _norm(module: nn.Module) -> Norm:
+def _norm(module: nn.Module, device: torch.device) -> Norm:
     norm = norm_kernel(module)
     if norm is None:
         raise _OtherStructureError
-    return Norm(norm.weight, norm.eps, norm.offset)
+    return Norm(norm.weight.to(device), norm.eps, norm.offset)
 
 
-def joined(*linears: Any) -> PackedLinear:
+def joined(*linears: Any, device: torch.device) -> PackedLinear:
     """Linear layers over the same input as one."""
     _require(all(type(linear) is nn.Linear for linear in linears))
     biases = [linear.bias for linear in linears]
     _require(all(b is None for b in biases) or all(b is not None for b in biases))
-    bias = None if biases[0] is None else torch.cat(biases)
-    return PackedLinear(torch.cat([linear.weight for linear in linears]), bias)
+    bias = None if biases[0] is None else torch.cat(biases).to(device)
+    return PackedLinear(torch.cat([linear.weight for linear in linears]).to(device), bias)
 
 
 class DecoderStack(nn.Module):
     """Takes the place of a causal model's base."""
 
-    def __init__(self, base: Any) -> None:
+    def __init__(self, base: Any, device: torch.device) -> None:
         super().__init__()
         _require(_children(base) == BASE and type(base.embed_tokens) is nn.Embedding)
         self.embed_tokens = base.embed_tokens
         _require(isinstance(base.rotary_emb, RotaryTable))
         self.rotary = base.rotary_emb
         self.found = [FoundLayer(layer, base.config) for layer in base.layers]
-        norms = [_norm(layer.input_layernorm) for layer in base.layers] + [_norm(base.norm)]
-        layers = [found.joined(norm) for found, norm in zip(self.found, norms[1:], strict=True)]
+        norms = [
+            _norm(norm, device) for norm in (*(layer.input_layernorm for layer in base.layers), base.norm)
+        ]
+        layers = [found.joined(norm, device) for found, norm in zip(self.found, norms[1:], strict=True)]
         self.stack = Stack(norms[0], layers)
 
     @property
@@ -110,18 +112,18 @@ class FoundLayer:
         self.kv_shape = KVShape(self.num_kv_heads, head_dim, head_dim, attention.k_proj.weight.dtype)
         self.num_bytes = 0
 
-    def joined(self, next_norm: Norm) -> Layer:
+    def joined(self, next_norm: Norm, device: torch.device) -> Layer:
         """The layer with its products joined and packed."""
         attention, mlp = self.layer.self_attn, self.layer.mlp
-        qkv = joined(attention.q_proj, attention.k_proj, attention.v_proj)
-        out, down = joined(attention.o_proj), joined(mlp.down_proj)
-        gate_up = joined(mlp.gate_proj, mlp.up_proj)
+        qkv = joined(attention.q_proj, attention.k_proj, attention.v_proj, device=device)
+        out, down = joined(attention.o_proj, device=device), joined(mlp.down_proj, device=device)
+        gate_up = joined(mlp.gate_proj, mlp.up_proj, device=device)
         self.num_bytes = sum(linear.num_bytes for linear in (qkv, out, gate_up, down))
         head_norms = None
         if _children(attention) >= HEAD_NORMS:
-            head_norms = _norm(attention.q_norm), _norm(attention.k_norm)
+            head_norms = _norm(attention.q_norm, device), _norm(attention.k_norm, device)
             _require(len(head_norms[0].weight) == self.kv_shape.head_dim)
-        attention_norm = _norm(self.layer.post_attention_layernorm)
+        attention_norm = _norm(self.layer.post_attention_layernorm, device)
         del self.layer  # its weights are packed
         return Layer(
             qkv=qkv.product,

@@ -1,129 +1,136 @@
-"""The one seam between devices: threads, memory and where tensors lie."""
+"""The one seam between devices: memory, what runs when, and how tokens are drawn there."""
 
 from __future__ import annotations
 
-import ctypes
-import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
-import psutil
 import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity
 
-from pagewire.kernels.cpu.memory import populate, zeros
+from pagewire.ipc.messages import LoadModel
 from pagewire.workers.errors import LoadError
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
-POPULATED = 1 << 30  # bytes of KV memory
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from pagewire.workers.masks import TokenMasks
+    from pagewire.workers.sampler import SampleOutput, SamplingSlot
 
 
-@dataclass(frozen=True)
-class Device:
-    """Where the model runs."""
+class Mark(Protocol):
+    """A point in the work of a device."""
+
+    def reached(self) -> bool:
+        """Is all work done that was given before?"""
+
+    def wait(self) -> None:
+        """Until it is reached."""
+
+    def seconds_since(self, earlier: Self) -> float:
+        """Between two points, both reached, of the same device."""
+
+
+class Sampled(Protocol):
+    """Tokens on their way to the host."""
+
+    @property
+    def token_ids(self) -> Tensor:
+        """int64 [R], on the device."""
+
+    def reached(self) -> bool:
+        """Are they there?"""
+
+    def finish(self) -> SampleOutput:
+        """Wait for them."""
+
+
+class Sampler(Protocol):
+    """Draws tokens where the logits are."""
+
+    def launch(self, logits: Tensor, slots: Sequence[SamplingSlot], masks: TokenMasks) -> Sampled:
+        """Start choosing one token per row, see `sampler.sample`. One launch at a time."""
+
+
+class Device(Protocol):
+    """Where the model runs. What is called returns at once where the device works on its own."""
 
     name: str
     torch_device: torch.device
-    num_threads: int = 1
+    num_threads: int
+    """Of the CPU."""
+    asynchronous: bool
+    """Whether it works on its own while the host goes on."""
+    batch_invariant: bool
+    """Whether the bits of a token's logits depend on its request alone."""
 
-    @classmethod
-    def open(cls, name: str, num_threads: int | None) -> Device:
-        """Take the device and its threads.
+    @property
+    def activities(self) -> Sequence[ProfilerActivity]:
+        """What a profile records."""
 
-        Raises:
-            LoadError: a device that is not served, or a bad thread binding.
-        """
-        if name != "cpu":
-            raise LoadError(f"device {name!r} is not supported yet: only 'cpu' is")
-        keep_memory()
-        num_threads = bind_threads(num_threads)
-        torch.set_num_threads(num_threads)
-        return cls("cpu", torch.device("cpu"), num_threads)
-
-    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor of zeros in memory of its own.
 
         Raises:
             OSError: there is not so much memory.
         """
-        return zeros(shape, dtype)
 
-    def populate(self, tensors: Sequence[torch.Tensor]) -> None:
+    def populate(self, tensors: Sequence[Tensor]) -> None:
         """Prepare tensors of zeros, in idle time, for being written from their beginnings on."""
-        populate(tensors, POPULATED)
+
+    def prepare(self, dtype: torch.dtype, head_dim: int) -> None:
+        """Compile what a model of this dtype needs, with progress in the log.
+
+        Raises:
+            LoadError: it cannot be compiled.
+        """
+
+    def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors of the host, there. They may be changed at once; the copies must not."""
+
+    def mark(self) -> Mark:
+        """The point behind all work given so far."""
+
+    def sampler(self, max_rows: int, vocab_size: int, most: int) -> Sampler:
+        """For at most so many rows, and so many most likely tokens of each."""
+
+    def can_record(self, dtype: torch.dtype) -> bool:
+        """Whether the work of a model of this dtype can be recorded, with something to gain."""
+
+    def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """What does again what `work` does, over the same memory: its result is the same tensor each time."""
+
+    def kv_budget(self, load: LoadModel, vocab_size: int, widest_step: Callable[[], object]) -> int:
+        """Bytes for the KV cache, the weights being there. widest_step: runs a step of the largest size.
+
+        Raises:
+            LoadError: what was asked for makes no sense.
+        """
+
+    def give_back(self) -> None:
+        """Let others have the memory that is free."""
 
     def memory(self) -> dict[str, int]:
         """Bytes: of the device, free on it, and taken by this process."""
-        total, available = machine_memory()
-        return {"total": total, "available": available, "process": psutil.Process().memory_info().rss}
 
 
-CPU = Device("cpu", torch.device("cpu"))
-
-
-def keep_memory() -> None:
-    """Tell the C library to keep what is freed: every step takes the same megabytes again.
-
-    Given back to the system, they would come as new pages, zeroed and mapped one by one: a quarter of the time
-    of a step of 2,048 tokens of a model of 300 million parameters.
-    """
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, -1)
-
-
-def bind_threads(num_threads: int | None) -> int:
-    """How many threads to use; `PAGEWIRE_CPU_OMP_THREADS_BIND` ("0-3,8") also says on which CPUs.
+def open_device(load: LoadModel) -> Device:
+    """Take the device: `cpu`, `cuda`, `cuda:N`, or `auto`, a GPU where there is one.
 
     Raises:
-        LoadError: the variable is malformed, or names CPUs this process may not use.
+        LoadError: it is not there, or what it needs is not, and how to mend that.
     """
-    text = os.environ.get("PAGEWIRE_CPU_OMP_THREADS_BIND", "auto")
-    if text in ("", "auto", "all", "nobind"):
-        usable = min(len(os.sched_getaffinity(0)), cgroup_cpus())
-        return num_threads or max(1, min(usable, psutil.cpu_count(logical=False) or usable))
-    try:
-        cpus = parse_cpus(text)
-        os.sched_setaffinity(0, cpus)
-    except (ValueError, OSError) as error:
-        raise LoadError(f"PAGEWIRE_CPU_OMP_THREADS_BIND={text!r}: {error}") from error
-    return num_threads or len(cpus)
+    from pagewire.workers.cpu import Cpu
 
+    name = load.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return Cpu.open(load.num_threads)
+    from pagewire.workers.cuda import Cuda
 
-def parse_cpus(text: str) -> set[int]:
-    """The CPUs in a list such as "0-3,8".
-
-    Raises:
-        ValueError: not such a list.
-    """
-    cpus: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        cpus.update(range(int(first), int(last or first) + 1))
-    if not cpus:
-        raise ValueError("it names no CPU")
-    return cpus
-
-
-def machine_memory() -> tuple[int, int]:
-    """(total, available) bytes: the machine's, or the control group's where that is less."""
-    memory = psutil.virtual_memory()
-    limit, used = cgroup_figures("memory.max"), cgroup_figures("memory.current")
-    if not limit or not used:
-        return memory.total, memory.available
-    return min(memory.total, limit[0]), min(memory.available, max(0, limit[0] - used[0]))
-
-
-def cgroup_cpus() -> int:
-    """How many CPUs' time this process may use."""
-    quota = cgroup_figures("cpu.max")
-    return max(1, quota[0] // quota[1]) if len(quota) == 2 else os.cpu_count() or 1
-
-
-def cgroup_figures(name: str) -> list[int]:
-    """The numbers in a file of this process's control group (version 2); empty: there is no such limit."""
-    try:
-        group = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2].lstrip("/")
-        return [int(figure) for figure in (Path("/sys/fs/cgroup") / group / name).read_text().split()]
-    except (OSError, ValueError):
-        return []
+    kind, _, index = name.partition(":")
+    if kind != "cuda" or not (index or "0").isdecimal():
+        raise LoadError(f"device {load.device!r} is not served: auto, cpu, cuda and cuda:N are")
+    return Cuda.open(int(index or 0))

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from pagewire.ipc.messages import LogprobRows
 from pagewire.kernels.cuda.launch import Device
@@ -19,10 +23,14 @@ from pagewire.kernels.cuda.sampling import (
     UNUSABLE_LOGITS,
     RowSampling,
     Sampler,
+    SamplingPlan,
     SamplingResult,
+    plain_plan,
     plan,
     result_bytes,
+    sampling_rows,
 )
+from pagewire.workers.device import Mark
 from pagewire.workers.logprobs import Logprobs, logprob_rows
 from pagewire.workers.masks import TokenMasks
 from pagewire.workers.sampler import NOTHING_LEFT, SampleOutput, SamplingSlot, unusable
@@ -61,6 +69,20 @@ def row_sampling(slot: SamplingSlot, mask: int = -1, most: int = MOST_TOKENS) ->
     )
 
 
+class Transfers(Protocol):
+    """What the sampler needs of a device (`cuda.Cuda`)."""
+
+    torch_device: torch.device
+    kernels: Device
+    """Launches kernels there."""
+
+    def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
+
+    def pinned(self, num_bytes: int) -> Tensor: ...
+
+    def download(self, source: Tensor, target: Tensor) -> Mark: ...
+
+
 class DeviceSampler:
     """The kernels, and the memory that they need: one launch at a time.
 
@@ -71,42 +93,60 @@ class DeviceSampler:
         ValueError: a vocabulary, or `most`, that is too large for the kernels.
     """
 
-    def __init__(
-        self, device: Device, max_rows: int, vocab_size: int, most: int, on: torch.device | str
-    ) -> None:
-        self._on = torch.device(on)
-        self._sampler = Sampler(device, max_rows, vocab_size, most, self._on)
-        pin = self._on.type == "cuda"
-        self._host = torch.empty(result_bytes(max_rows, most), dtype=torch.uint8, pin_memory=pin)
+    def __init__(self, device: Transfers, max_rows: int, vocab_size: int, most: int) -> None:
+        self._device = device
+        self._sampler = Sampler(device.kernels, max_rows, vocab_size, most, device.torch_device)
+        self._host = device.pinned(result_bytes(max_rows, most))
+        self._plain: WeakKeyDictionary[SamplingSlot, tuple[NDArray[np.void], int]] = WeakKeyDictionary()
 
     def launch(
-        self, logits: torch.Tensor, slots: Sequence[SamplingSlot], masks: TokenMasks | None = None
+        self, logits: Tensor, slots: Sequence[SamplingSlot], masks: TokenMasks | None = None
     ) -> Launched:
         """Start choosing one token per row; arguments as for `sampler.sample`. The logits must stay as they are
         until the end."""
-        masks = masks or TokenMasks()
-        rows = [
-            row_sampling(slot, masks.places.get(i, -1), self._sampler.most) for i, slot in enumerate(slots)
-        ]
-        result = self._sampler.sample(logits, plan(rows, masks.bits).to(self._on))
-        copied = result.copy_to(self._host)
-        stream = torch.cuda.current_stream(self._on) if self._on.type == "cuda" else None
-        return Launched(logits, slots, copied, None if stream is None else stream.record_event())
+        wanted = self._plan(slots, masks or TokenMasks())
+        wanted = wanted.with_tensors(self._device.upload(wanted.tensors))
+        result = self._sampler.sample(logits, wanted)
+        there = self._device.download(result.memory, self._host)
+        return Launched(logits, slots, result.token_ids, result.within_memory(self._host), there)
+
+    def _plan(self, slots: Sequence[SamplingSlot], masks: TokenMasks) -> SamplingPlan:
+        if masks.places or any(slot.edits.active for slot in slots):
+            most = self._sampler.most
+            wanted = [row_sampling(slot, masks.places.get(i, -1), most) for i, slot in enumerate(slots)]
+            return plan(wanted, masks.bits)
+        values, nums = zip(*map(self._plain_row, slots), strict=True)
+        rows = np.concatenate(values)
+        rows["position"] = [slot.num_tokens for slot in slots]
+        return plain_plan(rows, nums)
+
+    def _plain_row(self, slot: SamplingSlot) -> tuple[NDArray[np.void], int]:
+        """What a slot wants each time, made once: [1] of `SamplingRow`, and how many most likely tokens."""
+        if (found := self._plain.get(slot)) is None:
+            row = row_sampling(slot, most=self._sampler.most)
+            found = self._plain[slot] = sampling_rows([row]), row.num_most_likely
+        return found
 
 
 @dataclass(frozen=True)
 class Launched:
     """A batch whose tokens are on their way. To be finished before the next is launched."""
 
-    logits: torch.Tensor
+    logits: Tensor
     slots: Sequence[SamplingSlot]
+    token_ids: Tensor
+    """int64 [R], on the device."""
     result: SamplingResult
-    done: torch.cuda.Event | None
+    """On the host, once it is there."""
+    there: Mark
+
+    def reached(self) -> bool:
+        """Are the tokens there?"""
+        return self.there.reached()
 
     def finish(self) -> SampleOutput:
         """Wait for the tokens; they are those that `sampler.sample` gives."""
-        if self.done is not None:
-            self.done.synchronize()
+        self.there.wait()
         output = SampleOutput(self.result.token_ids.tolist())
         statuses, peaks = self.result.statuses.tolist(), self.result.peaks.tolist()
         for row, (status, peak) in enumerate(zip(statuses, peaks, strict=True)):

@@ -115,7 +115,7 @@ def norm_kernel(module: nn.Module) -> RMSNorm | None:
         return None
     if len(list(module.parameters())) != 1 or not isinstance(eps, float):
         return None
-    x = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    x = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
     wanted = module(x)
     for offset in (0.0, 1.0):
         kernel = RMSNorm(weight, eps, offset)
@@ -155,9 +155,9 @@ class RotaryTable(nn.Module):
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """What the module returns for position_ids [1, T]: tensors [1, T, ...]."""
-        key = (x.dtype, args, *kwargs.items())
+        key = (x.device, x.dtype, args, *kwargs.items())
         if (table := self.tables.get(key)) is None:
-            table = self.rotary(x[:, :1], self.positions, *args, **kwargs)
+            table = self.rotary(x[:, :1], self.positions.to(x.device), *args, **kwargs)
             self.tables[key] = table
         index = position_ids[0]
         if isinstance(table, Tensor):

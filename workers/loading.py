@@ -14,6 +14,7 @@ from pagewire.kernels.cpu.memory import forget_mapped_files
 from pagewire.workers import attention
 from pagewire.workers.attention import KVShape
 from pagewire.workers.decoder import DecoderStack, build_stack
+from pagewire.workers.device import Device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.fuse import (
     PackedLinear,
@@ -24,6 +25,7 @@ from pagewire.workers.fuse import (
 )
 from pagewire.workers.model import (
     Model,
+    head_dim,
     load_config,
     load_module,
     resolve_dtype,
@@ -61,9 +63,14 @@ class LoadedModel:
     kv_shapes: list[KVShape]
     weight_bytes: int
 
+    @property
+    def is_stack(self) -> bool:
+        """Whether its layers run as a `DecoderStack`."""
+        return isinstance(self.model.base, DecoderStack)
+
 
 @torch.inference_mode()
-def load_model(load: LoadModel, phases: Phases) -> LoadedModel:
+def load_model(load: LoadModel, phases: Phases, device: Device) -> LoadedModel:
     """Load, transform and prove the model of `load`.
 
     Raises:
@@ -75,9 +82,10 @@ def load_model(load: LoadModel, phases: Phases) -> LoadedModel:
     config = load_config(load)
     check_config(config)
     dtype = resolve_dtype(load.dtype, config)
+    device.prepare(dtype, head_dim(config))
     max_model_len = resolve_max_model_len(load.max_model_len, config)
     phases.end("config")
-    causal = load_module(load, config, dtype)
+    causal = load_module(load, config, dtype, device)
     architecture = type(causal).__name__
     phases.end("weights")
     vocab_size = causal.get_output_embeddings().weight.shape[0] if causal.get_output_embeddings() else 0
@@ -86,7 +94,7 @@ def load_model(load: LoadModel, phases: Phases) -> LoadedModel:
     wanted = reference_logits(causal, run)
     forget_mapped_files(load.model_path)  # weights come from there one by one, to be packed
     phases.end("reference")
-    model, shapes = transform(causal, run, wanted, max_model_len)
+    model, shapes = transform(causal, run, wanted, max_model_len, device)
     forget_mapped_files(load.model_path)
     phases.end("transform")
     eos = getattr(config.get_text_config(), "eos_token_id", None)
@@ -103,7 +111,7 @@ def load_model(load: LoadModel, phases: Phases) -> LoadedModel:
 
 
 def transform(
-    causal: Any, run: DryRun, wanted: list[torch.Tensor], max_model_len: int
+    causal: Any, run: DryRun, wanted: list[torch.Tensor], max_model_len: int, device: Device
 ) -> tuple[Model, list[KVShape]]:
     """Make the module fast, and prove it: as a stack of large steps if it can be one, else part by part.
 
@@ -112,19 +120,21 @@ def transform(
     """
     attention.register()
     causal.set_attn_implementation(attention.NAME)
-    model = Model(causal)
-    own_base = model.base
-    stack = build_stack(own_base)
+    model = Model(causal, device.batch_invariant)
+    own_base, there = model.base, device.torch_device
+    stack = build_stack(own_base, there)
     if stack is not None:
-        model.base = stack
-        pack_linears(causal)
+        model.base = stack.to(there)
+        pack_linears(causal.to(there))
         try:
-            return model, prove(model, run, wanted, max_model_len)
+            return model, prove(model, run, wanted, max_model_len, device)
         except LoadError:
             model.base = own_base
             del stack
+    model.base.to(there)
+    causal.to(there)
     transform_parts(model)
-    return model, prove(model, run, wanted, max_model_len)
+    return model, prove(model, run, wanted, max_model_len, device)
 
 
 def transform_parts(model: Model) -> None:

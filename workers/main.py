@@ -11,9 +11,10 @@ import argparse
 import os
 import signal
 import sys
-import time
 import traceback
 from collections import deque
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -39,8 +40,10 @@ from pagewire.kernels.cpu.arena import Reserve, weight_bytes
 
 if TYPE_CHECKING:
     from pagewire.workers.runner import Runner
+    from pagewire.workers.step import Step
 
 LINGER_MS = 2000
+GPU_DRIVER = Path("/proc/driver/nvidia")
 # A thread that waits for the others spins this long before it sleeps. The runtime's own default spins for
 # milliseconds, and whenever any other process wants the CPU (the core, a frontend), the spinning threads keep
 # it from the one thread they wait for: steps then take hundreds of times as long.
@@ -59,8 +62,14 @@ class Connection:
         """Send to the core."""
         send(self._socket, self._codec.encode(message))
 
-    def receive(self) -> ToWorker:
-        """Wait for the core's next message."""
+    def receive(self, until: Callable[[], bool] | None = None) -> ToWorker | None:
+        """Wait for the core's next message, or `until` that is true: then None.
+
+        A device cannot wake this thread up, so it looks again and again; a step takes milliseconds.
+        """
+        while not self._early and until is not None and not self._socket.poll(0):
+            if until():
+                return None
         return self._early.popleft() if self._early else self._codec.decode(receive(self._socket))
 
     def receive_masks(self, step_id: int) -> Masks | None:
@@ -86,18 +95,51 @@ def serve(connection: Connection) -> None:
     """
     connection.send(WorkerHello(PROTOCOL, os.getpid()))
     runner: Runner | None = None
-    idle_since = time.monotonic()
+    steps: Steps | None = None
     while True:
-        message = connection.receive()
+        message = connection.receive(steps.reached if steps is not None and steps.running else None)
         if isinstance(message, LoadModel):
             runner = start(connection, message)
+            steps = Steps(connection, runner)
         elif isinstance(message, StepPlan):
-            connection.send(step(connection, runner, message, idle_since))
-        elif isinstance(message, WorkerCall):
+            if steps is None:
+                raise RuntimeError("a plan came before a model")
+            steps.launch(message)
+        elif steps is not None and steps.running:
+            steps.finish()
+        if isinstance(message, WorkerCall):
             connection.send(answer(runner, message))
-        else:
+        elif isinstance(message, Shutdown):
             return
-        idle_since = time.monotonic()
+
+
+class Steps:
+    """The steps of a runner: one runs on the device, and the next is launched behind it before it is finished."""
+
+    def __init__(self, connection: Connection, runner: Runner) -> None:
+        self._connection, self._runner = connection, runner
+        self.running: Step | None = None
+        self._idle_since = runner.device.mark()
+
+    def reached(self) -> bool:
+        """Has the device done all of it?"""
+        return self.running is None or self.running.reached()
+
+    def launch(self, plan: StepPlan) -> None:
+        """Start a plan, then see the one before to its end: what it gives is needed to draw this one's tokens."""
+        step = self._runner.launch(plan)
+        self.finish()
+        step.sample(lambda: self._connection.receive_masks(plan.step_id))
+        self.running = step
+        if step.reached():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the step that runs, if one does, and tell the core."""
+        if (step := self.running) is not None:
+            self.running = None
+            self._connection.send(step.finish(self._idle_since))
+            self._idle_since = step.ended
 
 
 def start(connection: Connection, load: LoadModel) -> Runner:
@@ -115,20 +157,12 @@ def start(connection: Connection, load: LoadModel) -> Runner:
 
 def reserve_weights(load: LoadModel) -> Reserve | None:
     """Memory for the weights, where they will be packed on this machine."""
-    size = weight_bytes(load.model_path) if load.device == "cpu" else 0
+    on_cpu = load.device == "cpu" or (load.device == "auto" and not GPU_DRIVER.exists())
+    size = weight_bytes(load.model_path) if on_cpu else 0
     try:
         return Reserve(size) if size else None
     except OSError:
         return None  # loading will say it better
-
-
-def step(connection: Connection, runner: Runner | None, plan: StepPlan, idle_since: float) -> Any:
-    """The outcome of a step."""
-    from pagewire.workers.runner import timed_step
-
-    if runner is None:
-        raise RuntimeError("a plan came before a model")
-    return timed_step(runner, plan, idle_since, lambda: connection.receive_masks(plan.step_id))
 
 
 def answer(runner: Runner | None, call: WorkerCall) -> WorkerReply:

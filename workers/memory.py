@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 from pagewire.ipc.messages import LoadModel
 from pagewire.workers.errors import LoadError
 
 GIB = 1 << 30
 DEFAULT_KV_GIB = 4.0
+LOGIT_CHUNK = 1 << 24  # logits computed at a time for prompt log probabilities
 
 
 def kv_budget(load: LoadModel, available: int, headroom: int) -> int:
@@ -45,3 +47,11 @@ def num_kv_blocks(load: LoadModel, max_model_len: int, block_bytes: int, budget:
     if load.num_blocks is not None:
         return load.num_blocks
     return min(fitting, per_request * load.max_num_seqs)
+
+
+def ledger(memory: Mapping[str, int]) -> str:
+    """Where the memory of `Runner.memory` has gone, in a line."""
+    parts = {name: memory.get(name, 0) for name in ("weights", "kv_cache", "activations", "graphs")}
+    parts["rest"] = max(0, memory["process"] - parts["weights"] - parts["kv_cache"] - parts["graphs"])
+    taken = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.2f}" for name, size in parts.items() if size)
+    return f"{taken} of {memory['total'] / GIB:.2f} GiB"

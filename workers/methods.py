@@ -52,11 +52,11 @@ def sleep(runner: Runner, level: int = 1) -> None:
     """
     if level not in (1, 2):
         raise ValueError(f"sleep level must be 1 or 2, got {level!r}")
-    runner.slots.clear()
-    runner.caches = []
+    runner.free()
     if level == 2:
         runner.loaded = None
     gc.collect()
+    runner.device.give_back()
 
 
 def wake_up(runner: Runner, tags: Sequence[str] | None = None) -> None:
@@ -68,9 +68,10 @@ def wake_up(runner: Runner, tags: Sequence[str] | None = None) -> None:
     if unknown := set(tags or ()) - {"weights", "kv_cache"}:
         raise ValueError(f"wake_up knows the tags weights and kv_cache, not {', '.join(sorted(unknown))}")
     if runner.loaded is None:
-        runner.loaded = load_model(runner.load, Phases(lambda phase, seconds: None))
+        runner.loaded = load_model(runner.load, Phases(lambda phase, seconds: None), runner.device)
     if not runner.caches and (tags is None or "kv_cache" in tags):
         runner.allocate_kv()
+        runner.warm_up()
 
 
 def start_profile(runner: Runner) -> None:
@@ -81,7 +82,7 @@ def start_profile(runner: Runner) -> None:
     """
     if runner.profile is not None:
         raise RuntimeError("a profile is being recorded already")
-    runner.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    runner.profile = torch.profiler.profile(activities=runner.device.activities)
     runner.profile.start()
 
 

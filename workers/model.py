@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pagewire.ipc.messages import LoadModel
 from pagewire.workers.attention import Paged
+from pagewire.workers.device import Device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.invariant import Invariant
 
@@ -67,6 +68,12 @@ def resolve_dtype(name: str, config: Any) -> torch.dtype:
     return DTYPES[name]
 
 
+def head_dim(config: Any) -> int:
+    """The size of attention's heads."""
+    text = config.get_text_config()
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads  # type: ignore[no-any-return]
+
+
 def resolve_max_model_len(asked: int | None, config: Any) -> int:
     """Most tokens of a request: what was asked for, or what the model was made for.
 
@@ -86,7 +93,7 @@ def resolve_max_model_len(asked: int | None, config: Any) -> int:
     return asked
 
 
-def load_module(load: LoadModel, config: Any, dtype: torch.dtype) -> Any:
+def load_module(load: LoadModel, config: Any, dtype: torch.dtype, device: Device) -> Any:
     """The module with its weights, memory-mapped where the checkpoint is safetensors of the same dtype.
 
     transformers' own loader is used: it knows the conversions of every architecture's checkpoint.
@@ -108,7 +115,8 @@ def load_module(load: LoadModel, config: Any, dtype: torch.dtype) -> Any:
     try:
         if load.load_format == "dummy":
             torch.manual_seed(DUMMY_SEED)
-            return AutoModelForCausalLM.from_config(config, **options).eval()
+            with device.torch_device:  # a GPU makes random numbers a hundred times as fast
+                return AutoModelForCausalLM.from_config(config, **options).eval()
         safetensors = {"safetensors": True, "pt": False}.get(load.load_format)
         module, report = AutoModelForCausalLM.from_pretrained(
             load.model_path,
@@ -141,8 +149,9 @@ class Model:
     guarded: the base is code of transformers, which has to be made batch-invariant as it runs.
     """
 
-    def __init__(self, causal: Any) -> None:
+    def __init__(self, causal: Any, batch_invariant: bool) -> None:
         self.config = causal.config
+        self.arithmetic = Invariant if batch_invariant else nullcontext
         self.base: nn.Module = getattr(causal, causal.base_model_prefix)
         self.causal = causal
         self.guarded = False
@@ -150,14 +159,14 @@ class Model:
 
     def hidden_states(self, input_ids: Tensor, positions: Tensor, paged: Paged) -> Tensor:
         """Final hidden states [T, H] of tokens int64 [T] at int64 [T]."""
-        with Invariant() if self.guarded else nullcontext():
+        with self.arithmetic() if self.guarded else nullcontext():
             return self.base(  # type: ignore[no-any-return]
                 input_ids=input_ids[None], position_ids=positions[None], use_cache=False, paged=paged
             )[0][0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [n, V] of hidden states [n, H]."""
-        with Invariant():
+        with self.arithmetic():
             return self.causal(inputs_embeds=hidden[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
 
 

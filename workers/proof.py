@@ -14,11 +14,12 @@ from torch import Tensor
 
 from pagewire.kernels.attention import AttentionBatch
 from pagewire.workers.attention import KVShape, Trace
+from pagewire.workers.device import Device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.fuse import tolerance
 from pagewire.workers.model import Model, first_line
 
-BLOCK = 8
+BLOCK = 16
 LENGTHS = (20, 9)  # of the requests; the first begins at position 0, the second ends at the last one
 CHUNKS = ((12, 0), (5, 9), (3, 0))  # tokens of each request in each of the steps
 SERVED_LAYERS = {"full_attention", "sliding_attention", "attention"}
@@ -66,9 +67,12 @@ def reference_logits(causal: Any, run: DryRun) -> list[Tensor]:
         LoadError: it cannot run.
     """
 
+    device = next(causal.parameters()).device
+
     def logits(ids: Tensor, offset: int) -> Tensor:
-        positions = torch.arange(offset, offset + len(ids))[None]
-        return causal(input_ids=ids[None], position_ids=positions, use_cache=False).logits[0]  # type: ignore[no-any-return]
+        positions = torch.arange(offset, offset + len(ids), device=device)[None]
+        output = causal(input_ids=ids[None].to(device), position_ids=positions, use_cache=False)
+        return output.logits[0].cpu()  # type: ignore[no-any-return]
 
     try:
         return [logits(ids, offset) for ids, offset in zip(run.token_ids, run.offsets, strict=True)]
@@ -85,8 +89,20 @@ def paged_logits(model: Model, run: DryRun, trace: Trace) -> list[Tensor]:
         done = [d + n for d, n in zip(done, lengths, strict=True)]
         ids = torch.cat([t[p] for t, p in zip(run.token_ids, places, strict=True)])
         positions = torch.cat([p + offset for p, offset in zip(places, run.offsets, strict=True)])
-        hidden = model.hidden_states(ids, positions, trace.step(dry_batch(places, done)))
-        for part, rows in zip(parts, torch.split(model.logits(hidden), list(lengths)), strict=True):
+        batch = dry_batch(places, done)
+        tensors = (
+            ids,
+            positions,
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.block_table,
+            batch.slot_mapping,
+        )
+        ids, positions, starts, lens, table, mapping = trace.device.upload(tensors)
+        batch = AttentionBatch(starts, lens, table, mapping, batch.max_query_len, batch.max_seq_len)
+        paged = trace.step(batch)
+        logits = model.logits(model.hidden_states(ids, positions, paged)).cpu()
+        for part, rows in zip(parts, torch.split(logits, list(lengths)), strict=True):
             part.append(rows)
     return [torch.cat(part) for part in parts]
 
@@ -107,13 +123,15 @@ def dry_batch(places: list[Tensor], seq_lens: list[int]) -> AttentionBatch:
     )
 
 
-def prove(model: Model, run: DryRun, wanted: list[Tensor], max_model_len: int) -> list[KVShape]:
+def prove(
+    model: Model, run: DryRun, wanted: list[Tensor], max_model_len: int, device: Device
+) -> list[KVShape]:
     """Run the paged path and compare. Returns the KV cache's shape of each layer.
 
     Raises:
         LoadError: the architecture cannot be served, and why.
     """
-    trace = Trace(num_blocks=3 * len(LENGTHS), block_size=BLOCK)
+    trace = Trace(3 * len(LENGTHS), BLOCK, device)
     config = model.config
     try:
         found = paged_logits(model, run, trace)

@@ -1,9 +1,9 @@
-"""Runs steps: slots, batch, model, sampler."""
+"""Runs steps: slots, batch, model, sampler, on a device."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,22 +11,25 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from pagewire.ipc.messages import LoadModel, LogprobRows, Masks, Ready, Row, SlotInit, StepPlan, StepResult
+from pagewire.ipc.messages import LoadModel, Masks, Ready, Row, SlotInit, StepPlan, StepResult
 from pagewire.ipc.params import SamplingParams
 from pagewire.kernels.cpu.arena import Reserve
 from pagewire.kernels.cpu.memory import reserved
 from pagewire.workers.attention import Paged
 from pagewire.workers.batch import Batch, build_batch
-from pagewire.workers.device import Device
+from pagewire.workers.device import Sampled, open_device
 from pagewire.workers.errors import LoadError
+from pagewire.workers.graphs import DecodeGraphs, recorded_sizes
 from pagewire.workers.loading import LoadedModel, Phases, load_model
-from pagewire.workers.masks import TokenMasks
-from pagewire.workers.memory import kv_budget, num_kv_blocks
+from pagewire.workers.memory import ledger, num_kv_blocks
 from pagewire.workers.methods import METHODS
-from pagewire.workers.sampler import logprob_rows, sample
+from pagewire.workers.relay import Relay
 from pagewire.workers.slots import Slots
+from pagewire.workers.step import Step
 
-LOGIT_CHUNK = 1 << 24  # logits computed at a time for prompt log probabilities
+logger = logging.getLogger("pagewire.worker")
+
+MOST_LIKELY = 20  # that the sampler of a device finds; a row that asks for more costs more
 
 
 class Runner:
@@ -37,17 +40,20 @@ class Runner:
 
     def __init__(self, load: LoadModel, phases: Phases, reserve: Reserve | None = None) -> None:
         self.load, self.phases = load, phases
-        self.device = Device.open(load.device, load.num_threads)
+        self.device = open_device(load)
         with reserved(reserve):
-            self.loaded: LoadedModel | None = load_model(load, phases)
+            self.loaded: LoadedModel | None = load_model(load, phases, self.device)
         self.block_bytes = sum(shape.block_bytes(load.block_size) for shape in self.loaded.kv_shapes)
-        self.num_blocks = self._size_kv(self.loaded)
         self.slots = Slots(
             load.max_num_seqs, self.loaded.max_model_len, load.block_size, self.loaded.vocab_size
         )
+        self.sampler = self.device.sampler(load.max_num_seqs, self.loaded.vocab_size, MOST_LIKELY)
+        self.relay = Relay(load.max_num_seqs, self.device.torch_device)
         self.caches: list[tuple[Tensor, Tensor]] = []
-        self.allocate_kv()
+        self.graphs: DecodeGraphs | None = None
         self.profile: Any = None
+        self.num_blocks = self._size_kv(self.loaded)
+        self.allocate_kv()
 
     @classmethod
     def start(
@@ -65,6 +71,7 @@ class Runner:
         phases.end("kv")
         runner.warm_up()
         phases.end("warmup")
+        logger.info("memory: %s", ledger(runner.memory()))
         return runner, runner.ready()
 
     def ready(self) -> Ready:
@@ -101,25 +108,43 @@ class Runner:
         kv = sum(k.nbytes + v.nbytes for k, v in self.caches)
         return {**self.device.memory(), "weights": weights, "kv_cache": kv}
 
-    @torch.inference_mode()
     def step(self, plan: StepPlan, masks: Callable[[], Masks | None] = lambda: None) -> StepResult:
-        """Run a plan: every row's tokens in one batch, then sample. `masks` waits for those of a masked plan."""
+        """Run a plan to its end: every row's tokens in one batch, then sample. See `launch` and `Step.sample`."""
+        step = self.launch(plan)
+        step.sample(masks)
+        return step.finish()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Step:
+        """Start a plan. Tokens that the step before is still drawing are taken from the device."""
         self.slots.apply(plan)
-        result = StepResult(plan.step_id, [])
-        if not plan.rows:
-            return result
-        batch = build_batch(plan.rows, self.slots)
-        model = self.model.model
-        with self._span("model"):
-            hidden = model.hidden_states(
-                batch.input_ids, batch.positions, Paged(batch.attention, self.caches)
-            )
-        if batch.sample_rows:
-            self._sample(plan, batch, hidden, masks, result)
-        for i, row in enumerate(plan.rows):
-            if row.num_prompt_logprobs:
-                result.prompt_logprobs[i] = self._prompt_logprobs(row, hidden[batch.starts[i] :])
-        return result
+        step = Step(self, plan, self.device.mark())
+        if plan.rows:
+            step.run(*self._run(plan))
+        return step
+
+    def _run(self, plan: StepPlan) -> tuple[Batch, Tensor]:
+        """The batch, on the device, and its hidden states."""
+        size = None
+        if self.graphs is not None and all(row.num_tokens == 1 for row in plan.rows):
+            size = self.graphs.size_for(len(plan.rows))
+        batch = build_batch(plan.rows, self.slots, size or 0)
+        if self.device.asynchronous:
+            batch = batch.with_tensors(self.device.upload(batch.tensors))
+        with self.span("model"):
+            if size is not None and self.graphs is not None:
+                return batch, self.graphs.replay(batch)
+            return batch, self._forward(batch)
+
+    def _forward(self, batch: Batch) -> Tensor:
+        input_ids = self.relay.fill(batch.input_ids) if batch.has_unseen else batch.input_ids
+        paged = Paged(batch.attention, self.caches)
+        return self.model.model.hidden_states(input_ids, batch.positions, paged)
+
+    def keep_tokens(self, slots: Tensor, sampled: Sampled) -> None:
+        """Let the next step run them, even if it is launched before anyone has seen them."""
+        if self.device.asynchronous:
+            self.relay.keep(slots, sampled.token_ids)
 
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Run one of `methods.METHODS`.
@@ -137,78 +162,69 @@ class Runner:
         Raises:
             LoadError: there is not enough.
         """
-        try:
-            self.caches = [
-                shape.allocate(self.num_blocks, self.load.block_size, self.device)
-                for shape in self.model.kv_shapes
-            ]
-        except OSError as error:
-            raise LoadError(
-                f"cannot take {self.num_blocks * self.block_bytes} bytes of KV memory: {error}"
-            ) from error
+        self.caches = self._allocate(self.num_blocks)
         self.device.populate([cache for pair in self.caches for cache in pair])
 
     def warm_up(self) -> None:
-        """Run one token, so that no request pays for what happens only once. Writes nowhere that matters."""
-        params = SamplingParams(temperature=0.0)
-        self.step(StepPlan(-1, [Row(0, 0, 1, sample=True)], [SlotInit(0, [0], 1, [0], params, 0)]))
-        self.step(StepPlan(-1, [], [], [0]))
+        """Do once what no request shall pay for: run a token, and record graphs. Writes nowhere that matters."""
+        self._run_alone([1], SamplingParams(temperature=0.0))
+        if not self.load.enforce_eager and self.model.is_stack and self.device.can_record(self.model.dtype):
+            self._record_graphs()
         for k, v in self.caches:
             k[0].zero_()
             v[0].zero_()
 
-    def _size_kv(self, loaded: LoadedModel) -> int:
-        memory = self.device.memory()
-        widest = min(self.load.max_num_batched_tokens, LOGIT_CHUNK // loaded.vocab_size + 1)
-        headroom = widest * loaded.vocab_size * 8 + (256 << 20)
-        budget = kv_budget(self.load, memory["available"], headroom)
-        return num_kv_blocks(self.load, loaded.max_model_len, self.block_bytes, budget)
+    def free(self) -> None:
+        """Give the KV memory back, and forget every request."""
+        self.slots.clear()
+        self.graphs, self.caches = None, []
 
-    def _span(self, name: str) -> AbstractContextManager[object]:
+    def _allocate(self, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
+        try:
+            return [
+                shape.allocate(num_blocks, self.load.block_size, self.device)
+                for shape in self.model.kv_shapes
+            ]
+        except OSError as error:
+            raise LoadError(
+                f"cannot take {num_blocks * self.block_bytes} bytes of KV memory: {error}"
+            ) from error
+
+    @torch.inference_mode()
+    def _record_graphs(self) -> None:
+        load = self.load
+        max_blocks = -(-self.model.max_model_len // load.block_size)
+        sizes = recorded_sizes(min(load.max_num_seqs, load.max_num_batched_tokens))
+        self.graphs = DecodeGraphs(self.device, self._forward, sizes, max_blocks, load.block_size)
+        self.graphs.record()
+        logger.info("recorded steps of %s requests", ", ".join(map(str, sizes)))
+
+    def _run_alone(self, lengths: Sequence[int], params: SamplingParams) -> None:
+        """Run prompts of these lengths in one step and forget them; all are kept in KV block 0."""
+        size = self.load.block_size
+        inits = [
+            SlotInit(slot, [0] * length, length, [0] * -(-length // size), params, 0)
+            for slot, length in enumerate(lengths)
+        ]
+        rows = [Row(slot, 0, length, sample=True) for slot, length in enumerate(lengths)]
+        self.step(StepPlan(-1, rows, inits))
+        self.step(StepPlan(-1, [], [], list(range(len(lengths)))))
+
+    def _run_widest(self) -> None:
+        """Steps of the largest sizes, with all that may be asked of the sampler."""
+        load, longest = self.load, self.model.max_model_len
+        self.caches = self._allocate(1)
+        num_long, rest = divmod(load.max_num_batched_tokens, longest)
+        prompts = [*[longest] * num_long, *([rest] if rest else [])][: load.max_num_seqs]
+        params = SamplingParams(top_k=2, top_p=0.5, logprobs=MOST_LIKELY)
+        self._run_alone(prompts, params)
+        self._run_alone([1] * min(load.max_num_seqs, load.max_num_batched_tokens), params)
+        self.caches = []
+
+    def span(self, name: str) -> AbstractContextManager[object]:
         """A part of a step in a profile, where the compiled kernels do not show."""
         return nullcontext() if self.profile is None else record_function(f"pagewire.{name}")
 
-    def _sample(
-        self,
-        plan: StepPlan,
-        batch: Batch,
-        hidden: Tensor,
-        masks: Callable[[], Masks | None],
-        result: StepResult,
-    ) -> None:
-        """Sample, append to the slots, and fill in the result."""
-        with self._span("logits"):
-            logits = self.model.model.logits(hidden[batch.sample_indices])
-        rows = [plan.rows[i] for i in batch.sample_rows]
-        with self._span("masks"):
-            allowed = TokenMasks.of(masks() if plan.masked else None, batch.sample_rows)
-        with self._span("sample"):
-            output = sample(logits, [self.slots.sampling[row.slot] for row in rows], allowed)
-        for row, token_id in zip(rows, output.token_ids, strict=True):
-            self.slots.append(row.slot, token_id)
-        result.token_ids = output.token_ids
-        result.logprobs = {batch.sample_rows[i]: found for i, found in output.logprobs.items()}
-        result.errors = {batch.sample_rows[i]: error for i, error in output.errors.items()}
-
-    def _prompt_logprobs(self, row: Row, hidden: Tensor) -> LogprobRows:
-        """Log probabilities of what follows the row's first positions; hidden [n, H]: from its first token on."""
-        k = self.slots.sampling[row.slot].params.prompt_logprobs or 0
-        first = row.start + 1
-        successors = self.slots.tokens[row.slot, first : first + row.num_prompt_logprobs].tolist()
-        step = max(1, LOGIT_CHUNK // self.model.vocab_size)
-        logits = [
-            self.model.model.logits(hidden[start : min(start + step, len(successors))])
-            for start in range(0, len(successors), step)
-        ]
-        return logprob_rows(torch.cat(logits), successors, k)
-
-
-def timed_step(
-    runner: Runner, plan: StepPlan, idle_since: float, masks: Callable[[], Masks | None] = lambda: None
-) -> StepResult:
-    """`runner.step`, with how long it took and how long the worker had waited since `idle_since`."""
-    begin = time.monotonic()
-    result = runner.step(plan, masks)
-    result.busy_us = int((time.monotonic() - begin) * 1e6)
-    result.idle_us = int((begin - idle_since) * 1e6)
-    return result
+    def _size_kv(self, loaded: LoadedModel) -> int:
+        budget = self.device.kv_budget(self.load, loaded.vocab_size, self._run_widest)
+        return num_kv_blocks(self.load, loaded.max_model_len, self.block_bytes, budget)

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from pagewire.kernels import reference
-from pagewire.kernels.cuda import attention, gates, kv, norms
+from pagewire.kernels.cuda import attention, gates, kv, norms, sampling
 from pagewire.kernels.cuda.launch import CudaDevice, Device
+from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.paging import AttentionBatch
 
 if TYPE_CHECKING:
@@ -31,6 +32,19 @@ def serves(tensors: Sequence[Tensor]) -> bool:
     """Whether there are kernels for these dtypes: 16-bit floats, and 8-bit ones for what is cached."""
     dtype = tensors[0].dtype
     return dtype in norms.DTYPES and all(tensor.dtype in (dtype, *kv.FP8) for tensor in tensors)
+
+
+def variants(dtype: torch.dtype, head_dim: int) -> list[Variant]:
+    """The kernels that a model of a dtype may launch, with a KV cache of that dtype; none for other dtypes."""
+    found = [sampling.variant(kernel, dtype) for kernel in sampling.SHARED_BYTES if dtype in sampling.DTYPES]
+    if dtype not in norms.DTYPES:
+        return found
+    found += [kv.variant(dtype, dtype), *(gates.variant(dtype, name) for name in gates.ACTIVATIONS)]
+    found += [norms.variant(dtype, shape, add) for shape in norms.SHAPES for add in (False, True)]
+    if head_dim in attention.HEAD_DIMS:
+        instances = (attention.decode_instance, attention.prefill_instance)
+        found += [instance(dtype, dtype, head_dim).variant for instance in instances]
+    return found
 
 
 class CudaKernels:

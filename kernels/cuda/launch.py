@@ -48,6 +48,11 @@ class Device(Protocol):
             shared_bytes: dynamic shared memory per block.
         """
 
+    def load(
+        self, variants: Sequence[Variant], progress: Callable[[int, int, Variant], object] | None = None
+    ) -> None:
+        """Prepare variants ahead of their first launch, see `CudaDevice.load`."""
+
 
 def pack(variant: Variant, **fields: Any) -> Parameters:
     """A variant's parameter struct: tensors give their address, None is a null pointer.

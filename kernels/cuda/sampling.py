@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -118,10 +119,39 @@ class SamplingPlan:
     most_likely: int
     """The largest of `nums_most_likely`; -1: no log probabilities."""
 
-    def to(self, device: torch.device | str) -> SamplingPlan:
-        """A copy on a device; from pinned memory, the copying need not be waited for."""
-        names = [item.name for item in fields(self) if isinstance(getattr(self, item.name), Tensor)]
-        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that the kernels read."""
+        return [getattr(self, name) for name in _TENSORS]
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> SamplingPlan:
+        """The same with other `tensors`."""
+        replaced: dict[str, Any] = dict(zip(_TENSORS, tensors, strict=True))
+        return replace(self, **replaced)
+
+
+_TENSORS = [item.name for item in fields(SamplingPlan) if item.type == "Tensor"]
+
+
+def plain_plan(rows: NDArray[np.void], nums_most_likely: Sequence[int]) -> SamplingPlan:
+    """What rows want that neither edit their logits nor have masks. rows: of `SamplingRow` in sampling.cu."""
+    narrows = (rows["temperature"] > 0) & ((rows["top_k"] > 0) | (rows["top_p"] < 1))
+    no_ids = torch.empty(0, dtype=torch.int32)
+    no_values = torch.empty(0, dtype=torch.float32)
+    return SamplingPlan(
+        rows=torch.from_numpy(rows.view(np.uint8).reshape(len(rows), rows.itemsize)),
+        nums_most_likely=torch.tensor(nums_most_likely, dtype=torch.int32),
+        masks=torch.empty(0, 0, dtype=torch.int32),
+        count_ids=no_ids,
+        counts=no_values,
+        bias_ids=no_ids,
+        biases=no_values,
+        allowed_ids=no_ids,
+        forbidden_ids=no_ids,
+        draws=bool((rows["temperature"] > 0).any()),
+        narrows=bool(narrows.any()),
+        most_likely=max(nums_most_likely, default=-1),
+    )
 
 
 def plan(wanted: Sequence[RowSampling], masks: Tensor | None = None) -> SamplingPlan:
@@ -139,21 +169,8 @@ def plan(wanted: Sequence[RowSampling], masks: Tensor | None = None) -> Sampling
             raise ValueError(f"at most {MOST_TOKENS} most likely tokens, not {row.num_most_likely}")
         if not -1 <= row.mask < len(masks):
             raise ValueError(f"mask {row.mask} of {len(masks)}")
-    rows = np.zeros(len(wanted), parameter_dtype(SOURCE, "SamplingRow"))
-    for name in ("position", "top_p", "mask", "top_k", "temperature", "repetition", "frequency", "presence"):
-        rows[name] = [getattr(row, name) for row in wanted]
-    rows["seed"] = np.array([row.seed % 2**64 for row in wanted], np.uint64)
-    rows["least_mass"] = [max(1, math.ceil(row.min_p * 2**MASS_BITS)) for row in wanted]
-    lists = {
-        "counts": [row.count_ids for row in wanted],
-        "biases": [row.bias_ids for row in wanted],
-        "allowed": [_NO_IDS if row.allowed_ids is None else row.allowed_ids for row in wanted],
-        "forbidden": [np.array(row.forbidden_ids, np.int64) for row in wanted],
-    }
-    for name, ids in lists.items():
-        rows[f"num_{name}"] = [len(of_row) for of_row in ids]
-        rows[f"{name}_start"] = np.cumsum(rows[f"num_{name}"]) - rows[f"num_{name}"]
-    rows["num_allowed"][[row.allowed_ids is None for row in wanted]] = -1
+    rows = sampling_rows(wanted)
+    lists = _id_lists(wanted)
     drawing = [row for row in wanted if row.temperature > 0]
     nums_most_likely = [row.num_most_likely for row in wanted]
     return SamplingPlan(
@@ -170,6 +187,29 @@ def plan(wanted: Sequence[RowSampling], masks: Tensor | None = None) -> Sampling
         narrows=any(row.top_k > 0 or row.top_p < 1 for row in drawing),
         most_likely=max(nums_most_likely, default=-1),
     )
+
+
+def sampling_rows(wanted: Sequence[RowSampling]) -> NDArray[np.void]:
+    """`SamplingRow` of sampling.cu of each row [R]."""
+    rows = np.zeros(len(wanted), parameter_dtype(SOURCE, "SamplingRow"))
+    for name in ("position", "top_p", "mask", "top_k", "temperature", "repetition", "frequency", "presence"):
+        rows[name] = [getattr(row, name) for row in wanted]
+    rows["seed"] = np.array([row.seed % 2**64 for row in wanted], np.uint64)
+    rows["least_mass"] = [max(1, math.ceil(row.min_p * 2**MASS_BITS)) for row in wanted]
+    for name, ids in _id_lists(wanted).items():
+        rows[f"num_{name}"] = [len(of_row) for of_row in ids]
+        rows[f"{name}_start"] = np.cumsum(rows[f"num_{name}"]) - rows[f"num_{name}"]
+    rows["num_allowed"][[row.allowed_ids is None for row in wanted]] = -1
+    return rows
+
+
+def _id_lists(wanted: Sequence[RowSampling]) -> dict[str, list[NDArray[np.int64]]]:
+    return {
+        "counts": [row.count_ids for row in wanted],
+        "biases": [row.bias_ids for row in wanted],
+        "allowed": [_NO_IDS if row.allowed_ids is None else row.allowed_ids for row in wanted],
+        "forbidden": [np.array(row.forbidden_ids, np.int64) for row in wanted],
+    }
 
 
 def _joined(arrays: Sequence[NDArray[np.generic]]) -> Tensor:
@@ -219,9 +259,8 @@ class SamplingResult:
         token_ids, totals, statuses, peaks, ranks, ids, logits = views
         return cls(memory, max_rows, token_ids, statuses, peaks, ranks, totals, ids, logits)
 
-    def copy_to(self, memory: Tensor) -> SamplingResult:
-        """The same in other memory, as large: on the CPU, and pinned, there once the stream has come so far."""
-        memory.copy_(self.memory, non_blocking=True)
+    def within_memory(self, memory: Tensor) -> SamplingResult:
+        """The same views of other memory, as large."""
         return self.within(memory, len(self.token_ids), self.max_rows, self.ids.shape[1] - 1)
 
     def logprobs(self) -> NDArray[np.float32]:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pagewire.ipc.messages import LoadModel
-from pagewire.workers.device import bind_threads, parse_cpus
+from pagewire.workers.cpu import bind_threads, parse_cpus
 from pagewire.workers.errors import LoadError
 from pagewire.workers.memory import GIB, kv_budget, num_kv_blocks
 
@@ -158,8 +158,8 @@ def test_what_is_no_causal_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_devices_and_dtypes_that_are_not_served(llama: Path) -> None:
-    with pytest.raises(LoadError, match="'cuda' is not supported yet"):
-        load_runner(llama, device="cuda")
+    with pytest.raises(LoadError, match="device 'tpu' is not served"):
+        load_runner(llama, device="tpu")
     with pytest.raises(LoadError, match="none of auto"):
         load_runner(llama, dtype="int3")
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from pagewire.ipc.messages import Row, SlotInit, StepPlan
 from pagewire.ipc.params import SamplingParams
 from pagewire.workers.batch import build_batch
-from pagewire.workers.runner import Runner, timed_step
+from pagewire.workers.runner import Runner
 from pagewire.workers.slots import Slots
 
 from .architectures import VOCAB_SIZE
@@ -85,7 +85,7 @@ def test_prompts_may_share_blocks_that_this_step_fills(runner: Runner, llama: Pa
 def test_prompt_logprobs(llama: Path, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForCausalLM
 
-    from pagewire.workers import runner as module
+    from pagewire.workers import step as module
 
     monkeypatch.setattr(module, "LOGIT_CHUNK", 4 * VOCAB_SIZE)
     runner, _ = load_runner(llama)
@@ -121,10 +121,13 @@ def test_a_row_with_nan_fails_alone(llama: Path, tmp_path: Path) -> None:
 
 
 def test_an_empty_plan_and_timing(runner: Runner) -> None:
-    result = timed_step(runner, StepPlan(4, []), idle_since=0.0)
+    since = runner.device.mark()
+    step = runner.launch(StepPlan(4, []))
+    result = step.finish(since)
+    assert step.reached() and step.ended.seconds_since(since) >= 0
     assert (result.step_id, result.token_ids) == (4, [])
     assert result.busy_us >= 0
-    assert result.idle_us > 0
+    assert result.idle_us >= 0
 
 
 def test_methods(runner: Runner) -> None:

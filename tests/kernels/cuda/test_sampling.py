@@ -21,6 +21,7 @@ from pagewire.workers.masks import TokenMasks
 from pagewire.workers.sampler import SampleOutput, SamplingSlot, sample
 from tests.kernels.cuda.emulate import ORDERS, EmulatedDevice
 from tests.kernels.cuda.emulate.memory import guarded
+from tests.kernels.cuda.emulate.worker import EmulatedCuda
 
 INF = math.inf
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -53,7 +54,7 @@ def check(
     But where a mask hides a NaN or infinity: there, log probabilities are NaN, of tokens that mean nothing.
     """
     before = logits.clone()
-    sampler = DeviceSampler(device or EmulatedDevice(), len(slots), logits.shape[1], most, on="cpu")
+    sampler = DeviceSampler(EmulatedCuda(device), len(slots), logits.shape[1], most)
     output = sampler.launch(logits, slots, masks).finish()
     expected = sample(logits, slots, masks)
     hidden = [row for row in expected.logprobs if not math.isfinite(logits[row].float().max())]
@@ -226,7 +227,7 @@ def test_nothing_left() -> None:
 
 def test_one_memory_for_many_launches() -> None:
     """Each launch leaves it as the next one needs it, whatever was asked for and whatever went wrong."""
-    sampler = DeviceSampler(EmulatedDevice(order=ORDERS[2]), len(SETTINGS), 5000, 20, on="cpu")
+    sampler = DeviceSampler(EmulatedCuda(EmulatedDevice(order=ORDERS[2])), len(SETTINGS), 5000, 20)
     for seed in range(6):
         logits, slots = batch(5000, torch.float32, seed)
         logits[seed, seed] = math.nan

@@ -19,6 +19,7 @@ from pagewire.workers.masks import TokenMasks
 from pagewire.workers.sampler import SamplingSlot, sample
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedDevice, EmulationError
 from tests.kernels.cuda.emulate.library import load
+from tests.kernels.cuda.emulate.worker import EmulatedCuda
 from tests.kernels.cuda.test_sampling import make_slot, masks_of
 
 VOCAB = 4500
@@ -118,7 +119,7 @@ def differs(make: Callable[[], Batch], kernel: str = "", *edits: Edit) -> bool:
     expected = sample(logits, slots, masks)
     for order in ORDERS:
         device = FaultyDevice(order, edits, kernel=kernel)
-        sampler = DeviceSampler(device, len(slots), logits.shape[1], 20, on="cpu")
+        sampler = DeviceSampler(EmulatedCuda(device), len(slots), logits.shape[1], 20)
         try:
             for _ in range(2):
                 if sampler.launch(logits, slots, masks).finish() != expected:

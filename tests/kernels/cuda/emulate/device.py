@@ -28,6 +28,9 @@ class EmulatedDevice:
     capability: tuple[int, int] = (9, 0)
     multiprocessors: int = 4
 
+    def load(self, variants: Sequence[Variant], progress: object = None) -> None:
+        """They are compiled at first use."""
+
     def launch(
         self,
         variant: Variant,

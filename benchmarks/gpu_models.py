@@ -1,0 +1,217 @@
+"""pagewire end to end on a GPU, with random bfloat16 weights of the shapes of real models.
+
+    python -m benchmarks.gpu_models [--model llama-3-8b] [--quick] [--out benchmarks/results]
+
+For each model: output tokens per second and their share of the floor (weights and KV cache streamed at the rate of
+a large copy, prompts multiplied at the rate of a large product, both measured here), the time to the first token,
+and how long the GPU waited between steps; with and without CUDA graphs; transformers' `generate` beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.engines.driver import prompts
+from benchmarks.kernels import floors
+from benchmarks.limits import Limits, floor_seconds
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 128001,
+    "bos_token_id": 128000,
+}
+SIZES_1B = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+}
+SIZES_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+QWEN = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "rope_theta": 1000000.0,
+    "eos_token_id": 151645,
+    "bos_token_id": 151643,
+}
+MODELS = {
+    "llama-3.2-1b": LLAMA | SIZES_1B | {"head_dim": 64, "tie_word_embeddings": True},
+    "llama-3-8b": LLAMA | SIZES_8B,
+    "qwen3-8b": LLAMA | QWEN,
+}
+RUNS = 2
+
+
+@dataclass(frozen=True)
+class Work:
+    """`count` requests of `input` random tokens, `output` new ones each."""
+
+    count: int
+    input: int
+    output: int
+
+    @property
+    def label(self) -> str:
+        """For the table."""
+        return f"{self.count} x {self.input}/{self.output}"
+
+
+WORKS = [Work(count, *sizes) for sizes in ((128, 128), (1024, 256)) for count in (1, 32, 256)]
+QUICK_WORKS = [Work(1, 128, 128), Work(256, 128, 128)]
+
+
+class Pagewire:
+    """Our engine, as a program would use it."""
+
+    def __init__(self, folder: Path, graphs: bool) -> None:
+        from pagewire import LLM
+
+        begin = time.perf_counter()
+        self.llm = LLM(
+            str(folder),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            device="cuda",
+            max_model_len=4096,
+            max_num_batched_tokens=8192,
+            enforce_eager=not graphs,
+        )
+        self.start_s = time.perf_counter() - begin
+
+    def run(self, work: Work, seed: int) -> dict[str, float]:
+        """Seconds, and what the worker says of them."""
+        from pagewire import SamplingParams
+
+        batch = prompts({"count": work.count, "input": work.input, "shared": 0, "seed": seed})
+        params = SamplingParams(temperature=0.0, max_tokens=work.output, ignore_eos=True, detokenize=False)
+        before = self._worker()
+        begin = time.perf_counter()
+        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in batch], params, use_tqdm=False)
+        seconds = time.perf_counter() - begin
+        if [len(output.outputs[0].token_ids) for output in outputs] != [work.output] * work.count:
+            raise RuntimeError(f"{work.label}: not every request got its tokens")
+        busy, idle = (now - then for now, then in zip(self._worker(), before, strict=True))
+        return {"seconds": seconds, "idle": idle / (busy + idle)}
+
+    def _worker(self) -> tuple[float, float]:
+        status = self.llm.llm_engine.session.call("status").result()
+        return status["worker_busy_s"], status["worker_idle_s"]
+
+    def close(self) -> None:
+        """End its processes."""
+        self.llm.shutdown()
+
+
+def measure(engine: Pagewire, works: list[Work], folder: Path, limits: Limits) -> dict[str, Any]:
+    """Each work some times, after one that warms up: medians."""
+    engine.run(Work(8, 64, 16), seed=0)
+    report: dict[str, Any] = {"start_s": engine.start_s}
+    for work in works:
+        runs = [engine.run(work, seed=1 + run) for run in range(RUNS)]
+        seconds = statistics.median(run["seconds"] for run in runs)
+        floor = floor_seconds(limits, folder, work.count, work.input, work.output, shared=0)
+        report[work.label] = {
+            "tokens_per_s": work.count * work.output / seconds,
+            "of_floor": floor / seconds,
+            "idle": statistics.median(run["idle"] for run in runs),
+        }
+    for length in (128, 1024):
+        runs = [engine.run(Work(1, length, 1), seed=10 + run)["seconds"] for run in range(5)]
+        report[f"ttft {length}"] = {"ms": 1e3 * statistics.median(runs)}
+    return report
+
+
+def measure_transformers(folder: Path, works: list[Work]) -> dict[str, Any]:
+    """`generate` with PyTorch's attention, one batch at a time."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("cuda"):
+        config = AutoConfig.from_pretrained(folder)
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    report = {}
+    for work in works:
+        batch = {"count": work.count, "input": work.input, "shared": 0, "seed": 1}
+        ids = torch.tensor(prompts(batch), device="cuda")
+        times = []
+        for num_out in (4, work.output):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            with torch.inference_mode():
+                module.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=num_out,
+                    min_new_tokens=num_out,
+                    do_sample=False,
+                    pad_token_id=0,
+                )
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - begin)
+        report[work.label] = {"tokens_per_s": work.count * work.output / times[-1]}
+    del module
+    gc.collect()
+    torch.cuda.empty_cache()
+    return report
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description="Measure whole models on a GPU.")
+    parser.add_argument("--model", choices=MODELS, action="append", help="may be given again")
+    parser.add_argument("--quick", action="store_true", help="fewer works, and no peer")
+    parser.add_argument("--out", type=Path, help="folder of a JSON file of all figures")
+    options = parser.parse_args()
+    copy, rate = floors("cuda:0")
+    torch.cuda.empty_cache()
+    limits = Limits(copy, rate)
+    report: dict[str, Any] = {"device": torch.cuda.get_device_name(0), "limits": asdict(limits), "models": {}}
+    for name in options.model or MODELS:
+        with tempfile.TemporaryDirectory() as directory:
+            folder = Path(directory)
+            (folder / "config.json").write_text(json.dumps(MODELS[name]))
+            found = report["models"][name] = {}
+            for kind, graphs in (("graphs", True), ("eager", False)):
+                engine = Pagewire(folder, graphs)
+                works = WORKS if graphs and not options.quick else QUICK_WORKS
+                found[kind] = measure(engine, works, folder, limits)
+                engine.close()
+                print(name, kind, json.dumps(found[kind], indent=1), flush=True)
+            if not options.quick:
+                found["transformers"] = measure_transformers(folder, QUICK_WORKS)
+                print(name, "transformers", json.dumps(found["transformers"], indent=1), flush=True)
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        file = options.out / f"models-{report['device'].replace(' ', '-')}-{datetime.date.today()}.json"
+        file.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

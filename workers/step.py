@@ -1,0 +1,123 @@
+"""A plan on its way through the device: launched, sampled, finished, in this order.
+
+On a device that works on its own, the next step is launched before this one is finished. Its tokens are then known
+to the device alone (`relay.py`), and are drawn only when the host knows all that came before: penalties and
+grammars need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pagewire.ipc.messages import LogprobRows, Masks, Row, StepPlan, StepResult
+from pagewire.workers.batch import Batch
+from pagewire.workers.device import Mark, Sampled
+from pagewire.workers.masks import TokenMasks
+from pagewire.workers.memory import LOGIT_CHUNK
+from pagewire.workers.sampler import SampleOutput, SamplingSlot, logprob_rows
+
+if TYPE_CHECKING:
+    from pagewire.workers.runner import Runner
+
+
+@dataclass(frozen=True)
+class AskedPrompt:
+    """A row that wants log probabilities of its prompt's tokens."""
+
+    row: int
+    start: int
+    """Its first token in the batch."""
+    successors: list[int]
+    """The tokens whose log probabilities are wanted: those behind its first ones."""
+    num_most_likely: int
+
+
+class Step:
+    """One plan. Made by `Runner.launch`: the model's work is under way."""
+
+    def __init__(self, runner: Runner, plan: StepPlan, begun: Mark) -> None:
+        self._runner, self.plan, self._begun = runner, plan, begun
+        self._ended = begun
+        self._sampled: Sampled | None = None
+        self._batch: Batch | None = None
+        self._hidden = torch.empty(0)
+        self._rows: list[Row] = []
+        self._slots: list[SamplingSlot] = []
+        self._prompts: list[AskedPrompt] = []
+
+    def run(self, batch: Batch, hidden: Tensor) -> None:
+        """What was launched. batch: on the device. hidden: its final states [T or more, H]."""
+        slots = self._runner.slots
+        self._batch, self._hidden = batch, hidden
+        self._rows = [self.plan.rows[i] for i in batch.sample_rows]
+        self._slots = [slots.sampling[row.slot] for row in self._rows]
+        for i, row in enumerate(self.plan.rows):
+            if row.num_prompt_logprobs:
+                first = row.start + 1
+                successors = slots.tokens[row.slot, first : first + row.num_prompt_logprobs].tolist()
+                k = slots.sampling[row.slot].params.prompt_logprobs or 0
+                self._prompts.append(AskedPrompt(i, batch.starts[i], successors, k))
+        self._ended = self._runner.device.mark()
+
+    @torch.inference_mode()
+    def sample(self, masks: Callable[[], Masks | None]) -> None:
+        """Start to draw tokens; all steps before this one are finished. masks: waits for those of a masked plan."""
+        runner, batch = self._runner, self._batch
+        if batch is None or not self._rows:
+            return
+        with runner.span("logits"):
+            logits = runner.model.model.logits(self._hidden[batch.sample_indices])
+        with runner.span("masks"):
+            allowed = TokenMasks.of(masks() if self.plan.masked else None, batch.sample_rows)
+        with runner.span("sample"):
+            self._sampled = runner.sampler.launch(logits, self._slots, allowed)
+            runner.keep_tokens(batch.sample_slots, self._sampled)
+        self._ended = runner.device.mark()
+
+    def reached(self) -> bool:
+        """Would `finish` not have to wait?"""
+        return self._ended.reached() and (self._sampled is None or self._sampled.reached())
+
+    def finish(self, since: Mark | None = None) -> StepResult:
+        """Wait, and append the tokens to their slots. since: the end of the step before."""
+        result = StepResult(self.plan.step_id, [])
+        if self._sampled is not None:
+            self._take(self._sampled.finish(), result)
+        for asked in self._prompts:
+            result.prompt_logprobs[asked.row] = self._logprobs_of(asked)
+        self._ended.wait()
+        result.busy_us = int(self._ended.seconds_since(self._begun) * 1e6)
+        if since is not None:
+            result.idle_us = max(0, int(self._begun.seconds_since(since) * 1e6))
+        return result
+
+    @property
+    def ended(self) -> Mark:
+        """Its last work."""
+        return self._ended
+
+    def _take(self, output: SampleOutput, result: StepResult) -> None:
+        slots, sample_rows = self._runner.slots, self._batch.sample_rows if self._batch else []
+        for row, slot, token_id in zip(self._rows, self._slots, output.token_ids, strict=True):
+            if slots.sampling.get(row.slot) is slot:  # else it is another request's by now
+                slots.append(row.slot, token_id)
+        result.token_ids = output.token_ids
+        result.logprobs = {sample_rows[i]: found for i, found in output.logprobs.items()}
+        result.errors = {sample_rows[i]: error for i, error in output.errors.items()}
+
+    @torch.inference_mode()
+    def _logprobs_of(self, asked: AskedPrompt) -> LogprobRows:
+        """Log probabilities of a prompt's tokens, from the logits of those before them."""
+        model = self._runner.model
+        size = max(1, LOGIT_CHUNK // model.vocab_size)
+        end = asked.start + len(asked.successors)
+        logits = [
+            model.model.logits(self._hidden[start : min(start + size, end)]).cpu()
+            for start in range(asked.start, end, size)
+        ]
+        return logprob_rows(torch.cat(logits), asked.successors, asked.num_most_likely)
