@@ -4,13 +4,21 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-cuda13 lint clean
 
 demo: $(STAMP)
 	$(BIN)/pagewire generate 'The "with" statement is used to' --max-tokens 120
 
 test: $(STAMP)
 	$(BIN)/pytest
+
+# CuPy is installed for one CUDA only: that for 13 lies in a folder of its own.
+CUDA13 := build/cuda13
+test-cuda13: $(STAMP)
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(CUDA13) -c constraints.txt \
+		cupy-cuda13x cuda-pathfinder cuda-toolkit==13.0.* nvidia-cuda-nvrtc==13.0.* nvidia-cuda-runtime==13.0.*
+	PYTHONPATH=$(CUDA13) LD_LIBRARY_PATH=$(CUDA13)/nvidia/cu13/lib PAGEWIRE_TEST_NVRTC=13.0 \
+		$(BIN)/pytest tests/kernels/cuda/test_compile.py
 
 # mypy sees the namespace through links: the folders sit side by side, pagewire.* is made on installation.
 FOLDERS := cli engine_core frontend ipc kernels workers
