@@ -81,6 +81,7 @@ class EngineConfig:
             num_blocks=args.num_gpu_blocks_override,
             num_threads=args.num_threads,
             enforce_eager=args.enforce_eager,
+            kv_cache_dtype=args.kv_cache_dtype,
         )
 
     def scheduler_config(self, ready: Ready) -> SchedulerConfig:

@@ -231,6 +231,7 @@ class LoadModel(Message, tag="load"):
     num_blocks: int | None = None
     num_threads: int | None = None
     enforce_eager: bool = False
+    kv_cache_dtype: str = "auto"
 
 
 class SlotInit(Item):

@@ -20,6 +20,7 @@ import msgspec
 from pagewire.ipc.params import check_int, check_number
 
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
+KV_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -64,6 +65,9 @@ class EngineArgs:
     enforce_eager: bool = option(False, "Device", "no CUDA graphs (the CPU has none)")
 
     block_size: int = option(16, "KV cache", "tokens per block", choices=(8, 16, 32, 64, 128))
+    kv_cache_dtype: str = option(
+        "auto", "KV cache", "of keys and values; auto: the model's; fp8 (e4m3): half of it, on GPUs",
+        choices=KV_DTYPES)
     gpu_memory_utilization: float = option(0.9, "KV cache", "share of the device's memory to use, in (0, 1]")
     kv_cache_memory_bytes: int | None = option(None, "KV cache", "bytes of KV memory; overrides the share")
     num_gpu_blocks_override: int | None = option(None, "KV cache", "number of KV blocks; overrides both")
@@ -179,7 +183,6 @@ LATER: dict[str, Any] = {
     "guided_decoding_backend": None,
     "compilation_config": None,
     "logits_processors": None,
-    "kv_cache_dtype": "auto",
     "enable_chunked_prefill": True,
     "enable_lora": False,
     "max_loras": 1,

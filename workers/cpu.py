@@ -103,7 +103,11 @@ class Cpu:
         """See `Device.populate`."""
         populate(tensors, POPULATED)
 
-    def prepare(self, dtype: torch.dtype, head_dim: int) -> None:
+    def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        """See `Device.kv_dtypes`."""
+        return (dtype,)
+
+    def prepare(self, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> None:
         """Kernels are compiled at first use, all at once."""
 
     def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from pagewire.ipc.messages import LoadModel
 from pagewire.kernels.cuda import implementation
 from pagewire.kernels.cuda.compile import CompileError
+from pagewire.kernels.cuda.kv import FP8
 from pagewire.kernels.cuda.launch import Device
 from pagewire.kernels.cuda.norms import DTYPES as KERNEL_DTYPES
 from pagewire.kernels.cuda.source import Variant
@@ -93,9 +94,13 @@ class Cuda:
     def populate(self, tensors: Sequence[Tensor]) -> None:
         """They are there."""
 
-    def prepare(self, dtype: torch.dtype, head_dim: int) -> None:
+    def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        """See `Device.kv_dtypes`."""
+        return (dtype, *FP8) if dtype in KERNEL_DTYPES else (dtype,)
+
+    def prepare(self, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> None:
         """See `Device.prepare`."""
-        variants = implementation.variants(dtype, head_dim)
+        variants = implementation.variants(dtype, kv_dtype, head_dim)
 
         def progress(done: int, total: int, variant: Variant) -> None:
             if done % 8 == 0 or done == total:

@@ -79,8 +79,11 @@ class Device(Protocol):
     def populate(self, tensors: Sequence[Tensor]) -> None:
         """Prepare tensors of zeros, in idle time, for being written from their beginnings on."""
 
-    def prepare(self, dtype: torch.dtype, head_dim: int) -> None:
-        """Compile what a model of this dtype needs, with progress in the log.
+    def kv_dtypes(self, dtype: torch.dtype) -> Sequence[torch.dtype]:
+        """What the KV cache of a model of this dtype may hold."""
+
+    def prepare(self, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> None:
+        """Compile what a model of these dtypes needs, with progress in the log.
 
         Raises:
             LoadError: it cannot be compiled.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from pagewire.workers.model import (
     load_config,
     load_module,
     resolve_dtype,
+    resolve_kv_dtype,
     resolve_max_model_len,
 )
 from pagewire.workers.proof import DryRun, check_config, prove, reference_logits
@@ -82,7 +83,8 @@ def load_model(load: LoadModel, phases: Phases, device: Device) -> LoadedModel:
     config = load_config(load)
     check_config(config)
     dtype = resolve_dtype(load.dtype, config)
-    device.prepare(dtype, head_dim(config))
+    kv_dtype = resolve_kv_dtype(load.kv_cache_dtype, dtype, device)
+    device.prepare(dtype, kv_dtype, head_dim(config))
     max_model_len = resolve_max_model_len(load.max_model_len, config)
     phases.end("config")
     causal = load_module(load, config, dtype, device)
@@ -105,7 +107,7 @@ def load_model(load: LoadModel, phases: Phases, device: Device) -> LoadedModel:
         vocab_size=vocab_size or wanted[0].shape[-1],
         max_model_len=max_model_len,
         eos_token_id=eos[0] if isinstance(eos, list) and eos else eos if isinstance(eos, int) else None,
-        kv_shapes=shapes,
+        kv_shapes=[replace(shape, dtype=kv_dtype) for shape in shapes],
         weight_bytes=weight_bytes(model),
     )
 

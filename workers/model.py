@@ -23,6 +23,11 @@ DTYPES = {
     "float16": torch.float16,
     "half": torch.float16,
 }
+KV_DTYPES = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
 DUMMY_SEED = 0
 
 
@@ -66,6 +71,22 @@ def resolve_dtype(name: str, config: Any) -> torch.dtype:
     if name not in DTYPES:
         raise LoadError(f"dtype {name!r} is none of auto, {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def resolve_kv_dtype(name: str, dtype: torch.dtype, device: Device) -> torch.dtype:
+    """The dtype of the KV cache of a model of `dtype`.
+
+    Raises:
+        LoadError: an unknown name, or one that the device does not serve.
+    """
+    if name != "auto" and name not in KV_DTYPES:
+        raise LoadError(f"kv_cache_dtype {name!r} is none of auto, {', '.join(KV_DTYPES)}")
+    found = KV_DTYPES.get(name, dtype)
+    if found not in device.kv_dtypes(dtype):
+        raise LoadError(
+            f"kv_cache_dtype {name!r} is for models in bfloat16 or float16 on GPUs, not {dtype} on {device.name}"
+        )
+    return found
 
 
 def head_dim(config: Any) -> int:

@@ -34,16 +34,18 @@ def serves(tensors: Sequence[Tensor]) -> bool:
     return dtype in norms.DTYPES and all(tensor.dtype in (dtype, *kv.FP8) for tensor in tensors)
 
 
-def variants(dtype: torch.dtype, head_dim: int) -> list[Variant]:
-    """The kernels that a model of a dtype may launch, with a KV cache of that dtype; none for other dtypes."""
+def variants(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> list[Variant]:
+    """The kernels that a model may launch, whose KV cache holds its own dtype or another; few for other dtypes."""
     found = [sampling.variant(kernel, dtype) for kernel in sampling.SHARED_BYTES if dtype in sampling.DTYPES]
     if dtype not in norms.DTYPES:
         return found
-    found += [kv.variant(dtype, dtype), *(gates.variant(dtype, name) for name in gates.ACTIVATIONS)]
+    found += [gates.variant(dtype, name) for name in gates.ACTIVATIONS]
     found += [norms.variant(dtype, shape, add) for shape in norms.SHAPES for add in (False, True)]
-    if head_dim in attention.HEAD_DIMS:
-        instances = (attention.decode_instance, attention.prefill_instance)
-        found += [instance(dtype, dtype, head_dim).variant for instance in instances]
+    for kept in dict.fromkeys((dtype, kv_dtype)):
+        found.append(kv.variant(dtype, kept))
+        if head_dim in attention.HEAD_DIMS:
+            instances = (attention.decode_instance, attention.prefill_instance)
+            found += [instance(dtype, kept, head_dim).variant for instance in instances]
     return found
 
 

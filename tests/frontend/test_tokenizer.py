@@ -256,8 +256,7 @@ def test_added_tokens_are_added_once(tmp_path: Path) -> None:
 
 def test_loading_needs_no_heavy_library(folders: dict[str, Path]) -> None:
     code = (
-        "import sys, time\n"
-        "start = time.perf_counter()\n"
+        "import sys\n"
         "import pagewire.frontend.chat, pagewire.frontend.outputs\n"
         "from pagewire.frontend.tokenizer import load_tokenizer\n"
         "from pagewire.frontend.detokenize import text_stream\n"
@@ -270,8 +269,6 @@ def test_loading_needs_no_heavy_library(folders: dict[str, Path]) -> None:
         "status = dict(line.split(':', 1) for line in open('/proc/self/status'))\n"
         "mib = int(status['VmHWM'].split()[0]) / 1024\n"
         "assert mib < 120, mib\n"
-        "seconds = time.perf_counter() - start\n"
-        "assert seconds < 1, seconds\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(folders["byte_level"])], capture_output=True, text=True, check=False

@@ -7,6 +7,7 @@ when every one is waited for and none is recorded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +91,25 @@ class Core:
     def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
         """Launch all, each before the one before it is finished."""
         for plan in plans:
-            self.steps.launch(plan)
+            with never_waiting(self.runner):
+                self.steps.launch(plan)
             if isinstance(self.runner.device, EmulatedCuda):
                 assert len(self.results) == plan.step_id
         self.steps.finish()
         return self.results
+
+
+@contextmanager
+def never_waiting(runner: Runner) -> Iterator[None]:
+    """Within, PyTorch raises where it would wait for a GPU. The one wait, for an event, is none of these."""
+    if isinstance(runner.device, EmulatedCuda):
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def make_plans(
@@ -135,6 +150,32 @@ def test_tokens_are_those_of_transformers(llama: Path, load: Callable[..., Runne
         ]
         found += [logprobs[0] for _, logprobs, _ in request.logprobs]  # type: ignore[misc]
         torch.testing.assert_close(torch.tensor(found, dtype=torch.float32), chosen, rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize("kept", ["fp8", "fp8_e5m2"])
+def test_keys_and_values_of_8_bits(load: Callable[..., Runner], kept: str) -> None:
+    """Half the memory, and nearly the same log probabilities."""
+    prompts = make_prompts(VOCAB_SIZE, (30, 9))
+    params = SamplingParams(temperature=0.0, prompt_logprobs=0)
+    wide, narrow = load(), load(kv_cache_dtype=kept)
+    assert 2 * narrow.block_bytes == wide.block_bytes
+    found = [
+        [
+            values(part)[1]
+            for request in Driver(runner).run(prompts, 2, params)
+            for part in request.prompt_logprobs
+        ]
+        for runner in (wide, narrow)
+    ]
+    differences = (np.concatenate(found[0]) - np.concatenate(found[1])).__abs__()
+    assert 0 < differences.mean() < (0.1 if kept == "fp8" else 0.2)
+
+
+def test_keys_and_values_of_8_bits_are_for_gpus(llama: Path) -> None:
+    with pytest.raises(LoadError, match="kv_cache_dtype 'fp8' is for models in bfloat16 or float16 on GPUs"):
+        load_runner(llama, kv_cache_dtype="fp8")
+    with pytest.raises(LoadError, match="kv_cache_dtype 'int4' is none of auto, fp8"):
+        load_runner(llama, kv_cache_dtype="int4")
 
 
 @pytest.mark.parametrize("params", [GREEDY, PLAIN, EDITED], ids=["greedy", "plain", "edited"])
