@@ -131,5 +131,5 @@ def test_the_log_as_json_sums_up_while_there_is_work(tmp_path: Path) -> None:
         record["running"] or record["generation_tokens_per_s"] for record in stats
     )  # nothing when idle
     assert max(record["generation_tokens_per_s"] for record in stats) > 0
-    assert {record["logger"] for record in records} == {"pagewire.core"}
+    assert {record["logger"] for record in records} == {"pagewire.core", "pagewire.worker"}
     assert any(record["message"].startswith("generate (pid ") for record in records)
