@@ -25,6 +25,7 @@ from pagewire.ipc.params import SamplingParams
 from pagewire.kernels.cpu.linear import PackedLinear
 from pagewire.kernels.cpu.native import NativeKernels
 from pagewire.workers import runner as worker
+from pagewire.workers.cpu import CpuSampler
 from pagewire.workers.decoder import DecoderStack
 
 KINDS = {
@@ -36,7 +37,7 @@ KINDS = {
     (NativeKernels, "silu_and_mul"): "activation",
     (NativeKernels, "gelu_tanh_and_mul"): "activation",
     (NativeKernels, "rotary"): "rotary",
-    (worker, "sample"): "sampling",
+    (CpuSampler, "launch"): "sampling",
     (worker, "build_batch"): "batch building",
 }
 

@@ -21,7 +21,7 @@ from pagewire.workers.memory import LOGIT_CHUNK, kv_budget
 from pagewire.workers.sampler import SampleOutput, SamplingSlot, sample
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
-POPULATED = 1 << 30  # bytes of KV memory
+POPULATED = 4 << 30  # bytes of KV memory: the default size of all of it
 OTHER_BYTES = 256 << 20  # of a step, beside its logits
 
 
