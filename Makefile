@@ -3,17 +3,23 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CUDA12 := $(VENV)/.cuda12
+CUDA13 := build/cuda13
 
 .PHONY: demo test test-cuda13 lint clean
 
 demo: $(STAMP)
 	$(BIN)/pagewire generate 'The "with" statement is used to' --max-tokens 120
 
-test: $(STAMP)
+test: $(STAMP) $(CUDA12)
 	$(BIN)/pytest
 
+# The CUDA kernels' compiler: tests compile them, though they need no GPU.
+$(CUDA12): $(STAMP)
+	$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e '.[dev,cuda12]'
+	@touch $@
+
 # CuPy is installed for one CUDA only: that for 13 lies in a folder of its own.
-CUDA13 := build/cuda13
 test-cuda13: $(STAMP)
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(CUDA13) -c constraints.txt \
 		cupy-cuda13x cuda-pathfinder cuda-toolkit==13.0.* nvidia-cuda-nvrtc==13.0.* nvidia-cuda-runtime==13.0.*
