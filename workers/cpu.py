@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,9 +99,9 @@ class Cpu:
         """See `Device.zeros`."""
         return zeros(shape, dtype)
 
-    def populate(self, tensors: Sequence[Tensor]) -> None:
+    def populate(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """See `Device.populate`."""
-        populate(tensors, POPULATED)
+        return populate(tensors, POPULATED)
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         """See `Device.kv_dtypes`."""

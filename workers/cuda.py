@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,8 +91,9 @@ class Cuda:
         except torch.OutOfMemoryError as error:
             raise OSError(str(error)) from error
 
-    def populate(self, tensors: Sequence[Tensor]) -> None:
+    def populate(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """They are there."""
+        return iter(())
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         """See `Device.kv_dtypes`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -76,8 +76,8 @@ class Device(Protocol):
             OSError: there is not so much memory.
         """
 
-    def populate(self, tensors: Sequence[Tensor]) -> None:
-        """Prepare tensors of zeros, in idle time, for being written from their beginnings on."""
+    def populate(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Prepare tensors of zeros for being written from their beginnings on, milliseconds at a time."""
 
     def kv_dtypes(self, dtype: torch.dtype) -> Sequence[torch.dtype]:
         """What the KV cache of a model of this dtype may hold."""

@@ -13,7 +13,7 @@ import signal
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from pagewire.workers.step import Step
 
 LINGER_MS = 2000
+QUIET_MS = 10
+_DONE = object()
+_NOTHING: Iterator[object] = iter(())
 GPU_DRIVER = Path("/proc/driver/nvidia")
 # A thread that waits for the others spins this long before it sleeps. The runtime's own default spins for
 # milliseconds, and whenever any other process wants the CPU (the core, a frontend), the spinning threads keep
@@ -62,14 +65,22 @@ class Connection:
         """Send to the core."""
         send(self._socket, self._codec.encode(message))
 
-    def receive(self, until: Callable[[], bool] | None = None) -> ToWorker | None:
-        """Wait for the core's next message, or `until` that is true: then None.
+    def receive(
+        self, until: Callable[[], bool] | None = None, spare: Iterator[object] = _NOTHING
+    ) -> ToWorker | None:
+        """Wait for the core's next message, or `until` that is true: then None. Meanwhile, `spare` work is done.
 
-        A device cannot wake this thread up, so it looks again and again; a step takes milliseconds.
+        A device cannot wake this thread up, so it looks again and again; a step takes milliseconds. Spare work is
+        begun when nothing has come for a while: between two steps there is no time for it.
         """
-        while not self._early and until is not None and not self._socket.poll(0):
-            if until():
+        quiet = QUIET_MS if until is None else 0
+        while not self._early and not self._socket.poll(quiet):
+            if until is None:
+                if next(spare, _DONE) is _DONE:
+                    break
+            elif until():
                 return None
+            quiet = 0
         return self._early.popleft() if self._early else self._codec.decode(receive(self._socket))
 
     def receive_masks(self, step_id: int) -> Masks | None:
@@ -97,7 +108,10 @@ def serve(connection: Connection) -> None:
     runner: Runner | None = None
     steps: Steps | None = None
     while True:
-        message = connection.receive(steps.reached if steps is not None and steps.running else None)
+        if steps is not None and steps.running:
+            message = connection.receive(until=steps.reached)
+        else:
+            message = connection.receive(spare=_NOTHING if runner is None else runner.spare_work)
         if isinstance(message, LoadModel):
             runner = start(connection, message)
             steps = Steps(connection, runner)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -36,7 +36,10 @@ class Runner:
     """A model, its KV memory and the requests' slots.
 
     `loaded` is None while weights are dropped, `caches` is empty while there is no KV memory.
+    `spare_work`: what may be done a little at a time while nothing else is to be done.
     """
+
+    spare_work: Iterator[None]
 
     def __init__(self, load: LoadModel, phases: Phases, reserve: Reserve | None = None) -> None:
         self.load, self.phases = load, phases
@@ -163,7 +166,7 @@ class Runner:
             LoadError: there is not enough.
         """
         self.caches = self._allocate(self.num_blocks)
-        self.device.populate([cache for pair in self.caches for cache in pair])
+        self.spare_work = self.device.populate([cache for pair in self.caches for cache in pair])
 
     def warm_up(self) -> None:
         """Do once what no request shall pay for: run a token, and record graphs. Writes nowhere that matters."""

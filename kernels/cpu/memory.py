@@ -1,11 +1,9 @@
 """Memory for weights and KV caches: in large pages, where the system gives them, and given back where it can be."""
 
-import atexit
 import math
 import mmap
 import os
 import re
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -72,39 +70,27 @@ def reserved(reserve: Reserve | None) -> Iterator[None]:
         reserve.end(reserve.region.size - len(chunk.left))
 
 
-def populate(tensors: Sequence[Tensor], size: int) -> threading.Thread:
-    """Have the system give the first pages of some tensors of zeros, `size` bytes in all, while CPUs are idle.
+def populate(tensors: Sequence[Tensor], size: int) -> Iterator[None]:
+    """Have the system give the first pages of some tensors of zeros, `size` bytes in all: one page at a time.
 
     What is written first waits for its page, which the system clears and maps: up to a tenth of the time of a long
-    prompt. Ends early when a tensor is dropped. Does nothing where the system does not know how.
+    prompt. To be gone through in idle time. Ends early when a tensor is dropped, or where the system does not know
+    how.
     """
     largest = max((tensor.nbytes for tensor in tensors), default=0)
     share = min(largest, size // max(1, len(tensors)) // LARGE_PAGE * LARGE_PAGE)
     references = [weakref.ref(tensor) for tensor in tensors]
-    ended = threading.Event()
-
-    def run() -> None:
-        try:
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread
-        except OSError:
-            return
-        for start in range(0, share, LARGE_PAGE):  # the first blocks of all layers come first
-            for reference in references:
-                if ended.is_set() or (tensor := reference()) is None:
-                    return
-                address = (tensor.data_ptr() & -mmap.PAGESIZE) + start
-                length = min(LARGE_PAGE, tensor.nbytes - start)
-                if length > 0 and not arena.populate(address, length):
-                    return
-
-    def end() -> None:
-        ended.set()
-        thread.join()
-
-    thread = threading.Thread(target=run, name="populate", daemon=True)
-    thread.start()
-    atexit.register(end)  # a thread within PyTorch when the interpreter goes would abort the process
-    return thread
+    del tensors
+    for start in range(0, share, LARGE_PAGE):  # the first blocks of all layers come first
+        for reference in references:
+            if (tensor := reference()) is None:
+                return
+            address = (tensor.data_ptr() & -mmap.PAGESIZE) + start
+            length = min(LARGE_PAGE, tensor.nbytes - start)
+            del tensor
+            if length > 0 and not arena.populate(address, length):
+                return
+            yield
 
 
 def forget_mapped_files(folder: str | os.PathLike[str]) -> None:
