@@ -18,10 +18,13 @@ OURS = ("seed", "otlp_traces_endpoint")  # options of an engine that are a front
 
 
 @contextmanager
-def opened(options: argparse.Namespace, restarts: int = 0) -> Iterator[AsyncLLM]:
+def opened(
+    options: argparse.Namespace, restarts: int = 0, reattach_timeout: float = 0.0
+) -> Iterator[AsyncLLM]:
     """Attach to `--attach`, or spawn a core with the engine options; closed at the end.
 
-    restarts: how often to replace a spawned core that dies.
+    restarts: how often to replace a spawned core that dies. reattach_timeout: how long to wait for another where
+    one that was attached to dies, see `AsyncLLM.attach`.
     We, and a spawned core, log warnings only, unless `PAGEWIRE_LOGGING_LEVEL` says otherwise.
 
     Raises:
@@ -40,7 +43,11 @@ def opened(options: argparse.Namespace, restarts: int = 0) -> Iterator[AsyncLLM]
             keys = CurveKeys.load(Path(options.curve_secret), Path(options.curve_server))
         traces = getattr(options, "otlp_traces_endpoint", None)
         engine = AsyncLLM.attach(
-            options.attach, curve=keys, name=options.command, otlp_traces_endpoint=traces
+            options.attach,
+            curve=keys,
+            name=options.command,
+            otlp_traces_endpoint=traces,
+            reattach_timeout=reattach_timeout,
         )
     else:
         engine = AsyncLLM.from_engine_args(engine_args(options), restarts=restarts)

@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
 
     check_files(options)
     server_options = dataclasses.replace(take_server_options(options), disable_log_requests=True)
-    with opened(options, server_options.restarts) as engine:
+    with opened(options, server_options.restarts, server_options.reattach_timeout) as engine:
         counts = async_llm.run(answer_all(engine, options, server_options))
     skipped = f", {counts.skipped} answered before" if counts.skipped else ""
     print(f"{counts.good} answered, {counts.failed} failed{skipped}", file=sys.stderr)

@@ -50,7 +50,10 @@ def run(options: argparse.Namespace) -> int:
     server_options = take_server_options(options)
     os.environ.setdefault("PAGEWIRE_LOGGING_LEVEL", "INFO")  # of a core that is spawned
     logs.configure(server_options.log_format)
-    with bound(server_options) as listening, opened(options, server_options.restarts) as engine:
+    with (
+        bound(server_options) as listening,
+        opened(options, server_options.restarts, server_options.reattach_timeout) as engine,
+    ):
         async_llm.run(serve(engine, server_options, listening))
     return 0
 

@@ -126,9 +126,12 @@ class AsyncLLM:
         timeout: float | None = 10.0,
         name: str = "attached",
         otlp_traces_endpoint: str | None = None,
+        reattach_timeout: float = 0.0,
     ) -> AsyncLLM:
         """Attach to a running core. `timeout`: seconds to wait for one to answer there. `name`: ours, in the core's
         log and metrics. `otlp_traces_endpoint`: URL of an OpenTelemetry collector that gets a span per request.
+        `reattach_timeout`: seconds to wait for another core of the same model at the address, should this one be
+        lost; open requests go on with it where they were.
 
         Raises:
             EngineDeadError: nobody answers. ProtocolError: another version. ValueError: a bad address.
@@ -140,6 +143,7 @@ class AsyncLLM:
             timeout=timeout,
             name=name,
             traces_endpoint=otlp_traces_endpoint,
+            reattach_timeout=reattach_timeout,
         )
         return cls(session)
 

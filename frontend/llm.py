@@ -104,14 +104,20 @@ class LLM:
         curve: CurveKeys | None = None,
         tokenizer: str | None = None,
         timeout: float | None = 10.0,
+        reattach_timeout: float = 0.0,
     ) -> LLM:
         """Use a core that runs already. `timeout`: seconds to wait for one to answer at `address`.
+        `reattach_timeout`: see `AsyncLLM.attach`.
 
         Raises:
             EngineDeadError: nobody answers. ProtocolError: another version. ValueError: a bad address.
         """
         llm = cls.__new__(cls)
-        llm._use(LLMEngine.attach(address, curve=curve, tokenizer=tokenizer, timeout=timeout))
+        llm._use(
+            LLMEngine.attach(
+                address, curve=curve, tokenizer=tokenizer, timeout=timeout, reattach_timeout=reattach_timeout
+            )
+        )
         return llm
 
     def _use(self, engine: LLMEngine) -> None:

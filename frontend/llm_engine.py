@@ -51,13 +51,19 @@ class LLMEngine:
         curve: CurveKeys | None = None,
         tokenizer: str | None = None,
         timeout: float | None = 10.0,
+        reattach_timeout: float = 0.0,
     ) -> LLMEngine:
         """Attach to a running core. `timeout`: seconds to wait for one to answer there.
+        `reattach_timeout`: see `AsyncLLM.attach`.
 
         Raises:
             EngineDeadError: nobody answers. ProtocolError: another version. ValueError: a bad address.
         """
-        return cls(Session.attach(address, curve=curve, tokenizer=tokenizer, timeout=timeout))
+        return cls(
+            Session.attach(
+                address, curve=curve, tokenizer=tokenizer, timeout=timeout, reattach_timeout=reattach_timeout
+            )
+        )
 
     @property
     def info(self) -> EngineInfo:

@@ -13,8 +13,10 @@ import itertools
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Protocol
 
 import msgspec
@@ -32,6 +34,9 @@ from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.sockets import CurveKeys
 
 logger = logging.getLogger("pagewire.frontend")
+
+Connection = tuple[CoreClient, SpawnedCore | None]
+RETRY_SECONDS = 0.5
 
 
 class Mailbox(Protocol):
@@ -75,18 +80,19 @@ class Session:
 
     def __init__(
         self,
-        connect: Callable[[Session], tuple[CoreClient, SpawnedCore | None]],
-        restarts: int,
+        connect: Callable[[Session], Connection],
+        replace: Callable[[Session, EngineDeadError], Connection],
         traces_endpoint: str | None = None,
     ) -> None:
+        """`replace`: find another core for one that is lost, or raise that error again."""
         self.dead: EngineDeadError | None = None
-        self._connect, self._restarts = connect, restarts
+        self._replace = replace
         self._lock = threading.RLock()  # guards all below but the client, which guards itself
         self._outputs = Outputs()
         self._open: dict[str, RequestState] = {}
         self._mailboxes: dict[int, Mailbox] = {}
         self._keys = itertools.count()
-        self._closed = False
+        self._closing = threading.Event()
         self._tracer = None if traces_endpoint is None else Tracer(traces_endpoint)
         try:
             self._client, self._spawned = connect(self)
@@ -105,7 +111,9 @@ class Session:
         """
         args.check()
 
-        def connect(session: Session) -> tuple[CoreClient, SpawnedCore | None]:
+        left = itertools.count(restarts, -1)
+
+        def connect(session: Session) -> Connection:
             spawned = spawn_core(args)
             try:
                 client = session._attach(spawned.address, child=spawned.child, name="owner", timeout=None)
@@ -114,7 +122,15 @@ class Session:
                 raise
             return client, spawned
 
-        return cls(connect, restarts, args.otlp_traces_endpoint)._with_tokenizer(
+        def replace(session: Session, error: EngineDeadError) -> Connection:
+            if (more := next(left)) <= 0:
+                raise error
+            logger.error("%s; starting another (%d more after that)", error, more - 1)
+            if session._spawned is not None:
+                session._spawned.shutdown()
+            return connect(session)
+
+        return cls(connect, replace, args.otlp_traces_endpoint)._with_tokenizer(
             None, salt=0, revision=args.tokenizer_revision, token=args.hf_token, cache_dir=args.download_dir
         )
 
@@ -128,19 +144,31 @@ class Session:
         timeout: float | None,
         name: str = "attached",
         traces_endpoint: str | None = None,
+        reattach_timeout: float = 0.0,
     ) -> Session:
         """Attach to a running core. `tokenizer`: folder or id, if not the core's own. `name`: for its log and
-        metrics. `traces_endpoint`: URL of an OpenTelemetry collector.
+        metrics. `traces_endpoint`: URL of an OpenTelemetry collector. `reattach_timeout`: seconds to wait for
+        another core to answer there, should it be lost; what is open goes on with that one.
 
         Raises:
             EngineDeadError: nobody answers. ProtocolError: another version. ValueError: a bad address.
         """
 
-        def connect(session: Session) -> tuple[CoreClient, SpawnedCore | None]:
+        def connect(session: Session, timeout: float | None = timeout) -> Connection:
             return session._attach(address, curve=curve, name=name, timeout=timeout), None
 
+        def replace(session: Session, error: EngineDeadError) -> Connection:
+            if reattach_timeout <= 0:
+                raise error
+            give_up = time.monotonic() + reattach_timeout
+            logger.error("%s; waiting %g s for another at %s", error, reattach_timeout, address)
+            while not session._closing.wait(RETRY_SECONDS) and time.monotonic() < give_up:
+                with suppress(EngineDeadError):
+                    return connect(session, RETRY_SECONDS)
+            raise error
+
         # Frontends on one core must not draw the same seeds.
-        return cls(connect, 0, traces_endpoint)._with_tokenizer(
+        return cls(connect, replace, traces_endpoint)._with_tokenizer(
             tokenizer, salt=int.from_bytes(os.urandom(7), "little")
         )
 
@@ -269,9 +297,9 @@ class Session:
     def close(self) -> None:
         """Detach, and stop a core that was spawned here. May be called twice."""
         with self._lock:
-            if self._closed:
+            if self._closing.is_set():
                 return
-            self._closed = True
+            self._closing.set()
         self._client.close()
         if self._spawned is not None:
             self._spawned.shutdown()
@@ -295,20 +323,26 @@ class Session:
             mailbox.put(touched)
 
     def _lose_core(self, error: EngineDeadError) -> None:
-        """Replace a core that died, if that is wanted; else every open request ends with the cause."""
-        if self._closed or self._spawned is None or self._restarts <= 0:
+        """Go on with another core, if one is to be had; else every open request ends with the cause."""
+        if self._closing.is_set():
             self._bury(error)
             return
-        self._restarts -= 1
-        logger.error("%s; starting another (%d more after that)", error, self._restarts)
-        self._spawned.shutdown()
         try:
-            client, spawned = self._connect(self)
+            client, spawned = self._replace(self, error)
         except Exception as again:
-            self._bury(EngineDeadError(f"{error}; another did not start: {again}"))
+            self._bury(
+                error if again is error else EngineDeadError(f"{error}; another did not start: {again}")
+            )
+            return
+        if not same_model(client.info, self.info):
+            client.close()
+            self._bury(EngineDeadError(f"{error}; the new one serves another model, {client.info.model}"))
             return
         with self._lock:
             self._client, self._spawned = client, spawned
+            if self._closing.is_set():  # meanwhile: who closed has seen the lost one only
+                client.close()
+                return
             client.submit([resumed(state) for state in self._open.values()])
             client.abort(sequences=[place for state in self._open.values() for place in ended(state)])
 
@@ -335,6 +369,12 @@ class Session:
                 del self._mailboxes[state.key]
                 if self._tracer is not None:
                     self._tracer.end(state)
+
+
+def same_model(one: EngineInfo, other: EngineInfo) -> bool:
+    """Whether what was prepared for one engine fits the other."""
+    names = ("model", "architecture", "dtype", "vocab_size", "max_model_len", "tokenizer")
+    return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 def resumed(state: RequestState) -> SubmitRequest:

@@ -68,6 +68,8 @@ class ServerOptions:
     response_store_bytes: int = option(64 << 20, "Answers", "memory for answers of /v1/responses, so that they can"
         " be continued and fetched; those used longest ago go first; 0: none is kept")
     restarts: int = option(0, "Answers", "how often to replace an engine core that dies (not with --attach)")
+    reattach_timeout: float = option(30.0, "Answers", "with --attach: seconds to wait for another core"
+        " there, should it die; open requests go on with that one")
 
     uvicorn_log_level: str = option("warning", "Server log", "of the HTTP library", choices=LOG_LEVELS)
     disable_log_requests: bool = option(False, "Server log", "no line per request")

@@ -30,6 +30,10 @@ class Daemon:
     def stop(self) -> int:
         """SIGTERM, and the exit status."""
         self.process.terminate()
+        return self.close()
+
+    def close(self) -> int:
+        """Wait for its end: the exit status."""
         assert self.process.stdout is not None
         self.process.stdout.close()
         return self.process.wait(60)

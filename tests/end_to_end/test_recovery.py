@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import jsonschema
 import psutil
@@ -23,6 +24,8 @@ from pagewire import (
     SamplingParams,
     StructuredOutputsParams,
 )
+
+from .conftest import Daemon
 
 PROMPTS = [[300 + i, 400, 500 + i] * (1 + i % 5) for i in range(24)]
 
@@ -179,6 +182,28 @@ def test_restarts_carry_streams_over_to_a_new_core() -> None:
         os.kill(llm.session._spawned.pid, signal.SIGKILL)
         assert await asyncio.gather(*tasks) == expected
         llm.shutdown()
+
+    asyncio.run(main())
+
+
+def test_attached_streams_go_on_with_another_core(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/core.sock"
+
+    async def main() -> None:
+        first = Daemon(address)
+        llm = AsyncLLM.attach(address, reattach_timeout=60)
+        expected = await asyncio.gather(*(collect(llm, i, None, mixed) for i in range(4)))
+        progress = [0]
+        tasks = [asyncio.create_task(collect(llm, i, progress, mixed)) for i in range(4)]
+        while progress[0] < 40:
+            await asyncio.sleep(0)
+        first.process.kill()
+        first.process.wait()
+        second = await asyncio.to_thread(Daemon, address)
+        assert await asyncio.gather(*tasks) == expected
+        assert await collect(llm, 0, None, mixed) == expected[0]
+        llm.shutdown()
+        assert first.close() == -signal.SIGKILL and second.stop() == 0
 
     asyncio.run(main())
 

@@ -1,0 +1,110 @@
+"""What becomes of an attached session when its core is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pagewire.frontend.session import Inbox, Session
+from pagewire.ipc.errors import EngineDeadError
+from pagewire.ipc.messages import EngineInfo, Submit, SubmitRequest
+from pagewire.ipc.params import SamplingParams
+
+from .conftest import FakeCore
+
+
+@pytest.fixture
+def attach(tmp_path: Path) -> Iterator[Callable[[float], Session]]:
+    """Attaches to the fake core, which is there by then."""
+    sessions: list[Session] = []
+
+    def attach(reattach_timeout: float) -> Session:
+        sessions.append(
+            Session.attach(
+                f"ipc://{tmp_path}/core.sock",
+                curve=None,
+                tokenizer=None,
+                timeout=10,
+                reattach_timeout=reattach_timeout,
+            )
+        )
+        return sessions[-1]
+
+    yield attach
+    for session in sessions:
+        session.close()
+
+
+def begin(session: Session, core: FakeCore, inbox: Inbox) -> SubmitRequest:
+    """A request that has got two tokens."""
+    params = SamplingParams(max_tokens=4, temperature=0.0)
+    session.submit([session.prepare({"prompt_token_ids": [5, 6]}, params, "a request")], inbox)
+    [request] = core.expect(Submit).requests
+    core.tokens(request.key, [7, 8])
+    [state] = inbox.get()
+    assert state.output_token_ids == [[7, 8]]
+    return request  # type: ignore[no-any-return]
+
+
+def test_open_requests_go_on_with_another_core(
+    new_core: Callable[..., FakeCore], attach: Callable[[float], Session]
+) -> None:
+    first, inbox = new_core(), Inbox()
+    session = attach(60)
+    begin(session, first, inbox)
+    first.close()
+    second = new_core()
+    [request] = second.expect(Submit).requests
+    assert request.output_token_ids == [[7, 8]]
+    second.tokens(request.key, [9, 10], finish_reason="length")
+    [state] = inbox.get()
+    assert (state.output_token_ids, state.finished, session.dead) == ([[7, 8, 9, 10]], True, None)
+    begin(session, second, inbox)
+
+
+def test_another_model_is_no_other_core(
+    new_core: Callable[..., FakeCore],
+    attach: Callable[[float], Session],
+    engine_info: EngineInfo,
+    tmp_path: Path,
+) -> None:
+    first, inbox = new_core(), Inbox()
+    session = attach(60)
+    begin(session, first, inbox)
+    first.close()
+    second = FakeCore(f"ipc://{tmp_path}/core.sock", msgspec.structs.replace(engine_info, model="bigger"))
+    [state] = inbox.get()
+    second.close()
+    with pytest.raises(EngineDeadError, match="the new one serves another model, bigger"):
+        session.take(state)
+
+
+@pytest.mark.parametrize("reattach_timeout", [0, 0.1])
+def test_nobody_comes(
+    new_core: Callable[..., FakeCore], attach: Callable[[float], Session], reattach_timeout: float
+) -> None:
+    core, inbox = new_core(), Inbox()
+    session = attach(reattach_timeout)
+    begin(session, core, inbox)
+    core.close()
+    [state] = inbox.get()
+    with pytest.raises(EngineDeadError, match="the engine core closed the connection"):
+        session.take(state)
+    with pytest.raises(EngineDeadError):
+        begin(session, core, inbox)
+
+
+def test_who_closes_need_not_wait_for_another_core(
+    new_core: Callable[..., FakeCore], attach: Callable[[float], Session]
+) -> None:
+    core, inbox = new_core(), Inbox()
+    session = attach(1000)
+    begin(session, core, inbox)
+    core.close()
+    session.close()
+    [state] = inbox.get()
+    with pytest.raises(EngineDeadError):
+        session.take(state)
