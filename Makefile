@@ -3,27 +3,28 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-CUDA12 := $(VENV)/.cuda12
-CUDA13 := build/cuda13
 
 .PHONY: demo test test-cuda13 lint clean
 
 demo: $(STAMP)
 	$(BIN)/pagewire generate 'The "with" statement is used to' --max-tokens 120
 
-test: $(STAMP) $(CUDA12)
-	$(BIN)/pytest
-
-# The CUDA kernels' compiler: tests compile them, though they need no GPU.
-$(CUDA12): $(STAMP)
-	$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e '.[dev,cuda12]'
+# The CUDA kernels are compiled for the tests, too, though they need no GPU. CuPy can be installed for one CUDA only, so
+# each lies in a folder of its own.
+CUPY := --quiet --upgrade --no-deps -c constraints.txt cuda-pathfinder
+build/cuda12: $(STAMP)
+	$(BIN)/python -m pip install --target $@ $(CUPY) cupy-cuda12x nvidia-cuda-nvrtc-cu12
+	@touch $@
+build/cuda13: $(STAMP)
+	$(BIN)/python -m pip install --target $@ $(CUPY) cupy-cuda13x nvidia-cuda-nvrtc
 	@touch $@
 
-# CuPy is installed for one CUDA only: that for 13 lies in a folder of its own.
-test-cuda13: $(STAMP)
-	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(CUDA13) -c constraints.txt \
-		cupy-cuda13x cuda-pathfinder cuda-toolkit==13.0.* nvidia-cuda-nvrtc==13.0.* nvidia-cuda-runtime==13.0.*
-	PYTHONPATH=$(CUDA13) LD_LIBRARY_PATH=$(CUDA13)/nvidia/cu13/lib PAGEWIRE_TEST_NVRTC=13.0 \
+test: build/cuda12
+	PYTHONPATH=$(CURDIR)/$< LD_LIBRARY_PATH=$(CURDIR)/$</nvidia/cuda_nvrtc/lib PAGEWIRE_TEST_NVRTC=12.9 \
+		$(BIN)/pytest
+
+test-cuda13: build/cuda13
+	PYTHONPATH=$(CURDIR)/$< LD_LIBRARY_PATH=$(CURDIR)/$</nvidia/cu13/lib PAGEWIRE_TEST_NVRTC=13.0 \
 		$(BIN)/pytest tests/kernels/cuda/test_compile.py
 
 # mypy sees the namespace through links: the folders sit side by side, pagewire.* is made on installation.
