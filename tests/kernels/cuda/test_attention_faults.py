@@ -2,14 +2,19 @@
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import Tensor
 
+from pagewire.kernels.cuda import attention
+from pagewire.kernels.cuda.source import read_source
 from tests.kernels.batches import TOLERANCE, Paged, Shape
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedDevice
+from tests.kernels.cuda.emulate.library import load
 from tests.kernels.cuda.test_attention import BF16, E4M3, Options, batch_of, everything, expect, run
 
 HEADS = 6
@@ -133,10 +138,26 @@ def right() -> None:
             check_all(which, EmulatedDevice(order))
 
 
+@pytest.fixture(scope="module")
+def compiled() -> None:
+    """All kernels with their faults, several at a time: the compiler runs in processes of its own."""
+    wanted = []
+    for which, edit in FAULTS:
+        cache_dtype = E4M3 if which.endswith("fp8") else BF16
+        for instance in (attention.decode_instance, attention.prefill_instance):
+            variant = instance(BF16, cache_dtype, SHAPE.head_dim).variant
+            if edit.file in dict(read_source(variant.source)):
+                wanted.append((variant, edit))
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(lambda pair: load(pair[0], (pair[1],)), wanted))
+
+
 def title(value: object) -> str:
     return value.old.strip()[:40] if isinstance(value, Edit) else str(value)
 
 
 @pytest.mark.parametrize(("which", "edit"), FAULTS, ids=title)
-def test_faults_are_caught(right: None, catch: Callable[..., None], which: str, edit: Edit) -> None:
+def test_faults_are_caught(
+    right: None, compiled: None, catch: Callable[..., None], which: str, edit: Edit
+) -> None:
     catch(functools.partial(check_all, which), edit)

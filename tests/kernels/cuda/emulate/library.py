@@ -13,7 +13,7 @@ from pagewire.kernels.cpu.build import cache_directory, compiler_command
 from pagewire.kernels.cuda.source import Variant, read_source
 
 HEADER = Path(__file__).parent / "cuda.h"
-FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-w", "-fno-strict-aliasing", "-ffp-contract=off")
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-fno-strict-aliasing", "-ffp-contract=off")
 
 
 @dataclass(frozen=True, slots=True)
