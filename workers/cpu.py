@@ -64,11 +64,11 @@ class Drawn:
 
 
 class CpuSampler:
-    """`sampler.sample`, as a device's sampler."""
+    """`sampler.sample`, as a device's sampler: logits of another device are fetched, and waited for."""
 
     def launch(self, logits: Tensor, slots: Sequence[SamplingSlot], masks: TokenMasks) -> Drawn:
         """See `Sampler.launch`."""
-        return Drawn(sample(logits, slots, masks))
+        return Drawn(sample(logits.cpu(), slots, masks))
 
 
 class Cpu:

@@ -16,7 +16,10 @@ from pagewire.kernels.cuda.compile import CompileError
 from pagewire.kernels.cuda.kv import FP8
 from pagewire.kernels.cuda.launch import Device
 from pagewire.kernels.cuda.norms import DTYPES as KERNEL_DTYPES
+from pagewire.kernels.cuda.sampling import MAX_VOCAB_SIZE
 from pagewire.kernels.cuda.source import Variant
+from pagewire.workers.cpu import CpuSampler
+from pagewire.workers.device import Sampler
 from pagewire.workers.device_sampler import DeviceSampler
 from pagewire.workers.errors import LoadError
 
@@ -136,8 +139,13 @@ class Cuda:
         """See `Device.mark`."""
         return Event(torch.cuda.current_stream(self.torch_device))
 
-    def sampler(self, max_rows: int, vocab_size: int, most: int) -> DeviceSampler:
+    def sampler(self, max_rows: int, vocab_size: int, most: int) -> Sampler:
         """See `Device.sampler`."""
+        if vocab_size > MAX_VOCAB_SIZE:
+            logger.warning(
+                "a vocabulary of %d is drawn from on the CPU: kernels serve %d", vocab_size, MAX_VOCAB_SIZE
+            )
+            return CpuSampler()
         return DeviceSampler(self, max_rows, vocab_size, most)
 
     def can_record(self, dtype: torch.dtype) -> bool:

@@ -37,7 +37,7 @@ class Sampled(Protocol):
 
     @property
     def token_ids(self) -> Tensor:
-        """int64 [R], on the device."""
+        """int64 [R], where they were drawn."""
 
     def reached(self) -> bool:
         """Are they there?"""

@@ -147,7 +147,7 @@ class Runner:
     def keep_tokens(self, slots: Tensor, sampled: Sampled) -> None:
         """Let the next step run them, even if it is launched before anyone has seen them."""
         if self.device.asynchronous:
-            self.relay.keep(slots, sampled.token_ids)
+            self.relay.keep(slots, sampled.token_ids.to(self.device.torch_device))
 
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Run one of `methods.METHODS`.

@@ -19,7 +19,9 @@ from pagewire.ipc.messages import LoadModel, Masks, Row, SlotInit, StepPlan, Ste
 from pagewire.ipc.params import SamplingParams
 from pagewire.kernels import reference
 from pagewire.kernels.cuda.implementation import CudaKernels
+from pagewire.workers import cuda
 from pagewire.workers import runner as runner_module
+from pagewire.workers.cpu import CpuSampler
 from pagewire.workers.device import open_device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.graphs import recorded_sizes
@@ -190,6 +192,21 @@ def test_launching_ahead_and_replaying_change_nothing(
     ahead = load()
     assert [outcome(result) for result in Core(ahead).run(plans)] == wanted
     check_recorded(ahead, num_recorded=4, num_replayed=6)
+
+
+def test_a_vocabulary_that_is_too_large_for_the_kernels(
+    load: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = make_plans(make_prompts(VOCAB_SIZE, (9, 20)), 5, [PLAIN, EDITED])
+    wanted = [outcome(result) for result in Core(load()).run(plans)]
+    monkeypatch.setattr(cuda, "MAX_VOCAB_SIZE", VOCAB_SIZE - 1)
+    runner = load()
+    assert isinstance(runner.sampler, CpuSampler)
+    steps = Steps(core := Core(runner), runner)  # type: ignore[arg-type]
+    for plan in plans:
+        steps.launch(plan)
+    steps.finish()
+    assert [outcome(result) for result in core.results] == wanted
 
 
 def test_a_slot_goes_to_another_request_while_its_last_step_runs(load: Callable[..., Runner]) -> None:
