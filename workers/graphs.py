@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -50,12 +51,10 @@ class DecodeGraphs:
         self._static = _empty_batch(self.sizes[-1], max_blocks, max_blocks * block_size, device.torch_device)
         self._replays: dict[int, Callable[[], Tensor]] = {}
 
-    def record(self, progress: Callable[[int, int], object] = lambda done, total: None) -> None:
+    def record(self) -> None:
         """Record all sizes. The largest comes first: the others find room in what it took."""
-        for done, size in enumerate(reversed(self.sizes), start=1):
-            batch = _first(self._static, size)
-            self._replays[size] = self._device.record(lambda batch=batch: self._forward(batch))  # type: ignore[misc]
-            progress(done, len(self.sizes))
+        for size in reversed(self.sizes):
+            self._replays[size] = self._device.record(partial(self._forward, _first(self._static, size)))
 
     def size_for(self, num_requests: int) -> int | None:
         """The size to which a batch of so many requests is padded; None: there is none."""

@@ -129,7 +129,10 @@ class Runner:
     def _run(self, plan: StepPlan) -> tuple[Batch, Tensor]:
         """The batch, on the device, and its hidden states."""
         size = None
-        if self.graphs is not None and all(row.num_tokens == 1 for row in plan.rows):
+        # A prompt's log probabilities are taken when the step is over: by then, a replay's states may be the next's.
+        if self.graphs is not None and all(
+            r.num_tokens == 1 and not r.num_prompt_logprobs for r in plan.rows
+        ):
             size = self.graphs.size_for(len(plan.rows))
         batch = build_batch(plan.rows, self.slots, size or 0)
         if self.device.asynchronous:

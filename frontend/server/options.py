@@ -86,7 +86,7 @@ class ServerOptions:
         check_int("response_store_bytes", self.response_store_bytes, 0)
         check_int("max_log_len", self.max_log_len, -1)
         check_int("restarts", self.restarts, 0)
-        for name in ("body_seconds", "stall_seconds", "drain_seconds"):
+        for name in ("body_seconds", "stall_seconds", "drain_seconds", "reattach_timeout"):
             check_number(name, getattr(self, name), 0.0, math.inf)
         if self.root_path and not self.root_path.startswith("/"):
             raise ValueError(f"root_path must begin with '/', got {self.root_path!r}")

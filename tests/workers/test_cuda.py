@@ -239,6 +239,22 @@ def test_masks_wait_for_the_step_before(load: Callable[..., Runner]) -> None:
     assert [result.token_ids[0] for result in results] == free
 
 
+def test_log_probabilities_of_a_prompt_that_came_token_by_token(load: Callable[..., Runner]) -> None:
+    """They are taken when the next step has been launched."""
+    [prompt] = make_prompts(VOCAB_SIZE, (4,))
+    params = SamplingParams(temperature=0.0, prompt_logprobs=1)
+    plans = [StepPlan(i, [Row(0, i, 1, num_prompt_logprobs=1)]) for i in range(3)]
+    plans[0].inits.append(SlotInit(0, prompt, 4, [3], params, seed=0))
+    plain = load(enforce_eager=True)
+    wanted = [values(plain.step(plan).prompt_logprobs[0]) for plan in plans]
+    found = load()
+    core = Core(found)
+    for plan in plans:
+        core.steps.launch(plan)
+    core.steps.finish()
+    assert [values(result.prompt_logprobs[0]) for result in core.results] == wanted
+
+
 def test_an_empty_plan_goes_behind_the_step_that_runs(load: Callable[..., Runner]) -> None:
     [begin] = make_plans(make_prompts(VOCAB_SIZE, (3,)), 1, [GREEDY])
     core = Core(load())
