@@ -72,7 +72,7 @@ class Session:
 
     Attributes:
         info: what the core says of itself. tokenizer: ours, None with `skip_tokenizer_init`.
-        dead: why the core is lost for good; None while it lives.
+        dead: why there is no core, for good or until another is found; None while there is one.
     """
 
     info: EngineInfo
@@ -324,27 +324,35 @@ class Session:
 
     def _lose_core(self, error: EngineDeadError) -> None:
         """Go on with another core, if one is to be had; else every open request ends with the cause."""
-        if self._closing.is_set():
-            self._bury(error)
-            return
+        self.dead = error  # until there is another
         try:
-            client, spawned = self._replace(self, error)
-        except Exception as again:
-            self._bury(
-                error if again is error else EngineDeadError(f"{error}; another did not start: {again}")
-            )
-            return
-        if not same_model(client.info, self.info):
-            client.close()
-            self._bury(EngineDeadError(f"{error}; the new one serves another model, {client.info.model}"))
+            client, spawned = self._find_another(error)
+        except EngineDeadError as cause:
+            self.dead = cause
+            self._bury(cause)
             return
         with self._lock:
             self._client, self._spawned = client, spawned
             if self._closing.is_set():  # meanwhile: who closed has seen the lost one only
                 client.close()
                 return
+            self.dead = None
             client.submit([resumed(state) for state in self._open.values()])
             client.abort(sequences=[place for state in self._open.values() for place in ended(state)])
+
+    def _find_another(self, error: EngineDeadError) -> Connection:
+        if self._closing.is_set():
+            raise error
+        try:
+            client, spawned = self._replace(self, error)
+        except Exception as again:
+            if again is error:
+                raise
+            raise EngineDeadError(f"{error}; another did not start: {again}") from again
+        if not same_model(client.info, self.info):
+            client.close()
+            raise EngineDeadError(f"{error}; the new one serves another model, {client.info.model}")
+        return client, spawned
 
     def _bury(self, error: EngineDeadError) -> None:
         with self._lock:

@@ -129,7 +129,7 @@ class Runner:
     def _run(self, plan: StepPlan) -> tuple[Batch, Tensor]:
         """The batch, on the device, and its hidden states."""
         size = None
-        # A prompt's log probabilities are taken when the step is over: by then, a replay's states may be the next's.
+        # A prompt's log probabilities are taken when the step is over: a replay's states may be gone by then.
         if self.graphs is not None and all(
             r.num_tokens == 1 and not r.num_prompt_logprobs for r in plan.rows
         ):

@@ -170,7 +170,16 @@ def plan(wanted: Sequence[RowSampling], masks: Tensor | None = None) -> Sampling
         if not -1 <= row.mask < len(masks):
             raise ValueError(f"mask {row.mask} of {len(masks)}")
     rows = sampling_rows(wanted)
-    lists = _id_lists(wanted)
+    lists = {
+        "counts": [row.count_ids for row in wanted],
+        "biases": [row.bias_ids for row in wanted],
+        "allowed": [_NO_IDS if row.allowed_ids is None else row.allowed_ids for row in wanted],
+        "forbidden": [np.array(row.forbidden_ids, np.int64) for row in wanted],
+    }
+    for name, ids in lists.items():
+        rows[f"num_{name}"] = [len(of_row) for of_row in ids]
+        rows[f"{name}_start"] = np.cumsum(rows[f"num_{name}"]) - rows[f"num_{name}"]
+    rows["num_allowed"][[row.allowed_ids is None for row in wanted]] = -1
     drawing = [row for row in wanted if row.temperature > 0]
     nums_most_likely = [row.num_most_likely for row in wanted]
     return SamplingPlan(
@@ -190,26 +199,14 @@ def plan(wanted: Sequence[RowSampling], masks: Tensor | None = None) -> Sampling
 
 
 def sampling_rows(wanted: Sequence[RowSampling]) -> NDArray[np.void]:
-    """`SamplingRow` of sampling.cu of each row [R]."""
+    """`SamplingRow` of sampling.cu of each row [R], without its lists of tokens."""
     rows = np.zeros(len(wanted), parameter_dtype(SOURCE, "SamplingRow"))
     for name in ("position", "top_p", "mask", "top_k", "temperature", "repetition", "frequency", "presence"):
         rows[name] = [getattr(row, name) for row in wanted]
     rows["seed"] = np.array([row.seed % 2**64 for row in wanted], np.uint64)
     rows["least_mass"] = [max(1, math.ceil(row.min_p * 2**MASS_BITS)) for row in wanted]
-    for name, ids in _id_lists(wanted).items():
-        rows[f"num_{name}"] = [len(of_row) for of_row in ids]
-        rows[f"{name}_start"] = np.cumsum(rows[f"num_{name}"]) - rows[f"num_{name}"]
-    rows["num_allowed"][[row.allowed_ids is None for row in wanted]] = -1
+    rows["num_allowed"] = -1
     return rows
-
-
-def _id_lists(wanted: Sequence[RowSampling]) -> dict[str, list[NDArray[np.int64]]]:
-    return {
-        "counts": [row.count_ids for row in wanted],
-        "biases": [row.bias_ids for row in wanted],
-        "allowed": [_NO_IDS if row.allowed_ids is None else row.allowed_ids for row in wanted],
-        "forbidden": [np.array(row.forbidden_ids, np.int64) for row in wanted],
-    }
 
 
 def _joined(arrays: Sequence[NDArray[np.generic]]) -> Tensor:

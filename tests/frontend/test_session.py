@@ -56,6 +56,10 @@ def test_open_requests_go_on_with_another_core(
     session = attach(60)
     begin(session, first, inbox)
     first.close()
+    while session.dead is None:
+        pass
+    with pytest.raises(EngineDeadError):
+        begin(session, first, inbox)
     second = new_core()
     [request] = second.expect(Submit).requests
     assert request.output_token_ids == [[7, 8]]
