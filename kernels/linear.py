@@ -1,4 +1,4 @@
-"""Linear layers over packed weights: most of a model's work, and nearly all of its bytes."""
+"""Linear layers: most of a model's work, and nearly all of its bytes."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from pagewire.kernels.implementation import implementation_for
 
-__all__ = ["pack"]
+__all__ = ["linear", "pack"]
 
 
 def pack(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
@@ -21,3 +21,20 @@ def pack(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tenso
         on how many rows there are. Raises ValueError where x does not fit.
     """
     return implementation_for(weight).pack(weight, bias)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias`, to the bits of the same product over the packed weight, without packing it for good.
+
+    Args:
+        x: [..., K].
+        weight: [N, K], of the same dtype. It is packed anew in every call, in pieces that fit a processor's cache.
+        bias: [N], of the same dtype.
+
+    Returns:
+        [..., N].
+
+    Raises:
+        ValueError: the shapes or dtypes do not fit.
+    """
+    return implementation_for(x, weight).linear(x, weight, bias)

@@ -3,6 +3,9 @@
 Attention and norms accumulate in float32 (float64 for float64 tensors).
 """
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -152,58 +155,26 @@ def token_masses(depths: Tensor) -> Tensor:
     return p.mul_(power).long()
 
 
-ONEDNN_DTYPES = (torch.float32, torch.bfloat16)
+ROWS = 16  # of one product
 
 
-def _onednn_serves(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype in ONEDNN_DTYPES
-
-
-def padded_rows(num_rows: int) -> int:
-    """How many rows are multiplied for so many: at most a sixteenth more, in 16 sizes between powers of two.
-
-    oneDNN prepares a product for each number of rows, which takes milliseconds and up to a megabyte. A lone row
-    becomes two: PyTorch and oneDNN sum one row in another order than many.
-    """
-    grain = 1 << max(0, num_rows.bit_length() - 5)
-    return max(2, -(-num_rows // grain) * grain)
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., K] times weight [N, K] transposed, plus bias [N]: `linear` whose bits do not depend on the batch.
-
-    The weight may be one that `mkldnn._reorder_linear_weight` packed.
-    """
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See `pagewire.kernels.linear.linear`. On a GPU a row's bits may depend on the number of rows."""
+    if x.device.type != "cpu":
+        return functional.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
     num_rows = len(rows)
-    if num_rows == 0:
-        return x.new_empty(*x.shape[:-1], len(weight))
-    if missing := padded_rows(num_rows) - num_rows:
-        rows = functional.pad(rows, (0, 0, 0, missing))
-    if _onednn_serves(rows):
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
-    else:
-        out = functional.linear(rows, weight, bias)
-    return out[:num_rows].view(*x.shape[:-1], out.shape[-1])
+    # PyTorch sums in an order that depends on the number of rows, so there are always as many.
+    blocks = functional.pad(rows, (0, 0, 0, -num_rows % ROWS)).view(-1, ROWS, x.shape[-1])
+    out = x.new_empty(len(blocks), ROWS, len(weight))
+    for block, result in zip(blocks, out, strict=True):
+        result.copy_(functional.linear(block, weight, bias))
+    return out.flatten(0, 1)[:num_rows].view(*x.shape[:-1], len(weight))
 
 
-class Packed:
-    """A linear layer over a weight in the layout that oneDNN likes, where it has one."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.bias = bias
-        self.weight = weight
-        if _onednn_serves(weight):
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[..., K] to [..., N]."""
-        return product(x, self.weight, self.bias)
-
-
-def pack(weight: Tensor, bias: Tensor | None = None) -> Packed:
-    """See `pagewire.kernels.linear.pack`."""
-    return Packed(weight, bias)
+def pack(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+    """See `pagewire.kernels.linear.pack`. The weight stays as it is."""
+    return functools.partial(linear, weight=weight, bias=bias)
 
 
 def stack(layers: object) -> None:

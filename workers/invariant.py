@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its usual name
 from torch.overrides import TorchFunctionMode
 
-from pagewire.kernels.reference import product
+from pagewire.kernels.linear import linear
 
 VECTOR = 64  # elements of two of the widest vectors, which PyTorch's loops take at a time
 GRAIN = 32768  # elements from which on PyTorch gives an elementwise loop to another thread
@@ -58,7 +58,7 @@ class Invariant(TorchFunctionMode):
         """Called for each of PyTorch's functions; within, the mode is off."""
         kwargs = kwargs or {}
         if func is F.linear:
-            return product(*args, **kwargs)
+            return linear(*args, **kwargs)
         if func in ELEMENTWISE and args and not (kwargs.get("inplace") or "out" in kwargs):
             return elementwise(func, *args, **kwargs)
         return func(*args, **kwargs)

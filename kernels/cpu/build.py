@@ -18,8 +18,11 @@ from pathlib import Path
 
 logger = logging.getLogger("pagewire.kernels")
 
-SOURCES = ("attention.cpp", "decoder.cpp", "layers.cpp", "linear.cpp", "sampling.cpp", "team.cpp")
-HEADERS = ("kernels.h", "layout.h", "parallel.h", "simd.h")
+SOURCES = (
+    *("attention.cpp", "decoder.cpp", "layers.cpp", "linear.cpp"),
+    *("prepare.cpp", "sampling.cpp", "team.cpp"),
+)
+HEADERS = tuple(sorted(path.name for path in Path(__file__).parent.glob("*.h")))
 # Contracting a * b + c is left to explicit fused multiply-adds: the bits must not depend on inlining.
 FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),
@@ -49,8 +52,23 @@ _AVX512 = InstructionSet(
 _AVX512_BF16 = InstructionSet(
     "avx512_bf16", _AVX512.cpu_flags | {"avx512_bf16"}, (*_AVX512.compiler_flags, "-mavx512bf16")
 )
-INSTRUCTION_SETS = (_AVX512_BF16, _AVX512, _AVX2, InstructionSet("portable"))
+_PORTABLE = InstructionSet("portable")
+VECTORS = (_AVX512_BF16, _AVX512, _AVX2, _PORTABLE)
+"""Sets without matrix tiles, the best first."""
+
+_AMX = InstructionSet(
+    "amx",
+    _AVX512_BF16.cpu_flags | {"amx_tile", "amx_bf16"},
+    (*_AVX512_BF16.compiler_flags, "-DPAGEWIRE_TILES"),
+)
+_AMX_FP16 = InstructionSet(
+    "amx_fp16", _AMX.cpu_flags | {"amx_fp16"}, (*_AMX.compiler_flags, "-DPAGEWIRE_TILES_FP16")
+)
+INSTRUCTION_SETS = (_AMX_FP16, _AMX, *VECTORS)
 """The best first."""
+
+EMULATED_TILES = "amx_emulated"
+"""The name of `emulated_tiles`."""
 
 
 @functools.cache
@@ -70,9 +88,11 @@ def supported_instruction_sets() -> list[InstructionSet]:
     return [isa for isa in INSTRUCTION_SETS if isa.cpu_flags <= cpu_flags()]
 
 
-def has_tiles() -> bool:
-    """Whether this CPU multiplies whole tiles of bf16 (AMX)."""
-    return "amx_bf16" in cpu_flags()
+def emulated_tiles() -> InstructionSet:
+    """`amx_fp16` with the tile instructions in plain C++: to its bits, on any CPU, and slowly. Only for tests."""
+    vectors = next(isa for isa in VECTORS if isa.cpu_flags <= cpu_flags())
+    flags = ("-DPAGEWIRE_TILES", "-DPAGEWIRE_TILES_FP16", "-DPAGEWIRE_EMULATE_TILES")
+    return InstructionSet(EMULATED_TILES, vectors.cpu_flags, (*vectors.compiler_flags, *flags))
 
 
 def compiler_command() -> list[str]:

@@ -189,7 +189,7 @@ class NativeStack:
             block_table=batch.block_table.data_ptr(),
             q_token_stride=self._qkv_size,
             q_head_stride=self._head_dim,
-            **cache_fields(k, v),
+            **cache_fields(self._library, k, v),
             block_table_stride=batch.block_table.stride(0),
             num_tokens=num_tokens,
             num_requests=len(batch.seq_lens),

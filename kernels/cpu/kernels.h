@@ -6,7 +6,7 @@
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// Mirrored field by field by `AttentionCall` in native.py. Strides count elements.
+// Mirrored field by field by `AttentionCall` in library.py. Strides count elements.
 struct AttentionCall {
   const void* q;        // [tokens, heads, head_dim]
   const void* k_cache;  // [blocks, kv_heads, block_size * head_dim], see layout.h
@@ -29,6 +29,10 @@ struct AttentionCall {
   int32_t dtype;  // 0 float32, 1 bfloat16, 2 float16
   int32_t num_threads;
 };
+
+EXPORT int pagewire_prepare();
+
+EXPORT int pagewire_pair(int32_t dtype);
 
 EXPORT int pagewire_attention(const AttentionCall* call);
 
@@ -57,6 +61,10 @@ EXPORT void pagewire_rotary(void* x, const void* cos, const void* sin, int64_t t
 
 EXPORT void pagewire_linear(const void* x, const void* packed, const void* bias, void* out, int64_t rows, int64_t k,
                             int64_t n, int64_t x_stride, int32_t dtype, int32_t num_threads);
+
+EXPORT void pagewire_linear_unpacked(const void* x, const void* weight, const void* bias, void* out, int64_t rows,
+                                     int64_t k, int64_t n, int64_t x_stride, int64_t weight_stride, int32_t dtype,
+                                     int32_t num_threads);
 
 EXPORT void pagewire_largest(const void* x, const uint32_t* allowed, float* values, int64_t* ids, int64_t rows,
                              int64_t size, int64_t row_stride, int32_t dtype, int32_t num_threads);

@@ -94,6 +94,13 @@ void rotate(T* x, const T* cos, const T* sin, int64_t half) {
 
 }  // namespace
 
+// How many elements of this type lie side by side in a cache: kPair of layout.h. Blocks hold a multiple of it.
+EXPORT int pagewire_pair(int32_t dtype) {
+  int pair = 1;
+  dispatch(dtype, [&](auto element) { pair = int(kPair<decltype(element)>); });
+  return pair;
+}
+
 // source [tokens, heads, size], keys or `values`; cache [blocks, heads, block_size * size], see layout.h.
 // Returns 0, or 1 if a slot lies outside the cache (other tokens are still written).
 EXPORT int pagewire_store(const void* source, void* cache, const int64_t* slots, int64_t tokens, int64_t heads,

@@ -2,18 +2,20 @@
 //
 // Keys lie in granules of consecutive positions, [granule][step][key][kPair]: a vector is one step along the head, of
 // many keys. The last element of a head of odd size, [key], ends its granule. Values lie as
-// [position / kPair][column][kPair]. bfloat16 goes in pairs, since one instruction multiplies and adds two.
+// [position / kPair][column][kPair]. bfloat16 goes in pairs, since one instruction multiplies and adds two; so does
+// what matrix tiles multiply (tiles.h).
 #pragma once
 
 #include <algorithm>
 #include <type_traits>
 
 #include "simd.h"
+#include "tiles.h"
 
 namespace {
 
 template <class T>
-constexpr int64_t kPair = std::is_same_v<T, bf16> ? 2 : 1;
+constexpr int64_t kPair = std::is_same_v<T, bf16> || kTiled<T> ? 2 : 1;
 
 constexpr int64_t kGranule = 16;  // a multiple of every kLanes
 

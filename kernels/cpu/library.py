@@ -12,6 +12,8 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The dtypes that the kernels are compiled for, and their numbers in the C++ code."""
 
 SIGNATURES = {
+    "pagewire_prepare": [],
+    "pagewire_pair": [c_int32],
     "pagewire_attention": [c_void_p],
     "pagewire_store": [c_void_p] * 3 + [c_int64] * 9 + [c_int32] * 3,
     "pagewire_rms_norm": [c_void_p] * 3 + [c_int64] * 7 + [c_float] * 2 + [c_int32] * 2,
@@ -21,6 +23,7 @@ SIGNATURES = {
     "pagewire_packed_size": [c_int64] * 2 + [c_int32],
     "pagewire_pack": [c_void_p] * 2 + [c_int64] * 3 + [c_int32] * 2,
     "pagewire_linear": [c_void_p] * 4 + [c_int64] * 4 + [c_int32] * 2,
+    "pagewire_linear_unpacked": [c_void_p] * 4 + [c_int64] * 5 + [c_int32] * 2,
     "pagewire_largest": [c_void_p] * 4 + [c_int64] * 3 + [c_int32] * 2,
     "pagewire_only_allowed": [c_void_p] * 3 + [c_int64] * 3 + [c_int32] * 2,
     "pagewire_token_masses": [c_void_p] * 2 + [c_int64, c_int32],
@@ -30,7 +33,7 @@ SIGNATURES = {
 
 
 class AttentionCall(ctypes.Structure):
-    """The arguments of one attention call; mirrors the struct of this name in attention.cpp."""
+    """The arguments of one attention call; mirrors the struct of this name in kernels.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("q", "k_cache", "v_cache", "out")),
@@ -46,27 +49,34 @@ class AttentionCall(ctypes.Structure):
     )
 
 
+class InstructionsRefusedError(RuntimeError):
+    """The CPU has the instructions, but the system does not let this process use them."""
+
+
 def open_library(isa: InstructionSet) -> ctypes.CDLL:
     """The library for an instruction set, compiled on first use.
 
     Raises:
         BuildError, OSError: it cannot be compiled or loaded.
+        InstructionsRefusedError: the system forbids its instructions (AMX needs a permission per process).
     """
     library = ctypes.CDLL(str(build(isa)))
     for name, argument_types in SIGNATURES.items():
         getattr(library, name).argtypes = argument_types
     library.pagewire_packed_size.restype = c_int64
+    if library.pagewire_prepare():
+        raise InstructionsRefusedError(f"the system does not let this process use {isa.name}")
     return library
 
 
-def cache_fields(k_cache: Tensor, v_cache: Tensor) -> dict[str, int]:
+def cache_fields(library: ctypes.CDLL, k_cache: Tensor, v_cache: Tensor) -> dict[str, int]:
     """What `AttentionCall` says of a layer's caches, but for where they lie.
 
     Raises:
-        ValueError: their heads are not contiguous within a block, or a pair of bfloat16 values would lie in two.
+        ValueError: their heads are not contiguous within a block, or a pair of values would lie in two.
     """
     for cache in (k_cache, v_cache):
-        check_cache(cache)
+        check_cache(library, cache)
     return {
         "k_block_stride": k_cache.stride(0),
         "k_head_stride": k_cache.stride(1),
@@ -77,7 +87,7 @@ def cache_fields(k_cache: Tensor, v_cache: Tensor) -> dict[str, int]:
     }
 
 
-def check_cache(cache: Tensor) -> None:
+def check_cache(library: ctypes.CDLL, cache: Tensor) -> None:
     """Refuse a cache [num_blocks, heads, block_size, size] that the kernels cannot arrange as they want to.
 
     Raises:
@@ -86,8 +96,8 @@ def check_cache(cache: Tensor) -> None:
     _, _, block_size, size = cache.shape
     if cache.stride()[2:] != (size, 1):
         raise ValueError(f"a head's rows must be contiguous within a block, strides are {cache.stride()}")
-    if cache.dtype == torch.bfloat16 and block_size % 2:
-        raise ValueError(f"bfloat16 needs blocks of an even number of tokens, not {block_size}")
+    if block_size % library.pagewire_pair(DTYPES[cache.dtype]):
+        raise ValueError(f"{cache.dtype} needs blocks of an even number of tokens, not {block_size}")
 
 
 def last_contiguous(x: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class PackedLinear:
             raise ValueError(
                 f"a row of {x.shape[-1]} {x.dtype} by {self.in_features} {self.packed.dtype} expected"
             )
-        rows = last_contiguous(x if x.dim() == 2 else x.reshape(-1, self.in_features))
+        rows = _rows(x)
         out = torch.empty(*x.shape[:-1], self.out_features, dtype=x.dtype)
         self._library.pagewire_linear(
             rows.data_ptr(),
@@ -49,3 +49,30 @@ class PackedLinear:
             torch.get_num_threads(),
         )
         return out
+
+
+def multiply_unpacked(library: ctypes.CDLL, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., K] by a weight [N, K] as it is: see `pagewire.kernels.linear.linear`."""
+    if x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype:
+        raise ValueError(f"a row of {x.shape[-1]} {x.dtype} by {weight.shape[1]} {weight.dtype} expected")
+    rows, weight = _rows(x), last_contiguous(weight)
+    bias = None if bias is None else of_size(bias, len(weight))
+    out = torch.empty(*x.shape[:-1], len(weight), dtype=x.dtype)
+    library.pagewire_linear_unpacked(
+        rows.data_ptr(),
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        len(rows),
+        weight.shape[1],
+        len(weight),
+        rows.stride(0),
+        weight.stride(0),
+        DTYPES[x.dtype],
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def _rows(x: Tensor) -> Tensor:
+    return last_contiguous(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))

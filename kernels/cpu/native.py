@@ -1,6 +1,7 @@
 """The compiled CPU kernels, called through ctypes.
 
-`PAGEWIRE_CPU_ISA` forces an instruction set by its name in `build.INSTRUCTION_SETS`, or `reference` for none.
+`PAGEWIRE_CPU_ISA` forces an instruction set by its name in `build.INSTRUCTION_SETS`. `amx_emulated` stands for
+matrix tiles in plain C++, `reference` for no compiled kernels at all.
 """
 
 import ctypes
@@ -13,19 +14,25 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pagewire.kernels import reference
-from pagewire.kernels.cpu.build import BuildError, InstructionSet, has_tiles, supported_instruction_sets
+from pagewire.kernels.cpu.build import (
+    EMULATED_TILES,
+    BuildError,
+    InstructionSet,
+    emulated_tiles,
+    supported_instruction_sets,
+)
 from pagewire.kernels.cpu.decoder import NativeStack
 from pagewire.kernels.cpu.library import (
     DTYPES,
     AttentionCall,
+    InstructionsRefusedError,
     cache_fields,
     check_cache,
     last_contiguous,
     of_size,
     open_library,
 )
-from pagewire.kernels.cpu.linear import PackedLinear
+from pagewire.kernels.cpu.linear import PackedLinear, multiply_unpacked
 from pagewire.kernels.paging import AttentionBatch
 
 if TYPE_CHECKING:
@@ -41,22 +48,37 @@ def load() -> "NativeKernels | None":
     Raises:
         ValueError: `PAGEWIRE_CPU_ISA` names no instruction set of this CPU.
     """
-    isas = supported_instruction_sets()
     forced = os.environ.get("PAGEWIRE_CPU_ISA")
     if forced == "reference":
         return None
-    if forced:
-        names = [isa.name for isa in isas]
-        if forced not in names:
-            raise ValueError(f"PAGEWIRE_CPU_ISA={forced}: this CPU has {', '.join(names)}")
-        isas = [isa for isa in isas if isa.name == forced]
-    for isa in isas:  # an old compiler may know only the lesser ones
+    failure: Exception | None = None
+    for isa in _candidates(forced):  # an old compiler may know only the lesser ones
         try:
-            return NativeKernels(isa)
+            kernels = NativeKernels(isa)
+        except InstructionsRefusedError as error:
+            logger.warning("CPU kernels: %s; taking the next best instructions", error)
+            failure = error
         except (BuildError, OSError) as error:
             failure = error
+        else:
+            logger.info("CPU kernels: %s", isa.name)
+            return kernels
     logger.warning("CPU kernels unavailable, using PyTorch instead, which is slower: %s", failure)
     return None
+
+
+def _candidates(forced: str | None) -> list[InstructionSet]:
+    """The instruction sets to try, the best first."""
+    supported = supported_instruction_sets()
+    if not forced:
+        return supported
+    if forced == EMULATED_TILES:
+        return [emulated_tiles()]
+    chosen = [isa for isa in supported if isa.name == forced]
+    if not chosen:
+        names = ", ".join(isa.name for isa in supported)
+        raise ValueError(f"PAGEWIRE_CPU_ISA={forced}: this CPU has {names}")
+    return chosen
 
 
 class NativeKernels:
@@ -118,7 +140,7 @@ class NativeKernels:
             alibi=None if alibi is None else alibi.data_ptr(),
             q_token_stride=q.stride(0),
             q_head_stride=q.stride(1),
-            **cache_fields(k_cache, v_cache),
+            **cache_fields(self._library, k_cache, v_cache),
             block_table_stride=block_table.stride(0),
             num_tokens=num_tokens,
             num_requests=len(seq_lens),
@@ -150,7 +172,7 @@ class NativeKernels:
                 raise ValueError(f"store_kv: {tuple(source.shape)} into {tuple(cache.shape)}")
             if len(slots) != num_tokens:
                 raise ValueError(f"store_kv: {len(slots)} slots for {num_tokens} tokens")
-            check_cache(cache)
+            check_cache(self._library, cache)
             outside = self._library.pagewire_store(
                 source.data_ptr(),
                 cache.data_ptr(),
@@ -262,10 +284,12 @@ class NativeKernels:
             )
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-        """See `pagewire.kernels.linear.pack`. Where the CPU has matrix tiles, oneDNN's product uses them."""
-        if self.isa.name == "portable" or (weight.dtype == torch.bfloat16 and has_tiles()):
-            return reference.pack(weight, bias)
+        """See `pagewire.kernels.linear.pack`."""
         return PackedLinear(self._library, weight, bias)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `pagewire.kernels.linear.linear`."""
+        return multiply_unpacked(self._library, x, weight, bias)
 
     def stack(self, layers: "Sequence[Layer]") -> NativeStack | None:
         """All layers in one call, where they are of one form and over packed weights of this library."""

@@ -171,6 +171,21 @@ INLINE void store(T* to, Floats v, int64_t count) {
   std::memcpy(to, lanes, size_t(count) * sizeof(T));
 }
 
+// Two vectors, one after the other.
+template <class T>
+INLINE void store_pair(T* to, Floats low, Floats high) {
+  store(to, low);
+  store(to + kLanes, high);
+}
+
+#if defined(__AVX512BF16__)
+// In one instruction, for which subnormal numbers are zeros.
+INLINE void store_pair(bf16* to, Floats low, Floats high) {
+  const __m512bh both = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+  std::memcpy(to, &both, sizeof(both));
+}
+#endif
+
 // What remains of v after it was kept as a T: where PyTorch stores an intermediate result, so do we.
 template <class T>
 INLINE Floats rounded_to(Floats v) {

@@ -117,6 +117,10 @@ class CudaKernels:
         """See `pagewire.kernels.linear.pack`. The weight stays as it is; a row's bits may depend on the batch."""
         return functools.partial(functional.linear, weight=weight, bias=bias)
 
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `pagewire.kernels.linear.linear`. A row's bits may depend on the batch."""
+        return functional.linear(x, weight, bias)
+
     def stack(self, layers: "Sequence[Layer]") -> "Callable[..., Tensor]":
         """All layers, each in ten launches."""
         return functools.partial(self._run_layers, layers)

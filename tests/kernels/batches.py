@@ -1,5 +1,6 @@
 """Random paged batches, and the dense attention they stand for."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -57,10 +58,17 @@ def random_request(shape: Shape, length: int, dtype: torch.dtype, seed: int) -> 
 
 
 def page(
-    shape: Shape, requests: list[Request], spans: list[tuple[int, int]], *, padding: int = 0, seed: int = 0
+    shape: Shape,
+    requests: list[Request],
+    spans: list[tuple[int, int]],
+    *,
+    padding: int = 0,
+    seed: int = 0,
+    store: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] = store_kv,
 ) -> Paged:
     """Request i's tokens `spans[i][0]` to `spans[i][1]` as one step, those before them already in the cache.
 
+    `store` writes the caches, in the layout of the kernels that will read them.
     Whatever no token was written to holds NaN: rest of the last pages, pages of nobody, unused table entries.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -80,7 +88,7 @@ def page(
         block_table[i, : counts[i]] = blocks
         positions = torch.arange(end)
         slots = blocks[positions // shape.block_size].long() * shape.block_size + positions % shape.block_size
-        store_kv(request.k[:end], request.v[:end], *caches, slots)
+        store(request.k[:end], request.v[:end], *caches, slots)
         reference.store_kv(request.k[:end], request.v[:end], *plain_caches, slots)
         slot_mapping.append(slots[begin:])
     lengths = torch.tensor([0] + [end - begin for begin, end in spans])

@@ -78,7 +78,7 @@ def test_head_sizes(kernels: NativeKernels, sizes: tuple[int, int]) -> None:
     shape = Shape(num_heads=4, num_kv_heads=2, head_dim=sizes[0], v_head_dim=sizes[1])
     for dtype in DTYPES:
         requests = [random_request(shape, 70, dtype, seed) for seed in range(2)]
-        check(kernels, page(shape, requests, [(0, 70), (68, 69)]), Options())
+        check(kernels, page(shape, requests, [(0, 70), (68, 69)], store=kernels.store_kv), Options())
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
@@ -105,12 +105,12 @@ def test_ragged_batches(kernels: NativeKernels, data: st.DataObject) -> None:
     padding = data.draw(st.integers(0, 2))
     dtype = data.draw(st.sampled_from(DTYPES))
     requests = [random_request(shape, end, dtype, seed) for seed, end in enumerate(ends)]
-    check(kernels, page(shape, requests, spans, padding=padding), options, padding)
+    check(kernels, page(shape, requests, spans, padding=padding, store=kernels.store_kv), options, padding)
 
 
 def whole(kernels: NativeKernels, shape: Shape, request: Request, options: Options) -> Tensor:
     """Every position of a request, computed in one step, alone."""
-    return run(kernels, page(shape, [request], [(0, len(request.q))]), options)
+    return run(kernels, page(shape, [request], [(0, len(request.q))], store=kernels.store_kv), options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -127,7 +127,7 @@ def test_bits_do_not_depend_on_the_batch(kernels: NativeKernels, dtype: torch.dt
         [(100, 100), (0, 600), (599, 600), (17, 90)],
     ):
         for num_threads in (1, 2, 3):
-            paged = page(shape, requests, spans, padding=1, seed=num_threads)
+            paged = page(shape, requests, spans, padding=1, seed=num_threads, store=kernels.store_kv)
             out = run(kernels, paged, options, num_threads)
             slices = [rows[begin:end] for rows, (begin, end) in zip(expected, spans, strict=True)]
             assert torch.equal(out[:-1], torch.cat(slices))
@@ -137,11 +137,11 @@ def test_bits_of_a_long_context_split_over_threads(best_kernels: NativeKernels) 
     """Cut into many tasks, whose partial results are merged, or computed in one go: the same."""
     shape = Shape(num_heads=4, num_kv_heads=1, head_dim=64, v_head_dim=64)
     long, short = (random_request(shape, length, torch.bfloat16, length) for length in (5000, 10))
-    alone = page(shape, [long], [(4999, 5000)])
+    alone = page(shape, [long], [(4999, 5000)], store=best_kernels.store_kv)
     expected = run(best_kernels, alone, Options(), 1)
     for num_threads in (2, 8):
         assert torch.equal(run(best_kernels, alone, Options(), num_threads), expected)
-    crowd = page(shape, [long, *[short] * 30], [(4990, 5000), *[(0, 10)] * 30])
+    crowd = page(shape, [long, *[short] * 30], [(4990, 5000), *[(0, 10)] * 30], store=best_kernels.store_kv)
     assert torch.equal(run(best_kernels, crowd, Options(), 2)[9:10], expected)
     check(best_kernels, alone, Options())
 
@@ -150,7 +150,7 @@ def test_strided_queries(best_kernels: NativeKernels) -> None:
     """q may be a view of a fused QKV output."""
     shape = Shape()
     request = random_request(shape, 50, torch.bfloat16, 0)
-    paged = page(shape, [request], [(0, 50)])
+    paged = page(shape, [request], [(0, 50)], store=best_kernels.store_kv)
     fused = torch.randn(50, 3 * 4 * 32).to(torch.bfloat16)
     view = fused[:, 128:256].view(50, 4, 32)
     view.copy_(paged.q)
@@ -172,12 +172,16 @@ def test_out_is_filled_and_returned() -> None:
 def test_empty_batches(kernels: NativeKernels) -> None:
     shape = Shape()
     request = random_request(shape, 20, torch.float32, 0)
-    assert run(kernels, page(shape, [request], [(20, 20)]), Options()).shape == (0, 4, 32)
+    assert run(kernels, page(shape, [request], [(20, 20)], store=kernels.store_kv), Options()).shape == (
+        0,
+        4,
+        32,
+    )
 
 
 def test_refuses_what_does_not_fit(best_kernels: NativeKernels) -> None:
     shape = Shape()
-    paged = page(shape, [random_request(shape, 20, torch.float32, 0)], [(0, 20)])
+    paged = page(shape, [random_request(shape, 20, torch.float32, 0)], [(0, 20)], store=best_kernels.store_kv)
 
     def changed(**fields: Tensor) -> Paged:
         return dataclasses.replace(paged, batch=dataclasses.replace(paged.batch, **fields))

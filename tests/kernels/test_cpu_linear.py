@@ -8,9 +8,7 @@ from torch import Tensor
 
 from pagewire.kernels import reference
 from pagewire.kernels.cpu.library import DTYPES
-from pagewire.kernels.cpu.linear import PackedLinear
 from pagewire.kernels.cpu.native import NativeKernels
-from pagewire.kernels.reference import padded_rows
 
 SIZES = [(64, 64), (33, 7), (257, 100), (1, 1), (512, 2816), (7, 8192)]
 ROWS = (1, 2, 3, 5, 6, 7, 12, 31, 64, 65, 400)
@@ -90,15 +88,6 @@ def test_several_threads_may_call_at_once(best_kernels: NativeKernels) -> None:
     assert not wrong
 
 
-def test_tiles_are_left_to_the_library(best_kernels: NativeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.randn(8, 8)
-    monkeypatch.setattr("pagewire.kernels.cpu.native.has_tiles", lambda: True)
-    assert isinstance(best_kernels.pack(weight.bfloat16()), reference.Packed)
-    assert isinstance(
-        best_kernels.pack(weight), reference.Packed if best_kernels.isa.name == "portable" else PackedLinear
-    )
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_reference_is_as_invariant(dtype: torch.dtype) -> None:
     weight, bias, x = make((33, 7), dtype, True)
@@ -107,10 +96,3 @@ def test_the_reference_is_as_invariant(dtype: torch.dtype) -> None:
     for n in ROWS:
         assert torch.equal(linear(x[:n]), whole[:n]), n
     assert linear(x[:0]).shape == (0, 33)
-
-
-def test_padding_is_little_and_of_few_sizes() -> None:
-    sizes = [padded_rows(n) for n in range(1, 2049)]
-    assert all(n <= size <= max(2, n * 17 / 16) for n, size in enumerate(sizes, 1))
-    assert len(set(sizes)) < 130 and sizes[-1] == 2048
-    assert sizes == sorted(sizes) and all(padded_rows(size) == size for size in sizes)

@@ -1,0 +1,89 @@
+// Where the keys and values of a KV tile lie, and the memory that a thread works with.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <iterator>
+
+#include "attention_plan.h"
+#include "layout.h"
+#include "scratch.h"
+#include "tiles.h"
+
+namespace {
+
+// Asks for memory to be brought into the second-level cache; any address will do.
+INLINE void fetch(const void* address) { __builtin_prefetch(address, 0, 2); }
+
+// Columns of V that the products compute: whole vectors, or whole matrix tiles.
+template <class T>
+int64_t values_width(int64_t v_head_dim) {
+  return round_up(v_head_dim, kTiled<T> ? 16 : kLanes);
+}
+
+// The softmax state of some rows: max logit (times the logarithm of e to base 2), sum of exponentials, weighted sum
+// of V. There is room for a multiple of kGranule rows.
+struct Partial {
+  float* max;
+  float* sum;
+  float* values;  // [rows, width]
+
+  static constexpr int64_t floats(int64_t rows, int64_t width) { return round_up(rows, kGranule) * (width + 2); }
+  static Partial at(float* memory, int64_t rows) {
+    rows = round_up(rows, kGranule);
+    return {memory, memory + rows, memory + 2 * rows};
+  }
+};
+
+// What one thread needs to work on one query tile.
+struct Workspace {
+  float* queries;  // [rows, head_dim], in the form that the products read
+  float* keys;     // those of K that cannot be read in place
+  float* scores;   // [rows, kKvTileKeys], logits and then probabilities
+  float* values;   // [kKvTileKeys, width], V where it cannot be read in place
+  char* zeros;     // a granule of keys
+  Partial tile, total;
+
+  static Workspace take(Scratch& scratch, int64_t rows, int64_t head_dim, int64_t width) {
+    head_dim = round_up(head_dim, 32);
+    const int64_t counts[] = {rows * head_dim,     head_dim * kKvTileKeys / 2,    rows * kKvTileKeys, kKvTileKeys * width,
+                              kGranule * head_dim, Partial::floats(rows, width), Partial::floats(rows, width)};
+    size_t bytes = 0;
+    for (int64_t count : counts) bytes += Scratch::bytes_for<float>(count);
+    scratch.reserve(bytes);
+    float* at[std::size(counts)];
+    for (size_t i = 0; i < std::size(counts); ++i) at[i] = scratch.take<float>(counts[i]);
+    std::memset(at[4], 0, size_t(counts[4]) * sizeof(float));
+    return {at[0], at[1], at[2], at[3], reinterpret_cast<char*>(at[4]), Partial::at(at[5], rows),
+            Partial::at(at[6], rows)};
+  }
+};
+
+// A KV tile: granules of K, zeros where none of [begin, end) is in them; rows of V in [begin, end).
+template <class T>
+struct KvTile {
+  int begin, end;  // keys that some query of the tile sees, counted from the KV tile's first
+  const T* k[kKvTileKeys];
+  const T* v[kKvTileKeys];
+
+  void find(const AttentionCall& call, const QueryTile& tile, int64_t number, const void* zeros) {
+    const int64_t start = number * kKvTileKeys, granule = granule_size(call.block_size);
+    const int64_t last_position = tile.first_position + tile.num_tokens - 1;
+    begin = int(std::max<int64_t>(0, window_begin(call, tile.first_position) - start));
+    end = int(std::min<int64_t>(kKvTileKeys, last_position + 1 - start));
+
+    std::fill_n(k, kKvTileKeys / granule, static_cast<const T*>(zeros));
+    std::fill_n(v, kKvTileKeys / kPair<T>, static_cast<const T*>(zeros));
+    const int32_t* blocks = call.block_table + tile.request * call.block_table_stride;
+    for (int key = int(begin / granule * granule); key < end; key += int(granule)) {
+      const int64_t block = blocks[(start + key) / call.block_size], row = (start + key) % call.block_size;
+      k[key / granule] = static_cast<const T*>(call.k_cache) + block * call.k_block_stride +
+                         tile.kv_head * call.k_head_stride + row * call.head_dim;
+      const T* first = static_cast<const T*>(call.v_cache) + block * call.v_block_stride +
+                       tile.kv_head * call.v_head_stride + row * call.v_head_dim;
+      for (int64_t i = 0; i < granule; i += kPair<T>) v[(key + i) / kPair<T>] = first + i * call.v_head_dim;
+    }
+  }
+};
+
+}  // namespace

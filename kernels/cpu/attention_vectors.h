@@ -1,0 +1,337 @@
+// Attention's two products by vectors.
+//
+// The lanes of a vector are keys in the one product and columns of V in the other, and both keep a block of
+// kVectorRows x kColumns vectors in registers. Blocks hold K and V in just this order (layout.h), so both are read in
+// place. What lies at positions outside the needed range stays in lanes that are masked, or is read as zeros.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+#include "attention_keys.h"
+#include "attention_plan.h"
+#include "attention_softmax.h"
+#include "layout.h"
+#include "simd.h"
+
+namespace {
+
+constexpr int kVectorRows = 6;
+constexpr int kColumns = kLanes == 16 ? 4 : 2;  // kVectorRows x kColumns accumulators fit in the registers
+constexpr int kPanelKeys = kColumns * kLanes;
+
+// ---- products of queries and keys, into float32; K as layout.h keeps it ----
+
+// One element of a query and of each key at a step.
+template <class T>
+struct SingleProduct {
+  using Element = float;
+  using Keys = Floats;
+  static INLINE Element query(const T* q, int64_t) { return broadcast(*q)[0]; }
+  static INLINE Keys keys(const T* at) { return load(at); }
+  static INLINE Floats multiply_add(Element q, Keys k, Floats sum) { return fma(broadcast(q), k, sum); }
+};
+
+// Pairs of bfloat16, taken apart.
+struct SplitProduct {
+  struct Element {
+    float first, second;
+  };
+  using Keys = Words;
+  static INLINE Element query(const bf16* q, int64_t left) {
+    return {broadcast(q[0])[0], left > 1 ? broadcast(q[1])[0] : 0.0f};
+  }
+  static INLINE Keys keys(const bf16* at) { return load_raw<Words>(at); }
+  static INLINE Floats multiply_add(Element q, Keys k, Floats sum) {
+    sum = fma(broadcast(q.first), bit_cast<Floats>(k << 16), sum);
+    return fma(broadcast(q.second), bit_cast<Floats>(k & 0xffff0000u), sum);
+  }
+};
+
+#if defined(__AVX512BF16__)
+// Pairs of bfloat16, multiplied by one instruction.
+struct PairProduct {
+  using Element = uint32_t;
+  using Keys = __m512bh;
+  static INLINE Element query(const bf16* q, int64_t left) {
+    return uint32_t(q[0].bits) | (left > 1 ? uint32_t(q[1].bits) << 16 : 0);
+  }
+  static INLINE Keys keys(const bf16* at) { return load_raw<__m512bh>(at); }
+  static INLINE Floats multiply_add(Element q, Keys k, Floats sum) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int(q)), k);
+  }
+};
+using BrainProduct = PairProduct;
+#else
+using BrainProduct = SplitProduct;
+#endif
+template <class T>
+using KeyProduct = std::conditional_t<std::is_same_v<T, bf16>, BrainProduct, SingleProduct<T>>;
+
+// Calls visit(first, std::integral_constant<int, R>) over `rows` rows in groups of R <= kVectorRows, nearly equal.
+template <int R = kVectorRows, class Visit>
+INLINE void dispatch_rows(int64_t rows, int64_t first, const Visit& visit) {
+  if (rows == R) return visit(first, std::integral_constant<int, R>{});
+  if constexpr (R > 1) dispatch_rows<R - 1>(rows, first, visit);
+}
+
+template <class Visit>
+INLINE void for_row_groups(int64_t rows, const Visit& visit) {
+  const int64_t groups = (rows + kVectorRows - 1) / kVectorRows;
+  for (int64_t g = 0, first = 0; g < groups; ++g) {
+    const int64_t size = rows / groups + (g < rows % groups);
+    dispatch_rows(size, first, visit);
+    first += size;
+  }
+}
+
+// Where a panel's keys lie: each vector of them, and how many elements further the next step is.
+template <class T>
+struct Panel {
+  const T* at[kColumns];
+  int64_t stride;
+};
+
+// scores[row][key] = q[row] . k[key] for R rows and one panel. With Fetch the values of its keys are fetched meanwhile.
+template <class P, int R, bool Fetch, class T>
+void multiply_keys(const typename P::Element* queries, const Panel<T>& panel, const T* const* values, int64_t steps,
+                   float* scores) {
+  Floats sums[R][kColumns] = {};
+  for (int64_t step = 0; step < steps; ++step) {
+    typename P::Keys keys[kColumns];
+#pragma GCC unroll 8
+    for (int c = 0; c < kColumns; ++c) {
+      keys[c] = P::keys(panel.at[c] + step * panel.stride);
+      if (Fetch) fetch(values[c * kLanes / kPair<T>] + step * kLanes * kPair<T>);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const auto q = queries[r * steps + step];
+#pragma GCC unroll 8
+      for (int c = 0; c < kColumns; ++c) sums[r][c] = P::multiply_add(q, keys[c], sums[r][c]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < kColumns; ++c) store(scores + r * kKvTileKeys + c * kLanes, sums[r][c]);
+}
+
+// ---- products of probabilities and values, into float32; V as layout.h keeps it ----
+
+// One key at a time. Staged: what V is copied to where it cannot be read in place.
+template <class T>
+struct SingleValue {
+  using Staged = float;
+  template <class V>
+  static INLINE Floats load(const V* row, int64_t column) { return ::load(row + column); }
+  static INLINE Floats multiply_add(const float* probabilities, int key, Floats v, Floats sum) {
+    return fma(broadcast(probabilities[key]), v, sum);
+  }
+  static INLINE void keep(Floats low, Floats high, float* probabilities, int key) {
+    store(probabilities + key, low);
+    store(probabilities + key + kLanes, high);
+  }
+  static INLINE void stage(const T* row, int64_t column, int64_t count, float* to) {
+    store(to, ::load(row + column, count));
+  }
+};
+
+// Two consecutive keys at a time.
+struct PairedValue {
+  using Staged = bf16;
+  static INLINE void stage(const bf16* row, int64_t column, int64_t count, bf16* to) {
+    std::memset(to, 0, sizeof(Words));
+    std::memcpy(to, row + 2 * column, size_t(std::min<int64_t>(kLanes, count)) * 2 * sizeof(bf16));
+  }
+};
+
+// Taken apart.
+struct SplitValue : PairedValue {
+  static INLINE Words load(const bf16* row, int64_t column) { return load_raw<Words>(row + 2 * column); }
+  static INLINE Floats multiply_add(const float* probabilities, int key, Words v, Floats sum) {
+    sum = fma(broadcast(probabilities[key]), bit_cast<Floats>(v << 16), sum);
+    return fma(broadcast(probabilities[key + 1]), bit_cast<Floats>(v & 0xffff0000u), sum);
+  }
+  static INLINE void keep(Floats low, Floats high, float* probabilities, int key) {
+    store(probabilities + key, low);
+    store(probabilities + key + kLanes, high);
+  }
+};
+
+#if defined(__AVX512BF16__)
+// Multiplied by one instruction. Probabilities are rounded to bfloat16, as in eager attention; those of the keys 2 i
+// and 2 i + 1 then lie at i.
+struct PairValue : PairedValue {
+  static INLINE __m512bh load(const bf16* row, int64_t column) { return load_raw<__m512bh>(row + 2 * column); }
+  static INLINE Floats multiply_add(const float* probabilities, int key, __m512bh v, Floats sum) {
+    const __m512bh p = (__m512bh)_mm512_set1_epi32(load_raw<int>(probabilities + key / 2));
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, p, v);
+  }
+  static INLINE void keep(Floats low, Floats high, float* probabilities, int key) {
+    store(probabilities + key / 2, (Floats)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+  }
+};
+using BrainValue = PairValue;
+#else
+using BrainValue = SplitValue;
+#endif
+template <class T>
+using Value = std::conditional_t<std::is_same_v<T, bf16>, BrainValue, SingleValue<T>>;
+
+// values[row] = sum over keys of probability[row][key] * v[key], for R rows and C vectors of V's width.
+// With Fetch the keys `ahead` are fetched meanwhile.
+template <class T, class V, int R, int C, bool Fetch>
+void multiply_values(const float* probabilities, const V* const* rows, const T* const* ahead, int64_t column,
+                     int begin, int end, float* values, int64_t width) {
+  constexpr int keys = int(kPair<T>);
+  Floats sums[R][C] = {};
+  for (int key = begin / keys * keys; key < end; key += keys) {
+    decltype(Value<T>::load(rows[0], 0)) v[C];
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) {
+      v[c] = Value<T>::load(rows[key / keys], column + c * kLanes);
+      if (Fetch && c * kLanes * keys * sizeof(T) % 64 == 0)
+        fetch(ahead[key / kGranule] + key % kGranule * width + (column + c * kLanes) * keys);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c)
+        sums[r][c] = Value<T>::multiply_add(probabilities + r * kKvTileKeys, key, v[c], sums[r][c]);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) store(values + r * width + column + c * kLanes, sums[r][c]);
+}
+
+// All rows and the whole width of V, which is a multiple of kLanes here.
+template <class T, class V>
+void weighted_values(const float* probabilities, int64_t num_rows, const V* const* rows, const T* const* ahead,
+                     int begin, int end, float* values, int64_t width) {
+  const auto columns = [&](int64_t column, auto count) {
+    for_row_groups(num_rows, [&](int64_t first, auto size) {
+      const auto multiply = first == 0 ? multiply_values<T, V, size.value, count.value, true>
+                                       : multiply_values<T, V, size.value, count.value, false>;
+      multiply(probabilities + first * kKvTileKeys, rows, ahead, column, begin, end, values + first * width, width);
+    });
+  };
+  constexpr int64_t step = kColumns * kLanes;
+  int64_t column = 0;
+  for (; column + step <= width; column += step) columns(column, std::integral_constant<int, kColumns>{});
+  if constexpr (kColumns > 2)
+    for (; column + 2 * kLanes <= width; column += 2 * kLanes) columns(column, std::integral_constant<int, 2>{});
+  for (; column < width; column += kLanes) columns(column, std::integral_constant<int, 1>{});
+}
+
+template <class T>
+class VectorAttention {
+  using P = KeyProduct<T>;
+  using Element = typename P::Element;
+  using Staged = typename Value<T>::Staged;
+
+ public:
+  VectorAttention(const QueryRows& rows, const Workspace& work)
+      : rows_(rows),
+        call_(rows.call),
+        work_(work),
+        steps_((call_.head_dim + kPair<T> - 1) / kPair<T>),
+        width_(values_width<T>(call_.v_head_dim)),
+        granule_(granule_size(call_.block_size)),
+        queries_(reinterpret_cast<Element*>(work.queries)) {
+    for (int64_t row = 0; row < rows.count; ++row) {
+      const T* q = rows.query<T>(row);
+      for (int64_t step = 0; step < steps_; ++step)
+        queries_[row * steps_ + step] = P::query(q + step * kPair<T>, call_.head_dim - step * kPair<T>);
+    }
+  }
+
+  // The partial result of every row for a KV tile. `next` is what comes after it, and is fetched meanwhile.
+  void attend(int64_t kv_tile, KvTile<T>& keys, const KvTile<T>& next, const Partial& result) {
+    const int begin = keys.begin / kPanelKeys * kPanelKeys, end = int(round_up(keys.end, kPanelKeys));
+    for (int key = begin; key < end; key += kPanelKeys) {
+      const Panel<T> panel = find_panel(keys, key);
+      for_row_groups(rows_.count, [&](int64_t first, auto size) {
+        const auto multiply =
+            first == 0 ? multiply_keys<P, size.value, true, T> : multiply_keys<P, size.value, false, T>;
+        multiply(queries_ + first * steps_, panel, keys.v + key / kPair<T>, steps_,
+                 work_.scores + first * kKvTileKeys + key);
+      });
+    }
+    Softmax<Value<T>>(rows_, kv_tile, begin, end).run(0, rows_.count, work_.scores, result);
+    multiply_values(keys, next, result.values);
+  }
+
+ private:
+  // Granules that fill a vector are read in place; smaller ones are put side by side.
+  Panel<T> find_panel(const KvTile<T>& keys, int first) const {
+    Panel<T> panel;
+    const bool in_place = granule_ == kGranule && call_.head_dim % kPair<T> == 0;
+    panel.stride = (in_place ? kGranule : kPanelKeys) * kPair<T>;
+    T* gathered = reinterpret_cast<T*>(work_.keys);
+    for (int c = 0; c < kColumns; ++c) {
+      const int key = first + c * kLanes;
+      panel.at[c] = in_place ? keys.k[key / kGranule] + key % kGranule * kPair<T> : gathered + c * kLanes * kPair<T>;
+    }
+    const int64_t count = std::min<int64_t>(granule_, kPanelKeys);
+    for (int64_t i = 0; !in_place && i < kPanelKeys; i += count)
+      gather(keys.k[(first + i) / granule_], (first + i) % granule_, count, gathered + i * kPair<T>);
+    return panel;
+  }
+
+  // `count` keys of a granule, from its key `first` on.
+  void gather(const T* granule, int64_t first, int64_t count, T* panel) const {
+    constexpr int64_t pair = kPair<T>;
+    const int64_t whole = call_.head_dim / pair;
+    for (int64_t step = 0; step < whole; ++step)
+      std::memcpy(panel + step * kPanelKeys * pair, granule + (step * granule_ + first) * pair,
+                  size_t(count * pair) * sizeof(T));
+    for (int64_t i = 0; whole < steps_ && i < count; ++i) {
+      panel[(whole * kPanelKeys + i) * pair] = granule[whole * granule_ * pair + first + i];
+      panel[(whole * kPanelKeys + i) * pair + 1] = T{};
+    }
+  }
+
+  void multiply_values(KvTile<T>& keys, const KvTile<T>& next, float* values) {
+    const bool ragged = width_ != call_.v_head_dim;
+    const auto multiply = [&](const auto* const* rows) {
+      weighted_values<T>(work_.scores, rows_.count, rows, next.k, keys.begin, keys.end, values, width_);
+    };
+    if constexpr (std::is_same_v<Staged, T>) {
+      // A pair of which one half is nobody's, too.
+      if (ragged || keys.begin % kPair<T>) stage(keys, keys.begin, ragged ? keys.end : keys.begin + 1, keys.v);
+      if (!ragged && keys.end % kPair<T>) stage(keys, keys.end - 1, keys.end, keys.v);
+      multiply(keys.v);
+    } else if (ragged || rows_.count > 2 * kVectorRows) {
+      stage(keys, keys.begin, keys.end, staged_);
+      multiply(staged_);
+    } else {
+      multiply(keys.v);
+    }
+  }
+
+  // Copies rows of V, widened to whole vectors, with zeros for positions outside the needed range.
+  void stage(const KvTile<T>& keys, int begin, int end, const Staged** staged) {
+    constexpr int step = int(kPair<T>);
+    for (int key = begin / step * step; key < end; key += step) {
+      Staged* to = reinterpret_cast<Staged*>(work_.values) + key * width_;
+      for (int64_t i = 0; i < width_; i += kLanes)
+        Value<T>::stage(keys.v[key / step], i, call_.v_head_dim - i, to + i * step);
+      for (int half = 0; step > 1 && half < step; ++half)
+        if (key + half < keys.begin || key + half >= keys.end)
+          for (int64_t i = 0; i < width_; ++i) to[i * step + half] = Staged{};
+      staged[key / step] = to;
+    }
+  }
+
+  const QueryRows& rows_;
+  const AttentionCall& call_;
+  const Workspace& work_;
+  const int64_t steps_, width_, granule_;
+  Element* const queries_;
+  const Staged* staged_[kKvTileKeys];
+};
+
+}  // namespace

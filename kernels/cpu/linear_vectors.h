@@ -1,0 +1,125 @@
+// A panel of linear.cpp by vectors: each element of the result is a chain of fused multiply-adds. Where the CPU
+// multiplies pairs of bf16, a link of the chain is a pair.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "linear_rows.h"
+#include "simd.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kVectors = 4, kRows = 6;  // 24 of 32 registers are sums
+#elif defined(__AVX2__)
+constexpr int kVectors = 2, kRows = 6;  // 12 of 16
+#else
+constexpr int kVectors = 2, kRows = 4;
+#endif
+
+// One link of the chain: `depth` elements of a row times as many of each column.
+template <class T>
+struct Link {
+  static constexpr int64_t depth = 1;
+  using Factor = Floats;
+  static INLINE Factor columns(const T* panel) { return load(panel); }
+  static INLINE Factor element(const T* x, int64_t) { return broadcast(*x); }
+  static INLINE Floats add(Floats sum, Factor x, Factor w) { return fma(x, w, sum); }
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct Link<bf16> {
+  static constexpr int64_t depth = 2;
+  using Factor = __m512bh;
+  static INLINE Factor columns(const bf16* panel) { return load_raw<__m512bh>(panel); }
+  static INLINE Factor element(const bf16* x, int64_t left) {
+    uint32_t pair = x[0].bits;
+    if (left > 1) std::memcpy(&pair, x, sizeof(pair));
+    return (__m512bh)_mm512_set1_epi32(int(pair));
+  }
+  static INLINE Floats add(Floats sum, Factor x, Factor w) { return (Floats)_mm512_dpbf16_ps((__m512)sum, x, w); }
+};
+#endif
+
+template <class T>
+struct VectorProduct {
+  static constexpr int64_t kPanel = kVectors * kLanes, kDepth = Link<T>::depth;
+  static constexpr int64_t kRowChunk = 384;
+  static constexpr int64_t kStreamed = 64;  // up to so many rows the matrix comes from memory, not the rows
+  static constexpr int64_t kLead = 2048;    // bytes that the reading of a matrix for one block of rows runs ahead
+
+  static int64_t panel_elements(int64_t k) { return (k + kDepth - 1) / kDepth * kDepth * kPanel; }
+  static int64_t chunk_rows(const Rows<T>&) { return kRowChunk; }
+
+  // Rows [begin, end) times panel p; `next` is fetched meanwhile.
+  static void multiply(const Rows<T>& rows, int64_t begin, int64_t end, int64_t p, const T* panel, const T* next) {
+    if (rows.count <= kStreamed)
+      chunk<true>(rows, begin, end, p, panel, next);
+    else
+      chunk<false>(rows, begin, end, p, panel, next);
+  }
+
+ private:
+  template <bool kFetch>
+  static void chunk(const Rows<T>& rows, int64_t begin, int64_t end, int64_t p, const T* panel, const T* next) {
+    const int64_t blocks = (end - begin + kRows - 1) / kRows;
+    const char* ahead = reinterpret_cast<const char*>(next);
+    for (int64_t b = 0, row = begin; b < blocks; ++b) {
+      const int64_t count = (end - row + blocks - b - 1) / (blocks - b);  // as even as can be
+      if (count == 1) block<1, kFetch>(rows, row, p, panel, ahead);
+      if (count == 2) block<2, kFetch>(rows, row, p, panel, ahead);
+      if (count == 3) block<3, kFetch>(rows, row, p, panel, ahead);
+      if (count == 4) block<4, kFetch>(rows, row, p, panel, ahead);
+      if constexpr (kRows >= 6) {
+        if (count == 5) block<5, kFetch>(rows, row, p, panel, ahead);
+        if (count == 6) block<6, kFetch>(rows, row, p, panel, ahead);
+      }
+      row += count;
+      ahead += panel_elements(rows.k) * int64_t(sizeof(T)) / blocks;
+    }
+  }
+
+  // `kBlock` rows from `row` on. `ahead`: what to fetch meanwhile, a line for every link.
+  template <int kBlock, bool kFetch>
+  static INLINE void block(const Rows<T>& rows, int64_t row, int64_t p, const T* panel, const char* ahead) {
+    const T* from = rows.x + row * rows.x_stride;
+    const int64_t k = rows.k;
+    Floats sums[kBlock][kVectors] = {};
+    const auto link = [&](int64_t i, int64_t left) INLINE_LAMBDA {
+      typename Link<T>::Factor columns[kVectors];
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) columns[v] = Link<T>::columns(panel + i * kPanel + v * kLanes * kDepth);
+#pragma GCC unroll 8
+      for (int r = 0; r < kBlock; ++r) {
+        const auto element = Link<T>::element(from + r * rows.x_stride + i, left);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) sums[r][v] = Link<T>::add(sums[r][v], element, columns[v]);
+      }
+    };
+    int64_t i = 0;
+    for (; i + kDepth <= k; i += kDepth) {
+      if (kFetch && kBlock == 1) {
+#pragma GCC unroll 4
+        for (int line = 0; line < kVectors; ++line)
+          __builtin_prefetch(reinterpret_cast<const char*>(panel + i * kPanel) + kLead + 64 * line, 0, 3);
+      } else if (kFetch) {
+        __builtin_prefetch(ahead + i / kDepth * 64, 0, 2);
+      }
+      link(i, kDepth);
+    }
+    if (i < k) link(i, k - i);
+    for (int r = 0; r < kBlock; ++r)
+      for (int v = 0; v < kVectors; ++v) keep(rows, sums[r][v], row + r, p * kPanel + v * kLanes);
+  }
+
+  static INLINE void keep(const Rows<T>& rows, Floats sum, int64_t row, int64_t column) {
+    if (column >= rows.n) return;
+    const int64_t left = rows.n - column;
+    if (rows.bias) sum = sum + load(rows.bias + column, left);
+    store(rows.out + row * rows.n + column, sum, left);
+  }
+};
+
+}  // namespace
