@@ -39,15 +39,16 @@ struct Partial {
 struct Workspace {
   float* queries;  // [rows, head_dim], in the form that the products read
   float* keys;     // those of K that cannot be read in place
-  float* scores;   // [rows, kKvTileKeys], logits and then probabilities
+  float* scores;   // [rows, kScoreStride], logits and then probabilities
   float* values;   // [kKvTileKeys, width], V where it cannot be read in place
   char* zeros;     // a granule of keys
   Partial tile, total;
 
   static Workspace take(Scratch& scratch, int64_t rows, int64_t head_dim, int64_t width) {
     head_dim = round_up(head_dim, 32);
-    const int64_t counts[] = {rows * head_dim,     head_dim * kKvTileKeys / 2,    rows * kKvTileKeys, kKvTileKeys * width,
-                              kGranule * head_dim, Partial::floats(rows, width), Partial::floats(rows, width)};
+    const int64_t counts[] = {rows * head_dim,     head_dim * kKvTileKeys / 2, rows * kScoreStride,
+                              kKvTileKeys * width, kGranule * head_dim,        Partial::floats(rows, width),
+                              Partial::floats(rows, width)};
     size_t bytes = 0;
     for (int64_t count : counts) bytes += Scratch::bytes_for<float>(count);
     scratch.reserve(bytes);

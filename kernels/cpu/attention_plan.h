@@ -14,6 +14,9 @@
 namespace {
 
 constexpr int kKvTileKeys = 256;
+// Floats from a row's scores to the next row's: not a power of two, whose rows would share few lines of the first-level
+// cache, and whose loads would be taken for those of a row stored just before.
+constexpr int kScoreStride = kKvTileKeys + 16;
 constexpr int kQueryTileRows = 96;  // query rows to aim at: enough to pay for reading K and V
 // A few microseconds of work: less than that, and waking a second thread costs more than it brings.
 constexpr int64_t kParallelWork = 64;

@@ -12,7 +12,7 @@ namespace {
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr float kLog2E = 1.44269504f;
-constexpr int64_t kSoftmaxRows = 16;  // so many rows' scores stay in the first-level cache
+constexpr int64_t kSoftmaxRows = 8;  // so many rows' scores stay in the first-level cache
 
 // What turns the raw products of some rows with one KV tile into probabilities, relative to each row's own maximum.
 // Keys [begin, end) of the tile, whole vectors, were computed; those that a row does not see get probability 0.
@@ -28,9 +28,9 @@ class Softmax {
         // A plain scale needs no pass of its own: it goes into the exponent.
         plain_(!call_.softcap && !call_.alibi && call_.scale > 0.0f), factor_(plain_ ? call_.scale * kLog2E : kLog2E) {}
 
-  // Rows [first, first + count); scores [count, kKvTileKeys]; their maxima and sums go to the partial result.
+  // Rows [first, first + count); scores [count, kScoreStride]; their maxima and sums go to the partial result.
   void run(int64_t first, int64_t count, float* scores, const Partial& result) const {
-    for (; count > 0; first += kSoftmaxRows, count -= kSoftmaxRows, scores += kSoftmaxRows * kKvTileKeys)
+    for (; count > 0; first += kSoftmaxRows, count -= kSoftmaxRows, scores += kSoftmaxRows * kScoreStride)
       run_chunk(first, std::min(count, kSoftmaxRows), scores, result);
   }
 
@@ -45,13 +45,13 @@ class Softmax {
     Floats lanes[kSoftmaxRows];
     for (int64_t i = 0; i < count; ++i) {
       visible[i] = {rows_.visible_begin(kv_tile_, first + i), rows_.visible_end(kv_tile_, first + i)};
-      float* const row = scores + i * kKvTileKeys;
+      float* const row = scores + i * kScoreStride;
       if (!plain_) transform(first + i, row);
       lanes[i] = visible[i].all(begin_, end_) ? tops<false>(row, visible[i]) : tops<true>(row, visible[i]);
     }
     for (int64_t i = 0; i < count; ++i) result.max[first + i] = max_lanes(lanes[i]) * factor_;
     for (int64_t i = 0; i < count; ++i) {
-      float* const row = scores + i * kKvTileKeys;
+      float* const row = scores + i * kScoreStride;
       const float top = result.max[first + i], base = top == kMinusInfinity ? 0.0f : -top;
       lanes[i] = visible[i].all(begin_, end_) ? exponentiate<false>(row, base, visible[i])
                                               : exponentiate<true>(row, base, visible[i]);

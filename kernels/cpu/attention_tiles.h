@@ -68,7 +68,7 @@ class TiledAttention {
 
  private:
   static constexpr int64_t kGroup = 2 * kTileRows;  // rows that go through the tiles together
-  static constexpr int64_t kScoreBytes = kKvTileKeys * sizeof(float);  // from a row's scores to the next row's
+  static constexpr int64_t kScoreBytes = kScoreStride * sizeof(float);  // from a row's scores to the next row's
   static constexpr int64_t kSteps = kKvTileKeys / kTileDepth;          // of keys
 
   // Probabilities as elements of T, as in eager attention, at the beginning of their row of scores.
@@ -141,7 +141,7 @@ class TiledAttention {
     }
     tile_store<0>(scores, kScoreBytes), tile_store<1>(scores + kTileWidth, kScoreBytes);
     if (!both) return;
-    scores += kTileRows * kKvTileKeys;
+    scores += kTileRows * kScoreStride;
     tile_store<2>(scores, kScoreBytes), tile_store<3>(scores + kTileWidth, kScoreBytes);
   }
 

@@ -115,7 +115,7 @@ void multiply_keys(const typename P::Element* queries, const Panel<T>& panel, co
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int c = 0; c < kColumns; ++c) store(scores + r * kKvTileKeys + c * kLanes, sums[r][c]);
+    for (int c = 0; c < kColumns; ++c) store(scores + r * kScoreStride + c * kLanes, sums[r][c]);
 }
 
 // ---- products of probabilities and values, into float32; V as layout.h keeps it ----
@@ -199,7 +199,7 @@ void multiply_values(const float* probabilities, const V* const* rows, const T* 
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
       for (int c = 0; c < C; ++c)
-        sums[r][c] = Value<T>::multiply_add(probabilities + r * kKvTileKeys, key, v[c], sums[r][c]);
+        sums[r][c] = Value<T>::multiply_add(probabilities + r * kScoreStride, key, v[c], sums[r][c]);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
@@ -215,7 +215,7 @@ void weighted_values(const float* probabilities, int64_t num_rows, const V* cons
     for_row_groups(num_rows, [&](int64_t first, auto size) {
       const auto multiply = first == 0 ? multiply_values<T, V, size.value, count.value, true>
                                        : multiply_values<T, V, size.value, count.value, false>;
-      multiply(probabilities + first * kKvTileKeys, rows, ahead, column, begin, end, values + first * width, width);
+      multiply(probabilities + first * kScoreStride, rows, ahead, column, begin, end, values + first * width, width);
     });
   };
   constexpr int64_t step = kColumns * kLanes;
@@ -257,7 +257,7 @@ class VectorAttention {
         const auto multiply =
             first == 0 ? multiply_keys<P, size.value, true, T> : multiply_keys<P, size.value, false, T>;
         multiply(queries_ + first * steps_, panel, keys.v + key / kPair<T>, steps_,
-                 work_.scores + first * kKvTileKeys + key);
+                 work_.scores + first * kScoreStride + key);
       });
     }
     Softmax<Value<T>>(rows_, kv_tile, begin, end).run(0, rows_.count, work_.scores, result);
