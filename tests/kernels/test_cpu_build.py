@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,14 @@ import torch
 from pagewire.kernels import layers
 from pagewire.kernels.cpu import build as build_module
 from pagewire.kernels.cpu import native
-from pagewire.kernels.cpu.build import BuildError, build, cache_directory, supported_instruction_sets
+from pagewire.kernels.cpu.build import (
+    BuildError,
+    InstructionSet,
+    build,
+    cache_directory,
+    supported_instruction_sets,
+)
+from pagewire.kernels.cpu.library import InstructionsRefusedError
 
 PORTABLE = supported_instruction_sets()[-1]
 
@@ -45,7 +53,9 @@ def test_second_build_does_not_compile(cache: Path, tmp_path: Path, monkeypatch:
     assert library.parent == cache_directory() == cache
     assert build(PORTABLE) == library
     calls = (tmp_path / "calls").read_text().splitlines()
-    assert sum("-o" in call.split() for call in calls) == 1
+    compiled = [call for call in calls if "-c" in call.split()]
+    assert len(compiled) == len(build_module.SOURCES)
+    assert sum("-shared" in call.split() for call in calls) == 1
     assert [path.name for path in cache.iterdir()] == [library.name]
 
 
@@ -92,6 +102,101 @@ def test_a_forced_instruction_set_must_exist(monkeypatch: pytest.MonkeyPatch) ->
         native.load()
     monkeypatch.setenv("PAGEWIRE_CPU_ISA", "reference")
     assert native.load() is None
+
+
+AVX2 = "fpu sse2 fma f16c avx2"
+AVX512 = f"{AVX2} avx512f avx512bw avx512vl avx512dq"
+SAPPHIRE_RAPIDS = f"{AVX512} avx512_bf16 avx512_fp16 amx_bf16 amx_tile amx_int8"
+CHOICES = {
+    "fpu sse2": ["portable"],
+    AVX2: ["avx2", "portable"],
+    AVX512: ["avx512", "avx2", "portable"],
+    f"{AVX512} avx512_bf16": ["avx512_bf16", "avx512", "avx2", "portable"],
+    f"{AVX512} amx_bf16 amx_tile": ["avx512", "avx2", "portable"],  # a guest whose host hides avx512_bf16
+    SAPPHIRE_RAPIDS: ["amx", "avx512_bf16", "avx512", "avx2", "portable"],
+    f"{SAPPHIRE_RAPIDS} amx_fp16": ["amx_fp16", "amx", "avx512_bf16", "avx512", "avx2", "portable"],
+}
+
+
+@pytest.fixture
+def fake_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes /proc/cpuinfo, as the build reads it, say that the CPU has these flags."""
+
+    def pretend(flags: str) -> None:
+        file = tmp_path / "cpuinfo"
+        file.write_text(f"processor\t: 0\nmodel name\t: A CPU\nflags\t\t: {flags}\n")
+        monkeypatch.setattr(build_module, "CPUINFO", file)
+        monkeypatch.setattr(build_module, "cpu_flags", build_module.cpu_flags.__wrapped__)
+
+    return pretend
+
+
+@pytest.mark.parametrize(("flags", "names"), CHOICES.items(), ids=lambda value: value[-1] if value else "")
+def test_the_best_set_of_a_cpu_comes_first(
+    fake_cpu: Callable[[str], None], flags: str, names: list[str]
+) -> None:
+    fake_cpu(flags)
+    assert [isa.name for isa in supported_instruction_sets()] == names
+    vectors = next(name for name in names if "amx" not in name)
+    assert {"portable": 0, "avx2": 3, "avx512": 7, "avx512_bf16": 8}[vectors] == len(
+        [flag for flag in build_module.emulated_tiles().compiler_flags if flag.startswith("-m")]
+    )
+
+
+class FakeLibraries:
+    """Takes the place of opening a library: some sets are refused by the system, some cannot be compiled."""
+
+    def __init__(self, refused: set[str], not_compiled: set[str]) -> None:
+        self.refused, self.not_compiled = refused, not_compiled
+        self.opened: list[str] = []
+
+    def __call__(self, isa: InstructionSet) -> object:
+        self.opened.append(isa.name)
+        if isa.name in self.refused:
+            raise InstructionsRefusedError(f"the system does not let this process use {isa.name}")
+        if isa.name in self.not_compiled:
+            raise BuildError("unknown instruction")
+        return object()
+
+
+@pytest.mark.usefixtures("fresh_load")
+@pytest.mark.parametrize(
+    ("forced", "refused", "not_compiled", "chosen", "lines"),
+    [
+        (None, set(), set(), "amx", []),
+        (None, {"amx"}, set(), "avx512_bf16", ["use amx"]),
+        (None, {"amx"}, {"avx512_bf16"}, "avx512", ["use amx"]),
+        (None, set(), {"amx", "avx512_bf16"}, "avx512", []),
+        ("avx512_bf16", set(), set(), "avx512_bf16", []),
+        ("avx2", set(), set(), "avx2", []),
+        ("amx_emulated", set(), set(), "amx_emulated", []),
+        ("amx", {"amx"}, set(), None, ["use amx", "using PyTorch instead"]),
+    ],
+)
+def test_a_set_that_cannot_be_used_gives_way_to_the_next(
+    fake_cpu: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    forced: str | None,
+    refused: set[str],
+    not_compiled: set[str],
+    chosen: str | None,
+    lines: list[str],
+) -> None:
+    fake_cpu(SAPPHIRE_RAPIDS)
+    libraries = FakeLibraries(refused, not_compiled)
+    monkeypatch.setattr(native, "open_library", libraries)
+    monkeypatch.delenv("PAGEWIRE_CPU_ISA", raising=False)
+    if forced:
+        monkeypatch.setenv("PAGEWIRE_CPU_ISA", forced)
+    with caplog.at_level(logging.INFO, logger="pagewire.kernels"):
+        kernels = native.load()
+    assert (kernels.isa.name if kernels else None) == chosen
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == len(lines)
+    assert all(part in line for part, line in zip(lines, warnings, strict=True))
+    assert chosen is None or f"CPU kernels: {chosen}" in caplog.messages
+    assert libraries.opened == ([forced] if forced else libraries.opened)
 
 
 def test_one_openmp_runtime_in_the_process(best_kernels: native.NativeKernels) -> None:

@@ -1,10 +1,13 @@
-"""Linear layers over packed weights, on every instruction set of this CPU, and their reference."""
+"""Linear layers, on every instruction set of this CPU, with emulated matrix tiles, and by the reference."""
 
 import threading
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional
 
 from pagewire.kernels import reference
 from pagewire.kernels.cpu.library import DTYPES
@@ -96,3 +99,50 @@ def test_the_reference_is_as_invariant(dtype: torch.dtype) -> None:
     for n in ROWS:
         assert torch.equal(linear(x[:n]), whole[:n]), n
     assert linear(x[:0]).shape == (0, 33)
+
+
+@st.composite
+def products(draw: st.DrawFn) -> tuple[int, int, int]:
+    """(rows, n, k), whose product emulated tiles compute in well under a second."""
+    k = draw(st.integers(1, 200) | st.integers(1, 10_000) | st.sampled_from([1024, 1025, 2048, 2816]))
+    n = draw(st.integers(1, 200))
+    rows = draw(st.integers(1, 40) | st.integers(1, 600))
+    return min(rows, max(1, 20_000_000 // (n * k))), n, k
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(size=products(), data=st.data())
+def test_any_product_in_any_company(
+    kernels: NativeKernels, size: tuple[int, int, int], data: st.DataObject
+) -> None:
+    """Some rows' bits are the same among others, at another place, on more threads, with the weight not packed."""
+    rows, n, k = size
+    dtype = data.draw(st.sampled_from(list(DTYPES)))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 100)))
+    weight, x = (torch.randn(count, k, generator=generator).to(dtype) for count in (n, rows))
+    bias = torch.randn(n, generator=generator).to(dtype) if data.draw(st.booleans()) else None
+    linear = kernels.pack(weight, bias)
+    whole = linear(x)
+    wanted = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert (whole.double() - wanted).abs().max() <= wanted.abs().max() * (
+        1e-5 if dtype == torch.float32 else 1e-2
+    )
+
+    picked = torch.tensor(data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=70)))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(data.draw(st.integers(1, 4)))
+        assert torch.equal(linear(x[picked]), whole[picked])
+        assert torch.equal(kernels.linear(x, weight, bias), whole)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_lies_behind_a_row_is_not_read(kernels: NativeKernels) -> None:
+    """Rows that end before a whole step of k, with NaNs behind them."""
+    for dtype in DTYPES:
+        weight, _, x = make((70, 50), dtype, False)
+        wide = torch.full((40, 64), torch.nan, dtype=dtype)
+        wide[:, :50] = x[:40]
+        found = kernels.pack(weight)(wide[:, :50])
+        assert torch.equal(found, kernels.pack(weight)(x[:40]))
