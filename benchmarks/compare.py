@@ -3,6 +3,8 @@
     python -m benchmarks.compare llama-300m MODEL_FOLDER \\
         --peer vllm=/path/to/its/python --peer openvino=/path/to/its/python,EXPORTED_MODEL_FOLDER
 
+`--peer pagewire:before=/path/to/python` is an older version of ours, installed in an environment of its own.
+
 Every engine runs in a process of its own, started once and stopped while it is not its turn; each work is done
 `--runs` times by each, in turn, with prompts that no engine has seen. The table gives medians, their spread, and
 ours over theirs. Everything goes to `benchmarks/results/` as JSON too.
@@ -12,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import signal
 import statistics
 import subprocess
@@ -24,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.limits import Limits, floor_seconds, measure_limits
+from benchmarks.limits import Limits, floor_seconds, measure_limits, processor
 
 ENGINES = Path(__file__).parent / "engines"
 RESULTS = Path(__file__).parent / "results"
@@ -69,7 +70,8 @@ class Engine:
 
     def __init__(self, name: str, python: str, model: str) -> None:
         self.name = name
-        script = ENGINES / f"run_{name}.py"
+        self.driver, _, _ = name.partition(":")
+        script = ENGINES / f"run_{self.driver}.py"
         self.process = subprocess.Popen(
             [python, str(script), model], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -88,7 +90,7 @@ class Engine:
 
     def _signal(self, number: signal.Signals) -> None:
         """Threads of others go on looking for work when there is none. Ours sleep, and send heartbeats."""
-        if self.name != "pagewire":
+        if self.driver != "pagewire":
             root = psutil.Process(self.process.pid)
             for process in (root, *root.children(recursive=True)):
                 process.send_signal(number)
@@ -207,14 +209,6 @@ def table(results: dict[Work, dict[str, Measured]], limits: Limits, model: Path)
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def machine() -> str:
-    """The processor's name."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
-
-
 def main() -> None:
     """Start the engines, measure, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description="Compare pagewire with other engines.")
@@ -225,14 +219,14 @@ def main() -> None:
         action="append",
         default=[],
         metavar="NAME=PYTHON[,MODEL]",
-        help="vllm, openvino, transformers",
+        help="vllm, openvino, transformers, or pagewire:LABEL for another version of ours",
     )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--only", help="works whose label contains this")
     options = parser.parse_args()
     works = tuple(work for work in WORKS[options.works] if (options.only or "") in work.label)
     limits = measure_limits()
-    print(limits, file=sys.stderr)
+    print(processor(), limits, file=sys.stderr)
     engines = [Engine("pagewire", sys.executable, str(options.model))]
     for peer in options.peer:
         name, _, rest = peer.partition("=")
@@ -248,7 +242,7 @@ def main() -> None:
     print("peak RSS: " + ", ".join(f"{name} {peak / 2**20:,.0f} MiB" for name, peak in peaks.items()))
     written: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
-        "machine": machine(),
+        "machine": processor(),
         "limits": asdict(limits),
         "start_s": {engine.name: engine.start_s for engine in engines},
         "peak_rss_bytes": peaks,

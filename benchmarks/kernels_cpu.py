@@ -1,10 +1,14 @@
-"""Times the CPU attention kernel beside PyTorch's on dense tensors: `python benchmarks/kernels_cpu.py`.
+"""Times the CPU kernels: products and attention beside the machine's limits, attention beside PyTorch's, too.
 
-PyTorch gets its best case: each request's keys and values already gathered into one contiguous tensor, which a
-paged cache does not have. Caches rotate between calls, so that decode reads memory and not a processor's cache.
+    python -m benchmarks.kernels_cpu
+
+A share "of floor" is the time that reading or multiplying takes at least (`limits.py`) over the time it took.
+PyTorch gets its best case: each request's keys and values already gathered into one contiguous tensor, which
+no paged cache has. Caches and matrices rotate between calls, so that what memory limits reads memory.
 """
 
 import argparse
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,10 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks.limits import Limits, measure_limits, processor
+from pagewire.kernels import linear
 from pagewire.kernels.attention import AttentionBatch, allocate_kv, paged_attention
-from pagewire.kernels.cpu import native
 
 BLOCK_SIZE = 16
+ROWS = (1, 2, 8, 32, 128, 512, 2048)
+SIZES = ((5632, 1024), (1024, 2816), (4096, 4096))
+MATRIX_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,27 +110,63 @@ def dense_call(case: Case, dtype: torch.dtype) -> Callable[[], object]:
     return lambda: functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
 
+def product_calls(size: tuple[int, int], num_rows: int, dtype: torch.dtype) -> list[Callable[[], object]]:
+    """Products of rows with as many matrices [N, K] as no processor's cache holds."""
+    num_out, num_in = size
+    weights = [
+        linear.pack(torch.randn(size).to(dtype)) for _ in range(-(-MATRIX_BYTES // (num_out * num_in * 2)))
+    ]
+    x = torch.randn(num_rows, num_in).to(dtype)
+    return [functools.partial(weight, x) for weight in weights]
+
+
+def print_products(limits: Limits, dtype: torch.dtype, seconds: float) -> None:
+    """A row for each matrix and number of rows."""
+    print(f"\n{'products':36}{'ms':>9}{'GB/s':>8}{'GFLOP/s':>9}{'of floor':>10}  limit")
+    for num_out, num_in in SIZES:
+        for num_rows in ROWS:
+            took = measure(product_calls((num_out, num_in), num_rows, dtype), seconds)
+            flop, num_bytes = 2.0 * num_rows * num_out * num_in, num_out * num_in * dtype.itemsize
+            print(
+                f"{f'{num_rows} x [{num_out:,}, {num_in:,}]':36}{took * 1e3:9.3f}{num_bytes / took / 1e9:8.1f}"
+                f"{flop / took / 1e9:9.0f}{limits.floor_s(num_bytes, flop) / took:10.0%}"
+                f"  {'memory' if num_bytes / limits.read_bytes_per_s > flop / limits.flop_per_s else 'arithmetic'}"
+            )
+
+
+def print_attention(limits: Limits, dtype: torch.dtype, seconds: float, only: str) -> None:
+    """A row for each case."""
+    print(f"\n{'attention':36}{'ms':>9}{'GB/s':>8}{'GFLOP/s':>9}{'of floor':>10}{'torch ms':>10}{'ratio':>8}")
+    for case in CASES:
+        if only not in case.name:
+            continue
+        ours = measure([paged_call(case, dtype) for _ in range(case.copies)], seconds)
+        theirs = measure([dense_call(case, dtype) for _ in range(case.copies)], seconds)
+        num_bytes = case.kv_elements * dtype.itemsize
+        print(
+            f"{case.name:36}{ours * 1e3:9.3f}{num_bytes / ours / 1e9:8.1f}{case.flops / ours / 1e9:9.0f}"
+            f"{limits.floor_s(num_bytes, case.flops) / ours:10.0%}{theirs * 1e3:10.3f}{theirs / ours:8.2f}"
+        )
+
+
 def main() -> None:
+    """Measure the machine, then the kernels."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--seconds", type=float, default=1.0, help="per measurement")
-    parser.add_argument("--only", default="", help="only cases whose name contains this")
+    parser.add_argument("--only", default="", help="only cases of attention whose name contains this")
     arguments = parser.parse_args()
     dtype: torch.dtype = getattr(torch, arguments.dtype)
-    kernels = native.load()
-    isa = kernels.isa.name if kernels else "reference"
-    print(f"{arguments.dtype}, {isa}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    print(f"{'':36}{'ms':>9}{'GB/s':>8}{'GFLOP/s':>9}{'torch ms':>10}{'ratio':>8}")
-    for case in CASES:
-        if arguments.only not in case.name:
-            continue
-        ours = measure([paged_call(case, dtype) for _ in range(case.copies)], arguments.seconds)
-        theirs = measure([dense_call(case, dtype) for _ in range(case.copies)], arguments.seconds)
-        gigabytes = case.kv_elements * dtype.itemsize / 1e9
-        print(
-            f"{case.name:36}{ours * 1e3:9.3f}{gigabytes / ours:8.1f}{case.flops / ours / 1e9:9.0f}"
-            f"{theirs * 1e3:10.3f}{theirs / ours:8.2f}"
-        )
+    print(f"{processor()}; {arguments.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    limits = measure_limits()
+    if not arguments.only:
+        print_products(limits, dtype, arguments.seconds)
+    print_attention(limits, dtype, arguments.seconds, arguments.only)
+    limits = limits.best(measure_limits())  # neighbours on the machine may have slowed either
+    print(
+        f"\nlimits: {limits.read_bytes_per_s / 1e9:.1f} GB/s read, {limits.flop_per_s / 1e9:,.0f} GFLOP/s in bf16 "
+        "products of registers"
+    )
 
 
 if __name__ == "__main__":

@@ -2,11 +2,19 @@
 
 A step reads all weights once (or multiplies with them, where that takes longer) and the keys and values of all
 its requests; the prompt is multiplied at the matrix rate. No engine that computes in bfloat16 can be faster.
+
+Both limits come from loops of their own (`probes.cpp`): products of numbers that stay in registers, and reading. A
+limit measured with a product that reads and writes memory would move with that product.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import json
+import platform
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,15 +22,16 @@ from pathlib import Path
 
 import torch
 
-from pagewire.kernels import linear, reference
+from pagewire.kernels.cpu import build, native
 
 REPEATS = 7
-SIZE = 4096
+READ_BYTES = 1 << 30
+ROUNDS = 1 << 18
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes per second read by all cores, and bf16 floating-point operations per second of large products."""
+    """Bytes per second read by all cores, and bf16 floating-point operations per second in registers."""
 
     read_bytes_per_s: float
     flop_per_s: float
@@ -32,6 +41,10 @@ class Limits:
         return Limits(
             max(self.read_bytes_per_s, other.read_bytes_per_s), max(self.flop_per_s, other.flop_per_s)
         )
+
+    def floor_s(self, num_bytes: float, flop: float) -> float:
+        """The least time that reading and multiplying take, one beside the other."""
+        return max(num_bytes / self.read_bytes_per_s, flop / self.flop_per_s)
 
 
 def best_seconds(work: Callable[[], object]) -> float:
@@ -45,18 +58,40 @@ def best_seconds(work: Callable[[], object]) -> float:
     return min(times)
 
 
+@functools.cache
+def probes() -> ctypes.CDLL:
+    """The loops of `probes.cpp`, for the instructions that the kernels use here."""
+    kernels = native.load()
+    if kernels is None:
+        raise RuntimeError("the limits need the compiled kernels")
+    folder = Path(build.__file__).parent
+    sources = [Path(__file__).with_name("probes.cpp"), folder / "team.cpp"]
+    with tempfile.TemporaryDirectory() as directory:
+        library = Path(directory) / "probes.so"
+        command = [*build.compiler_command(), *build.FLAGS, "-shared", *kernels.isa.compiler_flags]
+        subprocess.run([*command, f"-I{folder}", *map(str, sources), "-o", str(library)], check=True)
+        loaded = ctypes.CDLL(str(library))
+    loaded.probe_multiply.argtypes = [ctypes.c_int64, ctypes.c_int32]
+    loaded.probe_multiply.restype = ctypes.c_double
+    loaded.probe_read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32]
+    return loaded
+
+
 def measure_limits() -> Limits:
-    """Measured on all cores that this process may use: what the best of our products and oneDNN's can do."""
-    source = torch.empty(1 << 28, dtype=torch.float32).uniform_()
-    read = source.nbytes / best_seconds(source.sum)
-    rates = []
-    for make in (linear.pack, reference.pack):
-        products = [make(torch.randn(SIZE, SIZE).bfloat16()) for _ in range(16)]
-        row, rows = torch.randn(2, SIZE).bfloat16(), torch.randn(1024, SIZE).bfloat16()
-        stream = best_seconds(lambda: [product(row) for product in products])  # noqa: B023 - called at once
-        read = max(read, len(products) * SIZE * SIZE * 2 / stream)
-        rates.append(2 * len(rows) * SIZE * SIZE / best_seconds(lambda: products[0](rows)))  # noqa: B023
-    return Limits(read, max(rates))
+    """Measured on all cores that this process may use."""
+    library, num_threads = probes(), torch.get_num_threads()
+    source = torch.ones(READ_BYTES, dtype=torch.uint8)
+    read = READ_BYTES / best_seconds(lambda: library.probe_read(source.data_ptr(), READ_BYTES, num_threads))
+    flop = library.probe_multiply(1, num_threads) * ROUNDS
+    return Limits(read, flop / best_seconds(lambda: library.probe_multiply(ROUNDS, num_threads)))
+
+
+def processor() -> str:
+    """The processor's name, and the instruction set that the kernels use."""
+    names = [line for line in build.CPUINFO.read_text().splitlines() if line.startswith("model name")]
+    name = names[0].partition(":")[2].strip() if names else platform.processor()
+    kernels = native.load()
+    return f"{name}, {kernels.isa.name if kernels else 'reference'}"
 
 
 def floor_seconds(limits: Limits, model: Path, count: int, num_in: int, num_out: int, shared: int) -> float:

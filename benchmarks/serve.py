@@ -29,8 +29,9 @@ from typing import Any
 
 import psutil
 
-from benchmarks.compare import RESULTS, machine
+from benchmarks.compare import RESULTS
 from benchmarks.daemon import running_core
+from benchmarks.limits import processor
 from pagewire import AsyncLLM, RequestOutputKind, SamplingParams
 from pagewire.cli.load import Query, Reply, Target, arrivals, connected, drive
 from pagewire.cli.load_report import summary
@@ -258,7 +259,7 @@ def write(options: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -
     date = time.strftime("%Y-%m-%d")
     load = {name: getattr(options, name) for name in ("concurrency", "requests", "input_len", "output_len")}
     path = RESULTS / f"serve-{options.model.name}-{date}.json"
-    written = {"date": date, "machine": machine(), "load": load, "runs": found}
+    written = {"date": date, "machine": processor(), "load": load, "runs": found}
     path.write_text(json.dumps(written, indent=1) + "\n")
     print(f"written to {path}", file=sys.stderr)
 

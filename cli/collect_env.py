@@ -37,6 +37,7 @@ def run(options: argparse.Namespace) -> int:
         f"{len(os.sched_getaffinity(0))} usable",
         "memory": f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB available",
         "compiler": compiler(),
+        "kernels": cpu_kernels(),
         "gpu": gpu(),
     }
     facts |= {name: version(name) for name in PACKAGES}
@@ -78,7 +79,7 @@ def processor() -> str:
 def instructions() -> list[str]:
     """Vector instructions that matter here."""
     flags = set(cpu_info("flags").split())
-    return [f for f in ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8") if f in flags]
+    return [f for f in ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "amx_fp16") if f in flags]
 
 
 def compiler() -> str:
@@ -87,6 +88,17 @@ def compiler() -> str:
     if path is None:
         return "none: CPU kernels fall back to torch (install g++)"
     return subprocess.run([path, "--version"], capture_output=True, text=True).stdout.splitlines()[0]
+
+
+def cpu_kernels() -> str:
+    """The instruction set that the CPU kernels use here; they are compiled for it if they never were."""
+    from pagewire.kernels.cpu import native
+
+    try:
+        kernels = native.load()
+    except ValueError as error:
+        return f"none: {error}"
+    return kernels.isa.name if kernels else "none: torch takes their place"
 
 
 def gpu() -> str:

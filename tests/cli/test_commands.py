@@ -189,6 +189,7 @@ def test_keys_are_made_once(tmp_path: Path) -> None:
 def test_what_the_environment_is() -> None:
     environment = ENVIRONMENT | {
         "PAGEWIRE_LOGGING_LEVEL": "ERROR",
+        "PAGEWIRE_CPU_ISA": "portable",
         "OMP_NUM_THREADS": "3",
         "HF_TOKEN": "hf_hidden",
         "PAGEWIRE_API_KEY": "hidden",
@@ -200,4 +201,5 @@ def test_what_the_environment_is() -> None:
     for name in ("pagewire", "torch", "pyzmq", "msgspec", "transformers"):
         assert facts[name][0].isdigit(), name
     assert sys.executable in facts["python"] and "usable" in facts["cores"]
+    assert facts["kernels"] == "portable"
     assert (facts["PAGEWIRE_LOGGING_LEVEL"], facts["OMP_NUM_THREADS"]) == ("ERROR", "3")
