@@ -28,6 +28,7 @@ from pagewire.kernels import reference
 from pagewire.kernels.cuda import attention, blocks, gates, kv, norms, sampling
 from pagewire.kernels.cuda.launch import CudaDevice, Device
 from pagewire.kernels.cuda.layout import exchange_chunks
+from pagewire.kernels.layer import Activation
 from pagewire.kernels.paging import AttentionBatch, token_view
 
 ROTATED_BYTES = 256 << 20
@@ -276,14 +277,16 @@ def _norm_case(device: Device, name: str, x: Tensor, residual: Tensor, weight: T
 
 def _gate_case(device: Device, rows: int, x: Tensor) -> Case:
     def error() -> float:
-        return distance(gates.activate_and_mul(device, x[0], "silu"), reference.silu_and_mul(x[0].double()))
+        return distance(
+            gates.activate_and_mul(device, x[0], Activation.SILU), reference.silu_and_mul(x[0].double())
+        )
 
     return Case(
         f"silu_and_mul {rows} x {x.shape[2] // 2}",
         3 * x[0].numel(),
         0,
         len(x),
-        lambda i: gates.activate_and_mul(device, x[i], "silu"),
+        lambda i: gates.activate_and_mul(device, x[i], Activation.SILU),
         error,
         1e-2,
         {"torch": lambda i: reference.silu_and_mul(x[i])},

@@ -22,7 +22,8 @@ from pathlib import Path
 
 import torch
 
-from pagewire.kernels.cpu import build, native
+from pagewire.kernels.cpu import build
+from pagewire.kernels.cpu import kernels as cpu_kernels
 
 REPEATS = 7
 READ_BYTES = 1 << 30
@@ -61,7 +62,7 @@ def best_seconds(work: Callable[[], object]) -> float:
 @functools.cache
 def probes() -> ctypes.CDLL:
     """The loops of `probes.cpp`, for the instructions that the kernels use here."""
-    kernels = native.load()
+    kernels = cpu_kernels.load()
     if kernels is None:
         raise RuntimeError("the limits need the compiled kernels")
     folder = Path(build.__file__).parent
@@ -90,7 +91,7 @@ def processor() -> str:
     """The processor's name, and the instruction set that the kernels use."""
     names = [line for line in build.CPUINFO.read_text().splitlines() if line.startswith("model name")]
     name = names[0].partition(":")[2].strip() if names else platform.processor()
-    kernels = native.load()
+    kernels = cpu_kernels.load()
     return f"{name}, {kernels.isa.name if kernels else 'reference'}"
 
 

@@ -22,21 +22,21 @@ from pagewire.engine_core.config import EngineConfig
 from pagewire.ipc.messages import Row, SlotInit, StepPlan
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import SamplingParams
+from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.linear import PackedLinear
-from pagewire.kernels.cpu.native import NativeKernels
 from pagewire.workers import runner as worker
 from pagewire.workers.cpu import CpuSampler
 from pagewire.workers.decoder import DecoderStack
 
 KINDS = {
     (PackedLinear, "__call__"): "products",
-    (NativeKernels, "paged_attention"): "attention",
-    (NativeKernels, "store_kv"): "KV writes",
-    (NativeKernels, "rms_norm"): "norms",
-    (NativeKernels, "add_rms_norm"): "norms",
-    (NativeKernels, "silu_and_mul"): "activation",
-    (NativeKernels, "gelu_tanh_and_mul"): "activation",
-    (NativeKernels, "rotary"): "rotary",
+    (CpuKernels, "paged_attention"): "attention",
+    (CpuKernels, "store_kv"): "KV writes",
+    (CpuKernels, "rms_norm"): "norms",
+    (CpuKernels, "add_rms_norm"): "norms",
+    (CpuKernels, "silu_and_mul"): "activation",
+    (CpuKernels, "gelu_tanh_and_mul"): "activation",
+    (CpuKernels, "rotary"): "rotary",
     (CpuSampler, "launch"): "sampling",
     (worker, "build_batch"): "batch building",
 }
@@ -98,7 +98,7 @@ def main() -> None:
     for (owner, name), kind in KINDS.items():
         setattr(owner, name, timed(seconds, kind, getattr(owner, name)))
     if isinstance(base := steps.runner.model.model.base, DecoderStack):
-        base.stack.whole = None
+        base.stack.compiled = None
     total = sum(steps.run(options.steps))
     shares = {kind: spent / total for kind, spent in sorted(seconds.items(), key=lambda item: -item[1])}
     shares["Python between them"] = 1 - sum(shares.values())

@@ -92,10 +92,10 @@ def compiler() -> str:
 
 def cpu_kernels() -> str:
     """The instruction set that the CPU kernels use here; they are compiled for it if they never were."""
-    from pagewire.kernels.cpu import native
+    from pagewire.kernels.cpu import kernels as cpu_kernels
 
     try:
-        kernels = native.load()
+        kernels = cpu_kernels.load()
     except ValueError as error:
         return f"none: {error}"
     return kernels.isa.name if kernels else "none: torch takes their place"

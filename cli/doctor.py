@@ -184,7 +184,7 @@ def check_compile() -> Iterator[Finding]:
 
     import torch
 
-    from pagewire.kernels.cpu.build import cache_directory
+    from pagewire.kernels.cache import cache_folder
     from pagewire.kernels.cuda import compile
     from pagewire.kernels.cuda.gates import variants
 
@@ -204,7 +204,7 @@ def check_compile() -> Iterator[Finding]:
         size = f"{len(cubin.image)} bytes, {cubin.registers} registers"
         yield Finding(True, f"{variants()[0].name} for {arch}: {size}")
     try:
-        folder = cache_directory()
+        folder = cache_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -245,9 +245,10 @@ def silu_and_mul_on(index: int, x: Tensor) -> Tensor:
 
     from pagewire.kernels.cuda.gates import activate_and_mul
     from pagewire.kernels.cuda.launch import CudaDevice
+    from pagewire.kernels.layer import Activation
 
     with torch.cuda.device(index):
-        return activate_and_mul(CudaDevice.at(index), x.to(f"cuda:{index}"), "silu").cpu()
+        return activate_and_mul(CudaDevice.at(index), x.to(f"cuda:{index}"), Activation.SILU).cpu()
 
 
 CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {

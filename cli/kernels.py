@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UsageError: an architecture that is none, or none given where there is no GPU.
     """
-    from pagewire.kernels.cpu.build import cache_directory
+    from pagewire.kernels.cache import cache_folder
     from pagewire.kernels.cuda import compile
 
     if options.jobs is not None and options.jobs < 1:
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         for arch in dict.fromkeys(options.arch or architectures_here()):
             count = build(arch, options.jobs)
-            print(f"{count} kernels for {arch} in {cache_directory()}")
+            print(f"{count} kernels for {arch} in {cache_folder()}")
     except compile.CompileError as error:
         print(f"pagewire kernels: {error}", file=sys.stderr)
         return 1

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from pagewire.kernels.implementation import implementation_for
+from pagewire.kernels.dispatch import implementation_for
 from pagewire.kernels.paging import AttentionBatch, allocate_kv, kv_block_bytes, token_view
 
 __all__ = ["AttentionBatch", "allocate_kv", "kv_block_bytes", "paged_attention", "store_kv", "token_view"]

@@ -4,55 +4,19 @@ x -> QKV in one product -> (norm of each head) -> rotary -> attention -> output 
   -> gate and up in one product -> activation -> down product -> add and norm -> next layer
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from pagewire.kernels.attention import AttentionBatch, paged_attention, store_kv
-from pagewire.kernels.implementation import implementation_for
+from pagewire.kernels.dispatch import implementation_for
+from pagewire.kernels.layer import Activation, Layer, Norm
 from pagewire.kernels.layers import add_rms_norm, gelu_tanh_and_mul, rms_norm, rotary, silu_and_mul
 
-__all__ = ["GATES", "Layer", "Norm", "Stack"]
+__all__ = ["Activation", "Layer", "Norm", "Stack"]
 
-GATES = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """An RMS norm, as `layers.rms_norm` computes it."""
-
-    weight: Tensor
-    eps: float
-    offset: float
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One layer. Its products are functions that `linear.pack` made."""
-
-    qkv: Callable[[Tensor], Tensor]
-    """[T, H] to [T, (Hq + 2 Hkv) D]."""
-    out: Callable[[Tensor], Tensor]
-    """[T, Hq D] to [T, H]."""
-    gate_up: Callable[[Tensor], Tensor]
-    """[T, H] to [T, 2 I]."""
-    down: Callable[[Tensor], Tensor]
-    """[T, I] to [T, H]."""
-    head_norms: tuple[Norm, Norm] | None
-    """Of each query head and each key head, before they are rotated."""
-    attention_norm: Norm
-    """After attention."""
-    next_norm: Norm
-    """After the feed-forward half: the next layer's first norm, or the stack's last."""
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    window: int | None
-    gate: str
-    """One of GATES."""
+ACTIVATIONS = {Activation.SILU: silu_and_mul, Activation.GELU_TANH: gelu_tanh_and_mul}
 
 
 class Stack:
@@ -60,7 +24,7 @@ class Stack:
 
     def __init__(self, input_norm: Norm, layers: Sequence[Layer]) -> None:
         self.input_norm, self.layers = input_norm, layers
-        self.whole = implementation_for(input_norm.weight).stack(layers)
+        self.compiled = implementation_for(input_norm.weight).stack(layers)
 
     def __call__(
         self,
@@ -84,12 +48,12 @@ class Stack:
         """
         norm = self.input_norm
         x = rms_norm(residual, norm.weight, norm.eps, offset=norm.offset)
-        if self.whole is not None:
-            return self.whole(x, residual, cos, sin, batch, caches)
+        if self.compiled is not None:
+            return self.compiled(x, residual, cos, sin, batch, caches)
         for layer, (k_cache, v_cache) in zip(self.layers, caches, strict=True):
             x = layer.out(_attend(layer, x, cos, sin, batch, k_cache, v_cache))
             x = _add(x, residual, layer.attention_norm)
-            x = layer.down(GATES[layer.gate](layer.gate_up(x)))
+            x = layer.down(ACTIVATIONS[layer.activation](layer.gate_up(x)))
             x = _add(x, residual, layer.next_norm)
         return x
 

@@ -5,7 +5,7 @@ Each follows the rounding of the Hugging Face module that it replaces. A row's b
 
 from torch import Tensor
 
-from pagewire.kernels.implementation import implementation_for
+from pagewire.kernels.dispatch import implementation_for
 
 __all__ = ["add_rms_norm", "gelu_tanh_and_mul", "rms_norm", "rotary", "silu_and_mul"]
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from pagewire.kernels.implementation import implementation_for
+from pagewire.kernels.dispatch import implementation_for
 
 __all__ = ["linear", "pack"]
 

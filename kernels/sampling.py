@@ -2,11 +2,10 @@
 
 from torch import Tensor
 
-from pagewire.kernels.implementation import implementation_for
+from pagewire.kernels.dispatch import implementation_for
+from pagewire.kernels.reference import MASS_BITS
 
 __all__ = ["MASS_BITS", "largest", "only_allowed", "token_masses"]
-
-MASS_BITS = 44
 
 
 def largest(x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pagewire.ipc.messages import LoadModel
-from pagewire.kernels.cuda import implementation
+from pagewire.kernels.cuda import kernels as cuda_kernels
 from pagewire.kernels.cuda.compile import CompileError
 from pagewire.kernels.cuda.kv import FP8
 from pagewire.kernels.cuda.launch import Device
@@ -82,7 +82,7 @@ class Cuda:
             )
         try:
             torch.cuda.set_device(index)
-            kernels = implementation.load(index).device
+            kernels = cuda_kernels.load(index).device
         except (CompileError, RuntimeError) as error:  # LaunchError is one, as are PyTorch's
             raise LoadError(f"cuda:{index} cannot be used: {error}; see `pagewire doctor`") from error
         return cls(f"cuda:{index}", kernels)
@@ -104,7 +104,7 @@ class Cuda:
 
     def prepare(self, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> None:
         """See `Device.prepare`."""
-        variants = implementation.variants(dtype, kv_dtype, head_dim)
+        variants = cuda_kernels.variants(dtype, kv_dtype, head_dim)
 
         def progress(done: int, total: int, variant: Variant) -> None:
             if done % 8 == 0 or done == total:

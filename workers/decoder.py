@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pagewire.kernels.decoder import Layer, Norm, Stack
+from pagewire.kernels.decoder import Activation, Layer, Norm, Stack
 from pagewire.workers.attention import KVShape, Paged
 from pagewire.workers.fuse import PackedLinear, RotaryTable, norm_kernel
 
@@ -22,7 +22,11 @@ ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 WINDOW_EVERYWHERE = {"mistral"}  # their layers read the window from the configuration
-GATES = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+}
 
 
 def build_stack(base: Any, device: torch.device) -> DecoderStack | None:
@@ -102,8 +106,10 @@ class FoundLayer:
         _require(_children(attention) in (ATTENTION, ATTENTION | HEAD_NORMS))
         _require(_children(mlp) - {"act_fn"} == MLP - {"act_fn"})
         self.layer = layer
-        self.gate = str(getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None))
-        _require(self.gate in GATES)
+        self.activation = str(
+            getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+        )
+        _require(self.activation in ACTIVATIONS)
         self.index, self.window = attention.layer_idx, attention_window(attention, config)
         head_dim = attention.head_dim
         heads = [p.out_features // head_dim for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
@@ -138,7 +144,7 @@ class FoundLayer:
             head_dim=self.kv_shape.head_dim,
             scale=float(attention.scaling),
             window=self.window,
-            gate=GATES[self.gate],
+            activation=ACTIVATIONS[self.activation],
         )
 
 

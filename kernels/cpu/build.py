@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from pagewire.kernels.cache import cache_folder
+
 logger = logging.getLogger("pagewire.kernels")
 
 SOURCES = (  # what takes the compiler longest comes first
@@ -113,12 +115,6 @@ def compiler_command() -> list[str]:
     raise BuildError(f"no C++ compiler ({', '.join(candidates)})")
 
 
-def cache_directory() -> Path:
-    """Where libraries are kept: `kernels` in `$PAGEWIRE_CACHE_ROOT`, by default `~/.cache/pagewire`."""
-    root = os.environ.get("PAGEWIRE_CACHE_ROOT")
-    return (Path(root) if root else Path.home() / ".cache" / "pagewire") / "kernels"
-
-
 def build(isa: InstructionSet) -> Path:
     """The library for an instruction set, compiled if it is not in the cache.
 
@@ -135,7 +131,7 @@ def build(isa: InstructionSet) -> Path:
         key.update(part.encode() + b"\0")
     for source in (*HEADERS, *SOURCES):
         key.update((here / source).read_bytes() + b"\0")
-    library = cache_directory() / f"cpu-{isa.name}-{key.hexdigest()[:32]}.so"
+    library = cache_folder() / f"cpu-{isa.name}-{key.hexdigest()[:32]}.so"
     if library.exists():
         return library
 

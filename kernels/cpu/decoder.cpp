@@ -1,6 +1,6 @@
 // A stack of Llama-like layers in one call: nothing but kernels runs between the first and the last.
 //
-// The same kernels in the same order as `DecoderStack.forward` in Python, so the bits are the same.
+// The same kernels in the same order as `decoder.Stack.__call__` in Python, so the bits are the same.
 
 #include "kernels.h"
 
@@ -23,7 +23,7 @@ struct Layer {
   char* v_cache;
   int64_t window;
   float scale;
-  int32_t gate;  // 0 SiLU, 1 GELU's tanh form
+  int32_t activation;  // 0 SiLU, 1 GELU's tanh form
 };
 
 struct StackCall {
@@ -90,8 +90,8 @@ class Stack {
 
   void feed_forward(const Layer& layer) const {
     multiply(layer.gate_up, call_.x, call_.gate_up);
-    const auto gate = layer.gate == 0 ? pagewire_silu_and_mul : pagewire_gelu_tanh_and_mul;
-    gate(call_.gate_up, call_.gated, tokens_, layer.down.k, layer.gate_up.n, batch_.dtype, batch_.num_threads);
+    const auto activate = layer.activation == 0 ? pagewire_silu_and_mul : pagewire_gelu_tanh_and_mul;
+    activate(call_.gate_up, call_.gated, tokens_, layer.down.k, layer.gate_up.n, batch_.dtype, batch_.num_threads);
     multiply(layer.down, call_.gated, call_.x);
   }
 

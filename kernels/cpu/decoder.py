@@ -3,19 +3,17 @@
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pagewire.kernels.cpu.library import DTYPES, AttentionCall, cache_fields
 from pagewire.kernels.cpu.linear import PackedLinear
+from pagewire.kernels.layer import Activation, Layer, Norm
 from pagewire.kernels.paging import AttentionBatch
 
-if TYPE_CHECKING:
-    from pagewire.kernels.decoder import Layer, Norm
-
-GATES = {"silu": 0, "gelu_tanh": 1}
+ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1}
+"""Their numbers in decoder.cpp."""
 PRODUCTS = ("qkv", "out", "gate_up", "down")
 
 
@@ -32,7 +30,7 @@ class _Layer(ctypes.Structure):
         *((name, _Matrix) for name in PRODUCTS),
         *((name, _Norm) for name in ("query_norm", "key_norm", "attention_norm", "next_norm")),
         *((name, c_void_p) for name in ("k_cache", "v_cache")),
-        *(("window", c_int64), ("scale", c_float), ("gate", c_int32)),
+        *(("window", c_int64), ("scale", c_float), ("activation", c_int32)),
     )
 
 
@@ -45,35 +43,35 @@ class _StackCall(ctypes.Structure):
     )
 
 
-def _linears(layer: "Layer") -> dict[str, PackedLinear]:
+def _linears(layer: Layer) -> dict[str, PackedLinear]:
     """Those of the layer's products that linear.cpp computes."""
     products = {name: getattr(layer, name) for name in PRODUCTS}
     return {name: product for name, product in products.items() if isinstance(product, PackedLinear)}
 
 
-def _norm(norm: "Norm", size: int, dtype: torch.dtype) -> _Norm:
+def _norm(norm: Norm, size: int, dtype: torch.dtype) -> _Norm:
     if norm.weight.shape != (size,) or norm.weight.dtype != dtype or not norm.weight.is_contiguous():
         raise ValueError(f"a norm's weight [{size}] of {dtype} expected")
     return _Norm(norm.weight.data_ptr(), norm.eps, norm.offset)
 
 
-class NativeStack:
+class CompiledStack:
     """Layers of one form in one call; see `pagewire.kernels.decoder.Stack`."""
 
     @classmethod
-    def of(cls, library: ctypes.CDLL, layers: "Sequence[Layer]") -> "NativeStack | None":
+    def of(cls, library: ctypes.CDLL, layers: Sequence[Layer]) -> "CompiledStack | None":
         """None where the layers differ in form, or their products are not of linear.cpp."""
         forms = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
         dtypes: set[torch.dtype] = set()
         for layer in layers:
             linears = _linears(layer)
-            if len(linears) < len(PRODUCTS):
+            if len(linears) < len(PRODUCTS) or layer.activation not in ACTIVATIONS:
                 return None
             norms = (layer.attention_norm, layer.next_norm, *(layer.head_norms or ()))
             dtypes |= {linear.packed.dtype for linear in linears.values()} | {n.weight.dtype for n in norms}
         return cls(library, layers) if len(forms) == len(dtypes) == 1 else None
 
-    def __init__(self, library: ctypes.CDLL, layers: "Sequence[Layer]") -> None:
+    def __init__(self, library: ctypes.CDLL, layers: Sequence[Layer]) -> None:
         self._library, self._layers = library, layers  # which own what the structs point to
         first = layers[0]
         self._num_heads, self._num_kv_heads = first.num_heads, first.num_kv_heads
@@ -85,7 +83,7 @@ class NativeStack:
         self._scratch_widths = (self._qkv_size, self._attended_size, 2 * widest, widest)
         self._structs = (_Layer * len(layers))(*map(self._struct, layers))
 
-    def _struct(self, layer: "Layer") -> _Layer:
+    def _struct(self, layer: Layer) -> _Layer:
         linears = _linears(layer)
         hidden, intermediate = linears["out"].out_features, linears["down"].in_features
         shapes = {
@@ -109,7 +107,7 @@ class NativeStack:
             **{name: _norm(norm, size, self._dtype) for name, (norm, size) in norms.items()},
             window=layer.window or 0,
             scale=layer.scale,
-            gate=GATES[layer.gate],
+            activation=ACTIVATIONS[layer.activation],
         )
 
     def __call__(

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pagewire.kernels.cpu.build import cache_directory
+from pagewire.kernels.cache import cache_folder
 from pagewire.kernels.cuda.source import Variant, read_source
 
 OPTIONS = ("--std=c++17", "--ptxas-options=-v")
@@ -195,7 +195,7 @@ def _dotted(version: tuple[int, int]) -> str:
 
 def _cached_file(variant: Variant, arch: str) -> Path:
     key = repr((read_source(variant.source), variant, arch, OPTIONS, nvrtc().getVersion()))
-    return cache_directory() / f"cuda-{arch}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
+    return cache_folder() / f"cuda-{arch}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
 
 
 def _read(file: Path) -> Cubin:

@@ -8,30 +8,29 @@ from torch import Tensor
 from pagewire.kernels.cuda.launch import Device, pack
 from pagewire.kernels.cuda.norms import DTYPES
 from pagewire.kernels.cuda.source import Variant
+from pagewire.kernels.layer import Activation
 
-ACTIVATIONS = {"silu": "SILU", "gelu_tanh": "GELU_TANH", "gelu": "GELU"}
 THREADS = 256
 BLOCKS = 8
 """Per multiprocessor: as many as run at once."""
 
 
 @functools.cache
-def variant(dtype: torch.dtype, activation: str) -> Variant:
+def variant(dtype: torch.dtype, activation: Activation) -> Variant:
     """The kernel for an activation."""
-    return Variant("gates.cu", f"gate<{DTYPES[dtype]}, {ACTIVATIONS[activation]}>", "Gate")
+    return Variant("gates.cu", f"gate<{DTYPES[dtype]}, {activation.name}>", "Gate")
 
 
 def variants() -> list[Variant]:
     """All there are."""
-    return [variant(dtype, activation) for dtype in DTYPES for activation in ACTIVATIONS]
+    return [variant(dtype, activation) for dtype in DTYPES for activation in Activation]
 
 
-def activate_and_mul(device: Device, x: Tensor, activation: str) -> Tensor:
+def activate_and_mul(device: Device, x: Tensor, activation: Activation) -> Tensor:
     """[..., 2 I] to [..., I]: `activation(first half) * second half`, the activation rounded before the product.
 
     Args:
         x: rows any number of elements apart, if that is a multiple of 8; I a multiple of 8.
-        activation: one of `ACTIVATIONS`.
 
     Raises:
         TypeError: another dtype than bfloat16 or float16.

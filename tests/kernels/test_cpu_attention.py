@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pagewire.kernels import attention, reference
-from pagewire.kernels.cpu.native import NativeKernels
+from pagewire.kernels.cpu.kernels import CpuKernels
 
 from .batches import TOLERANCE, Paged, Request, Shape, page, random_request
 
@@ -36,7 +36,7 @@ def everything(num_heads: int) -> Options:
     )
 
 
-def run(kernels: NativeKernels, paged: Paged, options: Options, num_threads: int | None = None) -> Tensor:
+def run(kernels: CpuKernels, paged: Paged, options: Options, num_threads: int | None = None) -> Tensor:
     return kernels.paged_attention(
         paged.q,
         paged.k_cache,
@@ -48,7 +48,7 @@ def run(kernels: NativeKernels, paged: Paged, options: Options, num_threads: int
     )
 
 
-def check(kernels: NativeKernels, paged: Paged, options: Options, padding: int = 0) -> None:
+def check(kernels: CpuKernels, paged: Paged, options: Options, padding: int = 0) -> None:
     """Compares with the reference; the batch's last `padding` rows hold NaN and come out as 0."""
     out = run(kernels, paged, options)
     q, k_cache, v_cache = (tensor.double() for tensor in (paged.q, *paged.plain_caches))
@@ -74,7 +74,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_head_sizes(kernels: NativeKernels, sizes: tuple[int, int]) -> None:
+def test_head_sizes(kernels: CpuKernels, sizes: tuple[int, int]) -> None:
     shape = Shape(num_heads=4, num_kv_heads=2, head_dim=sizes[0], v_head_dim=sizes[1])
     for dtype in DTYPES:
         requests = [random_request(shape, 70, dtype, seed) for seed in range(2)]
@@ -83,7 +83,7 @@ def test_head_sizes(kernels: NativeKernels, sizes: tuple[int, int]) -> None:
 
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_ragged_batches(kernels: NativeKernels, data: st.DataObject) -> None:
+def test_ragged_batches(kernels: CpuKernels, data: st.DataObject) -> None:
     num_kv_heads = data.draw(st.sampled_from([1, 2, 3]))
     num_heads = num_kv_heads * data.draw(st.sampled_from([1, 2, 5, 7]))
     shape = Shape(
@@ -108,14 +108,14 @@ def test_ragged_batches(kernels: NativeKernels, data: st.DataObject) -> None:
     check(kernels, page(shape, requests, spans, padding=padding, store=kernels.store_kv), options, padding)
 
 
-def whole(kernels: NativeKernels, shape: Shape, request: Request, options: Options) -> Tensor:
+def whole(kernels: CpuKernels, shape: Shape, request: Request, options: Options) -> Tensor:
     """Every position of a request, computed in one step, alone."""
     return run(kernels, page(shape, [request], [(0, len(request.q))], store=kernels.store_kv), options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "all-options"])
-def test_bits_do_not_depend_on_the_batch(kernels: NativeKernels, dtype: torch.dtype, plain: bool) -> None:
+def test_bits_do_not_depend_on_the_batch(kernels: CpuKernels, dtype: torch.dtype, plain: bool) -> None:
     shape = Shape(num_heads=6, num_kv_heads=2, head_dim=40, v_head_dim=32)
     options = Options() if plain else everything(shape.num_heads)
     requests = [random_request(shape, LENGTH, dtype, seed) for seed in range(4)]
@@ -133,7 +133,7 @@ def test_bits_do_not_depend_on_the_batch(kernels: NativeKernels, dtype: torch.dt
             assert torch.equal(out[:-1], torch.cat(slices))
 
 
-def test_bits_of_a_long_context_split_over_threads(best_kernels: NativeKernels) -> None:
+def test_bits_of_a_long_context_split_over_threads(best_kernels: CpuKernels) -> None:
     """Cut into many tasks, whose partial results are merged, or computed in one go: the same."""
     shape = Shape(num_heads=4, num_kv_heads=1, head_dim=64, v_head_dim=64)
     long, short = (random_request(shape, length, torch.bfloat16, length) for length in (5000, 10))
@@ -146,7 +146,7 @@ def test_bits_of_a_long_context_split_over_threads(best_kernels: NativeKernels) 
     check(best_kernels, alone, Options())
 
 
-def test_strided_queries(best_kernels: NativeKernels) -> None:
+def test_strided_queries(best_kernels: CpuKernels) -> None:
     """q may be a view of a fused QKV output."""
     shape = Shape()
     request = random_request(shape, 50, torch.bfloat16, 0)
@@ -169,7 +169,7 @@ def test_out_is_filled_and_returned() -> None:
     assert torch.equal(out, again)
 
 
-def test_empty_batches(kernels: NativeKernels) -> None:
+def test_empty_batches(kernels: CpuKernels) -> None:
     shape = Shape()
     request = random_request(shape, 20, torch.float32, 0)
     assert run(kernels, page(shape, [request], [(20, 20)], store=kernels.store_kv), Options()).shape == (
@@ -179,7 +179,7 @@ def test_empty_batches(kernels: NativeKernels) -> None:
     )
 
 
-def test_refuses_what_does_not_fit(best_kernels: NativeKernels) -> None:
+def test_refuses_what_does_not_fit(best_kernels: CpuKernels) -> None:
     shape = Shape()
     paged = page(shape, [random_request(shape, 20, torch.float32, 0)], [(0, 20)], store=best_kernels.store_kv)
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from pagewire.kernels import layers
+from pagewire.kernels.cache import cache_folder
 from pagewire.kernels.cpu import build as build_module
-from pagewire.kernels.cpu import native
+from pagewire.kernels.cpu import kernels as cpu_kernels
 from pagewire.kernels.cpu.build import (
     BuildError,
     InstructionSet,
     build,
-    cache_directory,
     supported_instruction_sets,
 )
 from pagewire.kernels.cpu.library import InstructionsRefusedError
@@ -32,8 +32,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def fresh_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`native.load()` decides anew, in this test only."""
-    monkeypatch.setattr(native, "load", native.load.__wrapped__)
+    """`cpu_kernels.load()` decides anew, in this test only."""
+    monkeypatch.setattr(cpu_kernels, "load", cpu_kernels.load.__wrapped__)
 
 
 def fake_compiler(directory: Path, body: str) -> Path:
@@ -50,7 +50,7 @@ WRITES = 'while [ $# -gt 1 ]; do [ "$1" = -o ] && echo library > "$2"; shift; do
 def test_second_build_does_not_compile(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, WRITES)))
     library = build(PORTABLE)
-    assert library.parent == cache_directory() == cache
+    assert library.parent == cache_folder() == cache
     assert build(PORTABLE) == library
     calls = (tmp_path / "calls").read_text().splitlines()
     compiled = [call for call in calls if "-c" in call.split()]
@@ -99,9 +99,9 @@ def test_without_a_compiler_the_reference_serves(
 def test_a_forced_instruction_set_must_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEWIRE_CPU_ISA", "sse9")
     with pytest.raises(ValueError, match="sse9"):
-        native.load()
+        cpu_kernels.load()
     monkeypatch.setenv("PAGEWIRE_CPU_ISA", "reference")
-    assert native.load() is None
+    assert cpu_kernels.load() is None
 
 
 AVX2 = "fpu sse2 fma f16c avx2"
@@ -185,12 +185,12 @@ def test_a_set_that_cannot_be_used_gives_way_to_the_next(
 ) -> None:
     fake_cpu(SAPPHIRE_RAPIDS)
     libraries = FakeLibraries(refused, not_compiled)
-    monkeypatch.setattr(native, "open_library", libraries)
+    monkeypatch.setattr(cpu_kernels, "open_library", libraries)
     monkeypatch.delenv("PAGEWIRE_CPU_ISA", raising=False)
     if forced:
         monkeypatch.setenv("PAGEWIRE_CPU_ISA", forced)
     with caplog.at_level(logging.INFO, logger="pagewire.kernels"):
-        kernels = native.load()
+        kernels = cpu_kernels.load()
     assert (kernels.isa.name if kernels else None) == chosen
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == len(lines)
@@ -199,7 +199,7 @@ def test_a_set_that_cannot_be_used_gives_way_to_the_next(
     assert libraries.opened == ([forced] if forced else libraries.opened)
 
 
-def test_one_openmp_runtime_in_the_process(best_kernels: native.NativeKernels) -> None:
+def test_one_openmp_runtime_in_the_process(best_kernels: cpu_kernels.CpuKernels) -> None:
     """The kernels use the threads that PyTorch has: a second runtime's would spin beside them."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
@@ -207,11 +207,11 @@ def test_one_openmp_runtime_in_the_process(best_kernels: native.NativeKernels) -
     command = """if True:
         import re, torch
         from pathlib import Path
-        from pagewire.kernels.cpu import native
+        from pagewire.kernels.cpu import kernels as cpu_kernels
         def runtimes():
             return set(re.findall(r"/\\S*/lib(?:gomp|iomp5|omp)\\b\\S*", Path("/proc/self/maps").read_text()))
         before = runtimes()
-        assert native.load() is not None
+        assert cpu_kernels.load() is not None
         assert runtimes() == before, (before, runtimes())
         """
     subprocess.run([sys.executable, "-c", command], check=True, timeout=120)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels import layers, reference
-from pagewire.kernels.cpu.native import NativeKernels
+from pagewire.kernels.cpu.kernels import CpuKernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [1, 8, 24, 100, 128, 4096]
@@ -28,7 +28,7 @@ def assert_close(out: Tensor, expected: Tensor, mostly_equal: bool = True) -> No
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_rms_norm(kernels: NativeKernels, dtype: torch.dtype, offset: float) -> None:
+def test_rms_norm(kernels: CpuKernels, dtype: torch.dtype, offset: float) -> None:
     torch.manual_seed(0)
     for size in SIZES:
         x, weight = (3 * torch.randn(7, size)).to(dtype), torch.randn(size).to(dtype)
@@ -38,7 +38,7 @@ def test_rms_norm(kernels: NativeKernels, dtype: torch.dtype, offset: float) -> 
         assert torch.equal(kernels.rms_norm(x[3], weight, 1e-6, offset=offset), out[3])
 
 
-def test_rms_norm_of_heads_in_a_fused_output(kernels: NativeKernels, dtype: torch.dtype) -> None:
+def test_rms_norm_of_heads_in_a_fused_output(kernels: CpuKernels, dtype: torch.dtype) -> None:
     fused = torch.randn(6, 10 * 16).to(dtype)
     heads, weight = fused[:, 32:96].view(6, 4, 16), torch.randn(16).to(dtype)
     out = kernels.rms_norm(heads, weight, 1e-6)
@@ -46,7 +46,7 @@ def test_rms_norm_of_heads_in_a_fused_output(kernels: NativeKernels, dtype: torc
     kernels.rms_norm(out, weight, 1e-6, out=out)  # in place
 
 
-def test_add_rms_norm(kernels: NativeKernels, dtype: torch.dtype) -> None:
+def test_add_rms_norm(kernels: CpuKernels, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     for size in SIZES:
         x, residual, weight = (
@@ -61,7 +61,7 @@ def test_add_rms_norm(kernels: NativeKernels, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul"])
-def test_gated_activations(kernels: NativeKernels, dtype: torch.dtype, name: str) -> None:
+def test_gated_activations(kernels: CpuKernels, dtype: torch.dtype, name: str) -> None:
     torch.manual_seed(0)
     for size in SIZES:
         x = (4 * torch.randn(9, 2 * size)).to(dtype)
@@ -75,7 +75,7 @@ def test_gated_activations(kernels: NativeKernels, dtype: torch.dtype, name: str
         assert torch.equal(ours(x[2:3]), ours(x)[2:3])
 
 
-def test_rotary_is_exact(kernels: NativeKernels, dtype: torch.dtype) -> None:
+def test_rotary_is_exact(kernels: CpuKernels, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     for size, rot_dim in ((128, 128), (64, 64), (80, 32), (20, 6)):
         fused = torch.randn(11, 8 * size).to(dtype)
@@ -88,7 +88,7 @@ def test_rotary_is_exact(kernels: NativeKernels, dtype: torch.dtype) -> None:
         assert torch.equal(q, expected[0]) and torch.equal(k, expected[1])
 
 
-def pair_of(kernels: NativeKernels, dtype: torch.dtype) -> int:
+def pair_of(kernels: CpuKernels, dtype: torch.dtype) -> int:
     """How many elements a cache keeps side by side: bfloat16 goes in pairs, float16 where tiles multiply it."""
     tiles_of_halves = "-DPAGEWIRE_TILES_FP16" in kernels.isa.compiler_flags
     return 2 if dtype == torch.bfloat16 or (dtype == torch.float16 and tiles_of_halves) else 1
@@ -104,7 +104,7 @@ def arranged(k_cache: Tensor, v_cache: Tensor, pair: int) -> tuple[Tensor, Tenso
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 24, 32])
-def test_store_kv(kernels: NativeKernels, dtype: torch.dtype, block_size: int) -> None:
+def test_store_kv(kernels: CpuKernels, dtype: torch.dtype, block_size: int) -> None:
     torch.manual_seed(0)
     for num_tokens, k_size, v_size in ((5, 8, 13), (300, 64, 64)):
         fused = torch.randn(num_tokens, 3 * (k_size + v_size)).to(dtype)
@@ -127,7 +127,7 @@ def test_store_kv(kernels: NativeKernels, dtype: torch.dtype, block_size: int) -
             )
 
 
-def test_pairs_need_even_blocks(kernels: NativeKernels, dtype: torch.dtype) -> None:
+def test_pairs_need_even_blocks(kernels: CpuKernels, dtype: torch.dtype) -> None:
     k, cache = torch.ones(1, 2, 8, dtype=dtype), torch.zeros(3, 2, 5, 8, dtype=dtype)
     slot = torch.tensor([4])
     if pair_of(kernels, dtype) == 2:
@@ -138,7 +138,7 @@ def test_pairs_need_even_blocks(kernels: NativeKernels, dtype: torch.dtype) -> N
         assert cache.sum() == k.sum()
 
 
-def test_conversions_round_as_torch_does(kernels: NativeKernels, dtype: torch.dtype) -> None:
+def test_conversions_round_as_torch_does(kernels: CpuKernels, dtype: torch.dtype) -> None:
     """Seen through a rotation that halves: subnormals, ties, infinities, NaN."""
     values = torch.tensor(
         [0.0, 1e-8, 6e-8, 6.1e-5, 1e-6, 0.1, 1.0, 65504.0, 65519.0, 3e38, float("inf"), float("nan")]

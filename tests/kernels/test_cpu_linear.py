@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from pagewire.kernels import reference
+from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.library import DTYPES
-from pagewire.kernels.cpu.native import NativeKernels
 
 SIZES = [(64, 64), (33, 7), (257, 100), (1, 1), (512, 2816), (7, 8192)]
 ROWS = (1, 2, 3, 5, 6, 7, 12, 31, 64, 65, 400)
@@ -30,7 +30,7 @@ def make(size: tuple[int, int], dtype: torch.dtype, bias: bool) -> tuple[Tensor,
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_every_row_is_right_and_the_same_among_any_others(
-    kernels: NativeKernels, size: tuple[int, int], dtype: torch.dtype, bias: bool
+    kernels: CpuKernels, size: tuple[int, int], dtype: torch.dtype, bias: bool
 ) -> None:
     weight, b, x = make(size, dtype, bias)
     linear = kernels.pack(weight, b)
@@ -51,7 +51,7 @@ def test_every_row_is_right_and_the_same_among_any_others(
         torch.set_num_threads(before)
 
 
-def test_any_strides_and_dimensions(best_kernels: NativeKernels) -> None:
+def test_any_strides_and_dimensions(best_kernels: CpuKernels) -> None:
     weight, bias, x = make((100, 48), torch.float32, True)
     linear = best_kernels.pack(weight.T.contiguous().T, bias)
     wanted = linear(x)
@@ -64,7 +64,7 @@ def test_any_strides_and_dimensions(best_kernels: NativeKernels) -> None:
     assert linear(x[:0]).shape == (0, 100)
 
 
-def test_what_does_not_fit_is_refused(best_kernels: NativeKernels) -> None:
+def test_what_does_not_fit_is_refused(best_kernels: CpuKernels) -> None:
     weight, _, x = make((8, 48), torch.float32, False)
     linear = best_kernels.pack(weight)
     for wrong in (x[:, :47], x.double(), x.bfloat16()):
@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_refused(best_kernels: NativeKernels) -> None:
         best_kernels.pack(weight, torch.zeros(7))
 
 
-def test_several_threads_may_call_at_once(best_kernels: NativeKernels) -> None:
+def test_several_threads_may_call_at_once(best_kernels: CpuKernels) -> None:
     weight, _, x = make((512, 2816), torch.float32, False)
     linear = best_kernels.pack(weight)
     wanted = linear(x)
@@ -115,7 +115,7 @@ def products(draw: st.DrawFn) -> tuple[int, int, int]:
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(size=products(), data=st.data())
 def test_any_product_in_any_company(
-    kernels: NativeKernels, size: tuple[int, int, int], data: st.DataObject
+    kernels: CpuKernels, size: tuple[int, int, int], data: st.DataObject
 ) -> None:
     """Some rows' bits are the same among others, at another place, on more threads, with the weight not packed."""
     rows, n, k = size
@@ -140,7 +140,7 @@ def test_any_product_in_any_company(
         torch.set_num_threads(before)
 
 
-def test_what_lies_behind_a_row_is_not_read(kernels: NativeKernels) -> None:
+def test_what_lies_behind_a_row_is_not_read(kernels: CpuKernels) -> None:
     """Rows that end before a whole step of k, with NaNs behind them."""
     for dtype in DTYPES:
         weight, _, x = make((70, 50), dtype, False)
@@ -154,7 +154,7 @@ GUARDED = """if True:
     import ctypes, mmap, sys
     import torch
     from pagewire.kernels.cpu.build import INSTRUCTION_SETS, emulated_tiles
-    from pagewire.kernels.cpu.native import NativeKernels
+    from pagewire.kernels.cpu.kernels import CpuKernels
 
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -169,7 +169,7 @@ GUARDED = """if True:
         return copy
 
     sets = {isa.name: isa for isa in (*INSTRUCTION_SETS, emulated_tiles())}
-    kernels = NativeKernels(sets[sys.argv[1]])
+    kernels = CpuKernels(sets[sys.argv[1]])
     torch.manual_seed(0)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for n, k in ((64, 64), (70, 50), (16, 1100)):
@@ -183,7 +183,7 @@ GUARDED = """if True:
 """
 
 
-def test_nothing_beyond_the_arguments_is_touched(kernels: NativeKernels) -> None:
+def test_nothing_beyond_the_arguments_is_touched(kernels: CpuKernels) -> None:
     done = subprocess.run(
         [sys.executable, "-c", GUARDED, kernels.isa.name], capture_output=True, text=True, timeout=120
     )

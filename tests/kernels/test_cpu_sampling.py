@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pagewire.kernels import reference, sampling
-from pagewire.kernels.cpu.native import NativeKernels
+from pagewire.kernels.cpu.kernels import CpuKernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [1, 3, 16, 100, 4096, 4097, 32001]
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_largest(kernels: NativeKernels, dtype: torch.dtype, size: int) -> None:
+def test_largest(kernels: CpuKernels, dtype: torch.dtype, size: int) -> None:
     torch.manual_seed(size)
     x = torch.randn(9, size + 5).to(dtype)[:, :size]
     x[1] = -3.0  # all tie, and all are below the padding of a last vector
@@ -31,7 +31,7 @@ def test_largest(kernels: NativeKernels, dtype: torch.dtype, size: int) -> None:
     assert columns[3] == size // 2 and columns[1] == columns[2] == columns[5] == 0
 
 
-def test_a_nan_is_found_wherever_it_is(kernels: NativeKernels, dtype: torch.dtype) -> None:
+def test_a_nan_is_found_wherever_it_is(kernels: CpuKernels, dtype: torch.dtype) -> None:
     x = torch.randn(40, 5000).to(dtype)
     for row, column in enumerate(torch.randint(5000, (40,)).tolist()):
         x[row, column] = math.nan
@@ -40,7 +40,7 @@ def test_a_nan_is_found_wherever_it_is(kernels: NativeKernels, dtype: torch.dtyp
         assert implementation.largest(x)[0].isnan().tolist() == [row != 7 for row in range(40)]
 
 
-def test_other_dtypes_and_no_rows(kernels: NativeKernels, dtype: torch.dtype) -> None:
+def test_other_dtypes_and_no_rows(kernels: CpuKernels, dtype: torch.dtype) -> None:
     assert sampling.largest(torch.tensor([[1.0, 3.0, 3.0]], dtype=torch.float64))[1].tolist() == [1]
     assert kernels.largest(torch.empty(0, 7, dtype=dtype))[1].tolist() == []
 
@@ -57,7 +57,7 @@ def random_masks(rows: int, size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_only_what_is_allowed_counts(kernels: NativeKernels, dtype: torch.dtype, size: int) -> None:
+def test_only_what_is_allowed_counts(kernels: CpuKernels, dtype: torch.dtype, size: int) -> None:
     torch.manual_seed(size)
     x = torch.randn(9, size + 5).mul(2).round().to(dtype)[:, :size]  # many ties
     x[5] = -math.inf
@@ -76,7 +76,7 @@ def test_only_what_is_allowed_counts(kernels: NativeKernels, dtype: torch.dtype,
     assert torch.equal(kernels.only_allowed(x[:1], allowed[:1]), x[:1].float())
 
 
-def test_a_nan_counts_only_where_it_is_allowed(kernels: NativeKernels, dtype: torch.dtype) -> None:
+def test_a_nan_counts_only_where_it_is_allowed(kernels: CpuKernels, dtype: torch.dtype) -> None:
     x = torch.randn(2, 100).to(dtype)
     x[:, 70] = math.nan
     allowed = torch.full((2, 4), -1, dtype=torch.int32)
@@ -85,7 +85,7 @@ def test_a_nan_counts_only_where_it_is_allowed(kernels: NativeKernels, dtype: to
         assert implementation.largest(x, allowed)[0].isnan().tolist() == [False, True]
 
 
-def test_masks_of_another_shape_are_refused(kernels: NativeKernels, dtype: torch.dtype) -> None:
+def test_masks_of_another_shape_are_refused(kernels: CpuKernels, dtype: torch.dtype) -> None:
     x = torch.randn(2, 100).to(dtype)
     for wrong in (
         torch.zeros(2, 3, dtype=torch.int32),
@@ -110,7 +110,7 @@ def literal_mass(depth: float) -> int:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_token_masses(kernels: NativeKernels, dtype: torch.dtype, size: int) -> None:
+def test_token_masses(kernels: CpuKernels, dtype: torch.dtype, size: int) -> None:
     torch.manual_seed(size)
     depths = (torch.rand(size) * 40).to(dtype).float()
     depths[::7] *= 2.0**-20

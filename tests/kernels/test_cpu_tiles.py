@@ -21,8 +21,8 @@ from pagewire.kernels.cpu.build import (
     emulated_tiles,
     supported_instruction_sets,
 )
+from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.library import InstructionsRefusedError, open_library
-from pagewire.kernels.cpu.native import NativeKernels
 
 from .batches import Request, Shape, page, random_request
 from .conftest import kernels_or_skip
@@ -242,7 +242,7 @@ def test_the_emulated_kernels_have_the_bits_of_the_real_ones() -> None:
         assert torch.equal(*outputs)
 
 
-def attend(kernels: NativeKernels, shape: Shape, requests: list[Request]) -> torch.Tensor:
+def attend(kernels: CpuKernels, shape: Shape, requests: list[Request]) -> torch.Tensor:
     """A chunk of one request, and one token of the other."""
     paged = page(shape, requests, [(100, 300), (39, 40)], store=kernels.store_kv)
     return kernels.paged_attention(paged.q, paged.k_cache, paged.v_cache, paged.batch, shape.head_dim**-0.5)

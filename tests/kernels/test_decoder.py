@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.attention import AttentionBatch, allocate_kv
+from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.library import DTYPES
-from pagewire.kernels.cpu.native import NativeKernels
-from pagewire.kernels.decoder import Layer, Norm, Stack
+from pagewire.kernels.decoder import Activation, Layer, Norm, Stack
 from pagewire.kernels.linear import pack
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, BLOCKS = 48, 4, 2, 16, 72, 6
@@ -19,7 +19,7 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, BLOCKS = 48, 4, 2, 16, 72, 6
 
 def make_stack(
     dtype: torch.dtype,
-    gate: str = "silu",
+    activation: Activation = Activation.SILU,
     bias: bool = False,
     head_norms: bool = False,
     window: int | None = None,
@@ -53,7 +53,7 @@ def make_stack(
             head_dim=HEAD_DIM,
             scale=HEAD_DIM**-0.5,
             window=window,
-            gate=gate,
+            activation=activation,
         )
 
     return Stack(norm(HIDDEN), [layer(), layer()])
@@ -83,24 +83,24 @@ def make_caches(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"bias": True}, {"head_norms": True}, {"window": 5}, {"gate": "gelu_tanh"}],
+    [{}, {"bias": True}, {"head_norms": True}, {"window": 5}, {"activation": Activation.GELU_TANH}],
     ids=lambda options: next(iter(options), "plain"),
 )
 @pytest.mark.usefixtures("served_kernels")
 def test_one_call_is_all_the_kernels(dtype: torch.dtype, options: dict[str, object]) -> None:
     stack = make_stack(dtype, **options)  # type: ignore[arg-type]
-    assert stack.whole is not None
+    assert stack.compiled is not None
     found, wanted = [], []
     for results in (found, wanted):
         residual, cos, sin, batch = make_step(dtype)
         caches = make_caches(dtype)
         results += [stack(residual, cos, sin, batch, caches), residual, *(x for pair in caches for x in pair)]
-        stack.whole = None
+        stack.compiled = None
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert found[0].isfinite().all() and found[0].std() > 0.1 and found[2].any()
 
 
-def test_layers_of_two_forms_run_kernel_by_kernel(served_kernels: NativeKernels) -> None:
+def test_layers_of_two_forms_run_kernel_by_kernel(served_kernels: CpuKernels) -> None:
     layers = make_stack(torch.float32).layers
     assert served_kernels.stack([layers[0], dataclasses.replace(layers[1], head_dim=8)]) is None
     assert served_kernels.stack([layers[0], dataclasses.replace(layers[1], down=lambda x: x)]) is None
@@ -109,7 +109,7 @@ def test_layers_of_two_forms_run_kernel_by_kernel(served_kernels: NativeKernels)
 @pytest.mark.usefixtures("served_kernels")
 def test_what_does_not_fit_is_refused() -> None:
     stack = make_stack(torch.float32)
-    assert stack.whole is not None
+    assert stack.compiled is not None
     residual, cos, sin, batch = make_step(torch.float32)
     caches = make_caches(torch.float32)
     for wrong in (

@@ -18,7 +18,7 @@ import torch
 from pagewire.ipc.messages import LoadModel, Masks, Row, SlotInit, StepPlan, StepResult, Tensor
 from pagewire.ipc.params import SamplingParams
 from pagewire.kernels import reference
-from pagewire.kernels.cuda.implementation import CudaKernels
+from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.workers import cuda
 from pagewire.workers import runner as runner_module
 from pagewire.workers.cpu import CpuSampler

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from pagewire.kernels import reference
-from pagewire.kernels.cuda.gates import ACTIVATIONS, activate_and_mul
+from pagewire.kernels.cuda.gates import activate_and_mul
 from pagewire.kernels.cuda.norms import DTYPES
+from pagewire.kernels.layer import Activation
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedDevice, guarded
 
 
@@ -19,14 +20,18 @@ def exact_gelu(x: torch.Tensor) -> torch.Tensor:
     return functional.gelu(gate) * up
 
 
-EXPECTED = {"silu": reference.silu_and_mul, "gelu_tanh": reference.gelu_tanh_and_mul, "gelu": exact_gelu}
+EXPECTED = {
+    Activation.SILU: reference.silu_and_mul,
+    Activation.GELU_TANH: reference.gelu_tanh_and_mul,
+    Activation.GELU: exact_gelu,
+}
 # The activation and the product are each rounded: a last place of float32 may move both.
 TOLERANCE = {torch.bfloat16: 2**-6, torch.float16: 2**-9}
 
 
 def check(
     device: EmulatedDevice,
-    activation: str,
+    activation: Activation,
     rows: int = 3,
     size: int = 72,
     dtype: torch.dtype = torch.bfloat16,
@@ -40,17 +45,17 @@ def check(
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.sampled_from(list(ACTIVATIONS)), st.integers(1, 5), st.integers(1, 200), st.sampled_from(list(DTYPES)),
+    st.sampled_from(list(Activation)), st.integers(1, 5), st.integers(1, 200), st.sampled_from(list(DTYPES)),
     st.sampled_from(ORDERS),
 )  # fmt: skip
 def test_it_equals_the_reference(
-    activation: str, rows: int, chunks: int, dtype: torch.dtype, order: tuple[int, int]
+    activation: Activation, rows: int, chunks: int, dtype: torch.dtype, order: tuple[int, int]
 ) -> None:
     check(EmulatedDevice(order, multiprocessors=1), activation, rows, 8 * chunks, dtype)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_extremes(activation: str) -> None:
+@pytest.mark.parametrize("activation", Activation)
+def test_extremes(activation: Activation) -> None:
     gate = torch.tensor([0.0, -0.0, 1e4, -1e4, 100, -100, 2**-14, -(2**-14)])
     x = torch.cat([gate, torch.ones(8)])[None].half()
     out = activate_and_mul(EmulatedDevice(), x, activation)
@@ -58,20 +63,20 @@ def test_extremes(activation: str) -> None:
 
 
 def test_a_grid_smaller_than_the_work() -> None:
-    check(EmulatedDevice(multiprocessors=1), "silu", rows=40, size=1000)
+    check(EmulatedDevice(multiprocessors=1), Activation.SILU, rows=40, size=1000)
 
 
 def test_rows_of_a_wider_tensor(device: EmulatedDevice) -> None:
     x = torch.randn(4, 64).bfloat16()[:, 16:48]
     torch.testing.assert_close(
-        activate_and_mul(device, x, "silu"), reference.silu_and_mul(x), rtol=2**-6, atol=1e-6
+        activate_and_mul(device, x, Activation.SILU), reference.silu_and_mul(x), rtol=2**-6, atol=1e-6
     )
 
 
 def test_more_axes_and_no_rows() -> None:
     x = torch.randn(2, 3, 32).bfloat16()
-    assert activate_and_mul(EmulatedDevice(), x, "gelu").shape == (2, 3, 16)
-    assert activate_and_mul(EmulatedDevice(), x[:0], "gelu").shape == (0, 3, 16)
+    assert activate_and_mul(EmulatedDevice(), x, Activation.GELU).shape == (2, 3, 16)
+    assert activate_and_mul(EmulatedDevice(), x[:0], Activation.GELU).shape == (0, 3, 16)
 
 
 @pytest.mark.parametrize(
@@ -85,22 +90,22 @@ def test_more_axes_and_no_rows() -> None:
 )
 def test_what_no_kernel_serves_is_refused(x: torch.Tensor, error: type) -> None:
     with pytest.raises(error):
-        activate_and_mul(EmulatedDevice(), x, "silu")
+        activate_and_mul(EmulatedDevice(), x, Activation.SILU)
 
 
 FAULTS = [
-    ("silu", Edit("gates.cu", "row[chunks + chunk]", "row[chunk]")),
-    ("silu", Edit("gates.cu", "expf(-x)", "expf(x)")),
-    ("silu", Edit("gates.cu", "int(i % chunks)", "int(i % (chunks - 1))")),
-    ("silu", Edit("gates.cu", "i += step", "i += 2 * step")),
-    ("silu", Edit("gates.cu", "i < end; i", "i <= end; i")),
-    ("gelu", Edit("gates.cu", "erff(", "tanhf(")),
-    ("gelu_tanh", Edit("gates.cu", "0.044715f * x * x * x", "0.044715f * x * x")),
+    (Activation.SILU, Edit("gates.cu", "row[chunks + chunk]", "row[chunk]")),
+    (Activation.SILU, Edit("gates.cu", "expf(-x)", "expf(x)")),
+    (Activation.SILU, Edit("gates.cu", "int(i % chunks)", "int(i % (chunks - 1))")),
+    (Activation.SILU, Edit("gates.cu", "i += step", "i += 2 * step")),
+    (Activation.SILU, Edit("gates.cu", "i < end; i", "i <= end; i")),
+    (Activation.GELU, Edit("gates.cu", "erff(", "tanhf(")),
+    (Activation.GELU_TANH, Edit("gates.cu", "0.044715f * x * x * x", "0.044715f * x * x")),
 ]
 
 
 @pytest.mark.parametrize(("activation", "edit"), FAULTS, ids=lambda value: getattr(value, "old", value))
-def test_faults_are_caught(catch: Callable[..., None], activation: str, edit: Edit) -> None:
+def test_faults_are_caught(catch: Callable[..., None], activation: Activation, edit: Edit) -> None:
     def both(device: EmulatedDevice) -> None:
         device.multiprocessors = 1
         check(device, activation, rows=7, size=136)

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagewire.kernels.cpu.build import cache_directory, compiler_command
+from pagewire.kernels.cache import cache_folder
+from pagewire.kernels.cpu.build import compiler_command
 from pagewire.kernels.cuda.source import Variant, read_source
 
 HEADER = Path(__file__).parent / "cuda.h"
@@ -51,7 +52,7 @@ def load(variant: Variant, edits: tuple[Edit, ...] = (), arch: int = 900) -> cty
 def _compile(texts: dict[str, str], flags: Sequence[str]) -> Path:
     command = [*compiler_command(), *flags]
     key = hashlib.sha256(repr((sorted(texts.items()), command)).encode()).hexdigest()[:32]
-    library = cache_directory() / f"emulated-{key}.so"
+    library = cache_folder() / f"emulated-{key}.so"
     if not library.exists():
         library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as directory:

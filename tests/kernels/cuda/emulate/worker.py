@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pagewire.ipc.messages import LoadModel
-from pagewire.kernels import implementation
-from pagewire.kernels.cuda.implementation import CudaKernels
+from pagewire.kernels import dispatch
+from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.norms import DTYPES
 from pagewire.workers.cuda import Cuda
 from tests.kernels.cuda.emulate.device import EmulatedDevice
@@ -90,6 +90,6 @@ def emulated(kernels: EmulatedDevice) -> Iterator[None]:
     """Within, tensors of the CPU are served by the CUDA kernels, where those serve their dtype."""
     found = CudaKernels(kernels, "cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(implementation, "DTYPES", tuple(DTYPES))
-        patch.setattr(implementation.native, "load", lambda: found)
+        patch.setattr(dispatch, "DTYPES", tuple(DTYPES))
+        patch.setattr(dispatch.cpu_kernels, "load", lambda: found)
         yield

@@ -1,17 +1,15 @@
 """Which implementation of the kernels serves a tensor."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from pagewire.kernels import reference
-from pagewire.kernels.cpu import native
+from pagewire.kernels.cpu import kernels as cpu_kernels
 from pagewire.kernels.cpu.library import DTYPES
+from pagewire.kernels.layer import Layer
 from pagewire.kernels.paging import AttentionBatch
-
-if TYPE_CHECKING:
-    from pagewire.kernels.decoder import Layer
 
 
 class Kernels(Protocol):
@@ -54,7 +52,7 @@ class Kernels(Protocol):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
-    def stack(self, layers: "Sequence[Layer]") -> "Callable[..., Tensor] | None": ...
+    def stack(self, layers: Sequence[Layer]) -> Callable[..., Tensor] | None: ...
 
     def largest(self, x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
 
@@ -72,12 +70,12 @@ def implementation_for(*tensors: Tensor) -> Kernels:
     """
     device = tensors[0].device
     if device.type == "cuda":
-        from pagewire.kernels.cuda import implementation as cuda  # never imported where there is no GPU
+        from pagewire.kernels.cuda import kernels as cuda_kernels  # never imported where there is no GPU
 
-        return cuda.load(device.index) if cuda.serves(tensors) else reference
+        return cuda_kernels.load(device.index) if cuda_kernels.serves(tensors) else reference
     if device.type != "cpu":
         raise NotImplementedError(f"no kernels for device {device.type!r}: 'cpu' and 'cuda' are served")
     dtype = tensors[0].dtype
     if dtype in DTYPES and all(tensor.dtype == dtype for tensor in tensors):
-        return native.load() or reference
+        return cpu_kernels.load() or reference
     return reference

@@ -9,7 +9,6 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from pagewire.kernels.cpu.build import (
     emulated_tiles,
     supported_instruction_sets,
 )
-from pagewire.kernels.cpu.decoder import NativeStack
+from pagewire.kernels.cpu.decoder import CompiledStack
 from pagewire.kernels.cpu.library import (
     DTYPES,
     AttentionCall,
@@ -33,16 +32,14 @@ from pagewire.kernels.cpu.library import (
     open_library,
 )
 from pagewire.kernels.cpu.linear import PackedLinear, multiply_unpacked
+from pagewire.kernels.layer import Layer
 from pagewire.kernels.paging import AttentionBatch
-
-if TYPE_CHECKING:
-    from pagewire.kernels.decoder import Layer
 
 logger = logging.getLogger("pagewire.kernels")
 
 
 @functools.cache
-def load() -> "NativeKernels | None":
+def load() -> "CpuKernels | None":
     """The kernels for this CPU, compiled on first use; None, with one log line, if that cannot be done.
 
     Raises:
@@ -54,7 +51,7 @@ def load() -> "NativeKernels | None":
     failure: Exception | None = None
     for isa in _candidates(forced):  # an old compiler may know only the lesser ones
         try:
-            kernels = NativeKernels(isa)
+            kernels = CpuKernels(isa)
         except InstructionsRefusedError as error:
             logger.warning("CPU kernels: %s; taking the next best instructions", error)
             failure = error
@@ -81,7 +78,7 @@ def _candidates(forced: str | None) -> list[InstructionSet]:
     return chosen
 
 
-class NativeKernels:
+class CpuKernels:
     """The compiled kernels for one instruction set. Signatures and meaning as in `pagewire.kernels`."""
 
     def __init__(self, isa: InstructionSet) -> None:
@@ -291,9 +288,9 @@ class NativeKernels:
         """See `pagewire.kernels.linear.linear`."""
         return multiply_unpacked(self._library, x, weight, bias)
 
-    def stack(self, layers: "Sequence[Layer]") -> NativeStack | None:
+    def stack(self, layers: Sequence[Layer]) -> CompiledStack | None:
         """All layers in one call, where they are of one form and over packed weights of this library."""
-        return NativeStack.of(self._library, layers)
+        return CompiledStack.of(self._library, layers)
 
     def largest(self, x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `pagewire.kernels.sampling.largest`."""

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,10 +11,8 @@ from pagewire.kernels import reference
 from pagewire.kernels.cuda import attention, gates, kv, norms, sampling
 from pagewire.kernels.cuda.launch import CudaDevice, Device
 from pagewire.kernels.cuda.source import Variant
+from pagewire.kernels.layer import Activation, Layer
 from pagewire.kernels.paging import AttentionBatch
-
-if TYPE_CHECKING:
-    from pagewire.kernels.decoder import Layer
 
 
 @functools.cache
@@ -39,7 +36,7 @@ def variants(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> list[V
     found = [sampling.variant(kernel, dtype) for kernel in sampling.SHARED_BYTES if dtype in sampling.DTYPES]
     if dtype not in norms.DTYPES:
         return found
-    found += [gates.variant(dtype, name) for name in gates.ACTIVATIONS]
+    found += [gates.variant(dtype, activation) for activation in Activation]
     found += [norms.variant(dtype, shape, add) for shape in norms.SHAPES for add in (False, True)]
     for kept in dict.fromkeys((dtype, kv_dtype)):
         found.append(kv.variant(dtype, kept))
@@ -103,11 +100,11 @@ class CudaKernels:
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """See `pagewire.kernels.layers.silu_and_mul`."""
-        return gates.activate_and_mul(self.device, x, "silu")
+        return gates.activate_and_mul(self.device, x, Activation.SILU)
 
     def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
         """See `pagewire.kernels.layers.gelu_tanh_and_mul`."""
-        return gates.activate_and_mul(self.device, x, "gelu_tanh")
+        return gates.activate_and_mul(self.device, x, Activation.GELU_TANH)
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         """See `pagewire.kernels.layers.rotary`. By PyTorch: a stack rotates within `kv.write_kv`."""
@@ -121,7 +118,7 @@ class CudaKernels:
         """See `pagewire.kernels.linear.linear`. A row's bits may depend on the batch."""
         return functional.linear(x, weight, bias)
 
-    def stack(self, layers: "Sequence[Layer]") -> "Callable[..., Tensor]":
+    def stack(self, layers: Sequence[Layer]) -> Callable[..., Tensor]:
         """All layers, each in ten launches."""
         return functools.partial(self._run_layers, layers)
 
@@ -139,7 +136,7 @@ class CudaKernels:
 
     def _run_layers(
         self,
-        layers: "Sequence[Layer]",
+        layers: Sequence[Layer],
         x: Tensor,
         residual: Tensor,
         cos: Tensor,
@@ -151,7 +148,7 @@ class CudaKernels:
             x = layer.out(self._attend(layer, x, cos, sin, batch, k_cache, v_cache))
             norm = layer.attention_norm
             x = self.add_rms_norm(x, residual, norm.weight, norm.eps, offset=norm.offset)
-            x = layer.down(gates.activate_and_mul(self.device, layer.gate_up(x), layer.gate))
+            x = layer.down(gates.activate_and_mul(self.device, layer.gate_up(x), layer.activation))
             norm = layer.next_norm
             x = self.add_rms_norm(x, residual, norm.weight, norm.eps, offset=norm.offset)
         return x

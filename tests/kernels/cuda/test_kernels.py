@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from pagewire.kernels import decoder, reference
-from pagewire.kernels.cuda import implementation
-from pagewire.kernels.cuda.implementation import CudaKernels
+from pagewire.kernels.cuda import kernels as cuda_kernels
+from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.layout import exchange_chunks
-from pagewire.kernels.decoder import Layer, Norm
-from pagewire.kernels.implementation import Kernels
+from pagewire.kernels.dispatch import Kernels
+from pagewire.kernels.layer import Activation, Layer, Norm
 from pagewire.kernels.paging import AttentionBatch, allocate_kv
 from tests.kernels.cuda.emulate import ORDERS, EmulatedDevice
 
@@ -25,7 +25,9 @@ LENGTHS = [(1, 20), (5, 5), (0, 7), (1, 33)]
 """New tokens and all tokens of each request."""
 
 
-def layers(generator: torch.Generator, gate: str, head_norms: bool, offset: float) -> list[Layer]:
+def layers(
+    generator: torch.Generator, activation: Activation, head_norms: bool, offset: float
+) -> list[Layer]:
     def random(*shape: int) -> Tensor:
         return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).bfloat16()
 
@@ -49,7 +51,7 @@ def layers(generator: torch.Generator, gate: str, head_norms: bool, offset: floa
             head_dim=HEAD_DIM,
             scale=HEAD_DIM**-0.5,
             window=None,
-            gate=gate,
+            activation=activation,
         )
         for _ in range(2)
     ]
@@ -91,13 +93,18 @@ def run(
 
 @pytest.mark.parametrize("order", ORDERS[::2])
 @pytest.mark.parametrize(
-    ("gate", "head_norms", "offset"), [("silu", False, 0.0), ("silu", True, 0.0), ("gelu_tanh", True, 1.0)]
+    ("activation", "head_norms", "offset"),
+    [
+        (Activation.SILU, False, 0.0),
+        (Activation.SILU, True, 0.0),
+        (Activation.GELU_TANH, True, 1.0),
+    ],
 )
 def test_a_stack_equals_the_reference(
-    order: tuple[int, int], gate: str, head_norms: bool, offset: float
+    order: tuple[int, int], activation: Activation, head_norms: bool, offset: float
 ) -> None:
     generator = torch.Generator().manual_seed(7)
-    stack = layers(generator, gate, head_norms, offset)
+    stack = layers(generator, activation, head_norms, offset)
     batch, positions = ragged_batch(generator)
     plain = [
         tuple(
@@ -154,15 +161,15 @@ def test_keys_and_values_are_stored_where_attention_looks() -> None:
 
 def test_what_has_kernels() -> None:
     half, fp8 = torch.zeros(1).half(), torch.zeros(1).to(torch.float8_e5m2)
-    assert implementation.serves([half, half]) and implementation.serves([half, fp8, fp8])
-    assert not implementation.serves([half.float()])
-    assert not implementation.serves([half, half.bfloat16()])
-    assert not implementation.serves([fp8])
+    assert cuda_kernels.serves([half, half]) and cuda_kernels.serves([half, fp8, fp8])
+    assert not cuda_kernels.serves([half.float()])
+    assert not cuda_kernels.serves([half, half.bfloat16()])
+    assert not cuda_kernels.serves([fp8])
 
 
 def test_head_norms_of_two_eps_are_refused() -> None:
     generator = torch.Generator().manual_seed(0)
-    (layer, *_), (batch, positions) = layers(generator, "silu", True, 0.0), ragged_batch(generator)
+    (layer, *_), (batch, positions) = layers(generator, Activation.SILU, True, 0.0), ragged_batch(generator)
     assert layer.head_norms is not None
     of_q, of_k = layer.head_norms
     layer = dataclasses.replace(layer, head_norms=(of_q, dataclasses.replace(of_k, eps=1.0)))
