@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-cuda13 lint clean
+.PHONY: demo test test-fast test-cuda13 lint clean
 
 demo: $(STAMP)
 	$(BIN)/pagewire generate 'The "with" statement is used to' --max-tokens 120
@@ -19,9 +19,17 @@ build/cuda13: $(STAMP)
 	$(BIN)/python -m pip install --target $@ $(CUPY) cupy-cuda13x nvidia-cuda-nvrtc
 	@touch $@
 
-test: build/cuda12
+# Tests of the layers without torch run in a process for each processor, and first: they are over soon. The rest takes
+# turns, file by file: its tests start engines, whose threads want the processors themselves.
+LIGHT := tests/test_imports.py tests/ipc tests/engine_core tests/frontend
+HEAVY := tests/kernels tests/workers tests/cli tests/end_to_end
+
+test: build/cuda12 test-fast
 	PYTHONPATH=$(CURDIR)/$< LD_LIBRARY_PATH=$(CURDIR)/$</nvidia/cuda_nvrtc/lib PAGEWIRE_TEST_NVRTC=12.9 \
-		$(BIN)/pytest
+		$(BIN)/pytest --durations=30 $(HEAVY)
+
+test-fast: $(STAMP)
+	$(BIN)/pytest -n auto --dist loadfile $(LIGHT)
 
 test-cuda13: build/cuda13
 	PYTHONPATH=$(CURDIR)/$< LD_LIBRARY_PATH=$(CURDIR)/$</nvidia/cu13/lib PAGEWIRE_TEST_NVRTC=13.0 \
