@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagewire.engine_core.scheduler import SchedulerConfig
+from pagewire.engine_core.schedule.scheduler import SchedulerConfig
 from pagewire.ipc.hub import model_folder, read_json
 from pagewire.ipc.messages import EngineInfo, LoadModel, Ready
 from pagewire.ipc.options import EngineArgs

@@ -18,14 +18,14 @@ import zmq
 
 from pagewire import __version__
 from pagewire.engine_core.admission import check_request
-from pagewire.engine_core.clients import Client, Clients
+from pagewire.engine_core.clients.clients import Client, Clients
+from pagewire.engine_core.clients.control import Control
+from pagewire.engine_core.clients.metrics import Metrics, summary
 from pagewire.engine_core.config import EngineConfig
-from pagewire.engine_core.control import Control
-from pagewire.engine_core.grammar import Compilation, GrammarError, Grammars, load_tokenizer
-from pagewire.engine_core.metrics import Metrics, summary
-from pagewire.engine_core.request import Request, State, sequences
-from pagewire.engine_core.scheduler import Outcome, Scheduler
-from pagewire.engine_core.workers import Stopwatch, Worker
+from pagewire.engine_core.grammar.compile import Compilation, GrammarError, Grammars, load_tokenizer
+from pagewire.engine_core.schedule.scheduler import Outcome, Scheduler
+from pagewire.engine_core.schedule.sequence import Request, State, sequences
+from pagewire.engine_core.workers.process import Stopwatch, Worker
 from pagewire.ipc import messages
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.messages import PROTOCOL, EngineInfo, Ready, StepResult, SubmitRequest, TokenDelta

@@ -18,10 +18,10 @@ from pathlib import Path
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from pagewire.engine_core.clients import Clients
+from pagewire.engine_core.clients.clients import Clients
 from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.core import EngineCore
-from pagewire.engine_core.workers import Worker
+from pagewire.engine_core.workers.process import Worker
 from pagewire.ipc import logs
 from pagewire.ipc.options import EngineArgs, env_float
 from pagewire.ipc.sockets import AddressLock, CurveKeys, bind_router

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.engine_core.request import sequences
-from pagewire.engine_core.scheduler import Scheduler, SchedulerConfig
+from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
+from pagewire.engine_core.schedule.sequence import sequences
 from pagewire.ipc.messages import StepPlan, SubmitRequest
 from pagewire.ipc.params import SamplingParams
 from pagewire.workers.runner import Runner

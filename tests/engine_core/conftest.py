@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import zmq
 
-from pagewire.engine_core.clients import Clients
+from pagewire.engine_core.clients.clients import Clients
 from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.core import EngineCore
-from pagewire.engine_core.workers import Worker
+from pagewire.engine_core.workers.process import Worker
 from pagewire.ipc.codec import Codec
 from pagewire.ipc.messages import (
     PROTOCOL,

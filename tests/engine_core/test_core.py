@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pagewire.engine_core.request import sequence_seed
+from pagewire.engine_core.schedule.sequence import sequence_seed
 from pagewire.ipc.messages import PROTOCOL, Abort, CoreDying, Goodbye, Hello, Refused
 from pagewire.ipc.params import SamplingParams
 

@@ -18,9 +18,9 @@ from typing import Any
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from pagewire.engine_core.grammar import Grammar, Matcher, compile_grammar
-from pagewire.engine_core.request import Request, State, sequences
-from pagewire.engine_core.scheduler import CRASHES_TO_ISOLATE, Outcome, Scheduler, SchedulerConfig
+from pagewire.engine_core.grammar.compile import Grammar, Matcher, compile_grammar
+from pagewire.engine_core.schedule.scheduler import CRASHES_TO_ISOLATE, Outcome, Scheduler, SchedulerConfig
+from pagewire.engine_core.schedule.sequence import Request, State, sequences
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.messages import (
     LogprobRows,

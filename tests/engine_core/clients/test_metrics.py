@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 
-from pagewire.engine_core.metrics import PER_TOKEN, Distribution, Metrics, Rates, one_two_five
-from pagewire.engine_core.scheduler import SchedulerStats
+from pagewire.engine_core.clients.metrics import PER_TOKEN, Distribution, Metrics, Rates, one_two_five
+from pagewire.engine_core.schedule.scheduler import SchedulerStats
 from pagewire.ipc.messages import TokenDelta
 
 values = st.floats(0.0, 200.0) | st.sampled_from(PER_TOKEN)

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from pagewire.engine_core.kv_cache import KVCache
-from pagewire.engine_core.request import Request, sequences
+from pagewire.engine_core.schedule.kv_cache import KVCache
+from pagewire.engine_core.schedule.sequence import Request, sequences
 from pagewire.ipc.messages import SubmitRequest
 from pagewire.ipc.params import SamplingParams
 

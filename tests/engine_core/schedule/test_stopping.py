@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from pagewire.engine_core.request import Request, sequences
-from pagewire.engine_core.stopping import finish_reason, stop_ids
+from pagewire.engine_core.schedule.sequence import Request, sequences
+from pagewire.engine_core.schedule.stopping import finish_reason, stop_ids
 from pagewire.ipc.messages import SubmitRequest
 from pagewire.ipc.params import SamplingParams
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import zmq
 
-from pagewire.engine_core.request import Request
+from pagewire.engine_core.schedule.sequence import Request
 from pagewire.ipc.codec import Codec, Tensor
 from pagewire.ipc.errors import ProtocolError
 from pagewire.ipc.messages import Deltas, LogprobRows, Pong, Refused, Reply, ToCore, TokenDelta

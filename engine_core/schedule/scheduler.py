@@ -24,10 +24,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from pagewire.engine_core.grammar import GrammarError
-from pagewire.engine_core.kv_cache import KVCache
-from pagewire.engine_core.request import Request, State
-from pagewire.engine_core.stopping import finish_reason, stop_ids
+from pagewire.engine_core.grammar.compile import GrammarError
+from pagewire.engine_core.schedule.kv_cache import KVCache
+from pagewire.engine_core.schedule.sequence import Request, State
+from pagewire.engine_core.schedule.stopping import finish_reason, stop_ids
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.messages import Masks, Row, SlotInit, StepPlan, StepResult, TokenDelta
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pagewire.engine_core.blocks import Block
-from pagewire.engine_core.grammar import Matcher
+from pagewire.engine_core.grammar.compile import Matcher
+from pagewire.engine_core.schedule.blocks import Block
 from pagewire.ipc.messages import RequestTiming, SubmitRequest
 from pagewire.ipc.params import SamplingParams
 

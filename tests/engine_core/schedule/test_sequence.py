@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagewire.engine_core.request import Request, State, sequence_seed, sequences
+from pagewire.engine_core.schedule.sequence import Request, State, sequence_seed, sequences
 from pagewire.ipc.messages import RequestTiming, SubmitRequest
 from pagewire.ipc.params import SamplingParams
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagewire.engine_core.blocks import Block, BlockPool
+from pagewire.engine_core.schedule.blocks import Block, BlockPool
 
 
 def take(pool: BlockPool, count: int, *names: bytes) -> list[Block]:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from pagewire.engine_core.request import Request
+from pagewire.engine_core.schedule.sequence import Request
 
 
 def stop_ids(request: Request) -> list[int]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pagewire.engine_core.request import Request, State
-from pagewire.engine_core.scheduler import SchedulerConfig
+from pagewire.engine_core.schedule.scheduler import SchedulerConfig
+from pagewire.engine_core.schedule.sequence import Request, State
 from pagewire.ipc.messages import StepPlan, StepResult
 
 from .simulation import EOS, Simulation, expected

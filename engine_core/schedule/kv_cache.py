@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from itertools import takewhile
 
-from pagewire.engine_core.block_hash import ROOT, hash_block
-from pagewire.engine_core.blocks import Block, BlockPool
-from pagewire.engine_core.request import Request
+from pagewire.engine_core.schedule.block_hash import ROOT, hash_block
+from pagewire.engine_core.schedule.blocks import Block, BlockPool
+from pagewire.engine_core.schedule.sequence import Request
 
 
 class KVCache:

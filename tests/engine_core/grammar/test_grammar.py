@@ -13,8 +13,7 @@ import pytest
 from llguidance import LLTokenizer
 
 import pagewire.demo
-from pagewire.engine_core import grammar
-from pagewire.engine_core.grammar import (
+from pagewire.engine_core.grammar.compile import (
     Compilation,
     Grammar,
     GrammarError,
@@ -305,7 +304,7 @@ def test_waiting_is_limited(tokenizer: LLTokenizer) -> None:
 
 
 def test_too_many_at_once_are_refused(tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar, "MAX_PENDING", 3)
+    monkeypatch.setattr("pagewire.engine_core.grammar.compile.MAX_PENDING", 3)
     gate = threading.Event()
 
     def load() -> LLTokenizer:

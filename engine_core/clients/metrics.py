@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from pagewire.engine_core.reports import phases
-from pagewire.engine_core.request import Request
-from pagewire.engine_core.scheduler import Outcome, SchedulerStats
+from pagewire.engine_core.clients.reports import phases
+from pagewire.engine_core.schedule.scheduler import Outcome, SchedulerStats
+from pagewire.engine_core.schedule.sequence import Request
 
 if TYPE_CHECKING:
     from pagewire.engine_core.core import EngineCore

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from pagewire.engine_core import metrics, reports
+from pagewire.engine_core.clients import metrics, reports
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.messages import Call, Reply, WorkerCall, WorkerReply
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from pagewire.engine_core.clients import Client
-from pagewire.engine_core.request import Request, State
+from pagewire.engine_core.clients.clients import Client
+from pagewire.engine_core.schedule.sequence import Request, State
 
 if TYPE_CHECKING:
     from pagewire.engine_core.core import EngineCore
