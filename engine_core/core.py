@@ -22,7 +22,9 @@ from pagewire.engine_core.clients.clients import Client, Clients
 from pagewire.engine_core.clients.control import Control
 from pagewire.engine_core.clients.metrics import Metrics, summary
 from pagewire.engine_core.config import EngineConfig
-from pagewire.engine_core.grammar.compile import Compilation, GrammarError, Grammars, load_tokenizer
+from pagewire.engine_core.grammar.compile import load_tokenizer
+from pagewire.engine_core.grammar.matcher import GrammarError
+from pagewire.engine_core.grammar.pool import Compilation, Grammars
 from pagewire.engine_core.schedule.scheduler import Outcome, Scheduler
 from pagewire.engine_core.schedule.sequence import Request, State, sequences
 from pagewire.engine_core.workers.process import Stopwatch, Worker

@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from pagewire.engine_core.grammar.compile import GrammarError
+from pagewire.engine_core.grammar.matcher import GrammarError
 from pagewire.engine_core.schedule.kv_cache import KVCache
 from pagewire.engine_core.schedule.sequence import Request, State
 from pagewire.engine_core.schedule.stopping import finish_reason, stop_ids

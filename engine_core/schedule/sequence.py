@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pagewire.engine_core.grammar.compile import Matcher
+from pagewire.engine_core.grammar.matcher import Matcher
 from pagewire.engine_core.schedule.blocks import Block
 from pagewire.ipc.messages import RequestTiming, SubmitRequest
 from pagewire.ipc.params import SamplingParams

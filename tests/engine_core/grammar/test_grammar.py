@@ -13,15 +13,10 @@ import pytest
 from llguidance import LLTokenizer
 
 import pagewire.demo
-from pagewire.engine_core.grammar.compile import (
-    Compilation,
-    Grammar,
-    GrammarError,
-    Grammars,
-    compile_grammar,
-    json_schema,
-    load_tokenizer,
-)
+from pagewire.engine_core.grammar.compile import compile_grammar, load_tokenizer
+from pagewire.engine_core.grammar.matcher import Grammar, GrammarError
+from pagewire.engine_core.grammar.pool import Compilation, Grammars
+from pagewire.engine_core.grammar.schema import json_schema
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.params import StructuredOutputsParams
 
@@ -304,7 +299,7 @@ def test_waiting_is_limited(tokenizer: LLTokenizer) -> None:
 
 
 def test_too_many_at_once_are_refused(tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagewire.engine_core.grammar.compile.MAX_PENDING", 3)
+    monkeypatch.setattr("pagewire.engine_core.grammar.pool.MAX_PENDING", 3)
     gate = threading.Event()
 
     def load() -> LLTokenizer:

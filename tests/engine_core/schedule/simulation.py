@@ -18,7 +18,8 @@ from typing import Any
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from pagewire.engine_core.grammar.compile import Grammar, Matcher, compile_grammar
+from pagewire.engine_core.grammar.compile import compile_grammar
+from pagewire.engine_core.grammar.matcher import Grammar, Matcher
 from pagewire.engine_core.schedule.scheduler import CRASHES_TO_ISOLATE, Outcome, Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import Request, State, sequences
 from pagewire.ipc.codec import Tensor
