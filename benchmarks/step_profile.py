@@ -25,8 +25,8 @@ from pagewire.ipc.params import SamplingParams
 from pagewire.kernels.cpu.linear import PackedLinear
 from pagewire.kernels.cpu.native import NativeKernels
 from pagewire.workers import runner as worker
-from pagewire.workers.cpu import CpuSampler
-from pagewire.workers.decoder import DecoderStack
+from pagewire.workers.device.cpu import CpuSampler
+from pagewire.workers.model.stack import DecoderStack
 
 KINDS = {
     (PackedLinear, "__call__"): "products",

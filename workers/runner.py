@@ -15,15 +15,15 @@ from pagewire.ipc.messages import LoadModel, Masks, Ready, Row, SlotInit, StepPl
 from pagewire.ipc.params import SamplingParams
 from pagewire.kernels.cpu.arena import Reserve
 from pagewire.kernels.cpu.memory import reserved
-from pagewire.workers.attention import Paged
 from pagewire.workers.batch import Batch, build_batch
-from pagewire.workers.device import Sampled, open_device
+from pagewire.workers.calls import METHODS
+from pagewire.workers.device.graphs import DecodeGraphs, recorded_sizes
+from pagewire.workers.device.interface import Sampled, open_device
+from pagewire.workers.device.kv_size import ledger, num_kv_blocks
+from pagewire.workers.device.relay import Relay
 from pagewire.workers.errors import LoadError
-from pagewire.workers.graphs import DecodeGraphs, recorded_sizes
-from pagewire.workers.loading import LoadedModel, Phases, load_model
-from pagewire.workers.memory import ledger, num_kv_blocks
-from pagewire.workers.methods import METHODS
-from pagewire.workers.relay import Relay
+from pagewire.workers.model.attention import Paged
+from pagewire.workers.model.loading import LoadedModel, Phases, load_model
 from pagewire.workers.slots import Slots
 from pagewire.workers.step import Step
 
@@ -153,7 +153,7 @@ class Runner:
             self.relay.keep(slots, sampled.token_ids.to(self.device.torch_device))
 
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Run one of `methods.METHODS`.
+        """Run one of `calls.METHODS`.
 
         Raises:
             ValueError: no such method. Others: whatever the method raises.

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from pagewire.ipc.messages import LogprobRows, Masks, Row, StepPlan, StepResult
 from pagewire.workers.batch import Batch
-from pagewire.workers.device import Mark, Sampled
-from pagewire.workers.masks import TokenMasks
-from pagewire.workers.memory import LOGIT_CHUNK
-from pagewire.workers.sampler import SampleOutput, SamplingSlot, logprob_rows
+from pagewire.workers.device.interface import Mark, Sampled
+from pagewire.workers.device.kv_size import LOGIT_CHUNK
+from pagewire.workers.sample.masks import TokenMasks
+from pagewire.workers.sample.sampler import SampleOutput, SamplingSlot, logprob_rows
 
 if TYPE_CHECKING:
     from pagewire.workers.runner import Runner

@@ -13,7 +13,7 @@ from pagewire.ipc.messages import LoadModel
 from pagewire.kernels import implementation
 from pagewire.kernels.cuda.implementation import CudaKernels
 from pagewire.kernels.cuda.norms import DTYPES
-from pagewire.workers.cuda import Cuda
+from pagewire.workers.device.cuda import Cuda
 from tests.kernels.cuda.emulate.device import EmulatedDevice
 
 

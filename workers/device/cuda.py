@@ -18,10 +18,10 @@ from pagewire.kernels.cuda.launch import Device
 from pagewire.kernels.cuda.norms import DTYPES as KERNEL_DTYPES
 from pagewire.kernels.cuda.sampling import MAX_VOCAB_SIZE
 from pagewire.kernels.cuda.source import Variant
-from pagewire.workers.cpu import CpuSampler
-from pagewire.workers.device import Sampler
-from pagewire.workers.device_sampler import DeviceSampler
+from pagewire.workers.device.cpu import CpuSampler
+from pagewire.workers.device.interface import Sampler
 from pagewire.workers.errors import LoadError
+from pagewire.workers.sample.device_sampler import DeviceSampler
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -31,7 +31,7 @@ GRAPH_BYTES = 256 << 20  # what graphs take beside the memory of one step
 
 
 class Event:
-    """A point on a stream. See `device.Mark`."""
+    """A point on a stream. See `interface.Mark`."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -51,7 +51,7 @@ class Event:
 
 
 class Cuda:
-    """One GPU, torch's current device. Methods as in `device.Device`.
+    """One GPU, torch's current device. Methods as in `interface.Device`.
 
     kernels: launches kernels there.
     """

@@ -17,11 +17,11 @@ from pagewire.ipc.codec import Tensor
 from pagewire.ipc.messages import Masks
 from pagewire.ipc.params import SamplingParams
 from pagewire.kernels import reference
-from pagewire.workers import masses as m
-from pagewire.workers import sampler
-from pagewire.workers.masks import TokenMasks
-from pagewire.workers.random import uniform
-from pagewire.workers.sampler import SamplingSlot, sample
+from pagewire.workers.sample import fixed_point as m
+from pagewire.workers.sample import sampler
+from pagewire.workers.sample.masks import TokenMasks
+from pagewire.workers.sample.random import uniform
+from pagewire.workers.sample.sampler import SamplingSlot, sample
 
 INF = math.inf
 

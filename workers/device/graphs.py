@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pagewire.kernels.attention import AttentionBatch
 from pagewire.workers.batch import Batch
-from pagewire.workers.device import Device
+from pagewire.workers.device.interface import Device
 
 
 def recorded_sizes(max_num_seqs: int) -> list[int]:

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pagewire.ipc.messages import LoadModel
-from pagewire.workers.cpu import bind_threads, parse_cpus
+from pagewire.workers.device.cpu import bind_threads, parse_cpus
+from pagewire.workers.device.kv_size import GIB, kv_budget, num_kv_blocks
 from pagewire.workers.errors import LoadError
-from pagewire.workers.memory import GIB, kv_budget, num_kv_blocks
 
-from .architectures import ARCHITECTURES, GROUPED, VOCAB_SIZE, Architecture
-from .driver import Driver, load_runner
-from .parity import make_prompts, our_tokens, transformers_tokens
+from ..architectures import ARCHITECTURES, GROUPED, VOCAB_SIZE, Architecture
+from ..driver import Driver, load_runner
+from ..parity import make_prompts, our_tokens, transformers_tokens
 
 PROMPTS = make_prompts(VOCAB_SIZE)
 STACKED = ("llama", "llama with biases", "mistral", "qwen2", "qwen3", "seed_oss", "internlm3", "cwm")

@@ -1,8 +1,8 @@
 """From logits to tokens.
 
     logits -> grammar                                                  (masks.py)
-           -> allowed tokens, bias, bad words, penalties, min_tokens   (edits.py)
-           -> temperature -> min_p -> top_k -> top_p -> draw           (masses.py, random.py)
+           -> allowed tokens, bias, bad words, penalties, min_tokens   (logit_edits.py)
+           -> temperature -> min_p -> top_k -> top_p -> draw           (fixed_point.py, random.py)
 
 Rows that ask for the same stages are worked on together, a few at a time so that scratch memory stays
 small; a stage that nobody asked for is not run. What a row gets depends on its logits, parameters, seed and
@@ -24,10 +24,7 @@ from numpy.typing import NDArray
 from pagewire.ipc.messages import LogprobRows
 from pagewire.ipc.params import SamplingParams
 from pagewire.kernels.sampling import largest, only_allowed
-from pagewire.workers.edits import LogitEdits, apply_edits, bounded
-from pagewire.workers.logprobs import logprob_rows, logprobs_of
-from pagewire.workers.masks import TokenMasks
-from pagewire.workers.masses import (
+from pagewire.workers.sample.fixed_point import (
     depth_bins,
     depths_below,
     draw,
@@ -37,7 +34,10 @@ from pagewire.workers.masses import (
     token_masses,
     top_tokens,
 )
-from pagewire.workers.random import uniform
+from pagewire.workers.sample.logit_edits import LogitEdits, apply_edits, bounded
+from pagewire.workers.sample.logprobs import logprob_rows, logprobs_of
+from pagewire.workers.sample.masks import TokenMasks
+from pagewire.workers.sample.random import uniform
 
 __all__ = ["SampleOutput", "SamplingSlot", "logprob_rows", "sample"]
 

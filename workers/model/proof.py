@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.attention import AttentionBatch
-from pagewire.workers.attention import KVShape, Trace
-from pagewire.workers.device import Device
+from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
-from pagewire.workers.fuse import tolerance
-from pagewire.workers.model import Model, first_line
+from pagewire.workers.model.attention import KVShape, Trace
+from pagewire.workers.model.model import Model, first_line
+from pagewire.workers.model.transforms import tolerance
 
 BLOCK = 16
 LENGTHS = (20, 9)  # of the requests; the first begins at position 0, the second ends at the last one

@@ -11,19 +11,11 @@ import torch
 
 from pagewire.ipc.messages import LoadModel
 from pagewire.kernels.cpu.memory import forget_mapped_files
-from pagewire.workers import attention
-from pagewire.workers.attention import KVShape
-from pagewire.workers.decoder import DecoderStack, build_stack
-from pagewire.workers.device import Device
+from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
-from pagewire.workers.fuse import (
-    PackedLinear,
-    pack_experts,
-    pack_linears,
-    replace_norms,
-    tabulate_rotary,
-)
-from pagewire.workers.model import (
+from pagewire.workers.model import attention
+from pagewire.workers.model.attention import KVShape
+from pagewire.workers.model.model import (
     Model,
     head_dim,
     load_config,
@@ -32,7 +24,15 @@ from pagewire.workers.model import (
     resolve_kv_dtype,
     resolve_max_model_len,
 )
-from pagewire.workers.proof import DryRun, check_config, prove, reference_logits
+from pagewire.workers.model.proof import DryRun, check_config, prove, reference_logits
+from pagewire.workers.model.stack import DecoderStack, build_stack
+from pagewire.workers.model.transforms import (
+    PackedLinear,
+    pack_experts,
+    pack_linears,
+    replace_norms,
+    tabulate_rotary,
+)
 
 
 @dataclass

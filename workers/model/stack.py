@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from pagewire.kernels.decoder import Layer, Norm, Stack
-from pagewire.workers.attention import KVShape, Paged
-from pagewire.workers.fuse import PackedLinear, RotaryTable, norm_kernel
+from pagewire.workers.model.attention import KVShape, Paged
+from pagewire.workers.model.transforms import PackedLinear, RotaryTable, norm_kernel
 
 BASE = {"embed_tokens", "layers", "norm", "rotary_emb"}
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}

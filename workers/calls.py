@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pagewire.workers.loading import Phases, load_model
+from pagewire.workers.model.loading import Phases, load_model
 
 if TYPE_CHECKING:
     from pagewire.workers.runner import Runner

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pagewire.kernels.attention import AttentionBatch, kv_block_bytes, paged_attention, store_kv
-from pagewire.workers.device import Device
+from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
 
 NAME = "pagewire"

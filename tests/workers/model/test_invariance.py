@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from pagewire.ipc.params import SamplingParams
-from pagewire.workers.fuse import PackedLinear
-from pagewire.workers.invariant import elementwise
+from pagewire.workers.model.invariant import elementwise
+from pagewire.workers.model.transforms import PackedLinear
 
-from .architectures import ARCHITECTURES, VOCAB_SIZE, Architecture
-from .driver import Driver, load_runner
-from .parity import make_prompts
+from ..architectures import ARCHITECTURES, VOCAB_SIZE, Architecture
+from ..driver import Driver, load_runner
+from ..parity import make_prompts
 
 SERVED = [a for a in ARCHITECTURES if a.refused is None]
 SIZES = [(33, 7), (257, 100), (512, 2816), (64, 8192), (32, 14336), (1000, 64)]

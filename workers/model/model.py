@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from pagewire.ipc.messages import LoadModel
-from pagewire.workers.attention import Paged
-from pagewire.workers.device import Device
+from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
-from pagewire.workers.invariant import Invariant
+from pagewire.workers.model.attention import Paged
+from pagewire.workers.model.invariant import Invariant
 
 DTYPES = {
     "float32": torch.float32,

@@ -19,20 +19,20 @@ from pagewire.ipc.messages import LoadModel, Masks, Row, SlotInit, StepPlan, Ste
 from pagewire.ipc.params import SamplingParams
 from pagewire.kernels import reference
 from pagewire.kernels.cuda.implementation import CudaKernels
-from pagewire.workers import cuda
 from pagewire.workers import runner as runner_module
-from pagewire.workers.cpu import CpuSampler
-from pagewire.workers.device import open_device
+from pagewire.workers.device import cuda
+from pagewire.workers.device.cpu import CpuSampler
+from pagewire.workers.device.graphs import recorded_sizes
+from pagewire.workers.device.interface import open_device
 from pagewire.workers.errors import LoadError
-from pagewire.workers.graphs import recorded_sizes
 from pagewire.workers.main import Steps
 from pagewire.workers.runner import Runner
 from tests.kernels.cuda.emulate.device import EmulatedDevice
 from tests.kernels.cuda.emulate.worker import EmulatedCuda, emulated
 
-from .architectures import VOCAB_SIZE, Architecture
-from .driver import GREEDY, Driver, load_runner, values
-from .parity import make_prompts, transformers_tokens
+from ..architectures import VOCAB_SIZE, Architecture
+from ..driver import GREEDY, Driver, load_runner, values
+from ..parity import make_prompts, transformers_tokens
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96}
 SIZES: dict[str, Any] = {"device": "cuda", "block_size": 16, "max_num_seqs": 6, "num_blocks": 24}

@@ -15,8 +15,8 @@ from pagewire.workers.errors import LoadError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from pagewire.workers.masks import TokenMasks
-    from pagewire.workers.sampler import SampleOutput, SamplingSlot
+    from pagewire.workers.sample.masks import TokenMasks
+    from pagewire.workers.sample.sampler import SampleOutput, SamplingSlot
 
 
 class Mark(Protocol):
@@ -124,14 +124,14 @@ def open_device(load: LoadModel) -> Device:
     Raises:
         LoadError: it is not there, or what it needs is not, and how to mend that.
     """
-    from pagewire.workers.cpu import Cpu
+    from pagewire.workers.device.cpu import Cpu
 
     name = load.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
         return Cpu.open(load.num_threads)
-    from pagewire.workers.cuda import Cuda
+    from pagewire.workers.device.cuda import Cuda
 
     kind, _, index = name.partition(":")
     if kind != "cuda" or not (index or "0").isdecimal():

@@ -30,10 +30,10 @@ from pagewire.kernels.cuda.sampling import (
     result_bytes,
     sampling_rows,
 )
-from pagewire.workers.device import Mark
-from pagewire.workers.logprobs import Logprobs, logprob_rows
-from pagewire.workers.masks import TokenMasks
-from pagewire.workers.sampler import NOTHING_LEFT, SampleOutput, SamplingSlot, unusable
+from pagewire.workers.device.interface import Mark
+from pagewire.workers.sample.logprobs import Logprobs, logprob_rows
+from pagewire.workers.sample.masks import TokenMasks
+from pagewire.workers.sample.sampler import NOTHING_LEFT, SampleOutput, SamplingSlot, unusable
 
 
 def row_sampling(slot: SamplingSlot, mask: int = -1, most: int = MOST_TOKENS) -> RowSampling:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pagewire.ipc.messages import LogprobRows
 from pagewire.ipc.params import SamplingParams
-from pagewire.workers.sampler import SamplingSlot, logprob_rows, sample
+from pagewire.workers.sample.sampler import SamplingSlot, logprob_rows, sample
 
 
 def arrays(rows: LogprobRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pagewire.kernels.layers import rms_norm
 from pagewire.kernels.linear import pack
-from pagewire.workers.attention import NAME
+from pagewire.workers.model.attention import NAME
 
 
 class PackedLinear(nn.Module):

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from pagewire.ipc.messages import LoadModel
 from pagewire.kernels.cpu.memory import populate, zeros
+from pagewire.workers.device.kv_size import LOGIT_CHUNK, kv_budget
 from pagewire.workers.errors import LoadError
-from pagewire.workers.masks import TokenMasks
-from pagewire.workers.memory import LOGIT_CHUNK, kv_budget
-from pagewire.workers.sampler import SampleOutput, SamplingSlot, sample
+from pagewire.workers.sample.masks import TokenMasks
+from pagewire.workers.sample.sampler import SampleOutput, SamplingSlot, sample
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 POPULATED = 4 << 30  # bytes of KV memory: the default size of all of it
@@ -27,7 +27,7 @@ OTHER_BYTES = 256 << 20  # of a step, beside its logits
 
 @dataclass(frozen=True)
 class Moment:
-    """A point in the work of the CPU, which is done when it has been called. See `device.Mark`."""
+    """A point in the work of the CPU, which is done when it has been called. See `interface.Mark`."""
 
     seconds: float
 
@@ -45,7 +45,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Tokens that are there. See `device.Sampled`."""
+    """Tokens that are there. See `interface.Sampled`."""
 
     output: SampleOutput
 
@@ -72,7 +72,7 @@ class CpuSampler:
 
 
 class Cpu:
-    """This machine's processors. Methods as in `device.Device`."""
+    """This machine's processors. Methods as in `interface.Device`."""
 
     name = "cpu"
     torch_device = torch.device("cpu")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.messages import LogprobRows
-from pagewire.workers.masses import ONE, depths_below, token_masses, top_tokens
+from pagewire.workers.sample.fixed_point import ONE, depths_below, token_masses, top_tokens
 
 CHUNK = 2**20  # logits worked on at a time, so that scratch memory stays small
 

@@ -8,8 +8,8 @@ import pytest
 
 from pagewire.workers.errors import LoadError
 
-from .architectures import ARCHITECTURES, VOCAB_SIZE, Architecture
-from .parity import make_prompts, our_tokens, transformers_tokens
+from ..architectures import ARCHITECTURES, VOCAB_SIZE, Architecture
+from ..parity import make_prompts, our_tokens, transformers_tokens
 
 SERVED = [a for a in ARCHITECTURES if a.refused is None]
 REFUSED = [a for a in ARCHITECTURES if a.refused is not None]
