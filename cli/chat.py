@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     from pagewire.cli.engine import opened
     from pagewire.cli.generate import sampling_params, stream
     from pagewire.frontend import async_llm
-    from pagewire.frontend.chat import chat_prompt
+    from pagewire.frontend.text.chat_template import chat_prompt
 
     fields = sampling_fields(options)
     system = [{"role": "system", "content": options.system}] if options.system else []

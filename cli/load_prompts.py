@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pagewire.cli.load import LoadClient, Query
 from pagewire.cli.options import UsageError
-from pagewire.frontend.tokenizer import load_tokenizer
+from pagewire.frontend.text.tokenizer import load_tokenizer
 
 LOWEST_ID = 10  # below are special tokens in most vocabularies
 COMMON_VOCABULARY = 1000  # ids below are in every model's vocabulary

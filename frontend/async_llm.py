@@ -19,7 +19,7 @@ from pagewire.frontend.inputs import Prepared, PromptType
 from pagewire.frontend.metrics import Metric, read_metrics
 from pagewire.frontend.outputs import RequestOutput, RequestState
 from pagewire.frontend.session import Session, method_name, refuse_later
-from pagewire.frontend.tokenizer import Tokenizer
+from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs

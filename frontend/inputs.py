@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict
 
-from pagewire.frontend.tokenizer import Tokenizer
+from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.messages import EngineInfo, SubmitRequest
 from pagewire.ipc.params import SamplingParams, check_int
 

@@ -21,7 +21,7 @@ from pagewire.frontend.llm_engine import LLMEngine
 from pagewire.frontend.metrics import Metric
 from pagewire.frontend.outputs import RequestOutput, RequestState
 from pagewire.frontend.session import Inbox, refuse_later
-from pagewire.frontend.tokenizer import Tokenizer
+from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.errors import RequestError
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
@@ -208,7 +208,10 @@ class LLM:
         Raises:
             ValueError: no chat template, a template that refuses the messages, or no tokenizer.
         """
-        from pagewire.frontend.chat import chat_prompt, conversations_of  # jinja2 is slow to import
+        from pagewire.frontend.text.chat_template import (  # jinja2 is slow to import
+            chat_prompt,
+            conversations_of,
+        )
 
         refuse_later(mm_processor_kwargs=mm_processor_kwargs)
         tokenizer = self.llm_engine.get_tokenizer()

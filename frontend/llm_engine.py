@@ -12,7 +12,7 @@ from pagewire.frontend.inputs import PromptType
 from pagewire.frontend.metrics import Metric, read_metrics
 from pagewire.frontend.outputs import RequestOutput, RequestState
 from pagewire.frontend.session import Inbox, Session, method_name, refuse_later
-from pagewire.frontend.tokenizer import Tokenizer
+from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import SamplingParams

@@ -15,15 +15,15 @@ from typing import Any
 
 import msgspec
 
-from pagewire.frontend.detokenize import Detokenizer
-from pagewire.frontend.logprobs import (
+from pagewire.frontend.text.detokenize import Detokenizer
+from pagewire.frontend.text.logprobs import (
     FlatLogprobs,
     PromptLogprobs,
     SampleLogprobs,
     TokenTexts,
     add_rows,
 )
-from pagewire.frontend.tokenizer import Tokenizer
+from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.errors import EngineBusyError, RequestError
 from pagewire.ipc.messages import RequestTiming, SubmitRequest, TokenDelta
 from pagewire.ipc.params import RequestOutputKind

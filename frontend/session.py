@@ -25,7 +25,7 @@ from pagewire.frontend.client import CoreClient
 from pagewire.frontend.inputs import Intake, Prepared, PromptType
 from pagewire.frontend.outputs import Outputs, RequestOutput, RequestState
 from pagewire.frontend.spawn import SpawnedCore, spawn_core
-from pagewire.frontend.tokenizer import Tokenizer, as_tokenizer, load_tokenizer
+from pagewire.frontend.text.tokenizer import Tokenizer, as_tokenizer, load_tokenizer
 from pagewire.frontend.tracing import Tracer
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.messages import EngineInfo, SubmitRequest, TokenDelta

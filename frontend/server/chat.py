@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec import UNSET
 
-from pagewire.frontend.chat import chat_prompt, check_template
 from pagewire.frontend.inputs import TokensPrompt
 from pagewire.frontend.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.server import sse
@@ -41,6 +40,7 @@ from pagewire.frontend.server.service import LONG_TEXT, Service, off_loop
 from pagewire.frontend.server.tools.choice import ToolUse, tool_use
 from pagewire.frontend.server.tools.history import read_history
 from pagewire.frontend.server.tools.reasoning import thinking
+from pagewire.frontend.text.chat_template import chat_prompt, check_template
 from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
 
 Outputs: TypeAlias = AsyncGenerator[list[tuple[int, RequestOutput]], None]

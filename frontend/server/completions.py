@@ -10,7 +10,6 @@ import msgspec
 from msgspec import UNSET
 
 from pagewire.frontend.inputs import prompts_of
-from pagewire.frontend.logprobs import PromptLogprobs
 from pagewire.frontend.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.server import sse
 from pagewire.frontend.server.beams import beam_outputs
@@ -27,6 +26,7 @@ from pagewire.frontend.server.sampling import (
     sampling_params,
 )
 from pagewire.frontend.server.service import Service, off_loop
+from pagewire.frontend.text.logprobs import PromptLogprobs
 from pagewire.ipc.params import SamplingParams
 
 MAX_PROMPTS = 1024

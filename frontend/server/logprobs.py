@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from pagewire.frontend.detokenize import REPLACEMENT, byte_level_bytes, byte_token
-from pagewire.frontend.logprobs import Logprob, token_text
 from pagewire.frontend.server.protocol import (
     CandidateLogprob,
     ChatLogprobs,
@@ -14,7 +12,9 @@ from pagewire.frontend.server.protocol import (
     PromptLogprob,
     TokenLogprob,
 )
-from pagewire.frontend.tokenizer import Tokenizer
+from pagewire.frontend.text.detokenize import REPLACEMENT, byte_level_bytes, byte_token
+from pagewire.frontend.text.logprobs import Logprob, token_text
+from pagewire.frontend.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON cannot say
 

@@ -11,7 +11,7 @@ from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.frontend.inputs import default_sampling_params
 from pagewire.frontend.server.errors import APIError
 from pagewire.frontend.server.options import ServerOptions
-from pagewire.frontend.tokenizer import Tokenizer
+from pagewire.frontend.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from pagewire.frontend.server.exchange import Exchange

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import zmq
 
-from pagewire.frontend.tokenizer import Tokenizer, load_tokenizer
+from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from pagewire.ipc.codec import Codec
 from pagewire.ipc.messages import (
     PROTOCOL,

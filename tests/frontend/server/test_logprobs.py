@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.frontend.logprobs import Logprob, token_text
 from pagewire.frontend.server.logprobs import CompletionLogprobsWriter, TokenNames, chat_logprobs, token_bytes
-from pagewire.frontend.tokenizer import Tokenizer, load_tokenizer
+from pagewire.frontend.text.logprobs import Logprob, token_text
+from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
 
 POSITIONS = [
     {7: Logprob(-3.0, 5, "b"), 8: Logprob(-0.5, 1, "c"), 9: Logprob(-1.0, 2, "d")},

@@ -16,7 +16,7 @@ import pagewire.demo
 from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.frontend.server.app import create_app
 from pagewire.frontend.server.options import ServerOptions
-from pagewire.frontend.tokenizer import Tokenizer, load_tokenizer
+from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from pagewire.ipc.messages import EngineInfo
 
 from ...serving import serving

@@ -6,8 +6,8 @@ from collections.abc import Iterator, MutableSequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, overload
 
-from pagewire.frontend.detokenize import REPLACEMENT, byte_level_bytes, byte_token
-from pagewire.frontend.tokenizer import Tokenizer
+from pagewire.frontend.text.detokenize import REPLACEMENT, byte_level_bytes, byte_token
+from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.messages import LogprobRows
 
 

@@ -15,8 +15,8 @@ import jinja2
 from jinja2 import meta, nodes
 
 from pagewire.frontend.inputs import TokensPrompt
-from pagewire.frontend.sandbox import compile_source, environment, render
-from pagewire.frontend.tokenizer import Tokenizer
+from pagewire.frontend.text.sandbox import compile_source, environment, render
+from pagewire.frontend.text.tokenizer import Tokenizer
 
 Message: TypeAlias = Mapping[str, Any]
 ContentFormat: TypeAlias = Literal["auto", "string", "openai"]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from pagewire.frontend.chat import chat_prompt, conversations_of, render_chat
-from pagewire.frontend.tokenizer import Tokenizer, load_tokenizer
+from pagewire.frontend.text.chat_template import chat_prompt, conversations_of, render_chat
+from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
 
-from . import trained
+from .. import trained
 
 CHATML = """\
 {%- if tools %}

@@ -8,8 +8,8 @@ from typing import Any
 import jinja2
 import pytest
 
-from pagewire.frontend import sandbox
-from pagewire.frontend.sandbox import compile_source, render
+from pagewire.frontend.text import sandbox
+from pagewire.frontend.text.sandbox import compile_source, render
 
 TEXT = "{% set x = 'abcd' * 1000000 %}"
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from pagewire.frontend.tokenizer import (
+from pagewire.frontend.text.tokenizer import (
     FastTokenizer,
     Tokenizer,
     WrappedTokenizer,
@@ -25,7 +25,7 @@ from pagewire.frontend.tokenizer import (
 )
 from pagewire.ipc.errors import ModelNotFoundError
 
-from . import trained
+from .. import trained
 
 FAMILIES = sorted(trained.FAMILIES)
 
@@ -257,9 +257,9 @@ def test_added_tokens_are_added_once(tmp_path: Path) -> None:
 def test_loading_needs_no_heavy_library(folders: dict[str, Path]) -> None:
     code = (
         "import sys\n"
-        "import pagewire.frontend.chat, pagewire.frontend.outputs\n"
-        "from pagewire.frontend.tokenizer import load_tokenizer\n"
-        "from pagewire.frontend.detokenize import text_stream\n"
+        "import pagewire.frontend.text.chat_template, pagewire.frontend.outputs\n"
+        "from pagewire.frontend.text.tokenizer import load_tokenizer\n"
+        "from pagewire.frontend.text.detokenize import text_stream\n"
         "tokenizer = load_tokenizer(sys.argv[1])\n"
         "stream = text_stream(tokenizer)\n"
         "text = ''.join(map(stream.feed, tokenizer.encode('The fox'))) + stream.tail()\n"

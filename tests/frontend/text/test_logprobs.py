@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pagewire.frontend.logprobs import FlatLogprobs, Logprob, TokenTexts, add_rows, token_text
-from pagewire.frontend.tokenizer import Tokenizer
+from pagewire.frontend.text.logprobs import FlatLogprobs, Logprob, TokenTexts, add_rows, token_text
+from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.messages import LogprobRows
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagewire.frontend.detokenize import (
+from pagewire.frontend.text.detokenize import (
     Detokenizer,
     ReplaceText,
     Step,
@@ -23,10 +23,10 @@ from pagewire.frontend.detokenize import (
     overlap,
     text_stream,
 )
-from pagewire.frontend.tokenizer import Tokenizer, as_tokenizer, clean_up
+from pagewire.frontend.text.tokenizer import Tokenizer, as_tokenizer, clean_up
 from pagewire.ipc.params import SamplingParams
 
-from . import trained
+from .. import trained
 
 FAMILIES = sorted(trained.FAMILIES)
 EXACT = sorted(set(FAMILIES) - {"unknown_decoder"})

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Any
 
-from pagewire.frontend.tokenizer import CLEAN_UP, Tokenizer, byte_of_char
+from pagewire.frontend.text.tokenizer import CLEAN_UP, Tokenizer, byte_of_char
 from pagewire.ipc.params import SamplingParams
 
 REPLACEMENT = "\ufffd"
