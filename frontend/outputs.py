@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 
-from pagewire.frontend.text.detokenize import Detokenizer
 from pagewire.frontend.text.logprobs import (
     FlatLogprobs,
     PromptLogprobs,
@@ -23,6 +22,7 @@ from pagewire.frontend.text.logprobs import (
     TokenTexts,
     add_rows,
 )
+from pagewire.frontend.text.stop import Detokenizer
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.errors import EngineBusyError, RequestError
 from pagewire.ipc.messages import RequestTiming, SubmitRequest, TokenDelta

@@ -12,8 +12,8 @@ from pagewire.frontend.server.protocol import (
     PromptLogprob,
     TokenLogprob,
 )
-from pagewire.frontend.text.detokenize import REPLACEMENT, byte_level_bytes, byte_token
 from pagewire.frontend.text.logprobs import Logprob, token_text
+from pagewire.frontend.text.steps import REPLACEMENT, byte_level_bytes, byte_token
 from pagewire.frontend.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON cannot say

@@ -6,7 +6,7 @@ from collections.abc import Iterator, MutableSequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, overload
 
-from pagewire.frontend.text.detokenize import REPLACEMENT, byte_level_bytes, byte_token
+from pagewire.frontend.text.steps import REPLACEMENT, byte_level_bytes, byte_token
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.messages import LogprobRows
 

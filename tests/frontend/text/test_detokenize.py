@@ -12,17 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagewire.frontend.text.detokenize import (
-    Detokenizer,
-    ReplaceText,
-    Step,
-    StepStream,
-    StripText,
-    WindowStream,
-    compile_decoder,
-    overlap,
-    text_stream,
-)
+from pagewire.frontend.text.detokenize import StepStream, WindowStream, text_stream
+from pagewire.frontend.text.steps import ReplaceText, Step, StripText, compile_decoder, overlap
+from pagewire.frontend.text.stop import Detokenizer
 from pagewire.frontend.text.tokenizer import Tokenizer, as_tokenizer, clean_up
 from pagewire.ipc.params import SamplingParams
 
