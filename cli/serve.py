@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     """Serve until stopped."""
     from pagewire.cli.engine import opened
     from pagewire.frontend import async_llm
-    from pagewire.frontend.server.listening import bound
+    from pagewire.frontend.server.http.uvicorn_server import bound
     from pagewire.ipc import logs
 
     server_options = take_server_options(options)
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
 async def serve(engine: AsyncLLM, options: ServerOptions, listening: socket.socket) -> None:
     """Serve an engine until stopped."""
     from pagewire.frontend.server.app import create_app
-    from pagewire.frontend.server.listening import HTTPServer, url_of
+    from pagewire.frontend.server.http.uvicorn_server import HTTPServer, url_of
 
     def ready() -> None:
         print(f"ready {url_of(listening, options)}", flush=True)

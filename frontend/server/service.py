@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.frontend.inputs import default_sampling_params
-from pagewire.frontend.server.errors import APIError
+from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.options import ServerOptions
 from pagewire.frontend.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from pagewire.frontend.server.exchange import Exchange
+    from pagewire.frontend.server.http.exchange import Exchange
 
 T = TypeVar("T")
 

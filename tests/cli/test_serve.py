@@ -12,7 +12,7 @@ import pytest
 from pagewire.cli.main import build_parser, main
 from pagewire.cli.options import engine_args
 from pagewire.cli.serve import take_server_options
-from pagewire.frontend.server.listening import bound, url_of
+from pagewire.frontend.server.http.uvicorn_server import bound, url_of
 from pagewire.frontend.server.options import ServerOptions
 
 
