@@ -32,8 +32,8 @@ import psutil
 from benchmarks.compare import RESULTS, machine
 from benchmarks.daemon import running_core
 from pagewire import AsyncLLM, RequestOutputKind, SamplingParams
-from pagewire.cli.load import Query, Reply, Target, arrivals, connected, drive
-from pagewire.cli.load_report import summary
+from pagewire.cli.load.client import Query, Reply, Target, arrivals, connected, drive
+from pagewire.cli.load.report import summary
 from pagewire.frontend import async_llm
 
 LOWEST_ID, HIGHEST_ID = 10, 31_000

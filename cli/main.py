@@ -8,7 +8,7 @@ import signal
 import sys
 
 from pagewire import __version__
-from pagewire.cli import (
+from pagewire.cli.commands import (
     bench,
     chat,
     collect_env,

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.cli import doctor
+from pagewire.cli.commands import doctor
 from pagewire.cli.main import main
 from pagewire.kernels import reference
 from pagewire.kernels.cuda import compile
 
-from .command import ENVIRONMENT, pagewire
+from ..command import ENVIRONMENT, pagewire
 
 NAMES = ["driver", "torch", "cupy", "nvrtc", "headers", "compile", "launch"]
 

@@ -14,7 +14,7 @@ import pytest
 
 from pagewire import LLM, EngineDeadError, LLMEngine, SamplingParams
 
-from .command import PROMPT, SAMPLING, pagewire, start, start_core
+from ..command import PROMPT, SAMPLING, pagewire, start, start_core
 
 
 def add_long_requests(engine: LLMEngine, count: int, max_tokens: int) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from pagewire.cli.load import Reply, arrivals
-from pagewire.cli.load_prompts import Span
-from pagewire.cli.load_report import distribution, percentile, summary
+from pagewire.cli.load.client import Reply, arrivals
+from pagewire.cli.load.prompts import Span
+from pagewire.cli.load.report import distribution, percentile, summary
 from pagewire.cli.main import main
 
-from .fake_server import KEY, FakeServer, fake_server, prompt_of
+from ..fake_server import KEY, FakeServer, fake_server, prompt_of
 
 
 def measure(server: FakeServer, tmp_path: Path, *options: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pagewire.cli.options import UsageError, json_object, positive
 
 if TYPE_CHECKING:
-    from pagewire.cli.load import LoadClient, Query, Target
+    from pagewire.cli.load.client import LoadClient, Query, Target
 
 DESCRIPTION = """Put load on a server that speaks OpenAI's API, and measure it. By default all requests come at
 once; --request-rate spreads them (open loop), --concurrency keeps so many going (closed loop). Token counts are
@@ -131,7 +131,7 @@ def number(text: str) -> float:
 
 def span(text: str) -> Any:
     """A `Span`."""
-    from pagewire.cli.load_prompts import Span
+    from pagewire.cli.load.prompts import Span
 
     try:
         return Span.parse(text)
@@ -141,7 +141,7 @@ def span(text: str) -> Any:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, write. Status 1 if no request succeeded."""
-    from pagewire.cli.load_report import details, summary, table
+    from pagewire.cli.load.report import details, summary, table
     from pagewire.frontend import async_llm
 
     if options.text_file and options.prompt_file:
@@ -190,7 +190,7 @@ async def measure(options: argparse.Namespace) -> tuple[list[Any], float, Target
     """
     from tqdm import tqdm
 
-    from pagewire.cli.load import arrivals, connected, drive
+    from pagewire.cli.load.client import arrivals, connected, drive
 
     target = target_of(options)
     async with connected(target) as client:
@@ -209,7 +209,7 @@ async def measure(options: argparse.Namespace) -> tuple[list[Any], float, Target
 
 def target_of(options: argparse.Namespace) -> Target:
     """Where and how requests are sent."""
-    from pagewire.cli.load import Target
+    from pagewire.cli.load.client import Target
 
     extra: dict[str, Any] = {"temperature": options.temperature}
     if options.ignore_eos:
@@ -234,7 +234,7 @@ async def make_queries(client: LoadClient, options: argparse.Namespace) -> tuple
     Raises:
         UsageError: a file that cannot be read. OSError: the server cannot tokenize.
     """
-    from pagewire.cli.load_prompts import (
+    from pagewire.cli.load.prompts import (
         LOWEST_ID,
         Codec,
         draw_queries,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagewire.cli.core import DEFAULT_NAME
+from pagewire.cli.commands.core import DEFAULT_NAME
 from pagewire.cli.options import UsageError, add_curve_options
 from pagewire.ipc.errors import EngineDeadError
 
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
             look = look_twice(client, options.interval)
             print(json.dumps(look.as_dict()) if options.json else "\n".join(lines(look)))
             return 0
-        from pagewire.cli.top_screen import Screen
+        from pagewire.cli.commands.top_screen import Screen
 
         screen = Screen(client, options.interval)
         screen.run()

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp, Message
 
-from pagewire.cli.batch import Post, Response
+from pagewire.cli.batch.lines import Post, Response
 
 
 def poster(app: ASGIApp, key: str | None = None) -> Post:

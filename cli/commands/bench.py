@@ -12,7 +12,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
-from pagewire.cli import bench_serve
+from pagewire.cli.commands import bench_serve
 from pagewire.cli.options import UsageError, add_attach_options, add_engine_options, positive
 
 if TYPE_CHECKING:

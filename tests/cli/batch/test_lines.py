@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagewire.cli import in_process
-from pagewire.cli.batch import Counts, Response, Result, keep_answered, run_lines
+from pagewire.cli.batch import in_process
+from pagewire.cli.batch.lines import Counts, Response, Result, keep_answered, run_lines
 
 
 def line(custom_id: Any, url: str = "/v1/completions", **more: Any) -> bytes:
@@ -92,7 +92,7 @@ def test_a_wrong_line_fails_alone(wrong: bytes, custom_id: str | None, code: str
 
 
 def test_an_error_status_is_an_answer_and_busy_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagewire.cli.batch.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("pagewire.cli.batch.lines.RETRY_SECONDS", 0.0)
     endpoints = Endpoints({"a": [400], "b": [429, 429]})
     counts, results = run([line("a"), line("b")], endpoints, concurrency=1)
     assert (counts, endpoints.calls) == (Counts(good=1, failed=1), 4)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from pagewire.cli.commands.serve import take_server_options
 from pagewire.cli.main import build_parser, main
 from pagewire.cli.options import engine_args
-from pagewire.cli.serve import take_server_options
 from pagewire.frontend.server.http.uvicorn_server import bound, url_of
 from pagewire.frontend.server.options import ServerOptions
 

@@ -14,11 +14,11 @@ from textual.pilot import Pilot
 from textual.widgets import DataTable, Static
 
 from pagewire import AsyncLLM, SamplingParams
+from pagewire.cli.commands.top import Look, attach, lines, printable, span
+from pagewire.cli.commands.top_screen import Screen
 from pagewire.cli.main import build_parser, main
-from pagewire.cli.top import Look, attach, lines, printable, span
-from pagewire.cli.top_screen import Screen
 
-from .command import pagewire, start_core
+from ..command import pagewire, start_core
 
 ENDLESS = SamplingParams(max_tokens=900, ignore_eos=True)
 

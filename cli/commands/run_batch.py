@@ -22,7 +22,7 @@ from pagewire.cli.options import (
 from pagewire.frontend.server.options import ServerOptions
 
 if TYPE_CHECKING:
-    from pagewire.cli.batch import Counts, Post, Response
+    from pagewire.cli.batch.lines import Counts, Post, Response
     from pagewire.frontend.async_llm import AsyncLLM
 
 DESCRIPTION = """Answer every request of an OpenAI batch file: a JSON object per line with custom_id, method, url
@@ -64,8 +64,8 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 def run(options: argparse.Namespace) -> int:
     """Answer all lines, then say how many."""
+    from pagewire.cli.commands.serve import take_server_options
     from pagewire.cli.engine import opened
-    from pagewire.cli.serve import take_server_options
     from pagewire.frontend import async_llm
 
     check_files(options)
@@ -86,7 +86,7 @@ async def answer_all(engine: AsyncLLM, options: argparse.Namespace, server_optio
     """
     from tqdm import tqdm
 
-    from pagewire.cli.batch import keep_answered, run_lines, write_to
+    from pagewire.cli.batch.lines import keep_answered, run_lines, write_to
 
     async with opened_input(options.input_file) as lines:
         total = sum(1 for line in lines if line.strip())
@@ -112,7 +112,7 @@ def poster(engine: AsyncLLM, options: ServerOptions) -> Post:
     Raises, when called:
         EngineDeadError: the engine is lost, and with it the point of going on.
     """
-    from pagewire.cli import in_process
+    from pagewire.cli.batch import in_process
     from pagewire.frontend.server.app import create_app
 
     post = in_process.poster(create_app(engine, options), next(iter(options.keys()), None))

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from .command import COMMAND, ENDLESS, ENVIRONMENT, PROMPT, SAMPLING, pagewire, start
+from ..command import COMMAND, ENDLESS, ENVIRONMENT, PROMPT, SAMPLING, pagewire, start
 
 # Runs a command and tells which heavy modules it has loaded.
 WEIGHED = """

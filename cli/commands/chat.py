@@ -28,8 +28,8 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 def run(options: argparse.Namespace) -> int:
     """Ask and answer until the user has enough."""
+    from pagewire.cli.commands.generate import sampling_params, stream
     from pagewire.cli.engine import opened
-    from pagewire.cli.generate import sampling_params, stream
     from pagewire.frontend import async_llm
     from pagewire.frontend.text.chat_template import chat_prompt
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from pagewire.cli.load import Reply
+from pagewire.cli.load.client import Reply
 
 PERCENTILES = (50, 90, 99)
 MEASURES = {

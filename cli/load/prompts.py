@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagewire.cli.load import LoadClient, Query
+from pagewire.cli.load.client import LoadClient, Query
 from pagewire.cli.options import UsageError
 from pagewire.frontend.text.tokenizer import load_tokenizer
 
