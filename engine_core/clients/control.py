@@ -6,17 +6,29 @@ outcome is known.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from pagewire.engine_core.clients import metrics, reports
+from pagewire.engine_core.clients.metrics import MeasuredEngine
+from pagewire.engine_core.schedule.sequence import Request
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.messages import Call, Reply, WorkerCall, WorkerReply
 
-if TYPE_CHECKING:
-    from pagewire.engine_core.core import EngineCore
+
+class ControlledEngine(MeasuredEngine, Protocol):
+    """The part of the core that its methods act on."""
+
+    def deliver(self) -> None:
+        """Send frontends what their requests gave."""
+
+    def admit_held(self) -> None:
+        """Let requests that were held back wait for their turn."""
+
+    def abort(self, requests: Iterable[Request]) -> int:
+        """End requests, whosever they are. Returns how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +51,7 @@ class Deferred:
 class Control:
     """The core's methods. `paused` holds new requests back; `asleep`: the worker gave its memory up."""
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: ControlledEngine) -> None:
         self._core = core
         self._deferred: list[Deferred] = []
         self._worker_calls: dict[int, tuple[Caller, Callable[[Any], Any]]] = {}

@@ -11,14 +11,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from pagewire.engine_core.clients.reports import phases
+from pagewire.engine_core.clients.reports import ReportedEngine, phases
+from pagewire.engine_core.config import EngineConfig
+from pagewire.engine_core.grammar.pool import Grammars
 from pagewire.engine_core.schedule.scheduler import Outcome, SchedulerStats
 from pagewire.engine_core.schedule.sequence import Request
-
-if TYPE_CHECKING:
-    from pagewire.engine_core.core import EngineCore
 
 Row = dict[str, Any]
 
@@ -144,7 +143,15 @@ class Metrics:
             self.per_token.observe(decode / (request.num_output_tokens - 1))
 
 
-def summary(core: EngineCore) -> tuple[str, dict[str, Any]]:
+class MeasuredEngine(ReportedEngine, Protocol):
+    """The part of the core that its metrics are read off."""
+
+    config: EngineConfig
+    metrics: Metrics
+    grammars: Grammars
+
+
+def summary(core: MeasuredEngine) -> tuple[str, dict[str, Any]]:
     """The periodic line of the log, and its facts for a log that programs read."""
     scheduler, rates = core.scheduler, core.metrics.rates
     facts = {
@@ -165,14 +172,14 @@ def summary(core: EngineCore) -> tuple[str, dict[str, Any]]:
     return line.format(**facts), facts
 
 
-def snapshot(core: EngineCore) -> list[Row]:
+def snapshot(core: MeasuredEngine) -> list[Row]:
     """Every metric in plain values: name, type, documentation, labels; value, or buckets, sum and count."""
     name = {"model_name": core.info.served_model_names[0]}
     rows = [*states(core), *counts(core), *distributions(core.metrics), *own(core)]
     return [row | {"labels": name | row.get("labels", {})} for row in rows]
 
 
-def states(core: EngineCore) -> Iterator[Row]:
+def states(core: MeasuredEngine) -> Iterator[Row]:
     """What is as of now."""
     scheduler, rates = core.scheduler, core.metrics.rates
     usage, hits = scheduler.kv_usage, hit_rate(scheduler.stats)
@@ -197,7 +204,7 @@ def states(core: EngineCore) -> Iterator[Row]:
     )
 
 
-def counts(core: EngineCore) -> Iterator[Row]:
+def counts(core: MeasuredEngine) -> Iterator[Row]:
     """What has been since the core started."""
     stats = core.scheduler.stats
     yield counter("vllm:num_preemptions_total", "Preemptions.", stats.num_preemptions)
@@ -238,7 +245,7 @@ def distributions(kept: Metrics) -> Iterator[Row]:
     yield histogram("vllm:iteration_tokens_total", "Tokens in each step.", kept.step_tokens)
 
 
-def own(core: EngineCore) -> Iterator[Row]:
+def own(core: MeasuredEngine) -> Iterator[Row]:
     """What only this engine has."""
     kept, clients = core.metrics, core.clients.attached.values()
     yield gauge("pagewire:frontends", "Attached frontends.", len(clients))
@@ -274,7 +281,7 @@ def own(core: EngineCore) -> Iterator[Row]:
     yield histogram("pagewire:core_turn_seconds", text, kept.turn_seconds)
 
 
-def cache(core: EngineCore) -> dict[str, str]:
+def cache(core: MeasuredEngine) -> dict[str, str]:
     """The settings of the KV cache, as labels."""
     args, info = core.config.args, core.info
     settings = {

@@ -5,16 +5,46 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from pagewire.engine_core.clients.clients import Client
+from pagewire.engine_core.clients.clients import Client, Clients
+from pagewire.engine_core.schedule.scheduler import Scheduler
 from pagewire.engine_core.schedule.sequence import Request, State
+from pagewire.engine_core.workers.process import Worker
+from pagewire.ipc.messages import EngineInfo
 
-if TYPE_CHECKING:
-    from pagewire.engine_core.core import EngineCore
+
+class Switches(Protocol):
+    """paused: new requests are held back. asleep: the worker has given its memory up."""
+
+    paused: bool
+    asleep: bool
 
 
-def status(core: EngineCore) -> dict[str, Any]:
+class ReportedEngine(Protocol):
+    """The part of the core that reports read."""
+
+    info: EngineInfo
+    scheduler: Scheduler
+    worker: Worker
+    clients: Clients
+    started_at: float
+    worker_busy_us: int
+    worker_idle_us: int
+
+    @property
+    def control(self) -> Switches:
+        """Whether it is paused, and whether it sleeps."""
+
+    @property
+    def held(self) -> list[Request]:
+        """Requests that wait outside the scheduler."""
+
+    def requests(self) -> Iterator[tuple[Client, Request]]:
+        """Every unfinished sequence, with the frontend it is for."""
+
+
+def status(core: ReportedEngine) -> dict[str, Any]:
     """What runs, for whom, and what is free. Counts are since the core started."""
     scheduler, stats, pool = core.scheduler, core.scheduler.stats, core.scheduler.kv.pool
     by_phase = phases(core)
@@ -52,7 +82,7 @@ def status(core: EngineCore) -> dict[str, Any]:
     }
 
 
-def phases(core: EngineCore) -> dict[int, dict[str, int]]:
+def phases(core: ReportedEngine) -> dict[int, dict[str, int]]:
     """By `Client.number`, how many sequences are in each phase. Those that wait may be many: none is looked at."""
     clients = core.clients.attached
     found = {
@@ -66,13 +96,13 @@ def phases(core: EngineCore) -> dict[int, dict[str, int]]:
     return found
 
 
-def requests(core: EngineCore, limit: int) -> list[dict[str, Any]]:
+def requests(core: ReportedEngine, limit: int) -> list[dict[str, Any]]:
     """At most `limit` unfinished sequences, those that run before those that wait."""
     now = time.monotonic()
     return [describe(client, request, now) for client, request in islice(in_order(core), limit)]
 
 
-def in_order(core: EngineCore) -> Iterator[tuple[Client, Request]]:
+def in_order(core: ReportedEngine) -> Iterator[tuple[Client, Request]]:
     """Every unfinished sequence: first those that run, then those that wait, frontend by frontend."""
     for request in core.scheduler.running:
         if (client := core.clients.attached.get(request.client)) is not None:
