@@ -1,8 +1,4 @@
-"""One request for generation, from its body to its line in the log.
-
-body --> checked struct --> answer(...) --> JSON, or events as they come
-                               ^ cancelled when the client leaves or the deadline passes
-"""
+"""A request for generation while it is served: what is known of it, how it is ended, and its line in the log."""
 
 from __future__ import annotations
 
@@ -11,28 +7,19 @@ import logging
 import time
 import uuid
 from asyncio import FIRST_COMPLETED
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
-from typing import Any, Generic, TypeVar
+from collections.abc import Coroutine
+from typing import Any
 
 import msgspec
 from starlette.datastructures import Headers
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Scope
 
 from pagewire.frontend.outputs import RequestOutput
-from pagewire.frontend.server.http import sse
-from pagewire.frontend.server.http.body import ClientLeftError, Decoder, read_body
-from pagewire.frontend.server.http.errors import APIError, api_error
+from pagewire.frontend.server.http.body import ClientLeftError
+from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.openai.protocol import PromptTokensDetails, Usage
-from pagewire.frontend.server.service import Service
-from pagewire.ipc.errors import RequestError
 
 logger = logging.getLogger("pagewire.server")
-
-T = TypeVar("T")
-Header = tuple[bytes, bytes]
-
-JSON_HEADERS: list[Header] = [(b"content-type", b"application/json")]
 
 
 class Exchange:
@@ -133,130 +120,6 @@ class Exchange:
         told = {name: value for name, value in facts.items() if value is not None}
         line = " ".join(f"{name}={msgspec.json.encode(value).decode()}" for name, value in told.items())
         logger.info("%s", line, extra={"facts": told})
-
-
-Events = AsyncGenerator[bytes, None]
-
-
-class Generation(Generic[T]):
-    """An endpoint that generates: an ASGI application that answers requests of one type.
-
-    answer: makes of a request the JSON of its answer, or the events of a stream. prefix: of the ids.
-    """
-
-    def __init__(
-        self,
-        service: Service,
-        prefix: str,
-        kind: type[T],
-        answer: Callable[[Service, T, Exchange], Awaitable[bytes | Events]],
-    ) -> None:
-        self.service, self.prefix, self.answer = service, prefix, answer
-        self.decoder = Decoder(kind)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        exchange = Exchange(self.prefix, scope)
-        reply = Reply(send)
-        status, why = 200, None
-        self.service.open[exchange.id] = exchange
-        try:
-            request = self.decoder.decode(await read_body(scope, receive, self.service.options), exchange.id)
-            seconds = deadline(request, exchange.headers)
-            await exchange.run(self._serve(request, exchange, reply), receive, seconds)
-        except (Exception, asyncio.CancelledError) as error:
-            told = self._told(error, exchange)
-            status, why = told.status, told.message
-            await reply.fail(told)
-        finally:
-            del self.service.open[exchange.id]
-            if not self.service.options.disable_log_requests:
-                exchange.log(status, why, self.service.options.max_log_len)
-
-    def _told(self, error: BaseException, exchange: Exchange) -> APIError:
-        """An error as the client is told of it; one that is nobody's fault but ours is logged."""
-        if isinstance(error, asyncio.CancelledError):  # by the HTTP server, whose patience has an end
-            return APIError(503, "the server is shutting down", code="shutting_down")
-        told = api_error(error, self.decoder.fields)
-        if told.status == 500 and not isinstance(error, RequestError):
-            logger.error("request %s failed", exchange.id, exc_info=error)
-        return told
-
-    async def _serve(self, request: T, exchange: Exchange, reply: Reply) -> None:
-        answer = await self.answer(self.service, request, exchange)
-        if isinstance(answer, bytes):
-            await reply.send_json(200, answer)
-            return
-        async with aclosing(answer) as events:
-            async for event in events:
-                await reply.stream(event)
-        await reply.end()
-
-
-class Reply:
-    """The response: JSON, or events. Nothing is sent before there is something to say, so that an error that
-    comes first still gets its status.
-    """
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.streaming = self.complete = False
-
-    async def stream(self, events: bytes) -> None:
-        """Send events, encoded, in one write."""
-        if not self.streaming:
-            self.streaming = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": [*sse.HEADERS]})
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
-
-    async def end(self) -> None:
-        """No more events."""
-        self.complete = True
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def send_json(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        """Send a whole answer."""
-        self.complete = True
-        more = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()]
-        length = (b"content-length", str(len(body)).encode())
-        await self._send(
-            {
-                "type": "http.response.start",
-                "status": status,
-                "headers": [*JSON_HEADERS, length, *more],
-            }
-        )
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
-
-    async def fail(self, error: APIError) -> None:
-        """Tell an error: by its status or, within a stream, by an event. After a complete answer it is too late."""
-        if self.complete:
-            return
-        if self.streaming:
-            await self.stream(b"data: " + error.encode() + b"\n\n" + sse.DONE)
-            await self.end()
-        else:
-            await self.send_json(error.status, error.encode(), error.headers)
-
-
-def deadline(request: Any, headers: Headers) -> float | None:
-    """Seconds that a request may take: its field `timeout`, or else the header X-Request-Timeout.
-
-    Raises:
-        APIError: that is no number of seconds over 0.
-    """
-    wanted = getattr(request, "timeout", None)
-    if wanted is None:
-        wanted = headers.get("x-request-timeout")
-    if wanted is None:
-        return None
-    try:
-        seconds = float(wanted)
-    except ValueError:
-        seconds = 0.0
-    if not 0.0 < seconds < float("inf"):
-        raise APIError(400, f"timeout must be a number of seconds over 0, got {wanted!r}", param="timeout")
-    return seconds
 
 
 def check_aborted(output: RequestOutput) -> None:

@@ -13,7 +13,8 @@ from pagewire.frontend.inputs import prompts_of
 from pagewire.frontend.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.frontend.server.http.exchange import Events, Exchange, Generation
+from pagewire.frontend.server.http.exchange import Exchange
+from pagewire.frontend.server.http.generation_endpoint import Events, Generation
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.openai.beams import beam_outputs
 from pagewire.frontend.server.openai.logprobs import CompletionLogprobsWriter, TokenNames, prompt_logprobs

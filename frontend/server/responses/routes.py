@@ -20,7 +20,8 @@ from pagewire.frontend.inputs import TokensPrompt
 from pagewire.frontend.outputs import RequestOutput
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.errors import APIError, api_error
-from pagewire.frontend.server.http.exchange import Events, Exchange, Generation
+from pagewire.frontend.server.http.exchange import Exchange
+from pagewire.frontend.server.http.generation_endpoint import Events, Generation
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation, Query
 from pagewire.frontend.server.openai.chat import (
