@@ -11,7 +11,7 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.widgets import DataTable, Footer, Sparkline, Static
 
-from pagewire.cli.commands.top import COLUMNS, MAX_REQUESTS, Look, ask, cells, summary
+from pagewire.cli.commands.top_look import COLUMNS, MAX_REQUESTS, Look, ask, cells, summary
 from pagewire.frontend.client import CoreClient
 
 HISTORY = 120

@@ -14,7 +14,8 @@ from textual.pilot import Pilot
 from textual.widgets import DataTable, Static
 
 from pagewire import AsyncLLM, SamplingParams
-from pagewire.cli.commands.top import Look, attach, lines, printable, span
+from pagewire.cli.commands.top import attach
+from pagewire.cli.commands.top_look import Look, lines, printable, span
 from pagewire.cli.commands.top_screen import Screen
 from pagewire.cli.main import build_parser, main
 
