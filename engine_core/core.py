@@ -16,7 +16,6 @@ from contextlib import suppress
 
 import zmq
 
-from pagewire import __version__
 from pagewire.engine_core.admission import check_request
 from pagewire.engine_core.clients.clients import Client, Clients
 from pagewire.engine_core.clients.control import Control
@@ -32,6 +31,7 @@ from pagewire.ipc import messages
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.messages import PROTOCOL, EngineInfo, Ready, StepResult, SubmitRequest, TokenDelta
 from pagewire.ipc.options import env_float
+from pagewire.ipc.version import __version__
 
 logger = logging.getLogger("pagewire.core")
 

@@ -25,7 +25,6 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from pagewire import __version__
 from pagewire.ipc import errors
 from pagewire.ipc.codec import Buffer, Codec
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError, ProtocolError
@@ -49,6 +48,7 @@ from pagewire.ipc.messages import (
 )
 from pagewire.ipc.options import env_float
 from pagewire.ipc.sockets import CurveKeys, new_dealer, receive, send
+from pagewire.ipc.version import __version__
 
 HEARTBEAT_TIMEOUT_S = 30.0
 MAX_OUTBOX = 100_000

@@ -22,7 +22,7 @@ ALL_SOURCES = sorted(
     path for folder in (*FOLDERS, "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")
 )
 
-# Folder to what it may import, beside itself and the bare package (its version).
+# Folder to what it may import, beside itself.
 MAY_IMPORT = {
     "cli": set(FOLDERS),
     "engine_core": {"ipc"},

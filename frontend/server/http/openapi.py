@@ -11,10 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pagewire import __version__
 from pagewire.frontend.server.http.errors import ErrorResponse
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.options import ServerOptions
+from pagewire.ipc.version import __version__
 
 REFERENCE = "#/components/schemas/{name}"
 FAILURES = {

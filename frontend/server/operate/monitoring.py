@@ -8,13 +8,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagewire import __version__
 from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.operate.metrics import CONTENT_TYPE, exposition
 from pagewire.frontend.server.service import Service
+from pagewire.ipc.version import __version__
 
 ANSWER_SECONDS = 5.0  # a scrape that takes longer has failed
 
