@@ -18,8 +18,9 @@ from pagewire.kernels.cpu.memory import reserved
 from pagewire.workers.batch import Batch, build_batch
 from pagewire.workers.calls import METHODS
 from pagewire.workers.device.graphs import DecodeGraphs, recorded_sizes
-from pagewire.workers.device.interface import Sampled, open_device
+from pagewire.workers.device.interface import Sampled
 from pagewire.workers.device.kv_size import ledger, num_kv_blocks
+from pagewire.workers.device.open import open_device
 from pagewire.workers.device.relay import Relay
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.attention import Paged

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 from pagewire.ipc.messages import LoadModel
-from pagewire.workers.errors import LoadError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -116,24 +115,3 @@ class Device(Protocol):
 
     def memory(self) -> dict[str, int]:
         """Bytes: of the device, free on it, and taken by this process."""
-
-
-def open_device(load: LoadModel) -> Device:
-    """Take the device: `cpu`, `cuda`, `cuda:N`, or `auto`, a GPU where there is one.
-
-    Raises:
-        LoadError: it is not there, or what it needs is not, and how to mend that.
-    """
-    from pagewire.workers.device.cpu import Cpu
-
-    name = load.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cpu":
-        return Cpu.open(load.num_threads)
-    from pagewire.workers.device.cuda import Cuda
-
-    kind, _, index = name.partition(":")
-    if kind != "cuda" or not (index or "0").isdecimal():
-        raise LoadError(f"device {load.device!r} is not served: auto, cpu, cuda and cuda:N are")
-    return Cuda.open(int(index or 0))

@@ -23,7 +23,7 @@ from pagewire.workers import runner as runner_module
 from pagewire.workers.device import cuda
 from pagewire.workers.device.cpu import CpuSampler
 from pagewire.workers.device.graphs import recorded_sizes
-from pagewire.workers.device.interface import open_device
+from pagewire.workers.device.open import open_device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.main import Steps
 from pagewire.workers.runner import Runner
