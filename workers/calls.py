@@ -6,16 +6,14 @@ import gc
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from pagewire.workers.model.loading import Phases, load_model
-
-if TYPE_CHECKING:
-    from pagewire.workers.runner import Runner
+from pagewire.workers.runner import Runner
 
 
 def ping(runner: Runner) -> str:
@@ -107,3 +105,14 @@ METHODS: dict[str, Callable[..., Any]] = {
     method.__name__: method
     for method in (ping, memory, model_info, sleep, wake_up, start_profile, stop_profile)
 }
+
+
+def call(runner: Runner, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run one of `METHODS`.
+
+    Raises:
+        ValueError: no such method. Others: whatever the method raises.
+    """
+    if method not in METHODS:
+        raise ValueError(f"the worker has no method {method!r}; it has {', '.join(sorted(METHODS))}")
+    return METHODS[method](runner, *args, **kwargs)

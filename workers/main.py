@@ -184,7 +184,9 @@ def answer(runner: Runner | None, call: WorkerCall) -> WorkerReply:
     try:
         if runner is None:
             raise RuntimeError("no model is loaded yet")
-        return WorkerReply(call.call_id, runner.call(call.method, call.args, call.kwargs))
+        from pagewire.workers import calls  # imports torch, as the runner has by now
+
+        return WorkerReply(call.call_id, calls.call(runner, call.method, call.args, call.kwargs))
     except Exception as error:
         return WorkerReply(call.call_id, error=str(error), error_type=type(error).__name__)
 

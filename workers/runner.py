@@ -16,7 +16,6 @@ from pagewire.ipc.params import SamplingParams
 from pagewire.kernels.cpu.arena import Reserve
 from pagewire.kernels.cpu.memory import reserved
 from pagewire.workers.batch import Batch, build_batch
-from pagewire.workers.calls import METHODS
 from pagewire.workers.device.graphs import DecodeGraphs, recorded_sizes
 from pagewire.workers.device.interface import Sampled
 from pagewire.workers.device.kv_size import ledger, num_kv_blocks
@@ -152,16 +151,6 @@ class Runner:
         """Let the next step run them, even if it is launched before anyone has seen them."""
         if self.device.asynchronous:
             self.relay.keep(slots, sampled.token_ids.to(self.device.torch_device))
-
-    def call(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Run one of `calls.METHODS`.
-
-        Raises:
-            ValueError: no such method. Others: whatever the method raises.
-        """
-        if method not in METHODS:
-            raise ValueError(f"the worker has no method {method!r}; it has {', '.join(sorted(METHODS))}")
-        return METHODS[method](self, *args, **kwargs)
 
     def allocate_kv(self) -> None:
         """Take KV memory, zeroed.

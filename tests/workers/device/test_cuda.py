@@ -20,6 +20,7 @@ from pagewire.ipc.params import SamplingParams
 from pagewire.kernels import reference
 from pagewire.kernels.cuda.implementation import CudaKernels
 from pagewire.workers import runner as runner_module
+from pagewire.workers.calls import call
 from pagewire.workers.device import cuda
 from pagewire.workers.device.cpu import CpuSampler
 from pagewire.workers.device.graphs import recorded_sizes
@@ -269,9 +270,9 @@ def test_steps_are_recorded_again_after_a_sleep(load: Callable[..., Runner], lev
     runner = load()
     plans = make_plans(make_prompts(VOCAB_SIZE, (9, 2)), 4, [GREEDY, GREEDY])
     before = [outcome(result) for result in Core(runner).run(plans)]
-    runner.call("sleep", [level], {})
+    call(runner, "sleep", [level], {})
     assert runner.graphs is None and not runner.caches
-    runner.call("wake_up", [], {})
+    call(runner, "wake_up", [], {})
     assert [outcome(result) for result in Core(runner).run(plans)] == before
     check_recorded(runner, num_recorded=8, num_replayed=6)
 
