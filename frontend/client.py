@@ -40,8 +40,8 @@ from pagewire.ipc.messages import (
     Ping,
     Refused,
     Reply,
+    Request,
     Submit,
-    SubmitRequest,
     ToFrontend,
     TokenDelta,
     Welcome,
@@ -152,7 +152,7 @@ class CoreClient:
 
     # -------------------------------------------------------------- any thread
 
-    def submit(self, requests: Sequence[SubmitRequest]) -> None:
+    def submit(self, requests: Sequence[Request]) -> None:
         """Send new requests, in this order.
 
         Raises:

@@ -80,7 +80,7 @@ class Hello(Message, tag="hello"):
     name: str = ""
 
 
-class SubmitRequest(Item):
+class Request(Item):
     """One request.
 
     key: the sender's own handle, unused by any live request of the sender; answers carry it.
@@ -104,7 +104,7 @@ class SubmitRequest(Item):
 class Submit(Message, tag="submit"):
     """New requests, in order of arrival."""
 
-    requests: list[SubmitRequest]
+    requests: list[Request]
 
 
 class Abort(Message, tag="abort"):

@@ -14,7 +14,7 @@ from typing import Any
 
 import zmq
 
-from pagewire.engine_core.schedule.sequence import Request
+from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.ipc.codec import Codec, Tensor
 from pagewire.ipc.errors import ProtocolError
 from pagewire.ipc.messages import Deltas, LogprobRows, Pong, Refused, Reply, ToCore, TokenDelta
@@ -40,7 +40,7 @@ class Client:
     name: str
     pid: int
     last_seen: float
-    requests: dict[int, dict[int, Request]] = field(default_factory=dict)
+    requests: dict[int, dict[int, Sequence]] = field(default_factory=dict)
     backlog: dict[tuple[int, int], TokenDelta] = field(default_factory=dict)
     replies: list[Reply] = field(default_factory=list)
 
@@ -54,7 +54,7 @@ class Client:
         """For log lines."""
         return f"{self.name or 'frontend'} (pid {self.pid})"
 
-    def live_requests(self) -> Iterator[Request]:
+    def live_requests(self) -> Iterator[Sequence]:
         """All its unfinished sequences."""
         for group in self.requests.values():
             yield from group.values()

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from pagewire.engine_core.clients import metrics, reports
 from pagewire.engine_core.clients.metrics import MeasuredEngine
-from pagewire.engine_core.schedule.sequence import Request
+from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.messages import Call, Reply, WorkerCall, WorkerReply
 
@@ -27,7 +27,7 @@ class ControlledEngine(MeasuredEngine, Protocol):
     def admit_held(self) -> None:
         """Let requests that were held back wait for their turn."""
 
-    def abort(self, requests: Iterable[Request]) -> int:
+    def abort(self, requests: Iterable[Sequence]) -> int:
         """End requests, whosever they are. Returns how many."""
 
 

@@ -9,7 +9,7 @@ adds its tokens in one piece, for those that ran together waited equally long.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from pagewire.engine_core.clients.reports import ReportedEngine, phases
 from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.grammar.pool import Grammars
 from pagewire.engine_core.schedule.scheduler import Outcome, SchedulerStats
-from pagewire.engine_core.schedule.sequence import Request
+from pagewire.engine_core.schedule.sequence import Sequence
 
 Row = dict[str, Any]
 
@@ -44,7 +44,7 @@ class Distribution:
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
-    def __init__(self, bounds: Sequence[float]) -> None:
+    def __init__(self, bounds: Collection[float]) -> None:
         self._bounds = [float(bound) for bound in bounds]
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
@@ -106,7 +106,7 @@ class Metrics:
         self.num_refused = {"busy": 0, "invalid": 0}
         self.num_finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
 
-    def submitted(self, group: Sequence[Request]) -> None:
+    def submitted(self, group: list[Sequence]) -> None:
         """The n sequences of a request have come."""
         self.params_n.observe(len(group))
         self.params_max_tokens.observe(group[0].max_output)
@@ -126,7 +126,7 @@ class Metrics:
         for gap, times in gaps.items():
             self.between_tokens.observe(gap, times)
 
-    def finished(self, request: Request, reason: str, now: float) -> None:
+    def finished(self, request: Sequence, reason: str, now: float) -> None:
         """A sequence has ended."""
         self.num_finished[reason] += 1
         if request.first_token_time == 0.0:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from pagewire.engine_core.clients.clients import Client, Clients
 from pagewire.engine_core.schedule.scheduler import Scheduler
-from pagewire.engine_core.schedule.sequence import Request, State
+from pagewire.engine_core.schedule.sequence import Sequence, State
 from pagewire.engine_core.workers.process import Worker
 from pagewire.ipc.messages import EngineInfo
 
@@ -37,10 +37,10 @@ class ReportedEngine(Protocol):
         """Whether it is paused, and whether it sleeps."""
 
     @property
-    def held(self) -> list[Request]:
+    def held(self) -> list[Sequence]:
         """Requests that wait outside the scheduler."""
 
-    def requests(self) -> Iterator[tuple[Client, Request]]:
+    def requests(self) -> Iterator[tuple[Client, Sequence]]:
         """Every unfinished sequence, with the frontend it is for."""
 
 
@@ -102,7 +102,7 @@ def requests(core: ReportedEngine, limit: int) -> list[dict[str, Any]]:
     return [describe(client, request, now) for client, request in islice(in_order(core), limit)]
 
 
-def in_order(core: ReportedEngine) -> Iterator[tuple[Client, Request]]:
+def in_order(core: ReportedEngine) -> Iterator[tuple[Client, Sequence]]:
     """Every unfinished sequence: first those that run, then those that wait, frontend by frontend."""
     for request in core.scheduler.running:
         if (client := core.clients.attached.get(request.client)) is not None:
@@ -112,7 +112,7 @@ def in_order(core: ReportedEngine) -> Iterator[tuple[Client, Request]]:
             yield client, request
 
 
-def describe(client: Client, request: Request, now: float) -> dict[str, Any]:
+def describe(client: Client, request: Sequence, now: float) -> dict[str, Any]:
     """One sequence in plain values; times in seconds."""
     token_time = request.last_token_time
     return {
@@ -132,7 +132,7 @@ def describe(client: Client, request: Request, now: float) -> dict[str, Any]:
     }
 
 
-def phase(request: Request) -> str:
+def phase(request: Sequence) -> str:
     """ "waiting" (for its turn, again after a preemption, or held back), "prefill", or "decode"."""
     if request.state is not State.RUNNING:
         return "waiting"

@@ -6,7 +6,7 @@ from itertools import takewhile
 
 from pagewire.engine_core.schedule.block_hash import ROOT, hash_block
 from pagewire.engine_core.schedule.blocks import Block, BlockPool
-from pagewire.engine_core.schedule.sequence import Request
+from pagewire.engine_core.schedule.sequence import Sequence
 
 
 class KVCache:
@@ -20,7 +20,7 @@ class KVCache:
         """Blocks that so many tokens fill or begin."""
         return -(-num_tokens // self.block_size)
 
-    def cached_prefix(self, request: Request) -> list[Block]:
+    def cached_prefix(self, request: Sequence) -> list[Block]:
         """Blocks that already hold the beginning of the request, at most all but its last token.
 
         A request that wants log probabilities of its prompt gets none: they come from computing it.
@@ -32,7 +32,7 @@ class KVCache:
         found = takewhile(lambda block: block is not None, map(self.pool.find, usable))
         return [block for block in found if block is not None]
 
-    def admit(self, request: Request, watermark: int) -> bool:
+    def admit(self, request: Sequence, watermark: int) -> bool:
         """Give the request its cached prefix and new blocks for the rest, if then `watermark` stay free."""
         cached = self.cached_prefix(request)
         num_new = self.blocks_for(len(request.token_ids)) - len(cached)
@@ -45,11 +45,11 @@ class KVCache:
         request.num_registered = len(cached)
         return True
 
-    def missing(self, request: Request, num_tokens: int) -> int:
+    def missing(self, request: Sequence, num_tokens: int) -> int:
         """Blocks that the request lacks for its first `num_tokens` tokens."""
         return max(0, self.blocks_for(num_tokens) - len(request.blocks))
 
-    def grow(self, request: Request, count: int) -> list[int]:
+    def grow(self, request: Sequence, count: int) -> list[int]:
         """Give the request `count` more blocks; their ids.
 
         Raises:
@@ -59,7 +59,7 @@ class KVCache:
         request.blocks += blocks
         return [block.block_id for block in blocks]
 
-    def register(self, request: Request) -> None:
+    def register(self, request: Sequence) -> None:
         """Name the request's blocks that are full, known and launched, so that others may share them."""
         num_full = min(request.computed, len(request.token_ids)) // self.block_size
         if num_full <= request.num_registered:
@@ -69,13 +69,13 @@ class KVCache:
             self.pool.register(request.blocks[i], request.block_names[i])
         request.num_registered = num_full
 
-    def free(self, request: Request) -> None:
+    def free(self, request: Sequence) -> None:
         """Give the request's blocks back, last first."""
         self.pool.free(reversed(request.blocks))
         request.blocks = []
         request.computed = request.num_registered = 0
 
-    def _name_blocks(self, request: Request) -> None:
+    def _name_blocks(self, request: Sequence) -> None:
         names, size = request.block_names, self.block_size
         for i in range(len(names), len(request.token_ids) // size):
             parent = names[-1] if names else ROOT

@@ -26,12 +26,12 @@ from typing import Literal, TypeAlias
 
 from pagewire.engine_core.grammar.matcher import GrammarError
 from pagewire.engine_core.schedule.kv_cache import KVCache
-from pagewire.engine_core.schedule.sequence import Request, State
+from pagewire.engine_core.schedule.sequence import Sequence, State
 from pagewire.engine_core.schedule.stopping import finish_reason, stop_ids
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.messages import Masks, Row, SlotInit, StepPlan, StepResult, TokenDelta
 
-Outcome: TypeAlias = tuple[Request, TokenDelta]
+Outcome: TypeAlias = tuple[Sequence, TokenDelta]
 
 CRASHES_TO_ISOLATE = 2
 MAX_STALE = 64  # aborted requests that may lie in the heap, beside as many as wait
@@ -65,7 +65,7 @@ class Step:
 
     step_id: int
     budget: int
-    requests: list[Request] = field(default_factory=list)
+    requests: list[Sequence] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     inits: list[SlotInit] = field(default_factory=list)
     num_tokens: int = 0
@@ -91,10 +91,10 @@ class Scheduler:
         self.config = config
         self.kv = KVCache(config.num_blocks, config.block_size)
         self.stats = SchedulerStats()
-        self.running: list[Request] = []
+        self.running: list[Sequence] = []
         self.in_flight: deque[Step] = deque()
-        self.suspects: list[Request] = []
-        self._waiting: list[tuple[int, int, Request]] = []  # heap; finished ones are skipped when met
+        self.suspects: list[Sequence] = []
+        self._waiting: list[tuple[int, int, Sequence]] = []  # heap; finished ones are skipped when met
         self._num_waiting = 0
         self._free_slots = list(range(config.max_num_seqs))[::-1]
         self._freed_slots: list[int] = []
@@ -118,11 +118,11 @@ class Scheduler:
         """Share of the blocks that are in use, 0 to 1."""
         return 1.0 - self.kv.pool.num_free / len(self.kv.pool)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Sequence) -> None:
         """Let `request` wait for its turn."""
         self._wait(request)
 
-    def abort(self, requests: Iterable[Request]) -> None:
+    def abort(self, requests: Iterable[Sequence]) -> None:
         """End requests without a word; what is in flight for them is dropped when it returns."""
         for request in requests:
             if not request.finished:
@@ -258,7 +258,7 @@ class Scheduler:
             if request is None or not self._admit(step, request, now):
                 break
 
-    def _admit(self, step: Step, request: Request, now: float) -> bool:
+    def _admit(self, step: Step, request: Sequence, now: float) -> bool:
         """Give a waiting request blocks and a slot, and plan its first chunk; False if it does not fit."""
         if not self.kv.admit(request, self._watermark if self.running else 0):
             return False
@@ -284,7 +284,7 @@ class Scheduler:
         self._schedule(step, request, self._chunk(request, step), [])
         return True
 
-    def _chunk(self, request: Request, step: Step) -> int:
+    def _chunk(self, request: Sequence, step: Step) -> int:
         """How many tokens of the request this step runs."""
         count = min(request.num_to_compute, step.budget)
         if request.computed < request.num_prompt_logprobs:
@@ -292,7 +292,7 @@ class Scheduler:
             count = min(count, request.num_prompt_logprobs - request.computed)
         return count
 
-    def _schedule(self, step: Step, request: Request, count: int, new_block_ids: list[int]) -> None:
+    def _schedule(self, step: Step, request: Sequence, count: int, new_block_ids: list[int]) -> None:
         start, end = request.computed, request.computed + count
         row = Row(
             request.slot, start, count, new_block_ids, end == len(request.token_ids) + request.num_pending
@@ -310,7 +310,7 @@ class Scheduler:
         request.num_pending += row.sample
         self.kv.register(request)
 
-    def _make_room(self, request: Request, missing: int) -> bool:
+    def _make_room(self, request: Sequence, missing: int) -> bool:
         """Free `missing` blocks by preempting from the end of the order; False if `request` must wait."""
         while self.kv.pool.num_free < missing:
             victim = self.running[-1]
@@ -324,7 +324,7 @@ class Scheduler:
     # ------------------------------------------------------------ committing
 
     def _commit_row(
-        self, request: Request, row: Row, index: int, token_id: int | None, result: StepResult, now: float
+        self, request: Sequence, row: Row, index: int, token_id: int | None, result: StepResult, now: float
     ) -> TokenDelta | None:
         if index in result.errors:
             return self._end_with_error(request, result.errors[index], now)[1]
@@ -357,7 +357,7 @@ class Scheduler:
             timing=request.timing(now) if first or reason else None,
         )
 
-    def _append(self, request: Request, token_id: int, now: float) -> None:
+    def _append(self, request: Sequence, token_id: int, now: float) -> None:
         request.token_ids.append(token_id)
         request.num_crashes = 0
         if request.first_token_time == 0.0:
@@ -367,7 +367,7 @@ class Scheduler:
         request.last_token_time = now
         self.stats.num_output_tokens += 1
 
-    def _end_with_error(self, request: Request, text: str, now: float) -> Outcome:
+    def _end_with_error(self, request: Sequence, text: str, now: float) -> Outcome:
         self._finish(request)
         delta = TokenDelta(
             request.key, request.index, [], finish_reason="error", error=text, timing=request.timing(now)
@@ -376,10 +376,10 @@ class Scheduler:
 
     # ------------------------------------------------------------ states
 
-    def _order(self, request: Request) -> tuple[int, int]:
+    def _order(self, request: Sequence) -> tuple[int, int]:
         return (request.priority if self.config.policy == "priority" else 0, request.arrival)
 
-    def _wait(self, request: Request) -> None:
+    def _wait(self, request: Sequence) -> None:
         request.state = State.WAITING
         if request.num_crashes >= CRASHES_TO_ISOLATE:
             insort(self.suspects, request, key=self._order)
@@ -387,12 +387,12 @@ class Scheduler:
             heapq.heappush(self._waiting, (*self._order(request), request))
             self._num_waiting += 1
 
-    def _next_waiting(self) -> Request | None:
+    def _next_waiting(self) -> Sequence | None:
         while self._waiting and self._waiting[0][-1].state is not State.WAITING:
             heapq.heappop(self._waiting)
         return self._waiting[0][-1] if self._waiting else None
 
-    def _leave_waiting(self, request: Request) -> None:
+    def _leave_waiting(self, request: Sequence) -> None:
         if request in self.suspects:
             self.suspects.remove(request)
         else:
@@ -404,12 +404,12 @@ class Scheduler:
                 self._waiting = [entry for entry in waiting if entry[-1] is not request]
                 heapq.heapify(self._waiting)
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Sequence) -> None:
         self.stats.num_preemptions += 1
         self._stop_running(request)
         self._wait(request)
 
-    def _stop_running(self, request: Request) -> None:
+    def _stop_running(self, request: Sequence) -> None:
         """Take blocks and slot from a running request; safe with steps in flight, as workers keep order."""
         self.running.remove(request)
         self.kv.free(request)
@@ -417,7 +417,7 @@ class Scheduler:
         self._freed_slots.append(request.slot)
         request.slot = -1
 
-    def _finish(self, request: Request) -> None:
+    def _finish(self, request: Sequence) -> None:
         if request.state is State.RUNNING:
             self.kv.register(request)
             self._stop_running(request)

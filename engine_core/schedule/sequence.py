@@ -7,12 +7,12 @@ from enum import Enum
 
 from pagewire.engine_core.grammar.matcher import Matcher
 from pagewire.engine_core.schedule.blocks import Block
-from pagewire.ipc.messages import RequestTiming, SubmitRequest
+from pagewire.ipc.messages import Request, RequestTiming
 from pagewire.ipc.params import SamplingParams
 
 
 class State(Enum):
-    """Where a request is."""
+    """Where a sequence is."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -20,8 +20,8 @@ class State(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """One of the n sequences of a submitted request, and all that is known of it.
+class Sequence:
+    """One of the n sequences of a request, and all that is known of it.
 
         token_ids   [ prompt ............ | output ........ ]
         computed     ------------------------------->           KV written, or launched
@@ -115,15 +115,15 @@ def sequence_seed(seed: int, index: int) -> int:
 
 
 def sequences(
-    submitted: SubmitRequest,
+    submitted: Request,
     client: bytes,
     arrival: int,
     now: float,
     *,
     max_model_len: int,
     share_prefixes: bool,
-) -> list[Request]:
-    """The n requests that `submitted` asks for, with arrivals from `arrival` on.
+) -> list[Sequence]:
+    """The n sequences that `submitted` asks for, with arrivals from `arrival` on.
 
     Without `share_prefixes` each submitted request gets a namespace of its own, so that only its own n
     sequences share the prompt, which is then computed once.
@@ -135,7 +135,7 @@ def sequences(
     limit = max_model_len - len(prompt)
     done = submitted.output_token_ids or [[] for _ in range(params.n)]
     return [
-        Request(
+        Sequence(
             client=client,
             key=submitted.key,
             index=index,

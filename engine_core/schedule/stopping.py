@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from pagewire.engine_core.schedule.sequence import Request
+from pagewire.engine_core.schedule.sequence import Sequence
 
 
-def stop_ids(request: Request) -> list[int]:
+def stop_ids(request: Sequence) -> list[int]:
     """Tokens that end the sequence, and that `min_tokens` holds back."""
     ids = list(request.params.stop_token_ids or [])
     if request.eos_token_id is not None and not request.params.ignore_eos:
@@ -18,7 +18,7 @@ def stop_ids(request: Request) -> list[int]:
     return ids
 
 
-def finish_reason(request: Request) -> tuple[str | None, int | None]:
+def finish_reason(request: Sequence) -> tuple[str | None, int | None]:
     """Why the sequence ends with its last token ("stop", "length" or None), and the stop token, if any."""
     last, params = request.token_ids[-1], request.params
     if request.num_output_tokens >= params.min_tokens:

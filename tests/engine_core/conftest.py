@@ -25,8 +25,8 @@ from pagewire.ipc.messages import (
     Ping,
     Pong,
     Reply,
+    Request,
     Submit,
-    SubmitRequest,
     ToFrontend,
     TokenDelta,
     Welcome,
@@ -70,7 +70,7 @@ class RawFrontend:
 
     def submit(self, key: int, prompt: list[int], seed: int = 7, **params: Any) -> None:
         params.setdefault("max_tokens", 8)
-        request = SubmitRequest(key, f"r{key}", prompt, SamplingParams(**params), seed, eos_token_id=999)
+        request = Request(key, f"r{key}", prompt, SamplingParams(**params), seed, eos_token_id=999)
         self.say(Submit([request]))
 
     def take(self, message: ToFrontend) -> None:

@@ -19,9 +19,9 @@ from pagewire.ipc.messages import (
     LogprobRows,
     Ping,
     Reply,
+    Request,
     StepResult,
     Submit,
-    SubmitRequest,
     ToCore,
     ToFrontend,
 )
@@ -141,9 +141,9 @@ def test_a_message_of_another_direction_is_refused() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Submit([SubmitRequest(1, "r", [1], SamplingParams(), seed=2**64)]),
-        Submit([SubmitRequest(1, "r", [2**64], SamplingParams(), seed=0)]),
-        Submit([SubmitRequest(-(2**63) - 1, "r", [1], SamplingParams(), seed=0)]),
+        Submit([Request(1, "r", [1], SamplingParams(), seed=2**64)]),
+        Submit([Request(1, "r", [2**64], SamplingParams(), seed=0)]),
+        Submit([Request(-(2**63) - 1, "r", [1], SamplingParams(), seed=0)]),
         Call(1, "m", [2**64]),
     ],
     ids=["seed", "token id", "key", "argument"],

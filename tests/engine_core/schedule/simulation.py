@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -21,16 +21,16 @@ from llguidance import LLTokenizer, TokenizerWrapper
 from pagewire.engine_core.grammar.compile import compile_grammar
 from pagewire.engine_core.grammar.matcher import Grammar, Matcher
 from pagewire.engine_core.schedule.scheduler import CRASHES_TO_ISOLATE, Outcome, Scheduler, SchedulerConfig
-from pagewire.engine_core.schedule.sequence import Request, State, sequences
+from pagewire.engine_core.schedule.sequence import Sequence, State, sequences
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.messages import (
     LogprobRows,
     Masks,
+    Request,
     Row,
     SlotInit,
     StepPlan,
     StepResult,
-    SubmitRequest,
     TokenDelta,
 )
 from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
@@ -50,7 +50,7 @@ def draw(
     seed: int,
     num_output: int,
     min_tokens: int,
-    stop_ids: Sequence[int],
+    stop_ids: Collection[int],
     mask: bytes | None = None,
 ) -> int | None:
     """The token that follows; None if there is none. mask: what a grammar allows."""
@@ -80,7 +80,7 @@ def grammar(regex: str) -> Grammar:
     return compile_grammar(StructuredOutputsParams(regex=regex), tokenizer(), VOCAB)
 
 
-def matcher_of(params: SamplingParams, token_ids: Sequence[int] = ()) -> Matcher | None:
+def matcher_of(params: SamplingParams, token_ids: Collection[int] = ()) -> Matcher | None:
     """The state of a request with this output."""
     structure = params.structured_outputs
     if structure is None:
@@ -184,7 +184,7 @@ def logprob_rows(token_ids: list[int]) -> LogprobRows:
     )
 
 
-def expected(request: Request) -> tuple[list[int], str, int | None]:
+def expected(request: Sequence) -> tuple[list[int], str, int | None]:
     """Output tokens, finish reason and stop reason of a request that runs alone, one token at a time."""
     params, digest = request.params, world(request.params)
     for token_id in request.token_ids[: request.num_prompt_tokens]:
@@ -242,7 +242,7 @@ class Simulation:
         self.worker = self._new_worker()
         self.plans: deque[StepPlan] = deque()
         self.results: deque[StepResult] = deque()
-        self.streams: dict[Request, Stream] = {}
+        self.streams: dict[Sequence, Stream] = {}
         self.num_added = 0
         self.now = 0.0
 
@@ -250,7 +250,7 @@ class Simulation:
 
     def submit(
         self,
-        prompt: Sequence[int],
+        prompt: Collection[int],
         *,
         seed: int = 7,
         priority: int = 0,
@@ -258,11 +258,11 @@ class Simulation:
         eos: int | None = None,
         done: list[list[int]] | None = None,
         **params: Any,
-    ) -> list[Request]:
+    ) -> list[Sequence]:
         """Add a request; by default nothing but its length ends it."""
         number = sum(map(ord, salt or "")) if self.share_prefixes else 10_000 + self.num_added
         params = {"max_tokens": 4, "temperature": 0.0, "extra_args": {"world": number}, **params}
-        submitted = SubmitRequest(
+        submitted = Request(
             key=self.num_added,
             request_id=f"r{self.num_added}",
             prompt_token_ids=list(prompt),
@@ -334,7 +334,7 @@ class Simulation:
         self._hear(outcomes)
         return outcomes
 
-    def abort(self, requests: Iterable[Request]) -> None:
+    def abort(self, requests: Iterable[Sequence]) -> None:
         requests = list(requests)
         self.scheduler.abort(requests)
         for request in requests:
@@ -377,20 +377,20 @@ class Simulation:
 
     # ------------------------------------------------------------ views
 
-    def live(self) -> list[Request]:
+    def live(self) -> list[Sequence]:
         """Requests that have not ended."""
         return [request for request, stream in self.streams.items() if not stream.ended]
 
     def slots_of(self, plan: StepPlan | None) -> list[int]:
         return [] if plan is None else [row.slot for row in plan.rows]
 
-    def block_ids(self, request: Request) -> list[int]:
+    def block_ids(self, request: Sequence) -> list[int]:
         return [block.block_id for block in request.blocks]
 
-    def output(self, request: Request) -> list[int]:
+    def output(self, request: Sequence) -> list[int]:
         return self.streams[request].tokens
 
-    def finish_reason(self, request: Request) -> str | None:
+    def finish_reason(self, request: Sequence) -> str | None:
         last = self.streams[request].last
         return last.finish_reason if last else None
 
@@ -417,8 +417,8 @@ class Simulation:
         assert len(set(slots)) == len(slots) and all(0 <= n < self.config.max_num_seqs for n in slots)
         assert scheduler.running == sorted(scheduler.running, key=self.order)
         assert scheduler.num_unfinished == len(self.live())
-        rows: Counter[Request] = Counter()
-        samples: Counter[Request] = Counter()
+        rows: Counter[Sequence] = Counter()
+        samples: Counter[Sequence] = Counter()
         for step in scheduler.in_flight:
             for request, row in zip(step.requests, step.rows, strict=True):
                 rows[request] += 1
@@ -443,7 +443,7 @@ class Simulation:
             self._hear_delta(request, stream, delta)
         self.check()
 
-    def _hear_delta(self, request: Request, stream: Stream, delta: TokenDelta) -> None:
+    def _hear_delta(self, request: Sequence, stream: Stream, delta: TokenDelta) -> None:
         stream.deltas.append(delta)
         stream.tokens += delta.token_ids
         if delta.prompt_logprobs is not None:
@@ -464,7 +464,7 @@ class Simulation:
         else:
             assert delta.finish_reason is None
 
-    def order(self, request: Request) -> tuple[int, int]:
+    def order(self, request: Sequence) -> tuple[int, int]:
         return (request.priority if self.config.policy == "priority" else 0, request.arrival)
 
     def _new_worker(self) -> ModelWorker:
@@ -479,9 +479,9 @@ class Simulation:
 class Snapshot:
     """What a plan is measured against: the scheduler as it was before."""
 
-    running: list[Request]
-    to_compute: dict[Request, int]
-    in_flight: set[Request]
+    running: list[Sequence]
+    to_compute: dict[Sequence, int]
+    in_flight: set[Sequence]
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> Snapshot:
@@ -500,7 +500,7 @@ class Snapshot:
         if admitted and len(scheduler.running) > 1:
             assert scheduler.kv.pool.num_free >= int(config.watermark * config.num_blocks)
 
-    def _check_order(self, scheduler: Scheduler, now: list[Request]) -> None:
+    def _check_order(self, scheduler: Scheduler, now: list[Sequence]) -> None:
         """Nothing passes what comes before it; only the last in order, and not in flight, is preempted."""
         order = scheduler._order
         served = set(now)
@@ -519,7 +519,7 @@ class Snapshot:
                 assert not admitted
                 assert all(order(other) < order(request) for other in served)
 
-    def _check_suspects(self, now: list[Request]) -> None:
+    def _check_suspects(self, now: list[Sequence]) -> None:
         """Whoever was there at two crashes runs alone."""
         if any(request.num_crashes >= CRASHES_TO_ISOLATE for request in now):
             assert len(now) == 1 and self.in_flight <= set(now)

@@ -5,17 +5,17 @@ from typing import Any
 import pytest
 
 from pagewire.engine_core.schedule.kv_cache import KVCache
-from pagewire.engine_core.schedule.sequence import Request, sequences
-from pagewire.ipc.messages import SubmitRequest
+from pagewire.engine_core.schedule.sequence import Sequence, sequences
+from pagewire.ipc.messages import Request
 from pagewire.ipc.params import SamplingParams
 
 
-def request(prompt: list[int], *, salt: str | None = None, **params: Any) -> Request:
-    submitted = SubmitRequest(1, "r", prompt, SamplingParams(**params), seed=0, cache_salt=salt)
+def request(prompt: list[int], *, salt: str | None = None, **params: Any) -> Sequence:
+    submitted = Request(1, "r", prompt, SamplingParams(**params), seed=0, cache_salt=salt)
     return sequences(submitted, b"c", 0, 0.0, max_model_len=100, share_prefixes=True)[0]
 
 
-def run(kv: KVCache, prompt: list[int], num_tokens: int | None = None, **fields: Any) -> Request:
+def run(kv: KVCache, prompt: list[int], num_tokens: int | None = None, **fields: Any) -> Sequence:
     """A request that was admitted, and has computed `num_tokens` (all)."""
     new = request(prompt, **fields)
     assert kv.admit(new, watermark=0)
@@ -24,7 +24,7 @@ def run(kv: KVCache, prompt: list[int], num_tokens: int | None = None, **fields:
     return new
 
 
-def block_ids(request: Request) -> list[int]:
+def block_ids(request: Sequence) -> list[int]:
     return [block.block_id for block in request.blocks]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pagewire.engine_core.schedule.scheduler import SchedulerConfig
-from pagewire.engine_core.schedule.sequence import Request, State
+from pagewire.engine_core.schedule.sequence import Sequence, State
 from pagewire.ipc.messages import StepPlan, StepResult
 
 from .simulation import EOS, Simulation, expected
@@ -22,12 +22,12 @@ def shape(plan: StepPlan | None) -> list[tuple[int, int, bool]]:
     return [(row.start, row.num_tokens, row.sample) for row in plan.rows]
 
 
-def served(simulation: Simulation) -> list[Request]:
+def served(simulation: Simulation) -> list[Sequence]:
     """The requests of the step planned last."""
     return simulation.scheduler.in_flight[-1].requests
 
 
-def ending_at(simulation: Simulation, length: int, **fields: Any) -> Request:
+def ending_at(simulation: Simulation, length: int, **fields: Any) -> Sequence:
     """A live request whose output ends with EOS as its `length`-th token."""
     for seed in count():
         trial = Simulation().submit([2, 3, 4], seed=seed, eos=EOS, max_tokens=9)[0]
@@ -329,7 +329,7 @@ def test_a_prompt_of_one_token_has_no_logprobs() -> None:
 # ---------------------------------------------------------------- memory runs out
 
 
-def crowd(simulation: Simulation, **fields: Any) -> list[Request]:
+def crowd(simulation: Simulation, **fields: Any) -> list[Sequence]:
     """Two requests that together outgrow 8 blocks."""
     return [simulation.submit([i] * 8, max_tokens=24, **fields)[0] for i in (2, 3)]
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagewire.engine_core.schedule.sequence import Request, State, sequence_seed, sequences
-from pagewire.ipc.messages import RequestTiming, SubmitRequest
+from pagewire.engine_core.schedule.sequence import Sequence, State, sequence_seed, sequences
+from pagewire.ipc.messages import Request, RequestTiming
 from pagewire.ipc.params import SamplingParams
 
 int64 = st.integers(-(2**63), 2**63 - 1)
@@ -15,10 +15,10 @@ int64 = st.integers(-(2**63), 2**63 - 1)
 
 def group(
     prompt: tuple[int, ...] = (1, 2, 3), *, arrival: int = 5, share_prefixes: bool = True, **fields: Any
-) -> list[Request]:
-    """The sequences of a submitted request; what is no field of `SubmitRequest` is a parameter."""
-    own = {name: fields.pop(name) for name in set(fields) & set(SubmitRequest.__struct_fields__)}
-    submitted = SubmitRequest(1, "r1", list(prompt), SamplingParams(**fields), **{"seed": 42, **own})
+) -> list[Sequence]:
+    """The sequences of a submitted request; what is no field of `Request` is a parameter."""
+    own = {name: fields.pop(name) for name in set(fields) & set(Request.__struct_fields__)}
+    submitted = Request(1, "r1", list(prompt), SamplingParams(**fields), **{"seed": 42, **own})
     return sequences(submitted, b"c", arrival, 1.5, max_model_len=32, share_prefixes=share_prefixes)
 
 

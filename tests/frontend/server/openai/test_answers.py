@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagewire.ipc.messages import Submit, SubmitRequest, TokenDelta
+from pagewire.ipc.messages import Request, Submit, TokenDelta
 
 from ...conftest import FakeCore
 from ..client import Client
@@ -224,7 +224,7 @@ def test_tokenize(client: Client) -> None:
 
 def test_priority_and_salt(client: Client, core: FakeCore) -> None:
     client.post("/v1/completions", {"prompt": ["w5", [6]], "priority": 3, "cache_salt": "s"})
-    requests: list[SubmitRequest] = core.expect(Submit).requests
+    requests: list[Request] = core.expect(Submit).requests
     assert [(request.priority, request.cache_salt) for request in requests] == [(3, "s")] * 2
     client.post("/v1/chat/completions", {"messages": HELLO, "cache_salt": "s"})
     assert core.expect(Submit).requests[0].cache_salt == "s"
