@@ -33,13 +33,13 @@ from pagewire.ipc.messages import (
     PROTOCOL,
     Abort,
     Call,
+    CallAnswer,
     CoreDying,
     Deltas,
     Goodbye,
     Hello,
     Ping,
     Refused,
-    Reply,
     Request,
     Submit,
     ToFrontend,
@@ -252,7 +252,7 @@ class CoreClient:
         self._asked_at = None
         if isinstance(message, Deltas):
             self._on_deltas(message.deltas)
-        elif isinstance(message, Reply):
+        elif isinstance(message, CallAnswer):
             if (future := self._calls.pop(message.call_id, None)) is not None:
                 settle(future, message)
         elif isinstance(message, CoreDying):
@@ -416,7 +416,7 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def settle(future: Future[Any], reply: Reply) -> None:
+def settle(future: Future[Any], reply: CallAnswer) -> None:
     """Give the waiting caller the result or the error of a call."""
     if reply.error is not None:
         kind = ERROR_TYPES.get(reply.error_type or "", RuntimeError)

@@ -119,7 +119,7 @@ class Abort(Message, tag="abort"):
 
 
 class Call(Message, tag="call"):
-    """Ask for one of the core's methods by name; answered by `Reply` with the same `call_id`."""
+    """Ask for one of the core's methods by name; answered by `CallAnswer` with the same `call_id`."""
 
     call_id: int
     method: str
@@ -191,7 +191,7 @@ class Deltas(Message, tag="deltas"):
     deltas: list[TokenDelta]
 
 
-class Reply(Message, tag="reply"):
+class CallAnswer(Message, tag="reply"):
     """Answer to a `Call`: a result, or an error with the name of its type."""
 
     call_id: int
@@ -377,6 +377,6 @@ class WorkerFailed(Message, tag="failed"):
 
 
 ToCore: TypeAlias = Hello | Submit | Abort | Call | Ping | Goodbye
-ToFrontend: TypeAlias = Welcome | Refused | Deltas | Reply | Pong | CoreDying
+ToFrontend: TypeAlias = Welcome | Refused | Deltas | CallAnswer | Pong | CoreDying
 ToWorker: TypeAlias = LoadModel | StepPlan | Masks | WorkerCall | Shutdown
 FromWorker: TypeAlias = WorkerHello | Progress | Ready | StepResult | WorkerReply | WorkerFailed

@@ -1,6 +1,6 @@
 """Load on an OpenAI server: arrivals, and a client that streams and takes times.
 
-    make_queries -> Query -- drive --> stream -> Reply
+    make_queries -> Query -- drive --> stream -> LoadResult
 
 The client often shares its processor with the server it measures, so a chunk costs it one msgspec decode of the
 few fields that matter.
@@ -32,7 +32,7 @@ class Query:
 
 
 @dataclass
-class Reply:
+class LoadResult:
     """What came of a query; times in seconds.
 
     Attributes:
@@ -121,12 +121,12 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> Iterator[
 
 
 async def drive(
-    send: Callable[[Query], Awaitable[Reply]],
+    send: Callable[[Query], Awaitable[LoadResult]],
     queries: Sequence[Query],
     due: Iterable[float],
     concurrency: int | None,
-    done: Callable[[Reply], object] = lambda reply: None,
-) -> tuple[list[Reply], float]:
+    done: Callable[[LoadResult], object] = lambda reply: None,
+) -> tuple[list[LoadResult], float]:
     """Send every query when it is due, at most `concurrency` at once; the replies in order, and the seconds.
 
     Waiting for one of the `concurrency` places is not counted as late: there the load is a closed loop.
@@ -134,7 +134,7 @@ async def drive(
     places = asyncio.Semaphore(concurrency or len(queries) or 1)
     begin = time.perf_counter()
 
-    async def one(query: Query, late: float) -> Reply:
+    async def one(query: Query, late: float) -> LoadResult:
         try:
             reply = await send(query)
         finally:
@@ -215,9 +215,9 @@ class LoadClient:
         except (aiohttp.ClientError, asyncio.TimeoutError, msgspec.DecodeError) as error:
             raise OSError(f"{path}: {error or type(error).__name__}") from error
 
-    async def stream(self, query: Query) -> Reply:
+    async def stream(self, query: Query) -> LoadResult:
         """Send a query and take its stream to the end. A failure is told in the reply."""
-        reply, body = Reply(), self.target.body(query)
+        reply, body = LoadResult(), self.target.body(query)
         begin = time.perf_counter()
         try:
             async with self.http.post(self.target.path, data=body) as response:
@@ -237,7 +237,7 @@ class LoadClient:
         reply.e2e = time.perf_counter() - begin
         return reply
 
-    async def _read(self, response: aiohttp.ClientResponse, reply: Reply, begin: float) -> None:
+    async def _read(self, response: aiohttp.ClientResponse, reply: LoadResult, begin: float) -> None:
         rest = b""
         async for data in response.content.iter_any():
             now = time.perf_counter() - begin

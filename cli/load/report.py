@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from pagewire.cli.load.client import Reply
+from pagewire.cli.load.client import LoadResult
 
 PERCENTILES = (50, 90, 99)
 MEASURES = {
@@ -37,7 +37,7 @@ def distribution(values: Sequence[float]) -> dict[str, float]:
     return {name: round(1e3 * value, 3) for name, value in found.items()}
 
 
-def summary(replies: Sequence[Reply], seconds: float) -> dict[str, Any]:
+def summary(replies: Sequence[LoadResult], seconds: float) -> dict[str, Any]:
     """All figures of a run that took so many seconds. Latencies are of the requests that succeeded."""
     good = [reply for reply in replies if not reply.error]
     num_in = sum(reply.input_tokens for reply in good)
@@ -66,7 +66,7 @@ def summary(replies: Sequence[Reply], seconds: float) -> dict[str, Any]:
     }
 
 
-def details(replies: Sequence[Reply]) -> list[dict[str, Any]]:
+def details(replies: Sequence[LoadResult]) -> list[dict[str, Any]]:
     """Every request by itself, in seconds."""
     return [asdict(reply) for reply in replies]
 

@@ -17,7 +17,7 @@ import zmq
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.ipc.codec import Codec, Tensor
 from pagewire.ipc.errors import ProtocolError
-from pagewire.ipc.messages import Deltas, LogprobRows, Pong, Refused, Reply, ToCore, TokenDelta
+from pagewire.ipc.messages import CallAnswer, Deltas, LogprobRows, Pong, Refused, ToCore, TokenDelta
 from pagewire.ipc.sockets import receive, send
 
 logger = logging.getLogger("pagewire.core")
@@ -42,7 +42,7 @@ class Client:
     last_seen: float
     requests: dict[int, dict[int, Sequence]] = field(default_factory=dict)
     backlog: dict[tuple[int, int], TokenDelta] = field(default_factory=dict)
-    replies: list[Reply] = field(default_factory=list)
+    replies: list[CallAnswer] = field(default_factory=list)
 
     @property
     def behind(self) -> bool:
@@ -143,7 +143,7 @@ class Clients:
             earlier = client.backlog.get(place)
             client.backlog[place] = delta if earlier is None else merge(earlier, delta)
 
-    def answer(self, identity: bytes, reply: Reply) -> None:
+    def answer(self, identity: bytes, reply: CallAnswer) -> None:
         """Send the answer to a call, after the deltas that were there before it."""
         client = self.attached.get(identity)
         if client is not None and (client.behind or not self.send(identity, reply)):

@@ -15,7 +15,7 @@ from pagewire.engine_core.clients import metrics, reports
 from pagewire.engine_core.clients.metrics import MeasuredEngine
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.ipc.errors import EngineBusyError
-from pagewire.ipc.messages import Call, Reply, WorkerCall, WorkerReply
+from pagewire.ipc.messages import Call, CallAnswer, WorkerCall, WorkerReply
 
 
 class ControlledEngine(MeasuredEngine, Protocol):
@@ -112,7 +112,7 @@ class Control:
         caller, finish = self._worker_calls.pop(reply.call_id)
         if reply.error is not None:
             kind = reply.error_type or "RuntimeError"
-            self._send(caller, Reply(caller.call_id, error=reply.error, error_type=kind))
+            self._send(caller, CallAnswer(caller.call_id, error=reply.error, error_type=kind))
         else:
             self._reply(caller, finish(reply.result))
 
@@ -223,10 +223,10 @@ class Control:
         self._core.worker.send(WorkerCall(call_id, method, args, kwargs))
 
     def _reply(self, caller: Caller, result: Any) -> None:
-        self._send(caller, Reply(caller.call_id, result))
+        self._send(caller, CallAnswer(caller.call_id, result))
 
     def _refuse(self, caller: Caller, error: Exception) -> None:
-        self._send(caller, Reply(caller.call_id, error=str(error), error_type=type(error).__name__))
+        self._send(caller, CallAnswer(caller.call_id, error=str(error), error_type=type(error).__name__))
 
-    def _send(self, caller: Caller, reply: Reply) -> None:
+    def _send(self, caller: Caller, reply: CallAnswer) -> None:
         self._core.clients.answer(caller.identity, reply)

@@ -20,11 +20,11 @@ from pagewire.ipc.codec import Codec
 from pagewire.ipc.messages import (
     PROTOCOL,
     Call,
+    CallAnswer,
     Deltas,
     Hello,
     Ping,
     Pong,
-    Reply,
     Request,
     Submit,
     ToFrontend,
@@ -88,11 +88,11 @@ class RawFrontend:
         while not all(place in self.ends for place in places):
             self.take(self.hear())
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Reply:
+    def call(self, method: str, *args: Any, **kwargs: Any) -> CallAnswer:
         self.say(Call(1, method, list(args), kwargs))
         while True:
             message = self.hear()
-            if isinstance(message, Reply):
+            if isinstance(message, CallAnswer):
                 return message
             self.take(message)
 

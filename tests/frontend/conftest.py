@@ -19,13 +19,13 @@ from pagewire.ipc.codec import Codec
 from pagewire.ipc.messages import (
     PROTOCOL,
     Call,
+    CallAnswer,
     Deltas,
     EngineInfo,
     Hello,
     Ping,
     Pong,
     Refused,
-    Reply,
     Request,
     Submit,
     ToCore,
@@ -125,11 +125,11 @@ class FakeCore:
         elif self.welcomes:
             self._reply(Welcome(self.info, "0", ping_seconds=0.05))
 
-    def _called(self, call: Call) -> Reply:
+    def _called(self, call: Call) -> CallAnswer:
         try:
-            return Reply(call.call_id, self.calls[call.method](*call.args, **call.kwargs))
+            return CallAnswer(call.call_id, self.calls[call.method](*call.args, **call.kwargs))
         except Exception as error:
-            return Reply(call.call_id, error=str(error), error_type=type(error).__name__)
+            return CallAnswer(call.call_id, error=str(error), error_type=type(error).__name__)
 
     def _generate(self, requests: list[Request]) -> None:
         """All requests token by token, in steps, as a core would."""

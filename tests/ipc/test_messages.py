@@ -15,10 +15,10 @@ from pagewire.ipc.codec import FORMATS, INLINE_BYTES, ITEM_SIZES, MAX_FRAMES, Bu
 from pagewire.ipc.errors import ProtocolError
 from pagewire.ipc.messages import (
     Call,
+    CallAnswer,
     Hello,
     LogprobRows,
     Ping,
-    Reply,
     Request,
     StepResult,
     Submit,
@@ -68,7 +68,7 @@ def test_round_trip(name: str, kind: type, data: st.DataObject) -> None:
 @given(st.lists(tensors(), max_size=4))
 @relaxed
 def test_large_tensors_have_frames_of_their_own(arrays: list[Tensor]) -> None:
-    reply = Reply(call_id=1, result=arrays)
+    reply = CallAnswer(call_id=1, result=arrays)
     frames = Codec(ToFrontend).encode(reply)
     assert frames[1:] == [t.data for t in arrays if len(t.data) >= INLINE_BYTES]
     assert len(frames[0]) < 100 + len(arrays) * (INLINE_BYTES + 50)

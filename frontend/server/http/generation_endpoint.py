@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from pagewire.frontend.server.http.body import Decoder, read_body
 from pagewire.frontend.server.http.errors import APIError, api_error
 from pagewire.frontend.server.http.exchange import Exchange
-from pagewire.frontend.server.http.response import Reply
+from pagewire.frontend.server.http.response import HttpResponse
 from pagewire.frontend.server.service import Service
 from pagewire.ipc.errors import RequestError
 
@@ -47,7 +47,7 @@ class Generation(Generic[T]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         exchange = Exchange(self.prefix, scope)
-        reply = Reply(send)
+        reply = HttpResponse(send)
         status, why = 200, None
         self.service.open[exchange.id] = exchange
         try:
@@ -72,7 +72,7 @@ class Generation(Generic[T]):
             logger.error("request %s failed", exchange.id, exc_info=error)
         return told
 
-    async def _serve(self, request: T, exchange: Exchange, reply: Reply) -> None:
+    async def _serve(self, request: T, exchange: Exchange, reply: HttpResponse) -> None:
         answer = await self.answer(self.service, request, exchange)
         if isinstance(answer, bytes):
             await reply.send_json(200, answer)

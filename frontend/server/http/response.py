@@ -12,7 +12,7 @@ Header = tuple[bytes, bytes]
 JSON_HEADERS: list[Header] = [(b"content-type", b"application/json")]
 
 
-class Reply:
+class HttpResponse:
     """The response: JSON, or events. Nothing is sent before there is something to say, so that an error that
     comes first still gets its status.
     """

@@ -40,9 +40,9 @@ from pagewire.frontend.server.parsing.choice import ToolUse, tool_use
 from pagewire.frontend.server.parsing.history import read_history
 from pagewire.frontend.server.parsing.reasoning import thinking
 from pagewire.frontend.server.parsing.reply import (
-    ParsedReply,
     ReplyDelta,
     ReplyParser,
+    ReplyWithCalls,
     TextReply,
     joined,
     read,
@@ -217,7 +217,7 @@ async def prompt_of(service: Service, request: ChatRequest, tools: ToolUse) -> T
 
 def reply_parser(tools: ToolUse) -> ReplyParser:
     """What reads one output."""
-    return TextReply() if tools.new_parser is None else ParsedReply(tools.new_parser())
+    return TextReply() if tools.new_parser is None else ReplyWithCalls(tools.new_parser())
 
 
 def whole_calls(deltas: list[ToolCall]) -> list[ToolCall]:

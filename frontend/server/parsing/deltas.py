@@ -55,7 +55,7 @@ class ToolCall:
 
 
 @dataclass
-class Reply:
+class ParsedReply:
     """A reply in whole; None: there is no such part."""
 
     reasoning: str | None = None
@@ -63,9 +63,9 @@ class Reply:
     tool_calls: list[ToolCall] = field(default_factory=list)
 
 
-def fold(deltas: Iterable[Delta]) -> Reply:
+def fold(deltas: Iterable[Delta]) -> ParsedReply:
     """The deltas of a stream, put together."""
-    reply = Reply()
+    reply = ParsedReply()
     for delta in deltas:
         if isinstance(delta, Content):
             reply.content = (reply.content or "") + delta.text

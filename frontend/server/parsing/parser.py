@@ -24,8 +24,8 @@ from pagewire.frontend.server.parsing.deltas import (
     CallStart,
     Content,
     Delta,
+    ParsedReply,
     Reasoning,
-    Reply,
     call_id,
     fold,
     merged,
@@ -81,7 +81,7 @@ class Parser(ABC):
                 self._emit(self._prose("".join(self._blank)))
         return self._take()
 
-    def parse(self, text: str) -> Reply:
+    def parse(self, text: str) -> ParsedReply:
         """A reply in whole."""
         return fold([*self.feed(text), *self.finish()])
 

@@ -53,7 +53,7 @@ class TextReply:
         return ReplyDelta()
 
 
-class ParsedReply:
+class ReplyWithCalls:
     """An answer with calls in it."""
 
     def __init__(self, parser: Parser) -> None:

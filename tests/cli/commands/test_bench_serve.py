@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.cli.load.client import Reply, arrivals
+from pagewire.cli.load.client import LoadResult, arrivals
 from pagewire.cli.load.prompts import Span
 from pagewire.cli.load.report import distribution, percentile, summary
 from pagewire.cli.main import main
@@ -175,13 +175,13 @@ def test_figures() -> None:
     assert percentile([7], 99) == 7
     assert distribution([]) == {}
     assert distribution([0.004, 0.001, 0.003, 0.002]) == {"mean": 2.5, "median": 2.5, "p90": 3.7, "p99": 3.97}
-    good = Reply(ttft=0.1, last=0.5, e2e=0.6, gaps=[0.1, 0.3], input_tokens=10, output_tokens=5)
-    bad = Reply(ttft=0.1, error="timeout", output_tokens=3)
+    good = LoadResult(ttft=0.1, last=0.5, e2e=0.6, gaps=[0.1, 0.3], input_tokens=10, output_tokens=5)
+    bad = LoadResult(ttft=0.1, error="timeout", output_tokens=3)
     found = summary([good, bad], 2.0)
     assert found["tpot_ms"]["mean"] == 100  # 0.4 seconds for four tokens, in three chunks
     assert found["itl_ms"]["mean"] == 200
     assert (found["output_tokens"], found["requests_per_s"], found["total_tokens_per_s"]) == (5, 0.5, 7.5)
-    assert Reply(output_tokens=1).tpot is None
+    assert LoadResult(output_tokens=1).tpot is None
 
 
 def test_spans() -> None:

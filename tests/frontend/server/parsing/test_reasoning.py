@@ -14,8 +14,8 @@ from pagewire.frontend.server.parsing.deltas import (
     Arguments,
     CallStart,
     Content,
+    ParsedReply,
     Reasoning,
-    Reply,
     ToolCall,
     fold,
 )
@@ -35,21 +35,21 @@ def reader(begun: bool, with_tools: bool = True) -> Parser:
 @pytest.mark.parametrize(
     ("begun", "text", "reply"),
     [
-        (False, "", Reply()),
-        (False, " Hello. \n", Reply(None, " Hello. \n")),
-        (False, "<think>\nHm, <b>\n\nso.\n</think>\n\n Hello. ", Reply("Hm, <b>\n\nso.", "Hello. ")),
-        (False, f"\n<think>{CALL}?</think>\n\n{CALL}\n", Reply(f"{CALL}?", None, FOUND)),
-        (False, f"<think></think>Well\n{CALL}", Reply(None, "Well", FOUND)),
-        (False, "<think> Hm </thin", Reply("Hm </thin")),
-        (False, "<think", Reply(None, "<think")),
-        (False, "Hello <think>x</think>", Reply(None, "Hello <think>x</think>")),
-        (True, "Hm\n</think>\n\nHello", Reply("Hm", "Hello")),
-        (True, "<think>\nHm\n</think>Hello", Reply("Hm", "Hello")),
-        (True, "Hm, let me ", Reply("Hm, let me")),
-        (True, f"Hm</think>{CALL}", Reply("Hm", None, FOUND)),
+        (False, "", ParsedReply()),
+        (False, " Hello. \n", ParsedReply(None, " Hello. \n")),
+        (False, "<think>\nHm, <b>\n\nso.\n</think>\n\n Hello. ", ParsedReply("Hm, <b>\n\nso.", "Hello. ")),
+        (False, f"\n<think>{CALL}?</think>\n\n{CALL}\n", ParsedReply(f"{CALL}?", None, FOUND)),
+        (False, f"<think></think>Well\n{CALL}", ParsedReply(None, "Well", FOUND)),
+        (False, "<think> Hm </thin", ParsedReply("Hm </thin")),
+        (False, "<think", ParsedReply(None, "<think")),
+        (False, "Hello <think>x</think>", ParsedReply(None, "Hello <think>x</think>")),
+        (True, "Hm\n</think>\n\nHello", ParsedReply("Hm", "Hello")),
+        (True, "<think>\nHm\n</think>Hello", ParsedReply("Hm", "Hello")),
+        (True, "Hm, let me ", ParsedReply("Hm, let me")),
+        (True, f"Hm</think>{CALL}", ParsedReply("Hm", None, FOUND)),
     ],
 )
-def test_examples(begun: bool, text: str, reply: Reply) -> None:
+def test_examples(begun: bool, text: str, reply: ParsedReply) -> None:
     assert reader(begun).parse(text) == reply
     parser = reader(begun)
     deltas = [delta for character in text for delta in parser.feed(character)]
@@ -91,9 +91,11 @@ def test_thoughts_come_at_once() -> None:
 def test_which_parser() -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     free = thinking(ToolUse(), "deepseek_r1")
-    assert free.new_parser is not None and free.new_parser().parse("a</think>b") == Reply("a", "b")
+    assert free.new_parser is not None and free.new_parser().parse("a</think>b") == ParsedReply("a", "b")
     free = thinking(tool_use([tool], "auto", parser="hermes"), "qwen3")
-    assert free.new_parser is not None and free.new_parser().parse("a</think>b") == Reply(None, "a</think>b")
+    assert free.new_parser is not None and free.new_parser().parse("a</think>b") == ParsedReply(
+        None, "a</think>b"
+    )
     demanded = tool_use([tool], "required")
     assert thinking(demanded, "deepseek_r1") is demanded
     with pytest.raises(ValueError, match="must be one of deepseek_r1, qwen3, got 'x'"):

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagewire.frontend.server.parsing.constrained import NamedCall, RequiredCalls
-from pagewire.frontend.server.parsing.deltas import Arguments, CallStart, Content, Delta, Reply, fold
+from pagewire.frontend.server.parsing.deltas import Arguments, CallStart, Content, Delta, ParsedReply, fold
 from pagewire.frontend.server.parsing.hermes import Hermes
 from pagewire.frontend.server.parsing.llama3_json import Llama3JSON
 from pagewire.frontend.server.parsing.mistral import Mistral
@@ -48,7 +48,7 @@ def streamed(parser: Parser, pieces: list[str]) -> list[Delta]:
     return [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
 
 
-def calls_of(reply: Reply) -> list[Call]:
+def calls_of(reply: ParsedReply) -> list[Call]:
     return [(call.name, call.arguments) for call in reply.tool_calls]
 
 
