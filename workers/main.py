@@ -40,7 +40,7 @@ from pagewire.kernels.cpu.arena import Reserve, weight_bytes
 
 if TYPE_CHECKING:
     from pagewire.workers.runner import Runner
-    from pagewire.workers.step import Step
+    from pagewire.workers.step import RunningStep
 
 LINGER_MS = 2000
 QUIET_MS = 10
@@ -106,7 +106,7 @@ def serve(connection: Connection) -> None:
     """
     connection.send(WorkerHello(PROTOCOL, os.getpid()))
     runner: Runner | None = None
-    steps: Steps | None = None
+    steps: Pipeline | None = None
     while True:
         if steps is not None and steps.running:
             message = connection.receive(until=steps.reached)
@@ -114,7 +114,7 @@ def serve(connection: Connection) -> None:
             message = connection.receive(spare=_NOTHING if runner is None else runner.spare_work)
         if isinstance(message, LoadModel):
             runner = start(connection, message)
-            steps = Steps(connection, runner)
+            steps = Pipeline(connection, runner)
         elif isinstance(message, StepPlan):
             if steps is None:
                 raise RuntimeError("a plan came before a model")
@@ -127,12 +127,12 @@ def serve(connection: Connection) -> None:
             return
 
 
-class Steps:
+class Pipeline:
     """The steps of a runner: one runs on the device, and the next is launched behind it before it is finished."""
 
     def __init__(self, connection: Connection, runner: Runner) -> None:
         self._connection, self._runner = connection, runner
-        self.running: Step | None = None
+        self.running: RunningStep | None = None
         self._idle_since = runner.device.mark()
 
     def reached(self) -> bool:

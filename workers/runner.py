@@ -25,7 +25,7 @@ from pagewire.workers.errors import LoadError
 from pagewire.workers.model.attention import Paged
 from pagewire.workers.model.loading import LoadedModel, Phases, load_model
 from pagewire.workers.slots import Slots
-from pagewire.workers.step import Step
+from pagewire.workers.step import RunningStep
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -112,16 +112,16 @@ class Runner:
         return {**self.device.memory(), "weights": weights, "kv_cache": kv}
 
     def step(self, plan: StepPlan, masks: Callable[[], Masks | None] = lambda: None) -> StepResult:
-        """Run a plan to its end: every row's tokens in one batch, then sample. See `launch` and `Step.sample`."""
+        """Run a plan to its end: all rows in one batch, then sample. See `launch` and `RunningStep.sample`."""
         step = self.launch(plan)
         step.sample(masks)
         return step.finish()
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Step:
+    def launch(self, plan: StepPlan) -> RunningStep:
         """Start a plan. Tokens that the step before is still drawing are taken from the device."""
         self.slots.apply(plan)
-        step = Step(self, plan, self.device.mark())
+        step = RunningStep(self, plan, self.device.mark())
         if plan.rows:
             step.run(*self._run(plan))
         return step

@@ -55,7 +55,7 @@ class AskedPrompt:
     num_most_likely: int
 
 
-class Step:
+class RunningStep:
     """One plan. Made by `Runner.launch`: the model's work is under way."""
 
     def __init__(self, runner: ModelOnDevice, plan: StepPlan, begun: Mark) -> None:

@@ -60,7 +60,7 @@ class SchedulerConfig:
 
 
 @dataclass(slots=True)
-class Step:
+class PlannedStep:
     """A plan in the making, then in flight."""
 
     step_id: int
@@ -92,7 +92,7 @@ class Scheduler:
         self.kv = KVCache(config.num_blocks, config.block_size)
         self.stats = SchedulerStats()
         self.running: list[Sequence] = []
-        self.in_flight: deque[Step] = deque()
+        self.in_flight: deque[PlannedStep] = deque()
         self.suspects: list[Sequence] = []
         self._waiting: list[tuple[int, int, Sequence]] = []  # heap; finished ones are skipped when met
         self._num_waiting = 0
@@ -136,7 +136,7 @@ class Scheduler:
         """
         if len(self.in_flight) >= self.config.depth:
             raise RuntimeError(f"{len(self.in_flight)} steps are in flight")
-        step = Step(self._next_step_id, self.config.max_num_batched_tokens)
+        step = PlannedStep(self._next_step_id, self.config.max_num_batched_tokens)
         if self._plan_running(step):
             self._plan_waiting(step, now)
         if not step.rows:
@@ -231,7 +231,7 @@ class Scheduler:
 
     # ------------------------------------------------------------ planning
 
-    def _plan_running(self, step: Step) -> bool:
+    def _plan_running(self, step: PlannedStep) -> bool:
         """Plan running requests. False if blocks ran out: then nothing new may begin."""
         num_preemptions = self.stats.num_preemptions
         for request in list(self.running):
@@ -246,7 +246,7 @@ class Scheduler:
             self._schedule(step, request, count, self.kv.grow(request, missing))
         return num_preemptions == self.stats.num_preemptions
 
-    def _plan_waiting(self, step: Step, now: float) -> None:
+    def _plan_waiting(self, step: PlannedStep, now: float) -> None:
         if self.suspects:
             if not self.running and not self.in_flight:  # not even with a row whose token will be dropped
                 self._admit(step, self.suspects[0], now)
@@ -258,7 +258,7 @@ class Scheduler:
             if request is None or not self._admit(step, request, now):
                 break
 
-    def _admit(self, step: Step, request: Sequence, now: float) -> bool:
+    def _admit(self, step: PlannedStep, request: Sequence, now: float) -> bool:
         """Give a waiting request blocks and a slot, and plan its first chunk; False if it does not fit."""
         if not self.kv.admit(request, self._watermark if self.running else 0):
             return False
@@ -284,7 +284,7 @@ class Scheduler:
         self._schedule(step, request, self._chunk(request, step), [])
         return True
 
-    def _chunk(self, request: Sequence, step: Step) -> int:
+    def _chunk(self, request: Sequence, step: PlannedStep) -> int:
         """How many tokens of the request this step runs."""
         count = min(request.num_to_compute, step.budget)
         if request.computed < request.num_prompt_logprobs:
@@ -292,7 +292,7 @@ class Scheduler:
             count = min(count, request.num_prompt_logprobs - request.computed)
         return count
 
-    def _schedule(self, step: Step, request: Sequence, count: int, new_block_ids: list[int]) -> None:
+    def _schedule(self, step: PlannedStep, request: Sequence, count: int, new_block_ids: list[int]) -> None:
         start, end = request.computed, request.computed + count
         row = Row(
             request.slot, start, count, new_block_ids, end == len(request.token_ids) + request.num_pending

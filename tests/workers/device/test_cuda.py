@@ -26,7 +26,7 @@ from pagewire.workers.device.cpu import CpuSampler
 from pagewire.workers.device.graphs import recorded_sizes
 from pagewire.workers.device.open import open_device
 from pagewire.workers.errors import LoadError
-from pagewire.workers.main import Steps
+from pagewire.workers.main import Pipeline
 from pagewire.workers.runner import Runner
 from tests.kernels.cuda.emulate.device import EmulatedDevice
 from tests.kernels.cuda.emulate.worker import EmulatedCuda, emulated
@@ -80,7 +80,7 @@ class Core:
     """What a worker's connection leads to: plans go ahead of results."""
 
     def __init__(self, runner: Runner, masks: Sequence[Masks] = ()) -> None:
-        self.runner, self.steps = runner, Steps(self, runner)  # type: ignore[arg-type]
+        self.runner, self.steps = runner, Pipeline(self, runner)  # type: ignore[arg-type]
         self.results: list[StepResult] = []
         self.masks = {mask.step_id: mask for mask in masks}
 
@@ -203,7 +203,7 @@ def test_a_vocabulary_that_is_too_large_for_the_kernels(
     monkeypatch.setattr(cuda, "MAX_VOCAB_SIZE", VOCAB_SIZE - 1)
     runner = load()
     assert isinstance(runner.sampler, CpuSampler)
-    steps = Steps(core := Core(runner), runner)  # type: ignore[arg-type]
+    steps = Pipeline(core := Core(runner), runner)  # type: ignore[arg-type]
     for plan in plans:
         steps.launch(plan)
     steps.finish()
