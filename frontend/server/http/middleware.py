@@ -29,7 +29,7 @@ def middleware(options: ServerOptions) -> list[Middleware]:
         ValueError: a middleware of the user's that cannot be imported.
     """
     found = [
-        Middleware(Entrance, root_path=options.root_path),
+        Middleware(RequestId, root_path=options.root_path),
         Middleware(
             CORSMiddleware,
             allow_origins=options.allowed_origins,
@@ -61,7 +61,7 @@ def imported(path: str) -> Middleware:
     raise ValueError(f"middleware {path!r} is neither a class nor an async function")
 
 
-class Entrance:
+class RequestId:
     """ASGI middleware that gives every request an id, which its response repeats, and the routes the prefix that
     a proxy serves us under, with which a path may begin or not.
 
