@@ -28,7 +28,7 @@ T = TypeVar("T")
 Events = AsyncGenerator[bytes, None]
 
 
-class Generation(Generic[T]):
+class GenerationEndpoint(Generic[T]):
     """An endpoint that generates: an ASGI application that answers requests of one type.
 
     answer: makes of a request the JSON of its answer, or the events of a stream. prefix: of the ids.

@@ -14,7 +14,7 @@ from pagewire.frontend.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.exchange import Exchange
-from pagewire.frontend.server.http.generation_endpoint import Events, Generation
+from pagewire.frontend.server.http.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.openai.beams import beam_outputs
 from pagewire.frontend.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
@@ -62,7 +62,7 @@ def routes(service: Service) -> list[Operation]:
     """
     if service.options.chat_template is not None and service.engine.session.tokenizer is not None:
         check_template(service.tokenizer, service.options.chat_template)
-    endpoint = Generation(service, "chatcmpl", ChatRequest, answer)
+    endpoint = GenerationEndpoint(service, "chatcmpl", ChatRequest, answer)
     return [
         Operation(
             "POST",

@@ -14,7 +14,7 @@ from pagewire.frontend.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.exchange import Exchange
-from pagewire.frontend.server.http.generation_endpoint import Events, Generation
+from pagewire.frontend.server.http.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.openai.beams import beam_outputs
 from pagewire.frontend.server.openai.logprobs import CompletionLogprobsWriter, TokenNames, prompt_logprobs
@@ -36,7 +36,7 @@ DEFAULT_MAX_TOKENS = 16
 
 def routes(service: Service) -> list[Operation]:
     """The endpoint."""
-    endpoint = Generation(service, "cmpl", CompletionRequest, complete)
+    endpoint = GenerationEndpoint(service, "cmpl", CompletionRequest, complete)
     return [
         Operation(
             "POST",

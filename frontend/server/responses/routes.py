@@ -21,7 +21,7 @@ from pagewire.frontend.outputs import RequestOutput
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.errors import APIError, api_error
 from pagewire.frontend.server.http.exchange import Exchange
-from pagewire.frontend.server.http.generation_endpoint import Events, Generation
+from pagewire.frontend.server.http.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation, Query
 from pagewire.frontend.server.openai.chat import (
@@ -107,7 +107,7 @@ def routes(service: Service) -> list[Operation]:
         Operation(
             "POST",
             "/v1/responses",
-            Generation(service, "resp", ResponsesRequest, create),
+            GenerationEndpoint(service, "resp", ResponsesRequest, create),
             "Answer a conversation; the answer may be kept.",
             body=ResponsesRequest,
             result=Response,
