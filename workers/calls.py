@@ -101,18 +101,18 @@ def stop_profile(runner: Runner) -> str:
     return str(path)
 
 
-METHODS: dict[str, Callable[..., Any]] = {
+CALLS: dict[str, Callable[..., Any]] = {
     method.__name__: method
     for method in (ping, memory, model_info, sleep, wake_up, start_profile, stop_profile)
 }
 
 
 def call(runner: Runner, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run one of `METHODS`.
+    """Run one of `CALLS`.
 
     Raises:
         ValueError: no such method. Others: whatever the method raises.
     """
-    if method not in METHODS:
-        raise ValueError(f"the worker has no method {method!r}; it has {', '.join(sorted(METHODS))}")
-    return METHODS[method](runner, *args, **kwargs)
+    if method not in CALLS:
+        raise ValueError(f"the worker has no method {method!r}; it has {', '.join(sorted(CALLS))}")
+    return CALLS[method](runner, *args, **kwargs)

@@ -58,7 +58,7 @@ class Control:
         self._call_ids = count()
         self.paused = False
         self.asleep = False
-        self._methods: dict[str, Callable[..., None]] = {
+        self._calls: dict[str, Callable[..., None]] = {
             "reset_prefix_cache": self.reset_prefix_cache,
             "pause": self.pause,
             "resume": self.resume,
@@ -83,11 +83,11 @@ class Control:
     def call(self, identity: bytes, call: Call) -> None:
         """Run a method, which answers in its own time. Errors are answered at once."""
         caller = Caller(identity, call.call_id)
-        method = self._methods.get(call.method)
+        method = self._calls.get(call.method)
         self._core.deliver()  # what requests gave comes before the answer
         try:
             if method is None:
-                raise ValueError(f"no method {call.method!r}; there are {', '.join(sorted(self._methods))}")
+                raise ValueError(f"no method {call.method!r}; there are {', '.join(sorted(self._calls))}")
             method(caller, *call.args, **call.kwargs)
         except Exception as error:  # a caller's mistake must not end the core
             self._refuse(caller, error)
