@@ -176,7 +176,7 @@ class Model:
         self.base: nn.Module = getattr(causal, causal.base_model_prefix)
         self.causal = causal
         self.guarded = False
-        setattr(causal, causal.base_model_prefix, Passage())
+        setattr(causal, causal.base_model_prefix, BaseStub())
 
     def hidden_states(self, input_ids: Tensor, positions: Tensor, paged: Paged) -> Tensor:
         """Final hidden states [T, H] of tokens int64 [T] at int64 [T]."""
@@ -191,20 +191,20 @@ class Model:
             return self.causal(inputs_embeds=hidden[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
 
 
-class Passage(nn.Module):
+class BaseStub(nn.Module):
     """Takes the place of a base model whose hidden states are there already."""
 
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> HiddenStates:
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BaseStubOutput:
         """The hidden states as a base model returns them."""
-        return HiddenStates((inputs_embeds,))
+        return BaseStubOutput((inputs_embeds,))
 
     @property
-    def decoder(self) -> Passage:
+    def decoder(self) -> BaseStub:
         """Some causal modules reach past their base for its decoder."""
         return self
 
 
-class HiddenStates(tuple[Tensor]):
+class BaseStubOutput(tuple[Tensor]):
     """What a base model returns, with nothing but hidden states."""
 
     @property
