@@ -22,7 +22,7 @@ from pagewire.workers.device.kv_size import ledger, num_kv_blocks
 from pagewire.workers.device.open import open_device
 from pagewire.workers.device.relay import Relay
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.attention import Paged
+from pagewire.workers.model.attention import StepContext
 from pagewire.workers.model.loading import LoadedModel, Phases, load_model
 from pagewire.workers.slots import Slots
 from pagewire.workers.step import RunningStep
@@ -144,7 +144,7 @@ class Runner:
 
     def _forward(self, batch: Batch) -> Tensor:
         input_ids = self.relay.fill(batch.input_ids) if batch.has_unseen else batch.input_ids
-        paged = Paged(batch.attention, self.caches)
+        paged = StepContext(batch.attention, self.caches)
         return self.model.model.hidden_states(input_ids, batch.positions, paged)
 
     def keep_tokens(self, slots: Tensor, sampled: Sampled) -> None:

@@ -41,7 +41,7 @@ class KVShape:
         )
 
 
-class Paged:
+class StepContext:
     """One step's attention: which tokens, and the layers' caches they go to."""
 
     __slots__ = ("batch", "caches")
@@ -74,7 +74,7 @@ class Paged:
 
 
 @dataclass
-class Trace:
+class DryRunRecorder:
     """What a dry run learns: each layer's cache, and how often and with which window it was called."""
 
     num_blocks: int
@@ -85,15 +85,15 @@ class Trace:
     num_calls: dict[int, int] = field(default_factory=dict)
     caches: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def step(self, batch: AttentionBatch) -> Paged:
+    def step(self, batch: AttentionBatch) -> StepContext:
         """A step that is recorded here."""
-        return _TracedPaged(batch, self)
+        return _RecordingContext(batch, self)
 
 
-class _TracedPaged(Paged):
+class _RecordingContext(StepContext):
     __slots__ = ("trace",)
 
-    def __init__(self, batch: AttentionBatch, trace: Trace) -> None:
+    def __init__(self, batch: AttentionBatch, trace: DryRunRecorder) -> None:
         super().__init__(batch, trace.caches)  # type: ignore[arg-type]
         self.trace = trace
 
@@ -118,7 +118,7 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    paged: Paged | None = None,
+    paged: StepContext | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls: query [1, Hq, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv] to [1, T, Hq, Dv].

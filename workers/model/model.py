@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pagewire.ipc.messages import LoadModel
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.attention import Paged
+from pagewire.workers.model.attention import StepContext
 from pagewire.workers.model.invariant import Invariant
 
 DTYPES = {
@@ -178,7 +178,7 @@ class Model:
         self.guarded = False
         setattr(causal, causal.base_model_prefix, BaseStub())
 
-    def hidden_states(self, input_ids: Tensor, positions: Tensor, paged: Paged) -> Tensor:
+    def hidden_states(self, input_ids: Tensor, positions: Tensor, paged: StepContext) -> Tensor:
         """Final hidden states [T, H] of tokens int64 [T] at int64 [T]."""
         with self.arithmetic() if self.guarded else nullcontext():
             return self.base(  # type: ignore[no-any-return]

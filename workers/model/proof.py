@@ -15,7 +15,7 @@ from torch import Tensor
 from pagewire.kernels.attention import AttentionBatch
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.attention import KVShape, Trace
+from pagewire.workers.model.attention import DryRunRecorder, KVShape
 from pagewire.workers.model.model import Model, first_line
 from pagewire.workers.model.transforms import tolerance
 
@@ -80,7 +80,7 @@ def reference_logits(causal: Any, run: DryRun) -> list[Tensor]:
         raise refuse(causal.config, f"its forward pass fails: {first_line(error)}") from error
 
 
-def paged_logits(model: Model, run: DryRun, trace: Trace) -> list[Tensor]:
+def paged_logits(model: Model, run: DryRun, trace: DryRunRecorder) -> list[Tensor]:
     """The same over a paged cache, in chunks and together."""
     done = [0] * len(LENGTHS)
     parts: list[list[Tensor]] = [[] for _ in LENGTHS]
@@ -131,7 +131,7 @@ def prove(
     Raises:
         LoadError: the architecture cannot be served, and why.
     """
-    trace = Trace(3 * len(LENGTHS), BLOCK, device)
+    trace = DryRunRecorder(3 * len(LENGTHS), BLOCK, device)
     config = model.config
     try:
         found = paged_logits(model, run, trace)
@@ -146,7 +146,7 @@ def prove(
     return [trace.shapes[layer] for layer in range(len(trace.shapes))]
 
 
-def check_calls(config: Any, trace: Trace) -> None:
+def check_calls(config: Any, trace: DryRunRecorder) -> None:
     """Every decoder layer attended once per step.
 
     Raises:
@@ -160,7 +160,7 @@ def check_calls(config: Any, trace: Trace) -> None:
             raise refuse(config, f"layer {layer} calls attention {num_calls:g} times, not once")
 
 
-def check_windows(config: Any, trace: Trace, max_model_len: int) -> None:
+def check_windows(config: Any, trace: DryRunRecorder, max_model_len: int) -> None:
     """Layers that the configuration calls sliding told attention of their window: the dry run is too short to see.
 
     Raises:

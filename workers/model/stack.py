@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pagewire.kernels.decoder import Layer, Norm, Stack
-from pagewire.workers.model.attention import KVShape, Paged
+from pagewire.workers.model.attention import KVShape, StepContext
 from pagewire.workers.model.transforms import PackedLinear, RotaryTable, norm_kernel
 
 BASE = {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -85,7 +85,7 @@ class DecoderStack(nn.Module):
         norms += [layer.next_norm for layer in self.stack.layers]
         return sum(norm.weight.nbytes for norm in norms) + sum(found.num_bytes for found in self.found)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, paged: Paged, **_: Any) -> tuple[Tensor]:
+    def forward(self, input_ids: Tensor, position_ids: Tensor, paged: StepContext, **_: Any) -> tuple[Tensor]:
         """Tokens int64 [1, T] at int64 [1, T] to hidden states [1, T, H]."""
         residual = self.embed_tokens(input_ids[0])
         cos, sin = self.rotary(residual[None], position_ids)
