@@ -150,7 +150,7 @@ class Intake:
         text: Any = None
         token_ids: Any = None
         if isinstance(prompt, Mapping):
-            refuse_later(prompt)
+            refuse_unsupported_kinds(prompt)
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
             if text is None and token_ids is None:
                 raise ValueError("a prompt needs 'prompt' or 'prompt_token_ids'")
@@ -309,7 +309,7 @@ def truncated(token_ids: list[int], params: SamplingParams, max_model_len: int) 
     return token_ids[-keep:]
 
 
-def refuse_later(prompt: Mapping[str, Any]) -> None:
+def refuse_unsupported_kinds(prompt: Mapping[str, Any]) -> None:
     """Refuse kinds of prompts that are not supported.
 
     Raises:

@@ -413,7 +413,7 @@ def method_name(method: Any) -> str:
     return method
 
 
-def refuse_later(**values: Any) -> None:
+def refuse_unsupported(**values: Any) -> None:
     """Refuse arguments of features that are not there yet.
 
     Raises:

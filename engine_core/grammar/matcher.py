@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-SAID_BETTER = (
+ERROR_REWRITES = (
     (r"Unimplemented keys: \[(.*)\]", r"not supported: \1"),
     (r"Unknown format: (.*)", r"format: \1 is not supported"),
     (
@@ -94,6 +94,6 @@ class Grammar:
 def reason(state: LLMatcher) -> str:
     """Why a matcher failed, without what it says of its own state."""
     text = state.get_error()
-    for pattern, better in SAID_BETTER:
+    for pattern, better in ERROR_REWRITES:
         text = re.sub(pattern, better, text, flags=re.DOTALL)
     return text.strip()

@@ -24,7 +24,15 @@ from pagewire.frontend.server.service import Service
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError
 
 # Exceptions with an answer; Exception itself is answered, too, and logged with its traceback.
-TOLD = (APIError, EngineDeadError, EngineBusyError, ValueError, TypeError, msgspec.MsgspecError, Exception)
+ANSWERED = (
+    APIError,
+    EngineDeadError,
+    EngineBusyError,
+    ValueError,
+    TypeError,
+    msgspec.MsgspecError,
+    Exception,
+)
 FAMILIES = (completions, chat, responses, models, tokenization, monitoring, admin)
 
 
@@ -42,7 +50,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> Starle
     app = Starlette(
         routes=[*routes, *page_routes()],
         middleware=middleware(options),
-        exception_handlers={HTTPException: on_http_error, **dict.fromkeys(TOLD, on_error)},
+        exception_handlers={HTTPException: on_http_error, **dict.fromkeys(ANSWERED, on_error)},
     )
     app.router.redirect_slashes = False  # a path with a slash too many is another path
     app.state.service = service

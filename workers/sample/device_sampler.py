@@ -33,7 +33,7 @@ from pagewire.kernels.cuda.sampling import (
 from pagewire.workers.device.interface import Mark
 from pagewire.workers.sample.logprobs import Logprobs, logprob_rows
 from pagewire.workers.sample.masks import TokenMasks
-from pagewire.workers.sample.sampler import NOTHING_LEFT, SampleOutput, SamplingSlot, unusable
+from pagewire.workers.sample.sampler import NO_TOKEN_POSSIBLE, SampleOutput, SamplingSlot, unusable
 
 
 def row_sampling(slot: SamplingSlot, mask: int = -1, most: int = MOST_TOKENS) -> RowSampling:
@@ -151,7 +151,7 @@ class Launched:
         statuses, peaks = self.result.statuses.tolist(), self.result.peaks.tolist()
         for row, (status, peak) in enumerate(zip(statuses, peaks, strict=True)):
             if status != SAMPLED:
-                output.errors[row] = unusable(peak) if status == UNUSABLE_LOGITS else NOTHING_LEFT
+                output.errors[row] = unusable(peak) if status == UNUSABLE_LOGITS else NO_TOKEN_POSSIBLE
         self._add_logprobs(output)
         return output
 

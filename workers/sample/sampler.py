@@ -44,7 +44,7 @@ __all__ = ["SampleOutput", "SamplingSlot", "logprob_rows", "sample"]
 CHUNK = 2**20  # logits worked on at a time
 FEW = 32  # a top_k of at most 1 / FEW of the vocabulary is small
 
-NOTHING_LEFT = (
+NO_TOKEN_POSSIBLE = (
     "no token can be generated: the grammar, allowed_token_ids, bad_words and min_tokens exclude all of them"
 )
 
@@ -148,7 +148,7 @@ def sample(
             else:
                 groups.setdefault((slot.stages, masked), []).append(row)
         elif masked and peak == -math.inf:
-            output.errors[row] = NOTHING_LEFT
+            output.errors[row] = NO_TOKEN_POSSIBLE
         else:
             output.errors[row] = unusable(peak)
     step = max(1, CHUNK // logits.shape[1])
@@ -185,7 +185,7 @@ def _sample_rows(
         empty = (peaks == -math.inf).nonzero()[:, 0]
         x[empty] = peaks[empty] = 0
         for i in empty.tolist():
-            output.errors[rows[i]] = NOTHING_LEFT
+            output.errors[rows[i]] = NO_TOKEN_POSSIBLE
     token_ids = _draw(x, peaks, chosen, stages) if stages.draw else firsts.tolist()
     for row, token_id in zip(rows, token_ids, strict=True):
         if row not in output.errors:
