@@ -43,7 +43,7 @@ def depths_below(x: torch.Tensor, peaks: torch.Tensor, temperatures: Sequence[fl
     return (peaks.float()[:, None] - x.float()).div_(divisors[:, None])
 
 
-def token_masses(depths: torch.Tensor) -> torch.Tensor:
+def fixed_point_probabilities(depths: torch.Tensor) -> torch.Tensor:
     """int64 [n, V]: `ONE` for the most likely token, and in proportion for the others."""
     return sampling.token_masses(depths)
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.messages import LogprobRows
-from pagewire.workers.sample.fixed_point import ONE, depths_below, token_masses, top_tokens
+from pagewire.workers.sample.fixed_point import ONE, depths_below, fixed_point_probabilities, top_tokens
 
 CHUNK = 2**20  # logits worked on at a time, so that scratch memory stays small
 
@@ -70,7 +70,7 @@ def _chunk(x: torch.Tensor, token_ids: Sequence[int], k: int) -> Logprobs:
 def _normalisers(x: torch.Tensor) -> NDArray[np.float64]:
     """log(sum(exp(x))) per row, float64 [n, 1]; NaN where x has NaN, +inf or nothing finite."""
     peaks = x.amax(1)
-    totals = token_masses(depths_below(x, peaks, [1.0] * len(x))).sum(1).tolist()
+    totals = fixed_point_probabilities(depths_below(x, peaks, [1.0] * len(x))).sum(1).tolist()
     logs = [
         peak + math.log(total / ONE) if math.isfinite(peak) else math.nan
         for peak, total in zip(peaks.tolist(), totals, strict=True)

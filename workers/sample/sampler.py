@@ -28,10 +28,10 @@ from pagewire.workers.sample.fixed_point import (
     depth_bins,
     depths_below,
     draw,
+    fixed_point_probabilities,
     keep_min_p,
     keep_top_k,
     keep_top_p,
-    token_masses,
     top_tokens,
 )
 from pagewire.workers.sample.logit_edits import LogitEdits, apply_edits, bounded
@@ -205,7 +205,7 @@ def _draw(x: torch.Tensor, peaks: torch.Tensor, slots: Sequence[SamplingSlot], s
         x = torch.from_numpy(np.take_along_axis(values, np.argsort(places, 1), 1))
         peaks = peaks.cpu()
     depths = depths_below(x, peaks, [slot.temperature for slot in slots])
-    masses = token_masses(depths)
+    masses = fixed_point_probabilities(depths)
     if stages.min_p:
         keep_min_p(masses, [slot.params.min_p for slot in slots])
     bins = depth_bins(depths) if stages.top_k or stages.top_p else depths

@@ -250,17 +250,17 @@ def test_truncations_keep_what_hugging_face_keeps(scale: float) -> None:
 
     def compare(masses: torch.Tensor, warper: Any) -> None:
         kept = torch.isfinite(warper(torch.zeros(20, 1, dtype=torch.long), x.clone()))
-        assert torch.equal(masses > 0, kept & (m.token_masses(depths) > 0))
+        assert torch.equal(masses > 0, kept & (m.fixed_point_probabilities(depths) > 0))
 
     for k in (1, 5, 100):
-        masses = m.token_masses(depths)
+        masses = m.fixed_point_probabilities(depths)
         m.keep_top_k(x, bins, masses, [k] * 20)
         compare(masses, hf.TopKLogitsWarper(k))
     for p in (0.05, 0.5, 0.95):
-        masses = m.token_masses(depths)
+        masses = m.fixed_point_probabilities(depths)
         m.keep_top_p(x, bins, masses, [p] * 20)
         compare(masses, hf.TopPLogitsWarper(p))
-        masses = m.token_masses(depths)
+        masses = m.fixed_point_probabilities(depths)
         m.keep_min_p(masses, [p] * 20)
         compare(masses, hf.MinPLogitsWarper(p))
 
