@@ -47,7 +47,7 @@ class Steps:
 
     def __init__(self, model: str, num_requests: int, num_tokens: int, num_steps: int) -> None:
         args = EngineArgs(model=model, max_num_seqs=num_requests)
-        load = EngineConfig.resolve(args).load_message()
+        load = EngineConfig.resolve(args).worker_config()
         self.runner, ready = worker.Runner.start(load, lambda *_: None)
         self.num_requests, self.length = num_requests, num_tokens
         per_request = -(-(num_tokens + 2 * num_steps) // load.block_size)

@@ -213,7 +213,7 @@ class CoreDying(Message, tag="dying"):
 # ---------------------------------------------------------------- core -> worker
 
 
-class LoadModel(Message, tag="load"):
+class WorkerConfig(Message, tag="load"):
     """Load the model, take the KV memory, answer `Ready`. Sizes in bytes; None: the worker decides."""
 
     model_path: str
@@ -312,7 +312,7 @@ class Shutdown(Message, tag="shutdown"):
 
 
 class WorkerHello(Message, tag="hello"):
-    """A worker process is up and waits for `LoadModel`."""
+    """A worker process is up and waits for `WorkerConfig`."""
 
     protocol: int
     pid: int
@@ -378,5 +378,5 @@ class WorkerFailed(Message, tag="failed"):
 
 ToCore: TypeAlias = Hello | Submit | Abort | Call | Ping | Goodbye
 ToFrontend: TypeAlias = Welcome | Refused | Deltas | CallAnswer | Pong | CoreDying
-ToWorker: TypeAlias = LoadModel | StepPlan | Masks | WorkerCall | Shutdown
+ToWorker: TypeAlias = WorkerConfig | StepPlan | Masks | WorkerCall | Shutdown
 FromWorker: TypeAlias = WorkerHello | Progress | Ready | StepResult | WorkerReply | WorkerFailed

@@ -66,7 +66,7 @@ def wake_up(runner: Runner, tags: Sequence[str] | None = None) -> None:
     if unknown := set(tags or ()) - {"weights", "kv_cache"}:
         raise ValueError(f"wake_up knows the tags weights and kv_cache, not {', '.join(sorted(unknown))}")
     if runner.loaded is None:
-        runner.loaded = load_model(runner.load, Phases(lambda phase, seconds: None), runner.device)
+        runner.loaded = load_model(runner.config, Phases(lambda phase, seconds: None), runner.device)
     if not runner.caches and (tags is None or "kv_cache" in tags):
         runner.allocate_kv()
         runner.warm_up()

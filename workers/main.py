@@ -24,13 +24,13 @@ from pagewire.ipc.codec import Codec
 from pagewire.ipc.lifeline import die_with_parent
 from pagewire.ipc.messages import (
     PROTOCOL,
-    LoadModel,
     Masks,
     Progress,
     Shutdown,
     StepPlan,
     ToWorker,
     WorkerCall,
+    WorkerConfig,
     WorkerFailed,
     WorkerHello,
     WorkerReply,
@@ -112,7 +112,7 @@ def serve(connection: Connection) -> None:
             message = connection.receive(until=steps.reached)
         else:
             message = connection.receive(spare=_NOTHING if runner is None else runner.spare_work)
-        if isinstance(message, LoadModel):
+        if isinstance(message, WorkerConfig):
             runner = start(connection, message)
             steps = Pipeline(connection, runner)
         elif isinstance(message, StepPlan):
@@ -156,23 +156,23 @@ class Pipeline:
             self._idle_since = step.ended
 
 
-def start(connection: Connection, load: LoadModel) -> Runner:
+def start(connection: Connection, config: WorkerConfig) -> Runner:
     """Load the model, and tell what was learned. Imports torch, so late; memory for weights is taken meanwhile."""
-    reserve = reserve_weights(load)
+    reserve = reserve_weights(config)
     from pagewire.workers.runner import Runner
 
     def report(phase: str, seconds: float) -> None:
         connection.send(Progress(phase, seconds))
 
-    runner, ready = Runner.start(load, report, reserve)
+    runner, ready = Runner.start(config, report, reserve)
     connection.send(ready)
     return runner
 
 
-def reserve_weights(load: LoadModel) -> Reserve | None:
+def reserve_weights(config: WorkerConfig) -> Reserve | None:
     """Memory for the weights, where they will be packed on this machine."""
-    on_cpu = load.device == "cpu" or (load.device == "auto" and not GPU_DRIVER.exists())
-    size = weight_bytes(load.model_path) if on_cpu else 0
+    on_cpu = config.device == "cpu" or (config.device == "auto" and not GPU_DRIVER.exists())
+    size = weight_bytes(config.model_path) if on_cpu else 0
     try:
         return Reserve(size) if size else None
     except OSError:

@@ -1,6 +1,6 @@
 """The worker process as the core sees it: started, told what to do, watched, and started again.
 
-    start -> WorkerHello -> LoadModel -> Progress ... -> Ready -> StepPlan <-> StepResult ...
+    start -> WorkerHello -> WorkerConfig -> Progress ... -> Ready -> StepPlan <-> StepResult ...
 
 An exit is seen through a pidfd at once, a hang by a time limit per step.
 """
@@ -20,7 +20,15 @@ import zmq
 from pagewire.ipc.codec import Codec
 from pagewire.ipc.errors import ProtocolError
 from pagewire.ipc.lifeline import Child
-from pagewire.ipc.messages import PROTOCOL, FromWorker, LoadModel, Progress, Ready, WorkerFailed, WorkerHello
+from pagewire.ipc.messages import (
+    PROTOCOL,
+    FromWorker,
+    Progress,
+    Ready,
+    WorkerConfig,
+    WorkerFailed,
+    WorkerHello,
+)
 from pagewire.ipc.sockets import bind_router, private_address, receive, send
 
 logger = logging.getLogger("pagewire.core")
@@ -34,7 +42,7 @@ class Worker:
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        load: LoadModel,
+        config: WorkerConfig,
         command: Sequence[str] = WORKER_COMMAND,
     ) -> None:
         self.address = private_address(f"worker-{os.getpid()}-{os.urandom(4).hex()}")
@@ -42,7 +50,7 @@ class Worker:
         self.ready: Ready | None = None
         self.failure: WorkerFailed | None = None
         self.num_starts = 0
-        self._load = load
+        self._config = config
         self._command = command
         self._codec: Codec[FromWorker] = Codec(FromWorker)
         self._child: Child | None = None
@@ -134,7 +142,7 @@ class Worker:
             self.failure = WorkerFailed(f"it speaks protocol {hello.protocol}, not {PROTOCOL}", fatal=True)
             self.kill()
         else:
-            self.send(self._load)
+            self.send(self._config)
 
 
 class Stopwatch:

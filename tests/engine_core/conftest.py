@@ -112,7 +112,7 @@ class RunningCore:
         self.address = address
         self.clients = Clients(bind_router(self.context, address), silence)
         config = EngineConfig(args, folder, {}, 999)
-        worker = Worker(self.context, config.load_message(), [*FAKE_WORKER, *worker_options])
+        worker = Worker(self.context, config.worker_config(), [*FAKE_WORKER, *worker_options])
         self.core = EngineCore(config, worker, self.clients)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)

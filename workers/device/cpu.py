@@ -13,7 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from pagewire.ipc.messages import LoadModel
+from pagewire.ipc.messages import WorkerConfig
 from pagewire.kernels.cpu.memory import populate, zeros
 from pagewire.workers.device.kv_size import LOGIT_CHUNK, kv_budget
 from pagewire.workers.errors import LoadError
@@ -130,10 +130,10 @@ class Cpu:
         """See `Device.record`."""
         return work
 
-    def kv_budget(self, load: LoadModel, vocab_size: int, widest_step: Callable[[], object]) -> int:
+    def kv_budget(self, config: WorkerConfig, vocab_size: int, widest_step: Callable[[], object]) -> int:
         """See `Device.kv_budget`."""
-        widest = min(load.max_num_batched_tokens, LOGIT_CHUNK // vocab_size + 1)
-        return kv_budget(load, machine_memory()[1], widest * vocab_size * 8 + OTHER_BYTES)
+        widest = min(config.max_num_batched_tokens, LOGIT_CHUNK // vocab_size + 1)
+        return kv_budget(config, machine_memory()[1], widest * vocab_size * 8 + OTHER_BYTES)
 
     def give_back(self) -> None:
         """The system has it already."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagewire.ipc.messages import LoadModel
+from pagewire.ipc.messages import WorkerConfig
 from pagewire.kernels.cuda import implementation
 from pagewire.kernels.cuda.compile import CompileError
 from pagewire.kernels.cuda.kv import FP8
@@ -169,7 +169,7 @@ class Cuda:
 
         return replay
 
-    def kv_budget(self, load: LoadModel, vocab_size: int, widest_step: Callable[[], object]) -> int:
+    def kv_budget(self, config: WorkerConfig, vocab_size: int, widest_step: Callable[[], object]) -> int:
         """See `Device.kv_budget`: a share of the device's memory, less what this process itself takes.
 
         That is what torch holds at most during a step of the largest size, and what came to be in use beside torch
@@ -183,12 +183,12 @@ class Cuda:
         peak = torch.cuda.max_memory_allocated(self.torch_device)
         self._activations = peak - lasting
         torch.cuda.empty_cache()
-        if load.kv_cache_memory_bytes is not None:
-            return load.kv_cache_memory_bytes
+        if config.kv_cache_memory_bytes is not None:
+            return config.kv_cache_memory_bytes
         beside = max(0, self._used_beside_torch() - self._others) + CONTEXT_BYTES
         free, total = torch.cuda.mem_get_info(self.torch_device)
-        graphs = 0 if load.enforce_eager else GRAPH_BYTES
-        own = int(load.gpu_memory_utilization * total) - peak - beside - graphs
+        graphs = 0 if config.enforce_eager else GRAPH_BYTES
+        own = int(config.gpu_memory_utilization * total) - peak - beside - graphs
         there = free - self._activations - graphs
         if there < own:
             logger.warning("%s: others leave %.1f GiB for the KV cache", self.name, there / 2**30)

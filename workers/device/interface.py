@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
-from pagewire.ipc.messages import LoadModel
+from pagewire.ipc.messages import WorkerConfig
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -103,7 +103,7 @@ class Device(Protocol):
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """What does again what `work` does, over the same memory: its result is the same tensor each time."""
 
-    def kv_budget(self, load: LoadModel, vocab_size: int, widest_step: Callable[[], object]) -> int:
+    def kv_budget(self, config: WorkerConfig, vocab_size: int, widest_step: Callable[[], object]) -> int:
         """Bytes for the KV cache, the weights being there. widest_step: runs a step of the largest size.
 
         Raises:

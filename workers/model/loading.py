@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pagewire.ipc.messages import LoadModel
+from pagewire.ipc.messages import WorkerConfig
 from pagewire.kernels.cpu.memory import forget_mapped_files
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
@@ -71,8 +71,8 @@ class LoadedModel:
 
 
 @torch.inference_mode()
-def load_model(load: LoadModel, phases: Phases, device: Device) -> LoadedModel:
-    """Load, transform and prove the model of `load`.
+def load_model(worker_config: WorkerConfig, phases: Phases, device: Device) -> LoadedModel:
+    """Load, transform and prove the model of `worker_config`.
 
     Raises:
         LoadError: it cannot be loaded, or is not served: the cause.
@@ -80,24 +80,24 @@ def load_model(load: LoadModel, phases: Phases, device: Device) -> LoadedModel:
     import transformers.modeling_utils  # noqa: F401 - most of the time goes here
 
     phases.end("import")
-    config = load_config(load)
+    config = load_config(worker_config)
     check_config(config)
-    dtype = resolve_dtype(load.dtype, config)
-    kv_dtype = resolve_kv_dtype(load.kv_cache_dtype, dtype, device)
+    dtype = resolve_dtype(worker_config.dtype, config)
+    kv_dtype = resolve_kv_dtype(worker_config.kv_cache_dtype, dtype, device)
     device.prepare(dtype, kv_dtype, head_dim(config))
-    max_model_len = resolve_max_model_len(load.max_model_len, config)
+    max_model_len = resolve_max_model_len(worker_config.max_model_len, config)
     phases.end("config")
-    causal = load_module(load, config, dtype, device)
+    causal = load_module(worker_config, config, dtype, device)
     architecture = type(causal).__name__
     phases.end("weights")
     vocab_size = causal.get_output_embeddings().weight.shape[0] if causal.get_output_embeddings() else 0
     tabulate_rotary(causal, max_model_len)
     run = DryRun.make(config.get_text_config().vocab_size, max_model_len)
     wanted = reference_logits(causal, run)
-    forget_mapped_files(load.model_path)  # weights come from there one by one, to be packed
+    forget_mapped_files(worker_config.model_path)  # weights come from there one by one, to be packed
     phases.end("reference")
     model, shapes = transform(causal, run, wanted, max_model_len, device)
-    forget_mapped_files(load.model_path)
+    forget_mapped_files(worker_config.model_path)
     phases.end("transform")
     eos = getattr(config.get_text_config(), "eos_token_id", None)
     return LoadedModel(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pagewire.ipc.messages import LoadModel
+from pagewire.ipc.messages import WorkerConfig
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.attention import StepContext
@@ -31,7 +31,7 @@ KV_DTYPES = {
 DUMMY_SEED = 0
 
 
-def load_config(load: LoadModel) -> Any:
+def load_config(worker_config: WorkerConfig) -> Any:
     """The model's configuration, with the overrides merged in before it is built.
 
     Raises:
@@ -40,18 +40,20 @@ def load_config(load: LoadModel) -> Any:
     from transformers import AutoConfig, PretrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if not (Path(load.model_path) / "config.json").is_file():
-        raise LoadError(f"{load.model_path} holds no config.json: not a Hugging Face model folder")
+    if not (Path(worker_config.model_path) / "config.json").is_file():
+        raise LoadError(f"{worker_config.model_path} holds no config.json: not a Hugging Face model folder")
     try:
-        values = PretrainedConfig.get_config_dict(load.model_path)[0] | load.hf_overrides
+        values = PretrainedConfig.get_config_dict(worker_config.model_path)[0] | worker_config.hf_overrides
         kind = values.get("model_type")
-        if kind in CONFIG_MAPPING and not (load.trust_remote_code and "auto_map" in values):
+        if kind in CONFIG_MAPPING and not (worker_config.trust_remote_code and "auto_map" in values):
             return CONFIG_MAPPING[kind].from_dict(values)
         return AutoConfig.from_pretrained(
-            load.model_path, trust_remote_code=load.trust_remote_code, **load.hf_overrides
+            worker_config.model_path,
+            trust_remote_code=worker_config.trust_remote_code,
+            **worker_config.hf_overrides,
         )
     except Exception as error:
-        raise LoadError(f"config.json of {load.model_path} cannot be used: {error}") from error
+        raise LoadError(f"config.json of {worker_config.model_path} cannot be used: {error}") from error
 
 
 def checkpoint_dtype(config: Any) -> torch.dtype:
@@ -114,7 +116,7 @@ def resolve_max_model_len(asked: int | None, config: Any) -> int:
     return asked
 
 
-def load_module(load: LoadModel, config: Any, dtype: torch.dtype, device: Device) -> Any:
+def load_module(worker_config: WorkerConfig, config: Any, dtype: torch.dtype, device: Device) -> Any:
     """The module with its weights, memory-mapped where the checkpoint is safetensors of the same dtype.
 
     transformers' own loader is used: it knows the conversions of every architecture's checkpoint.
@@ -132,15 +134,15 @@ def load_module(load: LoadModel, config: Any, dtype: torch.dtype, device: Device
         "attn_implementation": "eager",
         "experts_implementation": "eager",
     }
-    options["trust_remote_code"] = load.trust_remote_code
+    options["trust_remote_code"] = worker_config.trust_remote_code
     try:
-        if load.load_format == "dummy":
+        if worker_config.load_format == "dummy":
             torch.manual_seed(DUMMY_SEED)
             with device.torch_device:  # a GPU makes random numbers a hundred times as fast
                 return AutoModelForCausalLM.from_config(config, **options).eval()
-        safetensors = {"safetensors": True, "pt": False}.get(load.load_format)
+        safetensors = {"safetensors": True, "pt": False}.get(worker_config.load_format)
         module, report = AutoModelForCausalLM.from_pretrained(
-            load.model_path,
+            worker_config.model_path,
             config=config,
             use_safetensors=safetensors,
             local_files_only=True,
@@ -148,7 +150,7 @@ def load_module(load: LoadModel, config: Any, dtype: torch.dtype, device: Device
             **options,
         )
     except Exception as error:
-        raise LoadError(f"cannot load {load.model_path}: {first_line(error)}") from error
+        raise LoadError(f"cannot load {worker_config.model_path}: {first_line(error)}") from error
     if missing := sorted(report["missing_keys"]):
         raise LoadError(
             f"the checkpoint lacks {len(missing)} weights of {config.model_type}: {missing[0]} ..."

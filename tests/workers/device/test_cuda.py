@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagewire.ipc.messages import LoadModel, Masks, Row, SlotInit, StepPlan, StepResult, Tensor
+from pagewire.ipc.messages import Masks, Row, SlotInit, StepPlan, StepResult, Tensor, WorkerConfig
 from pagewire.ipc.params import SamplingParams
 from pagewire.kernels import reference
 from pagewire.kernels.cuda.implementation import CudaKernels
@@ -320,8 +320,8 @@ def test_recorded_sizes(most: int, sizes: list[int]) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_devices_that_are_not_there() -> None:
-    assert open_device(LoadModel("", device="auto", num_threads=1)).name == "cpu"
+    assert open_device(WorkerConfig("", device="auto", num_threads=1)).name == "cpu"
     with pytest.raises(LoadError, match=r"no GPU is seen by torch.*pagewire doctor"):
-        open_device(LoadModel("", device="cuda:1"))
+        open_device(WorkerConfig("", device="cuda:1"))
     with pytest.raises(LoadError, match="device 'tpu' is not served: auto, cpu, cuda and cuda:N are"):
-        open_device(LoadModel("", device="tpu"))
+        open_device(WorkerConfig("", device="tpu"))

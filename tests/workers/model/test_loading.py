@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pagewire.ipc.messages import LoadModel
+from pagewire.ipc.messages import WorkerConfig
 from pagewire.workers.device.cpu import bind_threads, parse_cpus
 from pagewire.workers.device.kv_size import GIB, kv_budget, num_kv_blocks
 from pagewire.workers.errors import LoadError
@@ -165,23 +165,23 @@ def test_devices_and_dtypes_that_are_not_served(llama: Path) -> None:
 
 
 def test_kv_sizes() -> None:
-    load = LoadModel("", max_num_seqs=4, block_size=16)
+    load = WorkerConfig("", max_num_seqs=4, block_size=16)
     assert num_kv_blocks(load, 100, 10, budget=10_000) == 4 * 7
     assert num_kv_blocks(load, 100, 1000, budget=10_000) == 10
     with pytest.raises(LoadError, match=r"needs 7 KV blocks .* room for 5; max_model_len 80 would fit"):
         num_kv_blocks(load, 100, 1000, budget=5_999)
-    assert num_kv_blocks(LoadModel("", num_blocks=9), 100, 1000, budget=0) == 9
+    assert num_kv_blocks(WorkerConfig("", num_blocks=9), 100, 1000, budget=0) == 9
 
 
 def test_kv_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PAGEWIRE_CPU_KVCACHE_SPACE", raising=False)
-    load = LoadModel("", gpu_memory_utilization=0.5)
+    load = WorkerConfig("", gpu_memory_utilization=0.5)
     assert kv_budget(load, 64 * GIB, headroom=GIB) == 4 * GIB
     assert kv_budget(load, 6 * GIB, headroom=GIB) == 2 * GIB
     assert kv_budget(load, GIB, headroom=GIB) == 0
     monkeypatch.setenv("PAGEWIRE_CPU_KVCACHE_SPACE", "1.5")
     assert kv_budget(load, 64 * GIB, headroom=GIB) == GIB * 3 // 2
-    assert kv_budget(LoadModel("", kv_cache_memory_bytes=5), GIB, headroom=GIB) == 5
+    assert kv_budget(WorkerConfig("", kv_cache_memory_bytes=5), GIB, headroom=GIB) == 5
     monkeypatch.setenv("PAGEWIRE_CPU_KVCACHE_SPACE", "much")
     with pytest.raises(LoadError, match="must be a number of GiB"):
         kv_budget(load, GIB, headroom=0)

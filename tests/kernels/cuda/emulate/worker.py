@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagewire.ipc.messages import LoadModel
+from pagewire.ipc.messages import WorkerConfig
 from pagewire.kernels import implementation
 from pagewire.kernels.cuda.implementation import CudaKernels
 from pagewire.kernels.cuda.norms import DTYPES
@@ -74,7 +74,7 @@ class EmulatedCuda(Cuda):
 
         return replay
 
-    def kv_budget(self, load: LoadModel, vocab_size: int, widest_step: Callable[[], object]) -> int:
+    def kv_budget(self, config: WorkerConfig, vocab_size: int, widest_step: Callable[[], object]) -> int:
         widest_step()
         return 0
 
