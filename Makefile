@@ -45,7 +45,7 @@ lint: $(STAMP)
 	@for file in __init__.py py.typed demo; do ln -sfn ../../../pagewire/$$file build/types/pagewire/$$file; done
 	$(BIN)/mypy -p pagewire
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip -c constraints.txt
 	$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e '.[dev]'

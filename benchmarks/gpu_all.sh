@@ -46,7 +46,7 @@ if [ $# -gt 0 ]; then
 fi
 step 60 "$python" -m pagewire.cli.main doctor
 step 90 "$python" -m pagewire.cli.main kernels build
-step 120 "$python" -m pytest -q -p no:cacheprovider tests/workers/test_cuda.py -k "gpu or sizes"
+step 120 "$python" -m pytest -q -p no:cacheprovider tests/workers/device/test_cuda.py -k "gpu or sizes"
 for kernel in copy rows write sampling decode prefill; do # a kernel that fails takes the context with it, not the rest
     step 60 "$python" -m benchmarks.kernels --only $kernel --out benchmarks/results/$kernel
 done

@@ -33,8 +33,8 @@ from benchmarks.compare import RESULTS
 from benchmarks.daemon import running_core
 from benchmarks.limits import processor
 from pagewire import AsyncLLM, RequestOutputKind, SamplingParams
-from pagewire.cli.load import Query, Reply, Target, arrivals, connected, drive
-from pagewire.cli.load_report import summary
+from pagewire.cli.load.client import LoadResult, Query, Target, arrivals, connected, drive
+from pagewire.cli.load.report import summary
 from pagewire.frontend import async_llm
 
 LOWEST_ID, HIGHEST_ID = 10, 31_000
@@ -64,7 +64,7 @@ PEERS: dict[str, tuple[list[str], dict[str, str]]] = {
         },
     )
 }
-Send = Callable[[Query], Awaitable[Reply]]
+Send = Callable[[Query], Awaitable[LoadResult]]
 
 
 class Server:
@@ -128,12 +128,12 @@ def queries(count: int, num_in: int, num_out: int, seed: int) -> list[Query]:
     return [Query(rng.choices(ids, k=num_in), num_out) for _ in range(count)]
 
 
-async def through_engine(llm: AsyncLLM, query: Query) -> Reply:
+async def through_engine(llm: AsyncLLM, query: Query) -> LoadResult:
     """One stream of text without HTTP, with the times that a client of a server would take."""
     params = SamplingParams(
         temperature=0.0, max_tokens=query.max_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA
     )
-    reply, begin = Reply(input_tokens=len(query.prompt)), time.perf_counter()
+    reply, begin = LoadResult(input_tokens=len(query.prompt)), time.perf_counter()
     async for output in llm.generate(query.prompt, params):
         now = time.perf_counter() - begin
         reply.output_tokens += len(output.outputs[0].token_ids)

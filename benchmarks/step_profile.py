@@ -25,8 +25,8 @@ from pagewire.ipc.params import SamplingParams
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.linear import PackedLinear
 from pagewire.workers import runner as worker
-from pagewire.workers.cpu import CpuSampler
-from pagewire.workers.decoder import DecoderStack
+from pagewire.workers.device.cpu import CpuSampler
+from pagewire.workers.model.stack import DecoderStack
 
 KINDS = {
     (PackedLinear, "__call__"): "products",
@@ -47,7 +47,7 @@ class Steps:
 
     def __init__(self, model: str, num_requests: int, num_tokens: int, num_steps: int) -> None:
         args = EngineArgs(model=model, max_num_seqs=num_requests)
-        load = EngineConfig.resolve(args).load_message()
+        load = EngineConfig.resolve(args).worker_config()
         self.runner, ready = worker.Runner.start(load, lambda *_: None)
         self.num_requests, self.length = num_requests, num_tokens
         per_request = -(-(num_tokens + 2 * num_steps) // load.block_size)

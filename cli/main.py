@@ -7,8 +7,7 @@ import os
 import signal
 import sys
 
-from pagewire import __version__
-from pagewire.cli import (
+from pagewire.cli.commands import (
     bench,
     chat,
     collect_env,
@@ -23,6 +22,7 @@ from pagewire.cli import (
 )
 from pagewire.cli.options import Parser, UsageError
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError, ProtocolError, RequestError
+from pagewire.ipc.version import __version__
 
 COMMANDS = (generate, chat, serve, core, top, run_batch, bench, keys, kernels, doctor, collect_env)
 

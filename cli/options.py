@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
-from pagewire.ipc.options import LATER, EngineArgs, unknown_option
+from pagewire.ipc.options import NOT_SUPPORTED_YET, EngineArgs, unknown_option
 from pagewire.ipc.params import SamplingParams
 
 
@@ -47,7 +47,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--config", metavar="FILE", help="YAML file of options; the command line goes before it"
     )
     add_options_of(parser, EngineArgs)
-    for name, default in LATER.items():  # the engine says which values it takes meanwhile
+    for name, default in NOT_SUPPORTED_YET.items():  # the engine says which values it takes meanwhile
         hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
         if isinstance(default, bool):
             parser.add_argument(flag(name), action=argparse.BooleanOptionalAction, **hidden)
@@ -135,7 +135,7 @@ def seconds(text: str) -> float:
 
 def given_options(options: argparse.Namespace) -> dict[str, Any]:
     """The engine options that stood on the command line."""
-    names = {field.name for field in dataclasses.fields(EngineArgs)} | set(LATER)
+    names = {field.name for field in dataclasses.fields(EngineArgs)} | set(NOT_SUPPORTED_YET)
     return {name: value for name, value in vars(options).items() if name in names}
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pagewire.ipc.messages import EngineInfo, SubmitRequest
+from pagewire.ipc.messages import EngineInfo, Request
 from pagewire.ipc.params import MAX_INT, check_int, max_n
 
 PRIORITY_LIMIT = 2**31
 
 
-def check_request(request: SubmitRequest, info: EngineInfo) -> None:
+def check_request(request: Request, info: EngineInfo) -> None:
     """Refuse what could not run.
 
     Raises:
@@ -40,7 +40,7 @@ def check_request(request: SubmitRequest, info: EngineInfo) -> None:
         check_resumed(request, info)
 
 
-def check_params(request: SubmitRequest, info: EngineInfo) -> None:
+def check_params(request: Request, info: EngineInfo) -> None:
     """Refuse parameters that this model cannot serve."""
     params = request.params
     check_token_ids("allowed_token_ids", params.allowed_token_ids or (), info.vocab_size)
@@ -55,7 +55,7 @@ def check_params(request: SubmitRequest, info: EngineInfo) -> None:
             raise ValueError(f"{name}={wanted} is over this engine's max_logprobs={info.max_logprobs}")
 
 
-def check_resumed(request: SubmitRequest, info: EngineInfo) -> None:
+def check_resumed(request: Request, info: EngineInfo) -> None:
     """Refuse tokens-so-far that do not belong to n unfinished sequences."""
     done = request.output_token_ids or []
     if len(done) != request.params.n:

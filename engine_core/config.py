@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagewire.engine_core.scheduler import SchedulerConfig
+from pagewire.engine_core.schedule.scheduler import SchedulerConfig
 from pagewire.ipc.hub import model_folder, read_json
-from pagewire.ipc.messages import EngineInfo, LoadModel, Ready
+from pagewire.ipc.messages import EngineInfo, Ready, WorkerConfig
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import max_n
 
@@ -62,10 +62,10 @@ class EngineConfig:
             tokenizer_only=True,
         )
 
-    def load_message(self) -> LoadModel:
+    def worker_config(self) -> WorkerConfig:
         """What a worker is told to load."""
         args = self.args
-        return LoadModel(
+        return WorkerConfig(
             model_path=str(self.model_path),
             dtype=args.resolved_dtype(),
             device=args.device,

@@ -16,20 +16,22 @@ from contextlib import suppress
 
 import zmq
 
-from pagewire import __version__
 from pagewire.engine_core.admission import check_request
-from pagewire.engine_core.clients import Client, Clients
+from pagewire.engine_core.clients.clients import Client, Clients
+from pagewire.engine_core.clients.control import Control
+from pagewire.engine_core.clients.metrics import Metrics, summary
 from pagewire.engine_core.config import EngineConfig
-from pagewire.engine_core.control import Control
-from pagewire.engine_core.grammar import Compilation, GrammarError, Grammars, load_tokenizer
-from pagewire.engine_core.metrics import Metrics, summary
-from pagewire.engine_core.request import Request, State, sequences
-from pagewire.engine_core.scheduler import Outcome, Scheduler
-from pagewire.engine_core.workers import Stopwatch, Worker
+from pagewire.engine_core.grammar.compile import load_tokenizer
+from pagewire.engine_core.grammar.matcher import GrammarError
+from pagewire.engine_core.grammar.pool import Compilation, Grammars
+from pagewire.engine_core.schedule.scheduler import Outcome, Scheduler
+from pagewire.engine_core.schedule.sequence import Sequence, State, sequences
+from pagewire.engine_core.workers.process import Stopwatch, Worker
 from pagewire.ipc import messages
 from pagewire.ipc.errors import EngineBusyError
-from pagewire.ipc.messages import PROTOCOL, EngineInfo, Ready, StepResult, SubmitRequest, TokenDelta
+from pagewire.ipc.messages import PROTOCOL, EngineInfo, Ready, Request, StepResult, TokenDelta
 from pagewire.ipc.options import env_float
+from pagewire.ipc.version import __version__
 
 logger = logging.getLogger("pagewire.core")
 
@@ -73,8 +75,8 @@ class EngineCore:
                 self._poller.register(fd, zmq.POLLIN)
         self._stop_by: float | None = None
         self._outcomes: list[Outcome] = []
-        self._held: dict[Request, None] = {}  # in order
-        self._compiling: dict[Request, Compilation] = {}
+        self._held: dict[Sequence, None] = {}  # in order
+        self._compiling: dict[Sequence, Compilation] = {}
         self._greeted: list[tuple[bytes, messages.Hello]] = []
         self._arrivals = 0
         self._failed_starts = 0
@@ -316,7 +318,7 @@ class EngineCore:
         welcome = messages.Welcome(info=self.info, version=__version__, ping_seconds=TICK_SECONDS)
         self.clients.send(identity, welcome)
 
-    def _submit(self, client: Client, submitted: SubmitRequest) -> None:
+    def _submit(self, client: Client, submitted: Request) -> None:
         try:
             if submitted.key in client.requests:
                 raise ValueError(f"request key {submitted.key} is in use")
@@ -386,7 +388,7 @@ class EngineCore:
         if self._held and not self.control.paused:
             self.admit_held()
 
-    def _reject(self, client: Client, submitted: SubmitRequest, why: Exception) -> None:
+    def _reject(self, client: Client, submitted: Request, why: Exception) -> None:
         error, kind = str(why), type(why).__name__
         self.metrics.num_refused["busy" if isinstance(why, EngineBusyError) else "invalid"] += 1
         logger.warning("refused request %s of %s: %s", submitted.request_id, client.label, error)
@@ -409,7 +411,7 @@ class EngineCore:
                 if not group:
                     del client.requests[key]
 
-    def _drop(self, requests: Iterable[Request], reason: str = "abort") -> None:
+    def _drop(self, requests: Iterable[Sequence], reason: str = "abort") -> None:
         """End requests whose frontend waits for them no more; those with an end on its way have that one."""
         now = time.monotonic()
         for request in requests:
@@ -417,7 +419,7 @@ class EngineCore:
                 self._take_out(request)
                 self.metrics.finished(request, reason, now)
 
-    def _take_out(self, request: Request) -> None:
+    def _take_out(self, request: Sequence) -> None:
         if self._compiling.pop(request, None) is not None:
             request.state = State.FINISHED
         elif request in self._held:
@@ -432,7 +434,7 @@ class EngineCore:
         for request in held:
             self.scheduler.add(request)
 
-    def abort(self, requests: Iterable[Request]) -> int:
+    def abort(self, requests: Iterable[Sequence]) -> int:
         """End requests, whosever they are: their frontends get the finish reason "abort". Returns how many."""
         live = [request for request in requests if not request.finished]
         for request in live:
@@ -440,7 +442,7 @@ class EngineCore:
             self._outcomes.append((request, TokenDelta(request.key, request.index, [], "abort")))
         return len(live)
 
-    def requests(self) -> Iterator[tuple[Client, Request]]:
+    def requests(self) -> Iterator[tuple[Client, Sequence]]:
         """Every unfinished sequence, with the frontend it is for."""
         for client in self.clients.attached.values():
             for request in client.live_requests():
@@ -448,7 +450,7 @@ class EngineCore:
                     yield client, request
 
     @property
-    def held(self) -> list[Request]:
+    def held(self) -> list[Sequence]:
         """Requests that wait for their grammar, or came while the core was paused and wait for it to be resumed."""
         return [*self._compiling, *self._held]
 
@@ -467,7 +469,7 @@ class EngineCore:
             if client is not None:
                 self.clients.deliver(client, deltas)
 
-    def _forget(self, request: Request) -> None:
+    def _forget(self, request: Sequence) -> None:
         client = self.clients.attached.get(request.client)
         group = client.requests.get(request.key) if client else None
         if client and group and group.pop(request.index, None) is not None and not group:

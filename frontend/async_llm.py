@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from pagewire.frontend.inputs import Prepared, PromptType
 from pagewire.frontend.metrics import Metric, read_metrics
 from pagewire.frontend.outputs import RequestOutput, RequestState
-from pagewire.frontend.session import Session, method_name, refuse_later
-from pagewire.frontend.tokenizer import Tokenizer
+from pagewire.frontend.session import Session, method_name, refuse_unsupported
+from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
@@ -170,7 +170,7 @@ class AsyncLLM:
             RequestError: the engine ended the request with an error. EngineBusyError: it does not take more.
             EngineDeadError: the core is lost.
         """
-        refuse_later(lora_request=lora_request)
+        refuse_unsupported(lora_request=lora_request)
         params = SamplingParams() if sampling_params is None else sampling_params
         news = self.generate_all([prompt], params, request_id, priority=priority, trace_headers=trace_headers)
         async with aclosing(news):

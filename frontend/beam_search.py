@@ -16,7 +16,7 @@ from pagewire.ipc.params import BeamSearchParams, RequestOutputKind, SamplingPar
 
 if TYPE_CHECKING:
     from pagewire.frontend.outputs import RequestOutput
-    from pagewire.frontend.tokenizer import Tokenizer
+    from pagewire.frontend.text.tokenizer import Tokenizer
 
 # Continues every token sequence by one token, with log probabilities; outputs in the order given.
 Extend = Callable[[list[list[int]], SamplingParams], "list[RequestOutput]"]

@@ -25,7 +25,6 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from pagewire import __version__
 from pagewire.ipc import errors
 from pagewire.ipc.codec import Buffer, Codec
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError, ProtocolError
@@ -34,21 +33,22 @@ from pagewire.ipc.messages import (
     PROTOCOL,
     Abort,
     Call,
+    CallAnswer,
     CoreDying,
     Deltas,
     Goodbye,
     Hello,
     Ping,
     Refused,
-    Reply,
+    Request,
     Submit,
-    SubmitRequest,
     ToFrontend,
     TokenDelta,
     Welcome,
 )
 from pagewire.ipc.options import env_float
 from pagewire.ipc.sockets import CurveKeys, new_dealer, receive, send
+from pagewire.ipc.version import __version__
 
 HEARTBEAT_TIMEOUT_S = 30.0
 MAX_OUTBOX = 100_000
@@ -152,7 +152,7 @@ class CoreClient:
 
     # -------------------------------------------------------------- any thread
 
-    def submit(self, requests: Sequence[SubmitRequest]) -> None:
+    def submit(self, requests: Sequence[Request]) -> None:
         """Send new requests, in this order.
 
         Raises:
@@ -252,7 +252,7 @@ class CoreClient:
         self._asked_at = None
         if isinstance(message, Deltas):
             self._on_deltas(message.deltas)
-        elif isinstance(message, Reply):
+        elif isinstance(message, CallAnswer):
             if (future := self._calls.pop(message.call_id, None)) is not None:
                 settle(future, message)
         elif isinstance(message, CoreDying):
@@ -416,7 +416,7 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def settle(future: Future[Any], reply: Reply) -> None:
+def settle(future: Future[Any], reply: CallAnswer) -> None:
     """Give the waiting caller the result or the error of a call."""
     if reply.error is not None:
         kind = ERROR_TYPES.get(reply.error_type or "", RuntimeError)

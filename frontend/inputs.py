@@ -1,6 +1,6 @@
 """Prompts and parameters at the door: checked, tokenized, and made into requests for the core.
 
-    prompt, SamplingParams --Intake.prepare--> SubmitRequest
+    prompt, SamplingParams --Intake.prepare--> Request
 
 Whatever the core would refuse is refused here, in the caller's own stack.
 """
@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict
 
-from pagewire.frontend.tokenizer import Tokenizer
-from pagewire.ipc.messages import EngineInfo, SubmitRequest
+from pagewire.frontend.text.tokenizer import Tokenizer
+from pagewire.ipc.messages import EngineInfo, Request
 from pagewire.ipc.params import SamplingParams, check_int
 
 PRIORITY_LIMIT = 2**31
@@ -87,7 +87,7 @@ def is_embeds_prompt(prompt: Any) -> bool:
 class Prepared:
     """A request as it goes to the core, and the text of its prompt, if that is known."""
 
-    request: SubmitRequest
+    request: Request
     prompt_text: str | None
 
 
@@ -128,7 +128,7 @@ class Intake:
         token_ids = truncated(token_ids, params, self.info.max_model_len)
         self._fit(params, len(token_ids))
         return Prepared(
-            SubmitRequest(
+            Request(
                 key=key,
                 request_id=request_id,
                 prompt_token_ids=token_ids,
@@ -150,7 +150,7 @@ class Intake:
         text: Any = None
         token_ids: Any = None
         if isinstance(prompt, Mapping):
-            refuse_later(prompt)
+            refuse_unsupported_kinds(prompt)
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
             if text is None and token_ids is None:
                 raise ValueError("a prompt needs 'prompt' or 'prompt_token_ids'")
@@ -309,7 +309,7 @@ def truncated(token_ids: list[int], params: SamplingParams, max_model_len: int) 
     return token_ids[-keep:]
 
 
-def refuse_later(prompt: Mapping[str, Any]) -> None:
+def refuse_unsupported_kinds(prompt: Mapping[str, Any]) -> None:
     """Refuse kinds of prompts that are not supported.
 
     Raises:

@@ -20,8 +20,8 @@ from pagewire.frontend.inputs import (
 from pagewire.frontend.llm_engine import LLMEngine
 from pagewire.frontend.metrics import Metric
 from pagewire.frontend.outputs import RequestOutput, RequestState
-from pagewire.frontend.session import Inbox, refuse_later
-from pagewire.frontend.tokenizer import Tokenizer
+from pagewire.frontend.session import Inbox, refuse_unsupported
+from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.errors import RequestError
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
@@ -149,7 +149,7 @@ class LLM:
             BatchError: (a `RequestError`) the engine ended requests with an error. The others were finished
                 first; the exception has all `outputs`.
         """
-        refuse_later(lora_request=lora_request)
+        refuse_unsupported(lora_request=lora_request)
         if (prompts is None) == (prompt_token_ids is None):
             raise ValueError("give prompts")
         found = prompts_of(prompt_token_ids if prompts is None else prompts)
@@ -208,9 +208,12 @@ class LLM:
         Raises:
             ValueError: no chat template, a template that refuses the messages, or no tokenizer.
         """
-        from pagewire.frontend.chat import chat_prompt, conversations_of  # jinja2 is slow to import
+        from pagewire.frontend.text.chat_template import (  # jinja2 is slow to import
+            chat_prompt,
+            conversations_of,
+        )
 
-        refuse_later(mm_processor_kwargs=mm_processor_kwargs)
+        refuse_unsupported(mm_processor_kwargs=mm_processor_kwargs)
         tokenizer = self.llm_engine.get_tokenizer()
         if tokenizer is None:
             raise ValueError("chat needs a tokenizer: the engine runs with skip_tokenizer_init")
@@ -243,7 +246,7 @@ class LLM:
         Raises:
             ValueError, TypeError: a bad prompt or parameter, or too few `max_logprobs` in the engine.
         """
-        refuse_later(lora_request=lora_request)
+        refuse_unsupported(lora_request=lora_request)
         token_ids = [self.llm_engine.session.tokenize(prompt) for prompt in prompts_of(prompts)]
         size = concurrency_limit or max(1, len(token_ids))
         found: list[BeamSearchOutput] = []

@@ -11,8 +11,8 @@ from typing import Any
 from pagewire.frontend.inputs import PromptType
 from pagewire.frontend.metrics import Metric, read_metrics
 from pagewire.frontend.outputs import RequestOutput, RequestState
-from pagewire.frontend.session import Inbox, Session, method_name, refuse_later
-from pagewire.frontend.tokenizer import Tokenizer
+from pagewire.frontend.session import Inbox, Session, method_name, refuse_unsupported
+from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import SamplingParams
@@ -91,7 +91,7 @@ class LLMEngine:
         Raises:
             ValueError, TypeError: what is wrong with the prompt or the parameters; an id that is in use.
         """
-        refuse_later(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        refuse_unsupported(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         if request_id in self._unfinished:
             raise ValueError(f"request id {request_id!r} is in use")
         prepared = self.session.prepare(prompt, params, request_id, priority)

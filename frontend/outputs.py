@@ -15,17 +15,17 @@ from typing import Any
 
 import msgspec
 
-from pagewire.frontend.detokenize import Detokenizer
-from pagewire.frontend.logprobs import (
+from pagewire.frontend.text.logprobs import (
     FlatLogprobs,
     PromptLogprobs,
     SampleLogprobs,
     TokenTexts,
     add_rows,
 )
-from pagewire.frontend.tokenizer import Tokenizer
+from pagewire.frontend.text.stop import Detokenizer
+from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.errors import EngineBusyError, RequestError
-from pagewire.ipc.messages import RequestTiming, SubmitRequest, TokenDelta
+from pagewire.ipc.messages import Request, RequestTiming, TokenDelta
 from pagewire.ipc.params import RequestOutputKind
 
 REFUSALS: dict[str, type[Exception]] = {
@@ -113,7 +113,7 @@ class RequestOutput:
 class OutputState:
     """One of the n outputs while it grows."""
 
-    def __init__(self, index: int, request: SubmitRequest, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None) -> None:
         params = request.params
         self.index = index
         self.token_ids: list[int] = []
@@ -193,7 +193,7 @@ class RequestState:
     refused.
     """
 
-    def __init__(self, request: SubmitRequest, prompt_text: str | None, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, request: Request, prompt_text: str | None, tokenizer: Tokenizer | None) -> None:
         params = request.params
         self.request = request
         self.key, self.request_id = request.key, request.request_id

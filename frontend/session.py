@@ -25,10 +25,10 @@ from pagewire.frontend.client import CoreClient
 from pagewire.frontend.inputs import Intake, Prepared, PromptType
 from pagewire.frontend.outputs import Outputs, RequestOutput, RequestState
 from pagewire.frontend.spawn import SpawnedCore, spawn_core
-from pagewire.frontend.tokenizer import Tokenizer, as_tokenizer, load_tokenizer
+from pagewire.frontend.text.tokenizer import Tokenizer, as_tokenizer, load_tokenizer
 from pagewire.frontend.tracing import Tracer
 from pagewire.ipc.errors import EngineDeadError
-from pagewire.ipc.messages import EngineInfo, SubmitRequest, TokenDelta
+from pagewire.ipc.messages import EngineInfo, Request, TokenDelta
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.sockets import CurveKeys
@@ -385,7 +385,7 @@ def same_model(one: EngineInfo, other: EngineInfo) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
-def resumed(state: RequestState) -> SubmitRequest:
+def resumed(state: RequestState) -> Request:
     """The request as a new core gets it, to go on where the lost one was.
 
     A sequence that has ended is sent without tokens, so that the core takes it, and aborted then.
@@ -413,7 +413,7 @@ def method_name(method: Any) -> str:
     return method
 
 
-def refuse_later(**values: Any) -> None:
+def refuse_unsupported(**values: Any) -> None:
     """Refuse arguments of features that are not there yet.
 
     Raises:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from pagewire import __version__
 from pagewire.frontend.outputs import RequestState
+from pagewire.ipc.version import __version__
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import Span

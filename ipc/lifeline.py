@@ -7,17 +7,12 @@ started the child ends, and anyone may create an `LLM` in a short-lived thread.)
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
-import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from typing import IO, Any
-
-PR_SET_PDEATHSIG = 1
 
 
 class Child:
@@ -89,11 +84,6 @@ class Child:
         self.release()
 
 
-def parent_gone(fd: int) -> bool:
-    """True once the writing end of the lifeline `fd` is closed."""
-    return wait_for_end(fd, 0)
-
-
 def wait_for_end(fd: int, milliseconds: int | None = None) -> bool:
     """Wait until the writing end of the lifeline `fd` is closed. False after `milliseconds`, if it is not."""
     poll = select.poll()  # select.select ends at descriptor 1023, which a busy parent may well pass on
@@ -109,9 +99,3 @@ def die_with_parent(fd: int) -> None:
         os._exit(0)
 
     threading.Thread(target=wait, name="lifeline", daemon=True).start()
-
-
-def set_death_signal() -> None:
-    """Ask the kernel for SIGKILL when the parent's thread ends. Only for children of a main thread."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

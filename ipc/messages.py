@@ -80,7 +80,7 @@ class Hello(Message, tag="hello"):
     name: str = ""
 
 
-class SubmitRequest(Item):
+class Request(Item):
     """One request.
 
     key: the sender's own handle, unused by any live request of the sender; answers carry it.
@@ -104,7 +104,7 @@ class SubmitRequest(Item):
 class Submit(Message, tag="submit"):
     """New requests, in order of arrival."""
 
-    requests: list[SubmitRequest]
+    requests: list[Request]
 
 
 class Abort(Message, tag="abort"):
@@ -119,7 +119,7 @@ class Abort(Message, tag="abort"):
 
 
 class Call(Message, tag="call"):
-    """Ask for one of the core's methods by name; answered by `Reply` with the same `call_id`."""
+    """Ask for one of the core's methods by name; answered by `CallAnswer` with the same `call_id`."""
 
     call_id: int
     method: str
@@ -191,7 +191,7 @@ class Deltas(Message, tag="deltas"):
     deltas: list[TokenDelta]
 
 
-class Reply(Message, tag="reply"):
+class CallAnswer(Message, tag="reply"):
     """Answer to a `Call`: a result, or an error with the name of its type."""
 
     call_id: int
@@ -213,7 +213,7 @@ class CoreDying(Message, tag="dying"):
 # ---------------------------------------------------------------- core -> worker
 
 
-class LoadModel(Message, tag="load"):
+class WorkerConfig(Message, tag="load"):
     """Load the model, take the KV memory, answer `Ready`. Sizes in bytes; None: the worker decides."""
 
     model_path: str
@@ -312,7 +312,7 @@ class Shutdown(Message, tag="shutdown"):
 
 
 class WorkerHello(Message, tag="hello"):
-    """A worker process is up and waits for `LoadModel`."""
+    """A worker process is up and waits for `WorkerConfig`."""
 
     protocol: int
     pid: int
@@ -377,6 +377,6 @@ class WorkerFailed(Message, tag="failed"):
 
 
 ToCore: TypeAlias = Hello | Submit | Abort | Call | Ping | Goodbye
-ToFrontend: TypeAlias = Welcome | Refused | Deltas | Reply | Pong | CoreDying
-ToWorker: TypeAlias = LoadModel | StepPlan | Masks | WorkerCall | Shutdown
+ToFrontend: TypeAlias = Welcome | Refused | Deltas | CallAnswer | Pong | CoreDying
+ToWorker: TypeAlias = WorkerConfig | StepPlan | Masks | WorkerCall | Shutdown
 FromWorker: TypeAlias = WorkerHello | Progress | Ready | StepResult | WorkerReply | WorkerFailed

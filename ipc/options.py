@@ -103,9 +103,9 @@ class EngineArgs:
             name = ALIASES.get(name, name)
             if name in names:
                 known[name] = value
-            elif name not in LATER:
-                raise TypeError(unknown_option(name, names | set(LATER)))
-            elif value not in (None, LATER[name]) and value != {}:
+            elif name not in NOT_SUPPORTED_YET:
+                raise TypeError(unknown_option(name, names | set(NOT_SUPPORTED_YET)))
+            elif value not in (None, NOT_SUPPORTED_YET[name]) and value != {}:
                 raise ValueError(f"{name}={value!r} is not supported yet")
         args = cls(**known)
         args.check()
@@ -163,7 +163,7 @@ AsyncEngineArgs = EngineArgs
 ALIASES = {"num_gpu_blocks": "num_gpu_blocks_override", "policy": "scheduling_policy"}
 
 # Options of features that are not there yet, and the value each may have meanwhile.
-LATER: dict[str, Any] = {
+NOT_SUPPORTED_YET: dict[str, Any] = {
     "runner": "auto",
     "convert": "auto",
     "allowed_local_media_path": "",

@@ -31,9 +31,7 @@ if TYPE_CHECKING:
         SamplingType,
         StructuredOutputsParams,
     )
-
-__version__ = "0.1.0"
-__version_tuple__ = (0, 1, 0)
+    from pagewire.ipc.version import __version__, __version_tuple__
 
 __all__ = [
     "LLM",
@@ -87,6 +85,7 @@ _HOMES = {
         "SamplingType",
         "StructuredOutputsParams",
     ),
+    "ipc.version": ("__version__", "__version_tuple__"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

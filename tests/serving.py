@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.frontend.server.app import create_app
-from pagewire.frontend.server.listening import HTTPServer, bound, url_of
+from pagewire.frontend.server.http.uvicorn_server import HTTPServer, bound, url_of
 from pagewire.frontend.server.options import ServerOptions
 
 

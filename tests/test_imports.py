@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ ALL_SOURCES = sorted(
     path for folder in (*FOLDERS, "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")
 )
 
-# Folder to what it may import, beside itself and the bare package (its version).
+# Folder to what it may import, beside itself.
 MAY_IMPORT = {
     "cli": set(FOLDERS),
     "engine_core": {"ipc"},
@@ -33,6 +34,7 @@ MAY_IMPORT = {
     "workers": {"ipc", "kernels"},
 }
 HEAVY = {"torch", "transformers", "numpy"}
+IMPURE = {"threading", "time", "zmq"}
 
 
 def name_of(path: Path) -> str:
@@ -52,6 +54,20 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
+def module_of(path: Path) -> str:
+    return ".".join(("pagewire", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+
+
+# The public face and the demo are `pagewire` and `pagewire.demo`.
+MODULES = {module_of(path).replace("pagewire.pagewire", "pagewire"): path for path in SOURCES}
+
+
+def modules_imported(path: Path) -> set[str]:
+    """Our modules that a file imports, also where only type checkers look."""
+    ours = {name if name in MODULES else name.rpartition(".")[0] for name in imports(path)}
+    return ours & set(MODULES)
+
+
 def run_python(program: str, *args: str, cwd: Path) -> str:
     """What a fresh interpreter prints that has nothing of ours on its path but the installed package."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -68,6 +84,24 @@ def test_the_arrows_between_folders(path: Path) -> None:
     ours = [name.split(".")[1:] for name in imports(path) if name.split(".")[0] == "pagewire"]
     others = {rest[0] for rest in ours if len(rest) > 1 or rest[0] in FOLDERS}
     assert others <= MAY_IMPORT[folder] | {folder}
+
+
+def test_no_import_circles() -> None:
+    """Not even for type checkers: of two files that know each other, neither can be read alone."""
+    graph = {name: modules_imported(path) for name, path in MODULES.items()}
+    assert sum(map(len, graph.values())) > len(graph)  # they do import each other
+    TopologicalSorter(graph).prepare()
+
+
+def test_scheduling_is_pure() -> None:
+    """No clock, no threads, no sockets: neither in its files nor in what they import of ours."""
+    pending = {name for name in MODULES if name.startswith("pagewire.engine_core.schedule.")}
+    reached: set[str] = set()
+    while pending:
+        reached |= pending
+        pending = {other for name in pending for other in modules_imported(MODULES[name])} - reached
+    for name in reached:
+        assert not {imported.split(".")[0] for imported in imports(MODULES[name])} & IMPURE, name
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)

@@ -24,13 +24,13 @@ from pagewire.ipc.codec import Codec
 from pagewire.ipc.lifeline import die_with_parent
 from pagewire.ipc.messages import (
     PROTOCOL,
-    LoadModel,
     Masks,
     Progress,
     Shutdown,
     StepPlan,
     ToWorker,
     WorkerCall,
+    WorkerConfig,
     WorkerFailed,
     WorkerHello,
     WorkerReply,
@@ -40,7 +40,7 @@ from pagewire.kernels.cpu.arena import Reserve, weight_bytes
 
 if TYPE_CHECKING:
     from pagewire.workers.runner import Runner
-    from pagewire.workers.step import Step
+    from pagewire.workers.step import RunningStep
 
 LINGER_MS = 2000
 QUIET_MS = 10
@@ -106,15 +106,15 @@ def serve(connection: Connection) -> None:
     """
     connection.send(WorkerHello(PROTOCOL, os.getpid()))
     runner: Runner | None = None
-    steps: Steps | None = None
+    steps: Pipeline | None = None
     while True:
         if steps is not None and steps.running:
             message = connection.receive(until=steps.reached)
         else:
             message = connection.receive(spare=_NOTHING if runner is None else runner.spare_work)
-        if isinstance(message, LoadModel):
+        if isinstance(message, WorkerConfig):
             runner = start(connection, message)
-            steps = Steps(connection, runner)
+            steps = Pipeline(connection, runner)
         elif isinstance(message, StepPlan):
             if steps is None:
                 raise RuntimeError("a plan came before a model")
@@ -127,12 +127,12 @@ def serve(connection: Connection) -> None:
             return
 
 
-class Steps:
+class Pipeline:
     """The steps of a runner: one runs on the device, and the next is launched behind it before it is finished."""
 
     def __init__(self, connection: Connection, runner: Runner) -> None:
         self._connection, self._runner = connection, runner
-        self.running: Step | None = None
+        self.running: RunningStep | None = None
         self._idle_since = runner.device.mark()
 
     def reached(self) -> bool:
@@ -156,23 +156,23 @@ class Steps:
             self._idle_since = step.ended
 
 
-def start(connection: Connection, load: LoadModel) -> Runner:
+def start(connection: Connection, config: WorkerConfig) -> Runner:
     """Load the model, and tell what was learned. Imports torch, so late; memory for weights is taken meanwhile."""
-    reserve = reserve_weights(load)
+    reserve = reserve_weights(config)
     from pagewire.workers.runner import Runner
 
     def report(phase: str, seconds: float) -> None:
         connection.send(Progress(phase, seconds))
 
-    runner, ready = Runner.start(load, report, reserve)
+    runner, ready = Runner.start(config, report, reserve)
     connection.send(ready)
     return runner
 
 
-def reserve_weights(load: LoadModel) -> Reserve | None:
+def reserve_weights(config: WorkerConfig) -> Reserve | None:
     """Memory for the weights, where they will be packed on this machine."""
-    on_cpu = load.device == "cpu" or (load.device == "auto" and not GPU_DRIVER.exists())
-    size = weight_bytes(load.model_path) if on_cpu else 0
+    on_cpu = config.device == "cpu" or (config.device == "auto" and not GPU_DRIVER.exists())
+    size = weight_bytes(config.model_path) if on_cpu else 0
     try:
         return Reserve(size) if size else None
     except OSError:
@@ -184,7 +184,9 @@ def answer(runner: Runner | None, call: WorkerCall) -> WorkerReply:
     try:
         if runner is None:
             raise RuntimeError("no model is loaded yet")
-        return WorkerReply(call.call_id, runner.call(call.method, call.args, call.kwargs))
+        from pagewire.workers import calls  # imports torch, as the runner has by now
+
+        return WorkerReply(call.call_id, calls.call(runner, call.method, call.args, call.kwargs))
     except Exception as error:
         return WorkerReply(call.call_id, error=str(error), error_type=type(error).__name__)
 

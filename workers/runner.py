@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from pagewire.ipc.messages import LoadModel, Masks, Ready, Row, SlotInit, StepPlan, StepResult
+from pagewire.ipc.messages import Masks, Ready, Row, SlotInit, StepPlan, StepResult, WorkerConfig
 from pagewire.ipc.params import SamplingParams
 from pagewire.kernels.cpu.arena import Reserve
 from pagewire.kernels.cpu.memory import reserved
-from pagewire.workers.attention import Paged
 from pagewire.workers.batch import Batch, build_batch
-from pagewire.workers.device import Sampled, open_device
+from pagewire.workers.device.graphs import DecodeGraphs, recorded_sizes
+from pagewire.workers.device.interface import Sampled
+from pagewire.workers.device.kv_size import ledger, num_kv_blocks
+from pagewire.workers.device.open import open_device
+from pagewire.workers.device.relay import Relay
 from pagewire.workers.errors import LoadError
-from pagewire.workers.graphs import DecodeGraphs, recorded_sizes
-from pagewire.workers.loading import LoadedModel, Phases, load_model
-from pagewire.workers.memory import ledger, num_kv_blocks
-from pagewire.workers.methods import METHODS
-from pagewire.workers.relay import Relay
+from pagewire.workers.model.attention import StepContext
+from pagewire.workers.model.loading import LoadedModel, Phases, load_model
 from pagewire.workers.slots import Slots
-from pagewire.workers.step import Step
+from pagewire.workers.step import RunningStep
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -41,17 +41,17 @@ class Runner:
 
     spare_work: Iterator[None]
 
-    def __init__(self, load: LoadModel, phases: Phases, reserve: Reserve | None = None) -> None:
-        self.load, self.phases = load, phases
-        self.device = open_device(load)
+    def __init__(self, config: WorkerConfig, phases: Phases, reserve: Reserve | None = None) -> None:
+        self.config, self.phases = config, phases
+        self.device = open_device(config)
         with reserved(reserve):
-            self.loaded: LoadedModel | None = load_model(load, phases, self.device)
-        self.block_bytes = sum(shape.block_bytes(load.block_size) for shape in self.loaded.kv_shapes)
+            self.loaded: LoadedModel | None = load_model(config, phases, self.device)
+        self.block_bytes = sum(shape.block_bytes(config.block_size) for shape in self.loaded.kv_shapes)
         self.slots = Slots(
-            load.max_num_seqs, self.loaded.max_model_len, load.block_size, self.loaded.vocab_size
+            config.max_num_seqs, self.loaded.max_model_len, config.block_size, self.loaded.vocab_size
         )
-        self.sampler = self.device.sampler(load.max_num_seqs, self.loaded.vocab_size, MOST_LIKELY)
-        self.relay = Relay(load.max_num_seqs, self.device.torch_device)
+        self.sampler = self.device.sampler(config.max_num_seqs, self.loaded.vocab_size, MOST_LIKELY)
+        self.relay = Relay(config.max_num_seqs, self.device.torch_device)
         self.caches: list[tuple[Tensor, Tensor]] = []
         self.graphs: DecodeGraphs | None = None
         self.profile: Any = None
@@ -60,7 +60,7 @@ class Runner:
 
     @classmethod
     def start(
-        cls, load: LoadModel, report: Callable[[str, float], None], reserve: Reserve | None = None
+        cls, config: WorkerConfig, report: Callable[[str, float], None], reserve: Reserve | None = None
     ) -> tuple[Runner, Ready]:
         """Load, take memory and run a first step.
 
@@ -70,7 +70,7 @@ class Runner:
             LoadError: the configuration cannot work, and why.
         """
         phases = Phases(report)
-        runner = cls(load, phases, reserve)
+        runner = cls(config, phases, reserve)
         phases.end("kv")
         runner.warm_up()
         phases.end("warmup")
@@ -112,16 +112,16 @@ class Runner:
         return {**self.device.memory(), "weights": weights, "kv_cache": kv}
 
     def step(self, plan: StepPlan, masks: Callable[[], Masks | None] = lambda: None) -> StepResult:
-        """Run a plan to its end: every row's tokens in one batch, then sample. See `launch` and `Step.sample`."""
+        """Run a plan to its end: all rows in one batch, then sample. See `launch` and `RunningStep.sample`."""
         step = self.launch(plan)
         step.sample(masks)
         return step.finish()
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Step:
+    def launch(self, plan: StepPlan) -> RunningStep:
         """Start a plan. Tokens that the step before is still drawing are taken from the device."""
         self.slots.apply(plan)
-        step = Step(self, plan, self.device.mark())
+        step = RunningStep(self, plan, self.device.mark())
         if plan.rows:
             step.run(*self._run(plan))
         return step
@@ -144,23 +144,13 @@ class Runner:
 
     def _forward(self, batch: Batch) -> Tensor:
         input_ids = self.relay.fill(batch.input_ids) if batch.has_unseen else batch.input_ids
-        paged = Paged(batch.attention, self.caches)
+        paged = StepContext(batch.attention, self.caches)
         return self.model.model.hidden_states(input_ids, batch.positions, paged)
 
     def keep_tokens(self, slots: Tensor, sampled: Sampled) -> None:
         """Let the next step run them, even if it is launched before anyone has seen them."""
         if self.device.asynchronous:
             self.relay.keep(slots, sampled.token_ids.to(self.device.torch_device))
-
-    def call(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Run one of `methods.METHODS`.
-
-        Raises:
-            ValueError: no such method. Others: whatever the method raises.
-        """
-        if method not in METHODS:
-            raise ValueError(f"the worker has no method {method!r}; it has {', '.join(sorted(METHODS))}")
-        return METHODS[method](self, *args, **kwargs)
 
     def allocate_kv(self) -> None:
         """Take KV memory, zeroed.
@@ -174,7 +164,7 @@ class Runner:
     def warm_up(self) -> None:
         """Do once what no request shall pay for: run a token, and record graphs. Writes nowhere that matters."""
         self._run_alone([1], SamplingParams(temperature=0.0))
-        if not self.load.enforce_eager and self.model.is_stack and self.device.can_record(self.model.dtype):
+        if not self.config.enforce_eager and self.model.is_stack and self.device.can_record(self.model.dtype):
             self._record_graphs()
         for k, v in self.caches:
             k[0].zero_()
@@ -188,7 +178,7 @@ class Runner:
     def _allocate(self, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
         try:
             return [
-                shape.allocate(num_blocks, self.load.block_size, self.device)
+                shape.allocate(num_blocks, self.config.block_size, self.device)
                 for shape in self.model.kv_shapes
             ]
         except OSError as error:
@@ -198,16 +188,16 @@ class Runner:
 
     @torch.inference_mode()
     def _record_graphs(self) -> None:
-        load = self.load
-        max_blocks = -(-self.model.max_model_len // load.block_size)
-        sizes = recorded_sizes(min(load.max_num_seqs, load.max_num_batched_tokens))
-        self.graphs = DecodeGraphs(self.device, self._forward, sizes, max_blocks, load.block_size)
+        config = self.config
+        max_blocks = -(-self.model.max_model_len // config.block_size)
+        sizes = recorded_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
+        self.graphs = DecodeGraphs(self.device, self._forward, sizes, max_blocks, config.block_size)
         self.graphs.record()
         logger.info("recorded steps of %s requests", ", ".join(map(str, sizes)))
 
     def _run_alone(self, lengths: Sequence[int], params: SamplingParams) -> None:
         """Run prompts of these lengths in one step and forget them; all are kept in KV block 0."""
-        size = self.load.block_size
+        size = self.config.block_size
         inits = [
             SlotInit(slot, [0] * length, length, [0] * -(-length // size), params, 0)
             for slot, length in enumerate(lengths)
@@ -218,13 +208,13 @@ class Runner:
 
     def _run_widest(self) -> None:
         """Steps of the largest sizes, with all that may be asked of the sampler."""
-        load, longest = self.load, self.model.max_model_len
+        config, longest = self.config, self.model.max_model_len
         self.caches = self._allocate(1)
-        num_long, rest = divmod(load.max_num_batched_tokens, longest)
-        prompts = [*[longest] * num_long, *([rest] if rest else [])][: load.max_num_seqs]
+        num_long, rest = divmod(config.max_num_batched_tokens, longest)
+        prompts = [*[longest] * num_long, *([rest] if rest else [])][: config.max_num_seqs]
         params = SamplingParams(top_k=2, top_p=0.5, logprobs=MOST_LIKELY)
         self._run_alone(prompts, params)
-        self._run_alone([1] * min(load.max_num_seqs, load.max_num_batched_tokens), params)
+        self._run_alone([1] * min(config.max_num_seqs, config.max_num_batched_tokens), params)
         self.caches = []
 
     def span(self, name: str) -> AbstractContextManager[object]:
@@ -232,5 +222,5 @@ class Runner:
         return nullcontext() if self.profile is None else record_function(f"pagewire.{name}")
 
     def _size_kv(self, loaded: LoadedModel) -> int:
-        budget = self.device.kv_budget(self.load, loaded.vocab_size, self._run_widest)
-        return num_kv_blocks(self.load, loaded.max_model_len, self.block_bytes, budget)
+        budget = self.device.kv_budget(self.config, loaded.vocab_size, self._run_widest)
+        return num_kv_blocks(self.config, loaded.max_model_len, self.block_bytes, budget)

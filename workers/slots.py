@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagewire.ipc.messages import Row, SlotInit, StepPlan
-from pagewire.workers.sampler import SamplingSlot
+from pagewire.workers.sample.sampler import SamplingSlot
 
 
 class Slots:

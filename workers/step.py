@@ -8,21 +8,39 @@ grammars need it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pagewire.ipc.messages import LogprobRows, Masks, Row, StepPlan, StepResult
 from pagewire.workers.batch import Batch
-from pagewire.workers.device import Mark, Sampled
-from pagewire.workers.masks import TokenMasks
-from pagewire.workers.memory import LOGIT_CHUNK
-from pagewire.workers.sampler import SampleOutput, SamplingSlot, logprob_rows
+from pagewire.workers.device.interface import Device, Mark, Sampled, Sampler
+from pagewire.workers.device.kv_size import LOGIT_CHUNK
+from pagewire.workers.model.loading import LoadedModel
+from pagewire.workers.sample.masks import TokenMasks
+from pagewire.workers.sample.sampler import SampleOutput, SamplingSlot, logprob_rows
+from pagewire.workers.slots import Slots
 
-if TYPE_CHECKING:
-    from pagewire.workers.runner import Runner
+
+class ModelOnDevice(Protocol):
+    """The part of a runner that its steps need."""
+
+    slots: Slots
+    device: Device
+    sampler: Sampler
+
+    @property
+    def model(self) -> LoadedModel:
+        """The loaded model."""
+
+    def span(self, name: str) -> AbstractContextManager[object]:
+        """A part of a step in a profile."""
+
+    def keep_tokens(self, slots: Tensor, sampled: Sampled) -> None:
+        """Let the next step run them, even if it is launched before anyone has seen them."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +55,10 @@ class AskedPrompt:
     num_most_likely: int
 
 
-class Step:
+class RunningStep:
     """One plan. Made by `Runner.launch`: the model's work is under way."""
 
-    def __init__(self, runner: Runner, plan: StepPlan, begun: Mark) -> None:
+    def __init__(self, runner: ModelOnDevice, plan: StepPlan, begun: Mark) -> None:
         self._runner, self.plan, self._begun = runner, plan, begun
         self._ended = begun
         self._sampled: Sampled | None = None

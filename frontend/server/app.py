@@ -10,27 +10,29 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
 from pagewire.frontend.async_llm import AsyncLLM
-from pagewire.frontend.server import (
-    admin,
-    chat,
-    completions,
-    models,
-    monitoring,
-    openapi,
-    responses,
-    tokenization,
-)
-from pagewire.frontend.server.errors import APIError
-from pagewire.frontend.server.front import middleware
-from pagewire.frontend.server.openapi import Operation
+from pagewire.frontend.server.http import openapi
+from pagewire.frontend.server.http.errors import APIError
+from pagewire.frontend.server.http.json_response import on_error, on_http_error
+from pagewire.frontend.server.http.middleware import middleware
+from pagewire.frontend.server.http.openapi import Operation
+from pagewire.frontend.server.openai import chat, completions, models, tokenization
+from pagewire.frontend.server.operate import admin, monitoring
 from pagewire.frontend.server.options import ServerOptions
 from pagewire.frontend.server.page import page_routes
-from pagewire.frontend.server.responding import on_error, on_http_error
+from pagewire.frontend.server.responses import routes as responses
 from pagewire.frontend.server.service import Service
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError
 
 # Exceptions with an answer; Exception itself is answered, too, and logged with its traceback.
-TOLD = (APIError, EngineDeadError, EngineBusyError, ValueError, TypeError, msgspec.MsgspecError, Exception)
+ANSWERED = (
+    APIError,
+    EngineDeadError,
+    EngineBusyError,
+    ValueError,
+    TypeError,
+    msgspec.MsgspecError,
+    Exception,
+)
 FAMILIES = (completions, chat, responses, models, tokenization, monitoring, admin)
 
 
@@ -48,7 +50,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> Starle
     app = Starlette(
         routes=[*routes, *page_routes()],
         middleware=middleware(options),
-        exception_handlers={HTTPException: on_http_error, **dict.fromkeys(TOLD, on_error)},
+        exception_handlers={HTTPException: on_http_error, **dict.fromkeys(ANSWERED, on_error)},
     )
     app.router.redirect_slashes = False  # a path with a slash too many is another path
     app.state.service = service

@@ -9,8 +9,8 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-from pagewire.frontend.server.tools.choice import PARSERS
-from pagewire.frontend.server.tools.reasoning import BEGUN
+from pagewire.frontend.server.parsing.choice import PARSERS
+from pagewire.frontend.server.parsing.reasoning import BEGUN
 from pagewire.ipc.options import check_types, option
 from pagewire.ipc.params import check_int, check_number
 

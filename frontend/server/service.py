@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.frontend.inputs import default_sampling_params
-from pagewire.frontend.server.errors import APIError
+from pagewire.frontend.server.http.errors import APIError
+from pagewire.frontend.server.http.exchange import Exchange
 from pagewire.frontend.server.options import ServerOptions
-from pagewire.frontend.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from pagewire.frontend.server.exchange import Exchange
+from pagewire.frontend.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

@@ -17,8 +17,8 @@ import aiohttp
 import msgspec
 
 from pagewire import AsyncLLM
-from pagewire.frontend.chat import chat_prompt
 from pagewire.frontend.inputs import default_sampling_params
+from pagewire.frontend.text.chat_template import chat_prompt
 
 TOPICS = ("list", "tuple", "class", "module", "import", "with", "yield", "lambda", "assert", "string", "é😀")
 STOPS = (None, None, [" the"], ["\n", "e i"], ["."])

@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagewire import LLM, SamplingParams
-from pagewire.frontend.server.metrics import exposition
+from pagewire.frontend.server.operate.metrics import exposition
 from pagewire.ipc.params import StructuredOutputsParams
 
 # Bounds that dashboards may ask for; ours may be finer, and go further.
@@ -217,7 +217,11 @@ def test_every_frontend_is_told_the_same(llm: LLM) -> None:
 
 
 def test_the_dashboard_asks_for_what_there_is() -> None:
-    text = resources.files("pagewire.frontend.server").joinpath("grafana.json").read_text(encoding="utf-8")
+    text = (
+        resources.files("pagewire.frontend.server.operate")
+        .joinpath("grafana.json")
+        .read_text(encoding="utf-8")
+    )
     panels = json.loads(text)["panels"]
     queries = [target["expr"] for panel in panels for target in panel.get("targets", ())]
     known = {*GAUGES, *COUNTERS} | {

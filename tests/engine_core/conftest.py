@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 import zmq
 
-from pagewire.engine_core.clients import Clients
+from pagewire.engine_core.clients.clients import Clients
 from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.core import EngineCore
-from pagewire.engine_core.workers import Worker
+from pagewire.engine_core.workers.process import Worker
 from pagewire.ipc.codec import Codec
 from pagewire.ipc.messages import (
     PROTOCOL,
     Call,
+    CallAnswer,
     Deltas,
     Hello,
     Ping,
     Pong,
-    Reply,
+    Request,
     Submit,
-    SubmitRequest,
     ToFrontend,
     TokenDelta,
     Welcome,
@@ -70,7 +70,7 @@ class RawFrontend:
 
     def submit(self, key: int, prompt: list[int], seed: int = 7, **params: Any) -> None:
         params.setdefault("max_tokens", 8)
-        request = SubmitRequest(key, f"r{key}", prompt, SamplingParams(**params), seed, eos_token_id=999)
+        request = Request(key, f"r{key}", prompt, SamplingParams(**params), seed, eos_token_id=999)
         self.say(Submit([request]))
 
     def take(self, message: ToFrontend) -> None:
@@ -88,11 +88,11 @@ class RawFrontend:
         while not all(place in self.ends for place in places):
             self.take(self.hear())
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Reply:
+    def call(self, method: str, *args: Any, **kwargs: Any) -> CallAnswer:
         self.say(Call(1, method, list(args), kwargs))
         while True:
             message = self.hear()
-            if isinstance(message, Reply):
+            if isinstance(message, CallAnswer):
                 return message
             self.take(message)
 
@@ -112,7 +112,7 @@ class RunningCore:
         self.address = address
         self.clients = Clients(bind_router(self.context, address), silence)
         config = EngineConfig(args, folder, {}, 999)
-        worker = Worker(self.context, config.load_message(), [*FAKE_WORKER, *worker_options])
+        worker = Worker(self.context, config.worker_config(), [*FAKE_WORKER, *worker_options])
         self.core = EngineCore(config, worker, self.clients)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)

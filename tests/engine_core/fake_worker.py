@@ -19,7 +19,6 @@ from pagewire.ipc.codec import Codec
 from pagewire.ipc.lifeline import die_with_parent
 from pagewire.ipc.messages import (
     PROTOCOL,
-    LoadModel,
     Masks,
     Ready,
     Shutdown,
@@ -27,6 +26,7 @@ from pagewire.ipc.messages import (
     StepResult,
     ToWorker,
     WorkerCall,
+    WorkerConfig,
     WorkerFailed,
     WorkerHello,
     WorkerReply,
@@ -114,7 +114,7 @@ def main() -> None:
     send(socket, codec.encode(WorkerHello(PROTOCOL, os.getpid())))
     while True:
         message = early.pop(0) if early else codec.decode(receive(socket))
-        if isinstance(message, LoadModel):
+        if isinstance(message, WorkerConfig):
             if options.refuse:
                 send(socket, codec.encode(WorkerFailed(options.refuse, fatal=True)))
                 socket.close(500)

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pagewire.engine_core.request import sequence_seed
+from pagewire.engine_core.schedule.sequence import sequence_seed
 from pagewire.ipc.messages import PROTOCOL, Abort, CoreDying, Goodbye, Hello, Refused
 from pagewire.ipc.params import SamplingParams
 
@@ -231,13 +231,13 @@ def test_a_slow_reader_gets_everything_in_the_end(
 
 
 def test_resubmitted_requests_go_on_where_they_were(start_core: Callable) -> None:
-    from pagewire.ipc.messages import Submit, SubmitRequest
+    from pagewire.ipc.messages import Request, Submit
 
     frontend = start_core().frontend()
     frontend.attach()
     expected = roll_out([8, 8], 10)
     params = SamplingParams(max_tokens=10)
-    frontend.say(Submit([SubmitRequest(1, "r", [8, 8], params, 7, output_token_ids=[expected[:4]])]))
+    frontend.say(Submit([Request(1, "r", [8, 8], params, 7, output_token_ids=[expected[:4]])]))
     frontend.finish((1, 0))
     assert frontend.outputs[1, 0] == expected[4:]
 

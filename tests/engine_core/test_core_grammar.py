@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from pagewire.engine_core import core as core_module
-from pagewire.ipc.messages import Abort, Submit, SubmitRequest
+from pagewire.ipc.messages import Abort, Request, Submit
 from pagewire.ipc.params import SamplingParams
 
 from .conftest import RawFrontend
@@ -203,7 +203,7 @@ def test_a_request_goes_on_from_the_tokens_it_has(start_core: Callable, folder: 
     choice = {"choice": ["700,800,900,"]}
     for key, done in ((1, [700, 800]), (2, [700, 801])):
         params = SamplingParams(max_tokens=9, structured_outputs=choice)  # type: ignore[arg-type]
-        request = SubmitRequest(key, "r", [1], params, 7, EOS, output_token_ids=[done])
+        request = Request(key, "r", [1], params, 7, EOS, output_token_ids=[done])
         frontend.say(Submit([request]))
     frontend.finish((1, 0), (2, 0))
     assert text_of(frontend.outputs[1, 0]) == "900," and frontend.ends[1, 0].finish_reason == "stop"

@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 import zmq
 
-from pagewire.frontend.tokenizer import Tokenizer, load_tokenizer
+from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from pagewire.ipc.codec import Codec
 from pagewire.ipc.messages import (
     PROTOCOL,
     Call,
+    CallAnswer,
     Deltas,
     EngineInfo,
     Hello,
     Ping,
     Pong,
     Refused,
-    Reply,
+    Request,
     Submit,
-    SubmitRequest,
     ToCore,
     TokenDelta,
     Welcome,
@@ -52,11 +52,11 @@ class FakeCore:
         self.auto = False
         self.welcomes = True
         self.pongs = True
-        self.answer: Callable[[SubmitRequest, int], list[int]] = lambda request, index: [2, 3, 4]
+        self.answer: Callable[[Request, int], list[int]] = lambda request, index: [2, 3, 4]
         self.reason = "length"  # that answers end for
         self.calls: dict[str, Callable[..., Any]] = {}
         self.seen: queue.Queue[Any] = queue.Queue()
-        self.submitted: dict[int, SubmitRequest] = {}
+        self.submitted: dict[int, Request] = {}
         self.client = b""
         self._outbox: queue.Queue[Any] = queue.Queue()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -125,13 +125,13 @@ class FakeCore:
         elif self.welcomes:
             self._reply(Welcome(self.info, "0", ping_seconds=0.05))
 
-    def _called(self, call: Call) -> Reply:
+    def _called(self, call: Call) -> CallAnswer:
         try:
-            return Reply(call.call_id, self.calls[call.method](*call.args, **call.kwargs))
+            return CallAnswer(call.call_id, self.calls[call.method](*call.args, **call.kwargs))
         except Exception as error:
-            return Reply(call.call_id, error=str(error), error_type=type(error).__name__)
+            return CallAnswer(call.call_id, error=str(error), error_type=type(error).__name__)
 
-    def _generate(self, requests: list[SubmitRequest]) -> None:
+    def _generate(self, requests: list[Request]) -> None:
         """All requests token by token, in steps, as a core would."""
         rows = [
             (request.key, index, self.answer(request, index))

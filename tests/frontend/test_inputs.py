@@ -20,7 +20,7 @@ from pagewire.frontend.inputs import (
     params_for,
     prompts_of,
 )
-from pagewire.frontend.tokenizer import Tokenizer
+from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.codec import Codec
 from pagewire.ipc.messages import EngineInfo, Submit, ToCore
 from pagewire.ipc.params import SamplingParams

@@ -10,21 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagewire.frontend.logprobs import FlatLogprobs
 from pagewire.frontend.outputs import CompletionOutput, Outputs, RequestOutput, RequestState
-from pagewire.frontend.tokenizer import Tokenizer
-from pagewire.ipc.messages import RequestTiming, SubmitRequest, TokenDelta
+from pagewire.frontend.text.logprobs import FlatLogprobs
+from pagewire.frontend.text.tokenizer import Tokenizer
+from pagewire.ipc.messages import Request, RequestTiming, TokenDelta
 from pagewire.ipc.params import RequestOutputKind, SamplingParams
 
 from . import trained
-from .test_logprobs import rows
+from .text.test_logprobs import rows
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 PROMPT = [5, 6, 7]
 
 
 def new_state(tokenizer: Tokenizer | None, key: int = 0, **params: Any) -> RequestState:
-    request = SubmitRequest(key, f"r{key}", PROMPT, SamplingParams(**{"max_tokens": 1000, **params}), seed=0)
+    request = Request(key, f"r{key}", PROMPT, SamplingParams(**{"max_tokens": 1000, **params}), seed=0)
     return RequestState(request, "prompt", tokenizer)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from pagewire.frontend.session import Inbox, Session
 from pagewire.ipc.errors import EngineDeadError
-from pagewire.ipc.messages import EngineInfo, Submit, SubmitRequest
+from pagewire.ipc.messages import EngineInfo, Request, Submit
 from pagewire.ipc.params import SamplingParams
 
 from .conftest import FakeCore
@@ -38,7 +38,7 @@ def attach(tmp_path: Path) -> Iterator[Callable[[float], Session]]:
         session.close()
 
 
-def begin(session: Session, core: FakeCore, inbox: Inbox) -> SubmitRequest:
+def begin(session: Session, core: FakeCore, inbox: Inbox) -> Request:
     """A request that has got two tokens."""
     params = SamplingParams(max_tokens=4, temperature=0.0)
     session.submit([session.prepare({"prompt_token_ids": [5, 6]}, params, "a request")], inbox)

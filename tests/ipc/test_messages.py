@@ -15,13 +15,13 @@ from pagewire.ipc.codec import FORMATS, INLINE_BYTES, ITEM_SIZES, MAX_FRAMES, Bu
 from pagewire.ipc.errors import ProtocolError
 from pagewire.ipc.messages import (
     Call,
+    CallAnswer,
     Hello,
     LogprobRows,
     Ping,
-    Reply,
+    Request,
     StepResult,
     Submit,
-    SubmitRequest,
     ToCore,
     ToFrontend,
 )
@@ -68,7 +68,7 @@ def test_round_trip(name: str, kind: type, data: st.DataObject) -> None:
 @given(st.lists(tensors(), max_size=4))
 @relaxed
 def test_large_tensors_have_frames_of_their_own(arrays: list[Tensor]) -> None:
-    reply = Reply(call_id=1, result=arrays)
+    reply = CallAnswer(call_id=1, result=arrays)
     frames = Codec(ToFrontend).encode(reply)
     assert frames[1:] == [t.data for t in arrays if len(t.data) >= INLINE_BYTES]
     assert len(frames[0]) < 100 + len(arrays) * (INLINE_BYTES + 50)
@@ -141,9 +141,9 @@ def test_a_message_of_another_direction_is_refused() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Submit([SubmitRequest(1, "r", [1], SamplingParams(), seed=2**64)]),
-        Submit([SubmitRequest(1, "r", [2**64], SamplingParams(), seed=0)]),
-        Submit([SubmitRequest(-(2**63) - 1, "r", [1], SamplingParams(), seed=0)]),
+        Submit([Request(1, "r", [1], SamplingParams(), seed=2**64)]),
+        Submit([Request(1, "r", [2**64], SamplingParams(), seed=0)]),
+        Submit([Request(-(2**63) - 1, "r", [1], SamplingParams(), seed=0)]),
         Call(1, "m", [2**64]),
     ],
     ids=["seed", "token id", "key", "argument"],

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.ipc.options import LATER, AsyncEngineArgs, EngineArgs, env_float
+from pagewire.ipc.options import NOT_SUPPORTED_YET, AsyncEngineArgs, EngineArgs, env_float
 
 DEFAULTS = {
     "model": "demo",
@@ -72,9 +72,9 @@ def test_an_option_like_no_other() -> None:
     assert str(caught.value) == "unknown option 'zzzzzz'"
 
 
-@pytest.mark.parametrize("name", sorted(LATER))
+@pytest.mark.parametrize("name", sorted(NOT_SUPPORTED_YET))
 def test_later_features_take_their_defaults_and_nothing_else(name: str) -> None:
-    EngineArgs.from_kwargs({name: LATER[name]})
+    EngineArgs.from_kwargs({name: NOT_SUPPORTED_YET[name]})
     EngineArgs.from_kwargs({name: None})
     with pytest.raises(ValueError, match=f"{name}='something else' is not supported yet"):
         EngineArgs.from_kwargs({name: "something else"})

@@ -16,7 +16,7 @@ import zmq.auth
 
 from pagewire.ipc import sockets
 from pagewire.ipc.codec import INLINE_BYTES, MAX_MESSAGE_BYTES, Codec, Tensor
-from pagewire.ipc.messages import LogprobRows, Reply, StepResult
+from pagewire.ipc.messages import CallAnswer, LogprobRows, StepResult
 from pagewire.ipc.sockets import (
     MAX_IPC_PATH,
     SEND_HIGH_WATER,
@@ -283,12 +283,12 @@ def test_tensors_travel_both_ways(address: str, context: zmq.Context[Any], num_v
 
 
 def test_messages_keep_their_order(address: str, context: zmq.Context[Any]) -> None:
-    codec: Codec[Reply] = Codec(Reply)
+    codec: Codec[CallAnswer] = Codec(CallAnswer)
     with bind_router(context, address) as router, connect_dealer(context, address, b"me") as dealer:
         for i in range(100):
-            send(dealer, codec.encode(Reply(i, b"x" * 100 * i)))
+            send(dealer, codec.encode(CallAnswer(i, b"x" * 100 * i)))
         replies = [codec.decode(hear(router)[1:]) for _ in range(100)]
-    assert replies == [Reply(i, b"x" * 100 * i) for i in range(100)]
+    assert replies == [CallAnswer(i, b"x" * 100 * i) for i in range(100)]
 
 
 def test_nothing_there(address: str, context: zmq.Context[Any]) -> None:

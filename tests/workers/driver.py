@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pagewire.ipc.messages import LoadModel, LogprobRows, Ready, Row, SlotInit, StepPlan, StepResult
+from pagewire.ipc.messages import LogprobRows, Ready, Row, SlotInit, StepPlan, StepResult, WorkerConfig
 from pagewire.ipc.params import SamplingParams
 from pagewire.workers.runner import Runner
 
@@ -17,7 +17,7 @@ GREEDY = SamplingParams(temperature=0.0)
 def load_runner(folder: Path, **fields: Any) -> tuple[Runner, Ready]:
     """A runner of small sizes."""
     sizes: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 8, "num_blocks": 64, "block_size": 4}
-    return Runner.start(LoadModel(str(folder), **(sizes | {"num_threads": 1} | fields)), lambda *_: None)
+    return Runner.start(WorkerConfig(str(folder), **(sizes | {"num_threads": 1} | fields)), lambda *_: None)
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Driver:
             if n == 0:
                 break
             budget -= n
-            needed = -(-(s.computed + n) // self.runner.load.block_size) - s.num_blocks
+            needed = -(-(s.computed + n) // self.runner.config.block_size) - s.num_blocks
             blocks = [self.free.pop() for _ in range(needed)]
             s.num_blocks += needed
             asked = s.params.prompt_logprobs is not None

@@ -16,7 +16,6 @@ from pagewire.ipc.lifeline import Child
 from pagewire.ipc.messages import (
     PROTOCOL,
     FromWorker,
-    LoadModel,
     Masks,
     Progress,
     Ready,
@@ -26,6 +25,7 @@ from pagewire.ipc.messages import (
     StepPlan,
     StepResult,
     WorkerCall,
+    WorkerConfig,
     WorkerFailed,
     WorkerHello,
     WorkerReply,
@@ -73,8 +73,8 @@ def core(tmp_path: Path) -> Iterator[Core]:
     core.context.term()
 
 
-def load_message(folder: Path) -> LoadModel:
-    return LoadModel(str(folder), max_model_len=64, max_num_seqs=4, num_blocks=32, num_threads=1)
+def load_message(folder: Path) -> WorkerConfig:
+    return WorkerConfig(str(folder), max_model_len=64, max_num_seqs=4, num_blocks=32, num_threads=1)
 
 
 def test_a_life(core: Core, llama: Path) -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from pagewire.ipc.messages import Row, SlotInit, StepPlan
 from pagewire.ipc.params import SamplingParams
 from pagewire.workers.batch import build_batch
+from pagewire.workers.calls import call
 from pagewire.workers.runner import Runner
 from pagewire.workers.slots import Slots
 
@@ -131,48 +132,48 @@ def test_an_empty_plan_and_timing(runner: Runner) -> None:
 
 
 def test_methods(runner: Runner) -> None:
-    assert runner.call("ping", [], {}) == "pong"
-    assert runner.call("memory", [], {})["kv_cache"] == 64 * runner.block_bytes
-    info = runner.call("model_info", [], {})
+    assert call(runner, "ping", [], {}) == "pong"
+    assert call(runner, "memory", [], {})["kv_cache"] == 64 * runner.block_bytes
+    info = call(runner, "model_info", [], {})
     assert (info["architecture"], info["num_layers"], info["forward"]) == (
         "LlamaForCausalLM",
         2,
         "DecoderStack",
     )
     with pytest.raises(ValueError, match="no method 'rm'; it has memory, model_info, ping"):
-        runner.call("rm", [], {})
+        call(runner, "rm", [], {})
 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_gives_memory_back_and_wake_up_takes_it(runner: Runner, level: int) -> None:
     prompts = make_prompts(VOCAB_SIZE)
     before = Driver(runner).generate(prompts, 4)
-    runner.call("sleep", [level], {})
-    asleep = runner.call("memory", [], {})
+    call(runner, "sleep", [level], {})
+    asleep = call(runner, "memory", [], {})
     assert asleep["kv_cache"] == 0
     assert (asleep["weights"] == 0) == (level == 2)
-    runner.call("wake_up", [["weights"]], {})
+    call(runner, "wake_up", [["weights"]], {})
     assert runner.memory()["weights"] > 0
-    runner.call("wake_up", [], {})
+    call(runner, "wake_up", [], {})
     assert Driver(runner).generate(prompts, 4) == before
 
 
 def test_sleep_levels_and_tags_are_checked(runner: Runner) -> None:
     with pytest.raises(ValueError, match="level must be 1 or 2"):
-        runner.call("sleep", [3], {})
+        call(runner, "sleep", [3], {})
     with pytest.raises(ValueError, match="not lunch"):
-        runner.call("wake_up", [["lunch"]], {})
+        call(runner, "wake_up", [["lunch"]], {})
 
 
 def test_profile(runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEWIRE_TORCH_PROFILER_DIR", str(tmp_path / "traces"))
     with pytest.raises(RuntimeError, match="start_profile"):
-        runner.call("stop_profile", [], {})
-    runner.call("start_profile", [], {})
+        call(runner, "stop_profile", [], {})
+    call(runner, "start_profile", [], {})
     with pytest.raises(RuntimeError, match="already"):
-        runner.call("start_profile", [], {})
+        call(runner, "start_profile", [], {})
     Driver(runner).generate([[1, 2, 3]], 2)
-    trace = json.loads(Path(runner.call("stop_profile", [], {})).read_text())
+    trace = json.loads(Path(call(runner, "stop_profile", [], {})).read_text())
     names = {event.get("name") for event in trace["traceEvents"]}
     assert names >= {"pagewire.model", "pagewire.logits", "pagewire.sample"}
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from pagewire.ipc.params import SamplingParams
 from pagewire.kernels.cuda import sampling as cuda
 from pagewire.kernels.sampling import token_masses
-from pagewire.workers.device_sampler import DeviceSampler
-from pagewire.workers.logprobs import logprobs_of
-from pagewire.workers.masks import TokenMasks
-from pagewire.workers.sampler import SampleOutput, SamplingSlot, sample
+from pagewire.workers.sample.device_sampler import DeviceSampler
+from pagewire.workers.sample.logprobs import logprobs_of
+from pagewire.workers.sample.masks import TokenMasks
+from pagewire.workers.sample.sampler import SampleOutput, SamplingSlot, sample
 from tests.kernels.cuda.emulate import ORDERS, EmulatedDevice
 from tests.kernels.cuda.emulate.memory import guarded
 from tests.kernels.cuda.emulate.worker import EmulatedCuda

@@ -14,9 +14,9 @@ import torch
 
 from pagewire.kernels.cuda.sampling import SOURCE, variant
 from pagewire.kernels.cuda.source import Variant
-from pagewire.workers.device_sampler import DeviceSampler
-from pagewire.workers.masks import TokenMasks
-from pagewire.workers.sampler import SamplingSlot, sample
+from pagewire.workers.sample.device_sampler import DeviceSampler
+from pagewire.workers.sample.masks import TokenMasks
+from pagewire.workers.sample.sampler import SamplingSlot, sample
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedDevice, EmulationError
 from tests.kernels.cuda.emulate.library import load
 from tests.kernels.cuda.emulate.worker import EmulatedCuda

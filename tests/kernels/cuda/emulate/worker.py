@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagewire.ipc.messages import LoadModel
+from pagewire.ipc.messages import WorkerConfig
 from pagewire.kernels import dispatch
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.norms import DTYPES
-from pagewire.workers.cuda import Cuda
+from pagewire.workers.device.cuda import Cuda
 from tests.kernels.cuda.emulate.device import EmulatedDevice
 
 
@@ -74,7 +74,7 @@ class EmulatedCuda(Cuda):
 
         return replay
 
-    def kv_budget(self, load: LoadModel, vocab_size: int, widest_step: Callable[[], object]) -> int:
+    def kv_budget(self, config: WorkerConfig, vocab_size: int, widest_step: Callable[[], object]) -> int:
         widest_step()
         return 0
 

@@ -1,0 +1,64 @@
+"""Requests to an ASGI application in this process, without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp, Message
+
+from pagewire.cli.batch.lines import Post, Response
+
+
+def poster(app: ASGIApp, key: str | None = None) -> Post:
+    """What posts JSON to paths of the application; `key` is shown to it, should it want one."""
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    if key is not None:
+        headers.append((b"authorization", b"Bearer " + key.encode()))
+
+    async def post(path: str, body: bytes) -> Response:
+        return await exchange(app, path, body, headers)
+
+    return post
+
+
+async def exchange(app: ASGIApp, path: str, body: bytes, headers: list[tuple[bytes, bytes]]) -> Response:
+    """One request, and its whole answer. Cancelled, the application learns that its client has left."""
+    scope: dict[str, Any] = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [*headers, (b"content-length", str(len(body)).encode())],
+        "client": None,
+        "server": ("localhost", None),
+        "state": {},
+    }
+    incoming: asyncio.Queue[Message] = asyncio.Queue()
+    incoming.put_nowait({"type": "http.request", "body": body, "more_body": False})
+    status, request_id, content = 500, b"", bytearray()
+
+    async def send(message: Message) -> None:
+        nonlocal status, request_id
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            request_id = {name.lower(): value for name, value in message["headers"]}.get(b"x-request-id", b"")
+        else:
+            content.extend(message.get("body", b""))
+
+    await app(scope, incoming.get, send)
+    return Response(status, request_id.decode("latin-1"), as_json(bytes(content)))
+
+
+def as_json(content: bytes) -> msgspec.Raw:
+    """A body in one line; one that is no JSON becomes the message of an error."""
+    try:
+        return msgspec.Raw(msgspec.json.format(content, indent=-1))
+    except msgspec.DecodeError:
+        return msgspec.Raw(msgspec.json.encode({"error": {"message": content.decode(errors="replace")}}))

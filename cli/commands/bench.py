@@ -1,0 +1,115 @@
+"""`pagewire bench`: throughput of many requests, latency of one, load on a server (`bench_serve.py`).
+
+The first two print one JSON object per run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+from pagewire.cli.commands import bench_serve
+from pagewire.cli.options import UsageError, add_attach_options, add_engine_options, positive
+
+if TYPE_CHECKING:
+    from pagewire.frontend.async_llm import AsyncLLM
+
+DESCRIPTION = "Random token prompts, greedy, past the end of sequence; the median of the runs counts."
+WARM_UP_TOKENS = 8
+LOWEST_ID = 10  # below are special tokens in most vocabularies
+
+
+def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the commands."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure speed",
+        description="Measure an engine, or a server.",
+    )
+    kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
+    for name, text, count in (
+        ("latency", "one request: time to first token, time per token", 1),
+        ("throughput", "many requests at once: tokens per second", 32),
+    ):
+        kind = kinds.add_parser(name, help=text, description=f"Measure {text}. {DESCRIPTION}")
+        for flag, default, meaning in (
+            ("--num-prompts", count, "requests at once"),
+            ("--input-len", 128, "tokens per prompt"),
+            ("--output-len", 128, "tokens to generate"),
+            ("--num-runs", 3, "runs after a warm-up"),
+        ):
+            kind.add_argument(
+                flag, type=positive, default=default, metavar="INT", help=f"{meaning} (default: {default})"
+            )
+        add_attach_options(kind)
+        add_engine_options(kind)
+        kind.set_defaults(run=run)
+    bench_serve.register(kinds)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Warm up, measure, print each run and the medians."""
+    from pagewire.cli.engine import opened
+    from pagewire.frontend import async_llm
+
+    begin = time.perf_counter()
+    with opened(options) as engine:
+        if options.input_len + options.output_len > engine.info.max_model_len:
+            raise UsageError(f"--input-len and --output-len exceed max_model_len={engine.info.max_model_len}")
+        print(json.dumps({"start_s": round(time.perf_counter() - begin, 3)}), flush=True)
+        runs = async_llm.run(measure(engine, options))
+    medians = {name: statistics.median(one[name] for one in runs) for name in runs[0]}
+    print(json.dumps({"median": medians}))
+    return 0
+
+
+async def measure(engine: AsyncLLM, options: argparse.Namespace) -> list[dict[str, float]]:
+    """One dict of figures per run."""
+    rng = random.Random(0)
+    await batch(engine, rng, 2, options.input_len, min(WARM_UP_TOKENS, options.output_len))
+    runs = []
+    for _ in range(options.num_runs):
+        runs.append(await batch(engine, rng, options.num_prompts, options.input_len, options.output_len))
+        print(json.dumps(runs[-1]), flush=True)
+    return runs
+
+
+async def batch(
+    engine: AsyncLLM, rng: random.Random, count: int, num_in: int, num_out: int
+) -> dict[str, float]:
+    """Send `count` random prompts at once and wait for all; seconds, tokens per second, milliseconds."""
+    import asyncio
+
+    from pagewire.ipc.params import RequestOutputKind, SamplingParams
+
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=num_out,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+    async def one() -> tuple[float, float]:
+        """Seconds to the first and to the last token."""
+        prompt: Any = [rng.randrange(LOWEST_ID, engine.info.vocab_size) for _ in range(num_in)]
+        begin, first = time.perf_counter(), 0.0
+        async for _ in engine.generate(prompt, params):
+            first = first or time.perf_counter() - begin
+        return first, time.perf_counter() - begin
+
+    begin = time.perf_counter()
+    times = await asyncio.gather(*(one() for _ in range(count)))
+    seconds = time.perf_counter() - begin
+    return {
+        "seconds": round(seconds, 4),
+        "output_tokens_per_s": round(count * num_out / seconds, 2),
+        "ttft_ms": round(1e3 * statistics.median(first for first, _ in times), 3),
+        "tpot_ms": round(
+            1e3 * statistics.median((last - first) / max(1, num_out - 1) for first, last in times), 3
+        ),
+    }

@@ -1,0 +1,230 @@
+"""`pagewire run-batch`: answer an OpenAI batch file, by the very endpoints of the server, in this process."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from pagewire.cli.options import (
+    UsageError,
+    add_attach_options,
+    add_engine_options,
+    add_options_of,
+    positive,
+)
+from pagewire.frontend.server.options import ServerOptions
+
+if TYPE_CHECKING:
+    from pagewire.cli.batch.lines import Counts, Post, Response
+    from pagewire.frontend.async_llm import AsyncLLM
+
+DESCRIPTION = """Answer every request of an OpenAI batch file: a JSON object per line with custom_id, method, url
+(/v1/completions, /v1/chat/completions, /v1/responses) and body. Answers are written as they come, in any order.
+Status 1 if a request failed."""
+URL_SCHEMES = ("http://", "https://")
+CHUNK_BYTES = 1 << 20
+
+
+def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser("run-batch", help="answer an OpenAI batch file", description=DESCRIPTION)
+    files = parser.add_argument_group("Files")
+    files.add_argument(
+        "-i", "--input-file", required=True, metavar="FILE", help="a path, '-', or an http(s) URL to GET"
+    )
+    files.add_argument(
+        "-o", "--output-file", required=True, metavar="FILE", help="a path, '-', or an http(s) URL to PUT to"
+    )
+    files.add_argument(
+        "--output-tmp-dir", metavar="DIR", help="where output is kept until it is sent to its URL"
+    )
+    files.add_argument(
+        "--resume", action="store_true", help="leave out what the output file has successful answers to"
+    )
+    files.add_argument("--no-progress", action="store_true", help="no progress bar")
+    parser.add_argument(
+        "--concurrency",
+        type=positive,
+        default=256,
+        metavar="INT",
+        help="requests at once (default: %(default)s)",
+    )
+    add_attach_options(parser)
+    add_options_of(parser, ServerOptions, only=("Chat", "Answers"))
+    add_engine_options(parser)
+    parser.set_defaults(run=run, model_tag=None)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Answer all lines, then say how many."""
+    from pagewire.cli.commands.serve import take_server_options
+    from pagewire.cli.engine import opened
+    from pagewire.frontend import async_llm
+
+    check_files(options)
+    server_options = dataclasses.replace(take_server_options(options), disable_log_requests=True)
+    with opened(options, server_options.restarts, server_options.reattach_timeout) as engine:
+        counts = async_llm.run(answer_all(engine, options, server_options))
+    skipped = f", {counts.skipped} answered before" if counts.skipped else ""
+    print(f"{counts.good} answered, {counts.failed} failed{skipped}", file=sys.stderr)
+    return 1 if counts.failed else 0
+
+
+async def answer_all(engine: AsyncLLM, options: argparse.Namespace, server_options: ServerOptions) -> Counts:
+    """Read, answer, write.
+
+    Raises:
+        OSError: a file or URL that cannot be read or written. EngineDeadError: the engine is lost; what is
+        written so far stays, for --resume.
+    """
+    from tqdm import tqdm
+
+    from pagewire.cli.batch.lines import keep_answered, run_lines, write_to
+
+    async with opened_input(options.input_file) as lines:
+        total = sum(1 for line in lines if line.strip())
+        lines.seek(0)
+        answered: frozenset[str] = frozenset()
+        if options.resume:
+            answered = keep_answered(Path(options.output_file))
+        async with opened_output(options) as output:
+            with tqdm(total=total, disable=options.no_progress, unit="req", file=sys.stderr) as bar:
+                return await run_lines(
+                    lines,
+                    poster(engine, server_options),
+                    write_to(output),
+                    options.concurrency,
+                    answered,
+                    bar.update,
+                )
+
+
+def poster(engine: AsyncLLM, options: ServerOptions) -> Post:
+    """What sends a body to an endpoint of the server's application.
+
+    Raises, when called:
+        EngineDeadError: the engine is lost, and with it the point of going on.
+    """
+    from pagewire.cli.batch import in_process
+    from pagewire.frontend.server.app import create_app
+
+    post = in_process.poster(create_app(engine, options), next(iter(options.keys()), None))
+
+    async def post_while_alive(path: str, body: bytes) -> Response:
+        response = await post(path, body)
+        if response.status_code == 503:
+            await engine.check_health()
+        return response
+
+    return post_while_alive
+
+
+# ---------------------------------------------------------------- files
+
+
+def is_path(name: str) -> bool:
+    """True if it is neither a URL nor '-'."""
+    return name != "-" and not name.startswith(URL_SCHEMES)
+
+
+def check_files(options: argparse.Namespace) -> None:
+    """Refuse what cannot work before an engine is started.
+
+    Raises:
+        UsageError: the input is no file, the output would overwrite it, or there is nothing to resume from.
+    """
+    source, target = options.input_file, options.output_file
+    if options.resume and not is_path(target):
+        raise UsageError("--resume needs an output file with a path")
+    if not is_path(source):
+        return
+    if not Path(source).is_file():
+        raise UsageError(f"there is no file {source}")
+    if is_path(target) and Path(target).exists() and Path(target).samefile(source):
+        raise UsageError(f"the output would overwrite the input, {source}")
+
+
+@asynccontextmanager
+async def opened_input(name: str) -> AsyncIterator[IO[bytes]]:
+    """What is to be read, as a seekable file.
+
+    Raises:
+        OSError: it cannot be read, or the URL does not give it.
+    """
+    if is_path(name):
+        with Path(name).open("rb") as file:
+            yield file
+        return
+    with tempfile.TemporaryFile() as copy:
+        if name == "-":
+            shutil.copyfileobj(sys.stdin.buffer, copy)
+        else:
+            await download(name, copy)
+        copy.seek(0)
+        yield copy
+
+
+@asynccontextmanager
+async def opened_output(options: argparse.Namespace) -> AsyncIterator[IO[bytes]]:
+    """The file that answers are written to; at the end it is sent to its URL, if it has one.
+
+    Raises:
+        OSError: it cannot be written, or the URL does not take it. Then the answers stay in a file.
+    """
+    name = options.output_file
+    if name == "-":
+        yield sys.stdout.buffer
+    elif is_path(name):
+        with Path(name).open("ab" if options.resume else "wb") as file:
+            yield file
+    else:
+        descriptor, path = tempfile.mkstemp(".jsonl", "pagewire-batch-", options.output_tmp_dir)
+        try:
+            with open(descriptor, "wb") as file:  # noqa: PTH123
+                yield file
+            await upload(name, Path(path))
+        except BaseException:
+            print(f"the answers so far are in {path}", file=sys.stderr)
+            raise
+        Path(path).unlink()
+
+
+async def download(url: str, file: IO[bytes]) -> None:
+    """GET.
+
+    Raises:
+        OSError: it failed.
+    """
+    import aiohttp
+
+    try:
+        async with aiohttp.ClientSession(raise_for_status=True) as http, http.get(url) as response:
+            async for chunk in response.content.iter_chunked(CHUNK_BYTES):
+                file.write(chunk)
+    except aiohttp.ClientError as error:
+        raise OSError(f"cannot read {url}: {error}") from error
+
+
+async def upload(url: str, path: Path) -> None:
+    """PUT.
+
+    Raises:
+        OSError: it failed.
+    """
+    import aiohttp
+
+    session = aiohttp.ClientSession(raise_for_status=True)
+    headers = {"Content-Type": "application/jsonl"}
+    try:
+        with path.open("rb") as file:
+            async with session as http, http.put(url, data=file, headers=headers):
+                pass
+    except aiohttp.ClientError as error:
+        raise OSError(f"cannot write to {url}: {error}") from error

@@ -1,0 +1,114 @@
+"""`pagewire serve`: the HTTP server, with an engine core of its own or on one that runs already."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import socket
+from typing import TYPE_CHECKING, Any
+
+from pagewire.cli.options import (
+    UsageError,
+    add_attach_options,
+    add_engine_options,
+    add_options_of,
+    check_config,
+    read_file,
+)
+from pagewire.frontend.server.options import ServerOptions
+
+if TYPE_CHECKING:
+    from pagewire.frontend.async_llm import AsyncLLM
+
+NAMES = frozenset(field.name for field in dataclasses.fields(ServerOptions))
+
+
+def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP, as OpenAI's API",
+        description="Serve a model over HTTP until SIGTERM or SIGINT: open requests are then finished and new "
+        "ones refused; a second signal ends it at once. Prints 'ready URL' on standard output once it listens.",
+    )
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="as --model")
+    add_attach_options(parser)
+    add_options_of(parser, ServerOptions)
+    add_engine_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until stopped."""
+    from pagewire.cli.engine import opened
+    from pagewire.frontend import async_llm
+    from pagewire.frontend.server.http.uvicorn_server import bound
+    from pagewire.ipc import logs
+
+    server_options = take_server_options(options)
+    os.environ.setdefault("PAGEWIRE_LOGGING_LEVEL", "INFO")  # of a core that is spawned
+    logs.configure(server_options.log_format)
+    with (
+        bound(server_options) as listening,
+        opened(options, server_options.restarts, server_options.reattach_timeout) as engine,
+    ):
+        async_llm.run(serve(engine, server_options, listening))
+    return 0
+
+
+async def serve(engine: AsyncLLM, options: ServerOptions, listening: socket.socket) -> None:
+    """Serve an engine until stopped."""
+    from pagewire.frontend.server.app import create_app
+    from pagewire.frontend.server.http.uvicorn_server import HTTPServer, url_of
+
+    def ready() -> None:
+        print(f"ready {url_of(listening, options)}", flush=True)
+
+    await HTTPServer(create_app(engine, options), options, ready).serve(sockets=[listening])
+
+
+def take_server_options(options: argparse.Namespace) -> ServerOptions:
+    """The server's options: command line over file over default. The engine's are left in `options`, with those
+    of the file among them.
+
+    Raises:
+        UsageError: no model, two of them, an unreadable file, or an option that is unknown or bad.
+    """
+    if options.model_tag is not None:
+        if hasattr(options, "model"):
+            raise UsageError("give MODEL or --model, not both")
+        options.model = options.model_tag
+    values = read_file(options.config)
+    given = {name: value for name, value in values.items() if name in NAMES}
+    check_config(options.config, {name: value for name, value in values.items() if name not in NAMES})
+    for name, value in values.items():
+        if name not in NAMES and not hasattr(options, name):
+            setattr(options, name, value)
+    options.config = None
+    if not options.attach and not hasattr(options, "model"):
+        raise UsageError("give a MODEL, or --attach ADDRESS")
+    given |= {name: value for name, value in vars(options).items() if name in NAMES}
+    try:
+        found = ServerOptions(**{name: as_list(name, value) for name, value in given.items()})
+        found.check()
+    except (ValueError, TypeError) as error:
+        raise UsageError(str(error)) from error
+    if found.restarts and options.attach:
+        raise UsageError("--restarts has no effect with --attach: the core is somebody else's")
+    return found
+
+
+def as_list(name: str, value: Any) -> Any:
+    """A list that may be given as JSON: '["GET", "POST"]'.
+
+    Raises:
+        ValueError: it is not valid JSON.
+    """
+    if not (isinstance(value, list) and len(value) == 1 and str(value[0]).startswith("[")):
+        return value
+    try:
+        return json.loads(value[0])
+    except ValueError as error:
+        raise ValueError(f"{name}: {value[0]!r} is not valid JSON: {error}") from None

@@ -1,0 +1,184 @@
+"""One look of `pagewire top`: what the core answered, and how it is written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent import futures
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pagewire.ipc.errors import EngineDeadError
+
+if TYPE_CHECKING:
+    from pagewire.frontend.client import CoreClient
+
+ANSWER_SECONDS = 10.0
+MAX_REQUESTS = 1000
+NAME_WIDTH = 48
+COLUMNS = ("FRONTEND", "PID", "REQUEST", "PHASE", "PROMPT", "CACHED", "OUTPUT", "OF", "AGE", "SINCE TOKEN")
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the core answered to `status` and `requests`, and its rates since the look before, if there was one.
+
+    Attributes:
+        prompt_rate, output_rate: tokens per second. busy: share of the time in which the worker computed.
+        hit_rate: share of the tokens looked up in the prefix cache that were there; None: none were looked up.
+    """
+
+    time: float
+    status: dict[str, Any]
+    requests: list[dict[str, Any]]
+    prompt_rate: float = 0.0
+    output_rate: float = 0.0
+    busy: float = 0.0
+    hit_rate: float | None = None
+
+    @classmethod
+    def after(cls, before: Look | None, status: dict[str, Any], requests: list[dict[str, Any]]) -> Look:
+        """A new look."""
+        now = time.monotonic()
+        if before is None:
+            return cls(now, status, requests)
+
+        def grown(name: str) -> float:
+            return float(status[name] - before.status[name])
+
+        seconds, queries = now - before.time, grown("num_prefix_queries")
+        return cls(
+            now,
+            status,
+            requests,
+            prompt_rate=grown("num_prompt_tokens") / seconds,
+            output_rate=grown("num_output_tokens") / seconds,
+            busy=min(1.0, grown("worker_busy_s") / seconds),
+            hit_rate=grown("num_prefix_hits") / queries if queries else None,
+        )
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV blocks in use."""
+        return 1.0 - float(self.status["num_free_blocks"] / self.status["num_blocks"])
+
+    @property
+    def state(self) -> str:
+        """In a word."""
+        if not self.status["worker_ready"]:
+            return "worker restarting"
+        return "asleep" if self.status["sleeping"] else "paused" if self.status["paused"] else "serving"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs."""
+        rates = {
+            "prompt_tokens_per_s": self.prompt_rate,
+            "output_tokens_per_s": self.output_rate,
+            "worker_busy": self.busy,
+            "prefix_hit_rate": self.hit_rate,
+            "kv_usage": self.kv_usage,
+        }
+        return {"status": self.status, "rates": rates, "requests": self.requests}
+
+
+def ask(client: CoreClient, method: str, *args: Any) -> Any:
+    """The core's answer to a call.
+
+    Raises:
+        EngineDeadError: the core is lost, or does not answer.
+    """
+    try:
+        return client.call(method, *args).result(ANSWER_SECONDS)
+    except futures.TimeoutError:
+        raise EngineDeadError(f"the engine core has not answered for {ANSWER_SECONDS:g} s") from None
+
+
+def look_twice(client: CoreClient, seconds: float) -> Look:
+    """A look with the rates of the `seconds` before it.
+
+    Raises:
+        EngineDeadError: the core is lost, or does not answer.
+    """
+    first = Look.after(None, ask(client, "status"), [])
+    time.sleep(seconds)
+    return Look.after(first, ask(client, "status"), ask(client, "requests", MAX_REQUESTS))
+
+
+def lines(look: Look) -> Iterator[str]:
+    """A look as text: the engine, its frontends, its requests."""
+    yield from summary(look)
+    yield ""
+    yield from table(
+        ("FRONTEND", "PID", "WAITING", "PREFILL", "DECODE"),
+        [
+            (printable(client["name"]), str(client["pid"]), *map(str, client["phases"].values()))
+            for client in look.status["clients"]
+        ],
+    )
+    if look.requests:
+        yield ""
+        yield from table(COLUMNS, [cells(request) for request in look.requests])
+
+
+def summary(look: Look) -> Iterator[str]:
+    """The engine in three lines."""
+    status, hits = look.status, "-" if look.hit_rate is None else f"{100 * look.hit_rate:.0f}%"
+    used = status["num_blocks"] - status["num_free_blocks"]
+    yield (
+        f"{status['model']}: {look.state}, up {span(status['uptime_s'])}, worker busy {100 * look.busy:.0f}%, "
+        f"{status['worker_starts'] - 1} restarts"
+    )
+    yield (
+        f"running {status['running']}, waiting {status['waiting']}; "
+        f"prompt {look.prompt_rate:.0f}, generation {look.output_rate:.0f} tokens/s"
+    )
+    yield (
+        f"KV cache {100 * look.kv_usage:.1f}% ({used} of {status['num_blocks']} blocks), prefix hits {hits}, "
+        f"{status['num_preemptions']} preemptions"
+    )
+
+
+def cells(request: dict[str, Any]) -> tuple[str, ...]:
+    """A request as the cells of `COLUMNS`."""
+    since = request["seconds_since_token"]
+    name = printable(request["request_id"]) + (f" [{request['index']}]" if request["index"] else "")
+    return (
+        printable(request["frontend"]),
+        str(request["frontend_pid"]),
+        name,
+        request["phase"],
+        str(request["num_prompt_tokens"]),
+        str(request["num_cached_tokens"]),
+        str(request["num_output_tokens"]),
+        str(request["max_output_tokens"]),
+        span(request["age"]),
+        "-" if since is None else span(since),
+    )
+
+
+def span(seconds: float) -> str:
+    """A span of time in few characters: 0.25s, 12s, 3m05s, 2h10m, 4d03h."""
+    if seconds < 10:
+        return f"{seconds:.2f}s"
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes == 0:
+        return f"{rest}s"
+    if minutes < 60:
+        return f"{minutes}m{rest:02}s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours}h{minutes:02}m"
+    return f"{hours // 24}d{hours % 24:02}h"
+
+
+def printable(text: str) -> str:
+    """A name that somebody else chose, fit for a terminal."""
+    clean = "".join(letter if letter.isprintable() else "?" for letter in text)
+    return clean if len(clean) <= NAME_WIDTH else clean[: NAME_WIDTH - 1] + "…"
+
+
+def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
+    """Aligned columns."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    for row in (heads, *rows):
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

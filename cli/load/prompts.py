@@ -1,0 +1,155 @@
+"""Prompts for a load test: random tokens, pieces of a text, or lines of a file."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagewire.cli.load.client import LoadClient, Query
+from pagewire.cli.options import UsageError
+from pagewire.frontend.text.tokenizer import load_tokenizer
+
+LOWEST_ID = 10  # below are special tokens in most vocabularies
+COMMON_VOCABULARY = 1000  # ids below are in every model's vocabulary
+
+Source = Callable[[random.Random, int], list[int]]
+"""Draws a prompt of so many tokens."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A number of tokens, or a range (both ends included) to draw from evenly."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def parse(cls, text: str) -> Span:
+        """`128`, or `64:192`.
+
+        Raises:
+            ValueError: neither, or a number below 1.
+        """
+        low, colon, high = text.partition(":")
+        span = cls(int(low), int(high) if colon else int(low))
+        if not 1 <= span.low <= span.high:
+            raise ValueError(f"must be N or LOW:HIGH with 1 <= LOW <= HIGH, got {text}")
+        return span
+
+    def draw(self, rng: random.Random) -> int:
+        """One number of it."""
+        return rng.randint(self.low, self.high)
+
+    def __str__(self) -> str:
+        return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
+
+
+class Codec:
+    """Text to tokens and back: by a tokenizer named on the command line, or by the server's."""
+
+    def __init__(self, client: LoadClient, name: str | None) -> None:
+        self.client = client
+        self.tokenizer = load_tokenizer(name) if name else None
+
+    @property
+    def vocab_size(self) -> int:
+        """Random ids are below this."""
+        return COMMON_VOCABULARY if self.tokenizer is None else len(self.tokenizer)
+
+    async def encode(self, text: str) -> list[int]:
+        """The token ids of a text, without special tokens.
+
+        Raises:
+            OSError: the server cannot.
+        """
+        if self.tokenizer is not None:
+            return self.tokenizer.encode(text, add_special_tokens=False)
+        fields = {"model": self.client.target.model, "prompt": text, "add_special_tokens": False}
+        return [int(token) for token in (await self.client.ask("/tokenize", fields))["tokens"]]
+
+    async def decode(self, tokens: list[int]) -> str:
+        """The text of token ids.
+
+        Raises:
+            OSError: the server cannot.
+        """
+        if self.tokenizer is not None:
+            return self.tokenizer.decode(tokens)
+        fields = {"model": self.client.target.model, "tokens": tokens}
+        return str((await self.client.ask("/detokenize", fields))["prompt"])
+
+
+def random_tokens(ids: range, shared: int, seed: int) -> Source:
+    """Random token ids, of which the first `shared` are the same in every prompt."""
+    prefix = random.Random(seed).choices(ids, k=shared)
+
+    def draw(rng: random.Random, length: int) -> list[int]:
+        return prefix[:length] + rng.choices(ids, k=max(0, length - shared))
+
+    return draw
+
+
+def slices(tokens: Sequence[int]) -> Source:
+    """Pieces from anywhere in a text; one that is too short is repeated."""
+
+    def draw(rng: random.Random, length: int) -> list[int]:
+        begin = rng.randrange(max(1, len(tokens) - length + 1))
+        return [tokens[(begin + i) % len(tokens)] for i in range(length)]
+
+    return draw
+
+
+async def draw_queries(
+    count: int, source: Source, input_len: Span, output_len: Span, seed: int, codec: Codec | None
+) -> list[Query]:
+    """So many queries, the same for the same seed. With a codec, prompts are text: re-encoded, it may come to a
+    few tokens more or less.
+    """
+    rng, queries = random.Random(seed), []
+    for _ in range(count):
+        prompt = source(rng, input_len.draw(rng))
+        max_tokens = output_len.draw(rng)
+        queries.append(Query(prompt if codec is None else await codec.decode(prompt), max_tokens))
+    return queries
+
+
+def repeat_queries(count: int, prompts: Sequence[str], output_len: Span, seed: int) -> list[Query]:
+    """So many queries of these prompts, one after the other."""
+    rng = random.Random(seed)
+    return [Query(prompts[i % len(prompts)], output_len.draw(rng)) for i in range(count)]
+
+
+def read_text(path: Path) -> str:
+    """A whole file.
+
+    Raises:
+        UsageError: it cannot be read, or there is nothing in it.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from error
+    if not text.strip():
+        raise UsageError(f"{path} is empty")
+    return text
+
+
+def read_prompts(path: Path) -> list[str]:
+    """A prompt per line; of a .jsonl file, the field `prompt` of each line's object.
+
+    Raises:
+        UsageError: it cannot be read, is empty, or a line is no such object.
+    """
+    lines = [line for line in read_text(path).splitlines() if line.strip()]
+    if path.suffix != ".jsonl":
+        return lines
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        try:
+            prompts.append(str(json.loads(line)["prompt"]))
+        except (ValueError, TypeError, KeyError) as error:
+            raise UsageError(f"{path}: line {number} is not an object with a field prompt") from error
+    return prompts

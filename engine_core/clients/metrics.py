@@ -1,0 +1,324 @@
+"""What the engine measures of itself, under the names that existing dashboards know.
+
+Counts and states are read off the core when somebody asks. Only distributions are kept on the way: each step
+adds its tokens in one piece, for those that ran together waited equally long.
+
+`vllm:` names mean what they mean there; what is our own begins with `pagewire:`. Times are in seconds.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator
+from itertools import accumulate
+from typing import Any, Protocol
+
+from pagewire.engine_core.clients.reports import ReportedEngine, phases
+from pagewire.engine_core.config import EngineConfig
+from pagewire.engine_core.grammar.pool import Grammars
+from pagewire.engine_core.schedule.scheduler import Outcome, SchedulerStats
+from pagewire.engine_core.schedule.sequence import Sequence
+
+Row = dict[str, Any]
+
+FIRST_TOKEN = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+PER_TOKEN = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
+    *(5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+PER_REQUEST = (
+    *(0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+SEQUENCES = (1, 2, 5, 10, 20)
+STEP = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
+TURN = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0)
+
+
+class Distribution:
+    """A histogram: how many values lie at or below each of `bounds` and above the one before, and their sum."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: Collection[float]) -> None:
+        self._bounds = [float(bound) for bound in bounds]
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Add a value that came `times` times."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def values(self) -> dict[str, Any]:
+        """Counts at or below each bound, as Prometheus wants them, and the sum and count of all."""
+        cumulative = list(accumulate(self._counts))
+        names = [*map(str, self._bounds), "+Inf"]
+        return {
+            "buckets": dict(zip(names, cumulative, strict=True)),
+            "sum": self._sum,
+            "count": cumulative[-1],
+        }
+
+
+class Rates:
+    """Tokens per second from one `update` to the next."""
+
+    def __init__(self) -> None:
+        self.prompt = self.output = 0.0
+        self._counts, self._time = (0, 0), 0.0
+
+    def update(self, stats: SchedulerStats, now: float) -> None:
+        """Look at the counts again."""
+        counts, seconds = (stats.num_prompt_tokens, stats.num_output_tokens), now - self._time
+        self.prompt, self.output = (
+            (new - old) / seconds for new, old in zip(counts, self._counts, strict=True)
+        )
+        self._counts, self._time = counts, now
+
+
+class Metrics:
+    """What is kept on the way."""
+
+    def __init__(self, max_model_len: int) -> None:
+        lengths = one_two_five(max_model_len)
+        self.first_token = Distribution(FIRST_TOKEN)
+        self.between_tokens = Distribution(PER_TOKEN)
+        self.per_token = Distribution(PER_TOKEN)
+        self.whole = Distribution(PER_REQUEST)
+        self.queued = Distribution(PER_REQUEST)
+        self.inference = Distribution(PER_REQUEST)
+        self.prefill = Distribution(PER_REQUEST)
+        self.decode = Distribution(PER_REQUEST)
+        self.prompt_tokens = Distribution(lengths)
+        self.output_tokens = Distribution(lengths)
+        self.params_n = Distribution(SEQUENCES)
+        self.params_max_tokens = Distribution(lengths)
+        self.step_tokens = Distribution(STEP_TOKENS)
+        self.step_seconds = Distribution(STEP)
+        self.turn_seconds = Distribution(TURN)
+        self.grammar = Distribution(PER_REQUEST)
+        self.rates = Rates()
+        self.num_refused = {"busy": 0, "invalid": 0}
+        self.num_finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+
+    def submitted(self, group: list[Sequence]) -> None:
+        """The n sequences of a request have come."""
+        self.params_n.observe(len(group))
+        self.params_max_tokens.observe(group[0].max_output)
+
+    def step(self, outcomes: Iterable[Outcome], num_tokens: int, busy_us: int, now: float) -> None:
+        """A step of `num_tokens` has given `outcomes`."""
+        self.step_tokens.observe(num_tokens)
+        self.step_seconds.observe(busy_us / 1e6)
+        gaps: dict[float, int] = {}
+        for request, delta in outcomes:
+            if delta.token_ids:
+                gap = request.token_gap
+                gaps[gap] = gaps.get(gap, 0) + 1
+                if gap == 0.0:
+                    self.first_token.observe(now - request.arrival_time)
+        gaps.pop(0.0, None)
+        for gap, times in gaps.items():
+            self.between_tokens.observe(gap, times)
+
+    def finished(self, request: Sequence, reason: str, now: float) -> None:
+        """A sequence has ended."""
+        self.num_finished[reason] += 1
+        if request.first_token_time == 0.0:
+            return
+        decode = now - request.first_token_time
+        self.whole.observe(now - request.arrival_time)
+        self.queued.observe(request.scheduled_time - request.arrival_time)
+        self.inference.observe(now - request.scheduled_time)
+        self.prefill.observe(request.first_token_time - request.scheduled_time)
+        self.decode.observe(decode)
+        self.prompt_tokens.observe(request.num_prompt_tokens)
+        self.output_tokens.observe(request.num_output_tokens)
+        if request.num_output_tokens > 1:
+            self.per_token.observe(decode / (request.num_output_tokens - 1))
+
+
+class MeasuredEngine(ReportedEngine, Protocol):
+    """The part of the core that its metrics are read off."""
+
+    config: EngineConfig
+    metrics: Metrics
+    grammars: Grammars
+
+
+def summary(core: MeasuredEngine) -> tuple[str, dict[str, Any]]:
+    """The periodic line of the log, and its facts for a log that programs read."""
+    scheduler, rates = core.scheduler, core.metrics.rates
+    facts = {
+        "message": "stats",
+        "prompt_tokens_per_s": rates.prompt,
+        "generation_tokens_per_s": rates.output,
+        "running": len(scheduler.running),
+        "waiting": scheduler.num_waiting + len(core.held),
+        "kv_cache_usage": scheduler.kv_usage,
+        "prefix_cache_hit_rate": hit_rate(scheduler.stats),
+    }
+    line = (
+        "Avg prompt throughput: {prompt_tokens_per_s:.1f} tokens/s, "
+        "Avg generation throughput: {generation_tokens_per_s:.1f} tokens/s, "
+        "Running: {running} reqs, Waiting: {waiting} reqs, "
+        "KV cache usage: {kv_cache_usage:.1%}, Prefix cache hit rate: {prefix_cache_hit_rate:.1%}"
+    )
+    return line.format(**facts), facts
+
+
+def snapshot(core: MeasuredEngine) -> list[Row]:
+    """Every metric in plain values: name, type, documentation, labels; value, or buckets, sum and count."""
+    name = {"model_name": core.info.served_model_names[0]}
+    rows = [*states(core), *counts(core), *distributions(core.metrics), *own(core)]
+    return [row | {"labels": name | row.get("labels", {})} for row in rows]
+
+
+def states(core: MeasuredEngine) -> Iterator[Row]:
+    """What is as of now."""
+    scheduler, rates = core.scheduler, core.metrics.rates
+    usage, hits = scheduler.kv_usage, hit_rate(scheduler.stats)
+    yield gauge("vllm:num_requests_running", "Sequences that run.", len(scheduler.running))
+    yield gauge("vllm:num_requests_waiting", "Sequences that wait.", scheduler.num_waiting + len(core.held))
+    yield gauge("vllm:num_requests_swapped", "Always 0: preemption recomputes.", 0)
+    yield gauge("vllm:kv_cache_usage_perc", "KV cache usage. 1 means 100 percent.", usage)
+    yield gauge("vllm:gpu_cache_usage_perc", "As kv_cache_usage_perc, on any device.", usage)
+    yield gauge("vllm:cpu_cache_usage_perc", "Always 0: there is no swap space.", 0)
+    yield gauge(
+        "vllm:gpu_prefix_cache_hit_rate", "Share of looked-up tokens found cached, on any device.", hits
+    )
+    yield gauge("vllm:cpu_prefix_cache_hit_rate", "Always 0: there is no swap space.", 0)
+    text = "tokens per second over the last interval of the statistics (log_stats_interval)."
+    yield gauge("vllm:avg_prompt_throughput_toks_per_s", f"Prefill {text}", rates.prompt)
+    yield gauge("vllm:avg_generation_throughput_toks_per_s", f"Generated {text}", rates.output)
+    text = "Always 0: there is no speculative decoding."
+    yield gauge("vllm:spec_decode_draft_acceptance_rate", text, 0)
+    yield gauge("vllm:spec_decode_efficiency", text, 0)
+    yield gauge(
+        "vllm:cache_config_info", "Always 1: the labels tell the KV cache's settings.", 1, cache(core)
+    )
+
+
+def counts(core: MeasuredEngine) -> Iterator[Row]:
+    """What has been since the core started."""
+    stats = core.scheduler.stats
+    yield counter("vllm:num_preemptions_total", "Preemptions.", stats.num_preemptions)
+    yield counter("vllm:prompt_tokens_total", "Prefill tokens computed.", stats.num_prompt_tokens)
+    yield counter("vllm:generation_tokens_total", "Tokens generated.", stats.num_output_tokens)
+    yield counter("vllm:prefix_cache_queries_total", "Tokens looked up.", stats.num_prefix_queries)
+    yield counter("vllm:prefix_cache_hits_total", "Tokens found cached.", stats.num_prefix_hits)
+    for kind in ("accepted", "draft", "emitted"):
+        text = f"Speculated tokens, {kind}: always 0, there is no speculative decoding."
+        yield counter(f"vllm:spec_decode_num_{kind}_tokens_total", text, 0)
+    text = "Sequences that have ended: stop (a stop string or token), length, abort, error."
+    for reason, number in core.metrics.num_finished.items():
+        yield counter("vllm:request_success_total", text, number, {"finished_reason": reason})
+
+
+def distributions(kept: Metrics) -> Iterator[Row]:
+    """What was kept on the way. Of each sequence, if n of them were asked for."""
+    yield histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", kept.first_token)
+    yield histogram("vllm:inter_token_latency_seconds", "Token to next token.", kept.between_tokens)
+    text = "Token to next token (older name of inter_token_latency_seconds)."
+    yield histogram("vllm:time_per_output_token_seconds", text, kept.between_tokens)
+    text = "Mean time per token after the first, of each sequence."
+    yield histogram("vllm:request_time_per_output_token_seconds", text, kept.per_token)
+    yield histogram("vllm:e2e_request_latency_seconds", "Arrival to end.", kept.whole)
+    yield histogram("vllm:request_queue_time_seconds", "Arrival to first step.", kept.queued)
+    text = "Arrival to first step (older name of request_queue_time_seconds)."
+    yield histogram("vllm:time_in_queue_requests", text, kept.queued)
+    yield histogram("vllm:request_inference_time_seconds", "First step to end.", kept.inference)
+    yield histogram("vllm:request_prefill_time_seconds", "First step to first token.", kept.prefill)
+    yield histogram("vllm:request_decode_time_seconds", "First token to end.", kept.decode)
+    yield histogram("vllm:request_prompt_tokens", "Tokens of the prompt.", kept.prompt_tokens)
+    yield histogram("vllm:request_generation_tokens", "Tokens generated.", kept.output_tokens)
+    yield histogram("vllm:request_params_n", "Sequences of each request.", kept.params_n)
+    text = "Sequences of each request: as many as it may choose from."
+    yield histogram("vllm:request_params_best_of", text, kept.params_n)
+    text = "Most tokens that each request may generate, by its own and the model's limit."
+    yield histogram("vllm:request_params_max_tokens", text, kept.params_max_tokens)
+    yield histogram("vllm:iteration_tokens_total", "Tokens in each step.", kept.step_tokens)
+
+
+def own(core: MeasuredEngine) -> Iterator[Row]:
+    """What only this engine has."""
+    kept, clients = core.metrics, core.clients.attached.values()
+    yield gauge("pagewire:frontends", "Attached frontends.", len(clients))
+    text, live = "Sequences of each attached frontend, by phase.", phases(core)
+    for client in clients:
+        for phase, number in live[client.number].items():
+            labels = {
+                "frontend": client.name,
+                "pid": str(client.pid),
+                "number": str(client.number),
+                "phase": phase,
+            }
+            yield gauge("pagewire:frontend_requests", text, number, labels)
+    yield gauge("pagewire:paused", "1 while new requests are held back.", int(core.control.paused))
+    yield gauge("pagewire:asleep", "1 while the worker has given memory back.", int(core.control.asleep))
+    text = "Requests refused on arrival: too many wait (busy), or they cannot be served (invalid)."
+    for reason, number in kept.num_refused.items():
+        yield counter("pagewire:requests_refused_total", text, number, {"reason": reason})
+    grammars = core.grammars
+    yield gauge("pagewire:grammars_cached", "Grammars kept for further requests.", len(grammars))
+    yield counter("pagewire:grammar_queries_total", "Grammars asked for.", grammars.num_queries)
+    yield counter("pagewire:grammar_hits_total", "Grammars asked for that were known.", grammars.num_hits)
+    text = "Time that requests waited for their grammar to be compiled."
+    yield histogram("pagewire:grammar_time_seconds", text, kept.grammar)
+    text = "Worker processes started in place of one that was lost."
+    yield counter("pagewire:worker_restarts_total", text, core.worker.num_starts - 1)
+    text = "Time in which the worker computed steps."
+    yield counter("pagewire:worker_busy_seconds_total", text, core.worker_busy_us / 1e6)
+    text = "Time in which the worker waited for a step while there were requests."
+    yield counter("pagewire:worker_idle_seconds_total", text, core.worker_idle_us / 1e6)
+    yield histogram("pagewire:worker_step_seconds", "Time of each step in the worker.", kept.step_seconds)
+    text = "Time of each turn of the core's loop: as long does whatever comes meanwhile wait for it."
+    yield histogram("pagewire:core_turn_seconds", text, kept.turn_seconds)
+
+
+def cache(core: MeasuredEngine) -> dict[str, str]:
+    """The settings of the KV cache, as labels."""
+    args, info = core.config.args, core.info
+    settings = {
+        "block_size": info.block_size,
+        "num_gpu_blocks": info.num_blocks,
+        "gpu_memory_utilization": args.gpu_memory_utilization,
+        "enable_prefix_caching": args.enable_prefix_caching,
+        "cache_dtype": "auto",
+        "device": info.device,
+    }
+    return {name: str(value) for name, value in settings.items()}
+
+
+def hit_rate(stats: SchedulerStats) -> float:
+    """Share of the tokens looked up in the prefix cache that were there, 0 to 1."""
+    return stats.num_prefix_hits / max(1, stats.num_prefix_queries)
+
+
+def one_two_five(limit: int) -> list[float]:
+    """Bucket bounds 1, 2, 5, 10, 20, 50, ... up to `limit`."""
+    bounds, scale = [], 1
+    while scale <= limit:
+        bounds += [float(scale * m) for m in (1, 2, 5) if scale * m <= limit]
+        scale *= 10
+    return bounds
+
+
+def gauge(name: str, text: str, value: float, labels: dict[str, str] | None = None) -> Row:
+    """A row of a value as of now."""
+    return {"name": name, "type": "gauge", "documentation": text, "labels": labels or {}, "value": value}
+
+
+def counter(name: str, text: str, value: float, labels: dict[str, str] | None = None) -> Row:
+    """A row of a count that only grows."""
+    return {"name": name, "type": "counter", "documentation": text, "labels": labels or {}, "value": value}
+
+
+def histogram(name: str, text: str, kept: Distribution) -> Row:
+    """A row of a distribution."""
+    return {"name": name, "type": "histogram", "documentation": text, **kept.values()}

@@ -1,0 +1,139 @@
+"""What the core answers about itself: its state, and its requests one by one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, Protocol
+
+from pagewire.engine_core.clients.clients import Client, Clients
+from pagewire.engine_core.schedule.scheduler import Scheduler
+from pagewire.engine_core.schedule.sequence import Sequence, State
+from pagewire.engine_core.workers.process import Worker
+from pagewire.ipc.messages import EngineInfo
+
+
+class Switches(Protocol):
+    """paused: new requests are held back. asleep: the worker has given its memory up."""
+
+    paused: bool
+    asleep: bool
+
+
+class ReportedEngine(Protocol):
+    """The part of the core that reports read."""
+
+    info: EngineInfo
+    scheduler: Scheduler
+    worker: Worker
+    clients: Clients
+    started_at: float
+    worker_busy_us: int
+    worker_idle_us: int
+
+    @property
+    def control(self) -> Switches:
+        """Whether it is paused, and whether it sleeps."""
+
+    @property
+    def held(self) -> list[Sequence]:
+        """Requests that wait outside the scheduler."""
+
+    def requests(self) -> Iterator[tuple[Client, Sequence]]:
+        """Every unfinished sequence, with the frontend it is for."""
+
+
+def status(core: ReportedEngine) -> dict[str, Any]:
+    """What runs, for whom, and what is free. Counts are since the core started."""
+    scheduler, stats, pool = core.scheduler, core.scheduler.stats, core.scheduler.kv.pool
+    by_phase = phases(core)
+    return {
+        "model": core.info.served_model_names[0],
+        "uptime_s": time.monotonic() - core.started_at,
+        "running": len(scheduler.running),
+        "waiting": scheduler.num_waiting + len(core.held),
+        "in_flight": len(scheduler.in_flight),
+        "num_blocks": len(pool),
+        "num_free_blocks": pool.num_free,
+        "num_steps": stats.num_steps,
+        "num_preemptions": stats.num_preemptions,
+        "num_prompt_tokens": stats.num_prompt_tokens,
+        "num_output_tokens": stats.num_output_tokens,
+        "num_prefix_queries": stats.num_prefix_queries,
+        "num_prefix_hits": stats.num_prefix_hits,
+        "worker_pid": core.worker.pid,
+        "worker_starts": core.worker.num_starts,
+        "worker_busy_s": core.worker_busy_us / 1e6,
+        "worker_idle_s": core.worker_idle_us / 1e6,  # while requests were unfinished
+        "worker_ready": core.worker.ready is not None,
+        "paused": core.control.paused,
+        "sleeping": core.control.asleep,
+        "clients": [
+            {
+                "number": client.number,
+                "name": client.name,
+                "pid": client.pid,
+                "requests": len(client.requests),
+                "phases": by_phase[client.number],
+            }
+            for client in core.clients.attached.values()
+        ],
+    }
+
+
+def phases(core: ReportedEngine) -> dict[int, dict[str, int]]:
+    """By `Client.number`, how many sequences are in each phase. Those that wait may be many: none is looked at."""
+    clients = core.clients.attached
+    found = {
+        client.number: {"waiting": sum(map(len, client.requests.values())), "prefill": 0, "decode": 0}
+        for client in clients.values()
+    }
+    for request in core.scheduler.running:
+        if (client := clients.get(request.client)) is not None:
+            found[client.number]["waiting"] -= 1
+            found[client.number][phase(request)] += 1
+    return found
+
+
+def requests(core: ReportedEngine, limit: int) -> list[dict[str, Any]]:
+    """At most `limit` unfinished sequences, those that run before those that wait."""
+    now = time.monotonic()
+    return [describe(client, request, now) for client, request in islice(in_order(core), limit)]
+
+
+def in_order(core: ReportedEngine) -> Iterator[tuple[Client, Sequence]]:
+    """Every unfinished sequence: first those that run, then those that wait, frontend by frontend."""
+    for request in core.scheduler.running:
+        if (client := core.clients.attached.get(request.client)) is not None:
+            yield client, request
+    for client, request in core.requests():
+        if request.state is State.WAITING:
+            yield client, request
+
+
+def describe(client: Client, request: Sequence, now: float) -> dict[str, Any]:
+    """One sequence in plain values; times in seconds."""
+    token_time = request.last_token_time
+    return {
+        "frontend": client.name,
+        "frontend_number": client.number,
+        "frontend_pid": client.pid,
+        "request_id": request.request_id,
+        "index": request.index,
+        "phase": phase(request),
+        "priority": request.priority,
+        "num_prompt_tokens": request.num_prompt_tokens,
+        "num_cached_tokens": request.num_cached_tokens or 0,
+        "num_output_tokens": request.num_output_tokens,
+        "max_output_tokens": request.max_output,
+        "age": now - request.arrival_time,
+        "seconds_since_token": now - token_time if token_time else None,
+    }
+
+
+def phase(request: Sequence) -> str:
+    """ "waiting" (for its turn, again after a preemption, or held back), "prefill", or "decode"."""
+    if request.state is not State.RUNNING:
+        return "waiting"
+    return "decode" if request.first_token_time else "prefill"

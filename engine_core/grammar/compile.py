@@ -1,0 +1,146 @@
+"""From parameters to llguidance's notation (https://github.com/guidance-ai/llguidance), and to a compiled grammar.
+
+Schemas come from strangers: nothing here is fetched, and sizes and steps are limited.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pagewire.engine_core.grammar.matcher import Grammar, GrammarError, reason
+from pagewire.engine_core.grammar.schema import json_schema
+from pagewire.ipc.params import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+logger = logging.getLogger("pagewire.core")
+
+MAX_LEXER_STATES = 25_000  # of 1 to 2 kB each
+
+
+class Tag(msgspec.Struct):
+    """A part of tagged text: JSON by `schema` between two strings."""
+
+    begin: str
+    end: str
+    schema: dict[str, Any] = {}
+
+
+class StructuralTag(msgspec.Struct):
+    """Free text with tags, each begun by one of the triggers."""
+
+    structures: list[Tag]
+    triggers: list[str]
+
+
+def load_tokenizer(folder: Path, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """The tokenizer of a folder, as grammars need it. Holds the interpreter for 4 us per token.
+
+    Raises:
+        GrammarError: there is none that llguidance can read.
+    """
+    from llguidance import LLTokenizer
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise GrammarError(f"structured outputs need a tokenizer.json; there is none in {folder}")
+    begin = time.monotonic()
+    try:
+        tokenizer = LLTokenizer(path.read_text(encoding="utf-8"), eos_token=list(eos_token_ids) or None)
+    except (ValueError, OSError) as error:
+        raise GrammarError(f"structured outputs cannot use {path}: {error}") from error
+    logger.info("tokenizer for grammars took %.2f s", time.monotonic() - begin)
+    return tokenizer
+
+
+def compile_grammar(structure: StructuredOutputsParams, tokenizer: LLTokenizer, vocab_size: int) -> Grammar:
+    """Compile, and see that something can be generated.
+
+    Raises:
+        GrammarError: what is wrong or not supported.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+    state = LLMatcher(tokenizer, grammar_text(structure, tokenizer), log_level=0, limits=limits)
+    if state.is_error():
+        raise GrammarError(f"{structure.kind}: {reason(state)}")
+    grammar = Grammar(state, vocab_size, tuple(i for i in tokenizer.eos_tokens if i < vocab_size))
+    try:
+        if any(grammar.matcher().mask()):
+            return grammar
+    except GrammarError as error:
+        if "NoExtension" not in str(error):
+            raise GrammarError(f"{structure.kind}: {error}") from None
+    raise GrammarError(f"{structure.kind}: no output can satisfy it")
+
+
+def grammar_text(structure: StructuredOutputsParams, tokenizer: LLTokenizer) -> str:
+    """What llguidance is to compile.
+
+    Raises:
+        GrammarError: what is wrong or not supported. ValueError: the same, in llguidance's words.
+    """
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if structure.regex is not None:
+        return LLMatcher.grammar_from_regex(structure.regex)
+    if structure.grammar is not None:
+        is_lark = "::=" not in structure.grammar
+        return LLMatcher.grammar_from_lark(structure.grammar if is_lark else gbnf_to_lark(structure.grammar))
+    if structure.choice is not None:
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(literal, structure.choice)))
+    if structure.structural_tag is not None:
+        return LLMatcher.grammar_from_lark(tagged_text(structure, tokenizer))
+    schema = {"type": "object"} if structure.json is None else as_object(structure.json)
+    return LLMatcher.grammar_from_json_schema(json_schema(schema, structure))
+
+
+def literal(text: str) -> str:
+    """A string of the Lark notation."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def as_object(text: str | dict[str, Any]) -> dict[str, Any]:
+    """The JSON object that parameters hold as text."""
+    found: dict[str, Any] = json.loads(text) if isinstance(text, str) else text
+    return found
+
+
+def tagged_text(structure: StructuredOutputsParams, tokenizer: LLTokenizer) -> str:
+    """Lark for free text in which every trigger begins one of the tags that start with it.
+
+    Raises:
+        GrammarError: the tags are not as they should be.
+    """
+    try:
+        wanted = msgspec.convert(as_object(structure.structural_tag or "{}"), StructuralTag)
+    except msgspec.ValidationError as error:
+        raise GrammarError(f"structural_tag: {error}") from None
+    if not wanted.structures:
+        raise GrammarError("structural_tag: structures must not be empty")
+    names = [f"tag_{i}" for i in range(len(wanted.structures))]
+    lines = ["%llguidance {}", f"start: ({' | '.join(names)})* end", "end: TEXT", r"TEXT: /(.|\n)*/"]
+    for name, tag in zip(names, wanted.structures, strict=True):
+        trigger = max((t for t in wanted.triggers if tag.begin.startswith(t)), key=len, default="")
+        if not trigger:
+            raise GrammarError(f"structural_tag: no trigger begins {tag.begin!r}")
+        special = tokenizer.tokenize_str(trigger, parse_special=True)
+        if len(special) == 1 and tokenizer.is_special_token(special[0]):
+            head = f"TEXT <[{special[0]}]>"
+        else:
+            lines.append(f"{name}_head[lazy]: TEXT {literal(trigger)}")
+            head = f"{name}_head"
+        rest, end = (literal(text) if text else "" for text in (tag.begin[len(trigger) :], tag.end))
+        body = json.dumps(json_schema(tag.schema, structure), ensure_ascii=False)
+        lines.append(f"{name}: {head} {rest} %json {body} {end}")
+    return "\n".join(lines)

@@ -1,0 +1,99 @@
+"""The state of one sequence under a grammar, by llguidance: it takes tokens and gives masks, in microseconds.
+
+It can be rebuilt from the tokens alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+ERROR_REWRITES = (
+    (r"Unimplemented keys: \[(.*)\]", r"not supported: \1"),
+    (r"Unknown format: (.*)", r"format: \1 is not supported"),
+    (
+        r"Resource '(.*)' is not present in a registry.*",
+        r"$ref: \1 is not in the schema, and nothing is fetched",
+    ),
+    (r"oneOf constraints .*", "oneOf is not supported where schemas of it may overlap: anyOf is"),
+    (r"\s*<non-verbose/>.*", ""),
+)
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be served, and why."""
+
+
+class Matcher:
+    """The state of one sequence under a grammar.
+
+    eos_token_ids: tokens that end it, allowed where the grammar is complete (unless `ignore_eos`).
+    """
+
+    def __init__(self, state: LLMatcher, vocab_size: int, eos_token_ids: Sequence[int], ignore_eos: bool):
+        self._state = state
+        self._mask_bytes = -(-vocab_size // 32) * 4
+        self.eos_token_ids = tuple(eos_token_ids)
+        self._ignore_eos = ignore_eos
+
+    @property
+    def complete(self) -> bool:
+        """True once nothing more can come."""
+        return self._state.is_stopped()
+
+    def accept(self, token_id: int) -> None:
+        """Go on with a token.
+
+        Raises:
+            GrammarError: it does not fit, or the grammar has become too complex.
+        """
+        if not self._state.consume_token(token_id):
+            raise GrammarError(f"token {token_id} does not fit the grammar: {reason(self._state)}")
+
+    def mask(self) -> bytes:
+        """The tokens that may come next: bit i % 8 of byte i // 8 for token i, in whole 32-bit words.
+
+        Raises:
+            GrammarError: the grammar has become too complex, or leads nowhere.
+        """
+        found = self._state.compute_bitmask()
+        if self._state.is_error():
+            raise GrammarError(f"the grammar cannot go on: {reason(self._state)}")
+        mask = bytearray(found[: self._mask_bytes].ljust(self._mask_bytes, b"\0"))
+        if self._ignore_eos:
+            for token_id in self.eos_token_ids:
+                mask[token_id // 8] &= ~(1 << token_id % 8)
+        return bytes(mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A compiled grammar over a vocabulary."""
+
+    start: LLMatcher
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+    def matcher(self, token_ids: Sequence[int] = (), ignore_eos: bool = False) -> Matcher:
+        """The state of a sequence that has generated `token_ids`.
+
+        Raises:
+            GrammarError: they do not fit.
+        """
+        matcher = Matcher(self.start.deep_copy(), self.vocab_size, self.eos_token_ids, ignore_eos)
+        for token_id in token_ids:
+            matcher.accept(token_id)
+        return matcher
+
+
+def reason(state: LLMatcher) -> str:
+    """Why a matcher failed, without what it says of its own state."""
+    text = state.get_error()
+    for pattern, better in ERROR_REWRITES:
+        text = re.sub(pattern, better, text, flags=re.DOTALL)
+    return text.strip()

@@ -1,0 +1,141 @@
+"""Structured output: which tokens may come next, by llguidance (https://github.com/guidance-ai/llguidance).
+
+    StructuredOutputsParams --Grammars.submit--> Compilation ...poll--> Grammar --matcher--> Matcher
+
+Grammars are compiled in threads of low priority, for schemas come from strangers: nothing here is fetched,
+sizes and steps are limited, and who waits for a compilation waits for a limited time.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pagewire.engine_core.grammar.compile import compile_grammar
+from pagewire.engine_core.grammar.matcher import Grammar, GrammarError
+from pagewire.ipc.errors import EngineBusyError
+from pagewire.ipc.params import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+CACHED = 128
+MAX_PENDING = 1024
+NUM_THREADS = 2
+NICENESS = 10
+
+
+class Compilation:
+    """A grammar that is being compiled, or was."""
+
+    def __init__(self, structure: StructuredOutputsParams, begun: float, seconds: float) -> None:
+        self.structure = structure
+        self.outcome: Grammar | Exception | None = None  # set once, by the thread that compiles
+        self._deadline, self._seconds = begun + seconds, seconds
+
+    def expired(self, now: float) -> bool:
+        """True if it took too long, or waited too long for its turn."""
+        return self.outcome is None and now > self._deadline
+
+    def poll(self, now: float) -> Grammar | None:
+        """The grammar; None while it is being compiled.
+
+        Raises:
+            GrammarError: what is wrong with it.
+        """
+        if isinstance(self.outcome, Exception):
+            raise GrammarError(*self.outcome.args)
+        if self.expired(now):
+            raise GrammarError(
+                f"{self.structure.kind}: not compiled within {self._seconds:g} s: it is too complex"
+            )
+        return self.outcome
+
+
+class Grammars:
+    """Compiles grammars in threads, and keeps the last used ones.
+
+    load: makes the tokenizer, when the first grammar comes. vocab_size: of the model.
+    seconds: time limit of a compilation. wake: called in a thread whenever one is done.
+
+    num_queries, num_hits: grammars asked for, and those of them that were known.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], LLTokenizer],
+        vocab_size: int,
+        *,
+        seconds: float,
+        wake: Callable[[], None],
+        capacity: int = CACHED,
+    ) -> None:
+        self._load, self._vocab_size = load, vocab_size
+        self._seconds, self._wake, self._capacity = seconds, wake, capacity
+        self._known: OrderedDict[bytes, Compilation] = OrderedDict()
+        self._pending: queue.SimpleQueue[Compilation] = queue.SimpleQueue()
+        self._tokenizer: LLTokenizer | GrammarError | None = None
+        self._loading = threading.Lock()
+        self.num_queries = self.num_hits = 0
+        self._threads: list[threading.Thread] = []
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def submit(self, structure: StructuredOutputsParams, now: float) -> Compilation:
+        """Compile a grammar, unless it is known.
+
+        Raises:
+            EngineBusyError: too many wait already.
+        """
+        key = msgspec.msgpack.encode(structure)
+        known = self._known.get(key)
+        self.num_queries += 1
+        if known is not None:
+            self.num_hits += 1
+            self._known.move_to_end(key)
+            return known
+        if self._pending.qsize() >= MAX_PENDING:
+            raise EngineBusyError(f"{MAX_PENDING} grammars wait to be compiled")
+        compilation = self._known[key] = Compilation(structure, now, self._seconds)
+        if len(self._known) > self._capacity:
+            self._known.popitem(last=False)
+        self._pending.put(compilation)
+        if len(self._threads) < NUM_THREADS:
+            thread = threading.Thread(target=self._work, name="grammars", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return compilation
+
+    def _work(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        while True:
+            compilation = self._pending.get()
+            if not compilation.expired(time.monotonic()):
+                compilation.outcome = self._compile(compilation.structure)
+                self._wake()
+
+    def _compile(self, structure: StructuredOutputsParams) -> Grammar | Exception:
+        try:
+            tokenizer = self._load_tokenizer()
+            return compile_grammar(structure, tokenizer, self._vocab_size)
+        except Exception as error:  # whatever strangers come up with must not end the thread
+            return error if isinstance(error, GrammarError) else GrammarError(f"{structure.kind}: {error}")
+
+    def _load_tokenizer(self) -> LLTokenizer:
+        with self._loading:
+            if self._tokenizer is None:
+                try:
+                    self._tokenizer = self._load()
+                except GrammarError as error:
+                    self._tokenizer = error
+        if isinstance(self._tokenizer, GrammarError):
+            raise self._tokenizer
+        return self._tokenizer

@@ -1,0 +1,159 @@
+"""JSON schemas as llguidance is to compile them: rewritten where it would be wrong or knows less, and checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from pagewire.engine_core.grammar.matcher import GrammarError
+from pagewire.ipc.params import StructuredOutputsParams
+
+MAX_MULTIPLE = 100_000  # an automaton with so many states takes a third of a second
+WHITESPACE = r" |\n[ \t]{0,20}"  # between two tokens of JSON, where any is allowed
+
+SCHEMAS = ("additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then")
+LISTS_OF_SCHEMAS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
+MAPS_OF_SCHEMAS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
+
+# Formats that llguidance does not know, and one that it does whose every string has them.
+NARROWER = {
+    "idn-email": "email",
+    "idn-hostname": "hostname",
+    "iri": "uri",
+    "iri-reference": "uri",
+    "uri-reference": "uri",
+}
+# Those that JSON Schema defines; others are mere annotations.
+FORMATS = {
+    *("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer", "regex"),
+    *("relative-json-pointer", "time", "uri", "uri-template", "uuid"),
+}
+IN_PLACE = ("$ref", "$dynamicRef", "allOf", "anyOf", "dependentSchemas", "if", "not", "oneOf")
+
+
+def json_schema(schema: dict[str, Any], structure: StructuredOutputsParams) -> dict[str, Any]:
+    """A schema as it is to be compiled: with our options (a schema could bring its own), checked.
+
+    Raises:
+        GrammarError: what is not supported.
+    """
+    for part in subschemas(schema):
+        check_multiple(part.get("multipleOf"))
+        rewrite_bounds(part)
+        rewrite_format(part)
+        rewrite_names(part)
+        rewrite_unevaluated(part)
+        check_least_properties(part)
+        if part.get("uniqueItems") is False:
+            del part["uniqueItems"]
+        if structure.disable_additional_properties and "properties" in part:
+            part.setdefault("additionalProperties", False)
+    flexible = not structure.disable_any_whitespace
+    return schema | {
+        "x-guidance": {
+            "whitespace_flexible": flexible,
+            "whitespace_pattern": structure.whitespace_pattern or WHITESPACE if flexible else None,
+            "item_separator": ",",
+            "key_separator": ":",
+            "coerce_one_of": False,
+            "lenient": False,
+        }
+    }
+
+
+def check_multiple(multiple: Any) -> None:
+    """Refuse a `multipleOf` whose automaton would be too large.
+
+    Raises:
+        GrammarError: it is.
+    """
+    if isinstance(multiple, int) and multiple > MAX_MULTIPLE:
+        raise GrammarError(f"json: multipleOf: {multiple} is not supported: at most {MAX_MULTIPLE} is")
+
+
+def check_least_properties(part: dict[str, Any]) -> None:
+    """Refuse a `minProperties` that equal names could seem to reach: they count once.
+
+    Raises:
+        GrammarError: it is one.
+    """
+    least, required = part.get("minProperties"), part.get("required")
+    num_required = len(required) if isinstance(required, list) else 0
+    named_only = part.get("additionalProperties") is False and "patternProperties" not in part
+    if isinstance(least, int) and least > num_required + 1 and not named_only:
+        raise GrammarError(f"json: minProperties: {least} is not supported where names are free")
+
+
+def rewrite_bounds(part: dict[str, Any]) -> None:
+    """An exclusive whole bound as one a little further in, where the other bound is less than one away.
+
+    llguidance would include the bound itself there. Nothing is lost but numbers next to it.
+    """
+    for exclusive, plain, other, sign in (
+        ("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"), 1),
+        ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"), -1),
+    ):
+        bound = part.get(exclusive)
+        far = next((part[name] for name in other if name in part), None)
+        if not isinstance(bound, (int, float)) or not isinstance(far, (int, float)):
+            continue
+        gap = (far - bound) * sign
+        if 0 < gap < 1 and bound == int(bound):
+            del part[exclusive]
+            inner = bound + sign * 10.0 ** (math.floor(math.log10(gap)) - 6)
+            part[plain] = max(inner * sign, part.get(plain, inner) * sign) * sign
+
+
+def rewrite_format(part: dict[str, Any]) -> None:
+    """Formats that llguidance knows, instead of those that it does not; those that mean nothing are left out.
+
+    Dates begin with year 1: llguidance has a year 0, many languages have not.
+    """
+    name = part.get("format")
+    if name in ("date", "date-time"):
+        part.setdefault("pattern", "^([1-9]|0[1-9]|00[1-9]|000[1-9])")
+    if name in NARROWER:
+        part["format"] = NARROWER[name]
+    elif isinstance(name, str) and name not in FORMATS:
+        del part["format"]
+
+
+def rewrite_names(part: dict[str, Any]) -> None:
+    """`propertyNames` that are a pattern or a list as `patternProperties` or `properties`."""
+    names = part.get("propertyNames")
+    if not isinstance(names, dict) or "properties" in part or "patternProperties" in part:
+        return
+    rest = part.get("additionalProperties", True)
+    says = {name: value for name, value in names.items() if (name, value) != ("type", "string")}
+    if list(says) == ["pattern"]:
+        part["patternProperties"] = {says["pattern"]: rest}
+    elif list(says) == ["enum"] and isinstance(says["enum"], list):
+        part["properties"] = {name: rest for name in says["enum"] if isinstance(name, str)}
+    else:
+        return
+    part["additionalProperties"] = False
+    del part["propertyNames"]
+
+
+def rewrite_unevaluated(part: dict[str, Any]) -> None:
+    """`unevaluated...` as the plain keyword, where nothing else in the schema evaluates."""
+    for what, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
+        if what in part and not any(name in part for name in IN_PLACE):
+            part.setdefault(plain, part.pop(what))
+
+
+def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """A schema and all schemas in it, less those that are just true or false."""
+    if not isinstance(schema, dict):
+        return
+    yield schema
+    inner = [schema.get(name) for name in SCHEMAS]
+    for name in LISTS_OF_SCHEMAS:
+        if isinstance(found := schema.get(name), list):
+            inner += found
+    for name in MAPS_OF_SCHEMAS:
+        if isinstance(found := schema.get(name), dict):
+            inner += found.values()
+    for part in inner:
+        yield from subschemas(part)

@@ -1,0 +1,89 @@
+"""What a request passes before it comes to the routes, from the outside in:
+
+request id --> CORS --> key --> the user's middleware
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import uuid
+from typing import Any
+
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pagewire.frontend.server.http.auth import KeyCheck
+from pagewire.frontend.server.options import ServerOptions
+
+VALID_ID = re.compile(rb"[\x21-\x7e\x80-\xff][\x20-\x7e\x80-\xff]{0,255}")
+
+
+def middleware(options: ServerOptions) -> list[Middleware]:
+    """All of it.
+
+    Raises:
+        ValueError: a middleware of the user's that cannot be imported.
+    """
+    found = [
+        Middleware(RequestId, root_path=options.root_path),
+        Middleware(
+            CORSMiddleware,
+            allow_origins=options.allowed_origins,
+            allow_methods=options.allowed_methods,
+            allow_headers=options.allowed_headers,
+            allow_credentials=options.allow_credentials,
+        ),
+    ]
+    if keys := options.keys():
+        found.append(Middleware(KeyCheck, keys=keys))
+    return found + [imported(path) for path in options.middleware]
+
+
+def imported(path: str) -> Middleware:
+    """The user's middleware: an ASGI class, or an async function (request, call_next).
+
+    Raises:
+        ValueError: there is no such thing.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        found: Any = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"no middleware {path!r}: {error}") from error
+    if inspect.iscoroutinefunction(found):
+        return Middleware(BaseHTTPMiddleware, dispatch=found)
+    if callable(found):
+        return Middleware(found)
+    raise ValueError(f"middleware {path!r} is neither a class nor an async function")
+
+
+class RequestId:
+    """ASGI middleware that gives every request an id, which its response repeats, and the routes the prefix that
+    a proxy serves us under, with which a path may begin or not.
+
+    The id is the caller's X-Request-Id, if that can stand in a header: told and logged, but never a key to
+    anything, since nobody says that it is unique.
+    """
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self.app, self._root_path = app, root_path.rstrip("/")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        request_id = given if VALID_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            await send(message)
+
+        changes = {"request_id": request_id.decode("latin-1"), "root_path": self._root_path}
+        await self.app({**scope, **changes}, receive, send_with_id)

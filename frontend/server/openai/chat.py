@@ -1,0 +1,369 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, TypeAlias
+
+import msgspec
+from msgspec import UNSET
+
+from pagewire.frontend.inputs import TokensPrompt
+from pagewire.frontend.outputs import CompletionOutput, RequestOutput
+from pagewire.frontend.server.http import sse
+from pagewire.frontend.server.http.errors import APIError
+from pagewire.frontend.server.http.exchange import Exchange
+from pagewire.frontend.server.http.generation_endpoint import Events, GenerationEndpoint
+from pagewire.frontend.server.http.openapi import Operation
+from pagewire.frontend.server.openai.beams import beam_outputs
+from pagewire.frontend.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from pagewire.frontend.server.openai.protocol import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    ChatRequest,
+    ToolCall,
+)
+from pagewire.frontend.server.openai.sampling import (
+    best_outputs,
+    check_stream_options,
+    salted,
+    sampling_params,
+    structure,
+)
+from pagewire.frontend.server.parsing.choice import ToolUse, tool_use
+from pagewire.frontend.server.parsing.history import read_history
+from pagewire.frontend.server.parsing.reasoning import thinking
+from pagewire.frontend.server.parsing.reply import (
+    ReplyDelta,
+    ReplyParser,
+    ReplyWithCalls,
+    TextReply,
+    joined,
+    read,
+)
+from pagewire.frontend.server.service import LONG_TEXT, Service, off_loop
+from pagewire.frontend.text.chat_template import chat_prompt, check_template
+from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
+
+Outputs: TypeAlias = AsyncGenerator[list[tuple[int, RequestOutput]], None]
+
+
+def routes(service: Service) -> list[Operation]:
+    """The endpoint.
+
+    Raises:
+        ValueError: the server's own chat template cannot be used.
+    """
+    if service.options.chat_template is not None and service.engine.session.tokenizer is not None:
+        check_template(service.tokenizer, service.options.chat_template)
+    endpoint = GenerationEndpoint(service, "chatcmpl", ChatRequest, answer)
+    return [
+        Operation(
+            "POST",
+            "/v1/chat/completions",
+            endpoint,
+            "Answer a conversation.",
+            body=ChatRequest,
+            result=ChatCompletion,
+            streams=ChatChunk,
+        )
+    ]
+
+
+async def answer(service: Service, request: ChatRequest, exchange: Exchange) -> bytes | Events:
+    """The answer: whole, or as a stream of events.
+
+    Raises:
+        APIError, ValueError, TypeError: what is wrong with the request. And what the engine raises.
+    """
+    tools = tools_of(service, request)
+    writer = ChatWriter(service, request, exchange, tools)
+    check_chat(request)
+    prompt = await prompt_of(service, request, tools)
+    params = params_of(service, request, tools)
+    exchange.prompt = prompt.get("prompt", "")
+    if request.use_beam_search:
+        (output,) = await beam_outputs(service, request, [prompt], params, exchange.id)
+        return writer.whole(output)
+    news = generate(service, request, exchange, prompt, params)
+    if request.stream:
+        return writer.stream(news)
+    async with aclosing(news):
+        async for ((_, output),) in news:
+            final = output
+    return writer.whole(final)
+
+
+def generate(
+    service: Service, request: ChatRequest, exchange: Exchange, prompt: TokensPrompt, params: SamplingParams
+) -> Outputs:
+    """The engine's outputs, as they come."""
+    return service.engine.generate_all(
+        [salted(prompt, request.cache_salt)],
+        params,
+        exchange.id,
+        priority=request.priority or 0,
+        trace_headers=exchange.headers,
+    )
+
+
+def check_chat(request: ChatRequest) -> None:
+    """Refuse what is not supported, or makes no sense.
+
+    Raises:
+        APIError: what is wrong.
+    """
+    if request.functions or request.function_call:
+        raise APIError(400, "functions and function_call are not supported: use tools", param="functions")
+    if request.audio or set(request.modalities or ()) - {"text"}:
+        raise APIError(400, "only text can be generated", param="modalities")
+    if request.top_logprobs and not request.logprobs:
+        raise APIError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
+
+
+def tools_of(service: Service, request: ChatRequest) -> ToolUse:
+    """What the request's tools come to, and how its outputs are read.
+
+    Raises:
+        ValueError: what is wrong with them.
+    """
+    options = service.options
+    tools = tool_use(
+        request.tools,
+        request.tool_choice,
+        parallel=request.parallel_tool_calls is not False,
+        parser=options.tool_call_parser,
+        auto=options.enable_auto_tool_choice,
+        prompt_unused=options.prompt_unused_tools,
+    )
+    if options.reasoning_parser is None or structure(request) is not None:
+        return tools
+    return thinking(tools, options.reasoning_parser)
+
+
+def params_of(service: Service, request: ChatRequest, tools: ToolUse) -> SamplingParams:
+    """The engine's parameters.
+
+    Raises:
+        APIError, ValueError, TypeError: a value out of range, or contradictions.
+    """
+    most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    return demanding(sampling_params(service, request, most, logprobs), tools)
+
+
+def demanding(params: SamplingParams, tools: ToolUse) -> SamplingParams:
+    """The parameters, with what the use of tools demands of the output.
+
+    Raises:
+        APIError: something else is demanded of it, too.
+    """
+    if tools.marks_are_special:
+        params = msgspec.structs.replace(params, skip_special_tokens=False)
+    if tools.schema is None:
+        return params
+    if params.structured_outputs is not None:
+        message = "tool_choice demands calls of the output, and so it cannot be structured otherwise"
+        raise APIError(400, message, param="tool_choice")
+    return msgspec.structs.replace(params, structured_outputs=StructuredOutputsParams(json=tools.schema))
+
+
+async def prompt_of(service: Service, request: ChatRequest, tools: ToolUse) -> TokensPrompt:
+    """The conversation as a prompt.
+
+    Raises:
+        APIError: no tokenizer, or a template of the request's own where that is not allowed.
+        ValueError, TypeError: no template, or one that refuses the conversation; messages that are malformed.
+    """
+    if request.chat_template is not None and not service.options.trust_request_chat_template:
+        raise APIError(
+            400,
+            "chat templates in requests are not allowed (--trust-request-chat-template)",
+            param="chat_template",
+        )
+    variables: dict[str, Any] = {}
+    if request.documents is not None:
+        variables["documents"] = request.documents
+    if request.reasoning_effort is not None:
+        variables["reasoning_effort"] = request.reasoning_effort
+    continues = bool(request.continue_final_message)
+    generation = not continues if request.add_generation_prompt is None else request.add_generation_prompt
+    size = sum(len(str(message.get("content", ""))) for message in request.messages)
+    if request.chat_template is not None:
+        size += LONG_TEXT  # it may take its time
+
+    def make() -> TokensPrompt:
+        return chat_prompt(
+            service.tokenizer,
+            read_history(request.messages),
+            chat_template=request.chat_template or service.options.chat_template,
+            template_files=request.chat_template is None,
+            chat_template_content_format=service.options.chat_template_content_format,
+            add_generation_prompt=generation,
+            continue_final_message=continues,
+            tools=tools.prompted,
+            chat_template_kwargs=variables | (request.chat_template_kwargs or {}),
+            add_special_tokens=bool(request.add_special_tokens),
+        )
+
+    return await off_loop(size, make)
+
+
+def reply_parser(tools: ToolUse) -> ReplyParser:
+    """What reads one output."""
+    return TextReply() if tools.new_parser is None else ReplyWithCalls(tools.new_parser())
+
+
+def whole_calls(deltas: list[ToolCall]) -> list[ToolCall]:
+    """The calls that deltas make, as whole answers tell them: without `index`."""
+    return [msgspec.structs.replace(call, index=UNSET) for call in joined(deltas)]
+
+
+class ChatWriter:
+    """Makes the engine's outputs the answer to one request.
+
+    Raises:
+        APIError: when made, for a bad model or contradicting fields.
+    """
+
+    def __init__(self, service: Service, request: ChatRequest, exchange: Exchange, tools: ToolUse) -> None:
+        self.service, self.request, self.exchange, self.tools = service, request, exchange, tools
+        self.model = service.model(request.model)
+        self.options = check_stream_options(request)
+        as_ids = request.return_tokens_as_token_ids
+        self._names = TokenNames(
+            service.engine.session.tokenizer,
+            service.options.return_tokens_as_token_ids if as_ids is None else as_ids,
+        )
+        self._parsers: dict[int, ReplyParser] = {}
+        self._called: set[int] = set()
+        self._role, self._opening = self._role_and_opening()
+
+    def whole(self, output: RequestOutput) -> bytes:
+        """The answer in one piece."""
+        self.exchange.count(0, output)
+        completion = ChatCompletion(
+            id=self.exchange.id,
+            created=self.exchange.created,
+            model=self.model,
+            choices=[self._choice(part) for part in best_outputs(output.outputs, self.request.n or 1)],
+            usage=self.exchange.usage(),
+            prompt_logprobs=None
+            if output.prompt_logprobs is None
+            else prompt_logprobs(output.prompt_logprobs),
+            prompt_token_ids=output.prompt_token_ids or [] if self.request.return_token_ids else UNSET,
+        )
+        return sse.ENCODER.encode(completion)
+
+    async def stream(self, news: Outputs) -> Events:
+        """The answer as events, all that is new in one piece. The first event tells the role."""
+        async with aclosing(news):
+            async for ((_, output),) in news:
+                events = self._begin(output) if self.exchange.count(0, output) else b""
+                for part in output.outputs:
+                    events += self._event(part)
+                if events:
+                    yield events
+        if self.options.include_usage:
+            yield self._chunk([], self.exchange.usage()) + sse.DONE
+        else:
+            yield sse.DONE
+
+    # -------------------------------------------------------------- parts
+
+    def _role_and_opening(self) -> tuple[str, str]:
+        """The answer's role, and what it begins with: with `echo`, the last message, if it is of that role."""
+        last = self.request.messages[-1] if self.request.messages else {}
+        role = self.service.options.response_role
+        if self.request.continue_final_message or self.request.add_generation_prompt is False:
+            role = str(last.get("role", role))
+        content = last.get("content")
+        echoes = self.request.echo and last.get("role") == role and isinstance(content, str)
+        return role, str(content) if echoes else ""
+
+    def _read(self, part: CompletionOutput) -> ReplyDelta:
+        """What the next text of an output says."""
+        if part.index not in self._parsers:
+            self._parsers[part.index] = reply_parser(self.tools)
+        delta = read(self._parsers[part.index], part.text, part.finished())
+        if delta.tool_calls:
+            self._called.add(part.index)
+        return delta
+
+    def _finish_reason(self, part: CompletionOutput) -> str | None:
+        calls = part.index in self._called and part.finish_reason == "stop"
+        return "tool_calls" if calls else part.finish_reason
+
+    def _logprobs(self, part: CompletionOutput) -> ChatLogprobs | None:
+        if not self.request.logprobs:
+            return None
+        return chat_logprobs(self._names, part.token_ids, part.logprobs or (), self.request.top_logprobs or 0)
+
+    def _choice(self, part: CompletionOutput) -> ChatChoice:
+        reply = self._read(part)
+        content = self._opening + reply.content
+        return ChatChoice(
+            index=part.index,
+            message=ChatMessage(
+                role=self._role,
+                content=content if content or not reply.tool_calls else None,
+                reasoning_content=reply.reasoning or UNSET,
+                tool_calls=whole_calls(reply.tool_calls) or UNSET,
+            ),
+            logprobs=self._logprobs(part),
+            finish_reason=self._finish_reason(part),
+            stop_reason=part.stop_reason,
+            token_ids=list(part.token_ids) if self.request.return_token_ids else UNSET,
+        )
+
+    def _begin(self, output: RequestOutput) -> bytes:
+        """The events that come first: each choice's role."""
+        content = self._opening if self.tools.schema is None else None  # there is none beside demanded calls
+        delta = ChatDelta(role=self._role, content=content)
+        choices = [ChatChunkChoice(index=index, delta=delta) for index in range(self.request.n or 1)]
+        ids = output.prompt_token_ids or [] if self.request.return_token_ids else UNSET
+        return b"".join(self._chunk([choice], self._usage(), ids) for choice in choices)
+
+    def _event(self, part: CompletionOutput) -> bytes:
+        """The event for what is new of an output; nothing, if that says nothing."""
+        reply = self._read(part)
+        wants_all = self.request.logprobs or self.request.return_token_ids
+        if reply.empty and part.finish_reason is None and not wants_all:
+            return b""
+        choice = ChatChunkChoice(
+            index=part.index,
+            delta=ChatDelta(
+                content=reply.content or UNSET,
+                reasoning_content=reply.reasoning or UNSET,
+                tool_calls=reply.tool_calls or UNSET,
+            ),
+            logprobs=self._logprobs(part),
+            finish_reason=self._finish_reason(part),
+            stop_reason=UNSET if part.finish_reason is None else part.stop_reason,
+            token_ids=list(part.token_ids) if self.request.return_token_ids else UNSET,
+        )
+        return self._chunk([choice], self._usage())
+
+    def _usage(self) -> Any:
+        """The field `usage` of an event: counts, null, or nothing at all."""
+        if not self.options.include_usage:
+            return UNSET
+        return self.exchange.usage() if self.options.continuous_usage_stats else None
+
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Any, prompt_token_ids: Any = UNSET) -> bytes:
+        return sse.event(
+            ChatChunk(
+                id=self.exchange.id,
+                created=self.exchange.created,
+                model=self.model,
+                choices=choices,
+                usage=usage,
+                prompt_token_ids=prompt_token_ids,
+            )
+        )

@@ -1,0 +1,236 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+
+from pagewire.frontend.inputs import prompts_of
+from pagewire.frontend.outputs import CompletionOutput, RequestOutput
+from pagewire.frontend.server.http import sse
+from pagewire.frontend.server.http.errors import APIError
+from pagewire.frontend.server.http.exchange import Exchange
+from pagewire.frontend.server.http.generation_endpoint import Events, GenerationEndpoint
+from pagewire.frontend.server.http.openapi import Operation
+from pagewire.frontend.server.openai.beams import beam_outputs
+from pagewire.frontend.server.openai.logprobs import CompletionLogprobsWriter, TokenNames, prompt_logprobs
+from pagewire.frontend.server.openai.protocol import Completion, CompletionChoice, CompletionRequest
+from pagewire.frontend.server.openai.sampling import (
+    best_outputs,
+    check_stream_options,
+    check_text_length,
+    salted,
+    sampling_params,
+)
+from pagewire.frontend.server.service import Service, off_loop
+from pagewire.frontend.text.logprobs import PromptLogprobs
+from pagewire.ipc.params import SamplingParams
+
+MAX_PROMPTS = 1024
+DEFAULT_MAX_TOKENS = 16
+
+
+def routes(service: Service) -> list[Operation]:
+    """The endpoint."""
+    endpoint = GenerationEndpoint(service, "cmpl", CompletionRequest, complete)
+    return [
+        Operation(
+            "POST",
+            "/v1/completions",
+            endpoint,
+            "Complete prompts.",
+            body=CompletionRequest,
+            result=Completion,
+            streams=Completion,
+        )
+    ]
+
+
+async def complete(service: Service, request: CompletionRequest, exchange: Exchange) -> bytes | Events:
+    """The answer: whole, or as a stream of events.
+
+    Raises:
+        APIError, ValueError, TypeError: what is wrong with the request. And what the engine raises.
+    """
+    writer = CompletionWriter(service, request, exchange)
+    prompts = await prompts_in(service, request)
+    exchange.prompt = prompts[0] if isinstance(prompts[0], (str, list)) else ""
+    params = completion_params(service, request)
+    if request.use_beam_search:
+        return writer.whole(await beam_outputs(service, request, prompts, params, exchange.id))
+    news = service.engine.generate_all(
+        [salted(prompt, request.cache_salt) for prompt in prompts],
+        params,
+        exchange.id,
+        priority=request.priority or 0,
+        trace_headers=exchange.headers,
+    )
+    if request.stream:
+        return writer.stream(news)
+    found: dict[int, RequestOutput] = {}
+    async with aclosing(news):
+        async for outputs in news:
+            found.update(outputs)
+    return writer.whole([found[index] for index in sorted(found)])
+
+
+async def prompts_in(service: Service, request: CompletionRequest) -> list[Any]:
+    """The prompts, each as text, token ids or (text and token ids) a dict.
+
+    Raises:
+        APIError: none, too many, or what cannot be served.
+    """
+    if request.suffix:
+        raise APIError(400, "suffix is not supported: no model here fills in the middle", param="suffix")
+    try:
+        prompts: list[Any] = prompts_of(request.prompt)
+    except TypeError as error:
+        raise APIError(422, str(error), param="prompt") from None
+    if any(isinstance(prompt, int) for prompt in prompts):
+        raise APIError(422, "prompt mixes token ids with other prompts", param="prompt")
+    if not 1 <= len(prompts) <= MAX_PROMPTS:
+        raise APIError(400, f"there must be 1 to {MAX_PROMPTS} prompts, got {len(prompts)}", param="prompt")
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    for text in texts:
+        check_text_length(service, text)
+    if request.add_special_tokens is False:
+        size = sum(map(len, texts))
+        return await off_loop(size, without_special_tokens, service, prompts)
+    return prompts
+
+
+def without_special_tokens(service: Service, prompts: list[Any]) -> list[Any]:
+    """Prompts that are text, tokenized as they are."""
+    return [
+        {"prompt": prompt, "prompt_token_ids": service.tokenizer.encode(prompt, add_special_tokens=False)}
+        if isinstance(prompt, str)
+        else prompt
+        for prompt in prompts
+    ]
+
+
+def completion_params(service: Service, request: CompletionRequest) -> SamplingParams:
+    """The engine's parameters."""
+    echoes_only = bool(request.echo) and request.max_tokens == 0
+    max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    params = sampling_params(service, request, 1 if echoes_only else max_tokens, request.logprobs)
+    if request.echo and request.logprobs is not None and params.prompt_logprobs is None:
+        return msgspec.structs.replace(params, prompt_logprobs=request.logprobs)
+    return params
+
+
+class CompletionWriter:
+    """Makes the engine's outputs the answer to one request. Choice i * n + j is output j of prompt i.
+
+    Raises:
+        APIError: when made, for a bad model or contradicting fields.
+    """
+
+    def __init__(self, service: Service, request: CompletionRequest, exchange: Exchange) -> None:
+        self.service, self.request, self.exchange = service, request, exchange
+        self.model = service.model(request.model)
+        self.options = check_stream_options(request)
+        as_ids = request.return_tokens_as_token_ids
+        self._names = TokenNames(
+            service.engine.session.tokenizer,
+            service.options.return_tokens_as_token_ids if as_ids is None else as_ids,
+        )
+        self._logprobs: dict[int, CompletionLogprobsWriter] = {}
+        self._prompt_logprobs: dict[int, PromptLogprobs] = {}
+        self._num_choices = request.n or 1
+        self._echoes_only = bool(request.echo) and request.max_tokens == 0
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """The answer in one piece."""
+        choices = []
+        for index, output in enumerate(outputs):
+            self._take_prompt(index, output)
+            best = best_outputs(output.outputs, self._num_choices)
+            choices += [self._choice(index, output, part, first=True) for part in best]
+        return sse.ENCODER.encode(self._completion(choices, usage=self.exchange.usage()))
+
+    async def stream(self, news: AsyncGenerator[list[tuple[int, RequestOutput]], None]) -> Events:
+        """The answer as events, all that is new in one piece."""
+        begun: set[int] = set()
+        request = self.request
+        async with aclosing(news):
+            async for outputs in news:
+                events = b""
+                for index, output in outputs:
+                    self._take_prompt(index, output)
+                    for part in output.outputs:
+                        place = self._place(index, part)
+                        choice = self._choice(index, output, part, first=place not in begun)
+                        begun.add(place)
+                        if choice.text or choice.finish_reason or choice.logprobs or request.return_token_ids:
+                            events += sse.event(self._completion([choice], usage=self._usage()))
+                if events:
+                    yield events
+        if self.options.include_usage:
+            yield sse.event(self._completion([], usage=self.exchange.usage())) + sse.DONE
+        else:
+            yield sse.DONE
+
+    def _take_prompt(self, index: int, output: RequestOutput) -> None:
+        """Count an output, and keep the prompt's log probabilities, which come once, for all its choices."""
+        if self._echoes_only:
+            for part in output.outputs:  # one token is the least that the engine generates
+                part.text, part.token_ids, part.logprobs = "", [], None
+        self.exchange.count(index, output)
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs[index] = output.prompt_logprobs
+
+    def _usage(self) -> Any:
+        """The field `usage` of an event: counts, null, or nothing at all."""
+        if not self.options.include_usage:
+            return UNSET
+        return self.exchange.usage() if self.options.continuous_usage_stats else None
+
+    def _completion(self, choices: list[CompletionChoice], usage: Any) -> Completion:
+        return Completion(
+            id=self.exchange.id,
+            created=self.exchange.created,
+            model=self.model,
+            choices=choices,
+            usage=usage,
+        )
+
+    def _place(self, index: int, part: CompletionOutput) -> int:
+        return index * self._num_choices + part.index
+
+    def _choice(
+        self, index: int, output: RequestOutput, part: CompletionOutput, first: bool
+    ) -> CompletionChoice:
+        """One choice. first: nothing of it was told before; then its prompt is, if that is wanted."""
+        request = self.request
+        text, token_ids = part.text, list(part.token_ids)
+        positions: list[Any] = list(part.logprobs or ())
+        echoed = first and request.echo
+        all_ids = [*(output.prompt_token_ids or ()), *token_ids] if echoed else token_ids
+        of_prompt = self._prompt_logprobs.get(index)
+        logprobs = None
+        if request.logprobs is not None:
+            writer = self._logprobs.setdefault(
+                self._place(index, part), CompletionLogprobsWriter(self._names, request.logprobs)
+            )
+            logprobs = writer.write(all_ids, [*(of_prompt or ()), *positions] if echoed else positions)
+        tells_prompt = request.prompt_logprobs is not None and first
+        return CompletionChoice(
+            index=self._place(index, part),
+            text=self._prompt_text(output) + text if echoed else text,
+            logprobs=logprobs,
+            finish_reason=part.finish_reason,
+            stop_reason=part.stop_reason,
+            prompt_logprobs=prompt_logprobs(of_prompt or ()) if tells_prompt else UNSET,
+            token_ids=token_ids if request.return_token_ids else UNSET,
+            prompt_token_ids=output.prompt_token_ids or [] if request.return_token_ids and first else UNSET,
+        )
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is not None and self.request.truncate_prompt_tokens is None:
+            return output.prompt
+        return self.service.tokenizer.decode(output.prompt_token_ids or [], skip_special_tokens=False)

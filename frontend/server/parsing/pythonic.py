@@ -1,0 +1,121 @@
+"""The calls of Llama 3.2, Llama 4 and others: a list of calls in Python.
+
+[f(a=1, b="x"), g()]
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from typing import Any
+
+from pagewire.frontend.server.parsing.parser import NAME, Parser, Reading
+
+MARKS = ("<|python_start|>", "<|python_tag|>")
+END_MARK = "<|python_end|>"
+SIGN = re.compile(r"""['"()\[\]{}]""")
+STRING_END = {quote: re.compile(rf"[\\{quote}]") for quote in "'\""}
+CONSTANTS = {"true": True, "false": False, "null": None}  # as JSON has them: models mix them up
+
+
+class Pythonic(Parser):
+    """Lists begin at a mark or at the beginning of a line. A call is passed on when it is complete, and what
+    follows it shows that it stands in a list: so what is none is content.
+    """
+
+    def read(self) -> Reading[None]:
+        while mark := (yield from self.text_until(*MARKS, line_start="[")):
+            if mark in MARKS:
+                yield from self.accept(mark)
+                yield from self.space()
+            if (yield from self.accept("[")) and (yield from self.calls()):
+                yield from self.space()
+                if (yield from self.accept(END_MARK)):
+                    self.drop()
+            else:
+                self.pass_content()
+
+    def calls(self) -> Reading[bool]:
+        """Read `f(...), g(...)]`, passing calls on. False: something stands there that is none."""
+        while True:
+            yield from self.space()
+            call = call_of((yield from self.call()))
+            if call is None:
+                return False
+            yield from self.space()
+            another = yield from self.accept(",")
+            if not another and not (yield from self.accept("]")) and not (yield from self.at_end()):
+                return False
+            name, arguments = call
+            self.start_call(name)
+            self.say_arguments(arguments)
+            if not another:
+                return True
+            yield from self.space()
+            if (yield from self.accept("]")):
+                self.drop()
+                return True
+
+    def call(self) -> Reading[str]:
+        """Read a name and what it has in parentheses; "" if something else stands there."""
+        begin = len(self.pending)
+        if not (yield from self.name()) or not (yield from self.accept("(")):
+            return ""
+        yield from self.space()
+        if not (yield from self.comes(")")):
+            yield from self.name()
+            yield from self.space()
+            if not (yield from self.accept("=")):
+                return ""
+        depth = 1
+        while depth > 0 and (sign := (yield from self.through(SIGN))):
+            if sign in STRING_END:
+                yield from self.string(sign)
+            else:
+                depth += 1 if sign in "([{" else -1
+        return self.pending[begin:]
+
+    def string(self, quote: str) -> Reading[None]:
+        """Read a Python string, of which one quote is read."""
+        triple = yield from self.accept(quote * 2)
+        yield from self.string_end(STRING_END[quote])
+        while triple and not (yield from self.accept(quote * 2)) and not (yield from self.at_end()):
+            yield from self.string_end(STRING_END[quote])
+
+
+def call_of(text: str) -> tuple[str, str] | None:
+    """The name and the JSON arguments of a Python call whose arguments are named literals; None if it is none."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of strange escapes
+            call = ast.parse(text, mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or any(part.arg is None for part in call.keywords):
+            return None
+        name, keywords = ast.unparse(call.func), {part.arg: literal(part.value) for part in call.keywords}
+        arguments = json.dumps(keywords, ensure_ascii=False, allow_nan=False)
+        arguments.encode()
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, SystemError):
+        # SystemError: CPython 3.11 may miscount its recursion when trees are built in several threads at once.
+        return None
+    return (name, arguments) if NAME.fullmatch(name) and len(keywords) == len(call.keywords) else None
+
+
+def literal(node: ast.expr) -> Any:
+    """The value that a Python expression writes out.
+
+    Raises:
+        ValueError: it is not a literal.
+    """
+    if isinstance(node, ast.Name) and node.id in CONSTANTS:
+        return CONSTANTS[node.id]
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return [literal(item) for item in node.elts]
+    if isinstance(node, ast.Dict):
+        if None in node.keys:
+            raise ValueError("** is not a literal")
+        return {
+            literal(key): literal(value) for key, value in zip(node.keys, node.values, strict=True) if key
+        }
+    return ast.literal_eval(node)

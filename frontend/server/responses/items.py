@@ -1,0 +1,233 @@
+"""Items of responses to messages of a chat, and the other fields that chat completions call otherwise."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pagewire.frontend.server.http.errors import APIError
+from pagewire.frontend.server.openai.protocol import ChatRequest, JsonSchema, ResponseFormat
+from pagewire.frontend.server.responses.protocol import ResponsesRequest, TextFormat
+
+SAME_NAME = (
+    "model",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "logit_bias",
+    "ignore_eos",
+    "min_tokens",
+    "priority",
+    "cache_salt",
+    "chat_template_kwargs",
+    "parallel_tool_calls",
+)
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco"}
+LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = frozenset(
+    {
+        LOGPROBS,
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "reasoning.encrypted_content",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
+UNSUPPORTED = ("prompt", "conversation", "context_management", "moderation")
+MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512  # of metadata
+
+JSON = dict[str, Any]
+
+
+def new_id(prefix: str) -> str:
+    """An id that nobody can guess."""
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def check_request(request: ResponsesRequest) -> None:
+    """Refuse what is not supported, or makes no sense.
+
+    Raises:
+        APIError: what is wrong.
+    """
+    for name in UNSUPPORTED:
+        if getattr(request, name):
+            raise APIError(400, f"{name} is not supported", param=name)
+    if unknown := set(request.include or ()) - INCLUDABLE:
+        raise APIError(400, f"include: there is no {min(unknown)!r:.100}", param="include")
+    if request.background and request.store is False:
+        raise APIError(400, "background needs store: the answer is to be retrieved", param="background")
+    metadata = request.metadata or {}
+    if len(metadata) > MAX_PAIRS or any(
+        len(key) > MAX_KEY or len(value) > MAX_VALUE for key, value in metadata.items()
+    ):
+        message = f"metadata: at most {MAX_PAIRS} pairs of {MAX_KEY} and {MAX_VALUE} characters"
+        raise APIError(400, message, param="metadata")
+
+
+def chat_request(request: ResponsesRequest, items: Sequence[JSON]) -> ChatRequest:
+    """The request as one for a chat completion. items: all of them, from the conversation's beginning.
+
+    Raises:
+        APIError: an item, tool or field that is not supported.
+    """
+    wants_logprobs = LOGPROBS in (request.include or ()) or request.top_logprobs is not None
+    text, reasoning = request.text, request.reasoning
+    tools, choice = tools_of(request)
+    return ChatRequest(
+        messages=messages_of(request.instructions, items),
+        stream=request.stream or request.background,  # what is made in the background can be looked at
+        max_completion_tokens=request.max_output_tokens,
+        logprobs=wants_logprobs,
+        top_logprobs=request.top_logprobs,
+        tools=tools,
+        tool_choice=choice,
+        reasoning_effort=None if reasoning is None else reasoning.effort,
+        verbosity=None if text is None else text.verbosity,
+        response_format=None if text is None or text.format is None else format_of(text.format),
+        **{name: getattr(request, name) for name in SAME_NAME},
+    )
+
+
+# ---------------------------------------------------------------- items
+
+
+def read_input(given: str | Sequence[JSON] | None) -> list[JSON]:
+    """The items of a request's input, each with a type and an id.
+
+    Raises:
+        APIError: none, or one that is not supported.
+    """
+    if given is None:
+        raise APIError(400, "input is missing", param="input")
+    if isinstance(given, str):
+        given = [{"role": "user", "content": [{"type": "input_text", "text": given}]}]
+    if not given:
+        raise APIError(400, "input is empty", param="input")
+    return [read_item(item, f"input[{index}]") for index, item in enumerate(given)]
+
+
+def read_item(given: JSON, place: str) -> JSON:
+    """One item.
+
+    Raises:
+        APIError: it is not supported, or lacks something. `place`: what messages call it.
+    """
+    kind = given.get("type", "message" if "role" in given else None)
+    needed: tuple[str, ...] = ()
+    if kind == "message":
+        if given.get("role") not in ROLES:
+            raise APIError(400, f"{place}.role must be one of {', '.join(ROLES)}", param="input")
+        if not isinstance(given.get("content"), (str, list)):
+            raise APIError(400, f"{place}.content must be a string or a list of parts", param="input")
+    elif kind == "function_call":
+        needed = ("call_id", "name", "arguments")
+    elif kind == "function_call_output":
+        needed = ("call_id",)
+        if not isinstance(given.get("output"), (str, list)):
+            raise APIError(400, f"{place}.output must be a string or a list of parts", param="input")
+    else:
+        known = ", ".join(PREFIXES)
+        raise APIError(400, f"{place}: items can be {known}, got {kind!r:.100}", param="input")
+    for name in needed:
+        if not isinstance(given.get(name), str):
+            raise APIError(400, f"{place}.{name} must be a string", param="input")
+    own = given.get("id")
+    return {**given, "type": kind, "id": own if isinstance(own, str) and own else new_id(PREFIXES[kind])}
+
+
+def messages_of(instructions: str | None, items: Iterable[JSON]) -> list[JSON]:
+    """Items as a conversation: calls belong to the message of the assistant that they follow.
+
+    Raises:
+        APIError: the outcome of a call that nobody made.
+    """
+    messages: list[JSON] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    called: dict[str, str] = {}
+    for item in items:
+        if item["type"] == "message":
+            messages.append({"role": ROLES[item["role"]], "content": content_of(item["content"])})
+        elif item["type"] == "function_call":
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": None})
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            messages[-1].setdefault("tool_calls", []).append(call)
+            called[item["call_id"]] = item["name"]
+        else:
+            name = called.get(item["call_id"])
+            if name is None:
+                message = f"there is no function_call with the call_id {item['call_id']!r:.100}"
+                raise APIError(400, message, param="input")
+            content = content_of(item["output"])
+            messages.append(
+                {"role": "tool", "tool_call_id": item["call_id"], "name": name, "content": content}
+            )
+    return messages
+
+
+def content_of(content: str | list[Any]) -> str | list[Any]:
+    """A content as chat completions have it: refusals are text, and what is only text is a string."""
+    if isinstance(content, str):
+        return content
+    parts = [
+        {"type": "text", "text": part.get("refusal")}
+        if isinstance(part, dict) and part.get("type") == "refusal"
+        else part
+        for part in content
+    ]
+    if len(parts) == 1 and isinstance(parts[0], dict) and isinstance(parts[0].get("text"), str):
+        return str(parts[0]["text"])
+    return parts
+
+
+# ---------------------------------------------------------------- other fields
+
+
+def tools_of(request: ResponsesRequest) -> tuple[list[JSON] | None, Any]:
+    """Tools and tool_choice as chat completions have them.
+
+    Raises:
+        APIError: a tool that is no function.
+    """
+    tools: list[JSON] = []
+    for index, tool in enumerate(request.tools or ()):
+        if tool.get("type") != "function":
+            message = f"tools[{index}]: only functions are supported, got {tool.get('type')!r:.100}"
+            raise APIError(400, message, param="tools")
+        fields = {name: value for name, value in tool.items() if name != "type" and value is not None}
+        tools.append({"type": "function", "function": fields})
+    choice: Any = request.tool_choice
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = [tool.get("name") for tool in choice.get("tools") or () if isinstance(tool, dict)]
+        tools = [tool for tool in tools if tool["function"].get("name") in allowed]
+        choice = choice.get("mode", "auto")
+    if choice == "auto" and not tools:
+        choice = None
+    return tools or None, choice
+
+
+def format_of(wanted: TextFormat) -> ResponseFormat:
+    """The form of the text as `response_format`.
+
+    Raises:
+        APIError: its schema is missing.
+    """
+    if wanted.type != "json_schema":
+        return ResponseFormat(wanted.type)
+    if wanted.schema is None:
+        raise APIError(400, "text.format needs a schema", param="text")
+    return ResponseFormat("json_schema", JsonSchema(wanted.name, wanted.schema))

@@ -1,0 +1,356 @@
+"""Chat conversations to prompts: the model's Jinja template, rendered as transformers renders it.
+
+Templates run in a sandbox (`sandbox.py`) and see only plain data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import jinja2
+from jinja2 import meta, nodes
+
+from pagewire.frontend.inputs import TokensPrompt
+from pagewire.frontend.text.sandbox import compile_source, environment, render
+from pagewire.frontend.text.tokenizer import Tokenizer
+
+Message: TypeAlias = Mapping[str, Any]
+ContentFormat: TypeAlias = Literal["auto", "string", "openai"]
+
+CONTENT_FORMATS = ("auto", "string", "openai")
+TEXT_PARTS = ("text", "input_text", "output_text")
+RESERVED = (  # what a conversation's own options say, here or in transformers
+    "messages", "conversation", "tools", "add_generation_prompt", "continue_final_message", "chat_template",
+    "tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask", "tokenizer_kwargs", "padding",
+    "truncation", "max_length",
+)  # fmt: skip
+REASONING = ("reasoning_content", "thinking", "reasoning")
+# Marks the end of the final message. Its own last space tells whether the template trims messages.
+END_MARK = "PAGEWIRE_FINAL_MESSAGE_ENDS_HERE "
+
+
+def conversations_of(messages: Any) -> list[list[Message]]:
+    """One conversation (a list of messages) or several, as a list of several.
+
+    Raises:
+        TypeError: not a conversation.
+    """
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise TypeError(f"a conversation is a list of messages, got {type(messages).__name__}")
+    if messages and isinstance(messages[0], (list, tuple)):
+        return [list(conversation) for conversation in messages]
+    return [list(messages)]
+
+
+def chat_prompt(
+    tokenizer: Tokenizer, messages: Sequence[Message], *, add_special_tokens: bool = False, **options: Any
+) -> TokensPrompt:
+    """One conversation as a prompt, with token ids and text; options as of `render_chat`.
+
+    add_special_tokens: put some around the text; most templates write them themselves.
+    """
+    text = render_chat(tokenizer, messages, **options)
+    return TokensPrompt(prompt_token_ids=tokenizer.encode(text, add_special_tokens), prompt=text)
+
+
+def render_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    chat_template: str | None = None,
+    template_files: bool = True,
+    chat_template_content_format: str = "auto",
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
+    """The text of one conversation.
+
+    chat_template: a template, the name of one of the model's, or a file; None: the model's own.
+    template_files: it may be a file. Not for names that come from afar.
+    chat_template_content_format: "string" joins the parts of a content by newlines, "openai" makes every content
+        a list of parts, "auto" does what the template is written for.
+    add_generation_prompt: end with the header of an answer.
+    continue_final_message: end within the final message, so that it is continued.
+    tools: JSON schemas of functions. chat_template_kwargs: further variables of the template; those that it does
+        not read are left out.
+
+    Raises:
+        ValueError: no template, contradicting options, or a template that fails on the conversation, or takes too
+            much time or room for it.
+        TypeError: messages or tools of a wrong type.
+    """
+    if add_generation_prompt and continue_final_message:
+        raise ValueError("add_generation_prompt and continue_final_message cannot both be true")
+    if chat_template_content_format not in CONTENT_FORMATS:
+        raise ValueError(
+            f"chat_template_content_format must be one of {', '.join(CONTENT_FORMATS)}, "
+            f"got {chat_template_content_format!r}"
+        )
+    if not messages:
+        raise ValueError("the conversation is empty")
+    source = template_source(tokenizer, chat_template, tools is not None, template_files)
+    template = compile_template(source)
+    as_wanted = content_reader(chat_template_content_format, source)
+    chat = [read_message(message, index, as_wanted) for index, message in enumerate(messages)]
+    variables = {
+        "documents": None,
+        **tokenizer.special_tokens,
+        **template_variables(source, chat_template_kwargs or {}),
+        "messages": chat,
+        "tools": None if tools is None else [read_tool(tool) for tool in tools],
+        "add_generation_prompt": add_generation_prompt,
+    }
+    if continue_final_message:
+        return render_open(template, variables)
+    return render(template, variables)
+
+
+def check_template(tokenizer: Tokenizer, wanted: str) -> None:
+    """Find a template as `render_chat` would, and make it ready.
+
+    Raises:
+        ValueError: there is none, or it is not valid.
+    """
+    compile_template(template_source(tokenizer, wanted, with_tools=False))
+
+
+def template_source(tokenizer: Tokenizer, wanted: str | None, with_tools: bool, files: bool = True) -> str:
+    """The text of the template to use. `files`: what is wanted may be one.
+
+    Raises:
+        ValueError: there is none.
+    """
+    own = tokenizer.chat_template
+    named = own if isinstance(own, dict) else {"default": own} if own else {}
+    if wanted is None:
+        source = named.get("tool_use") if with_tools else None
+        source = source or named.get("default")
+        if source is None and named:
+            raise ValueError(
+                f"the model has no default chat template; name one of {', '.join(sorted(named))}"
+            )
+        if source is None:
+            raise ValueError("the model has no chat template: give one (chat_template, or --chat-template)")
+        return source
+    if wanted in named:
+        return named[wanted]
+    if "{" in wanted or "\n" in wanted:
+        return wanted
+    path = Path(wanted).expanduser()
+    if not files or not path.is_file():
+        raise ValueError(f"chat_template {wanted!r} is neither a template, nor a name of one, nor a file")
+    return path.read_text(encoding="utf-8")
+
+
+# ---------------------------------------------------------------- what a template sees
+
+
+def template_variables(source: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the given variables that the template reads.
+
+    Raises:
+        ValueError: one that is not a variable, but an option of its own. TypeError: values that are not plain.
+    """
+    if reserved := [name for name in given if name in RESERVED]:
+        raise ValueError(f"chat_template_kwargs cannot set {', '.join(reserved)}")
+    read = variables_of(source)
+    return {name: plain(value) for name, value in given.items() if name in read}
+
+
+@lru_cache(maxsize=64)
+def variables_of(source: str) -> frozenset[str]:
+    """The variables that a template reads."""
+    tree = environment().parse(source)
+    return frozenset(meta.find_undeclared_variables(tree)) - frozenset(environment().globals)
+
+
+def plain(value: Any) -> Any:
+    """A copy out of plain JSON types: objects with methods would open the sandbox.
+
+    Raises:
+        TypeError: something else.
+    """
+    if value is None or type(value) in (str, bool, int, float):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):  # an enum, say
+            return kind.__str__(value) if kind is str else kind(value)
+    if isinstance(value, Mapping):
+        return {plain(name): plain(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(part) for part in value]
+    if callable(dump := getattr(value, "model_dump", None)):
+        return plain(dump())
+    raise TypeError(f"chat templates take plain data, not {type(value).__name__}")
+
+
+def read_message(given: Any, index: int, as_wanted: Callable[[Any], Any]) -> dict[str, Any]:
+    """A message as templates expect it: plain, without empty fields, reasoning under all its names, content as
+    wanted, and tool calls with their arguments as data. `index`: its place, for messages of errors.
+
+    Raises:
+        TypeError: not a message. ValueError: it has no role, or content that is not text.
+    """
+    given = plain(given)
+    if not isinstance(given, dict):
+        raise TypeError(f"a message must be a dict, got {type(given).__name__}")
+    if not isinstance(given.get("role"), str):
+        raise ValueError(f"messages[{index}]: a message needs a 'role', a string")
+    message: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if "content" not in message and isinstance(message.get("refusal"), str):
+        message["content"] = message["refusal"]
+    if "content" in message:
+        try:
+            message["content"] = as_wanted(message["content"])
+        except ValueError as error:
+            raise ValueError(f"messages[{index}].content: {error}") from None
+    reasoning = next((message[name] for name in REASONING if name in message), None)
+    if reasoning is not None:
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            function["arguments"] = read_arguments(function["arguments"])
+    return message
+
+
+def read_arguments(text: str) -> Any:
+    """The arguments of a tool call, which the OpenAI API gives as JSON text."""
+    try:
+        return json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        return text  # what a model made up
+
+
+def read_tool(tool: Any) -> dict[str, Any]:
+    """The JSON schema of a tool.
+
+    Raises:
+        TypeError: not one.
+    """
+    if not isinstance(tool, Mapping) and not hasattr(tool, "model_dump"):
+        raise TypeError(f"a tool must be a JSON schema (a dict), got {type(tool).__name__}")
+    schema: dict[str, Any] = plain(tool)
+    return schema
+
+
+def content_reader(content_format: str, source: str) -> Callable[[Any], Any]:
+    """What makes contents fit the template. A template that takes both forms gets what the caller gave."""
+    if content_format == "auto":
+        loops, tests = content_use(source)
+        if loops and tests:
+            return lambda content: content if isinstance(content, str) else as_parts(content)
+        content_format = "openai" if loops else "string"
+    return as_parts if content_format == "openai" else as_text
+
+
+def as_text(content: Any) -> str:
+    """A content as a string: its parts joined by newlines.
+
+    Raises:
+        ValueError: as `as_parts`.
+    """
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in as_parts(content))
+
+
+def as_parts(content: Any) -> list[dict[str, Any]]:
+    """A content as a list of text parts.
+
+    Raises:
+        ValueError: a part that is not text, or content that is neither text nor parts.
+    """
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise ValueError(f"it must be text or a list of parts, got {type(content).__name__}")
+    return [text_part(part, index) for index, part in enumerate(content)]
+
+
+def text_part(part: Any, index: int) -> dict[str, Any]:
+    """A part of a content as `{"type": "text", "text": ...}`; a refusal is what it says.
+
+    Raises:
+        ValueError: it is no text.
+    """
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type", "unknown") if isinstance(part, dict) else type(part).__name__
+    text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+    if not isinstance(text, str):
+        wrong = (
+            "its text is missing" if kind in (*TEXT_PARTS, "refusal") else f"got a part of type {kind!r:.40}"
+        )
+        raise ValueError(f"part {index}: only text can be the content of a message, {wrong}")
+    if kind == "refusal":
+        return {"type": "text", "text": text}
+    return {**part, "type": "text"} if kind in TEXT_PARTS else part
+
+
+@lru_cache(maxsize=64)
+def content_use(source: str) -> tuple[bool, bool]:
+    """Whether a template loops over the parts of contents, and whether it asks if a content is a string."""
+    tree = environment().parse(source)
+    aliases = {
+        assign.target.name
+        for assign in tree.find_all(nodes.Assign)
+        if isinstance(assign.target, nodes.Name) and is_content(assign.node, set())
+    }
+    loops = any(is_content(loop.iter, aliases) for loop in tree.find_all(nodes.For))
+    return loops, any(test.name == "string" for test in tree.find_all(nodes.Test))
+
+
+def is_content(node: nodes.Node, aliases: set[str]) -> bool:
+    """True for `message.content`, `message["content"]`, such with filters, and names that stand for it."""
+    while isinstance(node, nodes.Filter) and node.node is not None:
+        node = node.node
+    if isinstance(node, nodes.Getitem):
+        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    return isinstance(node, nodes.Name) and node.name in aliases
+
+
+# ---------------------------------------------------------------- rendering
+
+
+def render_open(template: jinja2.Template, variables: dict[str, Any]) -> str:
+    """The text up to the end of the final message's content, with nothing after it.
+
+    Raises:
+        ValueError: as `render`; the final message has no text, or the template drops it.
+    """
+    final = variables["messages"][-1]
+    holder, name = final, "content"
+    if isinstance(final.get("content"), list):
+        holder = next((part for part in reversed(final["content"]) if "text" in part), {})
+        name = "text"
+    text = holder.get(name)
+    if not isinstance(text, str):
+        raise ValueError("continue_final_message: the final message has no text to continue")
+    holder[name] = text + END_MARK
+    rendered = render(template, variables)
+    end = rendered.rfind(END_MARK.strip())
+    if end < 0 or text.strip() not in rendered:
+        raise ValueError("continue_final_message: the chat template changes or drops the final message")
+    if rendered.startswith(END_MARK, end):
+        return rendered[:end]
+    return rendered[:end].rstrip()  # the template trims messages
+
+
+@lru_cache(maxsize=64)
+def compile_template(source: str) -> jinja2.Template:
+    """A template, ready to render.
+
+    Raises:
+        ValueError: it is too long, or not valid.
+    """
+    return compile_source(source)

@@ -1,0 +1,177 @@
+"""Log probabilities as the public sees them, built from the rows that deltas carry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableSequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, overload
+
+from pagewire.frontend.text.steps import REPLACEMENT, byte_level_bytes, byte_token
+from pagewire.frontend.text.tokenizer import Tokenizer
+from pagewire.ipc.messages import LogprobRows
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One candidate for one position. rank: 1 = most likely. decoded_token: its text, if there is a tokenizer."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+LogprobsOnePosition: TypeAlias = dict[int, Logprob]
+
+
+@dataclass
+class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
+    """Log probabilities of many positions in flat lists, which cost no objects; reads like a list of dicts.
+
+    Position i has the entries from start_indices[i] to end_indices[i]; none, if it is None (as the first one of
+    a prompt). A slice is again flat.
+    """
+
+    start_indices: list[int] = field(default_factory=list)
+    end_indices: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int | None] = field(default_factory=list)
+    decoded_tokens: list[str | None] = field(default_factory=list)
+
+    def append(self, value: LogprobsOnePosition | None) -> None:
+        """Add a position."""
+        self.start_indices.append(len(self.token_ids))
+        for token_id, entry in (value or {}).items():
+            self.token_ids.append(token_id)
+            self.logprobs.append(entry.logprob)
+            self.ranks.append(entry.rank)
+            self.decoded_tokens.append(entry.decoded_token)
+        self.end_indices.append(len(self.token_ids))
+
+    def append_fast(
+        self,
+        token_ids: list[int],
+        logprobs: list[float],
+        ranks: list[int],
+        decoded_tokens: list[str | None],
+    ) -> None:
+        """Add a position by its entries."""
+        self.start_indices.append(len(self.token_ids))
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        self.ranks += ranks
+        self.decoded_tokens += decoded_tokens
+        self.end_indices.append(len(self.token_ids))
+
+    def __len__(self) -> int:
+        return len(self.start_indices)
+
+    @overload
+    def __getitem__(self, position: int) -> LogprobsOnePosition | None: ...
+
+    @overload
+    def __getitem__(self, position: slice) -> FlatLogprobs: ...
+
+    def __getitem__(self, position: int | slice) -> LogprobsOnePosition | FlatLogprobs | None:
+        if isinstance(position, slice):
+            return self._slice(position)
+        entries = range(self.start_indices[position], self.end_indices[position])
+        return {
+            self.token_ids[i]: Logprob(self.logprobs[i], self.ranks[i], self.decoded_tokens[i])
+            for i in entries
+        } or None
+
+    def _slice(self, positions: slice) -> FlatLogprobs:
+        part = FlatLogprobs()
+        for start, end in zip(self.start_indices[positions], self.end_indices[positions], strict=True):
+            part.append_fast(
+                self.token_ids[start:end],
+                self.logprobs[start:end],
+                self.ranks[start:end],  # type: ignore[arg-type]
+                self.decoded_tokens[start:end],
+            )
+        return part
+
+    def __iter__(self) -> Iterator[LogprobsOnePosition | None]:
+        return (self[i] for i in range(len(self)))
+
+    def insert(self, index: int, value: Any) -> None:
+        """Refused: positions can only be appended."""
+        raise TypeError("FlatLogprobs can only be appended to")
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise TypeError("FlatLogprobs can only be appended to")
+
+    def __delitem__(self, index: Any) -> None:
+        raise TypeError("FlatLogprobs can only be appended to")
+
+
+SampleLogprobs: TypeAlias = list[LogprobsOnePosition] | FlatLogprobs
+PromptLogprobs: TypeAlias = list[LogprobsOnePosition | None] | FlatLogprobs
+
+
+class TokenTexts:
+    """The text of single tokens, each decoded once. Without a tokenizer there is none."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+
+    def of(self, token_ids: list[int]) -> list[str | None]:
+        """The text of each token."""
+        if self._tokenizer is None:
+            return [None] * len(token_ids)
+        for token_id in token_ids:
+            if token_id not in self._texts:
+                self._texts[token_id] = token_text(self._tokenizer, token_id)
+        return [self._texts[token_id] for token_id in token_ids]
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """The text of one token; parts of a character are spelled as bytes: "<0xE4><0xBD>"."""
+    text = tokenizer.decode([token_id], skip_special_tokens=False)
+    if REPLACEMENT not in text:
+        return text
+    (name,) = tokenizer.convert_ids_to_tokens([token_id])
+    if name is None or REPLACEMENT in name:
+        return text
+    if byte_token(name) is not None:
+        return name
+    return "".join(f"<0x{byte:02X}>" for byte in byte_level_bytes(name))
+
+
+def add_rows(
+    into: SampleLogprobs | PromptLogprobs, rows: LogprobRows, texts: TokenTexts, count: int | None = None
+) -> float:
+    """Append the first `count` rows (None: all) as positions; the sum of their tokens' log probabilities.
+
+    Each position has its own token first, then the most likely ones by rank.
+    """
+    n, width = rows.token_ids.shape
+    token_ids, logprobs, ranks = rows.token_ids.tolist(), rows.logprobs.tolist(), rows.ranks.tolist()
+    total = 0.0
+    for row in range(n if count is None else count):
+        start, end = row * width, (row + 1) * width
+        position = token_ids[start:end], logprobs[start:end], [ranks[row], *range(1, width)]
+        add_position(into, *position, texts)
+        total += logprobs[start]
+    return total
+
+
+def add_position(
+    into: SampleLogprobs | PromptLogprobs,
+    token_ids: list[int],
+    logprobs: list[float],
+    ranks: list[int],
+    texts: TokenTexts,
+) -> None:
+    """Append one position: the token itself, then the most likely ones, of which it may be one."""
+    if token_ids[0] in token_ids[1:]:
+        twin = token_ids.index(token_ids[0], 1)
+        for column in (token_ids, logprobs, ranks):
+            del column[twin]
+    decoded = texts.of(token_ids)
+    if isinstance(into, FlatLogprobs):
+        into.append_fast(token_ids, logprobs, ranks, decoded)
+    else:
+        into.append(dict(zip(token_ids, map(Logprob, logprobs, ranks, decoded), strict=True)))

@@ -1,0 +1,525 @@
+"""A scheduler with a worker that knows nothing but what plans tell it, and checks all that they imply.
+
+The worker's "model" is a chain: the KV of a position is a number made of the token there, everything before
+it, and the request's world (what its cache salt sets apart). Whoever reads a block that was shared, reused
+or read wrongly finds another number. The token drawn is a function of that number and the seed, so `expected`
+can tell a request's output without any scheduling.
+"""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from collections import Counter, deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from llguidance import LLTokenizer, TokenizerWrapper
+
+from pagewire.engine_core.grammar.compile import compile_grammar
+from pagewire.engine_core.grammar.matcher import Grammar, Matcher
+from pagewire.engine_core.schedule.scheduler import CRASHES_TO_ISOLATE, Outcome, Scheduler, SchedulerConfig
+from pagewire.engine_core.schedule.sequence import Sequence, State, sequences
+from pagewire.ipc.codec import Tensor
+from pagewire.ipc.messages import (
+    LogprobRows,
+    Masks,
+    Request,
+    Row,
+    SlotInit,
+    StepPlan,
+    StepResult,
+    TokenDelta,
+)
+from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
+
+EOS = 0
+STOP = 1
+VOCAB = 12
+
+
+def extend(digest: int, token_id: int) -> int:
+    """The KV behind `token_id`, where `digest` is the KV before it."""
+    return hash((digest, token_id))
+
+
+def draw(
+    digest: int,
+    seed: int,
+    num_output: int,
+    min_tokens: int,
+    stop_ids: Collection[int],
+    mask: bytes | None = None,
+) -> int | None:
+    """The token that follows; None if there is none. mask: what a grammar allows."""
+    banned = stop_ids if num_output < min_tokens else ()
+    choices = [token_id for token_id in range(VOCAB) if token_id not in banned]
+    if mask is not None:
+        choices = [token_id for token_id in choices if mask[token_id // 8] >> token_id % 8 & 1]
+    return choices[hash((digest, seed)) % len(choices)] if choices else None
+
+
+@functools.cache
+def tokenizer() -> LLTokenizer:
+    """The end of sequence, and a letter for every other token: "a" is `STOP`."""
+    tokens = [b"<eos>", *(bytes([ord("a") + i]) for i in range(VOCAB - 1))]
+
+    class Letters(SimpleNamespace):
+        def __call__(self, text: bytes) -> list[int]:
+            return [byte - ord("a") + 1 for byte in text]
+
+    letters = Letters(eos_token_id=EOS, bos_token_id=None, tokens=tokens, special_token_ids=[EOS])
+    return LLTokenizer(TokenizerWrapper(letters), n_vocab=VOCAB)
+
+
+@functools.cache
+def grammar(regex: str) -> Grammar:
+    """A regular expression over the letters."""
+    return compile_grammar(StructuredOutputsParams(regex=regex), tokenizer(), VOCAB)
+
+
+def matcher_of(params: SamplingParams, token_ids: Collection[int] = ()) -> Matcher | None:
+    """The state of a request with this output."""
+    structure = params.structured_outputs
+    if structure is None:
+        return None
+    return grammar(structure.regex or "").matcher(token_ids, params.ignore_eos)
+
+
+def world(params: SamplingParams) -> int:
+    """Where the chain of a request's KV begins."""
+    return int((params.extra_args or {})["world"])
+
+
+@dataclass
+class Slot:
+    """What a worker knows of a request: tokens, the KV each of them must have, and blocks."""
+
+    init: SlotInit
+    tokens: list[int] = field(default_factory=list)
+    digests: list[int] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+
+    def append(self, token_id: int) -> None:
+        self.digests.append(extend(self.digests[-1] if self.digests else world(self.init.params), token_id))
+        self.tokens.append(token_id)
+
+    def draw(self, mask: bytes | None) -> int | None:
+        init = self.init
+        num_output = len(self.tokens) - init.num_prompt_tokens
+        return draw(self.digests[-1], init.seed, num_output, init.params.min_tokens, init.stop_ids, mask)
+
+
+class ModelWorker:
+    """Runs plans in order: frees slots, fills slots, writes the KV of all rows, then reads it."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.kv: list[int | None] = [None] * (num_blocks * block_size)
+        self.slots: dict[int, Slot] = {}
+
+    def run(self, plan: StepPlan, masks: Masks | None) -> StepResult:
+        assert (masks is not None) == plan.masked
+        allowed = {} if masks is None else dict(zip(masks.rows, mask_rows(masks), strict=True))
+        for number in plan.freed_slots:
+            self.slots.pop(number, None)
+        for init in plan.inits:
+            assert init.slot not in self.slots, f"slot {init.slot} is taken"
+            slot = self.slots[init.slot] = Slot(init, block_ids=list(init.block_ids))
+            for token_id in init.token_ids:
+                slot.append(token_id)
+        for row in plan.rows:
+            self._write(row)
+        result = StepResult(plan.step_id, [])
+        for index, row in enumerate(plan.rows):
+            self._read(row, index, allowed.get(index), result)
+        return result
+
+    def _write(self, row: Row) -> None:
+        slot = self.slots[row.slot]
+        slot.block_ids += row.new_block_ids
+        end = row.start + row.num_tokens
+        assert row.num_tokens > 0 and end <= len(slot.tokens), f"{row} runs tokens that are not there"
+        assert end <= len(slot.block_ids) * self.block_size, f"{row} runs past its blocks"
+        for position in range(row.start, end):
+            self.kv[self._cell(slot, position)] = slot.digests[position]
+
+    def _read(self, row: Row, index: int, mask: bytes | None, result: StepResult) -> None:
+        slot = self.slots[row.slot]
+        end = row.start + row.num_tokens
+        found = [self.kv[self._cell(slot, position)] for position in range(end)]
+        assert found == slot.digests[:end], f"{row} reads KV that is not its own"
+        assert row.sample == (end == len(slot.tokens)), f"{row} has {len(slot.tokens)} tokens"
+        if row.num_prompt_logprobs:
+            result.prompt_logprobs[index] = logprob_rows(
+                slot.tokens[row.start + 1 : row.start + 1 + row.num_prompt_logprobs]
+            )
+        if row.sample:
+            token_id = slot.draw(mask)
+            if token_id is None:
+                result.errors[index] = "nothing is allowed"
+            result.token_ids.append(token_id or 0)
+            slot.append(result.token_ids[-1])
+
+    def _cell(self, slot: Slot, position: int) -> int:
+        return slot.block_ids[position // self.block_size] * self.block_size + position % self.block_size
+
+
+def mask_rows(masks: Masks) -> list[bytes]:
+    """The mask of each of `masks.rows`."""
+    data, width = bytes(masks.bits.data), 4 * masks.bits.shape[1]
+    return [data[i * width : (i + 1) * width] for i in range(len(masks.rows))]
+
+
+def logprob_rows(token_ids: list[int]) -> LogprobRows:
+    """Log probabilities that tell nothing but which tokens they are of."""
+    n = len(token_ids)
+    ones = array("i", [1] * n).tobytes()
+    return LogprobRows(
+        Tensor("int32", (n, 1), array("i", token_ids).tobytes()),
+        Tensor("float32", (n, 1), array("f", [0.0] * n).tobytes()),
+        Tensor("int32", (n,), ones),
+    )
+
+
+def expected(request: Sequence) -> tuple[list[int], str, int | None]:
+    """Output tokens, finish reason and stop reason of a request that runs alone, one token at a time."""
+    params, digest = request.params, world(request.params)
+    for token_id in request.token_ids[: request.num_prompt_tokens]:
+        digest = extend(digest, token_id)
+    stops = list(params.stop_token_ids or [])
+    if request.eos_token_id is not None and not params.ignore_eos:
+        stops.append(request.eos_token_id)
+    matcher = matcher_of(params)
+    banned = stops + ([EOS] if matcher is not None and not params.ignore_eos else [])
+    output: list[int] = []
+    while True:
+        mask = None if matcher is None else matcher.mask()
+        token_id = draw(digest, request.seed, len(output), params.min_tokens, banned, mask)
+        if token_id is None:
+            return output, "error", None
+        output.append(token_id)
+        if matcher is not None:
+            matcher.accept(token_id)
+        digest = extend(digest, token_id)
+        if token_id in stops and len(output) >= params.min_tokens:
+            is_eos = token_id == request.eos_token_id and not params.ignore_eos
+            return output, "stop", None if is_eos else token_id
+        if matcher is not None and matcher.complete:
+            return output, "stop", None
+        if len(output) == request.max_output:
+            return output, "length", None
+
+
+@dataclass
+class Stream:
+    """What was heard of one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    prompt_logprobs: list[int] = field(default_factory=list)
+    deltas: list[TokenDelta] = field(default_factory=list)
+    num_crashes: int = 0
+    aborted: bool = False
+
+    @property
+    def last(self) -> TokenDelta | None:
+        return self.deltas[-1] if self.deltas else None
+
+    @property
+    def ended(self) -> bool:
+        return self.aborted or (self.last is not None and self.last.finish_reason is not None)
+
+
+class Simulation:
+    """Scheduler and worker under one clock. Every event is followed by all checks that apply."""
+
+    def __init__(self, *, share_prefixes: bool = True, **config: Any) -> None:
+        self.config = SchedulerConfig(**{"max_model_len": 32, "num_blocks": 16, "block_size": 4, **config})
+        self.share_prefixes = share_prefixes
+        self.scheduler = Scheduler(self.config)
+        self.worker = self._new_worker()
+        self.plans: deque[StepPlan] = deque()
+        self.results: deque[StepResult] = deque()
+        self.streams: dict[Sequence, Stream] = {}
+        self.num_added = 0
+        self.now = 0.0
+
+    # ------------------------------------------------------------ events
+
+    def submit(
+        self,
+        prompt: Collection[int],
+        *,
+        seed: int = 7,
+        priority: int = 0,
+        salt: str | None = None,
+        eos: int | None = None,
+        done: list[list[int]] | None = None,
+        **params: Any,
+    ) -> list[Sequence]:
+        """Add a request; by default nothing but its length ends it."""
+        number = sum(map(ord, salt or "")) if self.share_prefixes else 10_000 + self.num_added
+        params = {"max_tokens": 4, "temperature": 0.0, "extra_args": {"world": number}, **params}
+        submitted = Request(
+            key=self.num_added,
+            request_id=f"r{self.num_added}",
+            prompt_token_ids=list(prompt),
+            params=SamplingParams(**params),
+            seed=seed,
+            eos_token_id=eos,
+            priority=priority,
+            cache_salt=salt,
+            output_token_ids=done,
+        )
+        group = sequences(
+            submitted,
+            b"client",
+            self.num_added,
+            self._tick(),
+            max_model_len=self.config.max_model_len,
+            share_prefixes=self.share_prefixes,
+        )
+        self.num_added += len(group)
+        for request in group:
+            request.matcher = matcher_of(request.params, request.output_token_ids)
+            self.streams[request] = Stream(request.token_ids[request.num_prompt_tokens :])
+            self.scheduler.add(request)
+        self.check()
+        return group
+
+    def plan(self) -> StepPlan | None:
+        """Plan a step and, ahead of what the scheduler knows, run it."""
+        before = Snapshot.of(self.scheduler)
+        plan = self.scheduler.plan(self._tick())
+        if plan is None:
+            assert self.scheduler.in_flight or not self.scheduler.num_unfinished, "nothing will ever run"
+        else:
+            before.check(self.scheduler, plan)
+            self.plans.append(plan)
+            self._run_worker()
+        self.check()
+        return plan
+
+    def _run_worker(self) -> None:
+        """Run what is planned, but for a masked step not before its masks can be made: when it is the oldest."""
+        while self.plans and (not self.plans[0].masked or len(self.plans) == len(self.scheduler.in_flight)):
+            plan, masks = self.plans.popleft(), None
+            if plan.masked:
+                masks, outcomes = self.scheduler.masks(self._tick())
+                assert masks is not None and masks.step_id == plan.step_id
+                self._hear(outcomes)
+            self.results.append(self.worker.run(plan, masks))
+
+    def commit(self, errors: dict[int, str] | None = None) -> list[Outcome]:
+        """Return the oldest step's result."""
+        result = self.results.popleft()
+        result.errors |= errors or {}
+        outcomes = self.scheduler.commit(result, self._tick())
+        self._hear(outcomes)
+        self._run_worker()
+        return outcomes
+
+    def fail(self) -> list[Outcome]:
+        """The worker dies, and another one comes."""
+        for request in {r for step in self.scheduler.in_flight for r in step.requests}:
+            self.streams[request].num_crashes += 1
+        self.worker = self._new_worker()
+        self.plans.clear()
+        self.results.clear()
+        outcomes = self.scheduler.fail(self._tick())
+        guilty = {r for r in self.live() if self.streams[r].num_crashes > CRASHES_TO_ISOLATE}
+        assert {request for request, _ in outcomes} == guilty
+        self._hear(outcomes)
+        return outcomes
+
+    def abort(self, requests: Iterable[Sequence]) -> None:
+        requests = list(requests)
+        self.scheduler.abort(requests)
+        for request in requests:
+            self.streams[request].aborted = True
+        self.check()
+
+    def preempt_all(self) -> bool:
+        done = self.scheduler.preempt_all()
+        assert done == (not self.scheduler.in_flight)
+        self.check()
+        return done
+
+    def reset_prefix_cache(self) -> bool:
+        done = self.scheduler.reset_prefix_cache()
+        assert done == (not self.scheduler.running)
+        assert not done or not self.scheduler.kv.pool.named
+        self.check()
+        return done
+
+    def step(self) -> StepPlan | None:
+        """Plan as far ahead as depth allows, then commit one step. The first plan made."""
+        first = None
+        while len(self.scheduler.in_flight) < self.config.depth and (plan := self.plan()) is not None:
+            first = first or plan
+        if self.results:
+            self.commit()
+        return first
+
+    def drain(self, limit: int = 3000) -> None:
+        """Run until nothing is left, and see that everything came back."""
+        for _ in range(limit):
+            if not self.scheduler.num_unfinished and not self.results:
+                break
+            self.step()
+        else:
+            raise AssertionError(f"{self.scheduler.num_unfinished} requests do not end")
+        assert self.scheduler.kv.pool.num_free == self.config.num_blocks
+        assert self.scheduler.num_waiting == 0 and not self.scheduler.running
+        assert all(stream.ended for stream in self.streams.values())
+
+    # ------------------------------------------------------------ views
+
+    def live(self) -> list[Sequence]:
+        """Requests that have not ended."""
+        return [request for request, stream in self.streams.items() if not stream.ended]
+
+    def slots_of(self, plan: StepPlan | None) -> list[int]:
+        return [] if plan is None else [row.slot for row in plan.rows]
+
+    def block_ids(self, request: Sequence) -> list[int]:
+        return [block.block_id for block in request.blocks]
+
+    def output(self, request: Sequence) -> list[int]:
+        return self.streams[request].tokens
+
+    def finish_reason(self, request: Sequence) -> str | None:
+        last = self.streams[request].last
+        return last.finish_reason if last else None
+
+    # ------------------------------------------------------------ checks
+
+    def check(self) -> None:
+        """Everything that must hold between events."""
+        self._check_blocks()
+        self._check_requests()
+
+    def _check_blocks(self) -> None:
+        pool = self.scheduler.kv.pool
+        users = Counter(block.block_id for request in self.streams for block in request.blocks)
+        assert [users[block.block_id] for block in pool.blocks] == [block.num_refs for block in pool.blocks]
+        free = list(pool.free_order())
+        assert sorted(free) == [block.block_id for block in pool.blocks if block.num_refs == 0]
+        assert len(free) == pool.num_free
+        assert {block.name: block for block in pool.blocks if block.name is not None} == pool.named
+
+    def _check_requests(self) -> None:
+        scheduler = self.scheduler
+        assert len(scheduler.running) <= self.config.max_num_seqs
+        slots = [request.slot for request in scheduler.running]
+        assert len(set(slots)) == len(slots) and all(0 <= n < self.config.max_num_seqs for n in slots)
+        assert scheduler.running == sorted(scheduler.running, key=self.order)
+        assert scheduler.num_unfinished == len(self.live())
+        rows: Counter[Sequence] = Counter()
+        samples: Counter[Sequence] = Counter()
+        for step in scheduler.in_flight:
+            for request, row in zip(step.requests, step.rows, strict=True):
+                rows[request] += 1
+                samples[request] += row.sample
+        for request, stream in self.streams.items():
+            assert request.finished == stream.ended
+            assert (request in scheduler.running) == (request.state is State.RUNNING)
+            assert request.token_ids[request.num_prompt_tokens :] == stream.tokens
+            if request.state is State.RUNNING:
+                assert (rows[request], samples[request]) == (request.num_in_flight, request.num_pending)
+                assert request.computed <= len(request.blocks) * self.config.block_size
+                assert request.num_output_tokens + request.num_pending <= request.max_output
+            else:
+                assert not request.blocks and request.slot == -1 and request.computed == 0
+            if request.state is State.WAITING:
+                assert not rows[request]
+
+    def _hear(self, outcomes: list[Outcome]) -> None:
+        for request, delta in outcomes:
+            stream = self.streams[request]
+            assert not stream.ended, f"{delta} after the end"
+            self._hear_delta(request, stream, delta)
+        self.check()
+
+    def _hear_delta(self, request: Sequence, stream: Stream, delta: TokenDelta) -> None:
+        stream.deltas.append(delta)
+        stream.tokens += delta.token_ids
+        if delta.prompt_logprobs is not None:
+            stream.prompt_logprobs += delta.prompt_logprobs.token_ids.tolist()
+        if delta.finish_reason == "error":
+            assert delta.error and not delta.token_ids
+            return
+        output, reason, stop = expected(request)
+        assert stream.tokens == output[: len(stream.tokens)], "a token depends on how it was scheduled"
+        if delta.token_ids:
+            stream.num_crashes = 0
+            prompt = request.token_ids[: request.num_prompt_tokens]
+            assert stream.prompt_logprobs == (prompt[1:] if request.wants_prompt_logprobs else [])
+        if delta.num_cached_tokens is not None:
+            assert 0 <= delta.num_cached_tokens < len(request.token_ids)
+        if len(stream.tokens) == len(output) and reason != "error":
+            assert (delta.finish_reason, delta.stop_reason) == (reason, stop)
+        else:
+            assert delta.finish_reason is None
+
+    def order(self, request: Sequence) -> tuple[int, int]:
+        return (request.priority if self.config.policy == "priority" else 0, request.arrival)
+
+    def _new_worker(self) -> ModelWorker:
+        return ModelWorker(self.config.num_blocks, self.config.block_size)
+
+    def _tick(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+@dataclass
+class Snapshot:
+    """What a plan is measured against: the scheduler as it was before."""
+
+    running: list[Sequence]
+    to_compute: dict[Sequence, int]
+    in_flight: set[Sequence]
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> Snapshot:
+        running = list(scheduler.running)
+        in_flight = {request for step in scheduler.in_flight for request in step.requests}
+        return cls(running, {request: request.num_to_compute for request in running}, in_flight)
+
+    def check(self, scheduler: Scheduler, plan: StepPlan) -> None:
+        config, now = scheduler.config, scheduler.in_flight[-1].requests
+        assert 0 < sum(row.num_tokens for row in plan.rows) <= config.max_num_batched_tokens
+        assert len({row.slot for row in plan.rows}) == len(plan.rows) <= config.max_num_seqs
+        self._check_order(scheduler, now)
+        self._check_suspects(now)
+        admitted = [request for request in now if request not in self.running]
+        assert [init.slot for init in plan.inits] == [request.slot for request in admitted]
+        if admitted and len(scheduler.running) > 1:
+            assert scheduler.kv.pool.num_free >= int(config.watermark * config.num_blocks)
+
+    def _check_order(self, scheduler: Scheduler, now: list[Sequence]) -> None:
+        """Nothing passes what comes before it; only the last in order, and not in flight, is preempted."""
+        order = scheduler._order
+        served = set(now)
+        preempted = [request for request in self.running if request.state is not State.RUNNING]
+        assert not self.in_flight.intersection(preempted)
+        for victim in preempted:
+            assert all(order(request) < order(victim) for request in scheduler.running)
+        admitted = [request for request in now if request not in self.running]
+        assert not (preempted and admitted)
+        waiting = [entry[-1] for entry in scheduler._waiting if entry[-1].state is State.WAITING]
+        if admitted and admitted[0].num_crashes < CRASHES_TO_ISOLATE:
+            assert not scheduler.suspects
+            assert all(order(a) < order(w) for a in admitted for w in waiting)
+        for request in self.running:
+            if request.state is State.RUNNING and request not in served and self.to_compute[request]:
+                assert not admitted
+                assert all(order(other) < order(request) for other in served)
+
+    def _check_suspects(self, now: list[Sequence]) -> None:
+        """Whoever was there at two crashes runs alone."""
+        if any(request.num_crashes >= CRASHES_TO_ISOLATE for request in now):
+            assert len(now) == 1 and self.in_flight <= set(now)

@@ -1,0 +1,673 @@
+"""The scheduler, case by case. `Simulation` checks blocks, order, budgets and outputs after every event."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import pytest
+
+from pagewire.engine_core.schedule.scheduler import SchedulerConfig
+from pagewire.engine_core.schedule.sequence import Sequence, State
+from pagewire.ipc.messages import StepPlan, StepResult
+
+from .simulation import EOS, Simulation, expected
+
+LONG = list(range(2, 12)) * 3
+
+
+def shape(plan: StepPlan | None) -> list[tuple[int, int, bool]]:
+    """Start, length and whether a token is drawn, per row."""
+    assert plan is not None
+    return [(row.start, row.num_tokens, row.sample) for row in plan.rows]
+
+
+def served(simulation: Simulation) -> list[Sequence]:
+    """The requests of the step planned last."""
+    return simulation.scheduler.in_flight[-1].requests
+
+
+def ending_at(simulation: Simulation, length: int, **fields: Any) -> Sequence:
+    """A live request whose output ends with EOS as its `length`-th token."""
+    for seed in count():
+        trial = Simulation().submit([2, 3, 4], seed=seed, eos=EOS, max_tokens=9)[0]
+        if len(expected(trial)[0]) == length and expected(trial)[1] == "stop":
+            return simulation.submit([2, 3, 4], seed=seed, eos=EOS, max_tokens=9, **fields)[0]
+    raise AssertionError
+
+
+# ---------------------------------------------------------------- budget and chunks
+
+
+def test_a_prompt_in_one_step_then_a_token_per_step() -> None:
+    simulation = Simulation(depth=1)
+    simulation.submit([2, 3, 4, 5, 6], max_tokens=3)
+    assert [shape(simulation.step()) for _ in range(3)] == [[(0, 5, True)], [(5, 1, True)], [(6, 1, True)]]
+    assert simulation.step() is None
+
+
+def test_a_long_prompt_is_chunked_and_draws_with_its_last_chunk() -> None:
+    simulation = Simulation(depth=1, max_num_batched_tokens=4)
+    simulation.submit(LONG[:10])
+    assert [shape(simulation.step()) for _ in range(3)] == [[(0, 4, False)], [(4, 4, False)], [(8, 2, True)]]
+
+
+def test_concurrent_partial_prefills() -> None:
+    """What the first prompt leaves of the budget goes to the second, in the same step."""
+    simulation = Simulation(depth=1, max_num_batched_tokens=6)
+    simulation.submit([2] * 8, max_tokens=2)
+    simulation.submit([3] * 9, max_tokens=1)
+    assert [shape(simulation.step()) for _ in range(3)] == [
+        [(0, 6, False)],
+        [(6, 2, True), (0, 4, False)],
+        [(8, 1, True), (4, 5, True)],
+    ]
+    simulation.drain()
+
+
+def test_running_requests_come_before_waiting_ones() -> None:
+    simulation = Simulation(depth=1, max_num_batched_tokens=4)
+    first = simulation.submit([2, 3, 4, 5], max_tokens=5)[0]
+    simulation.step()
+    second = simulation.submit([6] * 10)[0]
+    assert shape(simulation.step()) == [(4, 1, True), (0, 3, False)]
+    assert [simulation.scheduler.running.index(r) for r in (first, second)] == [0, 1]
+
+
+def test_chunks_of_one_prompt_overlap() -> None:
+    simulation = Simulation(depth=2, max_num_batched_tokens=4)
+    simulation.submit(LONG[:10])
+    assert shape(simulation.plan()) == [(0, 4, False)]
+    assert shape(simulation.plan()) == [(4, 4, False)]
+
+
+def test_at_most_max_num_seqs_run() -> None:
+    simulation = Simulation(depth=1, max_num_seqs=2)
+    for _ in range(3):
+        simulation.submit([2, 3], max_tokens=1)
+    assert len(shape(simulation.step())) == 2
+    assert len(shape(simulation.step())) == 1
+
+
+def test_more_plans_than_depth_are_refused() -> None:
+    simulation = Simulation(depth=1)
+    simulation.submit([2])
+    simulation.plan()
+    with pytest.raises(RuntimeError, match="1 steps are in flight"):
+        simulation.scheduler.plan(0.0)
+
+
+def test_nothing_to_do() -> None:
+    assert Simulation().plan() is None
+
+
+def test_a_cache_that_cannot_hold_one_request_is_refused() -> None:
+    with pytest.raises(ValueError, match="lower max_model_len to 32"):
+        SchedulerConfig(num_blocks=8, block_size=4, max_model_len=33)
+
+
+def test_usage_and_counts() -> None:
+    simulation = Simulation(depth=1, max_num_seqs=1)
+    scheduler = simulation.scheduler
+    simulation.submit([2] * 8, n=2, max_tokens=1)
+    simulation.plan()
+    assert (scheduler.num_waiting, scheduler.num_unfinished, scheduler.kv_usage) == (1, 2, 2 / 16)
+    simulation.commit()
+    simulation.drain()
+    stats = scheduler.stats
+    assert (stats.num_steps, stats.num_output_tokens, stats.num_preemptions) == (2, 2, 0)
+    assert (stats.num_prefix_queries, stats.num_prefix_hits, stats.num_prompt_tokens) == (16, 4, 12)
+
+
+# ---------------------------------------------------------------- lengths and stops
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("max_tokens", [1, 2, 3])
+def test_no_token_is_scheduled_past_max_tokens(depth: int, max_tokens: int) -> None:
+    simulation = Simulation(depth=depth)
+    request = simulation.submit([2, 3, 4], max_tokens=max_tokens)[0]
+    simulation.drain()
+    assert simulation.finish_reason(request) == "length"
+    assert simulation.scheduler.stats.num_steps == max_tokens
+
+
+def test_the_last_token_of_the_model_length_fits() -> None:
+    simulation = Simulation(max_model_len=8, num_blocks=2, depth=2)
+    request = simulation.submit([2, 3, 4], max_tokens=None)[0]
+    simulation.drain()
+    assert len(simulation.output(request)) == 5
+
+
+@pytest.mark.parametrize(("depth", "num_wasted"), [(1, 0), (2, 1)])
+def test_an_end_by_eos_wastes_one_row_at_depth_2(depth: int, num_wasted: int) -> None:
+    simulation = Simulation(depth=depth)
+    request = ending_at(simulation, 3)
+    simulation.drain()
+    assert simulation.finish_reason(request) == "stop" and simulation.output(request)[-1] == EOS
+    assert simulation.scheduler.stats.num_steps == 3 + num_wasted
+    assert simulation.scheduler.stats.num_output_tokens == 3
+
+
+def test_the_next_token_is_planned_before_the_last_is_known() -> None:
+    simulation = Simulation(depth=2)
+    simulation.submit([2, 3, 4], max_tokens=3)
+    assert shape(simulation.plan()) == [(0, 3, True)]
+    assert shape(simulation.plan()) == [(3, 1, True)]
+    simulation.commit()
+    assert shape(simulation.plan()) == [(4, 1, True)]
+    simulation.commit()
+    assert simulation.plan() is None  # the third and last is in flight
+
+
+def run_all(depth: int, num_blocks: int) -> list[list[int]]:
+    simulation = Simulation(depth=depth, num_blocks=num_blocks, max_num_batched_tokens=7, max_num_seqs=3)
+    for seed in range(12):
+        prompt = LONG[: 3 + seed % 5 * 3]
+        simulation.submit(prompt, seed=seed, eos=EOS, max_tokens=1 + seed, n=1 + seed % 2)
+    simulation.drain()
+    assert simulation.scheduler.stats.num_preemptions > 0 or num_blocks > 8
+    return [simulation.output(request) for request in simulation.streams]
+
+
+def test_depth_and_memory_change_no_output() -> None:
+    outputs = run_all(depth=1, num_blocks=100)
+    assert outputs == run_all(depth=2, num_blocks=100)
+    assert outputs == run_all(depth=1, num_blocks=8) == run_all(depth=2, num_blocks=8)
+
+
+# ---------------------------------------------------------------- prefix cache
+
+
+def test_equal_prompts_in_one_step_share_blocks() -> None:
+    simulation = Simulation(depth=1)
+    first, second = simulation.submit(LONG[:9])[0], simulation.submit(LONG[:9])[0]
+    assert shape(simulation.plan()) == [(0, 9, True), (8, 1, True)]
+    assert simulation.block_ids(first)[:2] == simulation.block_ids(second)[:2]
+    assert simulation.block_ids(first)[2] != simulation.block_ids(second)[2]
+
+
+def test_a_chunked_prompt_is_shared_as_far_as_it_is_launched() -> None:
+    simulation = Simulation(depth=1, max_num_batched_tokens=7)
+    simulation.submit(LONG[:6], max_tokens=1)
+    simulation.submit(LONG[:6], max_tokens=1)
+    assert shape(simulation.plan()) == [(0, 6, True), (4, 1, False)]
+
+
+def test_the_whole_prompt_but_its_last_token_may_come_from_the_cache() -> None:
+    simulation = Simulation(depth=1)
+    simulation.submit(LONG[:8])
+    simulation.drain()
+    again = simulation.submit(LONG[:8])[0]
+    assert shape(simulation.plan()) == [(4, 4, True)]
+    simulation.commit()
+    assert simulation.streams[again].deltas[0].num_cached_tokens == 4
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_outputs_are_cached_too(depth: int) -> None:
+    simulation = Simulation(depth=depth)
+    request = simulation.submit(LONG[:3], max_tokens=6)[0]
+    simulation.drain()
+    assert len(request.token_ids) == 9  # KV of 8: two full blocks
+    simulation.submit([*request.token_ids, 5])
+    assert shape(simulation.plan()) == [(8, 2, True)]
+
+
+def test_blocks_come_back_and_are_taken_in_exact_order() -> None:
+    simulation = Simulation(depth=1, num_blocks=8)
+    first = simulation.submit(LONG[:13], max_tokens=1)[0]
+    simulation.plan()
+    assert simulation.block_ids(first) == [0, 1, 2, 3]
+    simulation.commit()
+    assert list(simulation.scheduler.kv.pool.free_order()) == [3, 4, 5, 6, 7, 2, 1, 0]
+    second = simulation.submit([11] * 25, max_tokens=1)[0]
+    simulation.plan()
+    assert simulation.block_ids(second) == [3, 4, 5, 6, 7, 2, 1]
+    assert simulation.scheduler.kv.pool.num_evictions == 2
+
+
+def test_the_least_recently_used_prefix_is_evicted() -> None:
+    simulation = Simulation(depth=1, num_blocks=8)
+    for prompt in ([2] * 9, [3] * 9, [2] * 9, [4] * 20):
+        simulation.submit(prompt, max_tokens=1)
+        simulation.drain()
+    simulation.submit([2] * 9, max_tokens=1)
+    simulation.submit([3] * 9, max_tokens=1)
+    assert shape(simulation.plan()) == [(8, 1, True), (0, 9, True)]
+
+
+def test_salts_are_isolated() -> None:
+    simulation = Simulation(depth=1)
+    for salt in ("a", "b", None, "a"):
+        simulation.submit(LONG[:9], salt=salt)
+    assert [start for start, _, _ in shape(simulation.plan())] == [0, 0, 0, 8]
+
+
+def test_without_shared_prefixes_only_the_sequences_of_one_request_share() -> None:
+    simulation = Simulation(depth=1, share_prefixes=False)
+    simulation.submit(LONG[:9], n=2)
+    simulation.submit(LONG[:9], n=2)
+    assert [start for start, _, _ in shape(simulation.plan())] == [0, 8, 0, 8]
+
+
+def test_resetting_the_prefix_cache_forgets_all() -> None:
+    simulation = Simulation(depth=1)
+    simulation.submit(LONG[:9], max_tokens=1)
+    simulation.plan()
+    assert not simulation.reset_prefix_cache()
+    simulation.commit()
+    assert simulation.reset_prefix_cache()
+    simulation.submit(LONG[:9], max_tokens=1)
+    assert shape(simulation.plan()) == [(0, 9, True)]
+
+
+# ---------------------------------------------------------------- prompt log probabilities
+
+
+def test_prompt_logprobs_come_in_chunks_and_read_no_cache() -> None:
+    simulation = Simulation(depth=1, max_num_batched_tokens=4)
+    simulation.submit(LONG[:10], max_tokens=1)
+    simulation.drain()
+    request = simulation.submit(LONG[:10], prompt_logprobs=0, max_tokens=1)[0]
+    plans = [simulation.step() for _ in range(3)]
+    assert [shape(plan) for plan in plans] == [[(0, 4, False)], [(4, 4, False)], [(8, 2, True)]]
+    assert [plan.rows[0].num_prompt_logprobs for plan in plans if plan] == [4, 4, 1]
+    deltas = simulation.streams[request].deltas
+    assert [delta.prompt_logprobs.token_ids.tolist() for delta in deltas if delta.prompt_logprobs] == [
+        LONG[1:5],
+        LONG[5:9],
+        LONG[9:10],
+    ]
+    assert deltas[-1].num_cached_tokens == 0
+
+
+def test_prompt_logprobs_are_asked_for_once_among_n_sequences() -> None:
+    simulation = Simulation(depth=1)
+    simulation.submit(LONG[:10], prompt_logprobs=0, n=3)
+    plan = simulation.plan()
+    assert plan is not None
+    assert [(row.start, row.num_prompt_logprobs) for row in plan.rows] == [(0, 9), (8, 0), (8, 0)]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_prompt_logprobs_already_returned_are_not_returned_again(depth: int) -> None:
+    simulation = Simulation(depth=depth, max_num_batched_tokens=4)
+    request = simulation.submit(LONG[:10], prompt_logprobs=0, max_tokens=2)[0]
+    simulation.plan()
+    simulation.commit()
+    if depth == 2:
+        simulation.plan()
+    simulation.fail()
+    plans = [simulation.plan()]
+    simulation.commit()
+    plans.append(simulation.plan())
+    assert [plan.rows[0].num_prompt_logprobs for plan in plans if plan] == [0, 4]
+    simulation.commit()
+    simulation.drain()
+    assert simulation.streams[request].prompt_logprobs == LONG[1:10]
+
+
+def test_what_was_returned_is_recomputed_in_a_chunk_of_its_own() -> None:
+    simulation = Simulation(depth=1, max_num_batched_tokens=6)
+    simulation.submit([2] * 2, max_tokens=1)
+    request = simulation.submit(LONG[:10], prompt_logprobs=0)[0]
+    simulation.step()
+    assert simulation.streams[request].prompt_logprobs == LONG[1:5]
+    assert simulation.preempt_all()
+    assert [shape(simulation.step()) for _ in range(2)] == [[(0, 4, False)], [(4, 6, True)]]
+    assert simulation.streams[request].prompt_logprobs == LONG[1:10]
+
+
+def test_a_prompt_of_one_token_has_no_logprobs() -> None:
+    simulation = Simulation(depth=1)
+    request = simulation.submit([2], prompt_logprobs=0)[0]
+    simulation.drain()
+    assert all(delta.prompt_logprobs is None for delta in simulation.streams[request].deltas)
+
+
+# ---------------------------------------------------------------- memory runs out
+
+
+def crowd(simulation: Simulation, **fields: Any) -> list[Sequence]:
+    """Two requests that together outgrow 8 blocks."""
+    return [simulation.submit([i] * 8, max_tokens=24, **fields)[0] for i in (2, 3)]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_latest_is_preempted_and_resumes(depth: int) -> None:
+    simulation = Simulation(depth=depth, num_blocks=8)
+    first, second = crowd(simulation)
+    while not simulation.scheduler.stats.num_preemptions:
+        simulation.step()
+    assert (first.state, second.state) == (State.RUNNING, State.WAITING)
+    assert simulation.output(second)  # it had begun
+    simulation.drain()
+    assert [simulation.finish_reason(r) for r in (first, second)] == ["length"] * 2
+
+
+def test_nothing_is_admitted_in_the_step_that_preempts() -> None:
+    simulation = Simulation(depth=1, num_blocks=8)
+    crowd(simulation)
+    small = simulation.submit([4], max_tokens=20)[0]
+    while not simulation.scheduler.stats.num_preemptions:
+        simulation.step()
+    assert small.state is State.WAITING  # it was the latest
+    simulation.drain()
+
+
+def test_a_preempted_request_finds_its_own_blocks_again() -> None:
+    simulation = Simulation(depth=1, num_blocks=8)
+    request = simulation.submit(LONG[:9], max_tokens=6)[0]
+    for _ in range(3):
+        simulation.step()
+    assert simulation.preempt_all()
+    assert request.state is State.WAITING and request.num_output_tokens == 3
+    assert shape(simulation.plan()) == [(8, 4, True)]
+    simulation.commit()
+    simulation.drain()
+    assert simulation.streams[request].deltas[-1].num_cached_tokens == 0  # as it was when it began
+
+
+def test_preempting_all_waits_for_what_is_in_flight() -> None:
+    simulation = Simulation(depth=2)
+    request = simulation.submit([2, 3])[0]
+    simulation.plan()
+    assert not simulation.preempt_all() and request.state is State.RUNNING
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_lowest_priority_is_preempted_first(depth: int) -> None:
+    simulation = Simulation(depth=depth, num_blocks=8, policy="priority")
+    low = simulation.submit([2] * 8, max_tokens=24, priority=5)[0]
+    high = simulation.submit([3] * 8, max_tokens=24, priority=1)[0]
+    while not simulation.scheduler.stats.num_preemptions:
+        simulation.step()
+    assert (low.state, high.state) == (State.WAITING, State.RUNNING)
+    simulation.drain()
+
+
+def test_priorities_order_admission_and_arrival_breaks_ties() -> None:
+    simulation = Simulation(depth=1, max_num_seqs=2, policy="priority")
+    low, high, high_too, highest = (
+        simulation.submit([i], priority=p, max_tokens=1)[0] for i, p in enumerate([3, 1, 1, -2], start=2)
+    )
+    simulation.plan()
+    assert served(simulation) == [highest, high]
+    simulation.commit()
+    simulation.plan()
+    assert served(simulation) == [high_too, low]
+
+
+def test_first_come_first_served_whatever_the_priority() -> None:
+    simulation = Simulation(depth=1, max_num_seqs=1)
+    first = simulation.submit([2], priority=9)[0]
+    simulation.submit([3], priority=0)
+    simulation.plan()
+    assert served(simulation) == [first]
+
+
+def test_the_head_of_the_queue_is_not_passed_by_one_that_would_fit() -> None:
+    simulation = Simulation(depth=1, num_blocks=8)
+    simulation.submit([2] * 16, max_tokens=9)
+    simulation.step()
+    big, small = simulation.submit([3] * 20)[0], simulation.submit([4])[0]
+    simulation.plan()
+    assert (big.state, small.state) == (State.WAITING, State.WAITING)
+
+
+@pytest.mark.parametrize(("watermark", "admitted"), [(0.0, 2), (0.25, 2), (0.5, 1)])
+def test_the_watermark_stays_free_at_admission(watermark: float, admitted: int) -> None:
+    simulation = Simulation(depth=1, num_blocks=8, watermark=watermark)
+    simulation.submit([2] * 12)
+    simulation.submit([3] * 12)
+    assert len(shape(simulation.plan())) == admitted
+
+
+def test_alone_a_request_may_take_all_blocks() -> None:
+    simulation = Simulation(depth=1, num_blocks=8, watermark=0.5)
+    simulation.submit([2] * 31, max_tokens=1)
+    assert shape(simulation.plan()) == [(0, 31, True)]
+
+
+# ---------------------------------------------------------------- aborts
+
+
+def test_aborted_while_waiting() -> None:
+    simulation = Simulation(depth=1, max_num_seqs=1)
+    first, second, third = (simulation.submit([i])[0] for i in (2, 3, 4))
+    simulation.plan()
+    simulation.abort([second])
+    simulation.abort([second])
+    assert simulation.scheduler.num_waiting == 1
+    simulation.commit()
+    simulation.drain()
+    assert [len(simulation.output(r)) for r in (first, second, third)] == [4, 0, 4]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_aborted_in_flight(depth: int) -> None:
+    """The late token is dropped; blocks and slot are another's at once."""
+    simulation = Simulation(depth=depth, max_num_seqs=1)
+    request = simulation.submit([2, 3, 4])[0]
+    for _ in range(depth):
+        simulation.plan()
+    simulation.abort([request])
+    assert simulation.scheduler.kv.pool.num_free == 16
+    assert simulation.scheduler.num_unfinished == 0
+    for _ in range(depth):
+        assert simulation.commit() == []
+    assert simulation.output(request) == []
+
+
+def test_an_aborted_requests_blocks_are_reused_behind_its_step() -> None:
+    simulation = Simulation(depth=2, num_blocks=8, max_num_seqs=1)
+    request = simulation.submit([2] * 5)[0]
+    simulation.plan()
+    slot, blocks = request.slot, simulation.block_ids(request)
+    simulation.abort([request])
+    simulation.submit([3] * 30, max_tokens=2)
+    plan = simulation.plan()
+    assert plan is not None and plan.freed_slots == [slot] == [plan.inits[0].slot]
+    assert set(blocks) <= set(plan.inits[0].block_ids)
+    simulation.drain()
+
+
+# ---------------------------------------------------------------- results that do not fit
+
+
+def test_a_result_of_another_step_is_refused() -> None:
+    simulation = Simulation(depth=2)
+    simulation.submit([2, 3])
+    simulation.plan()
+    simulation.plan()
+    for wrong in (StepResult(1, [2]), StepResult(7, [2])):
+        with pytest.raises(ValueError, match=f"result of step {wrong.step_id}"):
+            simulation.scheduler.commit(wrong, 0.0)
+    simulation.drain()
+
+
+def test_a_result_without_a_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="step 0"):
+        Simulation().scheduler.commit(StepResult(0, []), 0.0)
+
+
+@pytest.mark.parametrize("token_ids", [[], [2, 3]])
+def test_a_result_with_too_few_or_many_tokens_is_refused_whole(token_ids: list[int]) -> None:
+    simulation = Simulation(depth=1)
+    simulation.submit([2, 3])
+    simulation.plan()
+    with pytest.raises(ValueError, match=f"step 0 returned {len(token_ids)} tokens"):
+        simulation.scheduler.commit(StepResult(0, token_ids), 0.0)
+    simulation.drain()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_row_error_ends_that_request_alone(depth: int) -> None:
+    simulation = Simulation(depth=depth)
+    requests = [simulation.submit([i, i, i])[0] for i in (2, 3, 4)]
+    for _ in range(depth):
+        simulation.plan()
+    simulation.commit(errors={1: "logits are not finite"})
+    last = simulation.streams[requests[1]].last
+    assert last is not None and (last.finish_reason, last.error) == ("error", "logits are not finite")
+    simulation.drain()
+    assert [len(simulation.output(request)) for request in requests] == [4, 0, 4]
+
+
+def test_a_chunk_may_fail_too() -> None:
+    simulation = Simulation(depth=1, max_num_batched_tokens=2)
+    request = simulation.submit([2, 3, 4])[0]
+    simulation.plan()
+    simulation.commit(errors={0: "why"})
+    assert simulation.finish_reason(request) == "error"
+    simulation.drain()
+
+
+# ---------------------------------------------------------------- the worker dies
+
+
+def crash(simulation: Simulation, times: int = 1) -> None:
+    for _ in range(times):
+        assert simulation.plan() is not None
+        simulation.fail()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_after_a_crash_all_is_recomputed_and_goes_on(depth: int) -> None:
+    simulation = Simulation(depth=depth)
+    requests = [simulation.submit(LONG[:9], seed=i, max_tokens=6)[0] for i in range(3)]
+    for _ in range(3):
+        simulation.step()
+    if not simulation.results:
+        simulation.plan()
+    simulation.fail()
+    assert not simulation.scheduler.kv.pool.named
+    plan = simulation.plan()
+    assert plan is not None and plan.freed_slots == []
+    assert plan.rows[0].start == 0 and plan.inits[0].token_ids == requests[0].token_ids
+    simulation.drain()
+    assert [len(simulation.output(request)) for request in requests] == [6, 6, 6]
+
+
+def test_after_two_crashes_a_request_runs_alone_and_a_third_ends_it() -> None:
+    simulation = Simulation(depth=2)
+    poison = simulation.submit([2, 3])[0]
+    crash(simulation)
+    others = [simulation.submit([i, i])[0] for i in (4, 5)]
+    crash(simulation)
+    simulation.plan()
+    assert served(simulation) == [poison]
+    simulation.plan()
+    assert served(simulation) == [poison]
+    outcomes = simulation.fail()
+    assert [request for request, _ in outcomes] == [poison]
+    assert "crashed 3 times" in (outcomes[0][1].error or "")
+    simulation.plan()
+    assert served(simulation) == others  # with one crash behind them, together
+    simulation.drain()
+    assert [len(simulation.output(request)) for request in others] == [4, 4]
+
+
+def test_suspects_are_tried_one_after_another() -> None:
+    simulation = Simulation(depth=1)
+    first, second = simulation.submit([2, 3])[0], simulation.submit([4, 5])[0]
+    crash(simulation, 2)
+    simulation.plan()
+    assert served(simulation) == [first]
+    simulation.fail()
+    simulation.plan()
+    assert served(simulation) == [second]
+    simulation.commit()
+    simulation.drain()
+    assert (simulation.finish_reason(first), simulation.finish_reason(second)) == ("error", "length")
+
+
+def test_a_token_proves_a_suspect_innocent() -> None:
+    simulation = Simulation(depth=1, max_num_batched_tokens=4)
+    request = simulation.submit([2] * 6)[0]
+    crash(simulation, 2)
+    other = simulation.submit([3])[0]
+    simulation.step()
+    simulation.plan()
+    assert served(simulation) == [request]  # still alone: half a prompt proves nothing
+    simulation.commit()
+    assert request.num_crashes == 0
+    simulation.plan()
+    assert served(simulation) == [request, other]
+    simulation.commit()
+    crash(simulation, 2)
+    simulation.drain()
+    assert simulation.finish_reason(request) == "length"
+
+
+def test_a_suspect_waits_until_a_dropped_row_has_returned() -> None:
+    """A request that was aborted, or ended by EOS, may still have a row in flight, which may crash too."""
+    simulation = Simulation(depth=2)
+    suspect, other = simulation.submit([2, 3])[0], simulation.submit([4, 5])[0]
+    crash(simulation, 2)
+    simulation.plan()
+    simulation.abort([suspect])
+    assert simulation.plan() is None
+    simulation.fail()
+    assert other.num_crashes == 2 and simulation.streams[other].last is None
+    simulation.plan()
+    assert served(simulation) == [other]
+
+
+def test_those_not_in_flight_at_the_crash_are_not_blamed() -> None:
+    simulation = Simulation(depth=1, max_num_seqs=1)
+    first, second = simulation.submit([2])[0], simulation.submit([3])[0]
+    crash(simulation)
+    assert (first.num_crashes, second.num_crashes) == (1, 0)
+
+
+def test_a_crash_with_nothing_in_flight_blames_nobody() -> None:
+    simulation = Simulation(depth=1)
+    request = simulation.submit([2, 3])[0]
+    simulation.step()
+    for _ in range(4):
+        assert simulation.fail() == []
+    assert request.num_crashes == 0
+    simulation.drain()
+
+
+def test_two_steps_of_a_request_in_one_crash_count_once() -> None:
+    simulation = Simulation(depth=2)
+    request = simulation.submit([2, 3])[0]
+    simulation.plan()
+    simulation.plan()
+    simulation.fail()
+    assert request.num_crashes == 1
+
+
+def test_a_suspect_can_be_aborted() -> None:
+    simulation = Simulation(depth=1)
+    suspect, other = simulation.submit([2])[0], simulation.submit([3])[0]
+    crash(simulation, 2)
+    simulation.abort([suspect])
+    assert simulation.scheduler.suspects == [other]
+    simulation.drain()
+    assert simulation.finish_reason(other) == "length"
+
+
+def test_a_suspect_can_be_preempted() -> None:
+    simulation = Simulation(depth=1, max_num_batched_tokens=2)
+    suspect = simulation.submit([2, 3, 4])[0]
+    crash(simulation, 2)
+    simulation.step()
+    assert simulation.preempt_all() and simulation.scheduler.suspects == [suspect]
+    simulation.drain()
+
+
+def test_aborted_requests_do_not_pile_up_behind_one_that_waits() -> None:
+    """The place of an aborted request in the queue is freed even if it never comes to the front."""
+    simulation = Simulation(depth=1, max_num_seqs=1)
+    simulation.submit([2, 3], max_tokens=9)
+    simulation.step()
+    simulation.submit([4, 5], max_tokens=2)
+    for _ in range(1000):
+        simulation.abort(simulation.submit([6, 7], max_tokens=2))
+    assert simulation.scheduler.num_waiting == 1
+    assert len(simulation.scheduler._waiting) < 100
+    simulation.drain()

@@ -1,0 +1,274 @@
+"""Every failure has its status and OpenAI's JSON, and leaves nothing running."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pagewire.ipc.messages import Abort, Submit, TokenDelta
+
+from ...conftest import FakeCore
+from ..client import Answer, Client
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "w5"}]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        (b"{", 400, None),
+        (b"\xff", 400, None),
+        (b'{"prompt": "\\ud800"}', 400, None),
+        (b"[" * 100_000, 422, None),
+        (b'{"prompt": "w5", "user": ' + b"[" * 100_000, 422, "user"),
+        (b"[]", 422, None),
+        ({}, 422, "prompt"),
+        ({"prompt": 5}, 422, "prompt"),
+        ({"prompt": ["w5", 5]}, 422, "prompt"),
+        ({"prompt": "w5", "temperature": "hot"}, 422, "temperature"),
+        ({"prompt": "w5", "stream_options": {"include_usage": 3}}, 422, "stream_options"),
+        ({"prompt": "w5", "model": "other"}, 404, "model"),
+        ({"prompt": []}, 400, "prompt"),
+        ({"prompt": ["w5"] * 1025}, 400, "prompt"),
+        ({"prompt": "w5", "temperature": -1}, 400, "temperature"),
+        ({"prompt": "w5", "n": 0}, 400, "n"),
+        ({"prompt": "w5", "n": 9}, 400, "n"),
+        ({"prompt": "w5", "n": 2, "best_of": 1}, 400, "best_of"),
+        ({"prompt": "w5", "best_of": 2, "stream": True}, 400, "best_of"),
+        ({"prompt": "w5", "use_beam_search": True, "stream": True}, 400, "use_beam_search"),
+        ({"prompt": "w5", "use_beam_search": True, "logprobs": 1}, 400, "logprobs"),
+        ({"prompt": "w5", "max_tokens": 0}, 400, "max_tokens"),
+        ({"prompt": "w5", "logit_bias": {"x": 1}}, 400, None),
+        ({"prompt": "w5", "logprobs": 21}, 400, "logprobs"),
+        ({"prompt": "w5", "suffix": "w6"}, 400, "suffix"),
+        ({"prompt": "w5", "stream_options": {}}, 400, "stream_options"),
+        ({"prompt": "w5", "timeout": 0}, 400, "timeout"),
+        ({"prompt": "w5", "seed": 2**70}, 400, "seed"),
+        ({"prompt": [64]}, 400, None),
+        ({"prompt": [5] * 4096}, 400, None),
+        ({"prompt": "w5", "guided_regex": "a", "guided_choice": ["b"]}, 400, "guided_regex"),
+        ({"prompt": "w5", "response_format": {"type": "json_schema"}}, 400, "response_format"),
+        ({"prompt": "w5", "response_format": {"type": "xml"}}, 422, "response_format"),
+    ],
+)
+def test_bad_completions(client: Client, core: FakeCore, body: Any, status: int, param: str | None) -> None:
+    answer = client.post(COMPLETIONS, body)
+    assert answer.status == status, answer.body
+    assert answer.error["param"] == param
+    assert answer.error["message"] and answer.error["type"]
+    assert not core.submitted
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({}, 422),
+        ({"messages": "w5"}, 422),
+        ({"messages": [5]}, 422),
+        ({"messages": []}, 400),
+        ({"messages": [{"content": "w5"}]}, 400),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            400,
+        ),
+        ({"messages": HELLO, "top_logprobs": 2}, 400),
+        ({"messages": HELLO, "chat_template": "{{ 1 }}"}, 400),
+        ({"messages": HELLO, "functions": [{"name": "f"}]}, 400),
+        ({"messages": HELLO, "modalities": ["audio"]}, 400),
+        ({"messages": HELLO, "add_generation_prompt": True, "continue_final_message": True}, 400),
+    ],
+)
+def test_bad_chats(client: Client, core: FakeCore, body: Any, status: int) -> None:
+    answer = client.post(CHAT, body)
+    assert answer.status == status, answer.body
+    assert answer.error["message"]
+    assert not core.submitted
+
+
+def test_what_is_too_long_has_its_code(client: Client) -> None:
+    assert client.post(COMPLETIONS, {"prompt": [5] * 4096}).error["code"] == "context_length_exceeded"
+    assert client.post(COMPLETIONS, {"prompt": "w" * (1 << 21)}).error["code"] == "context_length_exceeded"
+
+
+def test_bodies(serve: Callable[..., Client], core: FakeCore) -> None:
+    core.auto = True
+    client = serve(max_request_bytes=100, body_seconds=0.05)
+    large = json.dumps({"prompt": "w5 " * 50}).encode()
+    assert client.post(COMPLETIONS, large, **{"content-length": str(len(large))}).status == 413
+    parts = [large[:60], large[60:120], large[120:]]
+    answer = client.post(COMPLETIONS, parts)
+    assert answer.status == 413 and answer.headers["connection"] == "close"
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        assert client.post(COMPLETIONS, {"prompt": "w5"}, **{"content-type": kind}).status == 415
+    kind = "Application/JSON; charset=utf-8"
+    assert client.post(COMPLETIONS, {"prompt": "w5"}, **{"content-type": kind}).status == 200
+
+
+def test_a_body_that_never_ends(serve: Callable[..., Client]) -> None:
+    client = serve(body_seconds=0.02)
+
+    async def play() -> Answer:
+        return await client.call("POST", COMPLETIONS, [b'{"prompt": '], ends=False).answer()
+
+    assert client.run(play).status == 408
+
+
+def test_paths_and_methods(client: Client) -> None:
+    for path in ("/nothing", "/v1", "/v1/completions/", "//v1/completions", "/V1/completions", "/v1/models/"):
+        answer = client.post(path, {"prompt": "w5"})
+        assert answer.status in (404, 405), path
+        assert answer.error["message"]
+    answer = client.get(COMPLETIONS)
+    assert answer.status == 405 and answer.headers["allow"] == "POST"
+    assert answer.error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("error_type", "status"), [("EngineBusyError", 429), ("ValueError", 400), ("TypeError", 400), (None, 500)]
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_core_refuses(
+    serve: Callable[..., Client], core: FakeCore, error_type: str | None, status: int, stream: bool
+) -> None:
+    """Also for a stream: nothing was sent yet."""
+    client = serve()
+
+    async def play() -> Answer:
+        call = client.call("POST", COMPLETIONS, {"prompt": "w5", "stream": stream})
+        (request,) = (await asyncio.to_thread(core.expect, Submit)).requests
+        core.deltas([TokenDelta(request.key, 0, [], "error", error="because", error_type=error_type)])
+        return await call.answer()
+
+    answer = client.run(play)
+    assert (answer.status, answer.error["message"]) == (status, "because")
+    assert ("retry-after" in answer.headers) == (status == 429)
+    assert not client.app.state.service.open
+
+
+def test_an_error_in_the_middle_of_a_stream(serve: Callable[..., Client], core: FakeCore) -> None:
+    client = serve()
+
+    async def play() -> Answer:
+        call = client.call("POST", CHAT, {"messages": HELLO, "stream": True})
+        (request,) = (await asyncio.to_thread(core.expect, Submit)).requests
+        core.tokens(request.key, [7])
+        start, first = await call.message(), await call.message()
+        assert start["status"] == 200 and b"w7" in first["body"]
+        core.tokens(request.key, [], finish_reason="error", error="the worker crashed")
+        rest = b""
+        while (part := await call.message()).get("more_body"):
+            rest += part["body"]
+        await call.task
+        return Answer(200, {"content-type": "text/event-stream; charset=utf-8"}, rest + part["body"])
+
+    (event,) = client.run(play).events
+    assert event["error"]["message"] == "the worker crashed" and event["error"]["type"] == "server_error"
+
+
+def test_the_core_is_down(serve: Callable[..., Client], core: FakeCore) -> None:
+    client = serve()
+    assert client.get("/health").status == client.get("/ping").status == 200
+
+    async def play() -> Answer:
+        call = client.call("POST", COMPLETIONS, {"prompt": "w5"})
+        await asyncio.to_thread(core.expect, Submit)
+        await asyncio.to_thread(core.close)
+        return await call.answer()
+
+    answer = client.run(play)
+    assert answer.status == 503 and answer.error["code"] == "engine_down"
+    for later in (client.post(CHAT, {"messages": HELLO, "stream": True}), client.get("/health")):
+        assert later.status == 503 and later.error["type"] == "service_unavailable_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_request(
+    serve: Callable[..., Client], core: FakeCore, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = serve()
+    caplog.set_level(logging.INFO, "pagewire.server")
+
+    async def play() -> None:
+        call = client.call("POST", COMPLETIONS, {"prompt": ["w5", "w6"], "stream": stream})
+        submitted = (await asyncio.to_thread(core.expect, Submit)).requests
+        core.tokens(submitted[0].key, [7])
+        if stream:
+            assert (await call.message())["status"] == 200
+        call.hang_up()
+        await call.task
+        aborted = await asyncio.to_thread(core.expect, Abort)
+        assert sorted(aborted.keys) == [request.key for request in submitted]
+
+    client.run(play)
+    assert not client.app.state.service.open
+    assert "status=499" in caplog.text and "the client left" in caplog.text
+
+
+def test_a_deadline(serve: Callable[..., Client], core: FakeCore) -> None:
+    client = serve()
+    for body, headers in (({"timeout": 0.01}, {}), ({}, {"x-request-timeout": "0.01"})):
+        answer = client.post(COMPLETIONS, {"prompt": "w5"} | body, **headers)
+        assert answer.status == 408 and answer.error["code"] == "deadline_passed"
+        assert core.expect(Abort).keys
+    core.auto = True
+    assert client.post(COMPLETIONS, {"prompt": "w5", "timeout": 60}).status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_abort(serve: Callable[..., Client], core: FakeCore, stream: bool) -> None:
+    """By the answer's id; what another server of the core gives, too."""
+    client = serve(enable_admin=True)
+    core.calls["abort_request"] = lambda request_id: 2 if request_id == "elsewhere" else 0
+
+    async def play() -> Answer:
+        call = client.call("POST", COMPLETIONS, {"prompt": "w5", "stream": stream})
+        (request,) = (await asyncio.to_thread(core.expect, Submit)).requests
+        names = [request.request_id, "other", "elsewhere"]
+        done = await client.call("POST", "/abort", {"request_id": names}).answer()
+        assert done.json == {"aborted": [request.request_id, "elsewhere"]}
+        return await call.answer()
+
+    answer = client.run(play)
+    assert answer.status == 499 and answer.error["type"] == "abort_error"
+    assert core.expect(Abort).keys
+
+
+def test_what_others_abort(serve: Callable[..., Client], core: FakeCore) -> None:
+    client = serve()
+
+    async def play() -> Answer:
+        call = client.call("POST", COMPLETIONS, {"prompt": "w5"})
+        (request,) = (await asyncio.to_thread(core.expect, Submit)).requests
+        core.tokens(request.key, [7], finish_reason="abort")
+        return await call.answer()
+
+    assert client.run(play).status == 499
+
+
+def test_shutting_down(serve: Callable[..., Client], core: FakeCore) -> None:
+    """The HTTP server cancels what has not ended in time: clients are told."""
+    client = serve()
+
+    async def play() -> Answer:
+        call = client.call("POST", COMPLETIONS, {"prompt": "w5"})
+        await asyncio.to_thread(core.expect, Submit)
+        call.task.cancel()
+        return await call.answer()
+
+    answer = client.run(play)
+    assert answer.status == 503 and answer.error["code"] == "shutting_down"
+    assert core.expect(Abort).keys
+
+
+def test_what_nobody_foresaw(client: Client, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """500, the cause in the log, nothing of it to the client but its message."""
+    monkeypatch.setattr("pagewire.frontend.server.openai.completions.completion_params", lambda *_: 1 / 0)
+    answer = client.post(COMPLETIONS, {"prompt": "w5"})
+    assert answer.status == 500 and answer.error["type"] == "server_error"
+    assert "ZeroDivisionError" in caplog.text

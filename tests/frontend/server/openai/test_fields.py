@@ -1,0 +1,183 @@
+"""Fields of requests come to the engine as what they mean."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from pagewire.frontend.async_llm import AsyncLLM
+from pagewire.frontend.outputs import CompletionOutput
+from pagewire.frontend.server.openai.protocol import ChatRequest, CompletionRequest
+from pagewire.frontend.server.openai.sampling import best_outputs, structure
+from pagewire.ipc.messages import Submit
+from pagewire.ipc.params import RequestOutputKind, SamplingParams
+
+from ...conftest import FakeCore
+from ..client import Client
+
+HELLO = [{"role": "user", "content": "w5"}]
+
+
+def sent(client: Client, core: FakeCore, **fields: Any) -> SamplingParams:
+    """The parameters that the core gets."""
+    client.post("/v1/completions", {"prompt": "w5 w6"} | fields)
+    params: SamplingParams = core.expect(Submit).requests[0].params
+    return params
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 0.5),
+        ("top_p", 0.5),
+        ("top_k", 3),
+        ("min_p", 0.25),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", 0.5),
+        ("repetition_penalty", 1.5),
+        ("seed", 7),
+        ("n", 3),
+        ("stop", ["w9"]),
+        ("stop_token_ids", [9]),
+        ("bad_words", ["w9"]),
+        ("include_stop_str_in_output", True),
+        ("ignore_eos", True),
+        ("max_tokens", 5),
+        ("min_tokens", 2),
+        ("logprobs", 2),
+        ("prompt_logprobs", 2),
+        ("skip_special_tokens", False),
+        ("spaces_between_special_tokens", False),
+        ("truncate_prompt_tokens", 1),
+        ("allowed_token_ids", [2, 3]),
+    ],
+)
+def test_fields_of_the_same_name(client: Client, core: FakeCore, name: str, value: Any) -> None:
+    assert getattr(sent(client, core, **{name: value}), name) == value
+
+
+def test_other_fields(client: Client, core: FakeCore) -> None:
+    assert sent(client, core, logit_bias={"9": -100}).logit_bias == {9: -100.0}
+    assert sent(client, core, vllm_xargs={"a": 1}).extra_args == {"a": 1}
+    assert sent(client, core).max_tokens == 16
+    assert sent(client, core).output_kind is RequestOutputKind.FINAL_ONLY
+    assert sent(client, core, stream=True).output_kind is RequestOutputKind.DELTA
+    best = sent(client, core, n=2, best_of=3)
+    assert (best.n, best.logprobs) == (3, 0)
+
+
+def test_chat_fields(client: Client, core: FakeCore) -> None:
+    def chat(**fields: Any) -> SamplingParams:
+        client.post("/v1/chat/completions", {"messages": HELLO} | fields)
+        params: SamplingParams = core.expect(Submit).requests[0].params
+        return params
+
+    assert chat().max_tokens == 4095  # all that the model's length leaves
+    assert chat(max_tokens=5).max_tokens == 5
+    assert chat(max_tokens=5, max_completion_tokens=6).max_tokens == 6
+    assert chat().logprobs is None
+    assert chat(logprobs=True).logprobs == 0
+    assert chat(logprobs=True, top_logprobs=3).logprobs == 3
+
+
+def test_the_models_recommendations(serve: Callable[..., Client], core: FakeCore, engine: AsyncLLM) -> None:
+    """They stand behind what a request gives."""
+    core.auto = True
+    engine.info.generation_config.update(temperature=0.25, top_k=4, max_new_tokens=9)
+    client = serve()
+    params = sent(client, core, top_k=5)
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.25, 5, 16)
+    assert client.post("/v1/chat/completions", {"messages": HELLO}).status == 200
+    assert core.expect(Submit).requests[0].params.max_tokens == 9
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
+def test_null_is_as_good_as_nothing(client: Client, kind: Any) -> None:
+    """For every field but the one that a request is about."""
+    chat = kind is ChatRequest
+    needed = {"messages": HELLO} if chat else {"prompt": "w5"}
+    nulls = {field.name: None for field in msgspec.structs.fields(kind) if field.name not in needed}
+    target = "/v1/chat/completions" if chat else "/v1/completions"
+    answer = client.post(target, needed | nulls)
+    assert answer.status == 200, answer.body
+
+
+def test_unknown_fields_are_named_once(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    fields = {f"x{i}": i for i in range(30)} | {"y" * 1000: 1, "user": "known"}
+    assert client.post("/v1/completions", {"prompt": "w5"} | fields).status == 200
+    (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "'x0', 'x1'" in record.getMessage() and "user" not in record.getMessage()
+    assert len(record.getMessage()) < 500
+
+
+SCHEMA = {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+            {"json": SCHEMA},
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "structural_tag",
+                    "structures": [{"begin": "<"}],
+                    "triggers": ["<"],
+                }
+            },
+            {"structural_tag": {"structures": [{"begin": "<"}], "triggers": ["<"]}},
+        ),
+        ({"guided_json": SCHEMA}, {"json": SCHEMA}),
+        ({"guided_json": '{"type": "object"}'}, {"json": '{"type": "object"}'}),
+        (
+            {"guided_json": SCHEMA, "guided_whitespace_pattern": " ?"},
+            {"json": SCHEMA, "whitespace_pattern": " ?"},
+        ),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+        ({"guided_choice": ["a"]}, {"choice": ["a"]}),
+        ({"guided_grammar": "start: x"}, {"grammar": "start: x"}),
+        ({"structured_outputs": {"regex": "a"}}, {"regex": "a"}),
+    ],
+)
+def test_structured_outputs(fields: Any, expected: Any) -> None:
+    assert structure(msgspec.convert({"prompt": "w5"} | fields, CompletionRequest)) == expected
+
+
+def test_best_of_gives_the_most_likely(serve: Callable[..., Client], core: FakeCore) -> None:
+
+    outputs = [
+        CompletionOutput(i, str(i), [2] * n, total)
+        for i, (n, total) in enumerate([(1, -3), (4, -4), (2, -4)])
+    ]
+    assert [(one.index, one.text) for one in best_outputs(outputs, 2)] == [(0, "1"), (1, "2")]
+    assert best_outputs(outputs, 3) == outputs
+
+
+def test_templates_in_requests(serve: Callable[..., Client], core: FakeCore) -> None:
+    """Only where they are trusted; the server's own goes before the model's."""
+    core.auto = True
+    body = {"messages": HELLO, "chat_template": "w7 {{ messages[0].content }}"}
+    assert serve(trust_request_chat_template=True).post("/v1/chat/completions", body).status == 200
+    assert core.expect(Submit).requests[0].prompt_token_ids == [7, 5]
+    own = serve(chat_template="w8 {{ messages[0].content }}", response_role="bot")
+    answer = own.post("/v1/chat/completions", {"messages": HELLO})
+    assert core.expect(Submit).requests[0].prompt_token_ids == [8, 5]
+    assert answer.json["choices"][0]["message"]["role"] == "bot"
+
+
+def test_what_templates_are_given(serve: Callable[..., Client], core: FakeCore) -> None:
+    core.auto = True
+    client = serve(chat_template="{{ documents[0].text }} {{ reasoning_effort }} {{ messages[0].content }}")
+    body = {"messages": HELLO, "documents": [{"text": "w7"}], "reasoning_effort": "w8"}
+    assert client.post("/v1/chat/completions", body).status == 200
+    assert core.expect(Submit).requests[0].prompt_token_ids == [7, 8, 5]

@@ -1,0 +1,337 @@
+"""Tools over HTTP: a core replays what a model might write, and OpenAI's client reads what comes of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+import pagewire.demo
+from pagewire.frontend.async_llm import AsyncLLM
+from pagewire.frontend.server.app import create_app
+from pagewire.frontend.server.options import ServerOptions
+from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
+from pagewire.ipc.messages import EngineInfo
+
+from ....serving import serving
+from ...conftest import FakeCore
+
+DEMO = Path(pagewire.demo.__file__).parent
+TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages | tojson }}"
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "unit": {"enum": ["c", "f"]}},
+            "required": ["city"],
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+ASK: list[Any] = [{"role": "user", "content": "Weather in Köln?"}]
+HERMES = (
+    'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln 🦊"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+)
+MISTRAL = (
+    'Let me see. [TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Köln 🦊"}}, {"name": "clock"}]'
+)
+LLAMA = (
+    'Let me see.\n{"name": "get_weather", "parameters": {"city": "Köln 🦊"}}; '
+    '{"name": "clock", "parameters": {}}'
+)
+PYTHONIC = "Let me see.\n[get_weather(city='Köln 🦊'), clock()]"
+
+
+class Replay:
+    """A core that says what it is told to, and a way to serve it."""
+
+    def __init__(self, core: FakeCore, tokenizer: Tokenizer) -> None:
+        self.core, self.tokenizer = core, tokenizer
+        self.text = ""
+        core.auto, core.reason = True, "stop"
+        core.answer = lambda request, index: tokenizer.encode(self.text, add_special_tokens=False)
+
+    @contextmanager
+    def serve(self, **options: Any) -> Iterator[str]:
+        """The URL of a server on it, in a thread."""
+        with serving(self.core.address, ServerOptions(port=0, chat_template=TEMPLATE, **options)) as url:
+            yield url + "/v1"
+
+    @property
+    def last(self) -> Any:
+        """The last request that came."""
+        return self.core.submitted[max(self.core.submitted)]
+
+    @property
+    def prompt(self) -> str:
+        """Its prompt."""
+        return self.tokenizer.decode(self.last.prompt_token_ids)
+
+
+@pytest.fixture
+def replay(new_core: Callable[..., FakeCore], engine_info: EngineInfo) -> Replay:
+    tokenizer = load_tokenizer(DEMO)
+    core = new_core()
+    core.info = msgspec.structs.replace(
+        engine_info, tokenizer=str(DEMO), model_path=str(DEMO), vocab_size=4096
+    )
+    return Replay(core, tokenizer)
+
+
+def client_of(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=url, api_key="x", max_retries=0)
+
+
+def calls_of(message: Any) -> list[tuple[str, str]]:
+    return [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+
+
+def gathered(chunks: Any) -> tuple[str, list[list[str]], list[str], set[str | None]]:
+    """A stream put together: content, [id, name, arguments] of calls, pieces of arguments, finish reasons."""
+    content, calls, pieces, reasons = "", [], [], set()
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        reasons.add(choice.finish_reason)
+        content += choice.delta.content or ""
+        for call in choice.delta.tool_calls or ():
+            if call.index == len(calls):
+                assert call.type == "function"
+                calls.append([call.id, call.function.name, ""])
+            if call.function.arguments:
+                calls[call.index][2] += call.function.arguments
+                pieces.append(call.function.arguments)
+    return content, calls, pieces, reasons - {None}
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [("hermes", HERMES), ("mistral", MISTRAL), ("llama3_json", LLAMA), ("pythonic", PYTHONIC)],
+)
+def test_the_model_chooses(replay: Replay, parser: str, text: str) -> None:
+    request: Any = {"model": "fake", "messages": ASK, "tools": [WEATHER, CLOCK]}
+    with replay.serve(enable_auto_tool_choice=True, tool_call_parser=parser) as url, client_of(url) as client:
+        replay.text = text
+        (choice,) = client.chat.completions.create(**request).choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "Let me see."
+        (weather, clock) = calls_of(choice.message)
+        assert (weather[0], json.loads(weather[1])) == ("get_weather", {"city": "Köln 🦊"})
+        assert clock == ("clock", "{}")
+        assert "get_weather" in replay.prompt and "Köln" in replay.prompt
+        assert replay.last.params.skip_special_tokens == (parser != "mistral")
+
+        content, calls, pieces, reasons = gathered(client.chat.completions.create(**request, stream=True))
+        assert (content, reasons) == ("Let me see.", {"tool_calls"})
+        assert [tuple(call[1:]) for call in calls] == [weather, clock]
+        assert len({call[0] for call in calls}) == 2
+        assert len(pieces) >= 2  # how many depends on how fast they are read
+
+        one = client.chat.completions.create(**request, parallel_tool_calls=False)
+        assert calls_of(one.choices[0].message) == [weather]
+
+        replay.text = "It rains. "
+        (choice,) = client.chat.completions.create(**request).choices
+        assert (choice.message.content, choice.finish_reason) == ("It rains. ", "stop")
+        assert choice.message.tool_calls is None
+        content, calls, _, reasons = gathered(client.chat.completions.create(**request, stream=True))
+        assert (content, calls, reasons) == ("It rains. ", [], {"stop"})
+
+        replay.text = text[: text.index("ln") + 1]
+        replay.core.reason = "length"
+        (choice,) = client.chat.completions.create(**request).choices
+        assert choice.finish_reason == "length"
+
+
+def test_a_function_or_any_is_demanded(replay: Replay) -> None:
+    request: Any = {"model": "fake", "messages": ASK, "tools": [WEATHER, CLOCK]}
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    with replay.serve() as url, client_of(url) as client:
+        replay.text = '{"city": "Köln"}'
+        (choice,) = client.chat.completions.create(**request, tool_choice=named).choices
+        assert calls_of(choice.message) == [("get_weather", '{"city": "Köln"}')]
+        assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+        assert json.loads(replay.last.params.structured_outputs.json) == WEATHER["function"]["parameters"]  # type: ignore[index]
+        stream = client.chat.completions.create(**request, tool_choice=named, stream=True)
+        content, calls, pieces, reasons = gathered(stream)
+        assert (content, calls[0][1:], reasons) == ("", ["get_weather", replay.text], {"tool_calls"})
+        assert "".join(pieces) == replay.text
+
+        replay.text = (
+            '[{"name": "clock", "parameters": {}}, {"name": "get_weather", "parameters": {"city": "Köln"}}]'
+        )
+        (choice,) = client.chat.completions.create(**request, tool_choice="required").choices
+        assert calls_of(choice.message) == [("clock", "{}"), ("get_weather", '{"city": "Köln"}')]
+        assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+        stream = client.chat.completions.create(**request, tool_choice="required", stream=True)
+        content, calls, _, reasons = gathered(stream)
+        assert (content, reasons) == ("", {"tool_calls"})
+        assert [call[1:] for call in calls] == [["clock", "{}"], ["get_weather", '{"city": "Köln"}']]
+
+
+def test_some_of_the_tools_are_allowed(replay: Replay) -> None:
+    replay.text = '[{"name": "clock", "parameters": {}}]'
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "clock"}}]}
+    choice: Any = {"type": "allowed_tools", "allowed_tools": allowed}
+    with replay.serve(tool_call_parser="mistral") as url, client_of(url) as client:
+        message = (
+            client.chat.completions.create(
+                model="fake",
+                messages=ASK,
+                tools=[WEATHER, CLOCK],
+                tool_choice=choice,  # type: ignore[list-item]
+            )
+            .choices[0]
+            .message
+        )
+        assert calls_of(message) == [("clock", "{}")]
+        assert message.tool_calls and len(message.tool_calls[0].id) == 9  # as the model's template wants it
+        schema = json.loads(replay.last.params.structured_outputs.json)
+        assert list(schema["$defs"]) == ["clock"] and "get_weather" not in replay.prompt
+
+
+def test_a_template_of_the_server_that_cannot_be_used(replay: Replay) -> None:
+    engine = AsyncLLM.attach(replay.core.address)
+    try:
+        for template, message in (("nowhere.jinja", "neither a template"), ("{% if %}", "not valid")):
+            with pytest.raises(ValueError, match=message):
+                create_app(engine, ServerOptions(chat_template=template))
+    finally:
+        engine.shutdown()
+
+
+def test_no_tools(replay: Replay) -> None:
+    replay.text = HERMES
+    request: Any = {"model": "fake", "messages": ASK, "tools": [WEATHER], "tool_choice": "none"}
+    flags: Any = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+    with replay.serve(**flags) as url, client_of(url) as client:
+        (choice,) = client.chat.completions.create(**request).choices
+        assert (choice.message.content, choice.message.tool_calls) == (HERMES, None)
+        assert choice.finish_reason == "stop" and "get_weather" not in replay.prompt
+    with replay.serve(**flags, prompt_unused_tools=True) as url, client_of(url) as client:
+        (choice,) = client.chat.completions.create(**request).choices
+        assert choice.message.content == HERMES and "get_weather" in replay.prompt
+
+
+def test_a_conversation_with_calls_and_their_answers(replay: Replay) -> None:
+    replay.text = HERMES
+    flags: Any = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+    with replay.serve(**flags) as url, client_of(url) as client:
+        message = (
+            client.chat.completions.create(model="fake", messages=ASK, tools=[WEATHER, CLOCK])
+            .choices[0]
+            .message
+        )  # type: ignore[list-item]
+        assert message.tool_calls is not None
+        answers: list[Any] = [
+            {"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in message.tool_calls
+        ]
+        history: list[Any] = [*ASK, message.model_dump(exclude_none=True), *answers]
+        client.chat.completions.create(model="fake", messages=history, tools=[WEATHER, CLOCK])  # type: ignore[list-item]
+        # Templates get arguments as data, not as text.
+        assert '"arguments": {"city": "Köln 🦊"}' in replay.prompt and "rain" in replay.prompt
+        assert '"name": "clock"}]' in replay.prompt  # the answer is named, for templates that want it
+        with pytest.raises(openai.BadRequestError, match="must be the id of a tool call before it"):
+            client.chat.completions.create(model="fake", messages=[*ASK, answers[0]])
+
+
+def test_what_is_refused(replay: Replay) -> None:
+    def refused(field: str | None, message: str, **request: Any) -> None:
+        with pytest.raises(openai.BadRequestError, match=message) as caught:
+            client.chat.completions.create(model="fake", messages=ASK, **request)
+        assert caught.value.param == field
+
+    with replay.serve() as url, client_of(url) as client:
+        refused("tool_choice", "--enable-auto-tool-choice", tools=[WEATHER])
+        refused("tool_choice", "--enable-auto-tool-choice", tools=[WEATHER], tool_choice="auto")
+        refused("tool_choice", "no tool 'x', only get_weather", tools=[WEATHER],
+                tool_choice={"type": "function", "function": {"name": "x"}})  # fmt: skip
+        refused("tool_choice", "needs tools", tool_choice="required")
+        refused("tool_choice", "must be 'none'", tools=[WEATHER], tool_choice="any")
+        refused(
+            "tool_choice", "must be 'none'", tools=[WEATHER], tool_choice={"type": "function", "function": 3}
+        )
+        for allowed, message in (
+            (None, "needs a mode"),
+            ({"mode": "none"}, "needs a mode"),
+            ({"mode": "required", "tools": [{"type": "function", "function": {"name": "x"}}]}, "no tool 'x'"),
+            ({"mode": "required"}, "needs tools"),
+        ):
+            choice = {"type": "allowed_tools", "allowed_tools": allowed}
+            refused("tool_choice", message, tools=[WEATHER], tool_choice=choice)
+        refused("tools", "two of them are called 'clock'", tools=[CLOCK, CLOCK])
+        refused("tools", r"tools\[0\] must be", tools=[{"type": "code_interpreter"}])
+        refused(
+            "tools", r"tools\[0\].function.name", tools=[{"type": "function", "function": {"name": "a b"}}]
+        )
+        for parameters in ([], {"type": "string"}):
+            refused("tools", "JSON schema of an object",
+                    tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}])  # fmt: skip
+        refused("tool_choice", "cannot be structured otherwise", tools=[WEATHER], tool_choice="required",
+                extra_body={"guided_regex": "a"})  # fmt: skip
+
+
+def test_reasoning_is_told_apart(replay: Replay) -> None:
+    replay.text = "<think>\nHm, Köln.\n</think>\n\n" + HERMES
+    flags: Any = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    request: Any = {"model": "fake", "messages": ASK, "tools": [WEATHER, CLOCK]}
+    with replay.serve(**flags) as url, client_of(url) as client:
+        message = client.chat.completions.create(**request).choices[0].message
+        assert message.reasoning_content == "Hm, Köln."
+        assert message.content == "Let me see." and len(message.tool_calls) == 2
+        thoughts = content = ""
+        for chunk in client.chat.completions.create(**request, stream=True):
+            thoughts += getattr(chunk.choices[0].delta, "reasoning_content", None) or ""
+            content += chunk.choices[0].delta.content or ""
+        assert (thoughts, content) == ("Hm, Köln.", "Let me see.")
+        plain = client.chat.completions.create(model="fake", messages=ASK).choices[0].message
+        assert plain.reasoning_content == "Hm, Köln." and plain.content == HERMES  # type: ignore[attr-defined]
+        replay.text = '{"a": "</think>"}'
+        forced = client.chat.completions.create(
+            model="fake", messages=ASK, response_format={"type": "json_object"}
+        )
+        assert forced.choices[0].message.content == replay.text
+
+
+def test_templates_of_requests(replay: Replay, tmp_path: Path) -> None:
+    replay.text = "ok"
+    file = tmp_path / "secret"
+    file.write_text("secret")
+
+    def ask(template: str, **variables: Any) -> str:
+        body = {"chat_template": template, "chat_template_kwargs": variables}
+        client.chat.completions.create(model="fake", messages=ASK, extra_body=body)
+        return replay.prompt
+
+    with (
+        replay.serve() as url,
+        client_of(url) as client,
+        pytest.raises(openai.BadRequestError, match="not allowed"),
+    ):
+        ask("{{ 1 }}")
+    with replay.serve(trust_request_chat_template=True) as url, client_of(url) as client:
+        assert ask("{{ x }}{{ messages | length }}", x=2, y=3) == "21"
+        for template, message in (
+            (str(file), "neither a template"),
+            ("{{ 9 ** 9999 }}", "numbers that are too large"),
+            (
+                "{% for i in range(99999) %}{{ messages[0].content * 1000 }}{% endfor %}",
+                "more than 16777216 char",
+            ),
+            ("{{ raise_exception('no') }}", "refuses the conversation: no"),
+            ("{% if %}", "not valid"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=message):
+                ask(template)
+        with pytest.raises(openai.BadRequestError, match="cannot set tokenize") as caught:
+            ask("{{ 1 }}", tokenize=True)
+        assert caught.value.param == "chat_template_kwargs"

@@ -1,0 +1,386 @@
+"""/v1/responses without a model: items, events under any chunking, what is kept, and what goes wrong midway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagewire.frontend.async_llm import AsyncLLM
+from pagewire.frontend.server.http.errors import APIError
+from pagewire.frontend.server.openai.protocol import Usage
+from pagewire.frontend.server.parsing.deltas import call_id
+from pagewire.frontend.server.parsing.hermes import Hermes
+from pagewire.frontend.server.parsing.reply import ReplyParser, ReplyWithCalls, TextReply, read
+from pagewire.frontend.server.responses.items import messages_of, read_input
+from pagewire.frontend.server.responses.protocol import ReasoningOptions, Response, TextOptions
+from pagewire.frontend.server.responses.store import Kept, ResponseStore
+from pagewire.frontend.server.responses.writer import ResponseWriter
+from pagewire.ipc.messages import Abort, Submit
+
+from ...conftest import FakeCore
+from ..client import Call, Client
+from ..parsing.test_tools_over_http import HERMES, Replay, replay
+
+__all__ = ["replay"]  # a fixture
+
+PATH = "/v1/responses"
+
+
+def new_response(name: str = "resp_1", **fields: Any) -> Response:
+    given: dict[str, Any] = {
+        "id": name,
+        "created_at": 0,
+        "status": "in_progress",
+        "background": False,
+        "instructions": None,
+        "max_output_tokens": None,
+        "max_tool_calls": None,
+        "model": "fake",
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "reasoning": ReasoningOptions(),
+        "store": True,
+        "temperature": 1.0,
+        "text": TextOptions(),
+        "tool_choice": "auto",
+        "tools": [],
+        "top_logprobs": 0,
+        "top_p": 1.0,
+        "truncation": "disabled",
+        "user": None,
+        "metadata": {},
+    }
+    return Response(**(given | fields))
+
+
+# ---------------------------------------------------------------- items
+
+
+def test_items_become_messages_with_their_calls() -> None:
+    items = read_input(
+        [
+            {"role": "developer", "content": "Be brief."},
+            {
+                "role": "user",
+                "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}],
+            },
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+            {"type": "function_call", "call_id": "2", "name": "g", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "2", "output": "two"},
+            {
+                "type": "function_call_output",
+                "call_id": "1",
+                "output": [{"type": "input_text", "text": "one"}],
+            },
+            {"type": "function_call", "call_id": "3", "name": "f", "arguments": "{}"},
+        ]
+    )
+    assert all(item["id"].partition("_")[0] in ("msg", "fc", "fco") for item in items)
+    assert len({item["id"] for item in items}) == len(items)
+
+    def call(name: str, function: str) -> Any:
+        return {"id": name, "type": "function", "function": {"name": function, "arguments": "{}"}}
+
+    assert messages_of("First.", items) == [
+        {"role": "system", "content": "First."},
+        {"role": "system", "content": "Be brief."},
+        {
+            "role": "user",
+            "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}],
+        },
+        {"role": "assistant", "content": "No.", "tool_calls": [call("1", "f"), call("2", "g")]},
+        {"role": "tool", "tool_call_id": "2", "name": "g", "content": "two"},
+        {"role": "tool", "tool_call_id": "1", "name": "f", "content": "one"},
+        {"role": "assistant", "content": None, "tool_calls": [call("3", "f")]},
+    ]
+
+
+# ---------------------------------------------------------------- events
+
+
+def written(parser: ReplyParser, pieces: list[str]) -> tuple[list[Any], Response]:
+    """The events of an output that comes in these pieces, and the response that it becomes."""
+    writer = ResponseWriter(new_response())
+    encoded = writer.create() + writer.start()
+    for place, piece in enumerate(pieces):
+        encoded += writer.read(read(parser, piece, place == len(pieces) - 1))
+    encoded += writer.end("completed", Usage(1, 2, 3))
+    events = []
+    for event in encoded:
+        name, data = event.decode().removesuffix("\n\n").split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events, writer.response
+
+
+def put_together(events: list[Any]) -> list[Any]:
+    """The items that a client makes of events, each of which must fit what came before."""
+    items: list[Any] = []
+    for event in events:
+        kind = event["type"].removeprefix("response.")
+        if kind == "output_item.added":
+            assert event["output_index"] == len(items)
+            items.append(event["item"])
+        elif kind.startswith(("content_part", "output_text", "function_call", "output_item")):
+            item = items[event["output_index"]]
+            assert event["output_index"] == len(items) - 1  # one item is open at a time
+            assert event.get("item_id", item["id"]) == item["id"] and item["status"] == "in_progress"
+            if kind == "content_part.added":
+                item["content"].append(event["part"])
+            elif kind == "output_text.delta":
+                assert event["delta"]
+                item["content"][event["content_index"]]["text"] += event["delta"]
+            elif kind == "function_call_arguments.delta":
+                item["arguments"] += event["delta"]
+            elif kind == "output_text.done":
+                assert event["text"] == item["content"][event["content_index"]]["text"]
+            elif kind == "function_call_arguments.done":
+                assert event["arguments"] == item["arguments"]
+            elif kind == "content_part.done":
+                assert event["part"] == item["content"][event["content_index"]]
+            else:
+                item["status"] = "completed"
+                assert event["item"] == item
+    return items
+
+
+def without_ids(response: Response) -> list[Any]:
+    return [
+        {name: value for name, value in item.items() if name not in ("id", "call_id")}
+        for item in msgspec.to_builtins(response.output)
+    ]
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.sampled_from([HERMES, "Let me see.", "", "<tool_call", HERMES[12:]]), data=st.data())
+def test_events_tell_the_same_under_any_chunking(text: str, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    for new_parser in (TextReply, lambda: ReplyWithCalls(Hermes(call_id, True))):
+        events, response = written(new_parser(), pieces)
+        _, whole = written(new_parser(), [text])
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert (
+            put_together(events) == msgspec.to_builtins(response.output) == events[-1]["response"]["output"]
+        )
+        assert without_ids(response) == without_ids(whole)
+        assert len(response.output) >= 1  # an answer without text is an empty message
+
+
+def test_an_item_that_is_cut_off_is_not_complete() -> None:
+    writer = ResponseWriter(new_response())
+    parser = ReplyWithCalls(Hermes(call_id, True))
+    writer.read(read(parser, HERMES[: HERMES.index("ln")], False))
+    writer.end("incomplete", Usage(1, 2, 3))
+    message, call = writer.response.output
+    assert (message.status, call.status) == ("completed", "incomplete")
+    assert writer.response.status == "incomplete" and writer.response.completed_at is None
+
+
+def test_openai_s_client_reads_calls_that_the_model_chose(replay: Replay) -> None:
+    replay.text = HERMES
+    tools: Any = [
+        {"type": "function", "name": "get_weather", "parameters": {"type": "object", "properties": {}}},
+        {"type": "function", "name": "clock", "parameters": {"type": "object", "properties": {}}},
+    ]
+    with (
+        replay.serve(enable_auto_tool_choice=True, tool_call_parser="hermes") as url,
+        openai.OpenAI(base_url=url, api_key="x", max_retries=0) as client,
+    ):
+        response = client.responses.create(model="fake", input="Weather?", tools=tools)
+        message, weather, clock = response.output
+        assert response.output_text == "Let me see." and response.status == "completed"
+        assert message.type == "message" and weather.type == clock.type == "function_call"
+        assert (weather.name, json.loads(weather.arguments)) == ("get_weather", {"city": "Köln 🦊"})
+        assert (clock.name, clock.arguments) == ("clock", "{}")
+        with client.responses.stream(model="fake", input="Weather?", tools=tools) as stream:
+            final = stream.get_final_response()
+        assert [item.type for item in final.output] == ["message", "function_call", "function_call"]
+        assert final.output_text == "Let me see."
+        replay.text = "It rains."
+        outcome: Any = {"type": "function_call_output", "call_id": weather.call_id, "output": "Rain"}
+        client.responses.create(model="fake", input=[outcome], previous_response_id=response.id, tools=tools)
+        history = replay.prompt[replay.prompt.rindex('[{"role"') :]
+        user, assistant, tool = json.loads(history.replace("<|im_end|>", ""))
+        assert (user["role"], assistant["content"], tool["content"]) == ("user", "Let me see.", "Rain")
+        assert [call["id"] for call in assistant["tool_calls"]] == [weather.call_id, clock.call_id]
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+def test_the_store_is_bounded_and_keeps_what_is_used() -> None:
+    items = read_input("x" * 1000)
+    size = Kept(new_response(), items).size()
+    store = ResponseStore(3 * size + 10)
+    for name in ("resp_1", "resp_2", "resp_3"):
+        assert store.put(Kept(new_response(name), items))
+    store.get("resp_1")
+    assert store.put(Kept(new_response("resp_4"), items))
+    assert store.num_bytes <= store.limit and len(store) == 3
+    with pytest.raises(APIError, match="resp_2"):
+        store.get("resp_2")
+    assert store.get("resp_1").response.id == "resp_1"
+    assert not store.put(Kept(new_response("resp_5"), read_input("x" * 9000)))
+    store.forget("resp_1")
+    store.forget("resp_1")
+    assert len(store) * size == store.num_bytes
+    assert not ResponseStore(0).put(Kept(new_response(), items))
+
+
+def test_what_is_being_made_stays() -> None:
+    async def play() -> None:
+        items = read_input("x" * 1000)
+        store = ResponseStore(2 * Kept(new_response(), items).size() + 10)
+        busy = [Kept(new_response(name), items) for name in ("resp_1", "resp_2")]
+        for kept in busy:
+            kept.task = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
+            assert store.put(kept)
+        assert not store.put(Kept(new_response("resp_3"), items))
+        assert store.get("resp_1") is busy[0] and store.get("resp_2") is busy[1]
+        for kept in busy:
+            assert kept.task is not None
+            kept.task.cancel()
+        await asyncio.wait([kept.task for kept in busy if kept.task is not None])
+        assert store.put(Kept(new_response("resp_3"), items))
+
+    asyncio.run(play())
+
+
+def test_only_good_ends_are_continued() -> None:
+    store = ResponseStore(10_000)
+    store.put(Kept(new_response("resp_1", status="failed"), read_input("a")))
+    with pytest.raises(APIError, match="is failed"):
+        store.conversation("resp_1")
+    assert store.conversation(None) == []
+
+
+def test_nothing_is_kept_where_nothing_may_be(serve: Callable[..., Client], core: FakeCore) -> None:
+    core.auto = True
+    client = serve(response_store_bytes=0)
+    answer = client.post(PATH, {"input": "w5"})
+    assert answer.status == 200 and answer.json["store"] is False
+    assert client.get(f"{PATH}/{answer.json['id']}").status == 404
+    assert client.post(PATH, {"input": "w5", "background": True}).error["code"] == "response_store_full"
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+async def read_events(call: Call) -> list[Any]:
+    """What a stream of responses tells: it ends without a mark."""
+    *events, nothing = (await call.answer()).body.decode().split("\n\n")
+    assert nothing == ""
+    return [json.loads(event.split("\n")[1].removeprefix("data: ")) for event in events]
+
+
+@pytest.fixture
+def quiet(serve: Callable[..., Client], engine: AsyncLLM, core: FakeCore) -> Client:
+    """A server on a core that answers only as the test says."""
+    return serve()
+
+
+def test_an_error_midway_is_told_by_an_event(quiet: Client, core: FakeCore) -> None:
+    async def play() -> None:
+        call = quiet.call("POST", PATH, {"input": "w5", "stream": True})
+        request = (await asyncio.to_thread(core.expect, Submit)).requests[0]
+        core.tokens(request.key, [2, 3])
+        await call.message()  # the answer has begun
+        core.tokens(request.key, [], finish_reason="error", error="it broke")
+        (*_, text) = [message["body"] async for message in rest_of(call)]
+        kinds = [line.removeprefix("event: ") for line in text.decode().splitlines() if line[:6] == "event:"]
+        assert kinds[-1] == "response.failed"
+        told = json.loads(text.decode().strip().rpartition("data: ")[2])["response"]
+        assert told["status"] == "failed" and told["error"] == {"code": "server_error", "message": "it broke"}
+        assert (
+            told["output"][0]["content"][0]["text"] == "w2 w3" and told["output"][0]["status"] == "incomplete"
+        )
+
+    quiet.run(play)
+
+
+async def rest_of(call: Call) -> Any:
+    """The messages that carry something, to the end."""
+    more = True
+    while more:
+        message = await call.message()
+        more = message.get("more_body", False)
+        if message.get("body"):
+            yield message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_at_once_has_a_status(quiet: Client, core: FakeCore, stream: bool) -> None:
+    async def play() -> None:
+        call = quiet.call("POST", PATH, {"input": "w5", "stream": stream})
+        request = (await asyncio.to_thread(core.expect, Submit)).requests[0]
+        core.tokens(request.key, [], finish_reason="error", error="it broke")
+        answer = await call.answer()
+        assert answer.status == 500 and "it broke" in answer.error["message"]
+
+    quiet.run(play)
+
+
+def test_a_failure_in_the_background_is_kept(quiet: Client, core: FakeCore) -> None:
+    async def play() -> None:
+        call = quiet.call("POST", PATH, {"input": "w5", "background": True, "stream": True})
+        request = (await asyncio.to_thread(core.expect, Submit)).requests[0]
+        core.tokens(request.key, [], finish_reason="error", error="it broke")
+        events = await read_events(call)
+        assert [event["type"] for event in events] == [
+            "response.created",
+            "response.queued",
+            "response.failed",
+        ]
+        name = events[0]["response"]["id"]
+        kept = (await quiet.call("GET", f"{PATH}/{name}").answer()).json
+        assert kept == events[-1]["response"] and kept["error"]["message"] == "it broke"
+        again = await read_events(quiet.call("GET", f"{PATH}/{name}?stream=true&starting_after=1"))
+        assert again == events[2:]
+        assert (await quiet.call("GET", f"{PATH}/{name}?stream=true&starting_after=x").answer()).status == 400
+
+    quiet.run(play)
+
+
+def test_a_client_that_leaves_ends_its_response(quiet: Client, core: FakeCore) -> None:
+    async def play() -> None:
+        for stream in (False, True):
+            call = quiet.call("POST", PATH, {"input": "w5", "stream": stream})
+            await asyncio.to_thread(core.expect, Submit)
+            call.hang_up()
+            await call.task
+            await asyncio.to_thread(core.expect, Abort)
+
+    quiet.run(play)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_cancelling_aborts_on_the_engine(quiet: Client, core: FakeCore, stream: bool) -> None:
+    async def play() -> None:
+        call = quiet.call("POST", PATH, {"input": "w5", "background": True, "stream": stream})
+        request = (await asyncio.to_thread(core.expect, Submit)).requests[0]
+        name = f"resp-{request.request_id.rpartition('-')[2]}"
+        if stream:
+            core.tokens(request.key, [2])
+            while b"output_text.delta" not in (await call.message()).get("body", b""):
+                pass
+            kept = (await quiet.call("GET", f"{PATH}/{name}").answer()).json
+            assert kept["status"] == "in_progress" and kept["output"][0]["content"][0]["text"] == "w2"
+        answer = (await quiet.call("POST", f"{PATH}/{name}/cancel").answer()).json
+        assert answer["status"] == "cancelled"
+        assert [item["status"] for item in answer["output"]] == ["incomplete"] * stream
+        assert answer["usage"]["output_tokens"] == int(stream)
+        await asyncio.to_thread(core.expect, Abort)
+        follow = await quiet.call("POST", PATH, {"input": "w5", "previous_response_id": name}).answer()
+        assert follow.status == 400 and "cancelled" in follow.error["message"]
+
+    quiet.run(play)

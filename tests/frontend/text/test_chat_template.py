@@ -1,0 +1,337 @@
+"""Chat templates render as transformers renders them, in a sandbox."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagewire.frontend.text.chat_template import chat_prompt, conversations_of, render_chat
+from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
+
+from .. import trained
+
+CHATML = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n# Tools\\n' }}
+    {%- for tool in tools %}
+        {{- '\\n' }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if loop.index > 50 %}{% break %}{% endif %}
+    {%- set content = message.content | default('') %}
+    {%- if message.reasoning_content %}
+        {%- set content = '<think>' + message.reasoning_content + '</think>' + content %}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}{{ content }}{% endgeneration %}
+    {%- else %}
+        {{- content }}
+    {%- endif %}
+    {%- for call in message.tool_calls or [] %}
+        {{- '\\n' }}{{- call.function.name }}{{- call.function.arguments | tojson(indent=2) }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+LLAMA = """\
+{{ bos_token }}
+{% for message in messages %}
+    {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{ raise_exception('Roles must alternate') }}
+    {% endif %}
+    {% if message['role'] == 'user' %}
+        {{ '[INST] ' + message['content'].strip() + ' [/INST]' }}
+    {% else %}
+        {{ ' ' + message['content'] | trim + ' ' + eos_token }}
+    {% endif %}
+{% endfor %}
+"""
+PARTS = """\
+{% for message in messages %}<{{ message.role }}>
+{% for part in message['content'] %}{{ part.type }}:{{ part['text'] }};{% endfor %}
+{% endfor %}"""
+BOTH = """\
+{% for m in messages %}{% set content = m['content'] %}
+{% if content is string %}{{ content }}{% else %}{% for part in content %}[{{ part.text }}]{% endfor %}{% endif %}
+{% endfor %}"""
+USER = {"role": "user", "content": " Grüße, 世界 "}
+CHAT = [USER, {"role": "assistant", "content": "Hi & <b>hello</b> "}, {"role": "user", "content": "The fox?"}]
+TOOL = {"type": "function", "function": {"name": "f", "description": "çà", "parameters": {"type": "object"}}}
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": "é", "n": 1}}}],
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folders: dict[str, Path]) -> Tokenizer:
+    return load_tokenizer(folders["byte_level"])
+
+
+@lru_cache(maxsize=1)
+def theirs(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+CASES: list[tuple[str | None, list[dict[str, Any]], dict[str, Any]]] = [
+    (None, CHAT, {}),
+    (None, CHAT, {"add_generation_prompt": False}),
+    (CHATML, CHAT, {}),
+    (CHATML, CHAT, {"tools": [TOOL, TOOL]}),
+    (CHATML, [USER, CALL, {"role": "tool", "content": "42"}], {"tools": [TOOL]}),
+    (CHATML, CHAT, {"chat_template_kwargs": {"enable_thinking": False}}),
+    (CHATML, [USER, {"role": "assistant", "reasoning": "hm", "content": "so"}], {}),
+    (CHATML, [USER, {"role": "assistant", "thinking": "hm", "content": "so"}], {}),
+    (LLAMA, CHAT, {}),
+    (LLAMA, CHAT, {"chat_template_kwargs": {"bos_token": "<B>"}}),
+    (BOTH, CHAT, {}),
+    (BOTH, [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], {}),
+    (PARTS, [{"role": "user", "content": [{"type": "text", "text": "a"}]}], {}),
+    ("{{ strftime_now('%Y') }}{{ messages | length }}{{ documents }}{{ tools }}", CHAT, {}),
+    ("{{ messages[0] | tojson }}{{ {'b': 1, 'a': [1]} | tojson(indent=1, sort_keys=true) }}", CHAT, {}),
+    (
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+        CHAT,
+        {},
+    ),
+]
+
+
+@pytest.mark.parametrize(("template", "messages", "options"), CASES)
+def test_as_transformers_renders(
+    template: str | None,
+    messages: list[dict[str, Any]],
+    options: dict[str, Any],
+    tokenizer: Tokenizer,
+    folders: dict[str, Path],
+) -> None:
+    kwargs = {"add_generation_prompt": True, **options}
+    kwargs |= kwargs.pop("chat_template_kwargs", {})
+    their = theirs(folders["byte_level"])
+    text = their.apply_chat_template(messages, chat_template=template, tokenize=False, **kwargs)
+    prompt = chat_prompt(tokenizer, messages, chat_template=template, **options)
+    assert prompt["prompt"] == text
+    ids = their.apply_chat_template(messages, chat_template=template, return_dict=False, **kwargs)
+    assert prompt["prompt_token_ids"] == ids
+
+
+@pytest.mark.parametrize("template", [None, CHATML, LLAMA, BOTH])
+@pytest.mark.parametrize("final", ["Well, ", "Well", "  so "])
+def test_continuing_the_final_message(
+    template: str | None, final: str, tokenizer: Tokenizer, folders: dict[str, Path]
+) -> None:
+    messages = [USER, {"role": "assistant", "content": final}]
+    given = json.dumps(messages)
+    kwargs: dict[str, Any] = {"chat_template": template, "continue_final_message": True}
+    text = theirs(folders["byte_level"]).apply_chat_template(messages, tokenize=False, **kwargs)
+    assert render_chat(tokenizer, messages, add_generation_prompt=False, **kwargs) == text
+    assert json.dumps(messages) == given
+
+
+def test_continuing_a_final_message_of_parts(tokenizer: Tokenizer, folders: dict[str, Path]) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two "}]
+    messages = [USER | {"content": [{"type": "text", "text": "?"}]}, {"role": "assistant", "content": parts}]
+    kwargs: dict[str, Any] = {"chat_template": PARTS, "continue_final_message": True}
+    text = theirs(folders["byte_level"]).apply_chat_template(messages, tokenize=False, **kwargs)
+    assert render_chat(tokenizer, messages, add_generation_prompt=False, **kwargs) == text
+    assert text.endswith("two ")
+
+
+def test_no_final_message_to_continue(tokenizer: Tokenizer) -> None:
+    def refused(messages: list[dict[str, Any]], template: str | None = None, **options: Any) -> None:
+        render_chat(tokenizer, messages, chat_template=template, continue_final_message=True, **options)
+
+    with pytest.raises(ValueError, match="cannot both be true"):
+        refused(CHAT, add_generation_prompt=True)
+    with pytest.raises(ValueError, match="no text to continue"):
+        refused([USER, CALL], add_generation_prompt=False)
+    with pytest.raises(ValueError, match="changes or drops"):
+        refused(CHAT, "{{ messages[0].content }}", add_generation_prompt=False)
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "form", "text"),
+    [
+        (None, ["a", {"type": "text", "text": "b"}], "auto", "a\nb"),
+        (None, ["a", {"type": "input_text", "text": "b"}], "string", "a\nb"),
+        (PARTS, "a", "auto", "text:a;"),
+        (PARTS, "a", "openai", "text:a;"),
+        (PARTS, ["a", "b"], "auto", "text:a;text:b;"),
+        (BOTH, "a", "auto", "a"),
+        (BOTH, "a", "openai", "[a]"),
+        (BOTH, ["a", "b"], "auto", "[a][b]"),
+        (BOTH, ["a", "b"], "string", "a\nb"),
+    ],
+)
+def test_content_takes_the_form_that_is_wanted(
+    template: str | None, content: Any, form: str, text: str, tokenizer: Tokenizer
+) -> None:
+    rendered = render_chat(
+        tokenizer,
+        [{"role": "user", "content": content}],
+        chat_template=template,
+        chat_template_content_format=form,
+        add_generation_prompt=False,
+    )
+    assert text in rendered.replace("</s>", "")
+
+
+def test_arguments_of_tool_calls_may_be_json_text(tokenizer: Tokenizer) -> None:
+    as_text = json.loads(json.dumps(CALL))
+    as_text["tool_calls"][0]["function"]["arguments"] = json.dumps({"x": "é", "n": 1})
+    assert render_chat(tokenizer, [USER, as_text], chat_template=CHATML) == render_chat(
+        tokenizer, [USER, CALL], chat_template=CHATML
+    )
+
+
+def test_which_template(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    named = load_tokenizer(
+        trained.save(
+            trained.byte_level(),
+            tmp_path,
+            chat_template=[
+                {"name": "default", "template": "D"},
+                {"name": "tool_use", "template": "T"},
+                {"name": "rag", "template": "R"},
+            ],
+        )
+    )
+    assert render_chat(named, CHAT) == "D"
+    assert render_chat(named, CHAT, tools=[TOOL]) == "T"
+    assert render_chat(named, CHAT, chat_template="rag") == "R"
+    assert render_chat(named, CHAT, chat_template="{{ 1 + 1 }}") == "2"
+    file = tmp_path / "mine.jinja"
+    file.write_text("F{{ messages | length }}")
+    assert render_chat(named, CHAT, chat_template=str(file)) == "F3"
+    with pytest.raises(ValueError, match="neither a template, nor a name of one, nor a file"):
+        render_chat(named, CHAT, chat_template="nothing.jinja")
+    del named.chat_template["default"]  # type: ignore[union-attr, arg-type]
+    with pytest.raises(ValueError, match="no default chat template; name one of rag, tool_use"):
+        render_chat(named, CHAT)
+    named.chat_template = None
+    with pytest.raises(ValueError, match="no chat template: give one"):
+        render_chat(named, CHAT)
+
+
+@pytest.mark.parametrize(
+    ("messages", "template", "error", "message"),
+    [
+        ([], None, ValueError, "empty"),
+        (["hi"], None, TypeError, "must be a dict, got str"),
+        (
+            [{"role": 1, "content": "hi"}],
+            None,
+            ValueError,
+            r"messages\[0\]: a message needs a 'role', a string",
+        ),
+        (
+            [USER, {"role": "user", "content": 5}],
+            None,
+            ValueError,
+            r"messages\[1\].content: .* text .*, got int",
+        ),
+        ([{"role": "user", "content": {}}], BOTH, ValueError, "text or a list of parts, got dict"),
+        (
+            [{"role": "user", "content": ["a", {"type": "text"}]}],
+            BOTH,
+            ValueError,
+            "part 1: .* text is missing",
+        ),
+        ([{"role": "user", "content": [["a"]]}], PARTS, ValueError, "part of type 'list'"),
+        ([{"role": "user", "content": [{"type": "input_audio"}]}], PARTS, ValueError, "type 'input_audio'"),
+        ([{"content": "hi"}], None, ValueError, "needs a 'role'"),
+        ([USER, USER], LLAMA, ValueError, "refuses the conversation: Roles must alternate"),
+        ([{"role": "user"}], LLAMA, ValueError, "no attribute 'content'"),
+        (CHAT, "{% for %}", ValueError, "not valid"),
+        (CHAT, "{{ messages + 1 }}", ValueError, "fails on the conversation"),
+        (CHAT, "{{ ''.__class__.__mro__ }}", ValueError, "refuses"),
+        (CHAT, "{{ messages.append(1) }}", ValueError, "refuses"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            None,
+            ValueError,
+            "part of type 'image_url'",
+        ),
+        ([{"role": "user", "content": object()}], None, TypeError, "plain data, not object"),
+    ],
+)
+def test_what_is_refused(
+    messages: Any, template: str | None, error: type[Exception], message: str, tokenizer: Tokenizer
+) -> None:
+    with pytest.raises(error, match=message):
+        render_chat(tokenizer, messages, chat_template=template)
+
+
+def test_options_that_are_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="must be one of auto, string, openai"):
+        render_chat(tokenizer, CHAT, chat_template_content_format="parts")
+    with pytest.raises(TypeError, match="a tool must be a JSON schema"):
+        render_chat(tokenizer, CHAT, tools=[len])  # type: ignore[list-item]
+
+
+def test_refusals_are_content(tokenizer: Tokenizer) -> None:
+    refusals: list[dict[str, Any]] = [
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "I will not."}]},
+        {"role": "assistant", "content": None, "refusal": "I will not."},
+    ]
+    for message in refusals:
+        assert "I will not." in render_chat(tokenizer, [USER, message])
+        assert "I will not." in render_chat(tokenizer, [USER, message], chat_template=BOTH)
+
+
+@pytest.mark.parametrize("arguments", ["[" * 100_000, "not JSON", "", "[1]", '{"n": NaN}'])
+def test_whatever_a_model_made_of_arguments_is_rendered(arguments: str, tokenizer: Tokenizer) -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    assert "f" in render_chat(tokenizer, [USER, call], chat_template=CHATML)
+    assert render_chat(tokenizer, [USER, {"role": "assistant", "tool_calls": 3}])
+
+
+def test_variables_that_a_template_reads(tokenizer: Tokenizer) -> None:
+    template = (
+        "{% if day is not defined %}{% set day = 'today' %}{% endif %}{{ day }}"
+        "{% for m in messages %}{% if thinks %}!{% endif %}{% endfor %}"
+    )
+
+    def rendered(**variables: Any) -> str:
+        return render_chat(tokenizer, CHAT, chat_template=template, chat_template_kwargs=variables)
+
+    assert rendered() == "today"
+    assert rendered(day="once", thinks=True, range=3, never_read=object()) == "once!!!"
+    with pytest.raises(TypeError, match="plain data"):
+        rendered(day=object())
+    with pytest.raises(ValueError, match="cannot set tokenize, chat_template"):
+        rendered(tokenize=False, chat_template="x")
+
+
+def test_names_from_afar_are_no_files(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("S")
+    assert render_chat(tokenizer, CHAT, chat_template=str(file)) == "S"
+    with pytest.raises(ValueError, match="neither a template"):
+        render_chat(tokenizer, CHAT, chat_template=str(file), template_files=False)
+
+
+def test_one_conversation_or_several() -> None:
+    assert conversations_of(CHAT) == [CHAT]
+    assert conversations_of([CHAT, CHAT]) == [CHAT, CHAT]
+    with pytest.raises(TypeError, match="a list of messages"):
+        conversations_of("hello")
+    with pytest.raises(TypeError, match="a list of messages"):
+        conversations_of(USER)

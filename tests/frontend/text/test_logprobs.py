@@ -1,0 +1,97 @@
+"""Log probabilities as lists of dicts, and flat."""
+
+from __future__ import annotations
+
+import struct
+from itertools import chain
+from typing import Any
+
+import pytest
+
+from pagewire.frontend.text.logprobs import FlatLogprobs, Logprob, TokenTexts, add_rows, token_text
+from pagewire.frontend.text.tokenizer import Tokenizer
+from pagewire.ipc.codec import Tensor
+from pagewire.ipc.messages import LogprobRows
+
+
+def rows(token_ids: list[list[int]], logprobs: list[list[float]], ranks: list[int]) -> LogprobRows:
+    shape = (len(token_ids), len(token_ids[0]))
+    ids, values = list(chain(*token_ids)), list(chain(*logprobs))
+    return LogprobRows(
+        Tensor("int32", shape, struct.pack(f"{len(ids)}i", *ids)),
+        Tensor("float32", shape, struct.pack(f"{len(values)}f", *values)),
+        Tensor("int32", (len(ranks),), struct.pack(f"{len(ranks)}i", *ranks)),
+    )
+
+
+TWO = rows([[7, 5, 7], [9, 5, 6]], [[-1.5, -0.5, -1.5], [-4.0, -0.25, -2.0]], [2, 8])
+POSITIONS: list[Any] = [
+    {7: Logprob(-1.5, 2), 5: Logprob(-0.5, 1)},
+    {9: Logprob(-4.0, 8), 5: Logprob(-0.25, 1), 6: Logprob(-2.0, 2)},
+]
+
+
+def test_the_token_itself_comes_first() -> None:
+    found: list[Any] = []
+    assert add_rows(found, TWO, TokenTexts(None)) == -5.5
+    assert found == POSITIONS
+    assert [list(position) for position in found] == [[7, 5], [9, 5, 6]]
+
+
+def test_only_the_token_itself() -> None:
+    found: list[Any] = []
+    add_rows(found, rows([[7]], [[-1.0]], [3]), TokenTexts(None))
+    assert found == [{7: Logprob(-1.0, 3)}]
+
+
+def test_some_rows() -> None:
+    found: list[Any] = []
+    assert add_rows(found, TWO, TokenTexts(None), 1) == -1.5
+    assert found == POSITIONS[:1]
+
+
+def test_flat_reads_like_a_list() -> None:
+    flat = FlatLogprobs()
+    flat.append(None)
+    add_rows(flat, TWO, TokenTexts(None))
+    assert list(flat) == [None, *POSITIONS]
+    assert len(flat) == 3 and flat[-1] == POSITIONS[1] and flat[0] is None
+    assert flat.token_ids == [7, 5, 9, 5, 6] and flat.ranks == [2, 1, 8, 1, 2]
+    assert (flat.start_indices, flat.end_indices) == ([0, 0, 2], [0, 2, 5])
+    part = flat[1:]
+    assert isinstance(part, FlatLogprobs) and list(part) == POSITIONS
+    assert list(flat[::-1]) == [POSITIONS[1], POSITIONS[0], None]
+    with pytest.raises(IndexError):
+        flat[3]
+    copy = FlatLogprobs()
+    for position in flat:
+        copy.append(position)
+    assert copy == flat
+
+
+def test_flat_only_grows() -> None:
+    flat = FlatLogprobs()
+    for change in (
+        lambda: flat.insert(0, None),
+        lambda: flat.__setitem__(0, None),
+        lambda: flat.__delitem__(0),
+    ):
+        with pytest.raises(TypeError, match="only be appended"):
+            change()
+
+
+def test_texts_of_tokens(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["byte_level"]
+    for text in ("The", " ", "</s>", "two words"):
+        (token_id,) = tokenizer.encode(text, add_special_tokens=False)
+        assert token_text(tokenizer, token_id) == text
+    found: list[Any] = []
+    add_rows(found, TWO, TokenTexts(tokenizer))
+    assert found[0][7].decoded_token == tokenizer.decode([7])
+
+
+@pytest.mark.parametrize("family", ["byte_level", "llama_2"])
+def test_parts_of_characters_are_spelled_as_bytes(family: str, tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers[family]
+    clef = tokenizer.encode("x𝄞", add_special_tokens=False)[-4:]
+    assert [token_text(tokenizer, i) for i in clef] == ["<0xF0>", "<0x9D>", "<0x84>", "<0x9E>"]

@@ -1,0 +1,327 @@
+"""The worker on a GPU, emulated or real: steps launched ahead, recorded steps, tokens that only the device knows.
+
+The oracle is transformers in float32 on the same weights; beyond that, that a step gives to the bit what it gives
+when every one is waited for and none is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pagewire.ipc.messages import Masks, Row, SlotInit, StepPlan, StepResult, Tensor, WorkerConfig
+from pagewire.ipc.params import SamplingParams
+from pagewire.kernels import reference
+from pagewire.kernels.cuda.kernels import CudaKernels
+from pagewire.workers import runner as runner_module
+from pagewire.workers.calls import call
+from pagewire.workers.device import cuda
+from pagewire.workers.device.cpu import CpuSampler
+from pagewire.workers.device.graphs import recorded_sizes
+from pagewire.workers.device.open import open_device
+from pagewire.workers.errors import LoadError
+from pagewire.workers.main import Pipeline
+from pagewire.workers.runner import Runner
+from tests.kernels.cuda.emulate.device import EmulatedDevice
+from tests.kernels.cuda.emulate.worker import EmulatedCuda, emulated
+
+from ..architectures import VOCAB_SIZE, Architecture
+from ..driver import GREEDY, Driver, load_runner, values
+from ..parity import make_prompts, transformers_tokens
+
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96}
+SIZES: dict[str, Any] = {"device": "cuda", "block_size": 16, "max_num_seqs": 6, "num_blocks": 24}
+PLAIN = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, logprobs=2)
+EDITED = SamplingParams(
+    temperature=1.0,
+    presence_penalty=0.7,
+    repetition_penalty=1.3,
+    min_tokens=3,
+    stop_token_ids=[5, 6],
+    bad_words_token_ids=[[9], [11, 12]],
+)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Architecture("llama", HEADS).write(tmp_path_factory.mktemp("llama"), dtype="bfloat16")
+
+
+@pytest.fixture(params=["emulated", "gpu"])
+def load(
+    request: pytest.FixtureRequest, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Runner]]:
+    """Makes runners. Products do not depend on the number of rows, as cuBLAS's may."""
+    monkeypatch.setattr(CudaKernels, "pack", lambda self, weight, bias=None: reference.pack(weight, bias))
+    if request.param == "gpu":
+        if not torch.cuda.is_available():
+            pytest.skip("there is no GPU")
+        yield lambda folder=llama, **fields: load_runner(folder, **(SIZES | fields))[0]
+        return
+    kernels = EmulatedDevice()
+    monkeypatch.setattr(runner_module, "open_device", lambda load: EmulatedCuda(kernels))
+    with emulated(kernels):
+        yield lambda folder=llama, **fields: load_runner(folder, **(SIZES | fields))[0]
+
+
+def check_recorded(runner: Runner, num_recorded: int, num_replayed: int) -> None:
+    """Where that can be counted."""
+    if isinstance(runner.device, EmulatedCuda):
+        assert (runner.device.num_recorded, runner.device.num_replayed) == (num_recorded, num_replayed)
+
+
+class Core:
+    """What a worker's connection leads to: plans go ahead of results."""
+
+    def __init__(self, runner: Runner, masks: Sequence[Masks] = ()) -> None:
+        self.runner, self.steps = runner, Pipeline(self, runner)  # type: ignore[arg-type]
+        self.results: list[StepResult] = []
+        self.masks = {mask.step_id: mask for mask in masks}
+
+    def send(self, result: StepResult) -> None:
+        self.results.append(result)
+
+    def receive_masks(self, step_id: int) -> Masks:
+        assert [result.step_id for result in self.results] == list(range(step_id)), "all before it is known"
+        return self.masks[step_id]
+
+    def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
+        """Launch all, each before the one before it is finished."""
+        for plan in plans:
+            with never_waiting(self.runner):
+                self.steps.launch(plan)
+            if isinstance(self.runner.device, EmulatedCuda):
+                assert len(self.results) == plan.step_id
+        self.steps.finish()
+        return self.results
+
+
+@contextmanager
+def never_waiting(runner: Runner) -> Iterator[None]:
+    """Within, PyTorch raises where it would wait for a GPU. The one wait, for an event, is none of these."""
+    if isinstance(runner.device, EmulatedCuda):
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def make_plans(
+    prompts: Sequence[Sequence[int]], num_steps: int, params: Sequence[SamplingParams], masked: bool = False
+) -> list[StepPlan]:
+    """All prompts in the first step; then one token of each in every step."""
+    inits = [
+        SlotInit(i, list(p), len(p), [3 * i, 3 * i + 1, 3 * i + 2], params[i], seed=i, stop_ids=[5, 6])
+        for i, p in enumerate(prompts)
+    ]
+    rows = [Row(i, 0, len(p), sample=True) for i, p in enumerate(prompts)]
+    plans = [StepPlan(0, rows, inits, masked=masked)]
+    for step in range(1, num_steps):
+        rows = [Row(i, len(p) + step - 1, 1, sample=True) for i, p in enumerate(prompts)]
+        plans.append(StepPlan(step, rows, masked=masked))
+    return plans
+
+
+def outcome(result: StepResult) -> tuple[object, ...]:
+    return result.token_ids, {row: values(found) for row, found in result.logprobs.items()}, result.errors
+
+
+def test_tokens_are_those_of_transformers(llama: Path, load: Callable[..., Runner]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    prompts = make_prompts(VOCAB_SIZE)
+    params = SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1)
+    causal = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
+    for request in Driver(load()).run(prompts, 6, params):
+        ids = torch.tensor([request.prompt + request.output])
+        with torch.inference_mode():
+            wanted = causal(ids).logits[0, :-1].log_softmax(-1)
+        chosen = wanted.gather(1, ids[0, 1:, None])[:, 0]
+        generated = slice(len(request.prompt) - 1, None)
+        assert (wanted.amax(1) - chosen)[generated].max() < 0.1  # no token was much more likely
+        found = [
+            part for rows in request.prompt_logprobs for part in np.reshape(values(rows)[1], (-1, 2))[:, 0]
+        ]
+        found += [logprobs[0] for _, logprobs, _ in request.logprobs]  # type: ignore[misc]
+        torch.testing.assert_close(torch.tensor(found, dtype=torch.float32), chosen, rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize("kept", ["fp8", "fp8_e5m2"])
+def test_keys_and_values_of_8_bits(load: Callable[..., Runner], kept: str) -> None:
+    """Half the memory, and nearly the same log probabilities."""
+    prompts = make_prompts(VOCAB_SIZE, (30, 9))
+    params = SamplingParams(temperature=0.0, prompt_logprobs=0)
+    wide, narrow = load(), load(kv_cache_dtype=kept)
+    assert 2 * narrow.block_bytes == wide.block_bytes
+    found = [
+        [
+            values(part)[1]
+            for request in Driver(runner).run(prompts, 2, params)
+            for part in request.prompt_logprobs
+        ]
+        for runner in (wide, narrow)
+    ]
+    differences = (np.concatenate(found[0]) - np.concatenate(found[1])).__abs__()
+    assert 0 < differences.mean() < (0.1 if kept == "fp8" else 0.2)
+
+
+def test_keys_and_values_of_8_bits_are_for_gpus(llama: Path) -> None:
+    with pytest.raises(LoadError, match="kv_cache_dtype 'fp8' is for models in bfloat16 or float16 on GPUs"):
+        load_runner(llama, kv_cache_dtype="fp8")
+    with pytest.raises(LoadError, match="kv_cache_dtype 'int4' is none of auto, fp8"):
+        load_runner(llama, kv_cache_dtype="int4")
+
+
+@pytest.mark.parametrize("params", [GREEDY, PLAIN, EDITED], ids=["greedy", "plain", "edited"])
+def test_launching_ahead_and_replaying_change_nothing(
+    load: Callable[..., Runner], params: SamplingParams
+) -> None:
+    prompts = make_prompts(VOCAB_SIZE, (9, 20, 1))
+    plans = make_plans(prompts, 7, [params, PLAIN, params])
+    plain = load(enforce_eager=True)
+    assert plain.graphs is None
+    wanted = [outcome(plain.step(plan)) for plan in plans]
+    ahead = load()
+    assert [outcome(result) for result in Core(ahead).run(plans)] == wanted
+    check_recorded(ahead, num_recorded=4, num_replayed=6)
+
+
+def test_a_vocabulary_that_is_too_large_for_the_kernels(
+    load: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = make_plans(make_prompts(VOCAB_SIZE, (9, 20)), 5, [PLAIN, EDITED])
+    wanted = [outcome(result) for result in Core(load()).run(plans)]
+    monkeypatch.setattr(cuda, "MAX_VOCAB_SIZE", VOCAB_SIZE - 1)
+    runner = load()
+    assert isinstance(runner.sampler, CpuSampler)
+    steps = Pipeline(core := Core(runner), runner)  # type: ignore[arg-type]
+    for plan in plans:
+        steps.launch(plan)
+    steps.finish()
+    assert [outcome(result) for result in core.results] == wanted
+
+
+def test_a_slot_goes_to_another_request_while_its_last_step_runs(load: Callable[..., Runner]) -> None:
+    """The first request was ended when its next step was on its way; that one's token is nobody's."""
+    first, second = make_prompts(VOCAB_SIZE, (8, 5))
+    [begin, go_on] = make_plans([first], 2, [EDITED])
+    taken = SlotInit(0, second, len(second), [7, 8], EDITED, seed=3)
+    plans = [begin, go_on, StepPlan(2, [Row(0, 0, 5, sample=True)], [taken], freed_slots=[0])]
+    plans += [StepPlan(3 + i, [Row(0, 5 + i, 1, sample=True)]) for i in range(4)]
+    found = [result.token_ids for result in Core(load()).run(plans)][2:]
+    alone = load(enforce_eager=True)
+    assert found == [alone.step(plan).token_ids for plan in plans[2:]]
+
+
+def test_masks_wait_for_the_step_before(load: Callable[..., Runner]) -> None:
+    plans = make_plans(make_prompts(VOCAB_SIZE, (4, 6)), 4, [PLAIN, PLAIN], masked=True)
+    allowed = [{10 + step} for step in range(4)]
+    masks = []
+    for plan, ids in zip(plans, allowed, strict=True):
+        bits = np.zeros((1, VOCAB_SIZE // 32), np.uint32)
+        for i in ids:
+            bits[0, i // 32] |= np.uint32(1 << i % 32)
+        masks.append(Masks(plan.step_id, [1], Tensor("int32", bits.shape, bits.tobytes())))
+    results = Core(load(), masks).run(plans)
+    assert [result.token_ids[1] for result in results] == [10, 11, 12, 13]
+    free = [
+        result.token_ids[0]
+        for result in Core(load()).run(make_plans(make_prompts(VOCAB_SIZE, (4,)), 4, [PLAIN]))
+    ]
+    assert [result.token_ids[0] for result in results] == free
+
+
+def test_log_probabilities_of_a_prompt_that_came_token_by_token(load: Callable[..., Runner]) -> None:
+    """They are taken when the next step has been launched."""
+    [prompt] = make_prompts(VOCAB_SIZE, (4,))
+    params = SamplingParams(temperature=0.0, prompt_logprobs=1)
+    plans = [StepPlan(i, [Row(0, i, 1, num_prompt_logprobs=1)]) for i in range(3)]
+    plans[0].inits.append(SlotInit(0, prompt, 4, [3], params, seed=0))
+    plain = load(enforce_eager=True)
+    wanted = [values(plain.step(plan).prompt_logprobs[0]) for plan in plans]
+    found = load()
+    core = Core(found)
+    for plan in plans:
+        core.steps.launch(plan)
+    core.steps.finish()
+    assert [values(result.prompt_logprobs[0]) for result in core.results] == wanted
+
+
+def test_an_empty_plan_goes_behind_the_step_that_runs(load: Callable[..., Runner]) -> None:
+    [begin] = make_plans(make_prompts(VOCAB_SIZE, (3,)), 1, [GREEDY])
+    core = Core(load())
+    core.steps.launch(begin)
+    core.steps.launch(StepPlan(1, [], freed_slots=[0]))
+    core.steps.finish()
+    assert [result.step_id for result in core.results] == [0, 1]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_steps_are_recorded_again_after_a_sleep(load: Callable[..., Runner], level: int) -> None:
+    runner = load()
+    plans = make_plans(make_prompts(VOCAB_SIZE, (9, 2)), 4, [GREEDY, GREEDY])
+    before = [outcome(result) for result in Core(runner).run(plans)]
+    call(runner, "sleep", [level], {})
+    assert runner.graphs is None and not runner.caches
+    call(runner, "wake_up", [], {})
+    assert [outcome(result) for result in Core(runner).run(plans)] == before
+    check_recorded(runner, num_recorded=8, num_replayed=6)
+
+
+def test_another_structure_runs_without_recorded_steps(tmp_path: Path, load: Callable[..., Runner]) -> None:
+    """Granite has its own arithmetic, so its own forward calls the kernels."""
+    fields = HEADS | {"attention_multiplier": 0.2, "residual_multiplier": 0.7, "embedding_multiplier": 3.0}
+    folder = Architecture("granite", fields).write(tmp_path, dtype="bfloat16")
+    runner = load(folder)
+    assert not runner.model.is_stack and runner.graphs is None
+    plans = make_plans(make_prompts(VOCAB_SIZE, (9, 2)), 4, [GREEDY, GREEDY])
+    wanted = [outcome(runner.step(plan)) for plan in plans]
+    assert [outcome(result) for result in Core(runner).run(plans)] == wanted
+
+
+def test_more_requests_than_were_recorded(load: Callable[..., Runner]) -> None:
+    runner = load(max_num_batched_tokens=2)
+    assert runner.graphs is not None and runner.graphs.sizes == [1, 2]
+    plans = make_plans(make_prompts(VOCAB_SIZE, (2, 2, 2)), 3, [GREEDY] * 3)
+    assert len(Core(runner).run(plans)) == 3
+    check_recorded(runner, num_recorded=2, num_replayed=0)
+
+
+def test_float32_without_kernels(tmp_path: Path, load: Callable[..., Runner]) -> None:
+    """Token for token what transformers gives: PyTorch does what no kernel serves."""
+    folder = Architecture("llama", HEADS).write(tmp_path)
+    prompts = make_prompts(VOCAB_SIZE)
+    runner = load(folder)
+    assert runner.graphs is None
+    assert Driver(runner).generate(prompts, 6) == transformers_tokens(folder, prompts, 6)
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [
+        (1, [1]),
+        (3, [1, 2, 3]),
+        (20, [1, 2, 4, 8, 16, 20]),
+        (300, [1, 2, 4, *range(8, 256, 8), 256, 288, 300]),
+    ],
+)
+def test_recorded_sizes(most: int, sizes: list[int]) -> None:
+    assert recorded_sizes(most) == sizes
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_devices_that_are_not_there() -> None:
+    assert open_device(WorkerConfig("", device="auto", num_threads=1)).name == "cpu"
+    with pytest.raises(LoadError, match=r"no GPU is seen by torch.*pagewire doctor"):
+        open_device(WorkerConfig("", device="cuda:1"))
+    with pytest.raises(LoadError, match="device 'tpu' is not served: auto, cpu, cuda and cuda:N are"):
+        open_device(WorkerConfig("", device="tpu"))

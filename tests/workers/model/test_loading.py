@@ -1,0 +1,197 @@
+"""From checkpoints of all forms to a model; sizes; and what is refused, in clear words."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pagewire.ipc.messages import WorkerConfig
+from pagewire.workers.device.cpu import bind_threads, parse_cpus
+from pagewire.workers.device.kv_size import GIB, kv_budget, num_kv_blocks
+from pagewire.workers.errors import LoadError
+
+from ..architectures import ARCHITECTURES, GROUPED, VOCAB_SIZE, Architecture
+from ..driver import Driver, load_runner
+from ..parity import make_prompts, our_tokens, transformers_tokens
+
+PROMPTS = make_prompts(VOCAB_SIZE)
+STACKED = ("llama", "llama with biases", "mistral", "qwen2", "qwen3", "seed_oss", "internlm3", "cwm")
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_plain_models_run_as_a_stack(name: str, tmp_path: Path) -> None:
+    [architecture] = [a for a in ARCHITECTURES if a.name == name]
+    runner, _ = load_runner(architecture.write(tmp_path))
+    assert type(runner.model.model.base).__name__ == "DecoderStack"
+
+
+@pytest.mark.parametrize("name", ["granite", "ministral3", "smollm3", "hyperclovax"])
+def test_models_of_that_structure_with_other_arithmetic_do_not(name: str, tmp_path: Path) -> None:
+    [architecture] = [a for a in ARCHITECTURES if a.name == name]
+    runner, _ = load_runner(architecture.write(tmp_path))
+    assert type(runner.model.model.base).__name__ != "DecoderStack"
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+        {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+        {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 32},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "rope_theta": 10000.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+        {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+            "original_max_position_embeddings": 128,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rotary_variants(rope: dict[str, Any], tmp_path: Path) -> None:
+    folder = Architecture("llama", GROUPED | {"rope_parameters": rope}).write(tmp_path)
+    assert our_tokens(folder, PROMPTS) == transformers_tokens(folder, PROMPTS)
+
+
+def test_sharded_checkpoints(llama: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(llama).save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert our_tokens(tmp_path, PROMPTS) == our_tokens(llama, PROMPTS)
+
+
+def test_bin_checkpoints(llama: Path, tmp_path: Path) -> None:
+    shutil.copy(llama / "config.json", tmp_path)
+    torch.save(load_file(llama / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    for load_format in ("auto", "pt"):
+        runner, _ = load_runner(tmp_path, load_format=load_format)
+        assert Driver(runner).generate(PROMPTS, 3) == [t[:3] for t in our_tokens(llama, PROMPTS)]
+    with pytest.raises(LoadError, match="cannot load"):
+        load_runner(tmp_path, load_format="safetensors")
+
+
+def test_dummy_weights_are_the_same_each_time(llama: Path, tmp_path: Path) -> None:
+    shutil.copy(llama / "config.json", tmp_path)
+    first, second = (load_runner(tmp_path, load_format="dummy")[0] for _ in range(2))
+    assert Driver(first).generate(PROMPTS, 3) == Driver(second).generate(PROMPTS, 3)
+
+
+@pytest.mark.parametrize(
+    ("asked", "got"),
+    [("auto", "float32"), ("half", "float16"), ("float16", "float16"), ("bfloat16", "bfloat16")],
+)
+def test_dtypes(llama: Path, asked: str, got: str) -> None:
+    runner, ready = load_runner(llama, dtype=asked)
+    assert ready.dtype == got
+    assert str(runner.caches[0][0].dtype) == f"torch.{got}"
+    assert [len(t) for t in Driver(runner).generate(PROMPTS, 2)] == [2] * len(PROMPTS)
+
+
+def test_ready_tells_what_was_learned(llama: Path) -> None:
+    _, ready = load_runner(llama, max_model_len=None, num_blocks=None, kv_cache_memory_bytes=1 << 20)
+    assert (ready.architecture, ready.device, ready.vocab_size) == ("LlamaForCausalLM", "cpu", VOCAB_SIZE)
+    assert (ready.max_model_len, ready.eos_token_id) == (128, 2)
+    assert ready.bytes_per_block == 2 * 2 * 4 * (16 + 16) * 4
+    assert ready.num_blocks == min((1 << 20) // ready.bytes_per_block, 8 * 32)
+    weights = sum(w.nbytes for w in load_file(llama / "model.safetensors").values())
+    assert ready.weight_bytes == weights
+    assert {"import", "config", "weights", "transform", "kv"} <= set(ready.startup_seconds)
+
+
+def test_overrides(llama: Path) -> None:
+    _, ready = load_runner(llama, max_model_len=None, hf_overrides={"max_position_embeddings": 48})
+    assert ready.max_model_len == 48
+
+
+def test_a_longer_model_must_be_asked_for(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LoadError, match="more than the 128 positions"):
+        load_runner(llama, max_model_len=200, num_blocks=100)
+    monkeypatch.setenv("PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    assert load_runner(llama, max_model_len=200, num_blocks=100)[1].max_model_len == 200
+
+
+def test_missing_weights(llama: Path, tmp_path: Path) -> None:
+    shutil.copy(llama / "config.json", tmp_path)
+    weights = load_file(llama / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(LoadError, match=r"lacks 1 weights of llama: model.layers.1.mlp.up_proj.weight"):
+        load_runner(tmp_path)
+
+
+def test_broken_files(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=r"holds no config.json"):
+        load_runner(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(LoadError, match=r"config.json of .* cannot be used"):
+        load_runner(tmp_path)
+    shutil.copy(llama / "config.json", tmp_path)
+    with pytest.raises(LoadError, match="cannot load"):
+        load_runner(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes()[:2000])
+    with pytest.raises(LoadError, match="cannot load"):
+        load_runner(tmp_path)
+
+
+def test_what_is_no_causal_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    with pytest.raises(LoadError, match="encoder-decoder"):
+        load_runner(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
+    with pytest.raises(LoadError, match=r"config.json of .* cannot be used"):
+        load_runner(tmp_path)
+
+
+def test_devices_and_dtypes_that_are_not_served(llama: Path) -> None:
+    with pytest.raises(LoadError, match="device 'tpu' is not served"):
+        load_runner(llama, device="tpu")
+    with pytest.raises(LoadError, match="none of auto"):
+        load_runner(llama, dtype="int3")
+
+
+def test_kv_sizes() -> None:
+    load = WorkerConfig("", max_num_seqs=4, block_size=16)
+    assert num_kv_blocks(load, 100, 10, budget=10_000) == 4 * 7
+    assert num_kv_blocks(load, 100, 1000, budget=10_000) == 10
+    with pytest.raises(LoadError, match=r"needs 7 KV blocks .* room for 5; max_model_len 80 would fit"):
+        num_kv_blocks(load, 100, 1000, budget=5_999)
+    assert num_kv_blocks(WorkerConfig("", num_blocks=9), 100, 1000, budget=0) == 9
+
+
+def test_kv_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PAGEWIRE_CPU_KVCACHE_SPACE", raising=False)
+    load = WorkerConfig("", gpu_memory_utilization=0.5)
+    assert kv_budget(load, 64 * GIB, headroom=GIB) == 4 * GIB
+    assert kv_budget(load, 6 * GIB, headroom=GIB) == 2 * GIB
+    assert kv_budget(load, GIB, headroom=GIB) == 0
+    monkeypatch.setenv("PAGEWIRE_CPU_KVCACHE_SPACE", "1.5")
+    assert kv_budget(load, 64 * GIB, headroom=GIB) == GIB * 3 // 2
+    assert kv_budget(WorkerConfig("", kv_cache_memory_bytes=5), GIB, headroom=GIB) == 5
+    monkeypatch.setenv("PAGEWIRE_CPU_KVCACHE_SPACE", "much")
+    with pytest.raises(LoadError, match="must be a number of GiB"):
+        kv_budget(load, GIB, headroom=0)
+
+
+def test_thread_binding(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_cpus("0-2,5") == {0, 1, 2, 5}
+    monkeypatch.setenv("PAGEWIRE_CPU_OMP_THREADS_BIND", "first")
+    with pytest.raises(LoadError, match="PAGEWIRE_CPU_OMP_THREADS_BIND='first'"):
+        bind_threads(None)
+    monkeypatch.setenv("PAGEWIRE_CPU_OMP_THREADS_BIND", "auto")
+    assert bind_threads(3) == 3
+    assert bind_threads(None) >= 1

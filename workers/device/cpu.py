@@ -1,0 +1,212 @@
+"""The CPU as a device: threads, memory, and steps that are done when they have been called."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from pagewire.ipc.messages import WorkerConfig
+from pagewire.kernels.cpu.memory import populate, zeros
+from pagewire.workers.device.kv_size import LOGIT_CHUNK, kv_budget
+from pagewire.workers.errors import LoadError
+from pagewire.workers.sample.masks import TokenMasks
+from pagewire.workers.sample.sampler import SampleOutput, SamplingSlot, sample
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
+POPULATED = 4 << 30  # bytes of KV memory: the default size of all of it
+OTHER_BYTES = 256 << 20  # of a step, beside its logits
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A point in the work of the CPU, which is done when it has been called. See `interface.Mark`."""
+
+    seconds: float
+
+    def reached(self) -> bool:
+        """Always."""
+        return True
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """See `Mark.seconds_since`."""
+        return self.seconds - earlier.seconds
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Tokens that are there. See `interface.Sampled`."""
+
+    output: SampleOutput
+
+    @property
+    def token_ids(self) -> Tensor:
+        """See `Sampled.token_ids`."""
+        return torch.tensor(self.output.token_ids)
+
+    def reached(self) -> bool:
+        """Always."""
+        return True
+
+    def finish(self) -> SampleOutput:
+        """Nothing to wait for."""
+        return self.output
+
+
+class CpuSampler:
+    """`sampler.sample`, as a device's sampler: logits of another device are fetched, and waited for."""
+
+    def launch(self, logits: Tensor, slots: Sequence[SamplingSlot], masks: TokenMasks) -> Drawn:
+        """See `Sampler.launch`."""
+        return Drawn(sample(logits.cpu(), slots, masks))
+
+
+class Cpu:
+    """This machine's processors. Methods as in `interface.Device`."""
+
+    name = "cpu"
+    torch_device = torch.device("cpu")
+    asynchronous = False
+    batch_invariant = True
+    activities = (torch.profiler.ProfilerActivity.CPU,)
+
+    def __init__(self, num_threads: int = 1) -> None:
+        self.num_threads = num_threads
+
+    @classmethod
+    def open(cls, num_threads: int | None) -> Cpu:
+        """Take the threads.
+
+        Raises:
+            LoadError: a bad thread binding.
+        """
+        keep_memory()
+        num_threads = bind_threads(num_threads)
+        torch.set_num_threads(num_threads)
+        return cls(num_threads)
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """See `Device.zeros`."""
+        return zeros(shape, dtype)
+
+    def populate(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """See `Device.populate`."""
+        return populate(tensors, POPULATED)
+
+    def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        """See `Device.kv_dtypes`."""
+        return (dtype,)
+
+    def prepare(self, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> None:
+        """Kernels are compiled at first use, all at once."""
+
+    def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """They are there already."""
+        return list(tensors)
+
+    def mark(self) -> Moment:
+        """Now: what was called has been done."""
+        return Moment(time.monotonic())
+
+    def sampler(self, max_rows: int, vocab_size: int, most: int) -> CpuSampler:
+        """See `Device.sampler`."""
+        return CpuSampler()
+
+    def can_record(self, dtype: torch.dtype) -> bool:
+        """There is nothing to gain."""
+        return False
+
+    def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """See `Device.record`."""
+        return work
+
+    def kv_budget(self, config: WorkerConfig, vocab_size: int, widest_step: Callable[[], object]) -> int:
+        """See `Device.kv_budget`."""
+        widest = min(config.max_num_batched_tokens, LOGIT_CHUNK // vocab_size + 1)
+        return kv_budget(config, machine_memory()[1], widest * vocab_size * 8 + OTHER_BYTES)
+
+    def give_back(self) -> None:
+        """The system has it already."""
+
+    def memory(self) -> dict[str, int]:
+        """See `Device.memory`."""
+        total, available = machine_memory()
+        return {"total": total, "available": available, "process": psutil.Process().memory_info().rss}
+
+
+def keep_memory() -> None:
+    """Tell the C library to keep what is freed: every step takes the same megabytes again.
+
+    Given back to the system, they would come as new pages, zeroed and mapped one by one: a quarter of the time
+    of a step of 2,048 tokens of a model of 300 million parameters.
+    """
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, -1)
+
+
+def bind_threads(num_threads: int | None) -> int:
+    """How many threads to use; `PAGEWIRE_CPU_OMP_THREADS_BIND` ("0-3,8") also says on which CPUs.
+
+    Raises:
+        LoadError: the variable is malformed, or names CPUs this process may not use.
+    """
+    text = os.environ.get("PAGEWIRE_CPU_OMP_THREADS_BIND", "auto")
+    if text in ("", "auto", "all", "nobind"):
+        usable = min(len(os.sched_getaffinity(0)), cgroup_cpus())
+        return num_threads or max(1, min(usable, psutil.cpu_count(logical=False) or usable))
+    try:
+        cpus = parse_cpus(text)
+        os.sched_setaffinity(0, cpus)
+    except (ValueError, OSError) as error:
+        raise LoadError(f"PAGEWIRE_CPU_OMP_THREADS_BIND={text!r}: {error}") from error
+    return num_threads or len(cpus)
+
+
+def parse_cpus(text: str) -> set[int]:
+    """The CPUs in a list such as "0-3,8".
+
+    Raises:
+        ValueError: not such a list.
+    """
+    cpus: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    if not cpus:
+        raise ValueError("it names no CPU")
+    return cpus
+
+
+def machine_memory() -> tuple[int, int]:
+    """(total, available) bytes: the machine's, or the control group's where that is less."""
+    memory = psutil.virtual_memory()
+    limit, used = cgroup_figures("memory.max"), cgroup_figures("memory.current")
+    if not limit or not used:
+        return memory.total, memory.available
+    return min(memory.total, limit[0]), min(memory.available, max(0, limit[0] - used[0]))
+
+
+def cgroup_cpus() -> int:
+    """How many CPUs' time this process may use."""
+    quota = cgroup_figures("cpu.max")
+    return max(1, quota[0] // quota[1]) if len(quota) == 2 else os.cpu_count() or 1
+
+
+def cgroup_figures(name: str) -> list[int]:
+    """The numbers in a file of this process's control group (version 2); empty: there is no such limit."""
+    try:
+        group = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2].lstrip("/")
+        return [int(figure) for figure in (Path("/sys/fs/cgroup") / group / name).read_text().split()]
+    except (OSError, ValueError):
+        return []

@@ -1,0 +1,220 @@
+"""A GPU as a device: work is queued on a stream, and the host goes on; graphs replay what was recorded once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagewire.ipc.messages import WorkerConfig
+from pagewire.kernels.cuda import kernels as cuda_kernels
+from pagewire.kernels.cuda.compile import CompileError
+from pagewire.kernels.cuda.kv import FP8
+from pagewire.kernels.cuda.launch import Device
+from pagewire.kernels.cuda.norms import DTYPES as KERNEL_DTYPES
+from pagewire.kernels.cuda.sampling import MAX_VOCAB_SIZE
+from pagewire.kernels.cuda.source import Variant
+from pagewire.workers.device.cpu import CpuSampler
+from pagewire.workers.device.interface import Sampler
+from pagewire.workers.errors import LoadError
+from pagewire.workers.sample.device_sampler import DeviceSampler
+
+logger = logging.getLogger("pagewire.worker")
+
+ALIGNMENT = 256  # bytes between tensors that are copied together
+CONTEXT_BYTES = 512 << 20  # what the driver takes for a process, which nobody tells
+GRAPH_BYTES = 256 << 20  # what graphs take beside the memory of one step
+
+
+class Event:
+    """A point on a stream. See `interface.Mark`."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+
+    def reached(self) -> bool:
+        """See `Mark.reached`."""
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        """See `Mark.wait`."""
+        self._event.synchronize()
+
+    def seconds_since(self, earlier: Event) -> float:
+        """See `Mark.seconds_since`."""
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
+class Cuda:
+    """One GPU, torch's current device. Methods as in `interface.Device`.
+
+    kernels: launches kernels there.
+    """
+
+    batch_invariant = False
+    asynchronous = True
+    activities = (torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA)
+
+    def __init__(self, name: str, kernels: Device) -> None:
+        self.name, self.torch_device, self.kernels = name, torch.device(name), kernels
+        self.num_threads = torch.get_num_threads()
+        self._downloads = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._pool: Any = None
+        self._activations = self._graphs = 0
+        self._others = self._used_beside_torch()
+
+    @classmethod
+    def open(cls, index: int) -> Cuda:
+        """Take `cuda:index`.
+
+        Raises:
+            LoadError: there is no such device, or its kernels cannot be compiled.
+        """
+        if not torch.cuda.is_available():
+            built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+            raise LoadError(
+                f"no GPU is seen by torch {torch.__version__}, built {built}: see `pagewire doctor`"
+            )
+        try:
+            torch.cuda.set_device(index)
+            kernels = cuda_kernels.load(index).device
+        except (CompileError, RuntimeError) as error:  # LaunchError is one, as are PyTorch's
+            raise LoadError(f"cuda:{index} cannot be used: {error}; see `pagewire doctor`") from error
+        return cls(f"cuda:{index}", kernels)
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """See `Device.zeros`."""
+        try:
+            return torch.zeros(shape, dtype=dtype, device=self.torch_device)
+        except torch.OutOfMemoryError as error:
+            raise OSError(str(error)) from error
+
+    def populate(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """They are there."""
+        return iter(())
+
+    def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        """See `Device.kv_dtypes`."""
+        return (dtype, *FP8) if dtype in KERNEL_DTYPES else (dtype,)
+
+    def prepare(self, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> None:
+        """See `Device.prepare`."""
+        variants = cuda_kernels.variants(dtype, kv_dtype, head_dim)
+
+        def progress(done: int, total: int, variant: Variant) -> None:
+            if done % 8 == 0 or done == total:
+                logger.info("kernels for %s: %d of %d", self.name, done, total)
+
+        try:
+            self.kernels.load(variants, progress)
+        except CompileError as error:
+            raise LoadError(f"the kernels cannot be compiled: {error}; see `pagewire doctor`") from error
+
+    def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """See `Device.upload`: one copy for all of them, from memory that torch keeps until it is done."""
+        starts = np.cumsum([0, *(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)]).tolist()
+        host = self.pinned(starts[-1])
+        for tensor, start in zip(tensors, starts, strict=False):
+            _part(host, start, tensor).copy_(tensor)
+        there = host.to(self.torch_device, non_blocking=True)
+        return [_part(there, start, tensor) for tensor, start in zip(tensors, starts, strict=False)]
+
+    def download(self, source: Tensor, target: Tensor) -> Event:
+        """Copy to pinned memory beside what is launched next; the source must stay as it is until then."""
+        self._downloads.wait_stream(torch.cuda.current_stream(self.torch_device))
+        with torch.cuda.stream(self._downloads):
+            target.copy_(source, non_blocking=True)
+        return Event(self._downloads)
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        """Memory of the host that the device copies from and to, uint8."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def mark(self) -> Event:
+        """See `Device.mark`."""
+        return Event(torch.cuda.current_stream(self.torch_device))
+
+    def sampler(self, max_rows: int, vocab_size: int, most: int) -> Sampler:
+        """See `Device.sampler`."""
+        if vocab_size > MAX_VOCAB_SIZE:
+            logger.warning(
+                "a vocabulary of %d is drawn from on the CPU: kernels serve %d", vocab_size, MAX_VOCAB_SIZE
+            )
+            return CpuSampler()
+        return DeviceSampler(self, max_rows, vocab_size, most)
+
+    def can_record(self, dtype: torch.dtype) -> bool:
+        """See `Device.can_record`: what PyTorch does in place of a kernel waits for the device."""
+        return dtype in KERNEL_DTYPES
+
+    def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """See `Device.record`: a CUDA graph. All graphs share one pool of memory."""
+        work()  # what is compiled, loaded or taken at first use must not be while a graph is captured
+        torch.cuda.synchronize(self.torch_device)
+        before = torch.cuda.memory_reserved(self.torch_device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = work()
+        self._pool = graph.pool()
+        self._graphs += torch.cuda.memory_reserved(self.torch_device) - before
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+    def kv_budget(self, config: WorkerConfig, vocab_size: int, widest_step: Callable[[], object]) -> int:
+        """See `Device.kv_budget`: a share of the device's memory, less what this process itself takes.
+
+        That is what torch holds at most during a step of the largest size, and what came to be in use beside torch
+        since this process began. What other processes hold is theirs; it only must not overlap.
+        """
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        lasting = torch.cuda.memory_allocated(self.torch_device)
+        widest_step()
+        torch.cuda.synchronize(self.torch_device)
+        peak = torch.cuda.max_memory_allocated(self.torch_device)
+        self._activations = peak - lasting
+        torch.cuda.empty_cache()
+        if config.kv_cache_memory_bytes is not None:
+            return config.kv_cache_memory_bytes
+        beside = max(0, self._used_beside_torch() - self._others) + CONTEXT_BYTES
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        graphs = 0 if config.enforce_eager else GRAPH_BYTES
+        own = int(config.gpu_memory_utilization * total) - peak - beside - graphs
+        there = free - self._activations - graphs
+        if there < own:
+            logger.warning("%s: others leave %.1f GiB for the KV cache", self.name, there / 2**30)
+        return max(0, min(own, there))
+
+    def give_back(self) -> None:
+        """See `Device.give_back`."""
+        torch.cuda.empty_cache()
+
+    def memory(self) -> dict[str, int]:
+        """See `Device.memory`; also the most that a step took, and what graphs took."""
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return {
+            "total": total,
+            "available": free,
+            "process": torch.cuda.memory_reserved(self.torch_device) + CONTEXT_BYTES,
+            "activations": self._activations,
+            "graphs": self._graphs,
+        }
+
+    def _used_beside_torch(self) -> int:
+        """Bytes in use on the device that torch does not hold: by other processes, and by libraries of this one."""
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return total - free - torch.cuda.memory_reserved(self.torch_device)
+
+
+def _part(memory: Tensor, start: int, like: Tensor) -> Tensor:
+    """`like` in `memory` from byte `start` on."""
+    return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)

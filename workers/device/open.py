@@ -1,0 +1,29 @@
+"""Which device a worker takes."""
+
+from __future__ import annotations
+
+import torch
+
+from pagewire.ipc.messages import WorkerConfig
+from pagewire.workers.device.cpu import Cpu
+from pagewire.workers.device.interface import Device
+from pagewire.workers.errors import LoadError
+
+
+def open_device(config: WorkerConfig) -> Device:
+    """Take the device: `cpu`, `cuda`, `cuda:N`, or `auto`, a GPU where there is one.
+
+    Raises:
+        LoadError: it is not there, or what it needs is not, and how to mend that.
+    """
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return Cpu.open(config.num_threads)
+    from pagewire.workers.device.cuda import Cuda  # never imported where there is no GPU
+
+    kind, _, index = name.partition(":")
+    if kind != "cuda" or not (index or "0").isdecimal():
+        raise LoadError(f"device {config.device!r} is not served: auto, cpu, cuda and cuda:N are")
+    return Cuda.open(int(index or 0))

@@ -1,0 +1,164 @@
+"""From a folder to a model that is proven: load, transform, compare."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from pagewire.ipc.messages import WorkerConfig
+from pagewire.kernels.cpu.memory import forget_mapped_files
+from pagewire.workers.device.interface import Device
+from pagewire.workers.errors import LoadError
+from pagewire.workers.model import attention
+from pagewire.workers.model.attention import KVShape
+from pagewire.workers.model.model import (
+    Model,
+    head_dim,
+    load_config,
+    load_module,
+    resolve_dtype,
+    resolve_kv_dtype,
+    resolve_max_model_len,
+)
+from pagewire.workers.model.proof import DryRun, check_config, prove, reference_logits
+from pagewire.workers.model.stack import DecoderStack, build_stack
+from pagewire.workers.model.transforms import (
+    PackedLinear,
+    pack_experts,
+    pack_linears,
+    replace_norms,
+    tabulate_rotary,
+)
+
+
+@dataclass
+class Phases:
+    """Tells of each phase of the start when it ends, and keeps its seconds."""
+
+    report: Callable[[str, float], None]
+    seconds: dict[str, float] = field(default_factory=dict)
+    _since: float = field(default_factory=time.monotonic)
+
+    def end(self, name: str) -> None:
+        """The phase that began when the last one ended is over."""
+        now = time.monotonic()
+        self.seconds[name] = now - self._since
+        self._since = now
+        self.report(name, self.seconds[name])
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A proven model, and what was learned of it."""
+
+    model: Model
+    architecture: str
+    dtype: torch.dtype
+    vocab_size: int
+    max_model_len: int
+    eos_token_id: int | None
+    kv_shapes: list[KVShape]
+    weight_bytes: int
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether its layers run as a `DecoderStack`."""
+        return isinstance(self.model.base, DecoderStack)
+
+
+@torch.inference_mode()
+def load_model(worker_config: WorkerConfig, phases: Phases, device: Device) -> LoadedModel:
+    """Load, transform and prove the model of `worker_config`.
+
+    Raises:
+        LoadError: it cannot be loaded, or is not served: the cause.
+    """
+    import transformers.modeling_utils  # noqa: F401 - most of the time goes here
+
+    phases.end("import")
+    config = load_config(worker_config)
+    check_config(config)
+    dtype = resolve_dtype(worker_config.dtype, config)
+    kv_dtype = resolve_kv_dtype(worker_config.kv_cache_dtype, dtype, device)
+    device.prepare(dtype, kv_dtype, head_dim(config))
+    max_model_len = resolve_max_model_len(worker_config.max_model_len, config)
+    phases.end("config")
+    causal = load_module(worker_config, config, dtype, device)
+    architecture = type(causal).__name__
+    phases.end("weights")
+    vocab_size = causal.get_output_embeddings().weight.shape[0] if causal.get_output_embeddings() else 0
+    tabulate_rotary(causal, max_model_len)
+    run = DryRun.make(config.get_text_config().vocab_size, max_model_len)
+    wanted = reference_logits(causal, run)
+    forget_mapped_files(worker_config.model_path)  # weights come from there one by one, to be packed
+    phases.end("reference")
+    model, shapes = transform(causal, run, wanted, max_model_len, device)
+    forget_mapped_files(worker_config.model_path)
+    phases.end("transform")
+    eos = getattr(config.get_text_config(), "eos_token_id", None)
+    return LoadedModel(
+        model=model,
+        architecture=architecture,
+        dtype=dtype,
+        vocab_size=vocab_size or wanted[0].shape[-1],
+        max_model_len=max_model_len,
+        eos_token_id=eos[0] if isinstance(eos, list) and eos else eos if isinstance(eos, int) else None,
+        kv_shapes=[replace(shape, dtype=kv_dtype) for shape in shapes],
+        weight_bytes=weight_bytes(model),
+    )
+
+
+def transform(
+    causal: Any, run: DryRun, wanted: list[torch.Tensor], max_model_len: int, device: Device
+) -> tuple[Model, list[KVShape]]:
+    """Make the module fast, and prove it: as a stack of large steps if it can be one, else part by part.
+
+    Raises:
+        LoadError: the proof fails.
+    """
+    attention.register()
+    causal.set_attn_implementation(attention.NAME)
+    model = Model(causal, device.batch_invariant)
+    own_base, there = model.base, device.torch_device
+    stack = build_stack(own_base, there)
+    if stack is not None:
+        model.base = stack.to(there)
+        pack_linears(causal.to(there))
+        try:
+            return model, prove(model, run, wanted, max_model_len, device)
+        except LoadError:
+            model.base = own_base
+            del stack
+    model.base.to(there)
+    causal.to(there)
+    transform_parts(model)
+    return model, prove(model, run, wanted, max_model_len, device)
+
+
+def transform_parts(model: Model) -> None:
+    """Replace what can be replaced, and leave the module's own forward to call it."""
+    model.guarded = True
+    for module in (model.base, model.causal):
+        pack_experts(module)
+        pack_linears(module)
+        replace_norms(module)
+
+
+def weight_bytes(model: Model) -> int:
+    """Bytes of all weights, packed ones included."""
+    total, seen = 0, set()
+    for module in (model.base, model.causal):
+        if isinstance(module, DecoderStack):
+            total += module.num_bytes
+        for child in module.modules():
+            if isinstance(child, PackedLinear):
+                total += child.num_bytes
+        for parameter in module.parameters():
+            if parameter.device.type != "meta" and parameter.data_ptr() not in seen:
+                seen.add(parameter.data_ptr())
+                total += parameter.nbytes
+    return total

@@ -1,0 +1,220 @@
+"""The model: a Hugging Face causal language model from a folder, and where its logits come from."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pagewire.ipc.messages import WorkerConfig
+from pagewire.workers.device.interface import Device
+from pagewire.workers.errors import LoadError
+from pagewire.workers.model.attention import StepContext
+from pagewire.workers.model.invariant import Invariant
+
+DTYPES = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+}
+KV_DTYPES = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+DUMMY_SEED = 0
+
+
+def load_config(worker_config: WorkerConfig) -> Any:
+    """The model's configuration, with the overrides merged in before it is built.
+
+    Raises:
+        LoadError: no config.json, an unknown model type, or one that is not a causal language model.
+    """
+    from transformers import AutoConfig, PretrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if not (Path(worker_config.model_path) / "config.json").is_file():
+        raise LoadError(f"{worker_config.model_path} holds no config.json: not a Hugging Face model folder")
+    try:
+        values = PretrainedConfig.get_config_dict(worker_config.model_path)[0] | worker_config.hf_overrides
+        kind = values.get("model_type")
+        if kind in CONFIG_MAPPING and not (worker_config.trust_remote_code and "auto_map" in values):
+            return CONFIG_MAPPING[kind].from_dict(values)
+        return AutoConfig.from_pretrained(
+            worker_config.model_path,
+            trust_remote_code=worker_config.trust_remote_code,
+            **worker_config.hf_overrides,
+        )
+    except Exception as error:
+        raise LoadError(f"config.json of {worker_config.model_path} cannot be used: {error}") from error
+
+
+def checkpoint_dtype(config: Any) -> torch.dtype:
+    """The dtype that the checkpoint says it has; float32 if it says nothing."""
+    dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    return DTYPES.get(str(dtype).removeprefix("torch."), torch.float32)
+
+
+def resolve_dtype(name: str, config: Any) -> torch.dtype:
+    """The dtype of weights and activations.
+
+    Raises:
+        LoadError: an unknown name.
+    """
+    if name == "auto":
+        return checkpoint_dtype(config)
+    if name not in DTYPES:
+        raise LoadError(f"dtype {name!r} is none of auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def resolve_kv_dtype(name: str, dtype: torch.dtype, device: Device) -> torch.dtype:
+    """The dtype of the KV cache of a model of `dtype`.
+
+    Raises:
+        LoadError: an unknown name, or one that the device does not serve.
+    """
+    if name != "auto" and name not in KV_DTYPES:
+        raise LoadError(f"kv_cache_dtype {name!r} is none of auto, {', '.join(KV_DTYPES)}")
+    found = KV_DTYPES.get(name, dtype)
+    if found not in device.kv_dtypes(dtype):
+        raise LoadError(
+            f"kv_cache_dtype {name!r} is for models in bfloat16 or float16 on GPUs, not {dtype} on {device.name}"
+        )
+    return found
+
+
+def head_dim(config: Any) -> int:
+    """The size of attention's heads."""
+    text = config.get_text_config()
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads  # type: ignore[no-any-return]
+
+
+def resolve_max_model_len(asked: int | None, config: Any) -> int:
+    """Most tokens of a request: what was asked for, or what the model was made for.
+
+    Raises:
+        LoadError: more than the model was made for, unless `PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN=1`.
+    """
+    text = config.get_text_config()
+    names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
+    own = next((n for name in names if isinstance(n := getattr(text, name, None), int) and n > 0), None)
+    if asked is None:
+        return own or 2048
+    if own is not None and asked > own and os.environ.get("PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN") != "1":
+        raise LoadError(
+            f"max_model_len {asked} is more than the {own} positions the model was made for; "
+            "PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN=1 allows it"
+        )
+    return asked
+
+
+def load_module(worker_config: WorkerConfig, config: Any, dtype: torch.dtype, device: Device) -> Any:
+    """The module with its weights, memory-mapped where the checkpoint is safetensors of the same dtype.
+
+    transformers' own loader is used: it knows the conversions of every architecture's checkpoint.
+
+    Raises:
+        LoadError: not a causal language model, weights missing or broken, or code that may not be run.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "attn_implementation": "eager",
+        "experts_implementation": "eager",
+    }
+    options["trust_remote_code"] = worker_config.trust_remote_code
+    try:
+        if worker_config.load_format == "dummy":
+            torch.manual_seed(DUMMY_SEED)
+            with device.torch_device:  # a GPU makes random numbers a hundred times as fast
+                return AutoModelForCausalLM.from_config(config, **options).eval()
+        safetensors = {"safetensors": True, "pt": False}.get(worker_config.load_format)
+        module, report = AutoModelForCausalLM.from_pretrained(
+            worker_config.model_path,
+            config=config,
+            use_safetensors=safetensors,
+            local_files_only=True,
+            output_loading_info=True,
+            **options,
+        )
+    except Exception as error:
+        raise LoadError(f"cannot load {worker_config.model_path}: {first_line(error)}") from error
+    if missing := sorted(report["missing_keys"]):
+        raise LoadError(
+            f"the checkpoint lacks {len(missing)} weights of {config.model_type}: {missing[0]} ..."
+        )
+    return module.eval()
+
+
+def first_line(error: BaseException) -> str:
+    """The gist of an error that may run over pages."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+class Model:
+    """A causal language model in two halves: tokens to hidden states, and some of those to logits.
+
+    The second half is the causal module itself, its base replaced by one that hands hidden states through, so
+    that what a model does to its logits (scaling, soft caps) is done as it does it.
+
+    guarded: the base is code of transformers, which has to be made batch-invariant as it runs.
+    """
+
+    def __init__(self, causal: Any, batch_invariant: bool) -> None:
+        self.config = causal.config
+        self.arithmetic = Invariant if batch_invariant else nullcontext
+        self.base: nn.Module = getattr(causal, causal.base_model_prefix)
+        self.causal = causal
+        self.guarded = False
+        setattr(causal, causal.base_model_prefix, BaseStub())
+
+    def hidden_states(self, input_ids: Tensor, positions: Tensor, paged: StepContext) -> Tensor:
+        """Final hidden states [T, H] of tokens int64 [T] at int64 [T]."""
+        with self.arithmetic() if self.guarded else nullcontext():
+            return self.base(  # type: ignore[no-any-return]
+                input_ids=input_ids[None], position_ids=positions[None], use_cache=False, paged=paged
+            )[0][0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [n, V] of hidden states [n, H]."""
+        with self.arithmetic():
+            return self.causal(inputs_embeds=hidden[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
+
+
+class BaseStub(nn.Module):
+    """Takes the place of a base model whose hidden states are there already."""
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BaseStubOutput:
+        """The hidden states as a base model returns them."""
+        return BaseStubOutput((inputs_embeds,))
+
+    @property
+    def decoder(self) -> BaseStub:
+        """Some causal modules reach past their base for its decoder."""
+        return self
+
+
+class BaseStubOutput(tuple[Tensor]):
+    """What a base model returns, with nothing but hidden states."""
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        """[1, T, H]."""
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        """Caches, attentions, router logits: none."""
+        if name.startswith("__"):
+            raise AttributeError(name)

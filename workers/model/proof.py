@@ -1,0 +1,188 @@
+"""Before a model serves, it is proven: the paged path gives the logits of the module as it came.
+
+The dry run has two requests, one in two chunks, and is compared with transformers' own attention on the original
+weights. What cannot be served (other layer types, ignored settings, biases of its own) is refused by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagewire.kernels.attention import AttentionBatch
+from pagewire.workers.device.interface import Device
+from pagewire.workers.errors import LoadError
+from pagewire.workers.model.attention import DryRunRecorder, KVShape
+from pagewire.workers.model.model import Model, first_line
+from pagewire.workers.model.transforms import tolerance
+
+BLOCK = 16
+LENGTHS = (20, 9)  # of the requests; the first begins at position 0, the second ends at the last one
+CHUNKS = ((12, 0), (5, 9), (3, 0))  # tokens of each request in each of the steps
+SERVED_LAYERS = {"full_attention", "sliding_attention", "attention"}
+
+
+def refuse(config: Any, reason: str) -> LoadError:
+    """The error for an architecture that is not served."""
+    name = (getattr(config, "architectures", None) or [config.model_type])[0]
+    return LoadError(f"{name} is not supported: {reason}")
+
+
+def check_config(config: Any) -> None:
+    """Refuse what the configuration already tells.
+
+    Raises:
+        LoadError: an encoder-decoder, or layers that are not attention over a KV cache.
+    """
+    text = config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        raise refuse(config, "it is an encoder-decoder model")
+    other = set(getattr(text, "layer_types", None) or ()) - SERVED_LAYERS
+    if other:
+        raise refuse(config, f"it has layers of type {', '.join(sorted(map(str, other)))}")
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What is run: each request's token ids int64 [n], and the position of its first token."""
+
+    token_ids: list[Tensor]
+    offsets: list[int]
+
+    @classmethod
+    def make(cls, vocab_size: int, max_model_len: int) -> DryRun:
+        """Random tokens, at the first and at the last positions: some models do things far out only."""
+        generator = torch.Generator().manual_seed(0)
+        token_ids = [torch.randint(0, vocab_size, (n,), generator=generator) for n in LENGTHS]
+        return cls(token_ids, [0, max(0, max_model_len - LENGTHS[1])])
+
+
+def reference_logits(causal: Any, run: DryRun) -> list[Tensor]:
+    """Logits [n, V] by the module as it came, one request at a time.
+
+    Raises:
+        LoadError: it cannot run.
+    """
+
+    device = next(causal.parameters()).device
+
+    def logits(ids: Tensor, offset: int) -> Tensor:
+        positions = torch.arange(offset, offset + len(ids), device=device)[None]
+        output = causal(input_ids=ids[None].to(device), position_ids=positions, use_cache=False)
+        return output.logits[0].cpu()  # type: ignore[no-any-return]
+
+    try:
+        return [logits(ids, offset) for ids, offset in zip(run.token_ids, run.offsets, strict=True)]
+    except Exception as error:
+        raise refuse(causal.config, f"its forward pass fails: {first_line(error)}") from error
+
+
+def paged_logits(model: Model, run: DryRun, trace: DryRunRecorder) -> list[Tensor]:
+    """The same over a paged cache, in chunks and together."""
+    done = [0] * len(LENGTHS)
+    parts: list[list[Tensor]] = [[] for _ in LENGTHS]
+    for lengths in CHUNKS:
+        places = [torch.arange(d, d + n) for d, n in zip(done, lengths, strict=True)]
+        done = [d + n for d, n in zip(done, lengths, strict=True)]
+        ids = torch.cat([t[p] for t, p in zip(run.token_ids, places, strict=True)])
+        positions = torch.cat([p + offset for p, offset in zip(places, run.offsets, strict=True)])
+        batch = dry_batch(places, done)
+        tensors = (
+            ids,
+            positions,
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.block_table,
+            batch.slot_mapping,
+        )
+        ids, positions, starts, lens, table, mapping = trace.device.upload(tensors)
+        batch = AttentionBatch(starts, lens, table, mapping, batch.max_query_len, batch.max_seq_len)
+        paged = trace.step(batch)
+        logits = model.logits(model.hidden_states(ids, positions, paged)).cpu()
+        for part, rows in zip(parts, torch.split(logits, list(lengths)), strict=True):
+            part.append(rows)
+    return [torch.cat(part) for part in parts]
+
+
+def dry_batch(places: list[Tensor], seq_lens: list[int]) -> AttentionBatch:
+    """Requests of up to 3 blocks each, whose blocks interleave; places: of the tokens in their requests."""
+    num_requests = len(places)
+    lengths = torch.tensor([len(p) for p in places])
+    table = torch.arange(3 * num_requests, dtype=torch.int32).view(3, num_requests).T.contiguous()
+    slots = [table[r][p // BLOCK].long() * BLOCK + p % BLOCK for r, p in enumerate(places)]
+    return AttentionBatch(
+        query_start_loc=torch.cat([torch.zeros(1), lengths.cumsum(0)]).int(),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        block_table=table,
+        slot_mapping=torch.cat(slots),
+        max_query_len=int(lengths.max()),
+        max_seq_len=max(seq_lens),
+    )
+
+
+def prove(
+    model: Model, run: DryRun, wanted: list[Tensor], max_model_len: int, device: Device
+) -> list[KVShape]:
+    """Run the paged path and compare. Returns the KV cache's shape of each layer.
+
+    Raises:
+        LoadError: the architecture cannot be served, and why.
+    """
+    trace = DryRunRecorder(3 * len(LENGTHS), BLOCK, device)
+    config = model.config
+    try:
+        found = paged_logits(model, run, trace)
+    except LoadError as error:
+        raise refuse(config, str(error)) from error
+    except Exception as error:
+        raise refuse(config, f"paged attention does not fit it: {first_line(error)}") from error
+    check_calls(config, trace)
+    check_windows(config, trace, max_model_len)
+    if (difference := relative_difference(found, wanted)) > tolerance(wanted[0].dtype):
+        raise refuse(config, f"its logits with paged attention are wrong (by {difference:.1%})")
+    return [trace.shapes[layer] for layer in range(len(trace.shapes))]
+
+
+def check_calls(config: Any, trace: DryRunRecorder) -> None:
+    """Every decoder layer attended once per step.
+
+    Raises:
+        LoadError: otherwise.
+    """
+    if not trace.num_calls:
+        raise refuse(config, "it does not let its attention be replaced")
+    num_layers = config.get_text_config().num_hidden_layers
+    for layer in sorted({*range(num_layers), *trace.num_calls}):
+        if (num_calls := trace.num_calls.get(layer, 0) / len(CHUNKS)) != 1:
+            raise refuse(config, f"layer {layer} calls attention {num_calls:g} times, not once")
+
+
+def check_windows(config: Any, trace: DryRunRecorder, max_model_len: int) -> None:
+    """Layers that the configuration calls sliding told attention of their window: the dry run is too short to see.
+
+    Raises:
+        LoadError: otherwise.
+    """
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None)
+    window = getattr(text, "sliding_window", None)
+    if window is None or window >= max_model_len:
+        return
+    for layer in trace.shapes:
+        sliding = kinds is None or kinds[layer] == "sliding_attention"
+        if sliding and trace.windows[layer] is None:
+            raise refuse(config, f"layer {layer} does not hand its sliding window to attention")
+
+
+def relative_difference(found: list[Tensor], wanted: list[Tensor]) -> float:
+    """How far logits [n, V] are from the wanted ones: the median over tokens of their relative difference.
+
+    The median, because rounding alone may send single tokens to other experts; what is wrong with a model is
+    wrong for most tokens.
+    """
+    a, b = torch.cat(found).float(), torch.cat(wanted).float()
+    errors = (a - b).norm(dim=1) / b.norm(dim=1).clamp_min(1e-6)
+    return float(errors.nan_to_num(torch.inf).median())

@@ -1,0 +1,157 @@
+"""The decoder stack of Llama-like models, found in a module of transformers.
+
+The weights are the module's own. A stack is built where the module's structure is the common one, and serves only
+if it then proves equal to the module (see `proof.py`): models of the same structure with other arithmetic keep
+their own forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pagewire.kernels.decoder import Activation, Layer, Norm, Stack
+from pagewire.workers.model.attention import KVShape, StepContext
+from pagewire.workers.model.transforms import PackedLinear, RotaryTable, norm_kernel
+
+BASE = {"embed_tokens", "layers", "norm", "rotary_emb"}
+LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+HEAD_NORMS = {"q_norm", "k_norm"}
+MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+WINDOW_EVERYWHERE = {"mistral"}  # their layers read the window from the configuration
+ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+}
+
+
+def build_stack(base: Any, device: torch.device) -> DecoderStack | None:
+    """The stack equal to `base` in structure, its layers on `device`; or None if there is none."""
+    try:
+        return DecoderStack(base, device)
+    except (_OtherStructureError, AttributeError):
+        return None
+
+
+class _OtherStructureError(Exception):
+    pass
+
+
+def _require(condition: bool) -> None:
+    if not condition:
+        raise _OtherStructureError
+
+
+def _children(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}
+
+
+def _norm(module: nn.Module, device: torch.device) -> Norm:
+    norm = norm_kernel(module)
+    if norm is None:
+        raise _OtherStructureError
+    return Norm(norm.weight.to(device), norm.eps, norm.offset)
+
+
+def joined(*linears: Any, device: torch.device) -> PackedLinear:
+    """Linear layers over the same input as one."""
+    _require(all(type(linear) is nn.Linear for linear in linears))
+    biases = [linear.bias for linear in linears]
+    _require(all(b is None for b in biases) or all(b is not None for b in biases))
+    bias = None if biases[0] is None else torch.cat(biases).to(device)
+    return PackedLinear(torch.cat([linear.weight for linear in linears]).to(device), bias)
+
+
+class DecoderStack(nn.Module):
+    """Takes the place of a causal model's base."""
+
+    def __init__(self, base: Any, device: torch.device) -> None:
+        super().__init__()
+        _require(_children(base) == BASE and type(base.embed_tokens) is nn.Embedding)
+        self.embed_tokens = base.embed_tokens
+        _require(isinstance(base.rotary_emb, RotaryTable))
+        self.rotary = base.rotary_emb
+        self.found = [FoundLayer(layer, base.config) for layer in base.layers]
+        norms = [
+            _norm(norm, device) for norm in (*(layer.input_layernorm for layer in base.layers), base.norm)
+        ]
+        layers = [found.joined(norm, device) for found, norm in zip(self.found, norms[1:], strict=True)]
+        self.stack = Stack(norms[0], layers)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the layers' weights."""
+        norms = [self.stack.input_norm, *(layer.attention_norm for layer in self.stack.layers)]
+        norms += [layer.next_norm for layer in self.stack.layers]
+        return sum(norm.weight.nbytes for norm in norms) + sum(found.num_bytes for found in self.found)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, paged: StepContext, **_: Any) -> tuple[Tensor]:
+        """Tokens int64 [1, T] at int64 [1, T] to hidden states [1, T, H]."""
+        residual = self.embed_tokens(input_ids[0])
+        cos, sin = self.rotary(residual[None], position_ids)
+        caches = [paged.cache(found.index, found.kv_shape, found.window) for found in self.found]
+        return (self.stack(residual, cos[0], sin[0], paged.batch, caches)[None],)
+
+
+class FoundLayer:
+    """A layer of the structure that a stack is made of."""
+
+    def __init__(self, layer: Any, config: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        _require(_children(layer) == LAYER)
+        _require(_children(attention) in (ATTENTION, ATTENTION | HEAD_NORMS))
+        _require(_children(mlp) - {"act_fn"} == MLP - {"act_fn"})
+        self.layer = layer
+        self.activation = str(
+            getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+        )
+        _require(self.activation in ACTIVATIONS)
+        self.index, self.window = attention.layer_idx, attention_window(attention, config)
+        head_dim = attention.head_dim
+        heads = [p.out_features // head_dim for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        _require(heads[1] == heads[2])
+        self.num_heads, self.num_kv_heads = heads[:2]
+        self.kv_shape = KVShape(self.num_kv_heads, head_dim, head_dim, attention.k_proj.weight.dtype)
+        self.num_bytes = 0
+
+    def joined(self, next_norm: Norm, device: torch.device) -> Layer:
+        """The layer with its products joined and packed."""
+        attention, mlp = self.layer.self_attn, self.layer.mlp
+        qkv = joined(attention.q_proj, attention.k_proj, attention.v_proj, device=device)
+        out, down = joined(attention.o_proj, device=device), joined(mlp.down_proj, device=device)
+        gate_up = joined(mlp.gate_proj, mlp.up_proj, device=device)
+        self.num_bytes = sum(linear.num_bytes for linear in (qkv, out, gate_up, down))
+        head_norms = None
+        if _children(attention) >= HEAD_NORMS:
+            head_norms = _norm(attention.q_norm, device), _norm(attention.k_norm, device)
+            _require(len(head_norms[0].weight) == self.kv_shape.head_dim)
+        attention_norm = _norm(self.layer.post_attention_layernorm, device)
+        del self.layer  # its weights are packed
+        return Layer(
+            qkv=qkv.product,
+            out=out.product,
+            gate_up=gate_up.product,
+            down=down.product,
+            head_norms=head_norms,
+            attention_norm=attention_norm,
+            next_norm=next_norm,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.kv_shape.head_dim,
+            scale=float(attention.scaling),
+            window=self.window,
+            activation=ACTIVATIONS[self.activation],
+        )
+
+
+def attention_window(attention: Any, config: Any) -> int | None:
+    """How many keys a query of this layer sees; None: all."""
+    if hasattr(attention, "sliding_window"):
+        return attention.sliding_window  # type: ignore[no-any-return]
+    window: int | None = getattr(config, "sliding_window", None)
+    _require(window is None or config.model_type in WINDOW_EVERYWHERE)
+    return window

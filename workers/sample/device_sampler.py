@@ -1,0 +1,177 @@
+"""From logits to tokens on a device: `sampler.sample` by the kernels in `kernels/cuda`, in two parts.
+
+`launch` returns at once; `Launched.finish` waits for the device. In between, other work can be launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pagewire.ipc.messages import LogprobRows
+from pagewire.kernels.cuda.launch import Device
+from pagewire.kernels.cuda.sampling import (
+    MOST_TOKENS,
+    SAMPLED,
+    UNUSABLE_LOGITS,
+    RowSampling,
+    Sampler,
+    SamplingPlan,
+    SamplingResult,
+    plain_plan,
+    plan,
+    result_bytes,
+    sampling_rows,
+)
+from pagewire.workers.device.interface import Mark
+from pagewire.workers.sample.logprobs import Logprobs, logprob_rows
+from pagewire.workers.sample.masks import TokenMasks
+from pagewire.workers.sample.sampler import NO_TOKEN_POSSIBLE, SampleOutput, SamplingSlot, unusable
+
+
+def row_sampling(slot: SamplingSlot, mask: int = -1, most: int = MOST_TOKENS) -> RowSampling:
+    """What a slot wants for its next token, under a row of a plan's masks.
+
+    Log probabilities of more than the `most` likely tokens are left out: the kernels do not serve them.
+    """
+    params, edits = slot.params, slot.edits
+    wanted = -1 if params.logprobs is None or not 0 <= params.logprobs <= most else params.logprobs
+    row = RowSampling(
+        seed=slot.seed,
+        position=slot.num_tokens,
+        temperature=slot.temperature if params.temperature > 0 else 0.0,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        mask=mask,
+        num_most_likely=wanted,
+    )
+    if not edits.active:
+        return row
+    if edits.counts is not None:
+        row = replace(row, count_ids=edits.counts.ids, counts=edits.counts.counts)
+    return replace(
+        row,
+        repetition=edits.repetition,
+        frequency=edits.frequency,
+        presence=edits.presence,
+        bias_ids=np.array(list(edits.bias), np.int64),
+        biases=np.array(list(edits.bias.values()), np.float32),
+        allowed_ids=edits.allowed,
+        forbidden_ids=edits.forbidden(),
+    )
+
+
+class Transfers(Protocol):
+    """What the sampler needs of a device (`cuda.Cuda`)."""
+
+    torch_device: torch.device
+    kernels: Device
+    """Launches kernels there."""
+
+    def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
+
+    def pinned(self, num_bytes: int) -> Tensor: ...
+
+    def download(self, source: Tensor, target: Tensor) -> Mark: ...
+
+
+class DeviceSampler:
+    """The kernels, and the memory that they need: one launch at a time.
+
+    max_rows: of a batch. most: up to how many most likely tokens per row the device finds; a row that asks for
+    more, such as the whole vocabulary, costs a copy of its logits to the CPU.
+
+    Raises:
+        ValueError: a vocabulary, or `most`, that is too large for the kernels.
+    """
+
+    def __init__(self, device: Transfers, max_rows: int, vocab_size: int, most: int) -> None:
+        self._device = device
+        self._sampler = Sampler(device.kernels, max_rows, vocab_size, most, device.torch_device)
+        self._host = device.pinned(result_bytes(max_rows, most))
+        self._plain: WeakKeyDictionary[SamplingSlot, tuple[NDArray[np.void], int]] = WeakKeyDictionary()
+
+    def launch(
+        self, logits: Tensor, slots: Sequence[SamplingSlot], masks: TokenMasks | None = None
+    ) -> Launched:
+        """Start choosing one token per row; arguments as for `sampler.sample`. The logits must stay as they are
+        until the end."""
+        wanted = self._plan(slots, masks or TokenMasks())
+        wanted = wanted.with_tensors(self._device.upload(wanted.tensors))
+        result = self._sampler.sample(logits, wanted)
+        there = self._device.download(result.memory, self._host)
+        return Launched(logits, slots, result.token_ids, result.within_memory(self._host), there)
+
+    def _plan(self, slots: Sequence[SamplingSlot], masks: TokenMasks) -> SamplingPlan:
+        if masks.places or any(slot.edits.active for slot in slots):
+            most = self._sampler.most
+            wanted = [row_sampling(slot, masks.places.get(i, -1), most) for i, slot in enumerate(slots)]
+            return plan(wanted, masks.bits)
+        values, nums = zip(*map(self._plain_row, slots), strict=True)
+        rows = np.concatenate(values)
+        rows["position"] = [slot.num_tokens for slot in slots]
+        return plain_plan(rows, nums)
+
+    def _plain_row(self, slot: SamplingSlot) -> tuple[NDArray[np.void], int]:
+        """What a slot wants each time, made once: [1] of `SamplingRow`, and how many most likely tokens."""
+        if (found := self._plain.get(slot)) is None:
+            row = row_sampling(slot, most=self._sampler.most)
+            found = self._plain[slot] = sampling_rows([row]), row.num_most_likely
+        return found
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A batch whose tokens are on their way. To be finished before the next is launched."""
+
+    logits: Tensor
+    slots: Sequence[SamplingSlot]
+    token_ids: Tensor
+    """int64 [R], on the device."""
+    result: SamplingResult
+    """On the host, once it is there."""
+    there: Mark
+
+    def reached(self) -> bool:
+        """Are the tokens there?"""
+        return self.there.reached()
+
+    def finish(self) -> SampleOutput:
+        """Wait for the tokens; they are those that `sampler.sample` gives."""
+        self.there.wait()
+        output = SampleOutput(self.result.token_ids.tolist())
+        statuses, peaks = self.result.statuses.tolist(), self.result.peaks.tolist()
+        for row, (status, peak) in enumerate(zip(statuses, peaks, strict=True)):
+            if status != SAMPLED:
+                output.errors[row] = unusable(peak) if status == UNUSABLE_LOGITS else NO_TOKEN_POSSIBLE
+        self._add_logprobs(output)
+        return output
+
+    def _add_logprobs(self, output: SampleOutput) -> None:
+        most = self.result.ids.shape[1] - 1
+        wanted = {
+            row: slot.params.logprobs
+            for row, slot in enumerate(self.slots)
+            if slot.params.logprobs is not None and row not in output.errors
+        }
+        if not wanted:
+            return
+        ids, logprobs, ranks = self.result.ids.numpy(), self.result.logprobs(), self.result.ranks.numpy()
+        for row, k in wanted.items():
+            if 0 <= k <= most:
+                size = 1 + min(k, self.logits.shape[1])
+                here = slice(row, row + 1)
+                output.logprobs[row] = Logprobs(ids[here, :size], logprobs[here, :size], ranks[here]).pack()
+            else:
+                output.logprobs[row] = self._of_many(row, output.token_ids[row], k)
+
+    def _of_many(self, row: int, token_id: int, k: int) -> LogprobRows:
+        return logprob_rows(self.logits[row : row + 1].cpu(), [token_id], k)

@@ -1,0 +1,140 @@
+"""Truncating and drawing from token probabilities held as integers.
+
+A token's *mass* is its unnormalised probability as a 64-bit fixed-point number, `exp(z) * 2**44` rounded down,
+where z is its logit below the row's largest, over the temperature. Integer sums are exact, so no sum depends
+on its order: not on the number of threads, the device, the rows beside it, or the algorithm that adds. Batch
+invariance then needs no care, and since `exp` is spelled out (`kernels/sampling.py`), a CPU and a GPU draw the
+same tokens. A token further than 30 below the largest (a ten-trillionth of its probability) has mass 0 and is
+never drawn. Masses of up to 2**18 tokens cannot overflow.
+
+Every truncation keeps a prefix of one order, most likely first and ties by lower token id, and removes a token
+by setting its mass to 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pagewire.kernels import sampling
+from pagewire.kernels.sampling import MASS_BITS
+
+ONE = 2**MASS_BITS
+BLOCK = 256  # tokens summed together before one is searched for
+
+# Bins of z: float32's exponent and top 6 bits of fraction, from 2**-12 to 2**6. Logarithmic, so that a bin
+# holds few tokens at any temperature.
+BIN_SHIFT = 17
+FIRST_BIN = (127 - 12) << 6
+NUM_BINS = 18 << 6
+
+
+def depths_below(x: torch.Tensor, peaks: torch.Tensor, temperatures: Sequence[float]) -> torch.Tensor:
+    """How far each logit lies below its row's largest, over the temperature: float32 [n, V], at least 0.
+
+    x: [n, V] any float dtype, peaks: [n] its finite row maxima. The difference is taken first, so that a tiny
+    temperature cannot give inf - inf.
+    """
+    divisors = torch.tensor(temperatures, dtype=torch.float32, device=x.device)
+    return (peaks.float()[:, None] - x.float()).div_(divisors[:, None])
+
+
+def fixed_point_probabilities(depths: torch.Tensor) -> torch.Tensor:
+    """int64 [n, V]: `ONE` for the most likely token, and in proportion for the others."""
+    return sampling.token_masses(depths)
+
+
+def keep_min_p(masses: torch.Tensor, min_p: Sequence[float]) -> None:
+    """Keep tokens at least `min_p` [n] times as likely as the most likely one (Nguyen et al. 2024)."""
+    least = torch.tensor([math.ceil(p * ONE) for p in min_p], device=masses.device)
+    masses.masked_fill_(masses < least[:, None], 0)
+
+
+def depth_bins(depths: torch.Tensor) -> torch.Tensor:
+    """The bin of each depth, int64 [n, V], for `keep_top_k` and `keep_top_p`. Never falls where depths grow."""
+    return (depths.view(torch.int32) >> BIN_SHIFT).sub_(FIRST_BIN).clamp_(0, NUM_BINS - 1).long()
+
+
+def keep_top_k(x: torch.Tensor, bins: torch.Tensor, masses: torch.Tensor, top_k: Sequence[int]) -> None:
+    """Keep the first `top_k` [n] tokens of the order (Fan et al. 2018). x: logits [n, V]."""
+    present = (masses > 0).long()
+    needs = [min(k, count) for k, count in zip(top_k, present.sum(1).tolist(), strict=True)]
+    _keep_prefix(x, bins, masses, present, needs)
+
+
+def keep_top_p(x: torch.Tensor, bins: torch.Tensor, masses: torch.Tensor, top_p: Sequence[float]) -> None:
+    """Keep the shortest prefix with `top_p` [n] of the mass left (Holtzman et al. 2019), at least one token."""
+    totals = masses.sum(1).tolist()
+    needs = [min(max(math.ceil(p * total), 1), total) for p, total in zip(top_p, totals, strict=True)]
+    _keep_prefix(x, bins, masses, masses, needs)
+
+
+def _keep_prefix(
+    x: torch.Tensor, bins: torch.Tensor, masses: torch.Tensor, weights: torch.Tensor, needs: Sequence[int]
+) -> None:
+    """Keep, per row, the shortest prefix of the order whose `weights` sum to the row's `needs`, in place.
+
+    needs: [n], from 1 to the sum of the row's weights.
+
+    A weighted selection without a sort: a histogram finds the bin in which the sum is reached, and only that
+    bin is sorted. Sums are of integers, so this is what sorting the whole row would give.
+    """
+    reached = weights.new_zeros(len(x), NUM_BINS).scatter_add_(1, bins, weights).cumsum_(1)
+    need = torch.tensor(needs, device=x.device)[:, None]
+    edges = (reached < need).sum(1, keepdim=True)
+    before = torch.nn.functional.pad(reached, (1, 0)).gather(1, edges)
+
+    rows, ids = (bins == edges).nonzero(as_tuple=True)  # by row, then id
+    order = np.lexsort((-x[rows, ids].float().cpu().numpy(), rows.cpu().numpy()))  # stable: ties by id
+    ids = ids[torch.from_numpy(order).to(x.device)]
+    weight = weights[rows, ids]
+    ahead = weight.cumsum(0) - weight  # over all rows; wraps around, and back in the difference
+    firsts = torch.searchsorted(rows, torch.arange(len(x), device=x.device))
+    drop = ahead - ahead[firsts][rows] >= (need - before)[rows, 0]
+    masses[rows[drop], ids[drop]] = 0
+    masses.masked_fill_(bins > edges, 0)
+
+
+def top_tokens(x: torch.Tensor, k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Values and ids of the k largest of each row, [n, k], largest first and ties by lower id.
+
+    `torch.topk` picks any of the tokens that tie for the last place, so one more than k is looked at, and a row
+    where the tie goes on past k is done again from all of its candidates.
+    """
+    found, places = x.topk(min(k + 1, x.shape[1]), dim=1)
+    values, ids = found.float().cpu().numpy(), places.cpu().numpy()
+    order = np.lexsort((ids, -values), axis=1)[:, :k]
+    values, ids = np.take_along_axis(values, order, 1), np.take_along_axis(ids, order, 1)
+    if 0 < k < x.shape[1]:
+        for row in (found[:, k - 1] == found[:, k]).nonzero()[:, 0].tolist():
+            candidates = (x[row] >= found[row, k - 1]).nonzero()[:, 0]
+            candidates = candidates[x[row, candidates].argsort(descending=True, stable=True)][:k]
+            values[row], ids[row] = x[row, candidates].float().cpu().numpy(), candidates.cpu().numpy()
+    return values, ids
+
+
+def draw(masses: torch.Tensor, uniforms: NDArray[np.float64]) -> list[int]:
+    """Per row, the first token by id whose cumulative mass exceeds `uniforms` [n] times the row's total.
+
+    masses: int64 [n, V] with a positive sum in every row; uniforms: in (0, 1), multiples of 2**-53. Sums of
+    blocks come first, so that only one block's tokens are gone through one by one.
+    """
+    size = masses.shape[1]
+    whole = size - size % BLOCK
+    sums = masses[:, :whole].view(len(masses), whole // BLOCK, BLOCK).sum(2)
+    rest = masses[:, whole:].sum(1, keepdim=True)
+    reached = torch.cat((torch.zeros_like(rest), sums, rest), 1).cumsum_(1).cpu().numpy()
+    scaled = np.ldexp(uniforms, 53).astype(np.int64).tolist()
+    targets = [u * total >> 53 for u, total in zip(scaled, reached[:, -1].tolist(), strict=True)]
+    target = np.array(targets)[:, None]
+    block = (reached[:, 1:] <= target).sum(1, keepdims=True)
+    starts = torch.from_numpy(block * BLOCK).to(masses.device)
+    ids = starts + torch.arange(BLOCK, device=masses.device)
+    inside = masses.gather(1, ids.clamp(max=size - 1)).cpu().numpy().cumsum(1)
+    steps = (inside <= target - np.take_along_axis(reached, block, 1)).sum(1, keepdims=True)
+    found: list[int] = (block * BLOCK + steps)[:, 0].tolist()
+    return found

@@ -1,0 +1,235 @@
+"""From logits to tokens.
+
+    logits -> grammar                                                  (masks.py)
+           -> allowed tokens, bias, bad words, penalties, min_tokens   (logit_edits.py)
+           -> temperature -> min_p -> top_k -> top_p -> draw           (fixed_point.py, random.py)
+
+Rows that ask for the same stages are worked on together, a few at a time so that scratch memory stays
+small; a stage that nobody asked for is not run. What a row gets depends on its logits, parameters, seed and
+history alone, to the bit, whatever else is in the batch: edits are elementwise, sums are of integers, and
+random numbers are a function of seed and position.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pagewire.ipc.messages import LogprobRows
+from pagewire.ipc.params import SamplingParams
+from pagewire.kernels.sampling import largest, only_allowed
+from pagewire.workers.sample.fixed_point import (
+    depth_bins,
+    depths_below,
+    draw,
+    fixed_point_probabilities,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    top_tokens,
+)
+from pagewire.workers.sample.logit_edits import LogitEdits, apply_edits, bounded
+from pagewire.workers.sample.logprobs import logprob_rows, logprobs_of
+from pagewire.workers.sample.masks import TokenMasks
+from pagewire.workers.sample.random import uniform
+
+__all__ = ["SampleOutput", "SamplingSlot", "logprob_rows", "sample"]
+
+CHUNK = 2**20  # logits worked on at a time
+FEW = 32  # a top_k of at most 1 / FEW of the vocabulary is small
+
+NO_TOKEN_POSSIBLE = (
+    "no token can be generated: the grammar, allowed_token_ids, bad_words and min_tokens exclude all of them"
+)
+
+
+def unusable(peak: float) -> str:
+    """What is said of a row whose largest logit is not finite."""
+    return f"the model gave logits that cannot be sampled: the largest is {peak}"
+
+
+@dataclass
+class SampleOutput:
+    """One token per row; by row, the log probabilities where asked for, and what went wrong.
+
+    A row with an error has token id 0, which means nothing, and no log probabilities.
+    """
+
+    token_ids: list[int]
+    logprobs: dict[int, LogprobRows] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+class Stages(NamedTuple):
+    """What has to be done for a row."""
+
+    edits: bool
+    draw: bool
+    min_p: bool
+    top_k: bool
+    top_p: bool
+
+
+GREEDY = Stages(edits=False, draw=False, min_p=False, top_k=False, top_p=False)
+
+
+class SamplingSlot:
+    """What the sampler keeps of one sequence, from when it takes a slot.
+
+    params: as asked for. seed: of this sequence, taken modulo 2**64. stop_ids: tokens that `min_tokens` holds
+    back. tokens: integers; the first num_tokens are the sequence so far, of which num_prompt_tokens are the
+    prompt and the others were generated already (by an earlier life of the request). vocab_size: V.
+
+    `tokens` is read here and not kept: the caller's row stays the caller's, and only it writes there.
+    A slot rebuilt from the same history goes on with the same tokens.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        seed: int,
+        stop_ids: Sequence[int],
+        tokens: NDArray[Any],
+        num_prompt_tokens: int,
+        num_tokens: int,
+        vocab_size: int,
+    ) -> None:
+        self.params, self.seed, self.num_tokens = params, seed, num_tokens
+        self.temperature = bounded(params.temperature)
+        self.edits = LogitEdits(params, stop_ids, tokens, num_prompt_tokens, num_tokens, vocab_size)
+        random = params.temperature > 0
+        self._stages = Stages(
+            edits=False,
+            draw=random,
+            min_p=random and params.min_p > 0,
+            top_k=random and 0 < params.top_k < vocab_size,
+            top_p=random and params.top_p < 1,
+        )
+        self._stages_with_edits = self._stages._replace(edits=True)
+
+    def append(self, token_id: int) -> None:
+        """`token_id` was added to the sequence. The caller writes it into its own row."""
+        self.num_tokens += 1
+        self.edits.add(token_id)
+
+    @property
+    def stages(self) -> Stages:
+        """What has to be done for the next token."""
+        return self._stages_with_edits if self.edits.active else self._stages
+
+
+def sample(
+    logits: torch.Tensor, slots: Sequence[SamplingSlot], masks: TokenMasks | None = None
+) -> SampleOutput:
+    """Choose one token per row of `logits` [R, V], any float dtype, for `slots` [R]. Logits are not changed.
+
+    masks: what rows under a grammar may sample.
+
+    Never raises for what is in the logits: a row that cannot be sampled gets an error, the others their tokens.
+    """
+    output = SampleOutput([0] * len(slots))
+    if not slots:
+        return output
+    masks = masks or TokenMasks()
+    allowed = masks.of_rows(len(slots))
+    peaks, firsts = largest(logits, allowed)
+    groups: dict[tuple[Stages, bool], list[int]] = {}
+    for row, (peak, first, slot) in enumerate(zip(peaks.tolist(), firsts.tolist(), slots, strict=True)):
+        masked = row in masks
+        if math.isfinite(peak):
+            if slot.stages == GREEDY:
+                output.token_ids[row] = first
+            else:
+                groups.setdefault((slot.stages, masked), []).append(row)
+        elif masked and peak == -math.inf:
+            output.errors[row] = NO_TOKEN_POSSIBLE
+        else:
+            output.errors[row] = unusable(peak)
+    step = max(1, CHUNK // logits.shape[1])
+    for (stages, masked), group in groups.items():
+        for start in range(0, len(group), step):
+            rows = group[start : start + step]
+            bits = _take(allowed, rows) if masked and allowed is not None else None
+            _sample_rows(_take(logits, rows), _take(peaks, rows), slots, bits, rows, stages, output)
+    _add_logprobs(logits, slots, output)
+    return output
+
+
+def _sample_rows(
+    x: torch.Tensor,
+    peaks: torch.Tensor,
+    slots: Sequence[SamplingSlot],
+    allowed: torch.Tensor | None,
+    rows: list[int],
+    stages: Stages,
+    output: SampleOutput,
+) -> None:
+    """Choose tokens for `rows`, which all need `stages`, into `output`.
+
+    x, peaks, allowed: the rows' logits [n, V], the maxima of what they may sample [n], and their masks.
+    """
+    chosen = [slots[row] for row in rows]
+    if allowed is not None:
+        x = only_allowed(x, allowed)
+    elif stages.edits:
+        x = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    if stages.edits:
+        apply_edits(x, [slot.edits for slot in chosen])
+        peaks, firsts = largest(x)
+        empty = (peaks == -math.inf).nonzero()[:, 0]
+        x[empty] = peaks[empty] = 0
+        for i in empty.tolist():
+            output.errors[rows[i]] = NO_TOKEN_POSSIBLE
+    token_ids = _draw(x, peaks, chosen, stages) if stages.draw else firsts.tolist()
+    for row, token_id in zip(rows, token_ids, strict=True):
+        if row not in output.errors:
+            output.token_ids[row] = token_id
+
+
+def _draw(x: torch.Tensor, peaks: torch.Tensor, slots: Sequence[SamplingSlot], stages: Stages) -> list[int]:
+    """A random token per row of x [n, V]; peaks: its row maxima [n], finite.
+
+    Small top_k leave so few tokens that picking them out first saves going over all of them again and again.
+    What is left out would have mass 0, so the outcome is the same.
+    """
+    ids = None
+    if stages.top_k and (most := max(slot.params.top_k for slot in slots)) * FEW <= x.shape[1]:
+        values, places = top_tokens(x.float(), most)
+        ids = np.sort(places, 1)
+        x = torch.from_numpy(np.take_along_axis(values, np.argsort(places, 1), 1))
+        peaks = peaks.cpu()
+    depths = depths_below(x, peaks, [slot.temperature for slot in slots])
+    masses = fixed_point_probabilities(depths)
+    if stages.min_p:
+        keep_min_p(masses, [slot.params.min_p for slot in slots])
+    bins = depth_bins(depths) if stages.top_k or stages.top_p else depths
+    if stages.top_k:
+        keep_top_k(x, bins, masses, [slot.params.top_k for slot in slots])
+    if stages.top_p:
+        keep_top_p(x, bins, masses, [slot.params.top_p for slot in slots])
+    found = draw(masses, uniform([slot.seed for slot in slots], [slot.num_tokens for slot in slots]))
+    return found if ids is None else [int(row[i]) for row, i in zip(ids, found, strict=True)]
+
+
+def _add_logprobs(logits: torch.Tensor, slots: Sequence[SamplingSlot], output: SampleOutput) -> None:
+    """Log probabilities from the raw logits, for rows that ask for them and have no error."""
+    groups: dict[int, list[int]] = {}
+    for row, slot in enumerate(slots):
+        if slot.params.logprobs is not None and row not in output.errors:
+            groups.setdefault(slot.params.logprobs, []).append(row)
+    for k, rows in groups.items():
+        found = logprobs_of(_take(logits, rows), [output.token_ids[row] for row in rows], k)
+        output.logprobs.update(zip(rows, found.rows(), strict=True))
+
+
+def _take(x: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Those rows of x, ascending: a view where they lie together."""
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return x[rows[0] : rows[-1] + 1]
+    return x[torch.tensor(rows, device=x.device)]
