@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from benchmarks.limits import Limits, measure_limits, processor
 from pagewire.kernels import linear
-from pagewire.kernels.attention import AttentionBatch, allocate_kv, paged_attention
+from pagewire.kernels.attention import AttentionBatch, paged_attention
 
 BLOCK_SIZE = 16
 ROWS = (1, 2, 8, 32, 128, 512, 2048)
@@ -80,9 +80,7 @@ def measure(calls: list[Callable[[], object]], seconds: float) -> float:
 def paged_call(case: Case, dtype: torch.dtype) -> Callable[[], object]:
     blocks_each = -(-case.seq_len // BLOCK_SIZE)
     num_blocks = case.num_requests * blocks_each
-    k, v = allocate_kv(num_blocks, case.num_kv_heads, BLOCK_SIZE, case.head_dim, case.head_dim, dtype, "cpu")
-    k.normal_()
-    v.normal_()
+    k, v = (torch.randn(num_blocks, case.num_kv_heads, BLOCK_SIZE, case.head_dim).to(dtype) for _ in "kv")
     batch = AttentionBatch(
         query_start_loc=torch.arange(case.num_requests + 1, dtype=torch.int32) * case.query_len,
         seq_lens=torch.full((case.num_requests,), case.seq_len, dtype=torch.int32),

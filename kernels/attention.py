@@ -3,9 +3,9 @@
 from torch import Tensor
 
 from pagewire.kernels.dispatch import implementation_for
-from pagewire.kernels.paging import AttentionBatch, allocate_kv, kv_block_bytes, token_view
+from pagewire.kernels.paging import AttentionBatch, kv_block_bytes, token_view
 
-__all__ = ["AttentionBatch", "allocate_kv", "kv_block_bytes", "paged_attention", "store_kv", "token_view"]
+__all__ = ["AttentionBatch", "kv_block_bytes", "paged_attention", "store_kv", "token_view"]
 
 
 def paged_attention(

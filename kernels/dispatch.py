@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pagewire.kernels import reference
 from pagewire.kernels.cpu import kernels as cpu_kernels
-from pagewire.kernels.cpu.library import DTYPES
+from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.layer import Layer
 from pagewire.kernels.paging import AttentionBatch
 
@@ -58,7 +58,7 @@ class Kernels(Protocol):
 
     def only_allowed(self, x: Tensor, allowed: Tensor) -> Tensor: ...
 
-    def token_masses(self, depths: Tensor) -> Tensor: ...
+    def fixed_point_probabilities(self, depths: Tensor) -> Tensor: ...
 
 
 def implementation_for(*tensors: Tensor) -> Kernels:

@@ -42,21 +42,6 @@ class AttentionBatch:
     """No request has more tokens in the cache."""
 
 
-def allocate_kv(
-    num_blocks: int,
-    num_kv_heads: int,
-    block_size: int,
-    head_dim: int,
-    v_head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device | str,
-) -> tuple[Tensor, Tensor]:
-    """The K and V cache of one layer, zeroed."""
-    k = torch.zeros(num_blocks, num_kv_heads, block_size, head_dim, dtype=dtype, device=device)
-    v = torch.zeros(num_blocks, num_kv_heads, block_size, v_head_dim, dtype=dtype, device=device)
-    return k, v
-
-
 def kv_block_bytes(
     num_kv_heads: int, block_size: int, head_dim: int, v_head_dim: int, dtype: torch.dtype
 ) -> int:

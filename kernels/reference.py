@@ -136,7 +136,7 @@ def only_allowed(x: Tensor, allowed: Tensor) -> Tensor:
     return x.float().masked_fill(bits.flatten(1)[:, : x.shape[1]] == 0, -torch.inf)
 
 
-MASS_BITS = 44
+FRACTION_BITS = 44
 """Bits of the fraction of a token's mass."""
 
 LOG2_E = 1.44269504
@@ -144,8 +144,8 @@ LN_2 = (0.693359375, -2.12194440e-4)  # in two parts: the first has so few bits 
 EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
 
-def token_masses(depths: Tensor) -> Tensor:
-    """See `pagewire.kernels.sampling.token_masses`."""
+def fixed_point_probabilities(depths: Tensor) -> Tensor:
+    """See `pagewire.kernels.sampling.fixed_point_probabilities`."""
     # exp(r - n log 2) is 2**-n times Cephes' polynomial for exp(r).
     depths = depths.clamp(max=32)
     n = (depths * LOG2_E).round()
@@ -154,7 +154,7 @@ def token_masses(depths: Tensor) -> Tensor:
     for coefficient in EXP[1:]:
         p = p.mul_(r).add_(coefficient)
     p = p.mul_(r * r).add_(r).add_(1)
-    power = (n.neg_().int().add_(127 + MASS_BITS) << 23).view(torch.float32)
+    power = (n.neg_().int().add_(127 + FRACTION_BITS) << 23).view(torch.float32)
     return p.mul_(power).long()
 
 

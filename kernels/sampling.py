@@ -3,9 +3,9 @@
 from torch import Tensor
 
 from pagewire.kernels.dispatch import implementation_for
-from pagewire.kernels.reference import MASS_BITS
+from pagewire.kernels.reference import FRACTION_BITS
 
-__all__ = ["MASS_BITS", "largest", "only_allowed", "token_masses"]
+__all__ = ["FRACTION_BITS", "fixed_point_probabilities", "largest", "only_allowed"]
 
 
 def largest(x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -27,8 +27,8 @@ def only_allowed(x: Tensor, allowed: Tensor) -> Tensor:
     return implementation_for(x).only_allowed(x, allowed)
 
 
-def token_masses(depths: Tensor) -> Tensor:
-    """exp(-depth) as a 64-bit fixed-point number with `MASS_BITS` bits of fraction, rounded down.
+def fixed_point_probabilities(depths: Tensor) -> Tensor:
+    """exp(-depth) as a 64-bit fixed-point number with `FRACTION_BITS` bits of fraction, rounded down.
 
     The exponential is spelled out in float32 additions and multiplications, each rounded to nearest, so that every
     implementation and every device gives the same bits: a sampled token depends on nothing else. It is exact at 0,
@@ -38,6 +38,6 @@ def token_masses(depths: Tensor) -> Tensor:
         depths: float32, at least 0; not NaN.
 
     Returns:
-        int64, of the same shape, from 0 to 2**MASS_BITS.
+        int64, of the same shape, from 0 to 2**FRACTION_BITS.
     """
-    return implementation_for(depths).token_masses(depths)
+    return implementation_for(depths).fixed_point_probabilities(depths)

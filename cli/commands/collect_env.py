@@ -92,13 +92,13 @@ def compiler() -> str:
 
 def cpu_kernels() -> str:
     """The instruction set that the CPU kernels use here; they are compiled for it if they never were."""
-    from pagewire.kernels.cpu import kernels as cpu_kernels
+    from pagewire.kernels.cpu.library import choose
 
     try:
-        kernels = cpu_kernels.load()
+        library = choose()
     except ValueError as error:
         return f"none: {error}"
-    return kernels.isa.name if kernels else "none: torch takes their place"
+    return library.isa.name if library else "none: torch takes their place"
 
 
 def gpu() -> str:

@@ -4,43 +4,6 @@
 
 #include "kernels.h"
 
-// The structs are mirrored field by field in decoder.py.
-struct Matrix {
-  const void* packed;
-  const void* bias;
-  int64_t n, k;
-};
-
-struct Norm {
-  const void* weight;  // null: there is none
-  float eps, offset;
-};
-
-struct Layer {
-  Matrix qkv, out, gate_up, down;
-  Norm query_norm, key_norm, attention_norm, next_norm;  // before the feed-forward half, and after it
-  char* k_cache;
-  char* v_cache;
-  int64_t window;
-  float scale;
-  int32_t activation;  // 0 SiLU, 1 GELU's tanh form
-};
-
-struct StackCall {
-  const Layer* layers;
-  void* x;         // [tokens, hidden]: normed input, in the end the normed output
-  void* residual;  // [tokens, hidden]
-  void* qkv;       // scratch: [tokens, (heads + 2 kv_heads) head_dim], then its attention [tokens, heads head_dim]
-  void* attended;
-  void* gate_up;  // scratch: [tokens, 2 intermediate], then gated [tokens, intermediate]
-  void* gated;
-  const void* cos;  // [tokens, 2 rotary_half]
-  const void* sin;
-  const int64_t* slots;
-  int64_t num_layers, rotary_half;
-  AttentionCall attention;  // but for what differs between layers
-};
-
 namespace {
 
 class Stack {

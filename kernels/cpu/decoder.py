@@ -2,13 +2,13 @@
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_float, c_int32, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
-from pagewire.kernels.cpu.library import DTYPES, AttentionCall, cache_fields
+from pagewire.kernels.cpu.library import AttentionCall, structure
 from pagewire.kernels.cpu.linear import PackedLinear
+from pagewire.kernels.cpu.tensors import DTYPES, cache_fields
 from pagewire.kernels.layer import Activation, Layer, Norm
 from pagewire.kernels.paging import AttentionBatch
 
@@ -17,30 +17,7 @@ ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1}
 PRODUCTS = ("qkv", "out", "gate_up", "down")
 
 
-class _Matrix(ctypes.Structure):
-    _fields_ = (("packed", c_void_p), ("bias", c_void_p), ("n", c_int64), ("k", c_int64))
-
-
-class _Norm(ctypes.Structure):
-    _fields_ = (("weight", c_void_p), ("eps", c_float), ("offset", c_float))
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = (
-        *((name, _Matrix) for name in PRODUCTS),
-        *((name, _Norm) for name in ("query_norm", "key_norm", "attention_norm", "next_norm")),
-        *((name, c_void_p) for name in ("k_cache", "v_cache")),
-        *(("window", c_int64), ("scale", c_float), ("activation", c_int32)),
-    )
-
-
-class _StackCall(ctypes.Structure):
-    _fields_ = (
-        ("layers", ctypes.POINTER(_Layer)),
-        *((name, c_void_p) for name in ("x", "residual", "qkv", "attended", "gate_up", "gated")),
-        *((name, c_void_p) for name in ("cos", "sin", "slots")),
-        *(("num_layers", c_int64), ("rotary_half", c_int64), ("attention", AttentionCall)),
-    )
+Matrix, NormParameters, LayerParameters, StackCall = map(structure, ("Matrix", "Norm", "Layer", "StackCall"))
 
 
 def _linears(layer: Layer) -> dict[str, PackedLinear]:
@@ -49,10 +26,10 @@ def _linears(layer: Layer) -> dict[str, PackedLinear]:
     return {name: product for name, product in products.items() if isinstance(product, PackedLinear)}
 
 
-def _norm(norm: Norm, size: int, dtype: torch.dtype) -> _Norm:
+def _norm(norm: Norm, size: int, dtype: torch.dtype) -> ctypes.Structure:
     if norm.weight.shape != (size,) or norm.weight.dtype != dtype or not norm.weight.is_contiguous():
         raise ValueError(f"a norm's weight [{size}] of {dtype} expected")
-    return _Norm(norm.weight.data_ptr(), norm.eps, norm.offset)
+    return NormParameters(norm.weight.data_ptr(), norm.eps, norm.offset)
 
 
 class CompiledStack:
@@ -81,9 +58,9 @@ class CompiledStack:
         self._dtype = first.attention_norm.weight.dtype
         widest = max(_linears(layer)["down"].in_features for layer in layers)
         self._scratch_widths = (self._qkv_size, self._attended_size, 2 * widest, widest)
-        self._structs = (_Layer * len(layers))(*map(self._struct, layers))
+        self._structs = (LayerParameters * len(layers))(*map(self._struct, layers))
 
-    def _struct(self, layer: Layer) -> _Layer:
+    def _struct(self, layer: Layer) -> ctypes.Structure:
         linears = _linears(layer)
         hidden, intermediate = linears["out"].out_features, linears["down"].in_features
         shapes = {
@@ -98,11 +75,11 @@ class CompiledStack:
             if (linear.out_features, linear.in_features) != shape:
                 raise ValueError(f"{name}: a weight {shape} expected")
             bias = None if linear.bias is None else linear.bias.data_ptr()
-            matrices[name] = _Matrix(linear.packed.data_ptr(), bias, *shape)
+            matrices[name] = Matrix(linear.packed.data_ptr(), bias, *shape)
         norms = {"attention_norm": (layer.attention_norm, hidden), "next_norm": (layer.next_norm, hidden)}
         for name, norm in zip(("query_norm", "key_norm"), layer.head_norms or (), strict=False):
             norms[name] = norm, self._head_dim
-        return _Layer(
+        return LayerParameters(
             **matrices,
             **{name: _norm(norm, size, self._dtype) for name, (norm, size) in norms.items()},
             window=layer.window or 0,
@@ -137,8 +114,8 @@ class CompiledStack:
         ):
             raise ValueError(f"contiguous tensors of {self._dtype} expected")
         scratch = [x.new_empty(len(x), width) for width in self._scratch_widths]
-        call = _StackCall(
-            self._layer_structs(caches),
+        call = StackCall(
+            ctypes.addressof(self._layer_structs(caches)),
             x.data_ptr(),
             residual.data_ptr(),
             *(tensor.data_ptr() for tensor in scratch),
@@ -153,7 +130,7 @@ class CompiledStack:
             raise ValueError("lengths, slots or block numbers of the batch do not fit its tensors")
         return x
 
-    def _layer_structs(self, caches: Sequence[tuple[Tensor, Tensor]]) -> "ctypes.Array[_Layer]":
+    def _layer_structs(self, caches: Sequence[tuple[Tensor, Tensor]]) -> "ctypes.Array[ctypes.Structure]":
         if len(caches) != len(self._structs):
             raise ValueError(f"caches of {len(caches)} layers for {len(self._structs)}")
         k_first, v_first = caches[0]
@@ -167,7 +144,7 @@ class CompiledStack:
 
     def _attention(
         self, batch: AttentionBatch, num_tokens: int, caches: tuple[Tensor, Tensor]
-    ) -> AttentionCall:
+    ) -> ctypes.Structure:
         k, v = caches
         lengths = (batch.query_start_loc, batch.seq_lens, batch.block_table)
         if (

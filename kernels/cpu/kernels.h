@@ -1,12 +1,13 @@
-// What the library offers, to Python and to decoder.cpp. Tensors are described where each function is defined.
-// dtype: 0 float32, 1 bfloat16, 2 float16.
+// What the library offers, to Python and to decoder.cpp: library.py reads the structs and functions from here. Tensors
+// are described where each function is defined.
 #pragma once
 
 #include <cstdint>
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// Mirrored field by field by `AttentionCall` in library.py. Strides count elements.
+// ---- attention.cpp. Strides count elements. ----
+
 struct AttentionCall {
   const void* q;        // [tokens, heads, head_dim]
   const void* k_cache;  // [blocks, kv_heads, block_size * head_dim], see layout.h
@@ -72,4 +73,49 @@ EXPORT void pagewire_largest(const void* x, const uint32_t* allowed, float* valu
 EXPORT void pagewire_only_allowed(const void* x, const uint32_t* allowed, float* out, int64_t rows, int64_t size,
                                   int64_t row_stride, int32_t dtype, int32_t num_threads);
 
-EXPORT void pagewire_token_masses(const float* depths, int64_t* masses, int64_t size, int32_t num_threads);
+EXPORT void pagewire_fixed_point_probabilities(const float* depths, int64_t* masses, int64_t size, int32_t num_threads);
+
+EXPORT int64_t pagewire_packed_size(int64_t n, int64_t k, int32_t dtype);
+
+EXPORT void pagewire_pack(const void* weight, void* packed, int64_t n, int64_t k, int64_t row_stride, int32_t dtype,
+                          int32_t num_threads);
+
+// ---- decoder.cpp: a stack of layers ----
+
+struct Matrix {
+  const void* packed;
+  const void* bias;
+  int64_t n, k;
+};
+
+struct Norm {
+  const void* weight;  // null: there is none
+  float eps, offset;
+};
+
+struct Layer {
+  Matrix qkv, out, gate_up, down;
+  Norm query_norm, key_norm, attention_norm, next_norm;  // before the feed-forward half, and after it
+  char* k_cache;
+  char* v_cache;
+  int64_t window;
+  float scale;
+  int32_t activation;  // 0 SiLU, 1 GELU's tanh form
+};
+
+struct StackCall {
+  const Layer* layers;
+  void* x;         // [tokens, hidden]: normed input, in the end the normed output
+  void* residual;  // [tokens, hidden]
+  void* qkv;       // scratch: [tokens, (heads + 2 kv_heads) head_dim], then its attention [tokens, heads head_dim]
+  void* attended;
+  void* gate_up;  // scratch: [tokens, 2 intermediate], then gated [tokens, intermediate]
+  void* gated;
+  const void* cos;  // [tokens, 2 rotary_half]
+  const void* sin;
+  const int64_t* slots;
+  int64_t num_layers, rotary_half;
+  AttentionCall attention;  // but for what differs between layers
+};
+
+EXPORT int pagewire_decoder(const StackCall* call);

@@ -1,89 +1,33 @@
-"""The compiled CPU kernels, called through ctypes.
-
-`PAGEWIRE_CPU_ISA` forces an instruction set by its name in `build.INSTRUCTION_SETS`. `amx_emulated` stands for
-matrix tiles in plain C++, `reference` for no compiled kernels at all.
-"""
+"""The compiled CPU kernels, called through ctypes. Which library they call is chosen in `library.py`."""
 
 import ctypes
 import functools
-import logging
-import os
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from pagewire.kernels.cpu.build import (
-    EMULATED_TILES,
-    BuildError,
-    InstructionSet,
-    emulated_tiles,
-    supported_instruction_sets,
-)
+from pagewire.kernels.cpu.build import InstructionSet
 from pagewire.kernels.cpu.decoder import CompiledStack
-from pagewire.kernels.cpu.library import (
-    DTYPES,
-    AttentionCall,
-    InstructionsRefusedError,
-    cache_fields,
-    check_cache,
-    last_contiguous,
-    of_size,
-    open_library,
-)
+from pagewire.kernels.cpu.library import AttentionCall, choose
 from pagewire.kernels.cpu.linear import PackedLinear, multiply_unpacked
+from pagewire.kernels.cpu.tensors import DTYPES, cache_fields, check_cache, last_contiguous, of_size
 from pagewire.kernels.layer import Layer
 from pagewire.kernels.paging import AttentionBatch
-
-logger = logging.getLogger("pagewire.kernels")
 
 
 @functools.cache
 def load() -> "CpuKernels | None":
-    """The kernels for this CPU, compiled on first use; None, with one log line, if that cannot be done.
-
-    Raises:
-        ValueError: `PAGEWIRE_CPU_ISA` names no instruction set of this CPU.
-    """
-    forced = os.environ.get("PAGEWIRE_CPU_ISA")
-    if forced == "reference":
-        return None
-    failure: Exception | None = None
-    for isa in _candidates(forced):  # an old compiler may know only the lesser ones
-        try:
-            kernels = CpuKernels(isa)
-        except InstructionsRefusedError as error:
-            logger.warning("CPU kernels: %s; taking the next best instructions", error)
-            failure = error
-        except (BuildError, OSError) as error:
-            failure = error
-        else:
-            logger.info("CPU kernels: %s", isa.name)
-            return kernels
-    logger.warning("CPU kernels unavailable, using PyTorch instead, which is slower: %s", failure)
-    return None
-
-
-def _candidates(forced: str | None) -> list[InstructionSet]:
-    """The instruction sets to try, the best first."""
-    supported = supported_instruction_sets()
-    if not forced:
-        return supported
-    if forced == EMULATED_TILES:
-        return [emulated_tiles()]
-    chosen = [isa for isa in supported if isa.name == forced]
-    if not chosen:
-        names = ", ".join(isa.name for isa in supported)
-        raise ValueError(f"PAGEWIRE_CPU_ISA={forced}: this CPU has {names}")
-    return chosen
+    """The kernels for this CPU; None where there is no library, see `library.choose`."""
+    library = choose()
+    return CpuKernels(library.isa, library.functions) if library else None
 
 
 class CpuKernels:
     """The compiled kernels for one instruction set. Signatures and meaning as in `pagewire.kernels`."""
 
-    def __init__(self, isa: InstructionSet) -> None:
-        self.isa = isa
-        self._library = open_library(isa)
+    def __init__(self, isa: InstructionSet, library: ctypes.CDLL) -> None:
+        self.isa, self._library = isa, library
 
     def paged_attention(
         self,
@@ -102,28 +46,12 @@ class CpuKernels:
     ) -> Tensor:
         """See `pagewire.kernels.attention.paged_attention`; `num_threads` is PyTorch's by default."""
         num_tokens, num_heads, head_dim = q.shape
-        num_blocks, num_kv_heads, block_size, v_head_dim = v_cache.shape
         q = last_contiguous(q)
         if out is None:
-            out = q.new_empty(num_tokens, num_heads, v_head_dim)
-        for tensor in (batch.query_start_loc, batch.seq_lens, batch.block_table):
-            if tensor.dtype != torch.int32:
-                raise TypeError(f"lengths and block tables are int32, not {tensor.dtype}")
+            out = q.new_empty(num_tokens, num_heads, v_cache.shape[3])
+        _check_attention(q, k_cache, v_cache, batch, out)
         query_start_loc, seq_lens = batch.query_start_loc.contiguous(), batch.seq_lens.contiguous()
         block_table = last_contiguous(batch.block_table)
-        if (
-            k_cache.shape != (num_blocks, num_kv_heads, block_size, head_dim)
-            or num_heads % num_kv_heads != 0
-            or out.shape != (num_tokens, num_heads, v_head_dim)
-            or out.dtype != q.dtype
-            or not out.is_contiguous()
-            or len(query_start_loc) != len(seq_lens) + 1
-            or len(block_table) < len(seq_lens)
-        ):
-            raise ValueError(
-                f"paged_attention: shapes disagree: q {tuple(q.shape)}, K {tuple(k_cache.shape)}, "
-                f"V {tuple(v_cache.shape)}, out {tuple(out.shape)}, block table {tuple(block_table.shape)}"
-            )
         sinks, alibi = _per_head(sinks, num_heads), _per_head(alibi, num_heads)
         call = AttentionCall(
             q=q.data_ptr(),
@@ -142,9 +70,9 @@ class CpuKernels:
             num_tokens=num_tokens,
             num_requests=len(seq_lens),
             num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
+            num_kv_heads=v_cache.shape[1],
             head_dim=head_dim,
-            v_head_dim=v_head_dim,
+            v_head_dim=v_cache.shape[3],
             max_blocks=block_table.shape[1],
             window=window or 0,
             scale=scale,
@@ -324,14 +252,35 @@ class CpuKernels:
         )
         return out
 
-    def token_masses(self, depths: Tensor) -> Tensor:
-        """See `pagewire.kernels.sampling.token_masses`."""
+    def fixed_point_probabilities(self, depths: Tensor) -> Tensor:
+        """See `pagewire.kernels.sampling.fixed_point_probabilities`."""
         depths = depths.contiguous()
         masses = torch.empty(depths.shape, dtype=torch.int64)
-        self._library.pagewire_token_masses(
+        self._library.pagewire_fixed_point_probabilities(
             depths.data_ptr(), masses.data_ptr(), depths.numel(), torch.get_num_threads()
         )
         return masses
+
+
+def _check_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, out: Tensor) -> None:
+    num_tokens, num_heads, head_dim = q.shape
+    num_blocks, num_kv_heads, block_size, v_head_dim = v_cache.shape
+    for tensor in (batch.query_start_loc, batch.seq_lens, batch.block_table):
+        if tensor.dtype != torch.int32:
+            raise TypeError(f"lengths and block tables are int32, not {tensor.dtype}")
+    if (
+        k_cache.shape != (num_blocks, num_kv_heads, block_size, head_dim)
+        or num_heads % num_kv_heads != 0
+        or out.shape != (num_tokens, num_heads, v_head_dim)
+        or out.dtype != q.dtype
+        or not out.is_contiguous()
+        or len(batch.query_start_loc) != len(batch.seq_lens) + 1
+        or len(batch.block_table) < len(batch.seq_lens)
+    ):
+        raise ValueError(
+            f"paged_attention: shapes disagree: q {tuple(q.shape)}, K {tuple(k_cache.shape)}, "
+            f"V {tuple(v_cache.shape)}, out {tuple(out.shape)}, block table {tuple(batch.block_table.shape)}"
+        )
 
 
 def _bits_for(x: Tensor, allowed: Tensor) -> Tensor:

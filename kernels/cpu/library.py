@@ -1,52 +1,47 @@
-"""The compiled library: its functions, and how tensors are handed to them."""
+"""The compiled library: which one serves this CPU, its structs and its functions. Nothing here needs torch."""
 
 import ctypes
-from ctypes import c_float, c_int32, c_int64, c_void_p
+import functools
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-import torch
-from torch import Tensor
+from pagewire.kernels.cpu.build import (
+    EMULATED_TILES,
+    BuildError,
+    InstructionSet,
+    build,
+    emulated_tiles,
+    supported_instruction_sets,
+)
+from pagewire.kernels.declarations import POINTER, functions, struct_fields
 
-from pagewire.kernels.cpu.build import InstructionSet, build
+logger = logging.getLogger("pagewire.kernels")
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""The dtypes that the kernels are compiled for, and their numbers in the C++ code."""
-
-SIGNATURES = {
-    "pagewire_prepare": [],
-    "pagewire_pair": [c_int32],
-    "pagewire_attention": [c_void_p],
-    "pagewire_store": [c_void_p] * 3 + [c_int64] * 9 + [c_int32] * 3,
-    "pagewire_rms_norm": [c_void_p] * 3 + [c_int64] * 7 + [c_float] * 2 + [c_int32] * 2,
-    "pagewire_add_rms_norm": [c_void_p] * 4 + [c_int64] * 2 + [c_float] * 2 + [c_int32] * 2,
-    "pagewire_silu_and_mul": [c_void_p] * 2 + [c_int64] * 3 + [c_int32] * 2,
-    "pagewire_gelu_tanh_and_mul": [c_void_p] * 2 + [c_int64] * 3 + [c_int32] * 2,
-    "pagewire_packed_size": [c_int64] * 2 + [c_int32],
-    "pagewire_pack": [c_void_p] * 2 + [c_int64] * 3 + [c_int32] * 2,
-    "pagewire_linear": [c_void_p] * 4 + [c_int64] * 4 + [c_int32] * 2,
-    "pagewire_linear_unpacked": [c_void_p] * 4 + [c_int64] * 5 + [c_int32] * 2,
-    "pagewire_largest": [c_void_p] * 4 + [c_int64] * 3 + [c_int32] * 2,
-    "pagewire_only_allowed": [c_void_p] * 3 + [c_int64] * 3 + [c_int32] * 2,
-    "pagewire_token_masses": [c_void_p] * 2 + [c_int64, c_int32],
-    "pagewire_decoder": [c_void_p],
-    "pagewire_rotary": [c_void_p] * 3 + [c_int64] * 7 + [c_int32] * 2,
+HEADER = Path(__file__).with_name("kernels.h").read_text()
+C_TYPES: dict[str, Any] = {
+    "void": None,
+    "int": ctypes.c_int,
+    "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "float": ctypes.c_float,
+    POINTER: ctypes.c_void_p,
 }
 
 
-class AttentionCall(ctypes.Structure):
-    """The arguments of one attention call; mirrors the struct of this name in kernels.h."""
+@functools.cache
+def structure(name: str) -> type[ctypes.Structure]:
+    """A struct of kernels.h, with the same fields and layout."""
+    fields = [
+        (field.name, C_TYPES[field.type] if field.type in C_TYPES else structure(field.type))
+        for field in struct_fields(HEADER, name)
+    ]
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
 
-    _fields_ = (
-        *((name, c_void_p) for name in ("q", "k_cache", "v_cache", "out")),
-        *((name, c_void_p) for name in ("query_start_loc", "seq_lens", "block_table", "sinks", "alibi")),
-        *((name, c_int64) for name in ("q_token_stride", "q_head_stride")),
-        *((name, c_int64) for name in ("k_block_stride", "k_head_stride")),
-        *((name, c_int64) for name in ("v_block_stride", "v_head_stride")),
-        *((name, c_int64) for name in ("block_table_stride", "num_tokens", "num_requests", "num_heads")),
-        *((name, c_int64) for name in ("num_kv_heads", "head_dim", "v_head_dim")),
-        *((name, c_int64) for name in ("num_blocks", "block_size", "max_blocks", "window")),
-        *((name, c_float) for name in ("scale", "softcap")),
-        *((name, c_int32) for name in ("dtype", "num_threads")),
-    )
+
+AttentionCall = structure("AttentionCall")
 
 
 class InstructionsRefusedError(RuntimeError):
@@ -61,56 +56,61 @@ def open_library(isa: InstructionSet) -> ctypes.CDLL:
         InstructionsRefusedError: the system forbids its instructions (AMX needs a permission per process).
     """
     library = ctypes.CDLL(str(build(isa)))
-    for name, argument_types in SIGNATURES.items():
-        getattr(library, name).argtypes = argument_types
-    library.pagewire_packed_size.restype = c_int64
+    for (name, result), parameters in functions(HEADER):
+        function = getattr(library, name)
+        function.restype = C_TYPES[result]
+        function.argtypes = [C_TYPES[parameter.type] for parameter in parameters]
     if library.pagewire_prepare():
         raise InstructionsRefusedError(f"the system does not let this process use {isa.name}")
     return library
 
 
-def cache_fields(library: ctypes.CDLL, k_cache: Tensor, v_cache: Tensor) -> dict[str, int]:
-    """What `AttentionCall` says of a layer's caches, but for where they lie.
+@dataclass(frozen=True)
+class Library:
+    """An open library, and the instruction set that it was compiled for."""
+
+    isa: InstructionSet
+    functions: ctypes.CDLL
+
+
+@functools.cache
+def choose() -> Library | None:
+    """The best library for this CPU, compiled on first use; None, with one log line, if there cannot be one.
+
+    `PAGEWIRE_CPU_ISA` forces an instruction set by its name in `build.INSTRUCTION_SETS`. `amx_emulated` stands for
+    matrix tiles in plain C++, `reference` for no compiled kernels at all.
 
     Raises:
-        ValueError: their heads are not contiguous within a block, or a pair of values would lie in two.
+        ValueError: `PAGEWIRE_CPU_ISA` names no instruction set of this CPU.
     """
-    for cache in (k_cache, v_cache):
-        check_cache(library, cache)
-    return {
-        "k_block_stride": k_cache.stride(0),
-        "k_head_stride": k_cache.stride(1),
-        "v_block_stride": v_cache.stride(0),
-        "v_head_stride": v_cache.stride(1),
-        "num_blocks": k_cache.shape[0],
-        "block_size": k_cache.shape[2],
-    }
+    forced = os.environ.get("PAGEWIRE_CPU_ISA")
+    if forced == "reference":
+        return None
+    failure: Exception | None = None
+    for isa in _candidates(forced):  # an old compiler may know only the lesser ones
+        try:
+            library = open_library(isa)
+        except InstructionsRefusedError as error:
+            logger.warning("CPU kernels: %s; taking the next best instructions", error)
+            failure = error
+        except (BuildError, OSError) as error:
+            failure = error
+        else:
+            logger.info("CPU kernels: %s", isa.name)
+            return Library(isa, library)
+    logger.warning("CPU kernels unavailable, using PyTorch instead, which is slower: %s", failure)
+    return None
 
 
-def check_cache(library: ctypes.CDLL, cache: Tensor) -> None:
-    """Refuse a cache [num_blocks, heads, block_size, size] that the kernels cannot arrange as they want to.
-
-    Raises:
-        ValueError: why.
-    """
-    _, _, block_size, size = cache.shape
-    if cache.stride()[2:] != (size, 1):
-        raise ValueError(f"a head's rows must be contiguous within a block, strides are {cache.stride()}")
-    if block_size % library.pagewire_pair(DTYPES[cache.dtype]):
-        raise ValueError(f"{cache.dtype} needs blocks of an even number of tokens, not {block_size}")
-
-
-def last_contiguous(x: Tensor) -> Tensor:
-    """x, or a copy whose last axis is contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def of_size(weight: Tensor, size: int) -> Tensor:
-    """A contiguous weight [size].
-
-    Raises:
-        ValueError: it has another shape.
-    """
-    if weight.shape != (size,):
-        raise ValueError(f"weight of shape {tuple(weight.shape)} for rows of {size}")
-    return weight.contiguous()
+def _candidates(forced: str | None) -> list[InstructionSet]:
+    """The instruction sets to try, the best first."""
+    supported = supported_instruction_sets()
+    if not forced:
+        return supported
+    if forced == EMULATED_TILES:
+        return [emulated_tiles()]
+    chosen = [isa for isa in supported if isa.name == forced]
+    if not chosen:
+        names = ", ".join(isa.name for isa in supported)
+        raise ValueError(f"PAGEWIRE_CPU_ISA={forced}: this CPU has {names}")
+    return chosen

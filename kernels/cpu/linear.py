@@ -5,8 +5,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from pagewire.kernels.cpu.library import DTYPES, last_contiguous, of_size
 from pagewire.kernels.cpu.memory import zeros
+from pagewire.kernels.cpu.tensors import DTYPES, last_contiguous, of_size
 
 
 class PackedLinear:

@@ -148,7 +148,7 @@ EXPORT void pagewire_only_allowed(const void* x, const uint32_t* allowed, float*
 }
 
 // depths, masses [size].
-EXPORT void pagewire_token_masses(const float* depths, int64_t* masses, int64_t size, int32_t num_threads) {
+EXPORT void pagewire_fixed_point_probabilities(const float* depths, int64_t* masses, int64_t size, int32_t num_threads) {
   parallel_for((size + kBlock - 1) / kBlock, num_threads, [&](int64_t block) {
     const int64_t end = size < (block + 1) * kBlock ? size : (block + 1) * kBlock;
     for (int64_t i = block * kBlock; i < end; i += kLanes) {

@@ -157,41 +157,18 @@ def paged_attention(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     _check(q, k_cache, v_cache, batch, scale, window, sinks, alibi, out)
     tokens, heads, head_dim = q.shape
-    kv_heads, block_size = k_cache.shape[1:3]
+    kv_heads = k_cache.shape[1]
     requests, group = len(batch.seq_lens), heads // kv_heads
     if tokens == 0:
         return out
     if requests == 0:
         return out.zero_()
     seen, short_queries = window or NO_WINDOW, max(1, TILE_ROWS // group)
-    fields = {
-        "out": out,
-        "q": q,
-        "k": k_cache,
-        "v": v_cache,
-        "query_starts": batch.query_start_loc,
-        "lengths": batch.seq_lens,
-        "block_table": batch.block_table,
-        "sinks": sinks,
-        "alibi": alibi,
-        "partial_out": workspace.outputs,
-        "partial_sums": workspace.sums,
-        "arrivals": workspace.arrivals,
-        "q_token_stride": q.stride(0),
-        "q_head_stride": q.stride(1),
-        "tokens": tokens,
-        "requests": requests,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "block_shift": block_size.bit_length() - 1,
-        "table_width": batch.block_table.stride(0),
-        "window": seen,
-        "short_queries": short_queries,
-        "sinks_are_float": sinks is not None and sinks.dtype == torch.float32,
-        "alibi_is_float": alibi is not None and alibi.dtype == torch.float32,
-        "scale": scale,
-        "softcap": softcap or 0.0,
-    }
+    fields = _fields(workspace, q, k_cache, v_cache, batch, out)
+    fields |= {"sinks": sinks, "alibi": alibi, "scale": scale, "softcap": softcap or 0.0}
+    fields |= {"window": seen, "short_queries": short_queries}
+    fields["sinks_are_float"] = sinks is not None and sinks.dtype == torch.float32
+    fields["alibi_is_float"] = alibi is not None and alibi.dtype == torch.float32
     if batch.max_query_len > short_queries:
         prefill = prefill_instance(q.dtype, k_cache.dtype, head_dim)
         row_tiles = tokens * group // prefill.rows + requests + 1  # see prefill_attention.cu
@@ -204,6 +181,32 @@ def paged_attention(
             device, decode_instance(q.dtype, k_cache.dtype, head_dim), (splits, row_tiles, requests), fields
         )
     return out
+
+
+def _fields(
+    workspace: Workspace, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, out: Tensor
+) -> dict[str, Any]:
+    """The fields of the kernels' struct that describe tensors and sizes."""
+    return {
+        "out": out,
+        "q": q,
+        "k": k_cache,
+        "v": v_cache,
+        "query_starts": batch.query_start_loc,
+        "lengths": batch.seq_lens,
+        "block_table": batch.block_table,
+        "partial_out": workspace.outputs,
+        "partial_sums": workspace.sums,
+        "arrivals": workspace.arrivals,
+        "q_token_stride": q.stride(0),
+        "q_head_stride": q.stride(1),
+        "tokens": len(q),
+        "requests": len(batch.seq_lens),
+        "heads": q.shape[1],
+        "kv_heads": k_cache.shape[1],
+        "block_shift": k_cache.shape[2].bit_length() - 1,
+        "table_width": batch.block_table.stride(0),
+    }
 
 
 def _launch(device: Device, instance: Instance, grid: tuple[int, ...], fields: dict[str, Any]) -> None:

@@ -130,9 +130,9 @@ class CudaKernels:
         """See `pagewire.kernels.sampling.only_allowed`."""
         return reference.only_allowed(x, allowed)
 
-    def token_masses(self, depths: Tensor) -> Tensor:
-        """See `pagewire.kernels.sampling.token_masses`."""
-        return reference.token_masses(depths)
+    def fixed_point_probabilities(self, depths: Tensor) -> Tensor:
+        """See `pagewire.kernels.sampling.fixed_point_probabilities`."""
+        return reference.fixed_point_probabilities(depths)
 
     def _run_layers(
         self,

@@ -16,16 +16,19 @@ WARPS = 4
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms of each query head and each key head, before they are rotated."""
+    """RMS norms of each query head and each key head, before they are rotated; fields as in the kernel's struct."""
 
-    q_weight: Tensor
-    """[D]."""
-    k_weight: Tensor
+    q_weight: Tensor | None
+    """[D]; None norms no heads."""
+    k_weight: Tensor | None
     """[D]."""
     eps: float
     q_offset: float = 0.0
     """See `layers.rms_norm`."""
     k_offset: float = 0.0
+
+
+NO_NORMS = HeadNorms(None, None, 0.0)
 
 
 @functools.cache
@@ -75,17 +78,63 @@ def write_kv(
         ValueError: shapes disagree or are no multiples of 8 (16 for 8-bit caches), heads are longer than 256, or
             something is not aligned to 16 bytes.
     """
+    _check(q, k, v, k_cache, v_cache, slot_mapping, cos, sin, norms)
+    num_tokens, num_kv_heads, size = k.shape
+    block_size, v_size = v_cache.shape[2:]
+    num_heads = 0 if q is None else q.shape[1]
+    if num_tokens == 0:
+        return
+    lanes = next(lanes for lanes in (4, 8, 16, 32) if max(size, v_size) <= 8 * lanes)
+    kernel = variant(k.dtype, k_cache.dtype)
+    tensors = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "k_cache": k_cache, "v_cache": v_cache}
+    numbers = {"num_tokens": num_tokens, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "size": size}
+    numbers |= {"v_size": v_size, "rotated": 0 if cos is None else cos.shape[1], "block_size": block_size}
+    parameters = pack(
+        kernel,
+        **tensors,
+        slots=slot_mapping,
+        **_strides(("token", "head"), q=q, k=k, v=v),
+        **_strides(("",), cos=cos, sin=sin),
+        **numbers,
+        lanes=lanes,
+        **(norms or NO_NORMS)._asdict(),
+    )
+    heads_per_block = 32 * WARPS // lanes
+    blocks = -(-num_tokens * (num_heads + 2 * num_kv_heads) // heads_per_block)
+    device.launch(kernel, (blocks,), (32 * WARPS,), parameters)
+
+
+def _strides(axes: tuple[str, ...], **tensors: Tensor | None) -> dict[str, int]:
+    """The fields `<tensor>_<axis>_stride` for the tensors' first axes, in elements; 0 where there is no tensor."""
+    return {
+        "_".join(filter(None, (name, axis, "stride"))): 0 if tensor is None else tensor.stride(number)
+        for name, tensor in tensors.items()
+        for number, axis in enumerate(axes)
+    }
+
+
+def _check(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    norms: HeadNorms | None,
+) -> None:
     num_tokens, num_kv_heads, size = k.shape
     num_blocks, _, block_size, v_size = v_cache.shape
     if k.dtype not in DTYPES or k_cache.dtype not in (k.dtype, *FP8) or v_cache.dtype != k_cache.dtype:
         raise TypeError(f"write_kv: no kernel from {k.dtype} to {k_cache.dtype} and {v_cache.dtype}")
     if slot_mapping.dtype != torch.int64:
         raise TypeError(f"slots are int64, not {slot_mapping.dtype}")
-    read = [tensor for tensor in (q, k, v, cos, sin, *(norms or ())[:2]) if isinstance(tensor, Tensor)]
-    if any(tensor.dtype != k.dtype for tensor in read):
-        raise TypeError(f"write_kv: {k.dtype} expected, not {', '.join(str(t.dtype) for t in read)}")
+    weights = () if norms is None else (norms.q_weight, norms.k_weight)
+    inputs = [tensor for tensor in (q, k, v, cos, sin, *weights) if tensor is not None]
+    if any(tensor.dtype != k.dtype for tensor in inputs):
+        raise TypeError(f"write_kv: {k.dtype} expected, not {', '.join(str(t.dtype) for t in inputs)}")
     rotated = 0 if cos is None else cos.shape[1]
-    chunk = 16 // k_cache.dtype.itemsize
     if (
         v.shape != (num_tokens, num_kv_heads, v_size)
         or k_cache.shape != (num_blocks, num_kv_heads, block_size, size)
@@ -94,64 +143,24 @@ def write_kv(
         or (cos is None) != (sin is None)
         or (cos is not None and sin is not None and not cos.shape == sin.shape == (num_tokens, rotated))
         or rotated > size
-        or (norms is not None and not norms.q_weight.shape == norms.k_weight.shape == (size,))
+        or any(weight is None or weight.shape != (size,) for weight in weights)
     ):
         raise ValueError(
             f"write_kv: shapes disagree: q {None if q is None else tuple(q.shape)}, k {tuple(k.shape)}, "
             f"v {tuple(v.shape)}, K {tuple(k_cache.shape)}, V {tuple(v_cache.shape)}, "
             f"slots {tuple(slot_mapping.shape)}, cos {None if cos is None else tuple(cos.shape)}"
         )
+    chunk = 16 // k_cache.dtype.itemsize
     if max(size, v_size) > LARGEST_HEAD or size % chunk or v_size % chunk or rotated % 16:
         raise ValueError(
             f"write_kv: no kernel for heads of {size} and {v_size}, {rotated} of them rotated: multiples of {chunk}"
             f" up to {LARGEST_HEAD}, and of 16"
         )
-    if not all(_aligned(tensor) for tensor in read) or not all(
-        tensor.is_contiguous() for tensor in (k_cache, v_cache, slot_mapping)
-    ):
+    contiguous = all(tensor.is_contiguous() for tensor in (k_cache, v_cache, slot_mapping))
+    if not contiguous or not all(map(_aligned, inputs)):
         raise ValueError(
             "write_kv: heads must be contiguous and aligned to 16 bytes, caches and slots contiguous"
         )
-    num_heads = 0 if q is None else q.shape[1]
-    if num_tokens == 0:
-        return
-    lanes = next(lanes for lanes in (4, 8, 16, 32) if max(size, v_size) <= 8 * lanes)
-    kernel = variant(k.dtype, k_cache.dtype)
-    parameters = pack(
-        kernel,
-        q=q,
-        k=k,
-        v=v,
-        cos=cos,
-        sin=sin,
-        q_weight=None if norms is None else norms.q_weight,
-        k_weight=None if norms is None else norms.k_weight,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        slots=slot_mapping,
-        q_token_stride=0 if q is None else q.stride(0),
-        q_head_stride=0 if q is None else q.stride(1),
-        k_token_stride=k.stride(0),
-        k_head_stride=k.stride(1),
-        v_token_stride=v.stride(0),
-        v_head_stride=v.stride(1),
-        cos_stride=0 if cos is None else cos.stride(0),
-        sin_stride=0 if sin is None else sin.stride(0),
-        num_tokens=num_tokens,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        size=size,
-        v_size=v_size,
-        rotated=rotated,
-        block_size=block_size,
-        lanes=lanes,
-        eps=0.0 if norms is None else norms.eps,
-        q_offset=0.0 if norms is None else norms.q_offset,
-        k_offset=0.0 if norms is None else norms.k_offset,
-    )
-    heads_per_block = 32 * WARPS // lanes
-    blocks = -(-num_tokens * (num_heads + 2 * num_kv_heads) // heads_per_block)
-    device.launch(kernel, (blocks,), (32 * WARPS,), parameters)
 
 
 def _aligned(tensor: Tensor) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pagewire.kernels.cuda.launch import Device, pack
 from pagewire.kernels.cuda.source import Variant, parameter_dtype
-from pagewire.kernels.reference import MASS_BITS
+from pagewire.kernels.reference import FRACTION_BITS
 
 SOURCE, LOGPROB_SOURCE = "sampling.cu", "sampling_logprobs.cu"
 DTYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -204,7 +204,7 @@ def sampling_rows(wanted: Sequence[RowSampling]) -> NDArray[np.void]:
     for name in ("position", "top_p", "mask", "top_k", "temperature", "repetition", "frequency", "presence"):
         rows[name] = [getattr(row, name) for row in wanted]
     rows["seed"] = np.array([row.seed % 2**64 for row in wanted], np.uint64)
-    rows["least_mass"] = [max(1, math.ceil(row.min_p * 2**MASS_BITS)) for row in wanted]
+    rows["least_mass"] = [max(1, math.ceil(row.min_p * 2**FRACTION_BITS)) for row in wanted]
     rows["num_allowed"] = -1
     return rows
 
@@ -264,7 +264,7 @@ class SamplingResult:
         """float32 [R, 1 + most], of `ids`. The logarithm is taken here, in float64, as on the CPU path."""
         peaks, totals = self.peaks.tolist(), self.totals.tolist()
         logs = [
-            peak + math.log(total / 2**MASS_BITS) if total > 0 else math.nan
+            peak + math.log(total / 2**FRACTION_BITS) if total > 0 else math.nan
             for peak, total in zip(peaks, totals, strict=True)
         ]
         with np.errstate(over="ignore"):

@@ -4,13 +4,15 @@ import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+
+from pagewire.kernels.declarations import POINTER, struct_fields
 
 HERE = Path(__file__).parent
 
 _FIELD_TYPES = {
+    POINTER: np.dtype("u8"),
     "int": np.dtype("i4"),
     "u32": np.dtype("u4"),
     "float": np.dtype("f4"),
@@ -51,26 +53,18 @@ def read_source(name: str) -> tuple[tuple[str, str], ...]:
 def parameter_dtype(source: str, struct: str) -> np.dtype[np.void]:
     """The numpy dtype of a parameter struct, read from its declaration: C++ lays out both.
 
-    A field is `type name;` or `type a, b;`: a pointer, int, u32, float, double, i64 or u64.
-    Pointers are unsigned numbers.
+    A field is a pointer (as an unsigned number), int, u32, float, double, i64 or u64.
 
     Raises:
         ValueError: there is no such struct, or a field is of another type.
     """
     text = "\n".join(text for _, text in read_source(source))
-    found = re.search(rf"^struct {struct} \{{\n(.*?)^\}};", text, re.MULTILINE | re.DOTALL)
-    if found is None:
-        raise ValueError(f"{source} declares no struct {struct}")
-    fields: list[tuple[str, Any]] = []
-    for declaration in re.sub(r"//.*", "", found[1]).split(";"):
-        if not (declaration := declaration.strip()):
-            continue
-        pointer = re.fullmatch(r"(?:const )?\w+ ?\* ?(?:__restrict__ )?(\w+)", declaration)
-        if pointer:
-            fields.append((pointer[1], np.dtype("u8")))
-            continue
-        kind, _, names = declaration.partition(" ")
-        if kind not in _FIELD_TYPES or not re.fullmatch(r"\w+(, *\w+)*", names):
-            raise ValueError(f"{source}, struct {struct}: cannot pack the field {declaration!r}")
-        fields += [(name.strip(), _FIELD_TYPES[kind]) for name in names.split(",")]
+    try:
+        fields = [(name, _FIELD_TYPES[kind]) for name, kind in struct_fields(text, struct)]
+    except KeyError as error:
+        raise ValueError(
+            f"{source}, struct {struct}: cannot pack a field of type {error.args[0]!r}"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
     return np.dtype(fields, align=True)

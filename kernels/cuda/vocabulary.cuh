@@ -13,7 +13,7 @@ constexpr int BLOCKS = 4;        // at once on a multiprocessor, at least: 64 re
 constexpr int SLICE = 4096;      // logits of a block
 constexpr int MAX_SLICES = 64;   // of a row: masses of 2^18 tokens cannot overflow
 constexpr int CANDIDATES = 4096; // of a row that are kept in a list; where there are more, the row is read again
-constexpr int MASS_BITS = 44;
+constexpr int FRACTION_BITS = 44;
 constexpr int BIN_SHIFT = 17, FIRST_BIN = (127 - 12) << 6, NUM_BINS = 18 << 6;
 constexpr int BINS_PER_THREAD = (NUM_BINS + THREADS - 1) / THREADS;
 constexpr u32 MINUS_INFINITY = 0xff800000u, INFINITE = 0x7f800000u, LARGEST_FLOAT = 0x7f7fffffu;
@@ -58,7 +58,7 @@ DEVICE int bin_of(float depth) {
     return bin < 0 ? 0 : bin < NUM_BINS ? bin : NUM_BINS - 1;
 }
 
-// exp(-depth) * 2^44 rounded down, as `pagewire.kernels.sampling.token_masses` defines it.
+// exp(-depth) * 2^44 rounded down, as `pagewire.kernels.sampling.fixed_point_probabilities` defines it.
 DEVICE u64 mass_of(float depth) {
     if (!(depth < 32.0f)) return 0;
     constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
@@ -71,7 +71,7 @@ DEVICE u64 mass_of(float depth) {
     p = add_exact(multiply_exact(p, r), 1.6666665459e-1f);
     p = add_exact(multiply_exact(p, r), 5.0000001201e-1f);
     p = add_exact(add_exact(multiply_exact(p, multiply_exact(r, r)), r), 1.0f);
-    return u64(multiply_exact(p, __uint_as_float(u32(127 + MASS_BITS - int(n)) << 23)));
+    return u64(multiply_exact(p, __uint_as_float(u32(127 + FRACTION_BITS - int(n)) << 23)));
 }
 
 // ---------------------------------------------------------------- the block

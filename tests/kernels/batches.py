@@ -7,10 +7,19 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels import reference
-from pagewire.kernels.attention import AttentionBatch, allocate_kv, store_kv
+from pagewire.kernels.attention import AttentionBatch, store_kv
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Absolute, for outputs of about unit size: two or three units in the last place."""
+
+
+def allocate_kv(
+    num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, v_head_dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The K and V cache of one layer, zeroed."""
+    sizes = ((num_blocks, num_kv_heads, block_size, size) for size in (head_dim, v_head_dim))
+    k, v = (torch.zeros(size, dtype=dtype) for size in sizes)
+    return k, v
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +86,7 @@ def page(
     counts = [-(-end // shape.block_size) for end in ends]
     num_blocks, max_blocks = sum(counts) + 3, max([1, *counts]) + 2
     sizes = (num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim, shape.v_head_dim)
-    caches, plain_caches = (allocate_kv(*sizes, dtype, "cpu") for _ in range(2))
+    caches, plain_caches = (allocate_kv(*sizes, dtype) for _ in range(2))
     for cache in (*caches, *plain_caches):
         cache.fill_(torch.nan)
     free = torch.randperm(num_blocks, generator=generator, dtype=torch.int32)

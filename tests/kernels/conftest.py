@@ -5,7 +5,7 @@ import pytest
 from pagewire.kernels.cpu import kernels as cpu_kernels
 from pagewire.kernels.cpu.build import BuildError, InstructionSet, emulated_tiles, supported_instruction_sets
 from pagewire.kernels.cpu.kernels import CpuKernels
-from pagewire.kernels.cpu.library import InstructionsRefusedError
+from pagewire.kernels.cpu.library import InstructionsRefusedError, open_library
 
 TESTED = {isa.name: isa for isa in (*supported_instruction_sets(), emulated_tiles())}
 """Every instruction set of this CPU, and matrix tiles in plain C++."""
@@ -15,7 +15,7 @@ TESTED = {isa.name: isa for isa in (*supported_instruction_sets(), emulated_tile
 def built(isa: InstructionSet) -> CpuKernels | Exception:
     """The kernels for an instruction set, or why there are none."""
     try:
-        return CpuKernels(isa)
+        return CpuKernels(isa, open_library(isa))
     except (BuildError, InstructionsRefusedError) as error:
         return error
 

@@ -13,6 +13,7 @@ from pagewire.kernels import layers
 from pagewire.kernels.cache import cache_folder
 from pagewire.kernels.cpu import build as build_module
 from pagewire.kernels.cpu import kernels as cpu_kernels
+from pagewire.kernels.cpu import library as cpu_library
 from pagewire.kernels.cpu.build import (
     BuildError,
     InstructionSet,
@@ -33,6 +34,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def fresh_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """`cpu_kernels.load()` decides anew, in this test only."""
+    monkeypatch.setattr(cpu_library, "choose", cpu_library.choose.__wrapped__)
+    monkeypatch.setattr(cpu_kernels, "choose", cpu_library.choose)
     monkeypatch.setattr(cpu_kernels, "load", cpu_kernels.load.__wrapped__)
 
 
@@ -185,7 +188,7 @@ def test_a_set_that_cannot_be_used_gives_way_to_the_next(
 ) -> None:
     fake_cpu(SAPPHIRE_RAPIDS)
     libraries = FakeLibraries(refused, not_compiled)
-    monkeypatch.setattr(cpu_kernels, "open_library", libraries)
+    monkeypatch.setattr(cpu_library, "open_library", libraries)
     monkeypatch.delenv("PAGEWIRE_CPU_ISA", raising=False)
     if forced:
         monkeypatch.setenv("PAGEWIRE_CPU_ISA", forced)

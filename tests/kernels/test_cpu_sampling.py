@@ -106,7 +106,7 @@ def literal_mass(depth: float) -> int:
     for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
         p = p * r + f(c)
     p = (p * (r * r) + r) + f(1)
-    return int(math.ldexp(float(p), sampling.MASS_BITS - int(n)))
+    return int(math.ldexp(float(p), sampling.FRACTION_BITS - int(n)))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -115,11 +115,11 @@ def test_token_masses(kernels: CpuKernels, dtype: torch.dtype, size: int) -> Non
     depths = (torch.rand(size) * 40).to(dtype).float()
     depths[::7] *= 2.0**-20
     depths[-1], depths[0] = math.inf, 0.0
-    masses = kernels.token_masses(depths)
-    assert torch.equal(masses, reference.token_masses(depths))
+    masses = kernels.fixed_point_probabilities(depths)
+    assert torch.equal(masses, reference.fixed_point_probabilities(depths))
     assert masses[:200].tolist() == [literal_mass(depth) for depth in depths[:200].tolist()]
-    assert masses[0] == 2**sampling.MASS_BITS
+    assert masses[0] == 2**sampling.FRACTION_BITS
     ordered, places = depths.sort()
     assert (masses[places].diff() <= 0).all()
-    exact = torch.exp(-ordered.double()) * 2**sampling.MASS_BITS
+    exact = torch.exp(-ordered.double()) * 2**sampling.FRACTION_BITS
     assert ((masses[places] - exact).abs() <= exact * 8e-8 + 1).all()

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagewire.kernels.attention import AttentionBatch, allocate_kv
+from pagewire.kernels.attention import AttentionBatch
 from pagewire.kernels.cpu.kernels import CpuKernels
-from pagewire.kernels.cpu.library import DTYPES
+from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.decoder import Activation, Layer, Norm, Stack
 from pagewire.kernels.linear import pack
+
+from .batches import allocate_kv
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, BLOCKS = 48, 4, 2, 16, 72, 6
 
@@ -77,7 +79,7 @@ def make_step(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, AttentionBatc
 
 def make_caches(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
     """One for each of two layers."""
-    return [allocate_kv(BLOCKS, KV_HEADS, 8, HEAD_DIM, HEAD_DIM, dtype, "cpu") for _ in range(2)]
+    return [allocate_kv(BLOCKS, KV_HEADS, 8, HEAD_DIM, HEAD_DIM, dtype) for _ in range(2)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -21,9 +21,9 @@ import torch
 from numpy.typing import NDArray
 
 from pagewire.kernels import sampling
-from pagewire.kernels.sampling import MASS_BITS
+from pagewire.kernels.sampling import FRACTION_BITS
 
-ONE = 2**MASS_BITS
+ONE = 2**FRACTION_BITS
 BLOCK = 256  # tokens summed together before one is searched for
 
 # Bins of z: float32's exponent and top 6 bits of fraction, from 2**-12 to 2**6. Logarithmic, so that a bin
@@ -45,7 +45,7 @@ def depths_below(x: torch.Tensor, peaks: torch.Tensor, temperatures: Sequence[fl
 
 def fixed_point_probabilities(depths: torch.Tensor) -> torch.Tensor:
     """int64 [n, V]: `ONE` for the most likely token, and in proportion for the others."""
-    return sampling.token_masses(depths)
+    return sampling.fixed_point_probabilities(depths)
 
 
 def keep_min_p(masses: torch.Tensor, min_p: Sequence[float]) -> None:

@@ -130,5 +130,7 @@ def test_the_log_as_json_sums_up_while_there_is_work(tmp_path: Path) -> None:
     work = ("running", "waiting", "prompt_tokens_per_s", "generation_tokens_per_s")
     assert all(any(record[name] for name in work) for record in stats)  # nothing when idle
     assert max(record["generation_tokens_per_s"] for record in stats) > 0
-    assert {record["logger"] for record in records} == {"pagewire.core", "pagewire.worker"}
+    assert {record["logger"] for record in records} == {
+        *("pagewire.core", "pagewire.worker", "pagewire.kernels")
+    }
     assert any(record["message"].startswith("generate (pid ") for record in records)

@@ -17,7 +17,8 @@ from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.layout import exchange_chunks
 from pagewire.kernels.dispatch import Kernels
 from pagewire.kernels.layer import Activation, Layer, Norm
-from pagewire.kernels.paging import AttentionBatch, allocate_kv
+from pagewire.kernels.paging import AttentionBatch
+from tests.kernels.batches import allocate_kv
 from tests.kernels.cuda.emulate import ORDERS, EmulatedDevice
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, BLOCKS, BLOCK_SIZE = 64, 4, 2, 32, 80, 8, 16
@@ -109,7 +110,7 @@ def test_a_stack_equals_the_reference(
     plain = [
         tuple(
             cache.copy_(torch.randn(cache.shape, generator=generator))
-            for cache in allocate_kv(BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM, torch.bfloat16, "cpu")
+            for cache in allocate_kv(BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM, torch.bfloat16)
         )
         for _ in stack
     ]
@@ -147,7 +148,7 @@ def test_each_kernel_alone_equals_the_reference() -> None:
 
 def test_keys_and_values_are_stored_where_attention_looks() -> None:
     ours, k, v = CudaKernels(EmulatedDevice(), "cpu"), *(torch.randn(2, 1, 32).half() for _ in range(2))
-    caches = allocate_kv(1, 1, 16, 32, 32, torch.float16, "cpu")
+    caches = allocate_kv(1, 1, 16, 32, 32, torch.float16)
     ours.store_kv(k, v, *caches, torch.tensor([0, 1]))
     starts, length = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
     table = torch.zeros(1, 1, dtype=torch.int32)
@@ -173,7 +174,7 @@ def test_head_norms_of_two_eps_are_refused() -> None:
     assert layer.head_norms is not None
     of_q, of_k = layer.head_norms
     layer = dataclasses.replace(layer, head_norms=(of_q, dataclasses.replace(of_k, eps=1.0)))
-    caches = [allocate_kv(BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM, torch.bfloat16, "cpu")]
+    caches = [allocate_kv(BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM, torch.bfloat16)]
     x = torch.zeros(len(positions), HIDDEN).bfloat16()
     with pytest.raises(ValueError, match="one eps"):
         run(CudaKernels(EmulatedDevice(), "cpu"), [layer], x, batch, positions, caches)

@@ -12,6 +12,7 @@ from pagewire.kernels.cuda import compile, gates, kv, launch, norms
 from pagewire.kernels.cuda.launch import CudaDevice, pack
 from pagewire.kernels.cuda.source import Variant, parameter_dtype, read_source
 from pagewire.kernels.cuda.variants import all_variants
+from pagewire.kernels.layer import Activation
 from tests.kernels.cuda.emulate import EmulatedDevice
 
 
@@ -63,8 +64,8 @@ def test_a_launch_arrives_with_its_parameters(cuda: CudaDevice, recorder: Record
 def test_a_kernel_is_loaded_once(cuda: CudaDevice, recorder: Recorder) -> None:
     x = torch.randn(4, 64).half()
     for _ in range(3):
-        gates.activate_and_mul(cuda, x, "silu")
-    gates.activate_and_mul(cuda, x, "gelu")
+        gates.activate_and_mul(cuda, x, Activation.SILU)
+    gates.activate_and_mul(cuda, x, Activation.GELU)
     assert [name for name, _ in recorder.calls].count("load") == 2
     assert len(recorder.calls) == 6
 
@@ -75,7 +76,7 @@ def test_loading_ahead_leaves_only_launches(cuda: CudaDevice, recorder: Recorder
     assert len(recorder.calls) == len(gates.variants()) == len(done)
     cuda.load(gates.variants())
     for dtype in (torch.float16, torch.bfloat16):
-        for activation in gates.ACTIVATIONS:
+        for activation in Activation:
             gates.activate_and_mul(cuda, torch.zeros(1, 16, dtype=dtype), activation)
     assert [name for name, _ in recorder.calls].count("load") == len(gates.variants())
 
@@ -139,9 +140,9 @@ def test_structs_are_read_from_their_declaration(tmp_path: Path) -> None:
     assert dtype.names == tuple("abcdefg")
     assert [dtype.fields[name][1] for name in dtype.names] == [0, 8, 12, 16, 24, 32, 40]  # type: ignore[index]
     assert dtype.itemsize == 48
-    with pytest.raises(ValueError, match="struct Bad: cannot pack the field 'bool a'"):
+    with pytest.raises(ValueError, match="struct Bad: cannot pack a field of type 'bool'"):
         parameter_dtype(str(source), "Bad")
-    with pytest.raises(ValueError, match="declares no struct Ugly"):
+    with pytest.raises(ValueError, match="no struct Ugly is declared"):
         parameter_dtype(str(source), "Ugly")
 
 

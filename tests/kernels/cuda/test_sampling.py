@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pagewire.ipc.params import SamplingParams
 from pagewire.kernels.cuda import sampling as cuda
-from pagewire.kernels.sampling import token_masses
+from pagewire.kernels.sampling import fixed_point_probabilities
 from pagewire.workers.sample.device_sampler import DeviceSampler
 from pagewire.workers.sample.logprobs import logprobs_of
 from pagewire.workers.sample.masks import TokenMasks
@@ -261,7 +261,7 @@ def test_log_probabilities_of_given_tokens(dtype: torch.dtype) -> None:
     plan = cuda.plan([cuda.RowSampling(num_most_likely=k) for k in (0, 9, 30, 1, 30)])
     result = cuda.Sampler(EmulatedDevice(), 8, 6000, 30, on="cpu").logprobs(logits, token_ids, plan)
     depths = logits.float().amax(1)[:, None] - logits.float()
-    assert torch.equal(result.totals, token_masses(depths).sum(1))
+    assert torch.equal(result.totals, fixed_point_probabilities(depths).sum(1))
     logprobs = result.logprobs()
     for i, k in enumerate(plan.nums_most_likely.tolist()):
         expected = logprobs_of(logits[i : i + 1], [int(token_ids[i])], k)

@@ -1,0 +1,56 @@
+"""How tensors are handed to the compiled library."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The dtypes that the kernels are compiled for, and their numbers in the C++ code."""
+
+
+def cache_fields(library: ctypes.CDLL, k_cache: Tensor, v_cache: Tensor) -> dict[str, int]:
+    """What `AttentionCall` says of a layer's caches, but for where they lie.
+
+    Raises:
+        ValueError: their heads are not contiguous within a block, or a pair of values would lie in two.
+    """
+    for cache in (k_cache, v_cache):
+        check_cache(library, cache)
+    return {
+        "k_block_stride": k_cache.stride(0),
+        "k_head_stride": k_cache.stride(1),
+        "v_block_stride": v_cache.stride(0),
+        "v_head_stride": v_cache.stride(1),
+        "num_blocks": k_cache.shape[0],
+        "block_size": k_cache.shape[2],
+    }
+
+
+def check_cache(library: ctypes.CDLL, cache: Tensor) -> None:
+    """Refuse a cache [num_blocks, heads, block_size, size] that the kernels cannot arrange as they want to.
+
+    Raises:
+        ValueError: why.
+    """
+    _, _, block_size, size = cache.shape
+    if cache.stride()[2:] != (size, 1):
+        raise ValueError(f"a head's rows must be contiguous within a block, strides are {cache.stride()}")
+    if block_size % library.pagewire_pair(DTYPES[cache.dtype]):
+        raise ValueError(f"{cache.dtype} needs blocks of an even number of tokens, not {block_size}")
+
+
+def last_contiguous(x: Tensor) -> Tensor:
+    """x, or a copy whose last axis is contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def of_size(weight: Tensor, size: int) -> Tensor:
+    """A contiguous weight [size].
+
+    Raises:
+        ValueError: it has another shape.
+    """
+    if weight.shape != (size,):
+        raise ValueError(f"weight of shape {tuple(weight.shape)} for rows of {size}")
+    return weight.contiguous()
