@@ -11,7 +11,7 @@ from pagewire.kernels.cpu.library import DTYPES
 from pagewire.kernels.paging import AttentionBatch
 
 if TYPE_CHECKING:
-    from pagewire.kernels.decoder import Layer
+    from pagewire.kernels.decoder import Layer, Norm
 
 
 class Kernels(Protocol):
@@ -54,7 +54,7 @@ class Kernels(Protocol):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
-    def stack(self, layers: "Sequence[Layer]") -> "Callable[..., Tensor] | None": ...
+    def stack(self, input_norm: "Norm", layers: "Sequence[Layer]") -> "Callable[..., Tensor] | None": ...
 
     def largest(self, x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
 

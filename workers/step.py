@@ -24,6 +24,8 @@ from pagewire.workers.sampler import SampleOutput, SamplingSlot, logprob_rows
 if TYPE_CHECKING:
     from pagewire.workers.runner import Runner
 
+NOTHING = torch.empty(0)
+
 
 @dataclass(frozen=True)
 class AskedPrompt:
@@ -45,7 +47,7 @@ class Step:
         self._ended = begun
         self._sampled: Sampled | None = None
         self._batch: Batch | None = None
-        self._hidden = torch.empty(0)
+        self._hidden = NOTHING
         self._rows: list[Row] = []
         self._slots: list[SamplingSlot] = []
         self._prompts: list[AskedPrompt] = []
@@ -71,7 +73,7 @@ class Step:
         if batch is None or not self._rows:
             return
         with runner.span("logits"):
-            logits = runner.model.model.logits(self._hidden[batch.sample_indices])
+            logits = runner.model.model.logits(self._hidden.index_select(0, batch.sample_indices))
         with runner.span("masks"):
             allowed = TokenMasks.of(masks() if self.plan.masked else None, batch.sample_rows)
         with runner.span("sample"):

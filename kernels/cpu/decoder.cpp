@@ -28,7 +28,8 @@ struct Layer {
 
 struct StackCall {
   const Layer* layers;
-  void* x;         // [tokens, hidden]: normed input, in the end the normed output
+  Norm input_norm;
+  void* x;         // [tokens, hidden]: in the end the normed output
   void* residual;  // [tokens, hidden]
   void* qkv;       // scratch: [tokens, (heads + 2 kv_heads) head_dim], then its attention [tokens, heads head_dim]
   void* attended;
@@ -54,6 +55,7 @@ class Stack {
 
   // As `pagewire_attention`; 2: a slot lies outside the cache.
   int run() const {
+    first_norm(call_.input_norm, call_.layers[0].qkv.k);
     for (int64_t i = 0; i < call_.num_layers; ++i) {
       const Layer& layer = call_.layers[i];
       if (const int failure = attend(layer)) return failure;
@@ -113,6 +115,11 @@ class Stack {
     return pagewire_store(heads, cache, call_.slots, tokens_, batch_.num_kv_heads, batch_.head_dim, qkv_width_,
                           batch_.head_dim, block_stride, head_stride, batch_.num_blocks, batch_.block_size, values,
                           batch_.dtype, batch_.num_threads);
+  }
+
+  void first_norm(const Norm& norm, int64_t size) const {
+    pagewire_rms_norm(call_.residual, norm.weight, call_.x, tokens_, 1, size, size, size, size, size, norm.eps,
+                      norm.offset, batch_.dtype, batch_.num_threads);
   }
 
   void add_norm(const Norm& norm, int64_t size) const {

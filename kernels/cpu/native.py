@@ -36,7 +36,7 @@ from pagewire.kernels.cpu.linear import PackedLinear, multiply_unpacked
 from pagewire.kernels.paging import AttentionBatch
 
 if TYPE_CHECKING:
-    from pagewire.kernels.decoder import Layer
+    from pagewire.kernels.decoder import Layer, Norm
 
 logger = logging.getLogger("pagewire.kernels")
 
@@ -291,9 +291,9 @@ class NativeKernels:
         """See `pagewire.kernels.linear.linear`."""
         return multiply_unpacked(self._library, x, weight, bias)
 
-    def stack(self, layers: "Sequence[Layer]") -> NativeStack | None:
+    def stack(self, input_norm: "Norm", layers: "Sequence[Layer]") -> NativeStack | None:
         """All layers in one call, where they are of one form and over packed weights of this library."""
-        return NativeStack.of(self._library, layers)
+        return NativeStack.of(self._library, input_norm, layers)
 
     def largest(self, x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `pagewire.kernels.sampling.largest`."""
