@@ -24,7 +24,7 @@ class Stack:
 
     def __init__(self, input_norm: Norm, layers: Sequence[Layer]) -> None:
         self.input_norm, self.layers = input_norm, layers
-        self.compiled = implementation_for(input_norm.weight).stack(layers)
+        self.compiled = implementation_for(input_norm.weight).stack(input_norm, layers)
 
     def __call__(
         self,
@@ -46,10 +46,10 @@ class Stack:
         Returns:
             [T, H], normed by the last layer's `next_norm`.
         """
+        if self.compiled is not None:
+            return self.compiled(residual, cos, sin, batch, caches)
         norm = self.input_norm
         x = rms_norm(residual, norm.weight, norm.eps, offset=norm.offset)
-        if self.compiled is not None:
-            return self.compiled(x, residual, cos, sin, batch, caches)
         for layer, (k_cache, v_cache) in zip(self.layers, caches, strict=True):
             x = layer.out(_attend(layer, x, cos, sin, batch, k_cache, v_cache))
             x = _add(x, residual, layer.attention_norm)

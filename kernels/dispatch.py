@@ -8,7 +8,7 @@ from torch import Tensor
 from pagewire.kernels import reference
 from pagewire.kernels.cpu import kernels as cpu_kernels
 from pagewire.kernels.cpu.tensors import DTYPES
-from pagewire.kernels.layer import Layer
+from pagewire.kernels.layer import Layer, Norm
 from pagewire.kernels.paging import AttentionBatch
 
 
@@ -52,7 +52,7 @@ class Kernels(Protocol):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
-    def stack(self, layers: Sequence[Layer]) -> Callable[..., Tensor] | None: ...
+    def stack(self, input_norm: Norm, layers: Sequence[Layer]) -> Callable[..., Tensor] | None: ...
 
     def largest(self, x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
 

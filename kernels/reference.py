@@ -180,5 +180,5 @@ def pack(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tenso
     return functools.partial(linear, weight=weight, bias=bias)
 
 
-def stack(layers: object) -> None:
+def stack(input_norm: object, layers: object) -> None:
     """There is no implementation of a whole stack in plain PyTorch: its kernels are called one by one."""

@@ -65,43 +65,47 @@ def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0) -> Batch
     num_padded: of requests, each with a token if it is one of `rows`. What is more than the rows has no tokens in
     its cache, token 0 at position 0, and writes nowhere.
     """
-    slot_ids = np.array([row.slot for row in rows], np.int64)
-    starts = np.array([row.start for row in rows], np.int64)
-    lengths = np.array([row.num_tokens for row in rows], np.int64)
-    query_start_loc = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum(lengths, out=query_start_loc[1:])
-    num_tokens = int(query_start_loc[-1])
+    per_row = [[row.slot for row in rows], [row.start for row in rows], [row.num_tokens for row in rows]]
+    slot_ids, starts, lengths = np.array(per_row, np.int64)
+    ends = lengths.cumsum()
+    num_tokens, max_query_len = int(ends[-1]), int(lengths.max())
+    query_start_loc = np.zeros(len(rows) + 1, np.int32)
+    query_start_loc[1:] = ends
 
-    token_slots = np.repeat(slot_ids, lengths)
-    positions = np.arange(num_tokens) + np.repeat(starts - query_start_loc[:-1], lengths)
-    input_ids = slots.tokens[token_slots, positions].astype(np.int64)
+    token_slots, positions = slot_ids, starts
+    if max_query_len > 1 or num_tokens < len(rows):
+        token_slots = np.repeat(slot_ids, lengths)
+        positions = np.arange(num_tokens) + np.repeat(starts - (ends - lengths), lengths)
+    input_ids = slots.tokens[token_slots, positions]
     unseen = positions >= slots.num_tokens[token_slots]
-    input_ids[unseen] = -1 - token_slots[unseen]
-    blocks, offsets = np.divmod(positions, slots.block_size)
-    slot_mapping = slots.block_table[token_slots, blocks].astype(np.int64) * slots.block_size + offsets
+    has_unseen = bool(unseen.any())
+    if has_unseen:
+        input_ids[unseen] = -1 - token_slots[unseen]
+    places = positions // slots.block_size
+    # A token is as far into its block in the cache as it is in the request.
+    slot_mapping = positions + (slots.block_table[token_slots, places] - places) * slots.block_size
 
     seq_lens = starts + lengths
     max_seq_len = int(seq_lens.max())
     block_table = slots.block_table[slot_ids, : -(-max_seq_len // slots.block_size)]
     sample_rows = [i for i, row in enumerate(rows) if row.sample]
-    sample_indices = query_start_loc[1:][sample_rows] - 1
     more = max(0, num_padded - len(rows))
     return Batch(
         input_ids=_padded(input_ids, more),
         positions=_padded(positions, more),
         attention=AttentionBatch(
-            query_start_loc=_padded(query_start_loc.astype(np.int32), more, num_tokens),
+            query_start_loc=_padded(query_start_loc, more, num_tokens),
             seq_lens=_padded(seq_lens.astype(np.int32), more),
             block_table=_padded(block_table, more),
             slot_mapping=_padded(slot_mapping, more, -1),
-            max_query_len=int(lengths.max()),
+            max_query_len=max_query_len,
             max_seq_len=max_seq_len,
         ),
         sample_rows=sample_rows,
-        sample_indices=torch.from_numpy(sample_indices),
+        sample_indices=torch.from_numpy(ends[sample_rows] - 1),
         sample_slots=torch.from_numpy(slot_ids[sample_rows]),
         starts=query_start_loc[:-1].tolist(),
-        has_unseen=bool(unseen.any()),
+        has_unseen=has_unseen,
     )
 
 

@@ -43,6 +43,9 @@ class ModelOnDevice(Protocol):
         """Let the next step run them, even if it is launched before anyone has seen them."""
 
 
+NOTHING = torch.empty(0)
+
+
 @dataclass(frozen=True)
 class AskedPrompt:
     """A row that wants log probabilities of its prompt's tokens."""
@@ -63,7 +66,7 @@ class RunningStep:
         self._ended = begun
         self._sampled: Sampled | None = None
         self._batch: Batch | None = None
-        self._hidden = torch.empty(0)
+        self._hidden = NOTHING
         self._rows: list[Row] = []
         self._slots: list[SamplingSlot] = []
         self._prompts: list[AskedPrompt] = []
@@ -89,7 +92,7 @@ class RunningStep:
         if batch is None or not self._rows:
             return
         with runner.span("logits"):
-            logits = runner.model.model.logits(self._hidden[batch.sample_indices])
+            logits = runner.model.model.logits(self._hidden.index_select(0, batch.sample_indices))
         with runner.span("masks"):
             allowed = TokenMasks.of(masks() if self.plan.masked else None, batch.sample_rows)
         with runner.span("sample"):

@@ -17,6 +17,7 @@ class Stack {
 
   // As `pagewire_attention`; 2: a slot lies outside the cache.
   int run() const {
+    first_norm(call_.input_norm, call_.layers[0].qkv.k);
     for (int64_t i = 0; i < call_.num_layers; ++i) {
       const Layer& layer = call_.layers[i];
       if (const int failure = attend(layer)) return failure;
@@ -76,6 +77,11 @@ class Stack {
     return pagewire_store(heads, cache, call_.slots, tokens_, batch_.num_kv_heads, batch_.head_dim, qkv_width_,
                           batch_.head_dim, block_stride, head_stride, batch_.num_blocks, batch_.block_size, values,
                           batch_.dtype, batch_.num_threads);
+  }
+
+  void first_norm(const Norm& norm, int64_t size) const {
+    pagewire_rms_norm(call_.residual, norm.weight, call_.x, tokens_, 1, size, size, size, size, size, norm.eps,
+                      norm.offset, batch_.dtype, batch_.num_threads);
   }
 
   void add_norm(const Norm& norm, int64_t size) const {

@@ -1,7 +1,9 @@
 """The stack of decoder.cpp."""
 
 import ctypes
+import weakref
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -36,29 +38,51 @@ class CompiledStack:
     """Layers of one form in one call; see `pagewire.kernels.decoder.Stack`."""
 
     @classmethod
-    def of(cls, library: ctypes.CDLL, layers: Sequence[Layer]) -> "CompiledStack | None":
+    def of(cls, library: ctypes.CDLL, input_norm: Norm, layers: Sequence[Layer]) -> "CompiledStack | None":
         """None where the layers differ in form, or their products are not of linear.cpp."""
         forms = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
-        dtypes: set[torch.dtype] = set()
+        dtypes = {input_norm.weight.dtype}
         for layer in layers:
             linears = _linears(layer)
             if len(linears) < len(PRODUCTS) or layer.activation not in ACTIVATIONS:
                 return None
             norms = (layer.attention_norm, layer.next_norm, *(layer.head_norms or ()))
             dtypes |= {linear.packed.dtype for linear in linears.values()} | {n.weight.dtype for n in norms}
-        return cls(library, layers) if len(forms) == len(dtypes) == 1 else None
+        return cls(library, input_norm, layers) if len(forms) == len(dtypes) == 1 else None
 
-    def __init__(self, library: ctypes.CDLL, layers: Sequence[Layer]) -> None:
-        self._library, self._layers = library, layers  # which own what the structs point to
+    def __init__(self, library: ctypes.CDLL, input_norm: Norm, layers: Sequence[Layer]) -> None:
+        self._library, self._owners = library, (input_norm, layers)  # of what the structs point to
         first = layers[0]
         self._num_heads, self._num_kv_heads = first.num_heads, first.num_kv_heads
         self._head_dim = first.head_dim
         self._qkv_size = (first.num_heads + 2 * first.num_kv_heads) * first.head_dim
         self._attended_size = first.num_heads * first.head_dim
+        self._hidden_size = _linears(first)["out"].out_features
         self._dtype = first.attention_norm.weight.dtype
         widest = max(_linears(layer)["down"].in_features for layer in layers)
-        self._scratch_widths = (self._qkv_size, self._attended_size, 2 * widest, widest)
+        widths = (self._qkv_size, self._attended_size, 2 * widest, widest)
+        self._scratch_widths = tuple(accumulate(widths, initial=0))  # of all before each one, and of all
         self._structs = (LayerParameters * len(layers))(*map(self._struct, layers))
+        self._known_caches: list[weakref.ref[Tensor]] = []
+        self._call = self._form(_norm(input_norm, self._hidden_size, self._dtype))
+
+    def _form(self, input_norm: ctypes.Structure) -> ctypes.Structure:
+        """What all calls have in common, filled in."""
+        attention = AttentionCall(
+            q_token_stride=self._qkv_size,
+            q_head_stride=self._head_dim,
+            num_heads=self._num_heads,
+            num_kv_heads=self._num_kv_heads,
+            head_dim=self._head_dim,
+            v_head_dim=self._head_dim,
+            dtype=DTYPES[self._dtype],
+        )
+        return StackCall(
+            layers=ctypes.addressof(self._structs),
+            input_norm=input_norm,
+            num_layers=len(self._structs),
+            attention=attention,
+        )
 
     def _struct(self, layer: Layer) -> ctypes.Structure:
         linears = _linears(layer)
@@ -89,48 +113,48 @@ class CompiledStack:
 
     def __call__(
         self,
-        x: Tensor,
         residual: Tensor,
         cos: Tensor,
         sin: Tensor,
         batch: AttentionBatch,
         caches: Sequence[tuple[Tensor, Tensor]],
     ) -> Tensor:
-        """x [T, H] (overwritten), normed, to the same; residual [T, H] is overwritten.
+        """residual [T, H], overwritten, to [T, H], normed.
 
         Raises:
             ValueError: the batch, the caches or the angles do not fit.
         """
         cos, sin = cos.contiguous(), sin.contiguous()
-        if (
-            sin.shape != cos.shape
-            or cos.shape[0] != len(x)
-            or cos.shape[1] > self._head_dim
-            or cos.shape[1] % 2
-        ):
-            raise ValueError(f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} for {len(x)} tokens")
-        if not all(
-            tensor.dtype == self._dtype and tensor.is_contiguous() for tensor in (x, residual, cos, sin)
-        ):
+        num_tokens, rot_dim = cos.shape
+        if sin.shape != cos.shape or num_tokens != len(residual) or rot_dim > self._head_dim or rot_dim % 2:
+            raise ValueError(f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} for {len(residual)} tokens")
+        if residual.shape[1] != self._hidden_size:
+            raise ValueError(f"states of {self._hidden_size} expected, not of {residual.shape[1]}")
+        if not all(tensor.dtype == self._dtype and tensor.is_contiguous() for tensor in (residual, cos, sin)):
             raise ValueError(f"contiguous tensors of {self._dtype} expected")
-        scratch = [x.new_empty(len(x), width) for width in self._scratch_widths]
-        call = StackCall(
-            ctypes.addressof(self._layer_structs(caches)),
-            x.data_ptr(),
-            residual.data_ptr(),
-            *(tensor.data_ptr() for tensor in scratch),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            batch.slot_mapping.data_ptr(),
-            len(self._structs),
-            cos.shape[1] // 2,
-            self._attention(batch, len(x), caches[0]),
+        self._take_caches(caches)
+        self._take_batch(batch, num_tokens)
+        x = torch.empty_like(residual)
+        *places, size = (num_tokens * width for width in self._scratch_widths)
+        scratch = residual.new_empty(size)
+        call = self._call
+        call.x, call.residual = x.data_ptr(), residual.data_ptr()
+        call.qkv, call.attended, call.gate_up, call.gated = (
+            scratch.data_ptr() + place * scratch.itemsize for place in places
         )
+        call.cos, call.sin, call.rotary_half = cos.data_ptr(), sin.data_ptr(), rot_dim // 2
         if self._library.pagewire_decoder(ctypes.byref(call)):
             raise ValueError("lengths, slots or block numbers of the batch do not fit its tensors")
         return x
 
-    def _layer_structs(self, caches: Sequence[tuple[Tensor, Tensor]]) -> "ctypes.Array[ctypes.Structure]":
+    def _take_caches(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Point the structs to the layers' caches: they are the same from step to step."""
+        flat = [cache for pair in caches for cache in pair]
+        if len(flat) == len(self._known_caches) and all(
+            known() is cache for known, cache in zip(self._known_caches, flat, strict=True)
+        ):
+            return
+        self._known_caches = []
         if len(caches) != len(self._structs):
             raise ValueError(f"caches of {len(caches)} layers for {len(self._structs)}")
         k_first, v_first = caches[0]
@@ -140,39 +164,29 @@ class CompiledStack:
             if v.shape != v_first.shape or v.stride() != v_first.stride() or v.dtype != self._dtype:
                 raise ValueError(f"the layers' caches differ: {tuple(v.shape)} of {v.dtype}")
             struct.k_cache, struct.v_cache = k.data_ptr(), v.data_ptr()
-        return self._structs
+        if k_first.shape != v_first.shape or k_first.shape[1::2] != (self._num_kv_heads, self._head_dim):
+            raise ValueError(
+                f"caches {tuple(k_first.shape)} and {tuple(v_first.shape)} do not fit the layers"
+            )
+        for name, value in cache_fields(self._library, k_first, v_first).items():
+            setattr(self._call.attention, name, value)
+        self._known_caches = [weakref.ref(cache) for cache in flat]
 
-    def _attention(
-        self, batch: AttentionBatch, num_tokens: int, caches: tuple[Tensor, Tensor]
-    ) -> ctypes.Structure:
-        k, v = caches
-        lengths = (batch.query_start_loc, batch.seq_lens, batch.block_table)
+    def _take_batch(self, batch: AttentionBatch, num_tokens: int) -> None:
+        starts, lens = batch.query_start_loc, batch.seq_lens
+        table, slots = batch.block_table, batch.slot_mapping
         if (
-            any(tensor.dtype != torch.int32 or not tensor.is_contiguous() for tensor in lengths)
-            or batch.slot_mapping.dtype != torch.int64
-            or batch.slot_mapping.shape != (num_tokens,)
-            or not batch.slot_mapping.is_contiguous()
-            or len(batch.query_start_loc) != len(batch.seq_lens) + 1
-            or len(batch.block_table) < len(batch.seq_lens)
-            or k.shape != v.shape
-            or (k.shape[1], k.shape[3]) != (self._num_kv_heads, self._head_dim)
+            any(tensor.dtype != torch.int32 or not tensor.is_contiguous() for tensor in (starts, lens, table))
+            or slots.dtype != torch.int64
+            or slots.shape != (num_tokens,)
+            or not slots.is_contiguous()
+            or len(starts) != len(lens) + 1
+            or len(table) < len(lens)
         ):
-            raise ValueError(f"the batch does not fit {num_tokens} tokens and caches {tuple(k.shape)}")
-        return AttentionCall(
-            query_start_loc=batch.query_start_loc.data_ptr(),
-            seq_lens=batch.seq_lens.data_ptr(),
-            block_table=batch.block_table.data_ptr(),
-            q_token_stride=self._qkv_size,
-            q_head_stride=self._head_dim,
-            **cache_fields(self._library, k, v),
-            block_table_stride=batch.block_table.stride(0),
-            num_tokens=num_tokens,
-            num_requests=len(batch.seq_lens),
-            num_heads=self._num_heads,
-            num_kv_heads=self._num_kv_heads,
-            head_dim=self._head_dim,
-            v_head_dim=self._head_dim,
-            max_blocks=batch.block_table.shape[1],
-            dtype=DTYPES[self._dtype],
-            num_threads=torch.get_num_threads(),
-        )
+            raise ValueError(f"the batch does not fit {num_tokens} tokens")
+        call = self._call.attention
+        call.query_start_loc, call.seq_lens = starts.data_ptr(), lens.data_ptr()
+        call.block_table, call.block_table_stride = table.data_ptr(), table.stride(0)
+        call.num_tokens, call.num_requests, call.max_blocks = num_tokens, len(lens), table.shape[1]
+        call.num_threads = torch.get_num_threads()
+        self._call.slots = slots.data_ptr()

@@ -105,7 +105,8 @@ struct Layer {
 
 struct StackCall {
   const Layer* layers;
-  void* x;         // [tokens, hidden]: normed input, in the end the normed output
+  Norm input_norm;
+  void* x;         // [tokens, hidden]: in the end the normed output
   void* residual;  // [tokens, hidden]
   void* qkv;       // scratch: [tokens, (heads + 2 kv_heads) head_dim], then its attention [tokens, heads head_dim]
   void* attended;

@@ -12,7 +12,7 @@ from pagewire.kernels.cpu.decoder import CompiledStack
 from pagewire.kernels.cpu.library import AttentionCall, choose
 from pagewire.kernels.cpu.linear import PackedLinear, multiply_unpacked
 from pagewire.kernels.cpu.tensors import DTYPES, cache_fields, check_cache, last_contiguous, of_size
-from pagewire.kernels.layer import Layer
+from pagewire.kernels.layer import Layer, Norm
 from pagewire.kernels.paging import AttentionBatch
 
 
@@ -216,9 +216,9 @@ class CpuKernels:
         """See `pagewire.kernels.linear.linear`."""
         return multiply_unpacked(self._library, x, weight, bias)
 
-    def stack(self, layers: Sequence[Layer]) -> CompiledStack | None:
+    def stack(self, input_norm: Norm, layers: Sequence[Layer]) -> CompiledStack | None:
         """All layers in one call, where they are of one form and over packed weights of this library."""
-        return CompiledStack.of(self._library, layers)
+        return CompiledStack.of(self._library, input_norm, layers)
 
     def largest(self, x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `pagewire.kernels.sampling.largest`."""

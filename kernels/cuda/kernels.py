@@ -11,7 +11,7 @@ from pagewire.kernels import reference
 from pagewire.kernels.cuda import attention, gates, kv, norms, sampling
 from pagewire.kernels.cuda.launch import CudaDevice, Device
 from pagewire.kernels.cuda.source import Variant
-from pagewire.kernels.layer import Activation, Layer
+from pagewire.kernels.layer import Activation, Layer, Norm
 from pagewire.kernels.paging import AttentionBatch
 
 
@@ -118,9 +118,9 @@ class CudaKernels:
         """See `pagewire.kernels.linear.linear`. A row's bits may depend on the batch."""
         return functional.linear(x, weight, bias)
 
-    def stack(self, layers: Sequence[Layer]) -> Callable[..., Tensor]:
-        """All layers, each in ten launches."""
-        return functools.partial(self._run_layers, layers)
+    def stack(self, input_norm: Norm, layers: Sequence[Layer]) -> Callable[..., Tensor]:
+        """A norm, then all layers, each in ten launches."""
+        return functools.partial(self._run_layers, input_norm, layers)
 
     def largest(self, x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `pagewire.kernels.sampling.largest`."""
@@ -136,14 +136,15 @@ class CudaKernels:
 
     def _run_layers(
         self,
+        norm: Norm,
         layers: Sequence[Layer],
-        x: Tensor,
         residual: Tensor,
         cos: Tensor,
         sin: Tensor,
         batch: AttentionBatch,
         caches: Sequence[tuple[Tensor, Tensor]],
     ) -> Tensor:
+        x = self.rms_norm(residual, norm.weight, norm.eps, offset=norm.offset)
         for layer, (k_cache, v_cache) in zip(layers, caches, strict=True):
             x = layer.out(self._attend(layer, x, cos, sin, batch, k_cache, v_cache))
             norm = layer.attention_norm

@@ -103,9 +103,10 @@ def test_one_call_is_all_the_kernels(dtype: torch.dtype, options: dict[str, obje
 
 
 def test_layers_of_two_forms_run_kernel_by_kernel(served_kernels: CpuKernels) -> None:
-    layers = make_stack(torch.float32).layers
-    assert served_kernels.stack([layers[0], dataclasses.replace(layers[1], head_dim=8)]) is None
-    assert served_kernels.stack([layers[0], dataclasses.replace(layers[1], down=lambda x: x)]) is None
+    stack = make_stack(torch.float32)
+    first, second = stack.layers
+    for other in (dataclasses.replace(second, head_dim=8), dataclasses.replace(second, down=lambda x: x)):
+        assert served_kernels.stack(stack.input_norm, [first, other]) is None
 
 
 @pytest.mark.usefixtures("served_kernels")
@@ -123,6 +124,8 @@ def test_what_does_not_fit_is_refused() -> None:
             stack(residual, cos, sin, batch, wrong)
     with pytest.raises(ValueError, match="cos"):
         stack(residual, cos[:5], sin[:5], batch, caches)
+    with pytest.raises(ValueError, match="states"):
+        stack(residual[:, :-1].contiguous(), cos, sin, batch, caches)
     with pytest.raises(ValueError, match="contiguous tensors"):
         stack(residual, cos.double(), sin.double(), batch, caches)
     for name, value in (

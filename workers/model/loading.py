@@ -128,14 +128,16 @@ def transform(
     if stack is not None:
         model.base = stack.to(there)
         pack_linears(causal.to(there))
+        model.shorten_logits()
         try:
             return model, prove(model, run, wanted, max_model_len, device)
         except LoadError:
-            model.base = own_base
+            model.base, model.head = own_base, None
             del stack
     model.base.to(there)
     causal.to(there)
     transform_parts(model)
+    model.shorten_logits()
     return model, prove(model, run, wanted, max_model_len, device)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.attention import StepContext
 from pagewire.workers.model.invariant import Invariant
+from pagewire.workers.model.stack import DecoderStack
+from pagewire.workers.model.transforms import PackedLinear
 
 DTYPES = {
     "float32": torch.float32,
@@ -170,6 +173,7 @@ class Model:
     that what a model does to its logits (scaling, soft caps) is done as it does it.
 
     guarded: the base is code of transformers, which has to be made batch-invariant as it runs.
+    head: the output layer, where it is all of the second half.
     """
 
     def __init__(self, causal: Any, batch_invariant: bool) -> None:
@@ -178,10 +182,13 @@ class Model:
         self.base: nn.Module = getattr(causal, causal.base_model_prefix)
         self.causal = causal
         self.guarded = False
+        self.head: Callable[[Tensor], Tensor] | None = None
         setattr(causal, causal.base_model_prefix, BaseStub())
 
     def hidden_states(self, input_ids: Tensor, positions: Tensor, paged: StepContext) -> Tensor:
         """Final hidden states [T, H] of tokens int64 [T] at int64 [T]."""
+        if isinstance(self.base, DecoderStack):
+            return self.base(input_ids, positions, paged)  # type: ignore[no-any-return]
         with self.arithmetic() if self.guarded else nullcontext():
             return self.base(  # type: ignore[no-any-return]
                 input_ids=input_ids[None], position_ids=positions[None], use_cache=False, paged=paged
@@ -189,6 +196,27 @@ class Model:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [n, V] of hidden states [n, H]."""
+        return self._whole_logits(hidden) if self.head is None else self.head(hidden)
+
+    def shorten_logits(self) -> None:
+        """Call the output layer alone where its product is all that the causal module does, to the bit.
+
+        That is tried on states of all sizes, since a cap leaves small logits nearly alone, and a limit all of them.
+        """
+        linears = [child for child in self.causal.children() if isinstance(child, PackedLinear)]
+        if len(linears) != 1:
+            return
+        (linear,) = linears
+        sizes = torch.logspace(-2, 4, 7)[:, None]
+        states = sizes * torch.randn(
+            len(sizes), linear.in_features, generator=torch.Generator().manual_seed(0)
+        )
+        hidden = states.to(next(self.base.parameters()).device, linear.weight.dtype)
+        wanted, found = self._whole_logits(hidden), linear.product(hidden)
+        if found.dtype == wanted.dtype and torch.equal(found, wanted):
+            self.head = linear.product
+
+    def _whole_logits(self, hidden: Tensor) -> Tensor:
         with self.arithmetic():
             return self.causal(inputs_embeds=hidden[None], use_cache=False).logits[0]  # type: ignore[no-any-return]
 

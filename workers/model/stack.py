@@ -75,6 +75,7 @@ class DecoderStack(nn.Module):
         self.embed_tokens = base.embed_tokens
         _require(isinstance(base.rotary_emb, RotaryTable))
         self.rotary = base.rotary_emb
+        self._angles: list[Tensor] | None = None  # cosines and sines by position, from the first step on
         self.found = [FoundLayer(layer, base.config) for layer in base.layers]
         norms = [
             _norm(norm, device) for norm in (*(layer.input_layernorm for layer in base.layers), base.norm)
@@ -89,12 +90,14 @@ class DecoderStack(nn.Module):
         norms += [layer.next_norm for layer in self.stack.layers]
         return sum(norm.weight.nbytes for norm in norms) + sum(found.num_bytes for found in self.found)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, paged: StepContext, **_: Any) -> tuple[Tensor]:
-        """Tokens int64 [1, T] at int64 [1, T] to hidden states [1, T, H]."""
-        residual = self.embed_tokens(input_ids[0])
-        cos, sin = self.rotary(residual[None], position_ids)
+    def forward(self, input_ids: Tensor, positions: Tensor, paged: StepContext) -> Tensor:
+        """Tokens int64 [T] at int64 [T] to hidden states [T, H]."""
+        residual = self.embed_tokens.weight.index_select(0, input_ids)
+        if self._angles is None:
+            self._angles = [table[0] for table in self.rotary.table(residual[None])]
+        cos, sin = (table.index_select(0, positions) for table in self._angles)
         caches = [paged.cache(found.index, found.kv_shape, found.window) for found in self.found]
-        return (self.stack(residual, cos[0], sin[0], paged.batch, caches)[None],)
+        return self.stack(residual, cos, sin, paged.batch, caches)
 
 
 class FoundLayer:

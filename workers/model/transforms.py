@@ -155,14 +155,19 @@ class RotaryTable(nn.Module):
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """What the module returns for position_ids [1, T]: tensors [1, T, ...]."""
-        key = (x.device, x.dtype, args, *kwargs.items())
-        if (table := self.tables.get(key)) is None:
-            table = self.rotary(x[:, :1], self.positions.to(x.device), *args, **kwargs)
-            self.tables[key] = table
+        table = self.table(x, *args, **kwargs)
         index = position_ids[0]
         if isinstance(table, Tensor):
             return table[:, index]
         return tuple(part[:, index] for part in table)
+
+    def table(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns for all positions, and hidden states like x [1, T, H]."""
+        key = (x.device, x.dtype, args, *kwargs.items())
+        if (table := self.tables.get(key)) is None:
+            table = self.rotary(x[:, :1], self.positions.to(x.device), *args, **kwargs)
+            self.tables[key] = table
+        return table
 
 
 def tabulate_rotary(module: nn.Module, max_model_len: int) -> None:

@@ -10,6 +10,8 @@ import torch
 
 from pagewire.ipc.messages import Masks
 
+NO_BITS = torch.empty(0, 0, dtype=torch.int32)
+
 
 @dataclass(frozen=True)
 class TokenMasks:
@@ -20,7 +22,7 @@ class TokenMasks:
     """
 
     places: dict[int, int] = field(default_factory=dict)
-    bits: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int32))
+    bits: torch.Tensor = NO_BITS
 
     @classmethod
     def of(cls, masks: Masks | None, sample_rows: Sequence[int]) -> TokenMasks:

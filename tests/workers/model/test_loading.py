@@ -39,6 +39,18 @@ def test_models_of_that_structure_with_other_arithmetic_do_not(name: str, tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("name", "alone"),
+    [("llama", True), ("gpt2", True), ("cohere", False), ("granite", False), ("gemma2", False)],
+)
+def test_the_output_layer_is_called_alone_where_it_is_all_there_is(
+    name: str, alone: bool, tmp_path: Path
+) -> None:
+    [architecture] = [a for a in ARCHITECTURES if a.name == name]
+    runner, _ = load_runner(architecture.write(tmp_path))
+    assert (runner.model.model.head is not None) == alone
+
+
+@pytest.mark.parametrize(
     "rope",
     [
         {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
