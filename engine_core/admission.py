@@ -59,12 +59,14 @@ def check_resumed(request: Request, info: EngineInfo) -> None:
     """Refuse tokens-so-far that do not belong to n unfinished sequences."""
     done = request.output_token_ids or []
     if len(done) != request.params.n:
-        raise ValueError(f"output_token_ids holds {len(done)} sequences, n is {request.params.n}")
+        raise ValueError(f"output_token_ids has {len(done)} sequences, but n is {request.params.n}")
     limit = info.max_model_len - len(request.prompt_token_ids)
     limit = min(limit, request.params.max_tokens or limit)
     for token_ids in done:
         if len(token_ids) >= limit:
-            raise ValueError(f"a sequence of {len(token_ids)} tokens is complete already (limit {limit})")
+            raise ValueError(
+                f"output_token_ids: a sequence of {len(token_ids)} tokens is already complete (limit {limit})"
+            )
         check_token_ids("output_token_ids", token_ids, info.vocab_size)
 
 
@@ -73,4 +75,4 @@ def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> Non
     ids = list(token_ids)
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         wrong = next(i for i in ids if not 0 <= i < vocab_size)
-        raise ValueError(f"{name} holds token id {wrong}, outside the vocabulary of {vocab_size}")
+        raise ValueError(f"{name}: token id {wrong} is outside the vocabulary of {vocab_size}")

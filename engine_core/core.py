@@ -157,7 +157,9 @@ class EngineCore:
         now = time.monotonic()
         self.clients.flush()
         if self._stopwatch.expired:
-            logger.error("the worker has been silent for over %.0f s in a step", self._stopwatch.limit)
+            logger.error(
+                "no result of a step from the worker for over %.0f s; killing it", self._stopwatch.limit
+            )
             self._stopwatch.restart(False)
             self.worker.kill()
         if now >= self._next_beat:
@@ -225,7 +227,7 @@ class EngineCore:
                 self._welcome(identity, hello)
             self.on_ready()
         elif ready.num_blocks < self.scheduler.config.num_blocks:
-            raise CoreError(f"the new worker has only {ready.num_blocks} KV blocks: memory has run short")
+            raise CoreError(f"not enough memory: the new worker has only {ready.num_blocks} KV blocks")
 
     def _worker_lost(self) -> None:
         self._hear_worker()
@@ -248,7 +250,7 @@ class EngineCore:
         try:
             outcomes = self.scheduler.commit(result, now)
         except ValueError as error:
-            logger.error("the worker is confused: %s", error)
+            logger.error("unexpected step result from the worker, killing it: %s", error)
             self.worker.kill()
             return
         self._outcomes += outcomes
@@ -287,7 +289,9 @@ class EngineCore:
             if isinstance(message, messages.Hello):
                 self._greet(identity, message)
             elif client is None:
-                self.clients.send(identity, messages.Refused(error="attach first: no Hello came"))
+                self.clients.send(
+                    identity, messages.Refused(error="not attached: the first message must be Hello")
+                )
             elif isinstance(message, messages.Submit):
                 for request in message.requests:
                     self._submit(client, request)
@@ -296,12 +300,12 @@ class EngineCore:
             elif isinstance(message, messages.Call):
                 self.control.call(identity, message)
             elif isinstance(message, messages.Goodbye):
-                self.clients.detach(client, "it said goodbye")
+                self.clients.detach(client, "it disconnected")
 
     def _greet(self, identity: bytes, hello: messages.Hello) -> None:
         if hello.protocol != PROTOCOL:
             text = (
-                f"this core (pagewire {__version__}) speaks protocol {PROTOCOL}, the frontend (pagewire "
+                f"this core (pagewire {__version__}) uses protocol {PROTOCOL}, the frontend (pagewire "
                 f"{hello.version}) protocol {hello.protocol}: install the same version on both sides"
             )
             self.clients.send(identity, messages.Refused(error=text))
@@ -313,7 +317,7 @@ class EngineCore:
     def _welcome(self, identity: bytes, hello: messages.Hello) -> None:
         client = self.clients.attached.get(identity)
         if client is not None:
-            self.clients.detach(client, "it attaches anew")
+            self.clients.detach(client, "it attached again")
         self.clients.attach(identity, hello.name, hello.pid, time.monotonic())
         welcome = messages.Welcome(info=self.info, version=__version__, ping_seconds=TICK_SECONDS)
         self.clients.send(identity, welcome)
@@ -321,12 +325,12 @@ class EngineCore:
     def _submit(self, client: Client, submitted: Request) -> None:
         try:
             if submitted.key in client.requests:
-                raise ValueError(f"request key {submitted.key} is in use")
+                raise ValueError(f"request key {submitted.key} is already in use")
             if self._stop_by is not None:
-                raise EngineBusyError("the engine core is shutting down and takes no new requests")
+                raise EngineBusyError("the engine core is shutting down and accepts no new requests")
             num_waiting = self.scheduler.num_waiting + len(self._compiling)
             if num_waiting + submitted.params.n > self.config.args.max_waiting:
-                raise EngineBusyError(f"{num_waiting} requests wait already (max_waiting)")
+                raise EngineBusyError(f"{num_waiting} requests are already waiting (limit: max_waiting)")
             check_request(submitted, self.info)
             structure = submitted.params.structured_outputs
             compilation = None if structure is None else self.grammars.submit(structure, time.monotonic())

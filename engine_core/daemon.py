@@ -47,7 +47,9 @@ class Listen:
 
     def __post_init__(self) -> None:
         if (self.curve_secret is None) != (self.curve_clients is None):
-            raise ValueError("CURVE needs both the core's secret certificate and the folder of its clients'")
+            raise ValueError(
+                "CURVE needs both the core's secret certificate and the folder of client certificates"
+            )
 
 
 def serve(args: EngineArgs, listen: Listen, lifeline_fd: int = -1) -> int:

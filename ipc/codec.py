@@ -60,7 +60,7 @@ class Tensor:
             TypeError: for 16-bit float dtypes, which the standard library cannot read.
         """
         if self.dtype not in FORMATS:
-            raise TypeError(f"{self.dtype} has no plain Python form")
+            raise TypeError(f"{self.dtype} cannot be converted to Python numbers")
         return memoryview(self.data).cast("B").cast(FORMATS[self.dtype]).tolist()  # type: ignore[call-overload, no-any-return]
 
     def __eq__(self, other: object) -> bool:
@@ -117,7 +117,7 @@ class Codec(Generic[T]):
 
     def _pack(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
-            raise TypeError(f"{type(value).__name__} does not go over the wire")
+            raise TypeError(f"a message cannot contain {type(value).__name__}")
         if len(value.data) < INLINE_BYTES:
             return value.dtype, value.shape, bytes(value.data)
         self._frames.append(value.data)
@@ -125,7 +125,7 @@ class Codec(Generic[T]):
 
     def _unpack(self, kind: type, value: Any) -> Any:
         if kind is not Tensor:
-            raise TypeError(f"{kind.__name__} does not come over the wire")
+            raise TypeError(f"a message cannot contain {kind.__name__}")
         dtype, shape, data = value
         if not isinstance(dtype, str) or not all(isinstance(n, int) for n in shape):
             raise TypeError("a tensor is [dtype, shape, data]")

@@ -87,7 +87,7 @@ def download(
         ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ModelNotFoundError(
-            f"no model {name!r}: neither a local folder nor a repository of the hub (a private one needs hf_token)"
+            f"no model {name!r}: neither a local folder nor a repository on the hub (a private one needs hf_token)"
         ) from error
     except Exception as error:  # the hub client raises errors of several HTTP libraries
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

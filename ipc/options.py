@@ -45,48 +45,54 @@ class EngineArgs:
     model: str = option("demo", "Model", "model folder, Hugging Face id, or 'demo' (the embedded model)")
     tokenizer: str | None = option(None, "Model", "tokenizer folder or id; default: the model's")
     tokenizer_mode: Literal["auto", "slow"] = option(
-        "auto", "Model", "'slow' takes the Python tokenizer of transformers", choices=("auto", "slow"))
-    skip_tokenizer_init: bool = option(False, "Model", "no tokenizer: token ids in, token ids out")
-    trust_remote_code: bool = option(False, "Model", "run code that comes with the model")
+        "auto", "Model", "'slow': use the Python tokenizer of transformers", choices=("auto", "slow"))
+    skip_tokenizer_init: bool = option(False, "Model", "load no tokenizer: token ids in, token ids out")
+    trust_remote_code: bool = option(False, "Model", "allow the Python code in the model's repository to run")
     revision: str | None = option(None, "Model", "branch, tag or commit of the model on the hub")
     tokenizer_revision: str | None = option(None, "Model", "branch, tag or commit of the tokenizer")
-    hf_token: str | bool | None = option(None, "Model", "token for the hub; True: the stored one")
-    hf_overrides: dict[str, Any] = option(None, "Model", "JSON merged into the model's config", make=dict)
-    download_dir: str | None = option(None, "Model", "where downloads go; default: the hub's cache")
+    hf_token: str | bool | None = option(None, "Model", "access token for the hub; True: the stored one")
+    hf_overrides: dict[str, Any] = option(None, "Model", "JSON merged into the model's config.json", make=dict)
+    download_dir: str | None = option(None, "Model", "folder for downloads; default: the hub's cache")
     load_format: Literal["auto", "safetensors", "pt", "dummy"] = option(
-        "auto", "Model", "'dummy' takes random weights", choices=("auto", "safetensors", "pt", "dummy"))
-    dtype: str = option("auto", "Model", "of weights and activations; auto: the checkpoint's", choices=DTYPES)
-    max_model_len: int | None = option(None, "Model", "most tokens of prompt and output; default: the model's")
-    served_model_name: str | list[str] | None = option(None, "Model", "name(s) in metrics and in the API")
-    seed: int = option(0, "Model", "of requests that give none")
+        "auto", "Model", "format of the weight files; 'dummy': random weights",
+        choices=("auto", "safetensors", "pt", "dummy"))
+    dtype: str = option(
+        "auto", "Model", "type of weights and activations; auto: the checkpoint's", choices=DTYPES)
+    max_model_len: int | None = option(
+        None, "Model", "maximum tokens of prompt and output together; default: the model's limit")
+    served_model_name: str | list[str] | None = option(
+        None, "Model", "name(s) of the model in metrics and in the API")
+    seed: int = option(0, "Model", "default seed for requests without one")
 
-    device: str = option("auto", "Device", "'auto', 'cpu' or 'cuda[:N]'")
+    device: str = option("auto", "Device", "'auto' (a GPU if there is one), 'cpu' or 'cuda[:N]'")
     num_threads: int | None = option(None, "Device", "worker threads on CPU; default: physical cores")
-    enforce_eager: bool = option(False, "Device", "no CUDA graphs (the CPU has none)")
+    enforce_eager: bool = option(False, "Device", "do not use CUDA graphs (no effect on CPUs)")
 
     block_size: int = option(16, "KV cache", "tokens per block", choices=(8, 16, 32, 64, 128))
     kv_cache_dtype: str = option(
-        "auto", "KV cache", "of keys and values; auto: the model's; fp8 (e4m3): half of it, on GPUs",
+        "auto", "KV cache", "type of keys and values; auto: the model's; fp8 (e4m3): half the memory, GPUs only",
         choices=KV_DTYPES)
-    gpu_memory_utilization: float = option(0.9, "KV cache", "share of the device's memory to use, in (0, 1]")
-    kv_cache_memory_bytes: int | None = option(None, "KV cache", "bytes of KV memory; overrides the share")
-    num_gpu_blocks_override: int | None = option(None, "KV cache", "number of KV blocks; overrides both")
-    enable_prefix_caching: bool = option(True, "KV cache", "share KV blocks among equal prefixes")
-    swap_space: float = option(4, "KV cache", "accepted, without effect: preemption recomputes")
+    gpu_memory_utilization: float = option(0.9, "KV cache", "fraction of the device's memory to use, in (0, 1]")
+    kv_cache_memory_bytes: int | None = option(
+        None, "KV cache", "bytes of KV memory; overrides gpu_memory_utilization")
+    num_gpu_blocks_override: int | None = option(
+        None, "KV cache", "number of KV blocks; overrides both options above")
+    enable_prefix_caching: bool = option(True, "KV cache", "reuse KV blocks of equal prompt prefixes")
+    swap_space: float = option(4, "KV cache", "no effect: preempted sequences are recomputed, never swapped")
 
-    max_num_batched_tokens: int = option(2048, "Scheduler", "token budget of one step")
-    max_num_seqs: int = option(256, "Scheduler", "most sequences that run at once")
+    max_num_batched_tokens: int = option(2048, "Scheduler", "maximum tokens computed in one step")
+    max_num_seqs: int = option(256, "Scheduler", "maximum sequences that run at once")
     scheduling_policy: Literal["fcfs", "priority"] = option(
-        "fcfs", "Scheduler", "order of requests: first come, or lowest priority value first",
+        "fcfs", "Scheduler", "order of waiting requests: first come, first served, or lowest priority value first",
         choices=("fcfs", "priority"))
-    async_scheduling: bool = option(True, "Scheduler", "plan a step while another runs")
-    max_waiting: int = option(100_000, "Scheduler", "most requests that may wait; more are refused")
-    max_logprobs: int = option(20, "Scheduler", "most log probabilities per token; -1: no limit")
+    async_scheduling: bool = option(True, "Scheduler", "plan the next step while one runs")
+    max_waiting: int = option(100_000, "Scheduler", "maximum requests that may wait; more are refused")
+    max_logprobs: int = option(20, "Scheduler", "maximum log probabilities per token; -1: no limit")
 
-    disable_log_stats: bool = option(False, "Logging", "no periodic line of statistics in the core's log")
-    log_stats_interval: float = option(10.0, "Logging", "seconds between two such lines")
+    disable_log_stats: bool = option(False, "Logging", "do not log periodic statistics in the core")
+    log_stats_interval: float = option(10.0, "Logging", "seconds between two lines of statistics")
     otlp_traces_endpoint: str | None = option(
-        None, "Logging", "collector that gets a span per request: http://host:4318/v1/traces (OTLP)")
+        None, "Logging", "OTLP collector for one span per request: http://host:4318/v1/traces")
     # fmt: on
 
     @classmethod

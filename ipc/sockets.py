@@ -58,7 +58,9 @@ def runtime_dir() -> Path:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
-        raise PermissionError(f"{path} must be a directory of yours with mode 0700; remove or mend it")
+        raise PermissionError(
+            f"{path} must be a directory owned by you with mode 0700; remove it or fix its mode"
+        )
     return path
 
 

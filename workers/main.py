@@ -117,7 +117,7 @@ def serve(connection: Connection) -> None:
             steps = Pipeline(connection, runner)
         elif isinstance(message, StepPlan):
             if steps is None:
-                raise RuntimeError("a plan came before a model")
+                raise RuntimeError("a StepPlan arrived before WorkerConfig")
             steps.launch(message)
         elif steps is not None and steps.running:
             steps.finish()

@@ -102,7 +102,7 @@ class Runner:
             RuntimeError: its weights are dropped.
         """
         if self.loaded is None:
-            raise RuntimeError("the worker sleeps without weights: wake it up first")
+            raise RuntimeError("the worker is asleep and its weights are dropped: call wake_up first")
         return self.loaded
 
     def memory(self) -> dict[str, int]:
@@ -183,7 +183,7 @@ class Runner:
             ]
         except OSError as error:
             raise LoadError(
-                f"cannot take {num_blocks * self.block_bytes} bytes of KV memory: {error}"
+                f"cannot allocate {num_blocks * self.block_bytes} bytes of KV memory: {error}"
             ) from error
 
     @torch.inference_mode()
@@ -193,7 +193,7 @@ class Runner:
         sizes = recorded_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
         self.graphs = DecodeGraphs(self.device, self._forward, sizes, max_blocks, config.block_size)
         self.graphs.record()
-        logger.info("recorded steps of %s requests", ", ".join(map(str, sizes)))
+        logger.info("recorded CUDA graphs for batches of %s requests", ", ".join(map(str, sizes)))
 
     def _run_alone(self, lengths: Sequence[int], params: SamplingParams) -> None:
         """Run prompts of these lengths in one step and forget them; all are kept in KV block 0."""

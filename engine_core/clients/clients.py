@@ -105,7 +105,7 @@ class Clients:
             try:
                 message = self._codec.decode(frames)
             except ProtocolError as error:
-                logger.warning("refused a message of %s: %s", client.label if client else sender, error)
+                logger.warning("refused a message from %s: %s", client.label if client else sender, error)
                 self.send(sender, Refused(error=str(error)))
                 continue
             yield sender, message
@@ -122,7 +122,7 @@ class Clients:
                 raise
             client = self.attached.get(identity)
             if client is not None:
-                self.detach(client, "it is gone")
+                self.detach(client, "its process has ended")
             return False
 
     def refuse_all(self, error: str, wait_ms: int = 1000) -> None:
@@ -149,7 +149,7 @@ class Clients:
         if client is not None and (client.behind or not self.send(identity, reply)):
             client.replies.append(reply)
             if len(client.replies) > MAX_UNREAD_REPLIES:
-                self.detach(client, "it makes calls and does not read the answers")
+                self.detach(client, "it does not read the answers to its calls")
 
     def flush(self) -> None:
         """Try again to send what slow frontends have yet to read."""
@@ -169,7 +169,7 @@ class Clients:
         for client in list(self.attached.values()):
             self.send(client.identity, Pong())
             if now - client.last_seen > self._silence_seconds:
-                self.detach(client, f"silent for {now - client.last_seen:.0f} s")
+                self.detach(client, f"no message for {now - client.last_seen:.0f} s")
 
 
 def merge(first: TokenDelta, second: TokenDelta) -> TokenDelta:

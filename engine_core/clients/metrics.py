@@ -183,73 +183,88 @@ def states(core: MeasuredEngine) -> Iterator[Row]:
     """What is as of now."""
     scheduler, rates = core.scheduler, core.metrics.rates
     usage, hits = scheduler.kv_usage, hit_rate(scheduler.stats)
-    yield gauge("vllm:num_requests_running", "Sequences that run.", len(scheduler.running))
-    yield gauge("vllm:num_requests_waiting", "Sequences that wait.", scheduler.num_waiting + len(core.held))
-    yield gauge("vllm:num_requests_swapped", "Always 0: preemption recomputes.", 0)
-    yield gauge("vllm:kv_cache_usage_perc", "KV cache usage. 1 means 100 percent.", usage)
-    yield gauge("vllm:gpu_cache_usage_perc", "As kv_cache_usage_perc, on any device.", usage)
+    yield gauge("vllm:num_requests_running", "Number of running sequences.", len(scheduler.running))
+    num_waiting = scheduler.num_waiting + len(core.held)
+    yield gauge("vllm:num_requests_waiting", "Number of waiting sequences.", num_waiting)
+    yield gauge("vllm:num_requests_swapped", "Always 0: preempted sequences are recomputed.", 0)
+    yield gauge("vllm:kv_cache_usage_perc", "Share of KV cache blocks in use; 1 means 100 percent.", usage)
+    text = "Same as kv_cache_usage_perc (older name), on any device."
+    yield gauge("vllm:gpu_cache_usage_perc", text, usage)
     yield gauge("vllm:cpu_cache_usage_perc", "Always 0: there is no swap space.", 0)
-    yield gauge(
-        "vllm:gpu_prefix_cache_hit_rate", "Share of looked-up tokens found cached, on any device.", hits
-    )
+    text = "Share of prompt tokens found in the prefix cache since the core started, on any device."
+    yield gauge("vllm:gpu_prefix_cache_hit_rate", text, hits)
     yield gauge("vllm:cpu_prefix_cache_hit_rate", "Always 0: there is no swap space.", 0)
-    text = "tokens per second over the last interval of the statistics (log_stats_interval)."
-    yield gauge("vllm:avg_prompt_throughput_toks_per_s", f"Prefill {text}", rates.prompt)
-    yield gauge("vllm:avg_generation_throughput_toks_per_s", f"Generated {text}", rates.output)
+    text = "tokens per second, averaged over the last log_stats_interval."
+    yield gauge("vllm:avg_prompt_throughput_toks_per_s", f"Prompt {text}", rates.prompt)
+    yield gauge("vllm:avg_generation_throughput_toks_per_s", f"Output {text}", rates.output)
     text = "Always 0: there is no speculative decoding."
     yield gauge("vllm:spec_decode_draft_acceptance_rate", text, 0)
     yield gauge("vllm:spec_decode_efficiency", text, 0)
-    yield gauge(
-        "vllm:cache_config_info", "Always 1: the labels tell the KV cache's settings.", 1, cache(core)
-    )
+    text = "Always 1; the labels hold the settings of the KV cache."
+    yield gauge("vllm:cache_config_info", text, 1, cache(core))
 
 
 def counts(core: MeasuredEngine) -> Iterator[Row]:
     """What has been since the core started."""
     stats = core.scheduler.stats
-    yield counter("vllm:num_preemptions_total", "Preemptions.", stats.num_preemptions)
-    yield counter("vllm:prompt_tokens_total", "Prefill tokens computed.", stats.num_prompt_tokens)
-    yield counter("vllm:generation_tokens_total", "Tokens generated.", stats.num_output_tokens)
-    yield counter("vllm:prefix_cache_queries_total", "Tokens looked up.", stats.num_prefix_queries)
-    yield counter("vllm:prefix_cache_hits_total", "Tokens found cached.", stats.num_prefix_hits)
+    text = "Number of times a running sequence was put back in the queue, to be recomputed later."
+    yield counter("vllm:num_preemptions_total", text, stats.num_preemptions)
+    text = "Prompt tokens computed, not counting those found in the prefix cache."
+    yield counter("vllm:prompt_tokens_total", text, stats.num_prompt_tokens)
+    yield counter("vllm:generation_tokens_total", "Output tokens generated.", stats.num_output_tokens)
+    text = "Prompt tokens looked up in the prefix cache."
+    yield counter("vllm:prefix_cache_queries_total", text, stats.num_prefix_queries)
+    text = "Prompt tokens found in the prefix cache."
+    yield counter("vllm:prefix_cache_hits_total", text, stats.num_prefix_hits)
     for kind in ("accepted", "draft", "emitted"):
-        text = f"Speculated tokens, {kind}: always 0, there is no speculative decoding."
+        text = f"Speculative tokens, {kind}. Always 0: there is no speculative decoding."
         yield counter(f"vllm:spec_decode_num_{kind}_tokens_total", text, 0)
-    text = "Sequences that have ended: stop (a stop string or token), length, abort, error."
+    text = "Finished sequences by reason: stop (a stop string or token), length, abort, error."
     for reason, number in core.metrics.num_finished.items():
         yield counter("vllm:request_success_total", text, number, {"finished_reason": reason})
 
 
 def distributions(kept: Metrics) -> Iterator[Row]:
     """What was kept on the way. Of each sequence, if n of them were asked for."""
-    yield histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", kept.first_token)
-    yield histogram("vllm:inter_token_latency_seconds", "Token to next token.", kept.between_tokens)
-    text = "Token to next token (older name of inter_token_latency_seconds)."
+    text = "Time from a sequence's arrival to its first token."
+    yield histogram("vllm:time_to_first_token_seconds", text, kept.first_token)
+    text = "Time between two consecutive tokens of a sequence."
+    yield histogram("vllm:inter_token_latency_seconds", text, kept.between_tokens)
+    text = "Same as inter_token_latency_seconds (older name)."
     yield histogram("vllm:time_per_output_token_seconds", text, kept.between_tokens)
-    text = "Mean time per token after the first, of each sequence."
+    text = "Mean time per token of each finished sequence, not counting the first token."
     yield histogram("vllm:request_time_per_output_token_seconds", text, kept.per_token)
-    yield histogram("vllm:e2e_request_latency_seconds", "Arrival to end.", kept.whole)
-    yield histogram("vllm:request_queue_time_seconds", "Arrival to first step.", kept.queued)
-    text = "Arrival to first step (older name of request_queue_time_seconds)."
+    text = "Time from a sequence's arrival to its end."
+    yield histogram("vllm:e2e_request_latency_seconds", text, kept.whole)
+    text = "Time from a sequence's arrival to its first step."
+    yield histogram("vllm:request_queue_time_seconds", text, kept.queued)
+    text = "Same as request_queue_time_seconds (older name)."
     yield histogram("vllm:time_in_queue_requests", text, kept.queued)
-    yield histogram("vllm:request_inference_time_seconds", "First step to end.", kept.inference)
-    yield histogram("vllm:request_prefill_time_seconds", "First step to first token.", kept.prefill)
-    yield histogram("vllm:request_decode_time_seconds", "First token to end.", kept.decode)
-    yield histogram("vllm:request_prompt_tokens", "Tokens of the prompt.", kept.prompt_tokens)
-    yield histogram("vllm:request_generation_tokens", "Tokens generated.", kept.output_tokens)
-    yield histogram("vllm:request_params_n", "Sequences of each request.", kept.params_n)
-    text = "Sequences of each request: as many as it may choose from."
+    text = "Time from a sequence's first step to its end."
+    yield histogram("vllm:request_inference_time_seconds", text, kept.inference)
+    text = "Time from a sequence's first step to its first token."
+    yield histogram("vllm:request_prefill_time_seconds", text, kept.prefill)
+    text = "Time from a sequence's first token to its end."
+    yield histogram("vllm:request_decode_time_seconds", text, kept.decode)
+    text = "Prompt tokens of each finished sequence."
+    yield histogram("vllm:request_prompt_tokens", text, kept.prompt_tokens)
+    text = "Output tokens of each finished sequence."
+    yield histogram("vllm:request_generation_tokens", text, kept.output_tokens)
+    text = "Sequences requested by each request (n)."
+    yield histogram("vllm:request_params_n", text, kept.params_n)
+    text = "Same as request_params_n: best_of is always n."
     yield histogram("vllm:request_params_best_of", text, kept.params_n)
-    text = "Most tokens that each request may generate, by its own and the model's limit."
+    text = "Maximum output tokens of each request: max_tokens, or less if max_model_len leaves less."
     yield histogram("vllm:request_params_max_tokens", text, kept.params_max_tokens)
-    yield histogram("vllm:iteration_tokens_total", "Tokens in each step.", kept.step_tokens)
+    text = "Tokens computed in each step, prompt and output tokens together."
+    yield histogram("vllm:iteration_tokens_total", text, kept.step_tokens)
 
 
 def own(core: MeasuredEngine) -> Iterator[Row]:
     """What only this engine has."""
     kept, clients = core.metrics, core.clients.attached.values()
-    yield gauge("pagewire:frontends", "Attached frontends.", len(clients))
-    text, live = "Sequences of each attached frontend, by phase.", phases(core)
+    yield gauge("pagewire:frontends", "Number of attached frontends.", len(clients))
+    text, live = "Unfinished sequences by frontend and phase.", phases(core)
     for client in clients:
         for phase, number in live[client.number].items():
             labels = {
@@ -259,25 +274,32 @@ def own(core: MeasuredEngine) -> Iterator[Row]:
                 "phase": phase,
             }
             yield gauge("pagewire:frontend_requests", text, number, labels)
-    yield gauge("pagewire:paused", "1 while new requests are held back.", int(core.control.paused))
-    yield gauge("pagewire:asleep", "1 while the worker has given memory back.", int(core.control.asleep))
-    text = "Requests refused on arrival: too many wait (busy), or they cannot be served (invalid)."
+    text = "1 while the engine is paused: new requests wait until it is resumed."
+    yield gauge("pagewire:paused", text, int(core.control.paused))
+    text = "1 while the engine sleeps: the worker has released its memory."
+    yield gauge("pagewire:asleep", text, int(core.control.asleep))
+    text = "Requests refused on arrival, by reason: busy (queue full, or shutting down), invalid."
     for reason, number in kept.num_refused.items():
         yield counter("pagewire:requests_refused_total", text, number, {"reason": reason})
     grammars = core.grammars
-    yield gauge("pagewire:grammars_cached", "Grammars kept for further requests.", len(grammars))
-    yield counter("pagewire:grammar_queries_total", "Grammars asked for.", grammars.num_queries)
-    yield counter("pagewire:grammar_hits_total", "Grammars asked for that were known.", grammars.num_hits)
-    text = "Time that requests waited for their grammar to be compiled."
+    yield gauge("pagewire:grammars_cached", "Compiled grammars in the cache.", len(grammars))
+    text = "Grammars looked up in the cache, one for each request with structured output."
+    yield counter("pagewire:grammar_queries_total", text, grammars.num_queries)
+    text = "Grammars found in the cache."
+    yield counter("pagewire:grammar_hits_total", text, grammars.num_hits)
+    text = "Time each request with structured output waited for its grammar to be compiled."
     yield histogram("pagewire:grammar_time_seconds", text, kept.grammar)
-    text = "Worker processes started in place of one that was lost."
+    text = "Worker processes started to replace a lost one."
     yield counter("pagewire:worker_restarts_total", text, core.worker.num_starts - 1)
-    text = "Time in which the worker computed steps."
+    text = "Time the worker spent on computing steps."
     yield counter("pagewire:worker_busy_seconds_total", text, core.worker_busy_us / 1e6)
-    text = "Time in which the worker waited for a step while there were requests."
+    text = "Time the worker waited for its next step while requests were unfinished."
     yield counter("pagewire:worker_idle_seconds_total", text, core.worker_idle_us / 1e6)
-    yield histogram("pagewire:worker_step_seconds", "Time of each step in the worker.", kept.step_seconds)
-    text = "Time of each turn of the core's loop: as long does whatever comes meanwhile wait for it."
+    text = "Duration of each step in the worker."
+    yield histogram("pagewire:worker_step_seconds", text, kept.step_seconds)
+    text = (
+        "Duration of one iteration of the core loop; a message that arrives meanwhile waits up to this long."
+    )
     yield histogram("pagewire:core_turn_seconds", text, kept.turn_seconds)
 
 

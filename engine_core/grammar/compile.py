@@ -51,13 +51,13 @@ def load_tokenizer(folder: Path, eos_token_ids: Sequence[int]) -> LLTokenizer:
 
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise GrammarError(f"structured outputs need a tokenizer.json; there is none in {folder}")
+        raise GrammarError(f"structured outputs need a tokenizer.json, but {folder} has none")
     begin = time.monotonic()
     try:
         tokenizer = LLTokenizer(path.read_text(encoding="utf-8"), eos_token=list(eos_token_ids) or None)
     except (ValueError, OSError) as error:
         raise GrammarError(f"structured outputs cannot use {path}: {error}") from error
-    logger.info("tokenizer for grammars took %.2f s", time.monotonic() - begin)
+    logger.info("loaded the tokenizer for grammars in %.2f s", time.monotonic() - begin)
     return tokenizer
 
 
@@ -133,7 +133,7 @@ def tagged_text(structure: StructuredOutputsParams, tokenizer: LLTokenizer) -> s
     for name, tag in zip(names, wanted.structures, strict=True):
         trigger = max((t for t in wanted.triggers if tag.begin.startswith(t)), key=len, default="")
         if not trigger:
-            raise GrammarError(f"structural_tag: no trigger begins {tag.begin!r}")
+            raise GrammarError(f"structural_tag: {tag.begin!r} does not start with any of the triggers")
         special = tokenizer.tokenize_str(trigger, parse_special=True)
         if len(special) == 1 and tokenizer.is_special_token(special[0]):
             head = f"TEXT <[{special[0]}]>"

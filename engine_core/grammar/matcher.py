@@ -18,9 +18,9 @@ ERROR_REWRITES = (
     (r"Unknown format: (.*)", r"format: \1 is not supported"),
     (
         r"Resource '(.*)' is not present in a registry.*",
-        r"$ref: \1 is not in the schema, and nothing is fetched",
+        r"$ref: \1 is not in the schema, and references are never fetched",
     ),
-    (r"oneOf constraints .*", "oneOf is not supported where schemas of it may overlap: anyOf is"),
+    (r"oneOf constraints .*", "oneOf is not supported if its schemas may overlap: use anyOf"),
     (r"\s*<non-verbose/>.*", ""),
 )
 
@@ -63,7 +63,7 @@ class Matcher:
         """
         found = self._state.compute_bitmask()
         if self._state.is_error():
-            raise GrammarError(f"the grammar cannot go on: {reason(self._state)}")
+            raise GrammarError(f"the grammar allows no next token: {reason(self._state)}")
         mask = bytearray(found[: self._mask_bytes].ljust(self._mask_bytes, b"\0"))
         if self._ignore_eos:
             for token_id in self.eos_token_ids:

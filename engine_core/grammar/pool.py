@@ -53,9 +53,7 @@ class Compilation:
         if isinstance(self.outcome, Exception):
             raise GrammarError(*self.outcome.args)
         if self.expired(now):
-            raise GrammarError(
-                f"{self.structure.kind}: not compiled within {self._seconds:g} s: it is too complex"
-            )
+            raise GrammarError(f"{self.structure.kind}: not compiled within {self._seconds:g} s: too complex")
         return self.outcome
 
 
@@ -103,7 +101,7 @@ class Grammars:
             self._known.move_to_end(key)
             return known
         if self._pending.qsize() >= MAX_PENDING:
-            raise EngineBusyError(f"{MAX_PENDING} grammars wait to be compiled")
+            raise EngineBusyError(f"{MAX_PENDING} grammars are already waiting to be compiled")
         compilation = self._known[key] = Compilation(structure, now, self._seconds)
         if len(self._known) > self._capacity:
             self._known.popitem(last=False)

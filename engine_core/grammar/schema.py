@@ -69,7 +69,7 @@ def check_multiple(multiple: Any) -> None:
         GrammarError: it is.
     """
     if isinstance(multiple, int) and multiple > MAX_MULTIPLE:
-        raise GrammarError(f"json: multipleOf: {multiple} is not supported: at most {MAX_MULTIPLE} is")
+        raise GrammarError(f"json: multipleOf: {multiple} is not supported: the maximum is {MAX_MULTIPLE}")
 
 
 def check_least_properties(part: dict[str, Any]) -> None:
@@ -82,7 +82,9 @@ def check_least_properties(part: dict[str, Any]) -> None:
     num_required = len(required) if isinstance(required, list) else 0
     named_only = part.get("additionalProperties") is False and "patternProperties" not in part
     if isinstance(least, int) and least > num_required + 1 and not named_only:
-        raise GrammarError(f"json: minProperties: {least} is not supported where names are free")
+        raise GrammarError(
+            f"json: minProperties: {least} needs additionalProperties: false and no patternProperties"
+        )
 
 
 def rewrite_bounds(part: dict[str, Any]) -> None:

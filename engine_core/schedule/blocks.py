@@ -56,7 +56,7 @@ class BlockPool:
             ValueError: fewer are free.
         """
         if count > self.num_free:
-            raise ValueError(f"{count} blocks wanted, {self.num_free} free")
+            raise ValueError(f"{count} blocks requested, {self.num_free} free")
         return [self._take_front() for _ in range(count)]
 
     def share(self, blocks: Iterable[Block]) -> None:

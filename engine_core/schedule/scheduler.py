@@ -174,7 +174,7 @@ class Scheduler:
             ValueError: `result` is of another step, or has not one token per row that samples.
         """
         if not self.in_flight or self.in_flight[0].step_id != result.step_id:
-            raise ValueError(f"result of step {result.step_id} does not belong to the oldest step in flight")
+            raise ValueError(f"the result of step {result.step_id} is not that of the oldest step in flight")
         step = self.in_flight[0]
         if len(result.token_ids) != sum(row.sample for row in step.rows):
             raise ValueError(f"step {step.step_id} returned {len(result.token_ids)} tokens")

@@ -90,7 +90,7 @@ class Worker:
             try:
                 message = self._codec.decode(frames)
             except ProtocolError as error:
-                logger.error("the worker sent what is no message: %s", error)
+                logger.error("invalid message from the worker: %s", error)
                 self.kill()
                 return
             if isinstance(message, WorkerHello):
@@ -139,7 +139,7 @@ class Worker:
 
     def _greet(self, hello: WorkerHello) -> None:
         if hello.protocol != PROTOCOL:
-            self.failure = WorkerFailed(f"it speaks protocol {hello.protocol}, not {PROTOCOL}", fatal=True)
+            self.failure = WorkerFailed(f"it uses protocol {hello.protocol}, not {PROTOCOL}", fatal=True)
             self.kill()
         else:
             self.send(self._config)

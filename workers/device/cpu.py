@@ -184,7 +184,7 @@ def parse_cpus(text: str) -> set[int]:
         first, _, last = part.partition("-")
         cpus.update(range(int(first), int(last or first) + 1))
     if not cpus:
-        raise ValueError("it names no CPU")
+        raise ValueError("the list of CPUs is empty")
     return cpus
 
 

@@ -77,9 +77,7 @@ class Cuda:
         """
         if not torch.cuda.is_available():
             built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-            raise LoadError(
-                f"no GPU is seen by torch {torch.__version__}, built {built}: see `pagewire doctor`"
-            )
+            raise LoadError(f"torch {torch.__version__}, built {built}, finds no GPU: see `pagewire doctor`")
         try:
             torch.cuda.set_device(index)
             kernels = cuda_kernels.load(index).device
@@ -143,7 +141,8 @@ class Cuda:
         """See `Device.sampler`."""
         if vocab_size > MAX_VOCAB_SIZE:
             logger.warning(
-                "a vocabulary of %d is drawn from on the CPU: kernels serve %d", vocab_size, MAX_VOCAB_SIZE
+                "sampling on the CPU: the vocabulary has %d tokens, the GPU's kernels support up to %d",
+                *(vocab_size, MAX_VOCAB_SIZE),
             )
             return CpuSampler()
         return DeviceSampler(self, max_rows, vocab_size, most)
@@ -191,7 +190,11 @@ class Cuda:
         own = int(config.gpu_memory_utilization * total) - peak - beside - graphs
         there = free - self._activations - graphs
         if there < own:
-            logger.warning("%s: others leave %.1f GiB for the KV cache", self.name, there / 2**30)
+            logger.warning(
+                "%s: only %.1f GiB left for the KV cache, other processes use the rest",
+                self.name,
+                there / 2**30,
+            )
         return max(0, min(own, there))
 
     def give_back(self) -> None:

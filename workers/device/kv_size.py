@@ -41,7 +41,7 @@ def num_kv_blocks(config: WorkerConfig, max_model_len: int, block_bytes: int, bu
     if fitting < per_request:
         raise LoadError(
             f"a request of max_model_len {max_model_len} needs {per_request} KV blocks "
-            f"({per_request * block_bytes / GIB:.2f} GiB), there is room for {fitting}; "
+            f"({per_request * block_bytes / GIB:.2f} GiB), but only {fitting} fit; "
             f"max_model_len {fitting * config.block_size} would fit, or give more KV memory"
         )
     if config.num_blocks is not None:

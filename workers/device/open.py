@@ -25,5 +25,5 @@ def open_device(config: WorkerConfig) -> Device:
 
     kind, _, index = name.partition(":")
     if kind != "cuda" or not (index or "0").isdecimal():
-        raise LoadError(f"device {config.device!r} is not served: auto, cpu, cuda and cuda:N are")
+        raise LoadError(f"device {config.device!r} is not supported: use auto, cpu, cuda or cuda:N")
     return Cuda.open(int(index or 0))

@@ -71,7 +71,7 @@ def resolve_dtype(name: str, config: Any) -> torch.dtype:
     if name == "auto":
         return checkpoint_dtype(config)
     if name not in DTYPES:
-        raise LoadError(f"dtype {name!r} is none of auto, {', '.join(DTYPES)}")
+        raise LoadError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {name!r}")
     return DTYPES[name]
 
 
@@ -82,11 +82,11 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype, device: Device) -> torch.dty
         LoadError: an unknown name, or one that the device does not serve.
     """
     if name != "auto" and name not in KV_DTYPES:
-        raise LoadError(f"kv_cache_dtype {name!r} is none of auto, {', '.join(KV_DTYPES)}")
+        raise LoadError(f"kv_cache_dtype must be one of auto, {', '.join(KV_DTYPES)}, got {name!r}")
     found = KV_DTYPES.get(name, dtype)
     if found not in device.kv_dtypes(dtype):
         raise LoadError(
-            f"kv_cache_dtype {name!r} is for models in bfloat16 or float16 on GPUs, not {dtype} on {device.name}"
+            f"kv_cache_dtype {name!r} needs a model in bfloat16 or float16 on a GPU, not {dtype} on {device.name}"
         )
     return found
 
@@ -110,7 +110,7 @@ def resolve_max_model_len(asked: int | None, config: Any) -> int:
         return own or 2048
     if own is not None and asked > own and os.environ.get("PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN") != "1":
         raise LoadError(
-            f"max_model_len {asked} is more than the {own} positions the model was made for; "
+            f"max_model_len {asked} exceeds the model's limit of {own} positions; "
             "PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN=1 allows it"
         )
     return asked

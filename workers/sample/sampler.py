@@ -51,7 +51,7 @@ NO_TOKEN_POSSIBLE = (
 
 def unusable(peak: float) -> str:
     """What is said of a row whose largest logit is not finite."""
-    return f"the model gave logits that cannot be sampled: the largest is {peak}"
+    return f"the model returned logits that cannot be sampled: the largest is {peak}"
 
 
 @dataclass
