@@ -20,11 +20,12 @@ from pagewire.engine_core.admission import check_request
 from pagewire.engine_core.clients.clients import Client, Clients
 from pagewire.engine_core.clients.control import Control
 from pagewire.engine_core.clients.metrics import Metrics, summary
+from pagewire.engine_core.clients.outbox import Outbox
 from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.grammar.compile import load_tokenizer
 from pagewire.engine_core.grammar.matcher import GrammarError
 from pagewire.engine_core.grammar.pool import Compilation, Grammars
-from pagewire.engine_core.schedule.scheduler import Outcome, Scheduler
+from pagewire.engine_core.schedule.scheduler import Scheduler
 from pagewire.engine_core.schedule.sequence import Sequence, State, sequences
 from pagewire.engine_core.workers.process import Stopwatch, Worker
 from pagewire.ipc import messages
@@ -53,6 +54,7 @@ class EngineCore:
 
     scheduler: Scheduler
     metrics: Metrics
+    outbox: Outbox
     grammars: Grammars
     info: EngineInfo
 
@@ -74,14 +76,13 @@ class EngineCore:
             if fd >= 0:
                 self._poller.register(fd, zmq.POLLIN)
         self._stop_by: float | None = None
-        self._outcomes: list[Outcome] = []
         self._held: dict[Sequence, None] = {}  # in order
         self._compiling: dict[Sequence, Compilation] = {}
-        self._greeted: list[tuple[bytes, messages.Hello]] = []
+        self._early_hellos: list[tuple[bytes, messages.Hello]] = []
         self._arrivals = 0
         self._failed_starts = 0
         self._stopwatch = Stopwatch(env_float("PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S", 300.0))
-        self._next_beat = self._next_stats = 0.0
+        self._next_heartbeat = self._next_stats = 0.0
         self._was_busy = False
         self.worker_busy_us = self.worker_idle_us = 0
 
@@ -96,13 +97,13 @@ class EngineCore:
         cause = "the engine core has shut down"
         try:
             self._start_worker()
-            while not self._done():
-                self._turn()
+            while not self._is_over():
+                self._iterate()
         except BaseException as error:
             cause = str(error) or type(error).__name__
             raise
         finally:
-            self._say_goodbye(cause)
+            self._announce_end(cause)
 
     def stop(self, drain_seconds: float) -> None:
         """Take no more requests, finish the others within `drain_seconds`, then end; twice: end now.
@@ -118,7 +119,7 @@ class EngineCore:
         with suppress(BlockingIOError):  # it has been woken often enough
             os.write(self._wake_write_fd, b"x")
 
-    def _done(self) -> bool:
+    def _is_over(self) -> bool:
         if self._stop_by is None:
             return False
         idle = not self.started or not (
@@ -126,7 +127,7 @@ class EngineCore:
         )
         return idle or time.monotonic() >= self._stop_by
 
-    def _turn(self) -> None:
+    def _iterate(self) -> None:
         wait = BEHIND_SECONDS if self.clients.behind else TICK_SECONDS
         ready = {source for source, _ in self._poller.poll(int(wait * 1000))}
         awake_at = time.monotonic()
@@ -135,25 +136,25 @@ class EngineCore:
         if self._wake_fd in ready:
             os.read(self._wake_fd, 64)
         if self.worker.socket in ready:
-            self._hear_worker()
+            self._receive_from_worker()
         if self.worker.exit_fd in ready:
             self._worker_lost()
         if self.clients.socket in ready:
-            self._hear_clients()
-        self._tick()
+            self._receive_from_clients()
+        self._check_timers()
         if self.started:
             self._advance()
-            self.metrics.turn_seconds.observe(time.monotonic() - awake_at)
+            self.metrics.iteration_seconds.observe(time.monotonic() - awake_at)
 
     def _advance(self) -> None:
         for client in self.clients.lost():
             self._drop(client.live_requests())
-        self._take_compiled()
+        self._admit_compiled()
         self.control.advance()
         self._launch()
         self.deliver()
 
-    def _tick(self) -> None:
+    def _check_timers(self) -> None:
         now = time.monotonic()
         self.clients.flush()
         if self._stopwatch.expired:
@@ -162,14 +163,14 @@ class EngineCore:
             )
             self._stopwatch.restart(False)
             self.worker.kill()
-        if now >= self._next_beat:
-            self._next_beat = now + TICK_SECONDS
-            self.clients.beat(now)
+        if now >= self._next_heartbeat:
+            self._next_heartbeat = now + TICK_SECONDS
+            self.clients.heartbeat(now)
         if self.started and now >= self._next_stats:
             self._next_stats = now + self.config.args.log_stats_interval
-            self._sum_up(now)
+            self._log_stats(now)
 
-    def _sum_up(self, now: float) -> None:
+    def _log_stats(self, now: float) -> None:
         """Measure the rates of the last interval, and log them unless nothing happened in it."""
         self.metrics.rates.update(self.scheduler.stats, now)
         busy = self.scheduler.num_unfinished or self.metrics.rates.prompt or self.metrics.rates.output
@@ -177,10 +178,10 @@ class EngineCore:
             line, facts = summary(self)
             logger.info("%s", line, extra={"facts": facts})
 
-    def _say_goodbye(self, cause: str) -> None:
-        for identity, _ in self._greeted:
+    def _announce_end(self, cause: str) -> None:
+        for identity, _ in self._early_hellos:
             self.clients.send(identity, messages.Refused(error=cause))
-        self._greeted.clear()
+        self._early_hellos.clear()
         for client in list(self.clients.attached.values()):
             self.clients.send(client.identity, messages.CoreDying(cause=cause))
         self.worker.stop()
@@ -191,7 +192,7 @@ class EngineCore:
         self.worker.start()
         self._poller.register(self.worker.exit_fd, zmq.POLLIN)
 
-    def _hear_worker(self) -> None:
+    def _receive_from_worker(self) -> None:
         for message in self.worker.messages():
             if isinstance(message, StepResult):
                 self._commit(message)
@@ -214,6 +215,7 @@ class EngineCore:
             self.info = self.config.engine_info(ready)
             self.grammars = self._open_grammars()
             self.metrics = Metrics(self.info.max_model_len)
+            self.outbox = Outbox(self.clients, self.metrics)
             self.started = True
             logger.info(
                 "engine ready: %s (%s, %s), %d KV blocks of %d tokens, max_model_len %d",
@@ -222,15 +224,15 @@ class EngineCore:
             )
             gc.collect()
             gc.freeze()
-            greeted, self._greeted = self._greeted, []
-            for identity, hello in greeted:
+            early_hellos, self._early_hellos = self._early_hellos, []
+            for identity, hello in early_hellos:
                 self._welcome(identity, hello)
             self.on_ready()
         elif ready.num_blocks < self.scheduler.config.num_blocks:
             raise CoreError(f"not enough memory: the new worker has only {ready.num_blocks} KV blocks")
 
     def _worker_lost(self) -> None:
-        self._hear_worker()
+        self._receive_from_worker()
         self._poller.unregister(self.worker.exit_fd)
         was_ready, failure = self.worker.ready is not None, self.worker.failure
         why = self.worker.reap()
@@ -240,7 +242,7 @@ class EngineCore:
         logger.error("the worker was lost (%s); starting another", why)
         self._stopwatch.restart(False)
         if self.started:
-            self._outcomes += self.scheduler.fail(time.monotonic())
+            self.outbox.add(self.scheduler.fail(time.monotonic()))
             self.control.worker_lost(why)
         self._start_worker()
 
@@ -253,7 +255,7 @@ class EngineCore:
             logger.error("unexpected step result from the worker, killing it: %s", error)
             self.worker.kill()
             return
-        self._outcomes += outcomes
+        self.outbox.add(outcomes)
         self._send_masks(now)
         self._stopwatch.restart(bool(self.scheduler.in_flight))
         self.worker_busy_us += result.busy_us
@@ -277,17 +279,17 @@ class EngineCore:
     def _send_masks(self, now: float) -> None:
         """The oldest step in flight may sample: all that it depends on is known."""
         masks, outcomes = self.scheduler.masks(now)
-        self._outcomes += outcomes
+        self.outbox.add(outcomes)
         if masks is not None:
             self.worker.send(masks)
 
     # ------------------------------------------------------------ frontends
 
-    def _hear_clients(self) -> None:
+    def _receive_from_clients(self) -> None:
         for identity, message in self.clients.messages(time.monotonic()):
             client = self.clients.attached.get(identity)
             if isinstance(message, messages.Hello):
-                self._greet(identity, message)
+                self._handshake(identity, message)
             elif client is None:
                 self.clients.send(
                     identity, messages.Refused(error="not attached: the first message must be Hello")
@@ -302,7 +304,7 @@ class EngineCore:
             elif isinstance(message, messages.Goodbye):
                 self.clients.detach(client, "it disconnected")
 
-    def _greet(self, identity: bytes, hello: messages.Hello) -> None:
+    def _handshake(self, identity: bytes, hello: messages.Hello) -> None:
         if hello.protocol != PROTOCOL:
             text = (
                 f"this core (pagewire {__version__}) uses protocol {PROTOCOL}, the frontend (pagewire "
@@ -312,7 +314,7 @@ class EngineCore:
         elif self.started:
             self._welcome(identity, hello)
         else:
-            self._greeted.append((identity, hello))
+            self._early_hellos.append((identity, hello))
 
     def _welcome(self, identity: bytes, hello: messages.Hello) -> None:
         client = self.clients.attached.get(identity)
@@ -350,7 +352,7 @@ class EngineCore:
         client.requests[submitted.key] = {request.index: request for request in group}
         if compilation is not None:
             self._compiling.update(dict.fromkeys(group, compilation))
-            self._take_compiled()
+            self._admit_compiled()
             return
         self._held.update(dict.fromkeys(group))
         if not self.control.paused:
@@ -365,7 +367,7 @@ class EngineCore:
             wake=self._wake,
         )
 
-    def _take_compiled(self) -> None:
+    def _admit_compiled(self) -> None:
         """Let requests go on whose grammar is compiled, and refuse those whose grammar cannot be."""
         now = time.monotonic()
         for request, compilation in list(self._compiling.items()):
@@ -387,7 +389,7 @@ class EngineCore:
                     error=str(error),
                     error_type="ValueError",
                 )
-                self._outcomes.append((request, refusal))
+                self.outbox.add([(request, refusal)])
             del self._compiling[request]
         if self._held and not self.control.paused:
             self.admit_held()
@@ -420,10 +422,10 @@ class EngineCore:
         now = time.monotonic()
         for request in requests:
             if not request.finished:
-                self._take_out(request)
+                self._remove(request)
                 self.metrics.finished(request, reason, now)
 
-    def _take_out(self, request: Sequence) -> None:
+    def _remove(self, request: Sequence) -> None:
         if self._compiling.pop(request, None) is not None:
             request.state = State.FINISHED
         elif request in self._held:
@@ -442,8 +444,8 @@ class EngineCore:
         """End requests, whosever they are: their frontends get the finish reason "abort". Returns how many."""
         live = [request for request in requests if not request.finished]
         for request in live:
-            self._take_out(request)
-            self._outcomes.append((request, TokenDelta(request.key, request.index, [], "abort")))
+            self._remove(request)
+            self.outbox.add([(request, TokenDelta(request.key, request.index, [], "abort"))])
         return len(live)
 
     def requests(self) -> Iterator[tuple[Client, Sequence]]:
@@ -460,21 +462,4 @@ class EngineCore:
 
     def deliver(self) -> None:
         """Send frontends what their requests gave."""
-        outcomes, self._outcomes = self._outcomes, []
-        by_client: dict[bytes, list[TokenDelta]] = {}
-        now = time.monotonic()
-        for request, delta in outcomes:
-            by_client.setdefault(request.client, []).append(delta)
-            if delta.finish_reason is not None:
-                self.metrics.finished(request, delta.finish_reason, now)
-                self._forget(request)
-        for identity, deltas in by_client.items():
-            client = self.clients.attached.get(identity)
-            if client is not None:
-                self.clients.deliver(client, deltas)
-
-    def _forget(self, request: Sequence) -> None:
-        client = self.clients.attached.get(request.client)
-        group = client.requests.get(request.key) if client else None
-        if client and group and group.pop(request.index, None) is not None and not group:
-            del client.requests[request.key]
+        self.outbox.send(time.monotonic())

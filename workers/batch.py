@@ -33,7 +33,7 @@ class Batch:
     """int64 [their number]."""
     starts: list[int]
     """Where each row's tokens begin in the batch."""
-    has_unseen: bool
+    needs_relay: bool
     """Are there tokens that only the device knows?"""
 
     @property
@@ -45,9 +45,9 @@ class Batch:
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Batch:
         """The same with other `tensors`."""
-        input_ids, positions, sample_indices, sample_slots, starts, lens, table, mapping = tensors
+        input_ids, positions, sample_indices, sample_slots, starts, lens, table, kv_slots = tensors
         attention = replace(
-            self.attention, query_start_loc=starts, seq_lens=lens, block_table=table, slot_mapping=mapping
+            self.attention, query_start_loc=starts, seq_lens=lens, block_table=table, slot_mapping=kv_slots
         )
         return replace(
             self,
@@ -75,10 +75,10 @@ def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0) -> Batch
     token_slots = np.repeat(slot_ids, lengths)
     positions = np.arange(num_tokens) + np.repeat(starts - query_start_loc[:-1], lengths)
     input_ids = slots.tokens[token_slots, positions].astype(np.int64)
-    unseen = positions >= slots.num_tokens[token_slots]
-    input_ids[unseen] = -1 - token_slots[unseen]
+    on_device = positions >= slots.num_tokens[token_slots]
+    input_ids[on_device] = -1 - token_slots[on_device]
     blocks, offsets = np.divmod(positions, slots.block_size)
-    slot_mapping = slots.block_table[token_slots, blocks].astype(np.int64) * slots.block_size + offsets
+    kv_slot_mapping = slots.block_table[token_slots, blocks].astype(np.int64) * slots.block_size + offsets
 
     seq_lens = starts + lengths
     max_seq_len = int(seq_lens.max())
@@ -93,7 +93,7 @@ def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0) -> Batch
             query_start_loc=_padded(query_start_loc.astype(np.int32), more, num_tokens),
             seq_lens=_padded(seq_lens.astype(np.int32), more),
             block_table=_padded(block_table, more),
-            slot_mapping=_padded(slot_mapping, more, -1),
+            slot_mapping=_padded(kv_slot_mapping, more, -1),
             max_query_len=int(lengths.max()),
             max_seq_len=max_seq_len,
         ),
@@ -101,7 +101,7 @@ def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0) -> Batch
         sample_indices=torch.from_numpy(sample_indices),
         sample_slots=torch.from_numpy(slot_ids[sample_rows]),
         starts=query_start_loc[:-1].tolist(),
-        has_unseen=bool(unseen.any()),
+        needs_relay=bool(on_device.any()),
     )
 
 

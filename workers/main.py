@@ -133,7 +133,7 @@ class Pipeline:
     def __init__(self, connection: Connection, runner: Runner) -> None:
         self._connection, self._runner = connection, runner
         self.running: RunningStep | None = None
-        self._idle_since = runner.device.mark()
+        self._idle_since = runner.device.record_event()
 
     def reached(self) -> bool:
         """Has the device done all of it?"""

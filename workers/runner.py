@@ -17,7 +17,7 @@ from pagewire.kernels.cpu.arena import Reserve
 from pagewire.kernels.cpu.memory import reserved
 from pagewire.workers.batch import Batch, build_batch
 from pagewire.workers.device.graphs import DecodeGraphs, recorded_sizes
-from pagewire.workers.device.interface import Sampled
+from pagewire.workers.device.interface import PendingTokens
 from pagewire.workers.device.kv_size import ledger, num_kv_blocks
 from pagewire.workers.device.open import open_device
 from pagewire.workers.device.relay import Relay
@@ -121,7 +121,7 @@ class Runner:
     def launch(self, plan: StepPlan) -> RunningStep:
         """Start a plan. Tokens that the step before is still drawing are taken from the device."""
         self.slots.apply(plan)
-        step = RunningStep(self, plan, self.device.mark())
+        step = RunningStep(self, plan, self.device.record_event())
         if plan.rows:
             step.run(*self._run(plan))
         return step
@@ -143,11 +143,11 @@ class Runner:
             return batch, self._forward(batch)
 
     def _forward(self, batch: Batch) -> Tensor:
-        input_ids = self.relay.fill(batch.input_ids) if batch.has_unseen else batch.input_ids
+        input_ids = self.relay.fill(batch.input_ids) if batch.needs_relay else batch.input_ids
         paged = StepContext(batch.attention, self.caches)
         return self.model.model.hidden_states(input_ids, batch.positions, paged)
 
-    def keep_tokens(self, slots: Tensor, sampled: Sampled) -> None:
+    def keep_tokens(self, slots: Tensor, sampled: PendingTokens) -> None:
         """Let the next step run them, even if it is launched before anyone has seen them."""
         if self.device.asynchronous:
             self.relay.keep(slots, sampled.token_ids.to(self.device.torch_device))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pagewire.ipc.messages import LogprobRows, Masks, Row, StepPlan, StepResult
 from pagewire.workers.batch import Batch
-from pagewire.workers.device.interface import Device, Mark, Sampled, Sampler
+from pagewire.workers.device.interface import Device, Event, PendingTokens, TokenSampler
 from pagewire.workers.device.kv_size import LOGIT_CHUNK
 from pagewire.workers.model.loading import LoadedModel
 from pagewire.workers.sample.masks import TokenMasks
@@ -30,7 +30,7 @@ class ModelOnDevice(Protocol):
 
     slots: Slots
     device: Device
-    sampler: Sampler
+    sampler: TokenSampler
 
     @property
     def model(self) -> LoadedModel:
@@ -39,12 +39,12 @@ class ModelOnDevice(Protocol):
     def span(self, name: str) -> AbstractContextManager[object]:
         """A part of a step in a profile."""
 
-    def keep_tokens(self, slots: Tensor, sampled: Sampled) -> None:
+    def keep_tokens(self, slots: Tensor, sampled: PendingTokens) -> None:
         """Let the next step run them, even if it is launched before anyone has seen them."""
 
 
 @dataclass(frozen=True)
-class AskedPrompt:
+class PromptLogprobsRequest:
     """A row that wants log probabilities of its prompt's tokens."""
 
     row: int
@@ -58,15 +58,15 @@ class AskedPrompt:
 class RunningStep:
     """One plan. Made by `Runner.launch`: the model's work is under way."""
 
-    def __init__(self, runner: ModelOnDevice, plan: StepPlan, begun: Mark) -> None:
+    def __init__(self, runner: ModelOnDevice, plan: StepPlan, begun: Event) -> None:
         self._runner, self.plan, self._begun = runner, plan, begun
         self._ended = begun
-        self._sampled: Sampled | None = None
+        self._sampled: PendingTokens | None = None
         self._batch: Batch | None = None
         self._hidden = torch.empty(0)
         self._rows: list[Row] = []
         self._slots: list[SamplingSlot] = []
-        self._prompts: list[AskedPrompt] = []
+        self._prompts: list[PromptLogprobsRequest] = []
 
     def run(self, batch: Batch, hidden: Tensor) -> None:
         """What was launched. batch: on the device. hidden: its final states [T or more, H]."""
@@ -79,8 +79,8 @@ class RunningStep:
                 first = row.start + 1
                 successors = slots.tokens[row.slot, first : first + row.num_prompt_logprobs].tolist()
                 k = slots.sampling[row.slot].params.prompt_logprobs or 0
-                self._prompts.append(AskedPrompt(i, batch.starts[i], successors, k))
-        self._ended = self._runner.device.mark()
+                self._prompts.append(PromptLogprobsRequest(i, batch.starts[i], successors, k))
+        self._ended = self._runner.device.record_event()
 
     @torch.inference_mode()
     def sample(self, masks: Callable[[], Masks | None]) -> None:
@@ -95,13 +95,13 @@ class RunningStep:
         with runner.span("sample"):
             self._sampled = runner.sampler.launch(logits, self._slots, allowed)
             runner.keep_tokens(batch.sample_slots, self._sampled)
-        self._ended = runner.device.mark()
+        self._ended = runner.device.record_event()
 
     def reached(self) -> bool:
         """Would `finish` not have to wait?"""
         return self._ended.reached() and (self._sampled is None or self._sampled.reached())
 
-    def finish(self, since: Mark | None = None) -> StepResult:
+    def finish(self, since: Event | None = None) -> StepResult:
         """Wait, and append the tokens to their slots. since: the end of the step before."""
         result = StepResult(self.plan.step_id, [])
         if self._sampled is not None:
@@ -115,7 +115,7 @@ class RunningStep:
         return result
 
     @property
-    def ended(self) -> Mark:
+    def ended(self) -> Event:
         """Its last work."""
         return self._ended
 
@@ -129,7 +129,7 @@ class RunningStep:
         result.errors = {sample_rows[i]: error for i, error in output.errors.items()}
 
     @torch.inference_mode()
-    def _logprobs_of(self, asked: AskedPrompt) -> LogprobRows:
+    def _logprobs_of(self, asked: PromptLogprobsRequest) -> LogprobRows:
         """Log probabilities of a prompt's tokens, from the logits of those before them."""
         model = self._runner.model
         size = max(1, LOGIT_CHUNK // model.vocab_size)

@@ -22,7 +22,7 @@ from pagewire.ipc.sockets import receive, send
 
 logger = logging.getLogger("pagewire.core")
 
-MAX_MESSAGES_PER_TURN = 256
+MAX_MESSAGES_PER_ITERATION = 256
 MAX_UNREAD_REPLIES = 1000
 
 
@@ -93,7 +93,7 @@ class Clients:
 
     def messages(self, now: float) -> Iterator[tuple[bytes, ToCore]]:
         """Messages that have arrived, each with its sender. What is no message is answered with `Refused`."""
-        for _ in range(MAX_MESSAGES_PER_TURN):
+        for _ in range(MAX_MESSAGES_PER_ITERATION):
             try:
                 identity, *frames = receive(self.socket, zmq.NOBLOCK)
             except zmq.Again:
@@ -164,7 +164,7 @@ class Clients:
         """True while some frontend has yet to read what it was sent."""
         return any(client.behind for client in self.attached.values())
 
-    def beat(self, now: float) -> None:
+    def heartbeat(self, now: float) -> None:
         """Tell every frontend that the core lives; drop those that have been silent for too long."""
         for client in list(self.attached.values()):
             self.send(client.identity, Pong())

@@ -36,7 +36,7 @@ PER_REQUEST = (
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SEQUENCES = (1, 2, 5, 10, 20)
 STEP = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
-TURN = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0)
+ITERATION = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0)
 
 
 class Distribution:
@@ -100,7 +100,7 @@ class Metrics:
         self.params_max_tokens = Distribution(lengths)
         self.step_tokens = Distribution(STEP_TOKENS)
         self.step_seconds = Distribution(STEP)
-        self.turn_seconds = Distribution(TURN)
+        self.iteration_seconds = Distribution(ITERATION)
         self.grammar = Distribution(PER_REQUEST)
         self.rates = Rates()
         self.num_refused = {"busy": 0, "invalid": 0}
@@ -300,7 +300,7 @@ def own(core: MeasuredEngine) -> Iterator[Row]:
     text = (
         "Duration of one iteration of the core loop; a message that arrives meanwhile waits up to this long."
     )
-    yield histogram("pagewire:core_turn_seconds", text, kept.turn_seconds)
+    yield histogram("pagewire:core_turn_seconds", text, kept.iteration_seconds)
 
 
 def cache(core: MeasuredEngine) -> dict[str, str]:

@@ -94,7 +94,7 @@ class Worker:
                 self.kill()
                 return
             if isinstance(message, WorkerHello):
-                self._greet(message)
+                self._handshake(message)
             elif isinstance(message, Progress):
                 logger.info("worker: %s took %.2f s", message.phase, message.seconds)
             else:
@@ -137,7 +137,7 @@ class Worker:
             self._exit_fd, self._child = -1, None
         self.socket.close()
 
-    def _greet(self, hello: WorkerHello) -> None:
+    def _handshake(self, hello: WorkerHello) -> None:
         if hello.protocol != PROTOCOL:
             self.failure = WorkerFailed(f"it uses protocol {hello.protocol}, not {PROTOCOL}", fatal=True)
             self.kill()

@@ -26,8 +26,8 @@ OTHER_BYTES = 256 << 20  # of a step, beside its logits
 
 
 @dataclass(frozen=True)
-class Moment:
-    """A point in the work of the CPU, which is done when it has been called. See `interface.Mark`."""
+class CpuEvent:
+    """A point in the work of the CPU, which is done when it has been called. See `interface.Event`."""
 
     seconds: float
 
@@ -38,20 +38,20 @@ class Moment:
     def wait(self) -> None:
         """Nothing to wait for."""
 
-    def seconds_since(self, earlier: Moment) -> float:
-        """See `Mark.seconds_since`."""
+    def seconds_since(self, earlier: CpuEvent) -> float:
+        """See `Event.seconds_since`."""
         return self.seconds - earlier.seconds
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """Tokens that are there. See `interface.Sampled`."""
+class CpuPendingTokens:
+    """Tokens that are there. See `interface.PendingTokens`."""
 
     output: SampleOutput
 
     @property
     def token_ids(self) -> Tensor:
-        """See `Sampled.token_ids`."""
+        """See `PendingTokens.token_ids`."""
         return torch.tensor(self.output.token_ids)
 
     def reached(self) -> bool:
@@ -63,12 +63,12 @@ class Drawn:
         return self.output
 
 
-class CpuSampler:
+class CpuTokenSampler:
     """`sampler.sample`, as a device's sampler: logits of another device are fetched, and waited for."""
 
-    def launch(self, logits: Tensor, slots: Sequence[SamplingSlot], masks: TokenMasks) -> Drawn:
-        """See `Sampler.launch`."""
-        return Drawn(sample(logits.cpu(), slots, masks))
+    def launch(self, logits: Tensor, slots: Sequence[SamplingSlot], masks: TokenMasks) -> CpuPendingTokens:
+        """See `TokenSampler.launch`."""
+        return CpuPendingTokens(sample(logits.cpu(), slots, masks))
 
 
 class Cpu:
@@ -114,13 +114,13 @@ class Cpu:
         """They are there already."""
         return list(tensors)
 
-    def mark(self) -> Moment:
+    def record_event(self) -> CpuEvent:
         """Now: what was called has been done."""
-        return Moment(time.monotonic())
+        return CpuEvent(time.monotonic())
 
-    def sampler(self, max_rows: int, vocab_size: int, most: int) -> CpuSampler:
+    def sampler(self, max_rows: int, vocab_size: int, most: int) -> CpuTokenSampler:
         """See `Device.sampler`."""
-        return CpuSampler()
+        return CpuTokenSampler()
 
     def can_record(self, dtype: torch.dtype) -> bool:
         """There is nothing to gain."""

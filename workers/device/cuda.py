@@ -18,10 +18,10 @@ from pagewire.kernels.cuda.launch import Device
 from pagewire.kernels.cuda.norms import DTYPES as KERNEL_DTYPES
 from pagewire.kernels.cuda.sampling import MAX_VOCAB_SIZE
 from pagewire.kernels.cuda.source import Variant
-from pagewire.workers.device.cpu import CpuSampler
-from pagewire.workers.device.interface import Sampler
+from pagewire.workers.device.cpu import CpuTokenSampler
+from pagewire.workers.device.interface import TokenSampler
 from pagewire.workers.errors import LoadError
-from pagewire.workers.sample.device_sampler import DeviceSampler
+from pagewire.workers.sample.device_sampler import CudaTokenSampler
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -30,23 +30,23 @@ CONTEXT_BYTES = 512 << 20  # what the driver takes for a process, which nobody t
 GRAPH_BYTES = 256 << 20  # what graphs take beside the memory of one step
 
 
-class Event:
-    """A point on a stream. See `interface.Mark`."""
+class CudaEvent:
+    """A point on a stream. See `interface.Event`."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._event.record(stream)
 
     def reached(self) -> bool:
-        """See `Mark.reached`."""
+        """See `Event.reached`."""
         return bool(self._event.query())
 
     def wait(self) -> None:
-        """See `Mark.wait`."""
+        """See `Event.wait`."""
         self._event.synchronize()
 
-    def seconds_since(self, earlier: Event) -> float:
-        """See `Mark.seconds_since`."""
+    def seconds_since(self, earlier: CudaEvent) -> float:
+        """See `Event.seconds_since`."""
         return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
@@ -122,30 +122,30 @@ class Cuda:
         there = host.to(self.torch_device, non_blocking=True)
         return [_part(there, start, tensor) for tensor, start in zip(tensors, starts, strict=False)]
 
-    def download(self, source: Tensor, target: Tensor) -> Event:
+    def download(self, source: Tensor, target: Tensor) -> CudaEvent:
         """Copy to pinned memory beside what is launched next; the source must stay as it is until then."""
         self._downloads.wait_stream(torch.cuda.current_stream(self.torch_device))
         with torch.cuda.stream(self._downloads):
             target.copy_(source, non_blocking=True)
-        return Event(self._downloads)
+        return CudaEvent(self._downloads)
 
     def pinned(self, num_bytes: int) -> Tensor:
         """Memory of the host that the device copies from and to, uint8."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def mark(self) -> Event:
-        """See `Device.mark`."""
-        return Event(torch.cuda.current_stream(self.torch_device))
+    def record_event(self) -> CudaEvent:
+        """See `Device.record_event`."""
+        return CudaEvent(torch.cuda.current_stream(self.torch_device))
 
-    def sampler(self, max_rows: int, vocab_size: int, most: int) -> Sampler:
+    def sampler(self, max_rows: int, vocab_size: int, most: int) -> TokenSampler:
         """See `Device.sampler`."""
         if vocab_size > MAX_VOCAB_SIZE:
             logger.warning(
                 "sampling on the CPU: the vocabulary has %d tokens, the GPU's kernels support up to %d",
                 *(vocab_size, MAX_VOCAB_SIZE),
             )
-            return CpuSampler()
-        return DeviceSampler(self, max_rows, vocab_size, most)
+            return CpuTokenSampler()
+        return CudaTokenSampler(self, max_rows, vocab_size, most)
 
     def can_record(self, dtype: torch.dtype) -> bool:
         """See `Device.can_record`: what PyTorch does in place of a kernel waits for the device."""

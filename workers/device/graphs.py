@@ -95,7 +95,7 @@ def _empty_batch(size: int, max_blocks: int, max_seq_len: int, device: torch.dev
         sample_indices=zeros(0, dtype=torch.int64),
         sample_slots=zeros(0, dtype=torch.int64),
         starts=[],
-        has_unseen=True,
+        needs_relay=True,
     )
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pagewire.workers.sample.sampler import SampleOutput, SamplingSlot
 
 
-class Mark(Protocol):
+class Event(Protocol):
     """A point in the work of a device."""
 
     def reached(self) -> bool:
@@ -31,7 +31,7 @@ class Mark(Protocol):
         """Between two points, both reached, of the same device."""
 
 
-class Sampled(Protocol):
+class PendingTokens(Protocol):
     """Tokens on their way to the host."""
 
     @property
@@ -45,10 +45,10 @@ class Sampled(Protocol):
         """Wait for them."""
 
 
-class Sampler(Protocol):
+class TokenSampler(Protocol):
     """Draws tokens where the logits are."""
 
-    def launch(self, logits: Tensor, slots: Sequence[SamplingSlot], masks: TokenMasks) -> Sampled:
+    def launch(self, logits: Tensor, slots: Sequence[SamplingSlot], masks: TokenMasks) -> PendingTokens:
         """Start choosing one token per row, see `sampler.sample`. One launch at a time."""
 
 
@@ -91,10 +91,10 @@ class Device(Protocol):
     def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Tensors of the host, there. They may be changed at once; the copies must not."""
 
-    def mark(self) -> Mark:
+    def record_event(self) -> Event:
         """The point behind all work given so far."""
 
-    def sampler(self, max_rows: int, vocab_size: int, most: int) -> Sampler:
+    def sampler(self, max_rows: int, vocab_size: int, most: int) -> TokenSampler:
         """For at most so many rows, and so many most likely tokens of each."""
 
     def can_record(self, dtype: torch.dtype) -> bool:

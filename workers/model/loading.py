@@ -27,7 +27,7 @@ from pagewire.workers.model.model import (
 from pagewire.workers.model.proof import DryRun, check_config, prove, reference_logits
 from pagewire.workers.model.stack import DecoderStack, build_stack
 from pagewire.workers.model.transforms import (
-    PackedLinear,
+    LinearModule,
     pack_experts,
     pack_linears,
     replace_norms,
@@ -155,7 +155,7 @@ def weight_bytes(model: Model) -> int:
         if isinstance(module, DecoderStack):
             total += module.num_bytes
         for child in module.modules():
-            if isinstance(child, PackedLinear):
+            if isinstance(child, LinearModule):
                 total += child.num_bytes
         for parameter in module.parameters():
             if parameter.device.type != "meta" and parameter.data_ptr() not in seen:

@@ -98,8 +98,8 @@ def paged_logits(model: Model, run: DryRun, trace: DryRunRecorder) -> list[Tenso
             batch.block_table,
             batch.slot_mapping,
         )
-        ids, positions, starts, lens, table, mapping = trace.device.upload(tensors)
-        batch = AttentionBatch(starts, lens, table, mapping, batch.max_query_len, batch.max_seq_len)
+        ids, positions, starts, lens, table, kv_slots = trace.device.upload(tensors)
+        batch = AttentionBatch(starts, lens, table, kv_slots, batch.max_query_len, batch.max_seq_len)
         paged = trace.step(batch)
         logits = model.logits(model.hidden_states(ids, positions, paged)).cpu()
         for part, rows in zip(parts, torch.split(logits, list(lengths)), strict=True):
@@ -112,12 +112,12 @@ def dry_batch(places: list[Tensor], seq_lens: list[int]) -> AttentionBatch:
     num_requests = len(places)
     lengths = torch.tensor([len(p) for p in places])
     table = torch.arange(3 * num_requests, dtype=torch.int32).view(3, num_requests).T.contiguous()
-    slots = [table[r][p // BLOCK].long() * BLOCK + p % BLOCK for r, p in enumerate(places)]
+    kv_slots = [table[r][p // BLOCK].long() * BLOCK + p % BLOCK for r, p in enumerate(places)]
     return AttentionBatch(
         query_start_loc=torch.cat([torch.zeros(1), lengths.cumsum(0)]).int(),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
         block_table=table,
-        slot_mapping=torch.cat(slots),
+        slot_mapping=torch.cat(kv_slots),
         max_query_len=int(lengths.max()),
         max_seq_len=max(seq_lens),
     )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pagewire.kernels.decoder import Activation, Layer, Norm, Stack
 from pagewire.workers.model.attention import KVShape, StepContext
-from pagewire.workers.model.transforms import PackedLinear, RotaryTable, norm_kernel
+from pagewire.workers.model.transforms import LinearModule, RotaryTable, norm_kernel
 
 BASE = {"embed_tokens", "layers", "norm", "rotary_emb"}
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -57,13 +57,13 @@ def _norm(module: nn.Module, device: torch.device) -> Norm:
     return Norm(norm.weight.to(device), norm.eps, norm.offset)
 
 
-def joined(*linears: Any, device: torch.device) -> PackedLinear:
+def joined(*linears: Any, device: torch.device) -> LinearModule:
     """Linear layers over the same input as one."""
     _require(all(type(linear) is nn.Linear for linear in linears))
     biases = [linear.bias for linear in linears]
     _require(all(b is None for b in biases) or all(b is not None for b in biases))
     bias = None if biases[0] is None else torch.cat(biases).to(device)
-    return PackedLinear(torch.cat([linear.weight for linear in linears]).to(device), bias)
+    return LinearModule(torch.cat([linear.weight for linear in linears]).to(device), bias)
 
 
 class DecoderStack(nn.Module):

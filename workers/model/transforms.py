@@ -13,7 +13,7 @@ from pagewire.kernels.linear import pack
 from pagewire.workers.model.attention import NAME
 
 
-class PackedLinear(nn.Module):
+class LinearModule(nn.Module):
     """A linear layer whose weight lies packed; the original can be freed."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -36,9 +36,9 @@ def pack_linears(module: nn.Module) -> None:
     child: Any
     for name, child in list(module.named_children()):
         if type(child) is nn.Linear:
-            setattr(module, name, PackedLinear(child.weight, child.bias))
+            setattr(module, name, LinearModule(child.weight, child.bias))
         elif type(child) is Conv1D:
-            setattr(module, name, PackedLinear(child.weight.T, child.bias))
+            setattr(module, name, LinearModule(child.weight.T, child.bias))
         else:
             pack_linears(child)
 
@@ -69,7 +69,7 @@ def expert_linears(module: Any, name: str) -> nn.ModuleList:
     biases = getattr(module, f"{name}_bias") if module.has_bias else [None] * len(weights)
     if module.is_transposed:
         weights = weights.transpose(1, 2)
-    return nn.ModuleList(PackedLinear(w, b) for w, b in zip(weights, biases, strict=True))
+    return nn.ModuleList(LinearModule(w, b) for w, b in zip(weights, biases, strict=True))
 
 
 def run_experts(module: Any, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:

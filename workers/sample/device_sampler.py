@@ -1,6 +1,6 @@
 """From logits to tokens on a device: `sampler.sample` by the kernels in `kernels/cuda`, in two parts.
 
-`launch` returns at once; `Launched.finish` waits for the device. In between, other work can be launched.
+`launch` returns at once; `CudaPendingTokens.finish` waits for the device. In between, other work can be launched.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pagewire.kernels.cuda.sampling import (
     result_bytes,
     sampling_rows,
 )
-from pagewire.workers.device.interface import Mark
+from pagewire.workers.device.interface import Event
 from pagewire.workers.sample.logprobs import Logprobs, logprob_rows
 from pagewire.workers.sample.masks import TokenMasks
 from pagewire.workers.sample.sampler import NO_TOKEN_POSSIBLE, SampleOutput, SamplingSlot, unusable
@@ -80,10 +80,10 @@ class Transfers(Protocol):
 
     def pinned(self, num_bytes: int) -> Tensor: ...
 
-    def download(self, source: Tensor, target: Tensor) -> Mark: ...
+    def download(self, source: Tensor, target: Tensor) -> Event: ...
 
 
-class DeviceSampler:
+class CudaTokenSampler:
     """The kernels, and the memory that they need: one launch at a time.
 
     max_rows: of a batch. most: up to how many most likely tokens per row the device finds; a row that asks for
@@ -101,14 +101,14 @@ class DeviceSampler:
 
     def launch(
         self, logits: Tensor, slots: Sequence[SamplingSlot], masks: TokenMasks | None = None
-    ) -> Launched:
+    ) -> CudaPendingTokens:
         """Start choosing one token per row; arguments as for `sampler.sample`. The logits must stay as they are
         until the end."""
         wanted = self._plan(slots, masks or TokenMasks())
         wanted = wanted.with_tensors(self._device.upload(wanted.tensors))
         result = self._sampler.sample(logits, wanted)
-        there = self._device.download(result.memory, self._host)
-        return Launched(logits, slots, result.token_ids, result.within_memory(self._host), there)
+        copied = self._device.download(result.memory, self._host)
+        return CudaPendingTokens(logits, slots, result.token_ids, result.within_memory(self._host), copied)
 
     def _plan(self, slots: Sequence[SamplingSlot], masks: TokenMasks) -> SamplingPlan:
         if masks.places or any(slot.edits.active for slot in slots):
@@ -129,7 +129,7 @@ class DeviceSampler:
 
 
 @dataclass(frozen=True)
-class Launched:
+class CudaPendingTokens:
     """A batch whose tokens are on their way. To be finished before the next is launched."""
 
     logits: Tensor
@@ -138,15 +138,15 @@ class Launched:
     """int64 [R], on the device."""
     result: SamplingResult
     """On the host, once it is there."""
-    there: Mark
+    copied: Event
 
     def reached(self) -> bool:
         """Are the tokens there?"""
-        return self.there.reached()
+        return self.copied.reached()
 
     def finish(self) -> SampleOutput:
         """Wait for the tokens; they are those that `sampler.sample` gives."""
-        self.there.wait()
+        self.copied.wait()
         output = SampleOutput(self.result.token_ids.tolist())
         statuses, peaks = self.result.statuses.tolist(), self.result.peaks.tolist()
         for row, (status, peak) in enumerate(zip(statuses, peaks, strict=True)):

@@ -22,7 +22,7 @@ from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.workers import runner as runner_module
 from pagewire.workers.calls import call
 from pagewire.workers.device import cuda
-from pagewire.workers.device.cpu import CpuSampler
+from pagewire.workers.device.cpu import CpuTokenSampler
 from pagewire.workers.device.graphs import recorded_sizes
 from pagewire.workers.device.open import open_device
 from pagewire.workers.errors import LoadError
@@ -202,7 +202,7 @@ def test_a_vocabulary_that_is_too_large_for_the_kernels(
     wanted = [outcome(result) for result in Core(load()).run(plans)]
     monkeypatch.setattr(cuda, "MAX_VOCAB_SIZE", VOCAB_SIZE - 1)
     runner = load()
-    assert isinstance(runner.sampler, CpuSampler)
+    assert isinstance(runner.sampler, CpuTokenSampler)
     steps = Pipeline(core := Core(runner), runner)  # type: ignore[arg-type]
     for plan in plans:
         steps.launch(plan)
