@@ -48,11 +48,11 @@ def check_params(request: Request, info: EngineInfo) -> None:
     for word in params.bad_words_token_ids or ():
         check_token_ids("bad_words_token_ids", word, info.vocab_size)
     for name in ("logprobs", "prompt_logprobs"):
-        wanted = getattr(params, name)
-        if wanted is None or info.max_logprobs == -1:
+        number = getattr(params, name)
+        if number is None or info.max_logprobs == -1:
             continue
-        if wanted == -1 or wanted > info.max_logprobs:
-            raise ValueError(f"{name}={wanted} is over this engine's max_logprobs={info.max_logprobs}")
+        if number == -1 or number > info.max_logprobs:
+            raise ValueError(f"{name}={number} is over this engine's max_logprobs={info.max_logprobs}")
 
 
 def check_resumed(request: Request, info: EngineInfo) -> None:

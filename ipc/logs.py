@@ -39,8 +39,8 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "pid": record.process,
         }
-        said = getattr(record, "facts", None) or {"message": record.getMessage()}
-        line |= {name: value for name, value in said.items() if name not in line}
+        fields = getattr(record, "facts", None) or {"message": record.getMessage()}
+        line |= {name: value for name, value in fields.items() if name not in line}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)

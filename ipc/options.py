@@ -156,9 +156,9 @@ def check_types(options: Any) -> None:
             msgspec.convert(value, hints[field.name])
         except msgspec.ValidationError as error:
             choices = field.metadata["choices"]
-            wanted = f"one of {', '.join(map(repr, choices))}" if choices else str(error)
+            expected = f"one of {', '.join(map(repr, choices))}" if choices else str(error)
             kind = ValueError if choices else TypeError
-            raise kind(f"{field.name}: {wanted}; got {value!r}") from None
+            raise kind(f"{field.name}: {expected}; got {value!r}") from None
         choices = field.metadata["choices"]
         if choices and value is not None and value not in choices:
             raise ValueError(f"{field.name} must be one of {', '.join(map(str, choices))}, got {value!r}")

@@ -153,7 +153,7 @@ class Pipeline:
         if (step := self.running) is not None:
             self.running = None
             self._connection.send(step.finish(self._idle_since))
-            self._idle_since = step.ended
+            self._idle_since = step.end
 
 
 def start(connection: Connection, config: WorkerConfig) -> Runner:

@@ -58,9 +58,9 @@ class PromptLogprobsRequest:
 class RunningStep:
     """One plan. Made by `Runner.launch`: the model's work is under way."""
 
-    def __init__(self, runner: ModelOnDevice, plan: StepPlan, begun: Event) -> None:
-        self._runner, self.plan, self._begun = runner, plan, begun
-        self._ended = begun
+    def __init__(self, runner: ModelOnDevice, plan: StepPlan, begin: Event) -> None:
+        self._runner, self.plan, self._begin = runner, plan, begin
+        self._end = begin
         self._sampled: PendingTokens | None = None
         self._batch: Batch | None = None
         self._hidden = torch.empty(0)
@@ -80,7 +80,7 @@ class RunningStep:
                 successors = slots.tokens[row.slot, first : first + row.num_prompt_logprobs].tolist()
                 k = slots.sampling[row.slot].params.prompt_logprobs or 0
                 self._prompts.append(PromptLogprobsRequest(i, batch.starts[i], successors, k))
-        self._ended = self._runner.device.record_event()
+        self._end = self._runner.device.record_event()
 
     @torch.inference_mode()
     def sample(self, masks: Callable[[], Masks | None]) -> None:
@@ -95,29 +95,29 @@ class RunningStep:
         with runner.span("sample"):
             self._sampled = runner.sampler.launch(logits, self._slots, allowed)
             runner.keep_tokens(batch.sample_slots, self._sampled)
-        self._ended = runner.device.record_event()
+        self._end = runner.device.record_event()
 
     def reached(self) -> bool:
         """Would `finish` not have to wait?"""
-        return self._ended.reached() and (self._sampled is None or self._sampled.reached())
+        return self._end.reached() and (self._sampled is None or self._sampled.reached())
 
     def finish(self, since: Event | None = None) -> StepResult:
         """Wait, and append the tokens to their slots. since: the end of the step before."""
         result = StepResult(self.plan.step_id, [])
         if self._sampled is not None:
             self._take(self._sampled.finish(), result)
-        for asked in self._prompts:
-            result.prompt_logprobs[asked.row] = self._logprobs_of(asked)
-        self._ended.wait()
-        result.busy_us = int(self._ended.seconds_since(self._begun) * 1e6)
+        for request in self._prompts:
+            result.prompt_logprobs[request.row] = self._logprobs_of(request)
+        self._end.wait()
+        result.busy_us = int(self._end.seconds_since(self._begin) * 1e6)
         if since is not None:
-            result.idle_us = max(0, int(self._begun.seconds_since(since) * 1e6))
+            result.idle_us = max(0, int(self._begin.seconds_since(since) * 1e6))
         return result
 
     @property
-    def ended(self) -> Event:
+    def end(self) -> Event:
         """Its last work."""
-        return self._ended
+        return self._end
 
     def _take(self, output: SampleOutput, result: StepResult) -> None:
         slots, sample_rows = self._runner.slots, self._batch.sample_rows if self._batch else []
@@ -125,17 +125,17 @@ class RunningStep:
             if slots.sampling.get(row.slot) is slot:  # else it is another request's by now
                 slots.append(row.slot, token_id)
         result.token_ids = output.token_ids
-        result.logprobs = {sample_rows[i]: found for i, found in output.logprobs.items()}
+        result.logprobs = {sample_rows[i]: rows for i, rows in output.logprobs.items()}
         result.errors = {sample_rows[i]: error for i, error in output.errors.items()}
 
     @torch.inference_mode()
-    def _logprobs_of(self, asked: PromptLogprobsRequest) -> LogprobRows:
+    def _logprobs_of(self, request: PromptLogprobsRequest) -> LogprobRows:
         """Log probabilities of a prompt's tokens, from the logits of those before them."""
         model = self._runner.model
         size = max(1, LOGIT_CHUNK // model.vocab_size)
-        end = asked.start + len(asked.successors)
+        end = request.start + len(request.successors)
         logits = [
             model.model.logits(self._hidden[start : min(start + size, end)]).cpu()
-            for start in range(asked.start, end, size)
+            for start in range(request.start, end, size)
         ]
-        return logprob_rows(torch.cat(logits), asked.successors, asked.num_most_likely)
+        return logprob_rows(torch.cat(logits), request.successors, request.num_most_likely)

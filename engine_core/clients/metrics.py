@@ -224,45 +224,45 @@ def counts(core: MeasuredEngine) -> Iterator[Row]:
         yield counter("vllm:request_success_total", text, number, {"finished_reason": reason})
 
 
-def distributions(kept: Metrics) -> Iterator[Row]:
+def distributions(metrics: Metrics) -> Iterator[Row]:
     """What was kept on the way. Of each sequence, if n of them were asked for."""
     text = "Time from a sequence's arrival to its first token."
-    yield histogram("vllm:time_to_first_token_seconds", text, kept.first_token)
+    yield histogram("vllm:time_to_first_token_seconds", text, metrics.first_token)
     text = "Time between two consecutive tokens of a sequence."
-    yield histogram("vllm:inter_token_latency_seconds", text, kept.between_tokens)
+    yield histogram("vllm:inter_token_latency_seconds", text, metrics.between_tokens)
     text = "Same as inter_token_latency_seconds (older name)."
-    yield histogram("vllm:time_per_output_token_seconds", text, kept.between_tokens)
+    yield histogram("vllm:time_per_output_token_seconds", text, metrics.between_tokens)
     text = "Mean time per token of each finished sequence, not counting the first token."
-    yield histogram("vllm:request_time_per_output_token_seconds", text, kept.per_token)
+    yield histogram("vllm:request_time_per_output_token_seconds", text, metrics.per_token)
     text = "Time from a sequence's arrival to its end."
-    yield histogram("vllm:e2e_request_latency_seconds", text, kept.whole)
+    yield histogram("vllm:e2e_request_latency_seconds", text, metrics.whole)
     text = "Time from a sequence's arrival to its first step."
-    yield histogram("vllm:request_queue_time_seconds", text, kept.queued)
+    yield histogram("vllm:request_queue_time_seconds", text, metrics.queued)
     text = "Same as request_queue_time_seconds (older name)."
-    yield histogram("vllm:time_in_queue_requests", text, kept.queued)
+    yield histogram("vllm:time_in_queue_requests", text, metrics.queued)
     text = "Time from a sequence's first step to its end."
-    yield histogram("vllm:request_inference_time_seconds", text, kept.inference)
+    yield histogram("vllm:request_inference_time_seconds", text, metrics.inference)
     text = "Time from a sequence's first step to its first token."
-    yield histogram("vllm:request_prefill_time_seconds", text, kept.prefill)
+    yield histogram("vllm:request_prefill_time_seconds", text, metrics.prefill)
     text = "Time from a sequence's first token to its end."
-    yield histogram("vllm:request_decode_time_seconds", text, kept.decode)
+    yield histogram("vllm:request_decode_time_seconds", text, metrics.decode)
     text = "Prompt tokens of each finished sequence."
-    yield histogram("vllm:request_prompt_tokens", text, kept.prompt_tokens)
+    yield histogram("vllm:request_prompt_tokens", text, metrics.prompt_tokens)
     text = "Output tokens of each finished sequence."
-    yield histogram("vllm:request_generation_tokens", text, kept.output_tokens)
+    yield histogram("vllm:request_generation_tokens", text, metrics.output_tokens)
     text = "Sequences requested by each request (n)."
-    yield histogram("vllm:request_params_n", text, kept.params_n)
+    yield histogram("vllm:request_params_n", text, metrics.params_n)
     text = "Same as request_params_n: best_of is always n."
-    yield histogram("vllm:request_params_best_of", text, kept.params_n)
+    yield histogram("vllm:request_params_best_of", text, metrics.params_n)
     text = "Maximum output tokens of each request: max_tokens, or less if max_model_len leaves less."
-    yield histogram("vllm:request_params_max_tokens", text, kept.params_max_tokens)
+    yield histogram("vllm:request_params_max_tokens", text, metrics.params_max_tokens)
     text = "Tokens computed in each step, prompt and output tokens together."
-    yield histogram("vllm:iteration_tokens_total", text, kept.step_tokens)
+    yield histogram("vllm:iteration_tokens_total", text, metrics.step_tokens)
 
 
 def own(core: MeasuredEngine) -> Iterator[Row]:
     """What only this engine has."""
-    kept, clients = core.metrics, core.clients.attached.values()
+    metrics, clients = core.metrics, core.clients.attached.values()
     yield gauge("pagewire:frontends", "Number of attached frontends.", len(clients))
     text, live = "Unfinished sequences by frontend and phase.", phases(core)
     for client in clients:
@@ -279,7 +279,7 @@ def own(core: MeasuredEngine) -> Iterator[Row]:
     text = "1 while the engine sleeps: the worker has released its memory."
     yield gauge("pagewire:asleep", text, int(core.control.asleep))
     text = "Requests refused on arrival, by reason: busy (queue full, or shutting down), invalid."
-    for reason, number in kept.num_refused.items():
+    for reason, number in metrics.num_refused.items():
         yield counter("pagewire:requests_refused_total", text, number, {"reason": reason})
     grammars = core.grammars
     yield gauge("pagewire:grammars_cached", "Compiled grammars in the cache.", len(grammars))
@@ -288,7 +288,7 @@ def own(core: MeasuredEngine) -> Iterator[Row]:
     text = "Grammars found in the cache."
     yield counter("pagewire:grammar_hits_total", text, grammars.num_hits)
     text = "Time each request with structured output waited for its grammar to be compiled."
-    yield histogram("pagewire:grammar_time_seconds", text, kept.grammar)
+    yield histogram("pagewire:grammar_time_seconds", text, metrics.grammar)
     text = "Worker processes started to replace a lost one."
     yield counter("pagewire:worker_restarts_total", text, core.worker.num_starts - 1)
     text = "Time the worker spent on computing steps."
@@ -296,11 +296,11 @@ def own(core: MeasuredEngine) -> Iterator[Row]:
     text = "Time the worker waited for its next step while requests were unfinished."
     yield counter("pagewire:worker_idle_seconds_total", text, core.worker_idle_us / 1e6)
     text = "Duration of each step in the worker."
-    yield histogram("pagewire:worker_step_seconds", text, kept.step_seconds)
+    yield histogram("pagewire:worker_step_seconds", text, metrics.step_seconds)
     text = (
         "Duration of one iteration of the core loop; a message that arrives meanwhile waits up to this long."
     )
-    yield histogram("pagewire:core_turn_seconds", text, kept.iteration_seconds)
+    yield histogram("pagewire:core_turn_seconds", text, metrics.iteration_seconds)
 
 
 def cache(core: MeasuredEngine) -> dict[str, str]:
@@ -341,6 +341,6 @@ def counter(name: str, text: str, value: float, labels: dict[str, str] | None = 
     return {"name": name, "type": "counter", "documentation": text, "labels": labels or {}, "value": value}
 
 
-def histogram(name: str, text: str, kept: Distribution) -> Row:
+def histogram(name: str, text: str, distribution: Distribution) -> Row:
     """A row of a distribution."""
-    return {"name": name, "type": "histogram", "documentation": text, **kept.values()}
+    return {"name": name, "type": "histogram", "documentation": text, **distribution.values()}

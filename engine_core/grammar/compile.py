@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pagewire.engine_core.grammar.matcher import Grammar, GrammarError, reason
+from pagewire.engine_core.grammar.matcher import Grammar, GrammarError, failure_reason
 from pagewire.engine_core.grammar.schema import json_schema
 from pagewire.ipc.params import StructuredOutputsParams
 
@@ -72,7 +72,7 @@ def compile_grammar(structure: StructuredOutputsParams, tokenizer: LLTokenizer, 
     limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
     state = LLMatcher(tokenizer, grammar_text(structure, tokenizer), log_level=0, limits=limits)
     if state.is_error():
-        raise GrammarError(f"{structure.kind}: {reason(state)}")
+        raise GrammarError(f"{structure.kind}: {failure_reason(state)}")
     grammar = Grammar(state, vocab_size, tuple(i for i in tokenizer.eos_tokens if i < vocab_size))
     try:
         if any(grammar.matcher().mask()):
@@ -112,8 +112,8 @@ def literal(text: str) -> str:
 
 def as_object(text: str | dict[str, Any]) -> dict[str, Any]:
     """The JSON object that parameters hold as text."""
-    found: dict[str, Any] = json.loads(text) if isinstance(text, str) else text
-    return found
+    value: dict[str, Any] = json.loads(text) if isinstance(text, str) else text
+    return value
 
 
 def tagged_text(structure: StructuredOutputsParams, tokenizer: LLTokenizer) -> str:
@@ -123,15 +123,15 @@ def tagged_text(structure: StructuredOutputsParams, tokenizer: LLTokenizer) -> s
         GrammarError: the tags are not as they should be.
     """
     try:
-        wanted = msgspec.convert(as_object(structure.structural_tag or "{}"), StructuralTag)
+        tags = msgspec.convert(as_object(structure.structural_tag or "{}"), StructuralTag)
     except msgspec.ValidationError as error:
         raise GrammarError(f"structural_tag: {error}") from None
-    if not wanted.structures:
+    if not tags.structures:
         raise GrammarError("structural_tag: structures must not be empty")
-    names = [f"tag_{i}" for i in range(len(wanted.structures))]
+    names = [f"tag_{i}" for i in range(len(tags.structures))]
     lines = ["%llguidance {}", f"start: ({' | '.join(names)})* end", "end: TEXT", r"TEXT: /(.|\n)*/"]
-    for name, tag in zip(names, wanted.structures, strict=True):
-        trigger = max((t for t in wanted.triggers if tag.begin.startswith(t)), key=len, default="")
+    for name, tag in zip(names, tags.structures, strict=True):
+        trigger = max((t for t in tags.triggers if tag.begin.startswith(t)), key=len, default="")
         if not trigger:
             raise GrammarError(f"structural_tag: {tag.begin!r} does not start with any of the triggers")
         special = tokenizer.tokenize_str(trigger, parse_special=True)

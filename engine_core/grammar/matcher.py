@@ -53,7 +53,7 @@ class Matcher:
             GrammarError: it does not fit, or the grammar has become too complex.
         """
         if not self._state.consume_token(token_id):
-            raise GrammarError(f"token {token_id} does not fit the grammar: {reason(self._state)}")
+            raise GrammarError(f"token {token_id} does not fit the grammar: {failure_reason(self._state)}")
 
     def mask(self) -> bytes:
         """The tokens that may come next: bit i % 8 of byte i // 8 for token i, in whole 32-bit words.
@@ -61,10 +61,10 @@ class Matcher:
         Raises:
             GrammarError: the grammar has become too complex, or leads nowhere.
         """
-        found = self._state.compute_bitmask()
+        bitmask = self._state.compute_bitmask()
         if self._state.is_error():
-            raise GrammarError(f"the grammar allows no next token: {reason(self._state)}")
-        mask = bytearray(found[: self._mask_bytes].ljust(self._mask_bytes, b"\0"))
+            raise GrammarError(f"the grammar allows no next token: {failure_reason(self._state)}")
+        mask = bytearray(bitmask[: self._mask_bytes].ljust(self._mask_bytes, b"\0"))
         if self._ignore_eos:
             for token_id in self.eos_token_ids:
                 mask[token_id // 8] &= ~(1 << token_id % 8)
@@ -91,7 +91,7 @@ class Grammar:
         return matcher
 
 
-def reason(state: LLMatcher) -> str:
+def failure_reason(state: LLMatcher) -> str:
     """Why a matcher failed, without what it says of its own state."""
     text = state.get_error()
     for pattern, better in ERROR_REWRITES:

@@ -44,7 +44,7 @@ def json_schema(schema: dict[str, Any], structure: StructuredOutputsParams) -> d
         rewrite_format(part)
         rewrite_names(part)
         rewrite_unevaluated(part)
-        check_least_properties(part)
+        check_min_properties(part)
         if part.get("uniqueItems") is False:
             del part["uniqueItems"]
         if structure.disable_additional_properties and "properties" in part:
@@ -72,18 +72,18 @@ def check_multiple(multiple: Any) -> None:
         raise GrammarError(f"json: multipleOf: {multiple} is not supported: the maximum is {MAX_MULTIPLE}")
 
 
-def check_least_properties(part: dict[str, Any]) -> None:
+def check_min_properties(part: dict[str, Any]) -> None:
     """Refuse a `minProperties` that equal names could seem to reach: they count once.
 
     Raises:
         GrammarError: it is one.
     """
-    least, required = part.get("minProperties"), part.get("required")
+    minimum, required = part.get("minProperties"), part.get("required")
     num_required = len(required) if isinstance(required, list) else 0
     named_only = part.get("additionalProperties") is False and "patternProperties" not in part
-    if isinstance(least, int) and least > num_required + 1 and not named_only:
+    if isinstance(minimum, int) and minimum > num_required + 1 and not named_only:
         raise GrammarError(
-            f"json: minProperties: {least} needs additionalProperties: false and no patternProperties"
+            f"json: minProperties: {minimum} needs additionalProperties: false and no patternProperties"
         )
 
 
@@ -127,11 +127,11 @@ def rewrite_names(part: dict[str, Any]) -> None:
     if not isinstance(names, dict) or "properties" in part or "patternProperties" in part:
         return
     rest = part.get("additionalProperties", True)
-    says = {name: value for name, value in names.items() if (name, value) != ("type", "string")}
-    if list(says) == ["pattern"]:
-        part["patternProperties"] = {says["pattern"]: rest}
-    elif list(says) == ["enum"] and isinstance(says["enum"], list):
-        part["properties"] = {name: rest for name in says["enum"] if isinstance(name, str)}
+    constraints = {name: value for name, value in names.items() if (name, value) != ("type", "string")}
+    if list(constraints) == ["pattern"]:
+        part["patternProperties"] = {constraints["pattern"]: rest}
+    elif list(constraints) == ["enum"] and isinstance(constraints["enum"], list):
+        part["properties"] = {name: rest for name in constraints["enum"] if isinstance(name, str)}
     else:
         return
     part["additionalProperties"] = False
@@ -140,9 +140,9 @@ def rewrite_names(part: dict[str, Any]) -> None:
 
 def rewrite_unevaluated(part: dict[str, Any]) -> None:
     """`unevaluated...` as the plain keyword, where nothing else in the schema evaluates."""
-    for what, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
-        if what in part and not any(name in part for name in IN_PLACE):
-            part.setdefault(plain, part.pop(what))
+    for keyword, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
+        if keyword in part and not any(name in part for name in IN_PLACE):
+            part.setdefault(plain, part.pop(keyword))
 
 
 def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
@@ -152,10 +152,10 @@ def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
     yield schema
     inner = [schema.get(name) for name in SCHEMAS]
     for name in LISTS_OF_SCHEMAS:
-        if isinstance(found := schema.get(name), list):
-            inner += found
+        if isinstance(schemas := schema.get(name), list):
+            inner += schemas
     for name in MAPS_OF_SCHEMAS:
-        if isinstance(found := schema.get(name), dict):
-            inner += found.values()
+        if isinstance(by_name := schema.get(name), dict):
+            inner += by_name.values()
     for part in inner:
         yield from subschemas(part)

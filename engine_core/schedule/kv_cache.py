@@ -29,8 +29,8 @@ class KVCache:
             return []
         self._name_blocks(request)
         usable = request.block_names[: (len(request.token_ids) - 1) // self.block_size]
-        found = takewhile(lambda block: block is not None, map(self.pool.find, usable))
-        return [block for block in found if block is not None]
+        blocks = takewhile(lambda block: block is not None, map(self.pool.find, usable))
+        return [block for block in blocks if block is not None]
 
     def admit(self, request: Sequence, watermark: int) -> bool:
         """Give the request its cached prefix and new blocks for the rest, if then `watermark` stay free."""

@@ -125,7 +125,7 @@ def test_an_empty_plan_and_timing(runner: Runner) -> None:
     since = runner.device.record_event()
     step = runner.launch(StepPlan(4, []))
     result = step.finish(since)
-    assert step.reached() and step.ended.seconds_since(since) >= 0
+    assert step.reached() and step.end.seconds_since(since) >= 0
     assert (result.step_id, result.token_ids) == (4, [])
     assert result.busy_us >= 0
     assert result.idle_us >= 0

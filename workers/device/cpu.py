@@ -118,7 +118,7 @@ class Cpu:
         """Now: what was called has been done."""
         return CpuEvent(time.monotonic())
 
-    def sampler(self, max_rows: int, vocab_size: int, most: int) -> CpuTokenSampler:
+    def sampler(self, max_rows: int, vocab_size: int, max_most_likely: int) -> CpuTokenSampler:
         """See `Device.sampler`."""
         return CpuTokenSampler()
 

@@ -119,8 +119,8 @@ class Cuda:
         host = self.pinned(starts[-1])
         for tensor, start in zip(tensors, starts, strict=False):
             _part(host, start, tensor).copy_(tensor)
-        there = host.to(self.torch_device, non_blocking=True)
-        return [_part(there, start, tensor) for tensor, start in zip(tensors, starts, strict=False)]
+        device_bytes = host.to(self.torch_device, non_blocking=True)
+        return [_part(device_bytes, start, tensor) for tensor, start in zip(tensors, starts, strict=False)]
 
     def download(self, source: Tensor, target: Tensor) -> CudaEvent:
         """Copy to pinned memory beside what is launched next; the source must stay as it is until then."""
@@ -137,7 +137,7 @@ class Cuda:
         """See `Device.record_event`."""
         return CudaEvent(torch.cuda.current_stream(self.torch_device))
 
-    def sampler(self, max_rows: int, vocab_size: int, most: int) -> TokenSampler:
+    def sampler(self, max_rows: int, vocab_size: int, max_most_likely: int) -> TokenSampler:
         """See `Device.sampler`."""
         if vocab_size > MAX_VOCAB_SIZE:
             logger.warning(
@@ -145,7 +145,7 @@ class Cuda:
                 *(vocab_size, MAX_VOCAB_SIZE),
             )
             return CpuTokenSampler()
-        return CudaTokenSampler(self, max_rows, vocab_size, most)
+        return CudaTokenSampler(self, max_rows, vocab_size, max_most_likely)
 
     def can_record(self, dtype: torch.dtype) -> bool:
         """See `Device.can_record`: what PyTorch does in place of a kernel waits for the device."""
@@ -187,15 +187,15 @@ class Cuda:
         beside = max(0, self._used_beside_torch() - self._others) + CONTEXT_BYTES
         free, total = torch.cuda.mem_get_info(self.torch_device)
         graphs = 0 if config.enforce_eager else GRAPH_BYTES
-        own = int(config.gpu_memory_utilization * total) - peak - beside - graphs
-        there = free - self._activations - graphs
-        if there < own:
+        share = int(config.gpu_memory_utilization * total) - peak - beside - graphs
+        left = free - self._activations - graphs
+        if left < share:
             logger.warning(
                 "%s: only %.1f GiB left for the KV cache, other processes use the rest",
                 self.name,
-                there / 2**30,
+                left / 2**30,
             )
-        return max(0, min(own, there))
+        return max(0, min(share, left))
 
     def give_back(self) -> None:
         """See `Device.give_back`."""

@@ -94,7 +94,7 @@ class Device(Protocol):
     def record_event(self) -> Event:
         """The point behind all work given so far."""
 
-    def sampler(self, max_rows: int, vocab_size: int, most: int) -> TokenSampler:
+    def sampler(self, max_rows: int, vocab_size: int, max_most_likely: int) -> TokenSampler:
         """For at most so many rows, and so many most likely tokens of each."""
 
     def can_record(self, dtype: torch.dtype) -> bool:

@@ -91,19 +91,19 @@ class DryRunRecorder:
 
 
 class _RecordingContext(StepContext):
-    __slots__ = ("trace",)
+    __slots__ = ("recorder",)
 
-    def __init__(self, batch: AttentionBatch, trace: DryRunRecorder) -> None:
-        super().__init__(batch, trace.caches)  # type: ignore[arg-type]
-        self.trace = trace
+    def __init__(self, batch: AttentionBatch, recorder: DryRunRecorder) -> None:
+        super().__init__(batch, recorder.caches)  # type: ignore[arg-type]
+        self.recorder = recorder
 
     def cache(self, layer: int, shape: KVShape, window: int | None) -> tuple[Tensor, Tensor]:
-        trace = self.trace
-        if layer not in trace.shapes:
-            trace.shapes[layer] = shape
-            trace.caches[layer] = shape.allocate(trace.num_blocks, trace.block_size, trace.device)
-        trace.windows[layer] = window
-        trace.num_calls[layer] = trace.num_calls.get(layer, 0) + 1
+        recorder = self.recorder
+        if layer not in recorder.shapes:
+            recorder.shapes[layer] = shape
+            recorder.caches[layer] = shape.allocate(recorder.num_blocks, recorder.block_size, recorder.device)
+        recorder.windows[layer] = window
+        recorder.num_calls[layer] = recorder.num_calls.get(layer, 0) + 1
         return super().cache(layer, shape, window)
 
 

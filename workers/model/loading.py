@@ -93,10 +93,10 @@ def load_model(worker_config: WorkerConfig, phases: Phases, device: Device) -> L
     vocab_size = causal.get_output_embeddings().weight.shape[0] if causal.get_output_embeddings() else 0
     tabulate_rotary(causal, max_model_len)
     run = DryRun.make(config.get_text_config().vocab_size, max_model_len)
-    wanted = reference_logits(causal, run)
+    expected = reference_logits(causal, run)
     forget_mapped_files(worker_config.model_path)  # weights come from there one by one, to be packed
     phases.end("reference")
-    model, shapes = transform(causal, run, wanted, max_model_len, device)
+    model, shapes = transform(causal, run, expected, max_model_len, device)
     forget_mapped_files(worker_config.model_path)
     phases.end("transform")
     eos = getattr(config.get_text_config(), "eos_token_id", None)
@@ -104,7 +104,7 @@ def load_model(worker_config: WorkerConfig, phases: Phases, device: Device) -> L
         model=model,
         architecture=architecture,
         dtype=dtype,
-        vocab_size=vocab_size or wanted[0].shape[-1],
+        vocab_size=vocab_size or expected[0].shape[-1],
         max_model_len=max_model_len,
         eos_token_id=eos[0] if isinstance(eos, list) and eos else eos if isinstance(eos, int) else None,
         kv_shapes=[replace(shape, dtype=kv_dtype) for shape in shapes],
@@ -113,7 +113,7 @@ def load_model(worker_config: WorkerConfig, phases: Phases, device: Device) -> L
 
 
 def transform(
-    causal: Any, run: DryRun, wanted: list[torch.Tensor], max_model_len: int, device: Device
+    causal: Any, run: DryRun, expected: list[torch.Tensor], max_model_len: int, device: Device
 ) -> tuple[Model, list[KVShape]]:
     """Make the module fast, and prove it: as a stack of large steps if it can be one, else part by part.
 
@@ -129,14 +129,14 @@ def transform(
         model.base = stack.to(there)
         pack_linears(causal.to(there))
         try:
-            return model, prove(model, run, wanted, max_model_len, device)
+            return model, prove(model, run, expected, max_model_len, device)
         except LoadError:
             model.base = own_base
             del stack
     model.base.to(there)
     causal.to(there)
     transform_parts(model)
-    return model, prove(model, run, wanted, max_model_len, device)
+    return model, prove(model, run, expected, max_model_len, device)
 
 
 def transform_parts(model: Model) -> None:

@@ -83,12 +83,12 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype, device: Device) -> torch.dty
     """
     if name != "auto" and name not in KV_DTYPES:
         raise LoadError(f"kv_cache_dtype must be one of auto, {', '.join(KV_DTYPES)}, got {name!r}")
-    found = KV_DTYPES.get(name, dtype)
-    if found not in device.kv_dtypes(dtype):
+    kv_dtype = KV_DTYPES.get(name, dtype)
+    if kv_dtype not in device.kv_dtypes(dtype):
         raise LoadError(
             f"kv_cache_dtype {name!r} needs a model in bfloat16 or float16 on a GPU, not {dtype} on {device.name}"
         )
-    return found
+    return kv_dtype
 
 
 def head_dim(config: Any) -> int:
@@ -97,23 +97,29 @@ def head_dim(config: Any) -> int:
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads  # type: ignore[no-any-return]
 
 
-def resolve_max_model_len(asked: int | None, config: Any) -> int:
-    """Most tokens of a request: what was asked for, or what the model was made for.
+def resolve_max_model_len(requested: int | None, config: Any) -> int:
+    """Most tokens of a request: what was requested for, or what the model was made for.
 
     Raises:
         LoadError: more than the model was made for, unless `PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN=1`.
     """
     text = config.get_text_config()
     names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
-    own = next((n for name in names if isinstance(n := getattr(text, name, None), int) and n > 0), None)
-    if asked is None:
-        return own or 2048
-    if own is not None and asked > own and os.environ.get("PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN") != "1":
+    model_limit = next(
+        (n for name in names if isinstance(n := getattr(text, name, None), int) and n > 0), None
+    )
+    if requested is None:
+        return model_limit or 2048
+    if (
+        model_limit is not None
+        and requested > model_limit
+        and os.environ.get("PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN") != "1"
+    ):
         raise LoadError(
-            f"max_model_len {asked} exceeds the model's limit of {own} positions; "
+            f"max_model_len {requested} exceeds the model's limit of {model_limit} positions; "
             "PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN=1 allows it"
         )
-    return asked
+    return requested
 
 
 def load_module(worker_config: WorkerConfig, config: Any, dtype: torch.dtype, device: Device) -> Any:

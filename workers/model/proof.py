@@ -80,7 +80,7 @@ def reference_logits(causal: Any, run: DryRun) -> list[Tensor]:
         raise refuse(causal.config, f"its forward pass fails: {first_line(error)}") from error
 
 
-def paged_logits(model: Model, run: DryRun, trace: DryRunRecorder) -> list[Tensor]:
+def paged_logits(model: Model, run: DryRun, recorder: DryRunRecorder) -> list[Tensor]:
     """The same over a paged cache, in chunks and together."""
     done = [0] * len(LENGTHS)
     parts: list[list[Tensor]] = [[] for _ in LENGTHS]
@@ -98,9 +98,9 @@ def paged_logits(model: Model, run: DryRun, trace: DryRunRecorder) -> list[Tenso
             batch.block_table,
             batch.slot_mapping,
         )
-        ids, positions, starts, lens, table, kv_slots = trace.device.upload(tensors)
+        ids, positions, starts, lens, table, kv_slots = recorder.device.upload(tensors)
         batch = AttentionBatch(starts, lens, table, kv_slots, batch.max_query_len, batch.max_seq_len)
-        paged = trace.step(batch)
+        paged = recorder.step(batch)
         logits = model.logits(model.hidden_states(ids, positions, paged)).cpu()
         for part, rows in zip(parts, torch.split(logits, list(lengths)), strict=True):
             part.append(rows)
@@ -124,43 +124,43 @@ def dry_batch(places: list[Tensor], seq_lens: list[int]) -> AttentionBatch:
 
 
 def prove(
-    model: Model, run: DryRun, wanted: list[Tensor], max_model_len: int, device: Device
+    model: Model, run: DryRun, expected: list[Tensor], max_model_len: int, device: Device
 ) -> list[KVShape]:
     """Run the paged path and compare. Returns the KV cache's shape of each layer.
 
     Raises:
         LoadError: the architecture cannot be served, and why.
     """
-    trace = DryRunRecorder(3 * len(LENGTHS), BLOCK, device)
+    recorder = DryRunRecorder(3 * len(LENGTHS), BLOCK, device)
     config = model.config
     try:
-        found = paged_logits(model, run, trace)
+        actual = paged_logits(model, run, recorder)
     except LoadError as error:
         raise refuse(config, str(error)) from error
     except Exception as error:
         raise refuse(config, f"paged attention does not fit it: {first_line(error)}") from error
-    check_calls(config, trace)
-    check_windows(config, trace, max_model_len)
-    if (difference := relative_difference(found, wanted)) > tolerance(wanted[0].dtype):
+    check_calls(config, recorder)
+    check_windows(config, recorder, max_model_len)
+    if (difference := relative_difference(actual, expected)) > tolerance(expected[0].dtype):
         raise refuse(config, f"its logits with paged attention are wrong (by {difference:.1%})")
-    return [trace.shapes[layer] for layer in range(len(trace.shapes))]
+    return [recorder.shapes[layer] for layer in range(len(recorder.shapes))]
 
 
-def check_calls(config: Any, trace: DryRunRecorder) -> None:
+def check_calls(config: Any, recorder: DryRunRecorder) -> None:
     """Every decoder layer attended once per step.
 
     Raises:
         LoadError: otherwise.
     """
-    if not trace.num_calls:
+    if not recorder.num_calls:
         raise refuse(config, "it does not let its attention be replaced")
     num_layers = config.get_text_config().num_hidden_layers
-    for layer in sorted({*range(num_layers), *trace.num_calls}):
-        if (num_calls := trace.num_calls.get(layer, 0) / len(CHUNKS)) != 1:
+    for layer in sorted({*range(num_layers), *recorder.num_calls}):
+        if (num_calls := recorder.num_calls.get(layer, 0) / len(CHUNKS)) != 1:
             raise refuse(config, f"layer {layer} calls attention {num_calls:g} times, not once")
 
 
-def check_windows(config: Any, trace: DryRunRecorder, max_model_len: int) -> None:
+def check_windows(config: Any, recorder: DryRunRecorder, max_model_len: int) -> None:
     """Layers that the configuration calls sliding told attention of their window: the dry run is too short to see.
 
     Raises:
@@ -171,18 +171,18 @@ def check_windows(config: Any, trace: DryRunRecorder, max_model_len: int) -> Non
     window = getattr(text, "sliding_window", None)
     if window is None or window >= max_model_len:
         return
-    for layer in trace.shapes:
+    for layer in recorder.shapes:
         sliding = kinds is None or kinds[layer] == "sliding_attention"
-        if sliding and trace.windows[layer] is None:
+        if sliding and recorder.windows[layer] is None:
             raise refuse(config, f"layer {layer} does not hand its sliding window to attention")
 
 
-def relative_difference(found: list[Tensor], wanted: list[Tensor]) -> float:
-    """How far logits [n, V] are from the wanted ones: the median over tokens of their relative difference.
+def relative_difference(actual: list[Tensor], expected: list[Tensor]) -> float:
+    """How far logits [n, V] are from the expected ones: the median over tokens of their relative difference.
 
     The median, because rounding alone may send single tokens to other experts; what is wrong with a model is
     wrong for most tokens.
     """
-    a, b = torch.cat(found).float(), torch.cat(wanted).float()
+    a, b = torch.cat(actual).float(), torch.cat(expected).float()
     errors = (a - b).norm(dim=1) / b.norm(dim=1).clamp_min(1e-6)
     return float(errors.nan_to_num(torch.inf).median())

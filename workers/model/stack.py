@@ -75,11 +75,13 @@ class DecoderStack(nn.Module):
         self.embed_tokens = base.embed_tokens
         _require(isinstance(base.rotary_emb, RotaryTable))
         self.rotary = base.rotary_emb
-        self.found = [FoundLayer(layer, base.config) for layer in base.layers]
+        self.stack_layers = [StackLayer(layer, base.config) for layer in base.layers]
         norms = [
             _norm(norm, device) for norm in (*(layer.input_layernorm for layer in base.layers), base.norm)
         ]
-        layers = [found.joined(norm, device) for found, norm in zip(self.found, norms[1:], strict=True)]
+        layers = [
+            layer.joined(norm, device) for layer, norm in zip(self.stack_layers, norms[1:], strict=True)
+        ]
         self.stack = Stack(norms[0], layers)
 
     @property
@@ -87,17 +89,17 @@ class DecoderStack(nn.Module):
         """Bytes of the layers' weights."""
         norms = [self.stack.input_norm, *(layer.attention_norm for layer in self.stack.layers)]
         norms += [layer.next_norm for layer in self.stack.layers]
-        return sum(norm.weight.nbytes for norm in norms) + sum(found.num_bytes for found in self.found)
+        return sum(norm.weight.nbytes for norm in norms) + sum(layer.num_bytes for layer in self.stack_layers)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, paged: StepContext, **_: Any) -> tuple[Tensor]:
         """Tokens int64 [1, T] at int64 [1, T] to hidden states [1, T, H]."""
         residual = self.embed_tokens(input_ids[0])
         cos, sin = self.rotary(residual[None], position_ids)
-        caches = [paged.cache(found.index, found.kv_shape, found.window) for found in self.found]
+        caches = [paged.cache(layer.index, layer.kv_shape, layer.window) for layer in self.stack_layers]
         return (self.stack(residual, cos[0], sin[0], paged.batch, caches)[None],)
 
 
-class FoundLayer:
+class StackLayer:
     """A layer of the structure that a stack is made of."""
 
     def __init__(self, layer: Any, config: Any) -> None:

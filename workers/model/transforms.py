@@ -116,10 +116,12 @@ def norm_kernel(module: nn.Module) -> RMSNorm | None:
     if len(list(module.parameters())) != 1 or not isinstance(eps, float):
         return None
     x = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
-    wanted = module(x)
+    expected = module(x)
     for offset in (0.0, 1.0):
         kernel = RMSNorm(weight, eps, offset)
-        if wanted.dtype == x.dtype and torch.allclose(kernel(x), wanted, rtol=tolerance(x.dtype), atol=1e-6):
+        if expected.dtype == x.dtype and torch.allclose(
+            kernel(x), expected, rtol=tolerance(x.dtype), atol=1e-6
+        ):
             return kernel
     return None
 

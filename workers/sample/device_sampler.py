@@ -36,13 +36,16 @@ from pagewire.workers.sample.masks import TokenMasks
 from pagewire.workers.sample.sampler import NO_TOKEN_POSSIBLE, SampleOutput, SamplingSlot, unusable
 
 
-def row_sampling(slot: SamplingSlot, mask: int = -1, most: int = MOST_TOKENS) -> RowSampling:
+def row_sampling(slot: SamplingSlot, mask: int = -1, max_most_likely: int = MOST_TOKENS) -> RowSampling:
     """What a slot wants for its next token, under a row of a plan's masks.
 
     Log probabilities of more than the `most` likely tokens are left out: the kernels do not serve them.
     """
     params, edits = slot.params, slot.edits
-    wanted = -1 if params.logprobs is None or not 0 <= params.logprobs <= most else params.logprobs
+    if params.logprobs is None or not 0 <= params.logprobs <= max_most_likely:
+        num_most_likely = -1
+    else:
+        num_most_likely = params.logprobs
     row = RowSampling(
         seed=slot.seed,
         position=slot.num_tokens,
@@ -51,7 +54,7 @@ def row_sampling(slot: SamplingSlot, mask: int = -1, most: int = MOST_TOKENS) ->
         top_p=params.top_p,
         min_p=params.min_p,
         mask=mask,
-        num_most_likely=wanted,
+        num_most_likely=num_most_likely,
     )
     if not edits.active:
         return row
@@ -93,10 +96,10 @@ class CudaTokenSampler:
         ValueError: a vocabulary, or `most`, that is too large for the kernels.
     """
 
-    def __init__(self, device: Transfers, max_rows: int, vocab_size: int, most: int) -> None:
+    def __init__(self, device: Transfers, max_rows: int, vocab_size: int, max_most_likely: int) -> None:
         self._device = device
-        self._sampler = Sampler(device.kernels, max_rows, vocab_size, most, device.torch_device)
-        self._host = device.pinned(result_bytes(max_rows, most))
+        self._sampler = Sampler(device.kernels, max_rows, vocab_size, max_most_likely, device.torch_device)
+        self._host = device.pinned(result_bytes(max_rows, max_most_likely))
         self._plain: WeakKeyDictionary[SamplingSlot, tuple[NDArray[np.void], int]] = WeakKeyDictionary()
 
     def launch(
@@ -104,17 +107,17 @@ class CudaTokenSampler:
     ) -> CudaPendingTokens:
         """Start choosing one token per row; arguments as for `sampler.sample`. The logits must stay as they are
         until the end."""
-        wanted = self._plan(slots, masks or TokenMasks())
-        wanted = wanted.with_tensors(self._device.upload(wanted.tensors))
-        result = self._sampler.sample(logits, wanted)
+        request = self._plan(slots, masks or TokenMasks())
+        request = request.with_tensors(self._device.upload(request.tensors))
+        result = self._sampler.sample(logits, request)
         copied = self._device.download(result.memory, self._host)
         return CudaPendingTokens(logits, slots, result.token_ids, result.within_memory(self._host), copied)
 
     def _plan(self, slots: Sequence[SamplingSlot], masks: TokenMasks) -> SamplingPlan:
-        if masks.places or any(slot.edits.active for slot in slots):
-            most = self._sampler.most
-            wanted = [row_sampling(slot, masks.places.get(i, -1), most) for i, slot in enumerate(slots)]
-            return plan(wanted, masks.bits)
+        if masks.mask_rows or any(slot.edits.active for slot in slots):
+            limit = self._sampler.most
+            sampling = [row_sampling(slot, masks.mask_rows.get(i, -1), limit) for i, slot in enumerate(slots)]
+            return plan(sampling, masks.bits)
         values, nums = zip(*map(self._plain_row, slots), strict=True)
         rows = np.concatenate(values)
         rows["position"] = [slot.num_tokens for slot in slots]
@@ -122,10 +125,10 @@ class CudaTokenSampler:
 
     def _plain_row(self, slot: SamplingSlot) -> tuple[NDArray[np.void], int]:
         """What a slot wants each time, made once: [1] of `SamplingRow`, and how many most likely tokens."""
-        if (found := self._plain.get(slot)) is None:
-            row = row_sampling(slot, most=self._sampler.most)
-            found = self._plain[slot] = sampling_rows([row]), row.num_most_likely
-        return found
+        if (cached := self._plain.get(slot)) is None:
+            row = row_sampling(slot, max_most_likely=self._sampler.most)
+            cached = self._plain[slot] = sampling_rows([row]), row.num_most_likely
+        return cached
 
 
 @dataclass(frozen=True)
@@ -156,17 +159,17 @@ class CudaPendingTokens:
         return output
 
     def _add_logprobs(self, output: SampleOutput) -> None:
-        most = self.result.ids.shape[1] - 1
-        wanted = {
+        max_most_likely = self.result.ids.shape[1] - 1
+        num_logprobs = {
             row: slot.params.logprobs
             for row, slot in enumerate(self.slots)
             if slot.params.logprobs is not None and row not in output.errors
         }
-        if not wanted:
+        if not num_logprobs:
             return
         ids, logprobs, ranks = self.result.ids.numpy(), self.result.logprobs(), self.result.ranks.numpy()
-        for row, k in wanted.items():
-            if 0 <= k <= most:
+        for row, k in num_logprobs.items():
+            if 0 <= k <= max_most_likely:
                 size = 1 + min(k, self.logits.shape[1])
                 here = slice(row, row + 1)
                 output.logprobs[row] = Logprobs(ids[here, :size], logprobs[here, :size], ranks[here]).pack()

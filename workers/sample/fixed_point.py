@@ -50,8 +50,8 @@ def fixed_point_probabilities(depths: torch.Tensor) -> torch.Tensor:
 
 def keep_min_p(masses: torch.Tensor, min_p: Sequence[float]) -> None:
     """Keep tokens at least `min_p` [n] times as likely as the most likely one (Nguyen et al. 2024)."""
-    least = torch.tensor([math.ceil(p * ONE) for p in min_p], device=masses.device)
-    masses.masked_fill_(masses < least[:, None], 0)
+    limits = torch.tensor([math.ceil(p * ONE) for p in min_p], device=masses.device)
+    masses.masked_fill_(masses < limits[:, None], 0)
 
 
 def depth_bins(depths: torch.Tensor) -> torch.Tensor:
@@ -105,13 +105,13 @@ def top_tokens(x: torch.Tensor, k: int) -> tuple[NDArray[np.float32], NDArray[np
     `torch.topk` picks any of the tokens that tie for the last place, so one more than k is looked at, and a row
     where the tie goes on past k is done again from all of its candidates.
     """
-    found, places = x.topk(min(k + 1, x.shape[1]), dim=1)
-    values, ids = found.float().cpu().numpy(), places.cpu().numpy()
+    top, columns = x.topk(min(k + 1, x.shape[1]), dim=1)
+    values, ids = top.float().cpu().numpy(), columns.cpu().numpy()
     order = np.lexsort((ids, -values), axis=1)[:, :k]
     values, ids = np.take_along_axis(values, order, 1), np.take_along_axis(ids, order, 1)
     if 0 < k < x.shape[1]:
-        for row in (found[:, k - 1] == found[:, k]).nonzero()[:, 0].tolist():
-            candidates = (x[row] >= found[row, k - 1]).nonzero()[:, 0]
+        for row in (top[:, k - 1] == top[:, k]).nonzero()[:, 0].tolist():
+            candidates = (x[row] >= top[row, k - 1]).nonzero()[:, 0]
             candidates = candidates[x[row, candidates].argsort(descending=True, stable=True)][:k]
             values[row], ids[row] = x[row, candidates].float().cpu().numpy(), candidates.cpu().numpy()
     return values, ids
@@ -136,5 +136,5 @@ def draw(masses: torch.Tensor, uniforms: NDArray[np.float64]) -> list[int]:
     ids = starts + torch.arange(BLOCK, device=masses.device)
     inside = masses.gather(1, ids.clamp(max=size - 1)).cpu().numpy().cumsum(1)
     steps = (inside <= target - np.take_along_axis(reached, block, 1)).sum(1, keepdims=True)
-    found: list[int] = (block * BLOCK + steps)[:, 0].tolist()
-    return found
+    token_ids: list[int] = (block * BLOCK + steps)[:, 0].tolist()
+    return token_ids

@@ -73,7 +73,7 @@ class BadWords:
                 self._after.setdefault(prefix[-1], []).append((prefix, last))
             else:
                 self._always.append(last)
-        longest = max((len(prefix) for found in self._after.values() for prefix, _ in found), default=0)
+        longest = max((len(prefix) for words in self._after.values() for prefix, _ in words), default=0)
         self._recent = deque(history[max(0, len(history) - longest) :].tolist(), maxlen=longest)
 
     def add(self, token_id: int) -> None:
@@ -85,8 +85,8 @@ class BadWords:
         if not self._recent or self._recent[-1] not in self._after:
             return self._always
         recent = list(self._recent)
-        found = self._after[recent[-1]]
-        return self._always + [last for prefix, last in found if recent[-len(prefix) :] == prefix]
+        words = self._after[recent[-1]]
+        return self._always + [last for prefix, last in words if recent[-len(prefix) :] == prefix]
 
 
 class LogitEdits:
@@ -179,22 +179,22 @@ def _penalise(x: torch.Tensor, edits: Sequence[LogitEdits]) -> None:
 
     An overflow stays finite: it must not look like a fault of the model.
     """
-    asking = [(row, edit, edit.counts) for row, edit in enumerate(edits) if edit.counts is not None]
-    if not asking:
+    penalised = [(row, edit, edit.counts) for row, edit in enumerate(edits) if edit.counts is not None]
+    if not penalised:
         return
 
     def spread(values: Iterable[float]) -> torch.Tensor:
         per_token = np.repeat(
-            np.array(list(values), np.float32), [len(counts.ids) for _, _, counts in asking]
+            np.array(list(values), np.float32), [len(counts.ids) for _, _, counts in penalised]
         )
         return torch.from_numpy(per_token).to(x.device)
 
-    flat = np.concatenate([counts.ids + row * x.shape[1] for row, _, counts in asking])
+    flat = np.concatenate([counts.ids + row * x.shape[1] for row, _, counts in penalised])
     at = torch.from_numpy(flat).to(x.device)
-    times = torch.from_numpy(np.concatenate([counts.counts for _, _, counts in asking])).to(x.device)
-    repetition = spread(edit.repetition for _, edit, _ in asking)
-    frequency = spread(edit.frequency for _, edit, _ in asking)
-    presence = spread(edit.presence for _, edit, _ in asking)
+    times = torch.from_numpy(np.concatenate([counts.counts for _, _, counts in penalised])).to(x.device)
+    repetition = spread(edit.repetition for _, edit, _ in penalised)
+    frequency = spread(edit.frequency for _, edit, _ in penalised)
+    presence = spread(edit.presence for _, edit, _ in penalised)
 
     values = x.view(-1)[at]
     values = torch.where(values < 0, values * repetition, values / repetition)

@@ -199,10 +199,10 @@ def _draw(x: torch.Tensor, peaks: torch.Tensor, slots: Sequence[SamplingSlot], s
     What is left out would have mass 0, so the outcome is the same.
     """
     ids = None
-    if stages.top_k and (most := max(slot.params.top_k for slot in slots)) * FEW <= x.shape[1]:
-        values, places = top_tokens(x.float(), most)
-        ids = np.sort(places, 1)
-        x = torch.from_numpy(np.take_along_axis(values, np.argsort(places, 1), 1))
+    if stages.top_k and (max_k := max(slot.params.top_k for slot in slots)) * FEW <= x.shape[1]:
+        values, columns = top_tokens(x.float(), max_k)
+        ids = np.sort(columns, 1)
+        x = torch.from_numpy(np.take_along_axis(values, np.argsort(columns, 1), 1))
         peaks = peaks.cpu()
     depths = depths_below(x, peaks, [slot.temperature for slot in slots])
     masses = fixed_point_probabilities(depths)
@@ -213,8 +213,8 @@ def _draw(x: torch.Tensor, peaks: torch.Tensor, slots: Sequence[SamplingSlot], s
         keep_top_k(x, bins, masses, [slot.params.top_k for slot in slots])
     if stages.top_p:
         keep_top_p(x, bins, masses, [slot.params.top_p for slot in slots])
-    found = draw(masses, uniform([slot.seed for slot in slots], [slot.num_tokens for slot in slots]))
-    return found if ids is None else [int(row[i]) for row, i in zip(ids, found, strict=True)]
+    drawn = draw(masses, uniform([slot.seed for slot in slots], [slot.num_tokens for slot in slots]))
+    return drawn if ids is None else [int(row[i]) for row, i in zip(ids, drawn, strict=True)]
 
 
 def _add_logprobs(logits: torch.Tensor, slots: Sequence[SamplingSlot], output: SampleOutput) -> None:
@@ -224,8 +224,8 @@ def _add_logprobs(logits: torch.Tensor, slots: Sequence[SamplingSlot], output: S
         if slot.params.logprobs is not None and row not in output.errors:
             groups.setdefault(slot.params.logprobs, []).append(row)
     for k, rows in groups.items():
-        found = logprobs_of(_take(logits, rows), [output.token_ids[row] for row in rows], k)
-        output.logprobs.update(zip(rows, found.rows(), strict=True))
+        logprobs = logprobs_of(_take(logits, rows), [output.token_ids[row] for row in rows], k)
+        output.logprobs.update(zip(rows, logprobs.rows(), strict=True))
 
 
 def _take(x: torch.Tensor, rows: list[int]) -> torch.Tensor:
