@@ -1,8 +1,8 @@
-"""The core's loop: one thread that hears frontends and the worker, and keeps the worker busy.
+"""The engine core's loop: one thread that handles all messages and keeps the worker busy.
 
-    wait -> hear the worker (commit) -> hear frontends (add, abort, call) -> plan and launch -> deliver
+    wait -> worker's messages (commit) -> frontends' messages (add, abort, call) -> plan and launch -> deliver
 
-Launching comes before delivering: the worker computes while the core encodes what the last step gave.
+Launching comes before delivering: the worker computes the next step while the core encodes the last results.
 """
 
 from __future__ import annotations
@@ -36,20 +36,26 @@ from pagewire.ipc.version import __version__
 
 logger = logging.getLogger("pagewire.core")
 
-TICK_SECONDS = 1.0
+TICK_SECONDS = (
+    1.0  # interval of heartbeats, and the longest wait for a message: timeouts are checked this often
+)
+# The longest wait while a frontend has unsent deltas. No event tells when its socket has room again, so sending
+# is retried this often.
 BEHIND_SECONDS = 0.02
-MAX_FAILED_STARTS = 3
+MAX_FAILED_STARTS = 3  # failed worker starts in a row after which the core gives up
 
 
 class CoreError(RuntimeError):
-    """The core cannot go on: the one cause."""
+    """A failure that ends the core. Its text is the cause that frontends and the log report."""
 
 
 class EngineCore:
-    """Scheduler, worker and clients, and the loop that ties them together.
+    """The loop that connects scheduler, worker and frontends.
 
-    stop_fd: a file descriptor that becomes readable when a signal has come; `stop()` is then to be called.
-    lifeline_fd: becomes readable when the owner of this core is gone.
+    lifeline_fd: a file descriptor that becomes readable when the process that spawned this core has ended, upon
+        which the core stops; -1 for none.
+
+    Attributes without a value in `__init__` exist once the first worker is ready (`started`).
     """
 
     scheduler: Scheduler
@@ -89,10 +95,10 @@ class EngineCore:
     # ------------------------------------------------------------ life
 
     def run(self) -> None:
-        """Serve until stopped.
+        """Serve until `stop` is called or the parent process has ended.
 
         Raises:
-            CoreError: the worker cannot be started.
+            CoreError: the worker cannot be started, or a new one has too little memory.
         """
         cause = "the engine core has shut down"
         try:
@@ -106,17 +112,17 @@ class EngineCore:
             self._announce_end(cause)
 
     def stop(self, drain_seconds: float) -> None:
-        """Take no more requests, finish the others within `drain_seconds`, then end; twice: end now.
+        """Refuse new requests, give running ones `drain_seconds` to finish, then end; a second call ends at once.
 
-        Safe in a signal handler.
+        May be called in a signal handler.
         """
         now = time.monotonic()
         self._stop_by = now if self._stop_by is not None else now + drain_seconds
         self._wake()
 
     def _wake(self) -> None:
-        """End the wait of the loop. Safe in a signal handler and in any thread."""
-        with suppress(BlockingIOError):  # it has been woken often enough
+        """Interrupt the wait of the loop. May be called in a signal handler and in any thread."""
+        with suppress(BlockingIOError):  # the pipe is full, so the loop wakes up anyway
             os.write(self._wake_write_fd, b"x")
 
     def _is_over(self) -> bool:
@@ -171,7 +177,7 @@ class EngineCore:
             self._log_stats(now)
 
     def _log_stats(self, now: float) -> None:
-        """Measure the rates of the last interval, and log them unless nothing happened in it."""
+        """Compute the rates of the last interval, and log them unless the engine was idle."""
         self.metrics.rates.update(self.scheduler.stats, now)
         busy = self.scheduler.num_unfinished or self.metrics.rates.prompt or self.metrics.rates.output
         if busy and not self.config.args.disable_log_stats:
@@ -277,7 +283,7 @@ class EngineCore:
                 self._send_masks(time.monotonic())
 
     def _send_masks(self, now: float) -> None:
-        """The oldest step in flight may sample: all that it depends on is known."""
+        """Send the grammar masks of the oldest step in flight, if it needs any; all earlier tokens are known."""
         masks, outcomes = self.scheduler.masks(now)
         self.outbox.add(outcomes)
         if masks is not None:
@@ -368,7 +374,7 @@ class EngineCore:
         )
 
     def _admit_compiled(self) -> None:
-        """Let requests go on whose grammar is compiled, and refuse those whose grammar cannot be."""
+        """Schedule the requests whose grammar has been compiled; end those whose grammar is invalid."""
         now = time.monotonic()
         for request, compilation in list(self._compiling.items()):
             try:
@@ -418,7 +424,7 @@ class EngineCore:
                     del client.requests[key]
 
     def _drop(self, requests: Iterable[Sequence], reason: str = "abort") -> None:
-        """End requests whose frontend waits for them no more; those with an end on its way have that one."""
+        """End sequences that their frontend no longer waits for; no delta is sent."""
         now = time.monotonic()
         for request in requests:
             if not request.finished:
@@ -435,13 +441,13 @@ class EngineCore:
             self.scheduler.abort([request])
 
     def admit_held(self) -> None:
-        """Let requests that were held back wait for their turn."""
+        """Move requests that were held back, by a pause or for their grammar, to the scheduler's queue."""
         held, self._held = self._held, {}
         for request in held:
             self.scheduler.add(request)
 
     def abort(self, requests: Iterable[Sequence]) -> int:
-        """End requests, whosever they are: their frontends get the finish reason "abort". Returns how many."""
+        """End sequences of any frontend with finish reason "abort"; returns how many were unfinished."""
         live = [request for request in requests if not request.finished]
         for request in live:
             self._remove(request)
@@ -449,7 +455,7 @@ class EngineCore:
         return len(live)
 
     def requests(self) -> Iterator[tuple[Client, Sequence]]:
-        """Every unfinished sequence, with the frontend it is for."""
+        """Every unfinished sequence and the frontend that submitted it."""
         for client in self.clients.attached.values():
             for request in client.live_requests():
                 if not request.finished:
@@ -457,9 +463,9 @@ class EngineCore:
 
     @property
     def held(self) -> list[Sequence]:
-        """Requests that wait for their grammar, or came while the core was paused and wait for it to be resumed."""
+        """Sequences not yet in the scheduler: their grammar is being compiled, or the core is paused."""
         return [*self._compiling, *self._held]
 
     def deliver(self) -> None:
-        """Send frontends what their requests gave."""
+        """Send all queued deltas to the frontends."""
         self.outbox.send(time.monotonic())

@@ -1,9 +1,10 @@
-"""What the engine measures of itself, under the names that existing dashboards know.
+"""The metrics of the engine, under the names that existing dashboards use.
 
-Counts and states are read off the core when somebody asks. Only distributions are kept on the way: each step
-adds its tokens in one piece, for those that ran together waited equally long.
+Counters and gauges are read from the core on request (`snapshot`). Only histograms are updated while the engine
+runs, once per step: sequences whose tokens are equally far apart are added with one `observe`.
 
-`vllm:` names mean what they mean there; what is our own begins with `pagewire:`. Times are in seconds.
+A `vllm:` name means what it means in vLLM; metrics of this engine alone begin with `pagewire:`. Times are in
+seconds.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pagewire.engine_core.schedule.sequence import Sequence
 
 Row = dict[str, Any]
 
+# Bucket bounds: seconds, except STEP_TOKENS and SEQUENCES. Those of `vllm:` metrics are vLLM's.
 FIRST_TOKEN = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -40,7 +42,7 @@ ITERATION = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0
 
 
 class Distribution:
-    """A histogram: how many values lie at or below each of `bounds` and above the one before, and their sum."""
+    """A histogram with buckets up to each of `bounds` (ascending), and the sum of all values."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -50,12 +52,12 @@ class Distribution:
         self._sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Add a value that came `times` times."""
+        """Add a value, `times` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
     def values(self) -> dict[str, Any]:
-        """Counts at or below each bound, as Prometheus wants them, and the sum and count of all."""
+        """The histogram in Prometheus' form: cumulative `buckets` by upper bound, `sum` and `count`."""
         cumulative = list(accumulate(self._counts))
         names = [*map(str, self._bounds), "+Inf"]
         return {
@@ -66,14 +68,14 @@ class Distribution:
 
 
 class Rates:
-    """Tokens per second from one `update` to the next."""
+    """Prompt and output tokens per second between the last two calls of `update`."""
 
     def __init__(self) -> None:
         self.prompt = self.output = 0.0
         self._counts, self._time = (0, 0), 0.0
 
     def update(self, stats: SchedulerStats, now: float) -> None:
-        """Look at the counts again."""
+        """Recompute the rates at monotonic time `now`."""
         counts, seconds = (stats.num_prompt_tokens, stats.num_output_tokens), now - self._time
         self.prompt, self.output = (
             (new - old) / seconds for new, old in zip(counts, self._counts, strict=True)
@@ -82,7 +84,7 @@ class Rates:
 
 
 class Metrics:
-    """What is kept on the way."""
+    """Histograms and counters that are updated while the engine runs."""
 
     def __init__(self, max_model_len: int) -> None:
         lengths = one_two_five(max_model_len)
@@ -107,12 +109,12 @@ class Metrics:
         self.num_finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
 
     def submitted(self, group: list[Sequence]) -> None:
-        """The n sequences of a request have come."""
+        """Record a new request, given its n sequences."""
         self.params_n.observe(len(group))
         self.params_max_tokens.observe(group[0].max_output)
 
     def step(self, outcomes: Iterable[Outcome], num_tokens: int, busy_us: int, now: float) -> None:
-        """A step of `num_tokens` has given `outcomes`."""
+        """Record a committed step: its outcomes, its number of tokens and its time in the worker."""
         self.step_tokens.observe(num_tokens)
         self.step_seconds.observe(busy_us / 1e6)
         gaps: dict[float, int] = {}
@@ -127,7 +129,7 @@ class Metrics:
             self.between_tokens.observe(gap, times)
 
     def finished(self, request: Sequence, reason: str, now: float) -> None:
-        """A sequence has ended."""
+        """Record the end of a sequence. One that never got a token only counts; it has no latencies."""
         self.num_finished[reason] += 1
         if request.first_token_time == 0.0:
             return
@@ -144,7 +146,7 @@ class Metrics:
 
 
 class MeasuredEngine(ReportedEngine, Protocol):
-    """The part of the core that its metrics are read off."""
+    """The part of the core that metrics are read from."""
 
     config: EngineConfig
     metrics: Metrics
@@ -152,7 +154,7 @@ class MeasuredEngine(ReportedEngine, Protocol):
 
 
 def summary(core: MeasuredEngine) -> tuple[str, dict[str, Any]]:
-    """The periodic line of the log, and its facts for a log that programs read."""
+    """The periodic log line as text, and its fields for the JSON log."""
     scheduler, rates = core.scheduler, core.metrics.rates
     facts = {
         "message": "stats",
@@ -173,14 +175,14 @@ def summary(core: MeasuredEngine) -> tuple[str, dict[str, Any]]:
 
 
 def snapshot(core: MeasuredEngine) -> list[Row]:
-    """Every metric in plain values: name, type, documentation, labels; value, or buckets, sum and count."""
+    """Every metric as a dict: name, type, documentation, labels, and value or (histograms) buckets, sum, count."""
     name = {"model_name": core.info.served_model_names[0]}
     rows = [*states(core), *counts(core), *distributions(core.metrics), *own(core)]
     return [row | {"labels": name | row.get("labels", {})} for row in rows]
 
 
 def states(core: MeasuredEngine) -> Iterator[Row]:
-    """What is as of now."""
+    """Gauges: the current state."""
     scheduler, rates = core.scheduler, core.metrics.rates
     usage, hits = scheduler.kv_usage, hit_rate(scheduler.stats)
     yield gauge("vllm:num_requests_running", "Number of running sequences.", len(scheduler.running))
@@ -205,7 +207,7 @@ def states(core: MeasuredEngine) -> Iterator[Row]:
 
 
 def counts(core: MeasuredEngine) -> Iterator[Row]:
-    """What has been since the core started."""
+    """Counters since the core started."""
     stats = core.scheduler.stats
     text = "Number of times a running sequence was put back in the queue, to be recomputed later."
     yield counter("vllm:num_preemptions_total", text, stats.num_preemptions)
@@ -225,7 +227,7 @@ def counts(core: MeasuredEngine) -> Iterator[Row]:
 
 
 def distributions(metrics: Metrics) -> Iterator[Row]:
-    """What was kept on the way. Of each sequence, if n of them were asked for."""
+    """Histograms. A request for n sequences adds n values, except to `request_params_*`."""
     text = "Time from a sequence's arrival to its first token."
     yield histogram("vllm:time_to_first_token_seconds", text, metrics.first_token)
     text = "Time between two consecutive tokens of a sequence."
@@ -261,7 +263,7 @@ def distributions(metrics: Metrics) -> Iterator[Row]:
 
 
 def own(core: MeasuredEngine) -> Iterator[Row]:
-    """What only this engine has."""
+    """Metrics that only this engine has."""
     metrics, clients = core.metrics, core.clients.attached.values()
     yield gauge("pagewire:frontends", "Number of attached frontends.", len(clients))
     text, live = "Unfinished sequences by frontend and phase.", phases(core)
@@ -304,7 +306,7 @@ def own(core: MeasuredEngine) -> Iterator[Row]:
 
 
 def cache(core: MeasuredEngine) -> dict[str, str]:
-    """The settings of the KV cache, as labels."""
+    """The settings of the KV cache as metric labels."""
     args, info = core.config.args, core.info
     settings = {
         "block_size": info.block_size,
@@ -318,7 +320,7 @@ def cache(core: MeasuredEngine) -> dict[str, str]:
 
 
 def hit_rate(stats: SchedulerStats) -> float:
-    """Share of the tokens looked up in the prefix cache that were there, 0 to 1."""
+    """Fraction of the tokens looked up in the prefix cache that were cached, 0 to 1."""
     return stats.num_prefix_hits / max(1, stats.num_prefix_queries)
 
 
@@ -332,15 +334,15 @@ def one_two_five(limit: int) -> list[float]:
 
 
 def gauge(name: str, text: str, value: float, labels: dict[str, str] | None = None) -> Row:
-    """A row of a value as of now."""
+    """A row of `snapshot` for a current value."""
     return {"name": name, "type": "gauge", "documentation": text, "labels": labels or {}, "value": value}
 
 
 def counter(name: str, text: str, value: float, labels: dict[str, str] | None = None) -> Row:
-    """A row of a count that only grows."""
+    """A row of `snapshot` for a count that only grows."""
     return {"name": name, "type": "counter", "documentation": text, "labels": labels or {}, "value": value}
 
 
 def histogram(name: str, text: str, distribution: Distribution) -> Row:
-    """A row of a distribution."""
+    """A row of `snapshot` for a histogram."""
     return {"name": name, "type": "histogram", "documentation": text, **distribution.values()}

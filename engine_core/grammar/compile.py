@@ -1,6 +1,7 @@
-"""From parameters to llguidance's notation (https://github.com/guidance-ai/llguidance), and to a compiled grammar.
+"""Compiles the structured output parameters of a request with llguidance.
 
-Schemas come from strangers: nothing here is fetched, and sizes and steps are limited.
+https://github.com/guidance-ai/llguidance. Schemas are untrusted input: references are never fetched, and sizes
+and steps are limited.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pagewire.core")
 
-MAX_LEXER_STATES = 25_000  # of 1 to 2 kB each
+MAX_LEXER_STATES = 25_000  # 1 to 2 kB each: bounds the memory of one grammar
 
 
 class Tag(msgspec.Struct):
-    """A part of tagged text: JSON by `schema` between two strings."""
+    """A tag of a structural tag: JSON that follows `schema`, between the strings `begin` and `end`."""
 
     begin: str
     end: str
@@ -35,17 +36,17 @@ class Tag(msgspec.Struct):
 
 
 class StructuralTag(msgspec.Struct):
-    """Free text with tags, each begun by one of the triggers."""
+    """Free text in which every trigger starts one of the tags."""
 
     structures: list[Tag]
     triggers: list[str]
 
 
 def load_tokenizer(folder: Path, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """The tokenizer of a folder, as grammars need it. Holds the interpreter for 4 us per token.
+    """llguidance's form of the tokenizer in a folder. Holds the GIL for about 4 us per token of the vocabulary.
 
     Raises:
-        GrammarError: there is none that llguidance can read.
+        GrammarError: the folder has no tokenizer.json that llguidance can read.
     """
     from llguidance import LLTokenizer
 
@@ -62,10 +63,10 @@ def load_tokenizer(folder: Path, eos_token_ids: Sequence[int]) -> LLTokenizer:
 
 
 def compile_grammar(structure: StructuredOutputsParams, tokenizer: LLTokenizer, vocab_size: int) -> Grammar:
-    """Compile, and see that something can be generated.
+    """The compiled grammar of `structure`, which allows at least one first token.
 
     Raises:
-        GrammarError: what is wrong or not supported.
+        GrammarError: the grammar is invalid, not supported, or allows no output.
     """
     from llguidance import LLMatcher, LLParserLimits
 
@@ -84,10 +85,10 @@ def compile_grammar(structure: StructuredOutputsParams, tokenizer: LLTokenizer, 
 
 
 def grammar_text(structure: StructuredOutputsParams, tokenizer: LLTokenizer) -> str:
-    """What llguidance is to compile.
+    """The grammar of `structure` in llguidance's notation.
 
     Raises:
-        GrammarError: what is wrong or not supported. ValueError: the same, in llguidance's words.
+        GrammarError: it is invalid or not supported. ValueError: the same, raised by llguidance.
     """
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -106,21 +107,21 @@ def grammar_text(structure: StructuredOutputsParams, tokenizer: LLTokenizer) -> 
 
 
 def literal(text: str) -> str:
-    """A string of the Lark notation."""
+    """`text` as a string literal in Lark's notation."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def as_object(text: str | dict[str, Any]) -> dict[str, Any]:
-    """The JSON object that parameters hold as text."""
+    """A JSON object that may be given as text."""
     value: dict[str, Any] = json.loads(text) if isinstance(text, str) else text
     return value
 
 
 def tagged_text(structure: StructuredOutputsParams, tokenizer: LLTokenizer) -> str:
-    """Lark for free text in which every trigger begins one of the tags that start with it.
+    """The Lark grammar of a structural tag: after a trigger, one of the tags that begin with it must follow.
 
     Raises:
-        GrammarError: the tags are not as they should be.
+        GrammarError: the structural tag is malformed.
     """
     try:
         tags = msgspec.convert(as_object(structure.structural_tag or "{}"), StructuralTag)
