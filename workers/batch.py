@@ -1,4 +1,4 @@
-"""A plan's rows as one flat batch of tokens."""
+"""Builds the flat batch of tokens that one step runs."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from pagewire.workers.slots import Slots
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one step runs: T tokens of R requests, in the order of the rows; then, maybe, padding."""
+    """The input of one step: T tokens of R requests in the order of the plan's rows, then padding, if any."""
 
     input_ids: Tensor
-    """int64 [T]; -1 - slot stands for a token that was drawn for the slot, and is known to the device alone."""
+    """int64 [T]; -1 - slot stands for the last token of that slot, which only the device knows yet (`relay.py`)."""
     positions: Tensor
     """int64 [T]."""
     attention: AttentionBatch
     sample_rows: list[int]
-    """Rows of the plan that sample."""
+    """Indices of the plan's rows that sample."""
     sample_indices: Tensor
-    """int64 [their number]: the last token of each of them."""
+    """int64 [len(sample_rows)]: index of each such row's last token in the batch."""
     sample_slots: Tensor
-    """int64 [their number]."""
+    """int64 [len(sample_rows)]: their slots."""
     starts: list[int]
-    """Where each row's tokens begin in the batch."""
+    """For each row, the index of its first token in the batch."""
     needs_relay: bool
-    """Are there tokens that only the device knows?"""
+    """True if `input_ids` has placeholders for tokens that only the device knows."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that the device reads."""
+        """All tensors that the device reads, in the order that `with_tensors` takes."""
         a = self.attention
         about_attention = (a.query_start_loc, a.seq_lens, a.block_table, a.slot_mapping)
         return (self.input_ids, self.positions, self.sample_indices, self.sample_slots, *about_attention)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Batch:
-        """The same with other `tensors`."""
+        """A copy with other `tensors`, such as their copies on the device."""
         input_ids, positions, sample_indices, sample_slots, starts, lens, table, kv_slots = tensors
         attention = replace(
             self.attention, query_start_loc=starts, seq_lens=lens, block_table=table, slot_mapping=kv_slots
@@ -60,10 +60,10 @@ class Batch:
 
 
 def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0) -> Batch:
-    """The batch for `rows`, after `slots.apply`.
+    """The batch of `rows`; `slots.apply` must have been called for their plan.
 
-    num_padded: of requests, each with a token if it is one of `rows`. What is more than the rows has no tokens in
-    its cache, token 0 at position 0, and writes nowhere.
+    num_padded: pad the batch to this many requests of one token (CUDA graphs have fixed sizes). A padding request
+    has seq_len 0 and KV slot -1, so it reads and writes no KV.
     """
     slot_ids = np.array([row.slot for row in rows], np.int64)
     starts = np.array([row.start for row in rows], np.int64)
@@ -106,7 +106,7 @@ def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0) -> Batch
 
 
 def _padded(array: NDArray[Any], more: int, value: int = 0) -> Tensor:
-    """With `more` rows of `value` behind it."""
+    """`array` followed by `more` rows of `value`, as a tensor."""
     if more:
         array = np.concatenate((array, np.full((more, *array.shape[1:]), value, array.dtype)))
     return torch.from_numpy(array)

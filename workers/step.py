@@ -1,8 +1,8 @@
-"""A plan on its way through the device: launched, sampled, finished, in this order.
+"""One step on the device: launched, then sampled, then finished.
 
-On a device that works on its own, the next step is launched before this one is finished. Its tokens are then known
-to the device alone (`relay.py`), and are drawn only when the host knows all that came before: penalties and
-grammars need it.
+On an asynchronous device the next step is launched before this one is finished, taking this one's tokens from the
+device (`relay.py`). The next step is sampled after this one is finished: penalties and grammars need its tokens on
+the host.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ class ModelOnDevice(Protocol):
         """The loaded model."""
 
     def span(self, name: str) -> AbstractContextManager[object]:
-        """A part of a step in a profile."""
+        """A named part of a step, for the profiler."""
 
     def keep_tokens(self, slots: Tensor, sampled: PendingTokens) -> None:
-        """Let the next step run them, even if it is launched before anyone has seen them."""
+        """Keep sampled tokens on the device for the next step, which may start before the host has read them."""
 
 
 @dataclass(frozen=True)
 class PromptLogprobsRequest:
-    """A row that wants log probabilities of its prompt's tokens."""
+    """A row whose prompt log probabilities are requested."""
 
     row: int
     start: int
-    """Its first token in the batch."""
+    """Index of its first token in the batch."""
     successors: list[int]
-    """The tokens whose log probabilities are wanted: those behind its first ones."""
+    """The prompt tokens whose log probabilities are requested: each follows one of the row's first tokens."""
     num_most_likely: int
 
 
 class RunningStep:
-    """One plan. Made by `Runner.launch`: the model's work is under way."""
+    """A plan whose model work has been launched; made by `Runner.launch`."""
 
     def __init__(self, runner: ModelOnDevice, plan: StepPlan, begin: Event) -> None:
         self._runner, self.plan, self._begin = runner, plan, begin
@@ -69,7 +69,7 @@ class RunningStep:
         self._prompts: list[PromptLogprobsRequest] = []
 
     def run(self, batch: Batch, hidden: Tensor) -> None:
-        """What was launched. batch: on the device. hidden: its final states [T or more, H]."""
+        """Take over the launched work. batch: on the device. hidden: its final hidden states [T or more, H]."""
         slots = self._runner.slots
         self._batch, self._hidden = batch, hidden
         self._rows = [self.plan.rows[i] for i in batch.sample_rows]
@@ -84,7 +84,7 @@ class RunningStep:
 
     @torch.inference_mode()
     def sample(self, masks: Callable[[], Masks | None]) -> None:
-        """Start to draw tokens; all steps before this one are finished. masks: waits for those of a masked plan."""
+        """Launch sampling; all earlier steps must be finished. masks: waits for the masks of a masked plan."""
         runner, batch = self._runner, self._batch
         if batch is None or not self._rows:
             return
@@ -98,11 +98,11 @@ class RunningStep:
         self._end = runner.device.record_event()
 
     def reached(self) -> bool:
-        """Would `finish` not have to wait?"""
+        """True if `finish` would not have to wait."""
         return self._end.reached() and (self._sampled is None or self._sampled.reached())
 
     def finish(self, since: Event | None = None) -> StepResult:
-        """Wait, and append the tokens to their slots. since: the end of the step before."""
+        """Wait for the step and append its tokens to their slots. since: the end of the previous step."""
         result = StepResult(self.plan.step_id, [])
         if self._sampled is not None:
             self._take(self._sampled.finish(), result)
@@ -116,13 +116,15 @@ class RunningStep:
 
     @property
     def end(self) -> Event:
-        """Its last work."""
+        """The event behind the step's last work."""
         return self._end
 
     def _take(self, output: SampleOutput, result: StepResult) -> None:
         slots, sample_rows = self._runner.slots, self._batch.sample_rows if self._batch else []
         for row, slot, token_id in zip(self._rows, self._slots, output.token_ids, strict=True):
-            if slots.sampling.get(row.slot) is slot:  # else it is another request's by now
+            if (
+                slots.sampling.get(row.slot) is slot
+            ):  # otherwise the slot has a new sequence, and the token is dropped
                 slots.append(row.slot, token_id)
         result.token_ids = output.token_ids
         result.logprobs = {sample_rows[i]: rows for i, rows in output.logprobs.items()}
@@ -130,7 +132,7 @@ class RunningStep:
 
     @torch.inference_mode()
     def _logprobs_of(self, request: PromptLogprobsRequest) -> LogprobRows:
-        """Log probabilities of a prompt's tokens, from the logits of those before them."""
+        """Log probabilities of prompt tokens, from the logits at the tokens before them."""
         model = self._runner.model
         size = max(1, LOGIT_CHUNK // model.vocab_size)
         end = request.start + len(request.successors)

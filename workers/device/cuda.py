@@ -1,4 +1,4 @@
-"""A GPU as a device: work is queued on a stream, and the host goes on; graphs replay what was recorded once."""
+"""A GPU as a device. It is asynchronous: calls queue work on a stream and return. Graphs replay recorded steps."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from pagewire.workers.sample.device_sampler import CudaTokenSampler
 logger = logging.getLogger("pagewire.worker")
 
 ALIGNMENT = 256  # bytes between tensors that are copied together
-CONTEXT_BYTES = 512 << 20  # what the driver takes for a process, which nobody tells
-GRAPH_BYTES = 256 << 20  # what graphs take beside the memory of one step
+CONTEXT_BYTES = 512 << 20  # estimate of what the driver takes for a process; there is no API for it
+GRAPH_BYTES = 256 << 20  # estimate of what graphs take beside the memory of one step
 
 
 class CudaEvent:
-    """A point on a stream. See `interface.Event`."""
+    """A CUDA event. See `interface.Event`."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -53,7 +53,7 @@ class CudaEvent:
 class Cuda:
     """One GPU, torch's current device. Methods as in `interface.Device`.
 
-    kernels: launches kernels there.
+    kernels: launches kernels on it.
     """
 
     batch_invariant = False
@@ -93,7 +93,7 @@ class Cuda:
             raise OSError(str(error)) from error
 
     def populate(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """They are there."""
+        """Nothing to do: a GPU's memory is there when it is allocated."""
         return iter(())
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
@@ -114,7 +114,7 @@ class Cuda:
             raise LoadError(f"the kernels cannot be compiled: {error}; see `pagewire doctor`") from error
 
     def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """See `Device.upload`: one copy for all of them, from memory that torch keeps until it is done."""
+        """See `Device.upload`. All tensors are copied at once, from pinned memory that torch keeps until then."""
         starts = np.cumsum([0, *(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)]).tolist()
         host = self.pinned(starts[-1])
         for tensor, start in zip(tensors, starts, strict=False):
@@ -123,14 +123,14 @@ class Cuda:
         return [_part(device_bytes, start, tensor) for tensor, start in zip(tensors, starts, strict=False)]
 
     def download(self, source: Tensor, target: Tensor) -> CudaEvent:
-        """Copy to pinned memory beside what is launched next; the source must stay as it is until then."""
+        """Copy to pinned memory, in parallel with later work, which must not change the source until then."""
         self._downloads.wait_stream(torch.cuda.current_stream(self.torch_device))
         with torch.cuda.stream(self._downloads):
             target.copy_(source, non_blocking=True)
         return CudaEvent(self._downloads)
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """Memory of the host that the device copies from and to, uint8."""
+        """Pinned host memory, uint8 [num_bytes]."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def record_event(self) -> CudaEvent:
@@ -169,10 +169,10 @@ class Cuda:
         return replay
 
     def kv_budget(self, config: WorkerConfig, vocab_size: int, widest_step: Callable[[], object]) -> int:
-        """See `Device.kv_budget`: a share of the device's memory, less what this process itself takes.
+        """See `Device.kv_budget`: a fraction of the device's memory, less what this process itself uses.
 
-        That is what torch holds at most during a step of the largest size, and what came to be in use beside torch
-        since this process began. What other processes hold is theirs; it only must not overlap.
+        That is torch's peak during a step of the largest size, plus what came into use outside of torch since this
+        process began. Memory of other processes is not subtracted; the budget is only limited to what they leave.
         """
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
@@ -202,7 +202,7 @@ class Cuda:
         torch.cuda.empty_cache()
 
     def memory(self) -> dict[str, int]:
-        """See `Device.memory`; also the most that a step took, and what graphs took."""
+        """See `Device.memory`; also `activations`, the peak of a step, and `graphs`."""
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return {
             "total": total,
@@ -213,11 +213,11 @@ class Cuda:
         }
 
     def _used_beside_torch(self) -> int:
-        """Bytes in use on the device that torch does not hold: by other processes, and by libraries of this one."""
+        """Bytes in use outside of this process's torch: by other processes, and by other libraries of this one."""
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return total - free - torch.cuda.memory_reserved(self.torch_device)
 
 
 def _part(memory: Tensor, start: int, like: Tensor) -> Tensor:
-    """`like` in `memory` from byte `start` on."""
+    """The part of `memory` from byte `start` on, with the dtype and shape of `like`."""
     return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
