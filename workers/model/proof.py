@@ -1,7 +1,8 @@
-"""Before a model serves, it is proven: the paged path gives the logits of the module as it came.
+"""Proves at load that the transformed model computes the logits of the original module.
 
-The dry run has two requests, one in two chunks, and is compared with transformers' own attention on the original
-weights. What cannot be served (other layer types, ignored settings, biases of its own) is refused by name.
+The dry run has two requests, one of them in two chunks; its logits are compared with those of transformers' own
+attention and the original weights. Models that cannot be supported (other layer types, ignored settings, attention
+biases) are refused with the reason.
 """
 
 from __future__ import annotations
@@ -20,19 +21,22 @@ from pagewire.workers.model.model import Model, first_line
 from pagewire.workers.model.transforms import tolerance
 
 BLOCK = 16
-LENGTHS = (20, 9)  # of the requests; the first begins at position 0, the second ends at the last one
+LENGTHS = (
+    20,
+    9,
+)  # tokens of each request; the first starts at position 0, the second ends at the last possible position
 CHUNKS = ((12, 0), (5, 9), (3, 0))  # tokens of each request in each of the steps
 SERVED_LAYERS = {"full_attention", "sliding_attention", "attention"}
 
 
 def refuse(config: Any, reason: str) -> LoadError:
-    """The error for an architecture that is not served."""
+    """The error for an unsupported architecture."""
     name = (getattr(config, "architectures", None) or [config.model_type])[0]
     return LoadError(f"{name} is not supported: {reason}")
 
 
 def check_config(config: Any) -> None:
-    """Refuse what the configuration already tells.
+    """Refuse a model that its configuration shows to be unsupported.
 
     Raises:
         LoadError: an encoder-decoder, or layers that are not attention over a KV cache.
@@ -47,24 +51,24 @@ def check_config(config: Any) -> None:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What is run: each request's token ids int64 [n], and the position of its first token."""
+    """The requests of a dry run: token ids int64 [n] of each, and the position of its first token."""
 
     token_ids: list[Tensor]
     offsets: list[int]
 
     @classmethod
     def make(cls, vocab_size: int, max_model_len: int) -> DryRun:
-        """Random tokens, at the first and at the last positions: some models do things far out only."""
+        """Random tokens at the first and last positions, since some models change behaviour at high positions."""
         generator = torch.Generator().manual_seed(0)
         token_ids = [torch.randint(0, vocab_size, (n,), generator=generator) for n in LENGTHS]
         return cls(token_ids, [0, max(0, max_model_len - LENGTHS[1])])
 
 
 def reference_logits(causal: Any, run: DryRun) -> list[Tensor]:
-    """Logits [n, V] by the module as it came, one request at a time.
+    """Logits [n, V] of each request by the original module, run one at a time.
 
     Raises:
-        LoadError: it cannot run.
+        LoadError: the module's forward pass fails.
     """
 
     device = next(causal.parameters()).device
@@ -81,7 +85,7 @@ def reference_logits(causal: Any, run: DryRun) -> list[Tensor]:
 
 
 def paged_logits(model: Model, run: DryRun, recorder: DryRunRecorder) -> list[Tensor]:
-    """The same over a paged cache, in chunks and together."""
+    """Logits [n, V] of each request on a paged cache, with the requests batched and chunked."""
     done = [0] * len(LENGTHS)
     parts: list[list[Tensor]] = [[] for _ in LENGTHS]
     for lengths in CHUNKS:
@@ -108,7 +112,7 @@ def paged_logits(model: Model, run: DryRun, recorder: DryRunRecorder) -> list[Te
 
 
 def dry_batch(places: list[Tensor], seq_lens: list[int]) -> AttentionBatch:
-    """Requests of up to 3 blocks each, whose blocks interleave; places: of the tokens in their requests."""
+    """A batch of requests with 3 interleaved KV blocks each. places: each request's tokens, as indices into it."""
     num_requests = len(places)
     lengths = torch.tensor([len(p) for p in places])
     table = torch.arange(3 * num_requests, dtype=torch.int32).view(3, num_requests).T.contiguous()
@@ -126,10 +130,10 @@ def dry_batch(places: list[Tensor], seq_lens: list[int]) -> AttentionBatch:
 def prove(
     model: Model, run: DryRun, expected: list[Tensor], max_model_len: int, device: Device
 ) -> list[KVShape]:
-    """Run the paged path and compare. Returns the KV cache's shape of each layer.
+    """Run the transformed model and compare its logits. Returns the KV shape of each layer.
 
     Raises:
-        LoadError: the architecture cannot be served, and why.
+        LoadError: the architecture is not supported; the text says why.
     """
     recorder = DryRunRecorder(3 * len(LENGTHS), BLOCK, device)
     config = model.config
@@ -147,10 +151,10 @@ def prove(
 
 
 def check_calls(config: Any, recorder: DryRunRecorder) -> None:
-    """Every decoder layer attended once per step.
+    """Check that every decoder layer called attention once per step.
 
     Raises:
-        LoadError: otherwise.
+        LoadError: a layer did not.
     """
     if not recorder.num_calls:
         raise refuse(config, "it does not let its attention be replaced")
@@ -161,10 +165,10 @@ def check_calls(config: Any, recorder: DryRunRecorder) -> None:
 
 
 def check_windows(config: Any, recorder: DryRunRecorder, max_model_len: int) -> None:
-    """Layers that the configuration calls sliding told attention of their window: the dry run is too short to see.
+    """Check that sliding-window layers passed their window to attention; the dry run is too short to show it.
 
     Raises:
-        LoadError: otherwise.
+        LoadError: a layer did not.
     """
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None)
@@ -178,10 +182,10 @@ def check_windows(config: Any, recorder: DryRunRecorder, max_model_len: int) -> 
 
 
 def relative_difference(actual: list[Tensor], expected: list[Tensor]) -> float:
-    """How far logits [n, V] are from the expected ones: the median over tokens of their relative difference.
+    """Relative difference of logits [n, V], as the median over tokens.
 
-    The median, because rounding alone may send single tokens to other experts; what is wrong with a model is
-    wrong for most tokens.
+    The median, because rounding may send single tokens to other experts, while an error in the model affects most
+    tokens.
     """
     a, b = torch.cat(actual).float(), torch.cat(expected).float()
     errors = (a - b).norm(dim=1) / b.norm(dim=1).clamp_min(1e-6)

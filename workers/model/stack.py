@@ -1,8 +1,7 @@
-"""The decoder stack of Llama-like models, found in a module of transformers.
+"""Builds the fast decoder stack of Llama-like models from a transformers module.
 
-The weights are the module's own. A stack is built where the module's structure is the common one, and serves only
-if it then proves equal to the module (see `proof.py`): models of the same structure with other arithmetic keep
-their own forward.
+A stack is built if the module has the common structure, and used only if it then computes the same logits
+(`proof.py`). Models of the same structure but with other arithmetic keep their own forward.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-WINDOW_EVERYWHERE = {"mistral"}  # their layers read the window from the configuration
+WINDOW_EVERYWHERE = {"mistral"}  # model types whose every layer uses config.sliding_window
 ACTIVATIONS = {
     "silu": Activation.SILU,
     "swish": Activation.SILU,
@@ -30,7 +29,7 @@ ACTIVATIONS = {
 
 
 def build_stack(base: Any, device: torch.device) -> DecoderStack | None:
-    """The stack equal to `base` in structure, its layers on `device`; or None if there is none."""
+    """The stack of `base`, with its layers on `device`; None if `base` has another structure."""
     try:
         return DecoderStack(base, device)
     except (_OtherStructureError, AttributeError):
@@ -58,7 +57,7 @@ def _norm(module: nn.Module, device: torch.device) -> Norm:
 
 
 def joined(*linears: Any, device: torch.device) -> LinearModule:
-    """Linear layers over the same input as one."""
+    """One packed linear layer in place of several with the same input."""
     _require(all(type(linear) is nn.Linear for linear in linears))
     biases = [linear.bias for linear in linears]
     _require(all(b is None for b in biases) or all(b is not None for b in biases))
@@ -67,7 +66,7 @@ def joined(*linears: Any, device: torch.device) -> LinearModule:
 
 
 class DecoderStack(nn.Module):
-    """Takes the place of a causal model's base."""
+    """Replaces the base of a causal model: embedding, decoder layers and final norm."""
 
     def __init__(self, base: Any, device: torch.device) -> None:
         super().__init__()
@@ -100,7 +99,7 @@ class DecoderStack(nn.Module):
 
 
 class StackLayer:
-    """A layer of the structure that a stack is made of."""
+    """One decoder layer of the original module, checked to have the structure of a stack's layer."""
 
     def __init__(self, layer: Any, config: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -121,7 +120,7 @@ class StackLayer:
         self.num_bytes = 0
 
     def joined(self, next_norm: Norm, device: torch.device) -> Layer:
-        """The layer with its products joined and packed."""
+        """The stack's layer, with joined and packed linears; drops the original weights."""
         attention, mlp = self.layer.self_attn, self.layer.mlp
         qkv = joined(attention.q_proj, attention.k_proj, attention.v_proj, device=device)
         out, down = joined(attention.o_proj, device=device), joined(mlp.down_proj, device=device)
@@ -132,7 +131,7 @@ class StackLayer:
             head_norms = _norm(attention.q_norm, device), _norm(attention.k_norm, device)
             _require(len(head_norms[0].weight) == self.kv_shape.head_dim)
         attention_norm = _norm(self.layer.post_attention_layernorm, device)
-        del self.layer  # its weights are packed
+        del self.layer  # its weights are packed now
         return Layer(
             qkv=qkv.product,
             out=out.product,
@@ -151,7 +150,7 @@ class StackLayer:
 
 
 def attention_window(attention: Any, config: Any) -> int | None:
-    """How many keys a query of this layer sees; None: all."""
+    """Keys that a query of this layer attends to; None for all."""
     if hasattr(attention, "sliding_window"):
         return attention.sliding_window  # type: ignore[no-any-return]
     window: int | None = getattr(config, "sliding_window", None)

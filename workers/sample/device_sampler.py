@@ -1,6 +1,7 @@
-"""From logits to tokens on a device: `sampler.sample` by the kernels in `kernels/cuda`, in two parts.
+"""Sampling on a GPU: the same tokens as `sampler.sample`, by the kernels in `kernels/cuda`.
 
-`launch` returns at once; `CudaPendingTokens.finish` waits for the device. In between, other work can be launched.
+`launch` returns at once and `CudaPendingTokens.finish` waits for the device, so other work can be launched in
+between.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ from pagewire.workers.sample.sampler import NO_TOKEN_POSSIBLE, SampleOutput, Sam
 
 
 def row_sampling(slot: SamplingSlot, mask: int = -1, max_most_likely: int = MOST_TOKENS) -> RowSampling:
-    """What a slot wants for its next token, under a row of a plan's masks.
+    """The sampling parameters of a slot's next token, in the form that the kernels take.
 
-    Log probabilities of more than the `most` likely tokens are left out: the kernels do not serve them.
+    mask: the slot's row of the step's masks; -1 for none.
+    Log probabilities of more than `max_most_likely` tokens are left out: the kernels do not support them.
     """
     params, edits = slot.params, slot.edits
     if params.logprobs is None or not 0 <= params.logprobs <= max_most_likely:
@@ -73,11 +75,11 @@ def row_sampling(slot: SamplingSlot, mask: int = -1, max_most_likely: int = MOST
 
 
 class Transfers(Protocol):
-    """What the sampler needs of a device (`cuda.Cuda`)."""
+    """The part of `cuda.Cuda` that the sampler uses."""
 
     torch_device: torch.device
     kernels: Device
-    """Launches kernels there."""
+    """Launches kernels on the device."""
 
     def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
 
@@ -87,13 +89,13 @@ class Transfers(Protocol):
 
 
 class CudaTokenSampler:
-    """The kernels, and the memory that they need: one launch at a time.
+    """The sampler of a GPU. Its memory serves one launch at a time.
 
-    max_rows: of a batch. most: up to how many most likely tokens per row the device finds; a row that asks for
-    more, such as the whole vocabulary, costs a copy of its logits to the CPU.
+    max_rows: maximum rows of a batch. max_most_likely: number of most likely tokens per row that the device can
+    find; for a row that needs more (such as the whole vocabulary) the logits are copied to the CPU.
 
     Raises:
-        ValueError: a vocabulary, or `most`, that is too large for the kernels.
+        ValueError: vocab_size or max_most_likely is too large for the kernels.
     """
 
     def __init__(self, device: Transfers, max_rows: int, vocab_size: int, max_most_likely: int) -> None:
@@ -105,8 +107,8 @@ class CudaTokenSampler:
     def launch(
         self, logits: Tensor, slots: Sequence[SamplingSlot], masks: TokenMasks | None = None
     ) -> CudaPendingTokens:
-        """Start choosing one token per row; arguments as for `sampler.sample`. The logits must stay as they are
-        until the end."""
+        """Start to sample one token per row; arguments as for `sampler.sample`. The logits must not change until
+        `finish` has returned."""
         request = self._plan(slots, masks or TokenMasks())
         request = request.with_tensors(self._device.upload(request.tensors))
         result = self._sampler.sample(logits, request)
@@ -124,7 +126,7 @@ class CudaTokenSampler:
         return plain_plan(rows, nums)
 
     def _plain_row(self, slot: SamplingSlot) -> tuple[NDArray[np.void], int]:
-        """What a slot wants each time, made once: [1] of `SamplingRow`, and how many most likely tokens."""
+        """A slot's constant parameters, cached: `SamplingRow` [1], and its number of most likely tokens."""
         if (cached := self._plain.get(slot)) is None:
             row = row_sampling(slot, max_most_likely=self._sampler.most)
             cached = self._plain[slot] = sampling_rows([row]), row.num_most_likely
@@ -133,22 +135,22 @@ class CudaTokenSampler:
 
 @dataclass(frozen=True)
 class CudaPendingTokens:
-    """A batch whose tokens are on their way. To be finished before the next is launched."""
+    """The tokens of a launched batch. Call `finish` before the next launch."""
 
     logits: Tensor
     slots: Sequence[SamplingSlot]
     token_ids: Tensor
     """int64 [R], on the device."""
     result: SamplingResult
-    """On the host, once it is there."""
+    """In pinned host memory; valid once `copied` is reached."""
     copied: Event
 
     def reached(self) -> bool:
-        """Are the tokens there?"""
+        """True if the tokens are on the host."""
         return self.copied.reached()
 
     def finish(self) -> SampleOutput:
-        """Wait for the tokens; they are those that `sampler.sample` gives."""
+        """Wait for the tokens, which are the same as those of `sampler.sample`."""
         self.copied.wait()
         output = SampleOutput(self.result.token_ids.tolist())
         statuses, peaks = self.result.statuses.tolist(), self.result.peaks.tolist()
