@@ -1,7 +1,7 @@
-"""The one definition of the engine's options: defaults, meaning, choices and groups.
+"""The engine's options, defined once: defaults, help texts, choices and groups.
 
-`EngineArgs` is what `LLM(...)`, `AsyncLLM.from_engine_args` and the command line fill in, what a frontend
-hands to the core it spawns, and what `--help` is made from.
+`LLM(...)`, `AsyncLLM.from_engine_args` and the command line fill in `EngineArgs`; a frontend passes it to the core
+that it spawns; `--help` is generated from it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
 def option(default: Any, group: str, text: str, *, choices: tuple[Any, ...] = (), make: Any = None) -> Any:
-    """A field of `EngineArgs` with what `--help` and the checks need."""
+    """A field of `EngineArgs`; its metadata is used by `--help` and the checks.
+
+    make: creates the default, if that is mutable.
+    """
     metadata = {"group": group, "help": text, "choices": choices}
     if make is not None:
         return dataclasses.field(default_factory=make, metadata=metadata)
@@ -34,12 +37,7 @@ def option(default: Any, group: str, text: str, *, choices: tuple[Any, ...] = ()
 
 @dataclass
 class EngineArgs:
-    """Options of an engine.
-
-    Raises:
-        ValueError, TypeError: by `check`, for a value that is out of range, of the wrong type, or asks for
-            what is not supported yet.
-    """
+    """Options of an engine; call `check` before use."""
 
     # fmt: off
     model: str = option("demo", "Model", "model folder, Hugging Face id, or 'demo' (the embedded model)")
@@ -97,11 +95,11 @@ class EngineArgs:
 
     @classmethod
     def from_kwargs(cls, kwargs: Mapping[str, Any]) -> EngineArgs:
-        """Build from keyword arguments, and `check`.
+        """Checked options from keyword arguments.
 
         Raises:
-            TypeError: an unknown name (the nearest known one is suggested).
-            ValueError: a later feature with another value than its default, or a bad value.
+            TypeError: an unknown name (the text suggests a similar one), or a value of a wrong type.
+            ValueError: an invalid value, or an option that is not supported yet.
         """
         names = {field.name for field in dataclasses.fields(cls)}
         known: dict[str, Any] = {}
@@ -118,7 +116,7 @@ class EngineArgs:
         return args
 
     def check(self) -> None:
-        """Raise ValueError or TypeError for the first bad value."""
+        """Validate all values; raises ValueError or TypeError for the first invalid one."""
         check_types(self)
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_waiting"):
             check_int(name, getattr(self, name), 1)
@@ -134,20 +132,20 @@ class EngineArgs:
             raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
 
     def resolved_dtype(self) -> str:
-        """`dtype` without its aliases."""
+        """`dtype` with aliases resolved: "half" is "float16"."""
         return DTYPE_ALIASES.get(self.dtype, self.dtype)
 
     def served_names(self) -> list[str]:
-        """The names the model goes by, the first being its main one."""
+        """The names of the model in the API; metrics use the first."""
         names = self.served_model_name or self.model
         return [names] if isinstance(names, str) else list(names)
 
 
 def check_types(options: Any) -> None:
-    """Check a dataclass whose fields are made by `option`.
+    """Check types and choices of a dataclass whose fields are made by `option`.
 
     Raises:
-        TypeError: a value of a wrong type. ValueError: one that is no choice.
+        TypeError: a value of a wrong type. ValueError: a value that is not one of the choices.
     """
     hints = get_type_hints(type(options))
     for field in dataclasses.fields(options):
@@ -168,7 +166,7 @@ AsyncEngineArgs = EngineArgs
 
 ALIASES = {"num_gpu_blocks": "num_gpu_blocks_override", "policy": "scheduling_policy"}
 
-# Options of features that are not there yet, and the value each may have meanwhile.
+# Options that are not supported yet, each with the only value that is accepted.
 NOT_SUPPORTED_YET: dict[str, Any] = {
     "runner": "auto",
     "convert": "auto",
@@ -203,16 +201,16 @@ NOT_SUPPORTED_YET: dict[str, Any] = {
 
 
 def unknown_option(name: str, names: set[str]) -> str:
-    """The message for an option that does not exist, with the nearest one that does."""
+    """The error message for an unknown option, with a similar known one."""
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
     return f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 def env_float(name: str, default: float) -> float:
-    """A number from the environment.
+    """The number in an environment variable, or `default` if it is not set.
 
     Raises:
-        ValueError: it is not a number.
+        ValueError: the variable is not a number.
     """
     text = os.environ.get(name)
     try:
