@@ -118,11 +118,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object")
     return value
-
-
-def cache_root() -> Path:
-    """Where compiled kernels and the like are kept (`PAGEWIRE_CACHE_ROOT`, default `~/.cache/pagewire`)."""
-    base = os.environ.get("PAGEWIRE_CACHE_ROOT")
-    if base:
-        return Path(base)
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pagewire"
