@@ -25,7 +25,7 @@ from pagewire.ipc.params import SamplingParams
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.linear import PackedLinear
 from pagewire.workers import runner as worker
-from pagewire.workers.device.cpu import CpuSampler
+from pagewire.workers.device.cpu import CpuTokenSampler
 from pagewire.workers.model.stack import DecoderStack
 
 KINDS = {
@@ -37,7 +37,7 @@ KINDS = {
     (CpuKernels, "silu_and_mul"): "activation",
     (CpuKernels, "gelu_tanh_and_mul"): "activation",
     (CpuKernels, "rotary"): "rotary",
-    (CpuSampler, "launch"): "sampling",
+    (CpuTokenSampler, "launch"): "sampling",
     (worker, "build_batch"): "batch building",
 }
 

@@ -1,6 +1,7 @@
-"""What the core takes from a frontend, which it does not trust: the same checks as at the frontend's door.
+"""Validation of submitted requests in the core.
 
-(`SamplingParams` checks itself when it is decoded.)
+Frontends make the same checks, but the core does not rely on them: a bad value must not reach the worker.
+`SamplingParams` validates itself when it is decoded.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from collections.abc import Iterable
 from pagewire.ipc.messages import EngineInfo, Request
 from pagewire.ipc.params import MAX_INT, check_int, max_n
 
-PRIORITY_LIMIT = 2**31
+PRIORITY_LIMIT = 2**31  # priorities lie within +- this
 
 
 def check_request(request: Request, info: EngineInfo) -> None:
-    """Refuse what could not run.
+    """Check that the engine can run a request.
 
     Raises:
-        ValueError, TypeError: why.
+        ValueError, TypeError: it cannot; the text says why.
     """
     check_int("key", request.key, 0)
     check_int("seed", request.seed, -MAX_INT - 1)
@@ -41,36 +42,38 @@ def check_request(request: Request, info: EngineInfo) -> None:
 
 
 def check_params(request: Request, info: EngineInfo) -> None:
-    """Refuse parameters that this model cannot serve."""
+    """Check token ids and numbers of log probabilities against this engine; raises ValueError."""
     params = request.params
     check_token_ids("allowed_token_ids", params.allowed_token_ids or (), info.vocab_size)
     check_token_ids("logit_bias", params.logit_bias or (), info.vocab_size)
     for word in params.bad_words_token_ids or ():
         check_token_ids("bad_words_token_ids", word, info.vocab_size)
     for name in ("logprobs", "prompt_logprobs"):
-        wanted = getattr(params, name)
-        if wanted is None or info.max_logprobs == -1:
+        number = getattr(params, name)
+        if number is None or info.max_logprobs == -1:
             continue
-        if wanted == -1 or wanted > info.max_logprobs:
-            raise ValueError(f"{name}={wanted} is over this engine's max_logprobs={info.max_logprobs}")
+        if number == -1 or number > info.max_logprobs:
+            raise ValueError(f"{name}={number} is over this engine's max_logprobs={info.max_logprobs}")
 
 
 def check_resumed(request: Request, info: EngineInfo) -> None:
-    """Refuse tokens-so-far that do not belong to n unfinished sequences."""
+    """Check the tokens of a resubmitted request: n sequences, none of them complete; raises ValueError."""
     done = request.output_token_ids or []
     if len(done) != request.params.n:
-        raise ValueError(f"output_token_ids holds {len(done)} sequences, n is {request.params.n}")
+        raise ValueError(f"output_token_ids has {len(done)} sequences, but n is {request.params.n}")
     limit = info.max_model_len - len(request.prompt_token_ids)
     limit = min(limit, request.params.max_tokens or limit)
     for token_ids in done:
         if len(token_ids) >= limit:
-            raise ValueError(f"a sequence of {len(token_ids)} tokens is complete already (limit {limit})")
+            raise ValueError(
+                f"output_token_ids: a sequence of {len(token_ids)} tokens is already complete (limit {limit})"
+            )
         check_token_ids("output_token_ids", token_ids, info.vocab_size)
 
 
 def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    """Refuse ids outside [0, vocab_size)."""
+    """Check that all ids lie in [0, vocab_size); raises ValueError."""
     ids = list(token_ids)
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         wrong = next(i for i in ids if not 0 <= i < vocab_size)
-        raise ValueError(f"{name} holds token id {wrong}, outside the vocabulary of {vocab_size}")
+        raise ValueError(f"{name}: token id {wrong} is outside the vocabulary of {vocab_size}")

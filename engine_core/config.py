@@ -1,4 +1,4 @@
-"""What the core runs with: resolved once from the options, then never changed."""
+"""The core's configuration, resolved once from the options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from pagewire.ipc.params import max_n
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Options, and where the model is."""
+    """The options, the model's folder and its generation settings.
+
+    generation_config: content of generation_config.json. eos_token_id: the main end-of-sequence token.
+    """
 
     args: EngineArgs
     model_path: Path
@@ -24,7 +27,7 @@ class EngineConfig:
 
     @classmethod
     def resolve(cls, args: EngineArgs) -> EngineConfig:
-        """Check the options, and find (or download) the model.
+        """The configuration for `args`; downloads the model if necessary.
 
         Raises:
             ValueError, TypeError: a bad option. ModelNotFoundError: no such model.
@@ -39,14 +42,14 @@ class EngineConfig:
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """Every token that ends a sequence, by the model's configs; the main one first."""
+        """All end-of-sequence tokens in the model's configuration files, the main one first."""
         ids = [] if self.eos_token_id is None else [self.eos_token_id]
         more = self.generation_config.get("eos_token_id") or []
         ids += more if isinstance(more, list) else [more]
         return list(dict.fromkeys(ids))
 
     def tokenizer_folder(self) -> Path:
-        """Where the tokenizer is: the model's, unless another is asked for, which may have to be downloaded.
+        """The folder of the tokenizer, downloaded if necessary; the model's folder unless `tokenizer` is set.
 
         Raises:
             ModelNotFoundError: no such tokenizer.
@@ -63,7 +66,7 @@ class EngineConfig:
         )
 
     def worker_config(self) -> WorkerConfig:
-        """What a worker is told to load."""
+        """The message that makes a worker load the model."""
         args = self.args
         return WorkerConfig(
             model_path=str(self.model_path),
@@ -85,7 +88,7 @@ class EngineConfig:
         )
 
     def scheduler_config(self, ready: Ready) -> SchedulerConfig:
-        """Limits of the scheduler over the worker's KV memory."""
+        """The scheduler's limits, given the KV blocks that the worker has allocated."""
         args = self.args
         return SchedulerConfig(
             num_blocks=ready.num_blocks,
@@ -98,7 +101,7 @@ class EngineConfig:
         )
 
     def engine_info(self, ready: Ready) -> EngineInfo:
-        """What frontends are told."""
+        """The description of the engine that every frontend gets when it attaches."""
         args = self.args
         return EngineInfo(
             model=args.model,
@@ -126,7 +129,7 @@ class EngineConfig:
 
 
 def end_of_sequence(model: dict[str, Any], generation: dict[str, Any]) -> int | None:
-    """The main end-of-sequence token by a model's config, else by its generation config."""
+    """The main end-of-sequence token in config.json, else in generation_config.json; None if neither has one."""
     for config in (model, model.get("text_config") or {}, generation):
         ids = config.get("eos_token_id")
         if isinstance(ids, list) and ids:

@@ -1,8 +1,8 @@
-"""The core's loop: one thread that hears frontends and the worker, and keeps the worker busy.
+"""The engine core's loop: one thread that handles all messages and keeps the worker busy.
 
-    wait -> hear the worker (commit) -> hear frontends (add, abort, call) -> plan and launch -> deliver
+    wait -> worker's messages (commit) -> frontends' messages (add, abort, call) -> plan and launch -> deliver
 
-Launching comes before delivering: the worker computes while the core encodes what the last step gave.
+Launching comes before delivering: the worker computes the next step while the core encodes the last results.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from pagewire.engine_core.admission import check_request
 from pagewire.engine_core.clients.clients import Client, Clients
 from pagewire.engine_core.clients.control import Control
 from pagewire.engine_core.clients.metrics import Metrics, summary
+from pagewire.engine_core.clients.outbox import Outbox
 from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.grammar.compile import load_tokenizer
 from pagewire.engine_core.grammar.matcher import GrammarError
 from pagewire.engine_core.grammar.pool import Compilation, Grammars
-from pagewire.engine_core.schedule.scheduler import Outcome, Scheduler
+from pagewire.engine_core.schedule.scheduler import Scheduler
 from pagewire.engine_core.schedule.sequence import Sequence, State, sequences
 from pagewire.engine_core.workers.process import Stopwatch, Worker
 from pagewire.ipc import messages
@@ -35,24 +36,31 @@ from pagewire.ipc.version import __version__
 
 logger = logging.getLogger("pagewire.core")
 
-TICK_SECONDS = 1.0
+TICK_SECONDS = (
+    1.0  # interval of heartbeats, and the longest wait for a message: timeouts are checked this often
+)
+# The longest wait while a frontend has unsent deltas. No event tells when its socket has room again, so sending
+# is retried this often.
 BEHIND_SECONDS = 0.02
-MAX_FAILED_STARTS = 3
+MAX_FAILED_STARTS = 3  # failed worker starts in a row after which the core gives up
 
 
 class CoreError(RuntimeError):
-    """The core cannot go on: the one cause."""
+    """A failure that ends the core. Its text is the cause that frontends and the log report."""
 
 
 class EngineCore:
-    """Scheduler, worker and clients, and the loop that ties them together.
+    """The loop that connects scheduler, worker and frontends.
 
-    stop_fd: a file descriptor that becomes readable when a signal has come; `stop()` is then to be called.
-    lifeline_fd: becomes readable when the owner of this core is gone.
+    lifeline_fd: a file descriptor that becomes readable when the process that spawned this core has ended, upon
+        which the core stops; -1 for none.
+
+    Attributes without a value in `__init__` exist once the first worker is ready (`started`).
     """
 
     scheduler: Scheduler
     metrics: Metrics
+    outbox: Outbox
     grammars: Grammars
     info: EngineInfo
 
@@ -74,51 +82,50 @@ class EngineCore:
             if fd >= 0:
                 self._poller.register(fd, zmq.POLLIN)
         self._stop_by: float | None = None
-        self._outcomes: list[Outcome] = []
         self._held: dict[Sequence, None] = {}  # in order
         self._compiling: dict[Sequence, Compilation] = {}
-        self._greeted: list[tuple[bytes, messages.Hello]] = []
+        self._early_hellos: list[tuple[bytes, messages.Hello]] = []
         self._arrivals = 0
         self._failed_starts = 0
         self._stopwatch = Stopwatch(env_float("PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S", 300.0))
-        self._next_beat = self._next_stats = 0.0
+        self._next_heartbeat = self._next_stats = 0.0
         self._was_busy = False
         self.worker_busy_us = self.worker_idle_us = 0
 
     # ------------------------------------------------------------ life
 
     def run(self) -> None:
-        """Serve until stopped.
+        """Serve until `stop` is called or the parent process has ended.
 
         Raises:
-            CoreError: the worker cannot be started.
+            CoreError: the worker cannot be started, or a new one has too little memory.
         """
         cause = "the engine core has shut down"
         try:
             self._start_worker()
-            while not self._done():
-                self._turn()
+            while not self._is_over():
+                self._iterate()
         except BaseException as error:
             cause = str(error) or type(error).__name__
             raise
         finally:
-            self._say_goodbye(cause)
+            self._announce_end(cause)
 
     def stop(self, drain_seconds: float) -> None:
-        """Take no more requests, finish the others within `drain_seconds`, then end; twice: end now.
+        """Refuse new requests, give running ones `drain_seconds` to finish, then end; a second call ends at once.
 
-        Safe in a signal handler.
+        May be called in a signal handler.
         """
         now = time.monotonic()
         self._stop_by = now if self._stop_by is not None else now + drain_seconds
         self._wake()
 
     def _wake(self) -> None:
-        """End the wait of the loop. Safe in a signal handler and in any thread."""
-        with suppress(BlockingIOError):  # it has been woken often enough
+        """Interrupt the wait of the loop. May be called in a signal handler and in any thread."""
+        with suppress(BlockingIOError):  # the pipe is full, so the loop wakes up anyway
             os.write(self._wake_write_fd, b"x")
 
-    def _done(self) -> bool:
+    def _is_over(self) -> bool:
         if self._stop_by is None:
             return False
         idle = not self.started or not (
@@ -126,7 +133,7 @@ class EngineCore:
         )
         return idle or time.monotonic() >= self._stop_by
 
-    def _turn(self) -> None:
+    def _iterate(self) -> None:
         wait = BEHIND_SECONDS if self.clients.behind else TICK_SECONDS
         ready = {source for source, _ in self._poller.poll(int(wait * 1000))}
         awake_at = time.monotonic()
@@ -135,50 +142,52 @@ class EngineCore:
         if self._wake_fd in ready:
             os.read(self._wake_fd, 64)
         if self.worker.socket in ready:
-            self._hear_worker()
+            self._receive_from_worker()
         if self.worker.exit_fd in ready:
             self._worker_lost()
         if self.clients.socket in ready:
-            self._hear_clients()
-        self._tick()
+            self._receive_from_clients()
+        self._check_timers()
         if self.started:
             self._advance()
-            self.metrics.turn_seconds.observe(time.monotonic() - awake_at)
+            self.metrics.iteration_seconds.observe(time.monotonic() - awake_at)
 
     def _advance(self) -> None:
         for client in self.clients.lost():
             self._drop(client.live_requests())
-        self._take_compiled()
+        self._admit_compiled()
         self.control.advance()
         self._launch()
         self.deliver()
 
-    def _tick(self) -> None:
+    def _check_timers(self) -> None:
         now = time.monotonic()
         self.clients.flush()
         if self._stopwatch.expired:
-            logger.error("the worker has been silent for over %.0f s in a step", self._stopwatch.limit)
+            logger.error(
+                "no result of a step from the worker for over %.0f s; killing it", self._stopwatch.limit
+            )
             self._stopwatch.restart(False)
             self.worker.kill()
-        if now >= self._next_beat:
-            self._next_beat = now + TICK_SECONDS
-            self.clients.beat(now)
+        if now >= self._next_heartbeat:
+            self._next_heartbeat = now + TICK_SECONDS
+            self.clients.heartbeat(now)
         if self.started and now >= self._next_stats:
             self._next_stats = now + self.config.args.log_stats_interval
-            self._sum_up(now)
+            self._log_stats(now)
 
-    def _sum_up(self, now: float) -> None:
-        """Measure the rates of the last interval, and log them unless nothing happened in it."""
+    def _log_stats(self, now: float) -> None:
+        """Compute the rates of the last interval, and log them unless the engine was idle."""
         self.metrics.rates.update(self.scheduler.stats, now)
         busy = self.scheduler.num_unfinished or self.metrics.rates.prompt or self.metrics.rates.output
         if busy and not self.config.args.disable_log_stats:
             line, facts = summary(self)
             logger.info("%s", line, extra={"facts": facts})
 
-    def _say_goodbye(self, cause: str) -> None:
-        for identity, _ in self._greeted:
+    def _announce_end(self, cause: str) -> None:
+        for identity, _ in self._early_hellos:
             self.clients.send(identity, messages.Refused(error=cause))
-        self._greeted.clear()
+        self._early_hellos.clear()
         for client in list(self.clients.attached.values()):
             self.clients.send(client.identity, messages.CoreDying(cause=cause))
         self.worker.stop()
@@ -189,7 +198,7 @@ class EngineCore:
         self.worker.start()
         self._poller.register(self.worker.exit_fd, zmq.POLLIN)
 
-    def _hear_worker(self) -> None:
+    def _receive_from_worker(self) -> None:
         for message in self.worker.messages():
             if isinstance(message, StepResult):
                 self._commit(message)
@@ -212,6 +221,7 @@ class EngineCore:
             self.info = self.config.engine_info(ready)
             self.grammars = self._open_grammars()
             self.metrics = Metrics(self.info.max_model_len)
+            self.outbox = Outbox(self.clients, self.metrics)
             self.started = True
             logger.info(
                 "engine ready: %s (%s, %s), %d KV blocks of %d tokens, max_model_len %d",
@@ -220,15 +230,15 @@ class EngineCore:
             )
             gc.collect()
             gc.freeze()
-            greeted, self._greeted = self._greeted, []
-            for identity, hello in greeted:
+            early_hellos, self._early_hellos = self._early_hellos, []
+            for identity, hello in early_hellos:
                 self._welcome(identity, hello)
             self.on_ready()
         elif ready.num_blocks < self.scheduler.config.num_blocks:
-            raise CoreError(f"the new worker has only {ready.num_blocks} KV blocks: memory has run short")
+            raise CoreError(f"not enough memory: the new worker has only {ready.num_blocks} KV blocks")
 
     def _worker_lost(self) -> None:
-        self._hear_worker()
+        self._receive_from_worker()
         self._poller.unregister(self.worker.exit_fd)
         was_ready, failure = self.worker.ready is not None, self.worker.failure
         why = self.worker.reap()
@@ -238,7 +248,7 @@ class EngineCore:
         logger.error("the worker was lost (%s); starting another", why)
         self._stopwatch.restart(False)
         if self.started:
-            self._outcomes += self.scheduler.fail(time.monotonic())
+            self.outbox.add(self.scheduler.fail(time.monotonic()))
             self.control.worker_lost(why)
         self._start_worker()
 
@@ -248,10 +258,10 @@ class EngineCore:
         try:
             outcomes = self.scheduler.commit(result, now)
         except ValueError as error:
-            logger.error("the worker is confused: %s", error)
+            logger.error("unexpected step result from the worker, killing it: %s", error)
             self.worker.kill()
             return
-        self._outcomes += outcomes
+        self.outbox.add(outcomes)
         self._send_masks(now)
         self._stopwatch.restart(bool(self.scheduler.in_flight))
         self.worker_busy_us += result.busy_us
@@ -273,21 +283,23 @@ class EngineCore:
                 self._send_masks(time.monotonic())
 
     def _send_masks(self, now: float) -> None:
-        """The oldest step in flight may sample: all that it depends on is known."""
+        """Send the grammar masks of the oldest step in flight, if it needs any; all earlier tokens are known."""
         masks, outcomes = self.scheduler.masks(now)
-        self._outcomes += outcomes
+        self.outbox.add(outcomes)
         if masks is not None:
             self.worker.send(masks)
 
     # ------------------------------------------------------------ frontends
 
-    def _hear_clients(self) -> None:
+    def _receive_from_clients(self) -> None:
         for identity, message in self.clients.messages(time.monotonic()):
             client = self.clients.attached.get(identity)
             if isinstance(message, messages.Hello):
-                self._greet(identity, message)
+                self._handshake(identity, message)
             elif client is None:
-                self.clients.send(identity, messages.Refused(error="attach first: no Hello came"))
+                self.clients.send(
+                    identity, messages.Refused(error="not attached: the first message must be Hello")
+                )
             elif isinstance(message, messages.Submit):
                 for request in message.requests:
                     self._submit(client, request)
@@ -296,24 +308,24 @@ class EngineCore:
             elif isinstance(message, messages.Call):
                 self.control.call(identity, message)
             elif isinstance(message, messages.Goodbye):
-                self.clients.detach(client, "it said goodbye")
+                self.clients.detach(client, "it disconnected")
 
-    def _greet(self, identity: bytes, hello: messages.Hello) -> None:
+    def _handshake(self, identity: bytes, hello: messages.Hello) -> None:
         if hello.protocol != PROTOCOL:
             text = (
-                f"this core (pagewire {__version__}) speaks protocol {PROTOCOL}, the frontend (pagewire "
+                f"this core (pagewire {__version__}) uses protocol {PROTOCOL}, the frontend (pagewire "
                 f"{hello.version}) protocol {hello.protocol}: install the same version on both sides"
             )
             self.clients.send(identity, messages.Refused(error=text))
         elif self.started:
             self._welcome(identity, hello)
         else:
-            self._greeted.append((identity, hello))
+            self._early_hellos.append((identity, hello))
 
     def _welcome(self, identity: bytes, hello: messages.Hello) -> None:
         client = self.clients.attached.get(identity)
         if client is not None:
-            self.clients.detach(client, "it attaches anew")
+            self.clients.detach(client, "it attached again")
         self.clients.attach(identity, hello.name, hello.pid, time.monotonic())
         welcome = messages.Welcome(info=self.info, version=__version__, ping_seconds=TICK_SECONDS)
         self.clients.send(identity, welcome)
@@ -321,12 +333,12 @@ class EngineCore:
     def _submit(self, client: Client, submitted: Request) -> None:
         try:
             if submitted.key in client.requests:
-                raise ValueError(f"request key {submitted.key} is in use")
+                raise ValueError(f"request key {submitted.key} is already in use")
             if self._stop_by is not None:
-                raise EngineBusyError("the engine core is shutting down and takes no new requests")
+                raise EngineBusyError("the engine core is shutting down and accepts no new requests")
             num_waiting = self.scheduler.num_waiting + len(self._compiling)
             if num_waiting + submitted.params.n > self.config.args.max_waiting:
-                raise EngineBusyError(f"{num_waiting} requests wait already (max_waiting)")
+                raise EngineBusyError(f"{num_waiting} requests are already waiting (limit: max_waiting)")
             check_request(submitted, self.info)
             structure = submitted.params.structured_outputs
             compilation = None if structure is None else self.grammars.submit(structure, time.monotonic())
@@ -346,7 +358,7 @@ class EngineCore:
         client.requests[submitted.key] = {request.index: request for request in group}
         if compilation is not None:
             self._compiling.update(dict.fromkeys(group, compilation))
-            self._take_compiled()
+            self._admit_compiled()
             return
         self._held.update(dict.fromkeys(group))
         if not self.control.paused:
@@ -361,8 +373,8 @@ class EngineCore:
             wake=self._wake,
         )
 
-    def _take_compiled(self) -> None:
-        """Let requests go on whose grammar is compiled, and refuse those whose grammar cannot be."""
+    def _admit_compiled(self) -> None:
+        """Schedule the requests whose grammar has been compiled; end those whose grammar is invalid."""
         now = time.monotonic()
         for request, compilation in list(self._compiling.items()):
             try:
@@ -383,7 +395,7 @@ class EngineCore:
                     error=str(error),
                     error_type="ValueError",
                 )
-                self._outcomes.append((request, refusal))
+                self.outbox.add([(request, refusal)])
             del self._compiling[request]
         if self._held and not self.control.paused:
             self.admit_held()
@@ -412,14 +424,14 @@ class EngineCore:
                     del client.requests[key]
 
     def _drop(self, requests: Iterable[Sequence], reason: str = "abort") -> None:
-        """End requests whose frontend waits for them no more; those with an end on its way have that one."""
+        """End sequences that their frontend no longer waits for; no delta is sent."""
         now = time.monotonic()
         for request in requests:
             if not request.finished:
-                self._take_out(request)
+                self._remove(request)
                 self.metrics.finished(request, reason, now)
 
-    def _take_out(self, request: Sequence) -> None:
+    def _remove(self, request: Sequence) -> None:
         if self._compiling.pop(request, None) is not None:
             request.state = State.FINISHED
         elif request in self._held:
@@ -429,21 +441,21 @@ class EngineCore:
             self.scheduler.abort([request])
 
     def admit_held(self) -> None:
-        """Let requests that were held back wait for their turn."""
+        """Move requests that were held back, by a pause or for their grammar, to the scheduler's queue."""
         held, self._held = self._held, {}
         for request in held:
             self.scheduler.add(request)
 
     def abort(self, requests: Iterable[Sequence]) -> int:
-        """End requests, whosever they are: their frontends get the finish reason "abort". Returns how many."""
+        """End sequences of any frontend with finish reason "abort"; returns how many were unfinished."""
         live = [request for request in requests if not request.finished]
         for request in live:
-            self._take_out(request)
-            self._outcomes.append((request, TokenDelta(request.key, request.index, [], "abort")))
+            self._remove(request)
+            self.outbox.add([(request, TokenDelta(request.key, request.index, [], "abort"))])
         return len(live)
 
     def requests(self) -> Iterator[tuple[Client, Sequence]]:
-        """Every unfinished sequence, with the frontend it is for."""
+        """Every unfinished sequence and the frontend that submitted it."""
         for client in self.clients.attached.values():
             for request in client.live_requests():
                 if not request.finished:
@@ -451,26 +463,9 @@ class EngineCore:
 
     @property
     def held(self) -> list[Sequence]:
-        """Requests that wait for their grammar, or came while the core was paused and wait for it to be resumed."""
+        """Sequences not yet in the scheduler: their grammar is being compiled, or the core is paused."""
         return [*self._compiling, *self._held]
 
     def deliver(self) -> None:
-        """Send frontends what their requests gave."""
-        outcomes, self._outcomes = self._outcomes, []
-        by_client: dict[bytes, list[TokenDelta]] = {}
-        now = time.monotonic()
-        for request, delta in outcomes:
-            by_client.setdefault(request.client, []).append(delta)
-            if delta.finish_reason is not None:
-                self.metrics.finished(request, delta.finish_reason, now)
-                self._forget(request)
-        for identity, deltas in by_client.items():
-            client = self.clients.attached.get(identity)
-            if client is not None:
-                self.clients.deliver(client, deltas)
-
-    def _forget(self, request: Sequence) -> None:
-        client = self.clients.attached.get(request.client)
-        group = client.requests.get(request.key) if client else None
-        if client and group and group.pop(request.index, None) is not None and not group:
-            del client.requests[request.key]
+        """Send all queued deltas to the frontends."""
+        self.outbox.send(time.monotonic())

@@ -1,7 +1,7 @@
-"""The core as a process: options in, sockets bound, signals heard, one cause told when it fails.
+"""The engine core as a process: sockets, signals, exit status.
 
-Started by a frontend as `python -m pagewire.engine_core.daemon`, or by hand as `pagewire core`.
-Exit status: 0 after a stop, 1 after a failure, whose cause is the last line of the log.
+A frontend starts it as `python -m pagewire.engine_core.daemon`, a user as `pagewire core`.
+Exit status: 0 after a stop, 1 after a failure; the last line of the log is then its cause.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from pagewire.ipc.sockets import AddressLock, CurveKeys, bind_router
 
 logger = logging.getLogger("pagewire.core")
 
-FLUSH_MS = 500
+FLUSH_MS = 500  # how long closing the socket may take to send what is queued, such as the cause of a failure
 
 
 @dataclass(frozen=True)
 class Listen:
-    """Where the core listens, and whom it lets in.
+    """The address of the core, and which frontends may connect.
 
-    curve_secret: the core's certificate; curve_clients: folder with the public certificates of frontends.
-    drain_seconds: time for running requests after a signal. announce: print `ready ADDRESS` when ready.
+    curve_secret: the core's certificate. curve_clients: folder of the public certificates of allowed frontends.
+    drain_seconds: time that running requests get to finish after a signal.
+    announce: print `ready ADDRESS` when the model is loaded.
     """
 
     address: str
@@ -47,11 +48,13 @@ class Listen:
 
     def __post_init__(self) -> None:
         if (self.curve_secret is None) != (self.curve_clients is None):
-            raise ValueError("CURVE needs both the core's secret certificate and the folder of its clients'")
+            raise ValueError(
+                "CURVE needs both the core's secret certificate and the folder of client certificates"
+            )
 
 
 def serve(args: EngineArgs, listen: Listen, lifeline_fd: int = -1) -> int:
-    """Run a core until it is stopped. Returns the exit status: 0, or 1 after logging the one cause."""
+    """Run a core until it is stopped. Returns the exit status: 0, or 1 after logging the cause of a failure."""
     try:
         with ExitStack() as stack:
             run(args, listen, lifeline_fd, stack)
@@ -63,10 +66,10 @@ def serve(args: EngineArgs, listen: Listen, lifeline_fd: int = -1) -> int:
 
 
 def run(args: EngineArgs, listen: Listen, lifeline_fd: int, stack: ExitStack) -> None:
-    """Bind, resolve, load and serve; what is opened is closed with `stack`.
+    """Bind the address, load the model and serve; everything opened is closed with `stack`.
 
-    The address is bound first: frontends may attach at once, and are answered when the model is loaded, or
-    has failed to.
+    The address is bound first, so frontends may connect at once; they get an answer when the model is loaded,
+    or loading has failed.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     stack.callback(context.term)
@@ -93,7 +96,7 @@ def run(args: EngineArgs, listen: Listen, lifeline_fd: int, stack: ExitStack) ->
 
 
 def resolve(args: EngineArgs, clients: Clients) -> EngineConfig:
-    """`EngineConfig.resolve`, whose failure is told to frontends that wait already."""
+    """`EngineConfig.resolve`; its error is also sent to frontends that are already waiting."""
     try:
         return EngineConfig.resolve(args)
     except Exception as error:
@@ -102,7 +105,7 @@ def resolve(args: EngineArgs, clients: Clients) -> EngineConfig:
 
 
 def main() -> int:
-    """Entry of a core that a frontend spawns: `EngineArgs` as JSON on standard input."""
+    """Entry point of a core spawned by a frontend, which writes `EngineArgs` as JSON to standard input."""
     parser = argparse.ArgumentParser(description="pagewire engine core (spawned by a frontend)")
     parser.add_argument("--listen", required=True)
     parser.add_argument("--options-stdin", action="store_true", required=True)

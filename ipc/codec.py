@@ -1,8 +1,8 @@
-"""Messages to frames and back.
+"""Encodes messages to ZeroMQ frames, and decodes them.
 
-A message is one msgpack frame. A `Tensor` in it travels as dtype and shape, with its bytes either inline
-(below `INLINE_BYTES`) or as a raw frame of its own behind the first, so that large arrays are never copied
-into msgpack. Nothing here executes what it reads: no pickle, no eval.
+A message is one msgpack frame. A `Tensor` in it is encoded as dtype and shape, with its bytes either inline (below
+`INLINE_BYTES`) or in a raw frame after the first, so that large arrays are not copied into msgpack. Decoding never
+executes anything: no pickle, no eval.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import msgspec
 
 from pagewire.ipc.errors import ProtocolError
 
-INLINE_BYTES = 4096
-MAX_MESSAGE_BYTES = 256 << 20
-MAX_FRAMES = 4096
+INLINE_BYTES = 4096  # smaller tensors cost less inline than as a frame of their own
+MAX_MESSAGE_BYTES = 256 << 20  # limits the memory that a peer can make a process allocate with one message
+MAX_FRAMES = 4096  # likewise
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 T = TypeVar("T")
@@ -36,12 +36,12 @@ FORMATS = {"bool": "?", "uint8": "B", "int32": "i", "int64": "q", "float32": "f"
 
 
 class Tensor:
-    """An array on the wire: dtype name, shape, and little-endian C-contiguous bytes.
+    """An array in a message: dtype name, shape, and little-endian C-contiguous bytes.
 
-    Decoded tensors pin the received message and are read-only: copy before keeping them for long.
+    A decoded tensor is read-only and keeps the whole received message alive: copy it to keep it for long.
 
     Raises:
-        ValueError: unknown dtype, or bytes that do not fill the shape exactly.
+        ValueError: unknown dtype, or the number of bytes does not match the shape.
     """
 
     __slots__ = ("data", "dtype", "shape")
@@ -54,13 +54,13 @@ class Tensor:
         self.dtype, self.shape, self.data = dtype, tuple(shape), data
 
     def tolist(self) -> list[Any]:
-        """The values as a flat list (no torch, no numpy).
+        """The values as a flat list, without torch or numpy.
 
         Raises:
-            TypeError: for 16-bit float dtypes, which the standard library cannot read.
+            TypeError: a 16-bit float dtype, which the standard library cannot read.
         """
         if self.dtype not in FORMATS:
-            raise TypeError(f"{self.dtype} has no plain Python form")
+            raise TypeError(f"{self.dtype} cannot be converted to Python numbers")
         return memoryview(self.data).cast("B").cast(FORMATS[self.dtype]).tolist()  # type: ignore[call-overload, no-any-return]
 
     def __eq__(self, other: object) -> bool:
@@ -78,7 +78,7 @@ class Tensor:
 class Codec(Generic[T]):
     """Encodes any message struct, and decodes messages of the union `kinds`.
 
-    One codec belongs to one thread: the frames of the message at hand are kept while it is read or written.
+    Not thread-safe: the frames of the current message are kept in the codec.
     """
 
     def __init__(self, kinds: Any) -> None:
@@ -87,10 +87,10 @@ class Codec(Generic[T]):
         self._frames: list[Buffer] = []
 
     def encode(self, message: Any) -> list[Buffer]:
-        """The frames of `message`: its msgpack, then its large tensors.
+        """The frames of `message`: msgpack first, then one frame for each large tensor.
 
         Raises:
-            TypeError, OverflowError: a value that msgpack cannot hold.
+            TypeError, OverflowError: a value that msgpack cannot represent.
         """
         self._frames = []
         head = self._encoder.encode(message)
@@ -101,7 +101,7 @@ class Codec(Generic[T]):
         """The message in `frames`.
 
         Raises:
-            ProtocolError: truncated, corrupt, oversized or foreign frames.
+            ProtocolError: the frames are truncated, corrupt, too large, or no message of `kinds`.
         """
         if not frames or len(frames) > MAX_FRAMES:
             raise ProtocolError(f"a message has 1 to {MAX_FRAMES} frames, not {len(frames)}")
@@ -117,7 +117,7 @@ class Codec(Generic[T]):
 
     def _pack(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
-            raise TypeError(f"{type(value).__name__} does not go over the wire")
+            raise TypeError(f"a message cannot contain {type(value).__name__}")
         if len(value.data) < INLINE_BYTES:
             return value.dtype, value.shape, bytes(value.data)
         self._frames.append(value.data)
@@ -125,7 +125,7 @@ class Codec(Generic[T]):
 
     def _unpack(self, kind: type, value: Any) -> Any:
         if kind is not Tensor:
-            raise TypeError(f"{kind.__name__} does not come over the wire")
+            raise TypeError(f"a message cannot contain {kind.__name__}")
         dtype, shape, data = value
         if not isinstance(dtype, str) or not all(isinstance(n, int) for n in shape):
             raise TypeError("a tensor is [dtype, shape, data]")

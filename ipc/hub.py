@@ -1,4 +1,4 @@
-"""Where a model's files are: the embedded model, a local folder, or the Hugging Face hub."""
+"""Locates a model's files: the embedded model, a local folder, or the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -34,10 +34,13 @@ def model_folder(
     cache_dir: str | None = None,
     tokenizer_only: bool = False,
 ) -> Path:
-    """The local folder with the model's files, downloaded from the hub if need be.
+    """The local folder with the model's files, which are downloaded from the hub if necessary.
+
+    name: "demo" (the embedded model), a folder, or a repository of the hub.
+    tokenizer_only: do not download weights.
 
     Raises:
-        ModelNotFoundError: no such folder, and the hub does not have it, refuses it, or cannot be reached.
+        ModelNotFoundError: there is no such folder, and the hub lacks the model, denies access or is unreachable.
     """
     if name == DEMO:
         import pagewire.demo
@@ -62,10 +65,12 @@ def download(
     cache_dir: str | None,
     fall_back_to_bin: bool,
 ) -> Path:
-    """Fetch files of a hub repository into the cache, with a progress bar; offline, take the cache.
+    """Download the files of a hub repository that match `patterns`, with a progress bar; offline, use the cache.
+
+    fall_back_to_bin: if there are no safetensors files, download *.bin files as well.
 
     Raises:
-        ModelNotFoundError: the cause, and what would mend it.
+        ModelNotFoundError: the text says why, and how to fix it.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
@@ -87,7 +92,7 @@ def download(
         ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ModelNotFoundError(
-            f"no model {name!r}: neither a local folder nor a repository of the hub (a private one needs hf_token)"
+            f"no model {name!r}: neither a local folder nor a repository on the hub (a private one needs hf_token)"
         ) from error
     except Exception as error:  # the hub client raises errors of several HTTP libraries
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -99,10 +104,10 @@ def download(
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no file.
+    """The object in a JSON file; empty if the file does not exist.
 
     Raises:
-        ValueError: it does not hold a JSON object.
+        ValueError: the file does not contain a JSON object.
     """
     if not path.is_file():
         return {}
@@ -113,11 +118,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object")
     return value
-
-
-def cache_root() -> Path:
-    """Where compiled kernels and the like are kept (`PAGEWIRE_CACHE_ROOT`, default `~/.cache/pagewire`)."""
-    base = os.environ.get("PAGEWIRE_CACHE_ROOT")
-    if base:
-        return Path(base)
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pagewire"

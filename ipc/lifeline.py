@@ -1,8 +1,8 @@
-"""No process outlives its parent.
+"""Child processes that end with their parent.
 
-A parent keeps the writing end of a pipe open as long as it lives; a child sees the end of file, however
-the parent ended. (A parent-death signal alone would not do: the kernel sends it when the *thread* that
-started the child ends, and anyone may create an `LLM` in a short-lived thread.)
+The parent holds the write end of a pipe. When it ends, however that happens, the child reads end of file and exits.
+(A parent-death signal would not do: the kernel sends it when the *thread* that started the child ends, and an `LLM`
+may be created in a short-lived thread.)
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import IO, Any
 
 
 class Child:
-    """A child process that ends when this one does.
+    """A child process that ends when this process does.
 
-    The command is given `--lifeline FD`, the reading end of the pipe.
+    command: gets the additional arguments `--lifeline FD`, the read end of the pipe.
+    stdin: bytes to write to its standard input.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Child:
                 stderr=stderr,
                 pass_fds=[read_fd],
                 env=env,
-                start_new_session=True,  # Ctrl-C in the terminal is the parent's to handle
+                start_new_session=True,  # Ctrl-C in the terminal goes to the parent only
             )
         finally:
             os.close(read_fd)
@@ -48,19 +49,19 @@ class Child:
                 self.process.stdin.write(stdin)
                 self.process.stdin.close()
             except BrokenPipeError:
-                pass  # it died already; its exit status tells
+                pass  # it has ended already; `poll` returns its status
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Process id of the child."""
         return self.process.pid
 
     def poll(self) -> int | None:
-        """Exit status, or None while it runs."""
+        """Exit status; None while it is running."""
         return self.process.poll()
 
     def stop(self, timeout: float) -> int:
-        """Cut the lifeline, wait up to `timeout` seconds, then kill. Returns the exit status."""
+        """Close the pipe, wait up to `timeout` seconds for the exit, then kill. Returns the exit status."""
         self.release()
         try:
             return self.process.wait(timeout)
@@ -69,13 +70,13 @@ class Child:
             return self.process.wait()
 
     def kill(self) -> int:
-        """Kill at once, and reap. Returns the exit status."""
+        """Kill the process and wait for its end. Returns the exit status."""
         self.process.kill()
         self.release()
         return self.process.wait()
 
     def release(self) -> None:
-        """Close this end of the lifeline."""
+        """Close the write end of the pipe, upon which the child exits."""
         if self._write_fd >= 0:
             os.close(self._write_fd)
             self._write_fd = -1
@@ -85,14 +86,14 @@ class Child:
 
 
 def wait_for_end(fd: int, milliseconds: int | None = None) -> bool:
-    """Wait until the writing end of the lifeline `fd` is closed. False after `milliseconds`, if it is not."""
-    poll = select.poll()  # select.select ends at descriptor 1023, which a busy parent may well pass on
+    """Wait for the parent to end. Returns False if it has not after `milliseconds`. fd: the pipe's read end."""
+    poll = select.poll()  # select.select fails for descriptors above 1023, which a busy parent may pass
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(milliseconds))
 
 
 def die_with_parent(fd: int) -> None:
-    """End this process at once when the parent ends, even in the middle of a long computation."""
+    """Start a thread that ends this process as soon as the parent has ended. fd: the pipe's read end."""
 
     def wait() -> None:
         wait_for_end(fd)

@@ -1,11 +1,11 @@
-"""How every process of ours logs: to standard error, a line of text or of JSON per record.
+"""Logging of every pagewire process: one line of text or JSON per record, on standard error.
 
     PAGEWIRE_LOGGING_LEVEL         DEBUG, INFO (the default), WARNING, ERROR
     PAGEWIRE_LOG_FORMAT            text (the default) or json
     PAGEWIRE_LOGGING_CONFIG_PATH   a JSON file for `logging.config.dictConfig`, instead of the above
     PAGEWIRE_CONFIGURE_LOGGING     0: leave logging alone
 
-The environment carries them from a process to those that it starts.
+Child processes inherit these variables, and so the configuration.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ TEXT = "%(levelname).1s %(asctime)s.%(msecs)03d %(name)s: %(message)s"
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per record.
+    """Formats a record as a JSON object: time (UTC), level, logger, pid, message, and `exception` with a traceback.
 
-    time (UTC), level, logger, pid, message, and a traceback as `exception`. A record that comes with `facts` (a
-    mapping, given as `extra`) has those as fields, instead of the message made of them.
+    If a record has `facts` (a mapping, passed in `extra`), these fields replace the message.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """The record as one line of JSON."""
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {
             "time": f"{seconds}.{int(record.msecs):03d}Z",
@@ -39,18 +38,20 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "pid": record.process,
         }
-        said = getattr(record, "facts", None) or {"message": record.getMessage()}
-        line |= {name: value for name, value in said.items() if name not in line}
+        fields = getattr(record, "facts", None) or {"message": record.getMessage()}
+        line |= {name: value for name, value in fields.items() if name not in line}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
 def configure(log_format: str | None = None) -> None:
-    """Configure this process's logging by the environment. `log_format` goes before it, and into it.
+    """Configure the logging of this process from the environment.
+
+    log_format: overrides PAGEWIRE_LOG_FORMAT, for child processes too.
 
     Raises:
-        ValueError: no such level or format, or the file of the configuration cannot be read or used.
+        ValueError: unknown level or format, or the configuration file cannot be read or used.
     """
     if log_format is not None:
         os.environ["PAGEWIRE_LOG_FORMAT"] = log_format
@@ -67,15 +68,15 @@ def configure(log_format: str | None = None) -> None:
         handler.setFormatter(JsonFormatter())
     else:
         handler.setFormatter(logging.Formatter(TEXT, "%H:%M:%S"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])  # of the libraries, nothing less
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])  # for libraries
     logging.getLogger("pagewire").setLevel(chosen("PAGEWIRE_LOGGING_LEVEL", LEVELS, "INFO"))
 
 
 def configure_from(path: Path) -> None:
-    """Configure logging by a JSON file in the schema of `logging.config.dictConfig`.
+    """Configure logging from a JSON file in the schema of `logging.config.dictConfig`.
 
     Raises:
-        ValueError: it cannot be read, or is none.
+        ValueError: the file cannot be read, or is no such configuration.
     """
     try:
         logging.config.dictConfig(json.loads(path.read_text(encoding="utf-8")))
@@ -84,10 +85,10 @@ def configure_from(path: Path) -> None:
 
 
 def chosen(name: str, choices: tuple[str, ...], default: str) -> str:
-    """A variable of the environment that is one of `choices`, in whatever case.
+    """The value of an environment variable as one of `choices`; case is ignored.
 
     Raises:
-        ValueError: it is another.
+        ValueError: the value is not one of them.
     """
     text = os.environ.get(name) or default
     for choice in choices:

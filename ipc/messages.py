@@ -1,11 +1,11 @@
-"""Every message that crosses a socket.
+"""All messages between processes.
 
     frontend --ToCore--> engine core --ToWorker--> worker
     frontend <--ToFrontend-- engine core <--FromWorker-- worker
 
-A message is a tagged map, so that a foreign one is known at once and a dump can be read; what it carries in
-numbers each step (rows, deltas, requests) are arrays. A change here that an older peer could misread raises
-`PROTOCOL`.
+A message is a tagged map, so an unknown one is detected and a dump is readable. The numerous items in it (rows,
+deltas, requests) are arrays, which are compact. Increase `PROTOCOL` with every change that an older peer could
+misread.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ PROTOCOL = 2
 
 
 class Item(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Base of what messages carry in numbers: positional on the wire, untracked by the garbage collector."""
+    """Base of numerous items in messages: encoded by position, and not tracked by the garbage collector."""
 
 
 class Message(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """Base of what is sent: a map with a tag."""
+    """Base of messages: encoded as a map with a tag."""
 
 
 # ---------------------------------------------------------------- shared parts
 
 
 class LogprobRows(Item):
-    """Log probabilities for n tokens. Column 0 is the token itself, then the k most likely ones.
+    """Log probabilities at n positions. Column 0 is the actual token, the others are the k most likely tokens.
 
     token_ids: int32 [n, 1 + k]; logprobs: float32 [n, 1 + k]; ranks: int32 [n], 1 = most likely.
     """
@@ -43,7 +43,7 @@ class LogprobRows(Item):
 
 
 class EngineInfo(Message):
-    """What a frontend must know of the engine it attached to."""
+    """The properties of an engine that frontends need."""
 
     model: str
     model_path: str
@@ -72,7 +72,7 @@ class EngineInfo(Message):
 
 
 class Hello(Message, tag="hello"):
-    """Attach. The first message on a connection."""
+    """Attach: the first message of a frontend."""
 
     protocol: int
     version: str
@@ -81,13 +81,13 @@ class Hello(Message, tag="hello"):
 
 
 class Request(Item):
-    """One request.
+    """A request for n sequences.
 
-    key: the sender's own handle, unused by any live request of the sender; answers carry it.
-    request_id: the public name, for logs.
-    seed: always set (the frontend draws one where the caller gave none); sequence i of n samples with a
-        seed derived from (seed, i).
-    output_token_ids: per sequence, tokens already generated (a resubmission after the core was lost).
+    key: chosen by the frontend, unique among its unfinished requests; deltas carry it.
+    request_id: the public id, for logs.
+    seed: always set (the frontend chooses one if the user gave none); sequence i of n samples with a seed derived
+        from (seed, i).
+    output_token_ids: the tokens generated so far, for each sequence (a resubmission after the core was lost).
     """
 
     key: int
@@ -108,10 +108,10 @@ class Submit(Message, tag="submit"):
 
 
 class Abort(Message, tag="abort"):
-    """Drop requests (whole, or single sequences of one). Unknown keys are ignored. No delta follows.
+    """End requests or single sequences. No delta follows; unknown keys are ignored.
 
-    keys: whole requests that nobody waits for any more. sequences: (key, index) pairs that have ended by what
-        only the frontend sees: a stop string.
+    keys: requests to abort. sequences: (key, index) pairs to end with finish reason "stop", because the frontend
+        found a stop string.
     """
 
     keys: list[int] = []
@@ -128,18 +128,18 @@ class Call(Message, tag="call"):
 
 
 class Ping(Message, tag="ping"):
-    """I live. Answered by `Pong`."""
+    """A frontend's heartbeat; the core sends `Pong` at regular intervals of its own."""
 
 
 class Goodbye(Message, tag="goodbye"):
-    """Detach: the sender's requests end, nothing more is sent to it."""
+    """Detach: the frontend's requests end, and nothing more is sent to it."""
 
 
 # ---------------------------------------------------------------- core -> frontend
 
 
 class Welcome(Message, tag="welcome"):
-    """The answer to `Hello`. `ping_seconds`: how often the frontend should send `Ping`."""
+    """The answer to `Hello`. ping_seconds: the interval at which the frontend should send `Ping`."""
 
     info: EngineInfo
     version: str
@@ -147,13 +147,13 @@ class Welcome(Message, tag="welcome"):
 
 
 class Refused(Message, tag="refused"):
-    """A message that could not be taken: why. On attaching, the connection is not made."""
+    """A message was refused; `error` says why. As the answer to `Hello`: the frontend is not attached."""
 
     error: str
 
 
 class RequestTiming(Item):
-    """Seconds on the core's monotonic clock."""
+    """When a sequence reached each state, in seconds on the core's monotonic clock."""
 
     arrived: float
     scheduled: float
@@ -162,13 +162,13 @@ class RequestTiming(Item):
 
 
 class TokenDelta(Item):
-    """What is new for one sequence of one request.
+    """New output of one sequence of a request.
 
-    finish_reason: "stop", "length", "abort" or "error", or None while it runs.
-    stop_reason: the stop token, if one of `stop_token_ids` ended it.
-    prompt_logprobs: for the next prompt positions (from position 1 on), only with index 0.
-    num_cached_tokens, timing: with the first, and the last delta of the sequence.
-    error, error_type: why it failed, and the name of the exception if it was refused ("ValueError",
+    finish_reason: "stop", "length", "abort" or "error"; None while the sequence continues.
+    stop_reason: the stop token, if one of `stop_token_ids` ended the sequence.
+    prompt_logprobs: for the next prompt positions (from position 1 on); only for index 0.
+    num_cached_tokens, timing: set in the first and in the last delta of the sequence.
+    error, error_type: why the sequence failed; if it was refused, also the name of the exception ("ValueError",
         "EngineBusyError").
     """
 
@@ -186,7 +186,7 @@ class TokenDelta(Item):
 
 
 class Deltas(Message, tag="deltas"):
-    """The outcome of one step for one frontend."""
+    """All new output for one frontend."""
 
     deltas: list[TokenDelta]
 
@@ -201,11 +201,11 @@ class CallAnswer(Message, tag="reply"):
 
 
 class Pong(Message, tag="pong"):
-    """Answer to `Ping`."""
+    """The core's heartbeat, sent to every frontend at regular intervals."""
 
 
 class CoreDying(Message, tag="dying"):
-    """The core's last word: every open request ends with this cause."""
+    """The core is ending; all open requests end with this cause."""
 
     cause: str
 
@@ -214,7 +214,7 @@ class CoreDying(Message, tag="dying"):
 
 
 class WorkerConfig(Message, tag="load"):
-    """Load the model, take the KV memory, answer `Ready`. Sizes in bytes; None: the worker decides."""
+    """Load the model and allocate the KV cache; answered by `Ready`. None: the worker decides."""
 
     model_path: str
     dtype: str = "auto"
@@ -235,11 +235,11 @@ class WorkerConfig(Message, tag="load"):
 
 
 class SlotInit(Item):
-    """A request takes a slot: all the worker needs to run it from scratch.
+    """Assigns a slot to a sequence, with everything the worker needs to run it.
 
-    token_ids: prompt and what was generated so far. num_prompt_tokens: how many of them are the prompt.
-    block_ids: its KV blocks so far, in order; its first row begins behind what the prefix cache holds.
-    seed: of this sequence. stop_ids: tokens that `min_tokens` holds back (EOS and stop tokens).
+    token_ids: the prompt and the tokens generated so far. num_prompt_tokens: length of the prompt.
+    block_ids: its KV blocks, in order. The first row starts after the prefix that is cached in them.
+    seed: of this sequence. stop_ids: EOS and stop tokens, excluded until `min_tokens` are generated.
     """
 
     slot: int
@@ -252,11 +252,11 @@ class SlotInit(Item):
 
 
 class Row(Item):
-    """One request's part of a step: run tokens [start, start + num_tokens) of its slot.
+    """A sequence's part of a step: run tokens [start, start + num_tokens) of its slot.
 
     new_block_ids: appended to the slot's blocks before the step.
-    sample: draw the next token after the last of them, and append it to the slot.
-    num_prompt_logprobs: return log probabilities for the first so many of these positions' successors.
+    sample: sample the token after the last of these, and append it to the slot.
+    num_prompt_logprobs: return log probabilities of the tokens that follow the first num_prompt_logprobs of these.
     """
 
     slot: int
@@ -268,12 +268,13 @@ class Row(Item):
 
 
 class StepPlan(Message, tag="plan"):
-    """One step: free slots, then fill slots, then run the rows as one batch.
+    """One step: free slots, then assign slots, then run the rows as one batch.
 
-    Within each layer every KV write of the batch comes before every read: rows may share blocks that this
-    very step fills.
+    In each layer all KV writes of the batch must come before all reads, since rows may share blocks that this same
+    step fills.
 
-    masked: wait for the step's `Masks` before sampling; they come when the tokens of earlier steps are known.
+    masked: wait for the step's `Masks` before sampling; the core sends them when it knows the tokens of earlier
+        steps.
     """
 
     step_id: int
@@ -284,10 +285,10 @@ class StepPlan(Message, tag="plan"):
 
 
 class Masks(Message, tag="masks"):
-    """What rows under a grammar may sample; sent while the worker runs the step.
+    """The allowed tokens of rows with a grammar; sent while the worker runs the step.
 
-    rows: indices into the plan's rows; the others may sample anything.
-    bits: int32 [len(rows), ceil(V / 32)]: bit i % 32 of word i // 32 is set if token i may come.
+    rows: indices into the plan's rows; the other rows may sample any token.
+    bits: int32 [len(rows), ceil(V / 32)]: bit i % 32 of word i // 32 is set if token i is allowed.
     """
 
     step_id: int
@@ -312,21 +313,21 @@ class Shutdown(Message, tag="shutdown"):
 
 
 class WorkerHello(Message, tag="hello"):
-    """A worker process is up and waits for `WorkerConfig`."""
+    """A worker process has started and waits for `WorkerConfig`."""
 
     protocol: int
     pid: int
 
 
 class Progress(Message, tag="progress"):
-    """A phase of the start has ended after so many seconds."""
+    """A phase of the worker's start has ended; it took `seconds`."""
 
     phase: str
     seconds: float
 
 
 class Ready(Message, tag="ready"):
-    """The model is loaded and the KV memory taken: what was learned."""
+    """The model is loaded and the KV cache allocated; the fields describe them."""
 
     architecture: str
     dtype: str
@@ -342,12 +343,12 @@ class Ready(Message, tag="ready"):
 
 
 class StepResult(Message, tag="result"):
-    """The outcome of a step.
+    """The result of a step.
 
     token_ids: one per row with `sample`, in the order of the rows.
-    logprobs, prompt_logprobs, errors: by index into the plan's rows; a row with an error has a token id too,
-        which means nothing.
-    busy_us: time the step took in the worker; idle_us: time the worker waited for it before that.
+    logprobs, prompt_logprobs, errors: by index into the plan's rows. The token id of a row with an error is
+        meaningless.
+    busy_us: duration of the step in the worker, in microseconds. idle_us: time the worker had waited for it.
     """
 
     step_id: int
@@ -369,7 +370,7 @@ class WorkerReply(Message, tag="reply"):
 
 
 class WorkerFailed(Message, tag="failed"):
-    """The worker cannot go on and exits: why. `fatal`: starting it again would fail the same way."""
+    """The worker exits because of `error`. fatal: starting it again would fail the same way."""
 
     error: str
     traceback: str = ""

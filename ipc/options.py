@@ -1,7 +1,7 @@
-"""The one definition of the engine's options: defaults, meaning, choices and groups.
+"""The engine's options, defined once: defaults, help texts, choices and groups.
 
-`EngineArgs` is what `LLM(...)`, `AsyncLLM.from_engine_args` and the command line fill in, what a frontend
-hands to the core it spawns, and what `--help` is made from.
+`LLM(...)`, `AsyncLLM.from_engine_args` and the command line fill in `EngineArgs`; a frontend passes it to the core
+that it spawns; `--help` is generated from it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
 def option(default: Any, group: str, text: str, *, choices: tuple[Any, ...] = (), make: Any = None) -> Any:
-    """A field of `EngineArgs` with what `--help` and the checks need."""
+    """A field of `EngineArgs`; its metadata is used by `--help` and the checks.
+
+    make: creates the default, if that is mutable.
+    """
     metadata = {"group": group, "help": text, "choices": choices}
     if make is not None:
         return dataclasses.field(default_factory=make, metadata=metadata)
@@ -34,68 +37,69 @@ def option(default: Any, group: str, text: str, *, choices: tuple[Any, ...] = ()
 
 @dataclass
 class EngineArgs:
-    """Options of an engine.
-
-    Raises:
-        ValueError, TypeError: by `check`, for a value that is out of range, of the wrong type, or asks for
-            what is not supported yet.
-    """
+    """Options of an engine; call `check` before use."""
 
     # fmt: off
     model: str = option("demo", "Model", "model folder, Hugging Face id, or 'demo' (the embedded model)")
     tokenizer: str | None = option(None, "Model", "tokenizer folder or id; default: the model's")
     tokenizer_mode: Literal["auto", "slow"] = option(
-        "auto", "Model", "'slow' takes the Python tokenizer of transformers", choices=("auto", "slow"))
-    skip_tokenizer_init: bool = option(False, "Model", "no tokenizer: token ids in, token ids out")
-    trust_remote_code: bool = option(False, "Model", "run code that comes with the model")
+        "auto", "Model", "'slow': use the Python tokenizer of transformers", choices=("auto", "slow"))
+    skip_tokenizer_init: bool = option(False, "Model", "load no tokenizer: token ids in, token ids out")
+    trust_remote_code: bool = option(False, "Model", "allow the Python code in the model's repository to run")
     revision: str | None = option(None, "Model", "branch, tag or commit of the model on the hub")
     tokenizer_revision: str | None = option(None, "Model", "branch, tag or commit of the tokenizer")
-    hf_token: str | bool | None = option(None, "Model", "token for the hub; True: the stored one")
-    hf_overrides: dict[str, Any] = option(None, "Model", "JSON merged into the model's config", make=dict)
-    download_dir: str | None = option(None, "Model", "where downloads go; default: the hub's cache")
+    hf_token: str | bool | None = option(None, "Model", "access token for the hub; True: the stored one")
+    hf_overrides: dict[str, Any] = option(None, "Model", "JSON merged into the model's config.json", make=dict)
+    download_dir: str | None = option(None, "Model", "folder for downloads; default: the hub's cache")
     load_format: Literal["auto", "safetensors", "pt", "dummy"] = option(
-        "auto", "Model", "'dummy' takes random weights", choices=("auto", "safetensors", "pt", "dummy"))
-    dtype: str = option("auto", "Model", "of weights and activations; auto: the checkpoint's", choices=DTYPES)
-    max_model_len: int | None = option(None, "Model", "most tokens of prompt and output; default: the model's")
-    served_model_name: str | list[str] | None = option(None, "Model", "name(s) in metrics and in the API")
-    seed: int = option(0, "Model", "of requests that give none")
+        "auto", "Model", "format of the weight files; 'dummy': random weights",
+        choices=("auto", "safetensors", "pt", "dummy"))
+    dtype: str = option(
+        "auto", "Model", "type of weights and activations; auto: the checkpoint's", choices=DTYPES)
+    max_model_len: int | None = option(
+        None, "Model", "maximum tokens of prompt and output together; default: the model's limit")
+    served_model_name: str | list[str] | None = option(
+        None, "Model", "name(s) of the model in metrics and in the API")
+    seed: int = option(0, "Model", "default seed for requests without one")
 
-    device: str = option("auto", "Device", "'auto', 'cpu' or 'cuda[:N]'")
+    device: str = option("auto", "Device", "'auto' (a GPU if there is one), 'cpu' or 'cuda[:N]'")
     num_threads: int | None = option(None, "Device", "worker threads on CPU; default: physical cores")
-    enforce_eager: bool = option(False, "Device", "no CUDA graphs (the CPU has none)")
+    enforce_eager: bool = option(False, "Device", "do not use CUDA graphs (no effect on CPUs)")
 
     block_size: int = option(16, "KV cache", "tokens per block", choices=(8, 16, 32, 64, 128))
     kv_cache_dtype: str = option(
-        "auto", "KV cache", "of keys and values; auto: the model's; fp8 (e4m3): half of it, on GPUs",
+        "auto", "KV cache", "type of keys and values; auto: the model's; fp8 (e4m3): half the memory, GPUs only",
         choices=KV_DTYPES)
-    gpu_memory_utilization: float = option(0.9, "KV cache", "share of the device's memory to use, in (0, 1]")
-    kv_cache_memory_bytes: int | None = option(None, "KV cache", "bytes of KV memory; overrides the share")
-    num_gpu_blocks_override: int | None = option(None, "KV cache", "number of KV blocks; overrides both")
-    enable_prefix_caching: bool = option(True, "KV cache", "share KV blocks among equal prefixes")
-    swap_space: float = option(4, "KV cache", "accepted, without effect: preemption recomputes")
+    gpu_memory_utilization: float = option(0.9, "KV cache", "fraction of the device's memory to use, in (0, 1]")
+    kv_cache_memory_bytes: int | None = option(
+        None, "KV cache", "bytes of KV memory; overrides gpu_memory_utilization")
+    num_gpu_blocks_override: int | None = option(
+        None, "KV cache", "number of KV blocks; overrides both options above")
+    enable_prefix_caching: bool = option(True, "KV cache", "reuse KV blocks of equal prompt prefixes")
+    swap_space: float = option(4, "KV cache", "no effect: preempted sequences are recomputed, never swapped")
 
-    max_num_batched_tokens: int = option(2048, "Scheduler", "token budget of one step")
-    max_num_seqs: int = option(256, "Scheduler", "most sequences that run at once")
+    max_num_batched_tokens: int = option(2048, "Scheduler", "maximum tokens computed in one step")
+    max_num_seqs: int = option(256, "Scheduler", "maximum sequences that run at once")
     scheduling_policy: Literal["fcfs", "priority"] = option(
-        "fcfs", "Scheduler", "order of requests: first come, or lowest priority value first",
+        "fcfs", "Scheduler", "order of waiting requests: first come, first served, or lowest priority value first",
         choices=("fcfs", "priority"))
-    async_scheduling: bool = option(True, "Scheduler", "plan a step while another runs")
-    max_waiting: int = option(100_000, "Scheduler", "most requests that may wait; more are refused")
-    max_logprobs: int = option(20, "Scheduler", "most log probabilities per token; -1: no limit")
+    async_scheduling: bool = option(True, "Scheduler", "plan the next step while one runs")
+    max_waiting: int = option(100_000, "Scheduler", "maximum requests that may wait; more are refused")
+    max_logprobs: int = option(20, "Scheduler", "maximum log probabilities per token; -1: no limit")
 
-    disable_log_stats: bool = option(False, "Logging", "no periodic line of statistics in the core's log")
-    log_stats_interval: float = option(10.0, "Logging", "seconds between two such lines")
+    disable_log_stats: bool = option(False, "Logging", "do not log periodic statistics in the core")
+    log_stats_interval: float = option(10.0, "Logging", "seconds between two lines of statistics")
     otlp_traces_endpoint: str | None = option(
-        None, "Logging", "collector that gets a span per request: http://host:4318/v1/traces (OTLP)")
+        None, "Logging", "OTLP collector for one span per request: http://host:4318/v1/traces")
     # fmt: on
 
     @classmethod
     def from_kwargs(cls, kwargs: Mapping[str, Any]) -> EngineArgs:
-        """Build from keyword arguments, and `check`.
+        """Checked options from keyword arguments.
 
         Raises:
-            TypeError: an unknown name (the nearest known one is suggested).
-            ValueError: a later feature with another value than its default, or a bad value.
+            TypeError: an unknown name (the text suggests a similar one), or a value of a wrong type.
+            ValueError: an invalid value, or an option that is not supported yet.
         """
         names = {field.name for field in dataclasses.fields(cls)}
         known: dict[str, Any] = {}
@@ -112,7 +116,7 @@ class EngineArgs:
         return args
 
     def check(self) -> None:
-        """Raise ValueError or TypeError for the first bad value."""
+        """Validate all values; raises ValueError or TypeError for the first invalid one."""
         check_types(self)
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_waiting"):
             check_int(name, getattr(self, name), 1)
@@ -128,20 +132,20 @@ class EngineArgs:
             raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
 
     def resolved_dtype(self) -> str:
-        """`dtype` without its aliases."""
+        """`dtype` with aliases resolved: "half" is "float16"."""
         return DTYPE_ALIASES.get(self.dtype, self.dtype)
 
     def served_names(self) -> list[str]:
-        """The names the model goes by, the first being its main one."""
+        """The names of the model in the API; metrics use the first."""
         names = self.served_model_name or self.model
         return [names] if isinstance(names, str) else list(names)
 
 
 def check_types(options: Any) -> None:
-    """Check a dataclass whose fields are made by `option`.
+    """Check types and choices of a dataclass whose fields are made by `option`.
 
     Raises:
-        TypeError: a value of a wrong type. ValueError: one that is no choice.
+        TypeError: a value of a wrong type. ValueError: a value that is not one of the choices.
     """
     hints = get_type_hints(type(options))
     for field in dataclasses.fields(options):
@@ -150,9 +154,9 @@ def check_types(options: Any) -> None:
             msgspec.convert(value, hints[field.name])
         except msgspec.ValidationError as error:
             choices = field.metadata["choices"]
-            wanted = f"one of {', '.join(map(repr, choices))}" if choices else str(error)
+            expected = f"one of {', '.join(map(repr, choices))}" if choices else str(error)
             kind = ValueError if choices else TypeError
-            raise kind(f"{field.name}: {wanted}; got {value!r}") from None
+            raise kind(f"{field.name}: {expected}; got {value!r}") from None
         choices = field.metadata["choices"]
         if choices and value is not None and value not in choices:
             raise ValueError(f"{field.name} must be one of {', '.join(map(str, choices))}, got {value!r}")
@@ -162,7 +166,7 @@ AsyncEngineArgs = EngineArgs
 
 ALIASES = {"num_gpu_blocks": "num_gpu_blocks_override", "policy": "scheduling_policy"}
 
-# Options of features that are not there yet, and the value each may have meanwhile.
+# Options that are not supported yet, each with the only value that is accepted.
 NOT_SUPPORTED_YET: dict[str, Any] = {
     "runner": "auto",
     "convert": "auto",
@@ -197,16 +201,16 @@ NOT_SUPPORTED_YET: dict[str, Any] = {
 
 
 def unknown_option(name: str, names: set[str]) -> str:
-    """The message for an option that does not exist, with the nearest one that does."""
+    """The error message for an unknown option, with a similar known one."""
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
     return f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 def env_float(name: str, default: float) -> float:
-    """A number from the environment.
+    """The number in an environment variable, or `default` if it is not set.
 
     Raises:
-        ValueError: it is not a number.
+        ValueError: the variable is not a number.
     """
     text = os.environ.get(name)
     try:

@@ -1,7 +1,7 @@
-"""Addresses and sockets: where peers meet, who may listen, and how frames go out and come in.
+"""Socket addresses, their access control, and sending and receiving of frames.
 
-The core binds ROUTER sockets, frontends and workers connect DEALERs. Addresses are `ipc://PATH` in a
-directory of mode 0700, or `tcp://HOST:PORT`, which beyond loopback needs CURVE keys.
+The core binds ROUTER sockets; frontends and workers connect DEALER sockets. Addresses are `ipc://PATH` in a
+directory of mode 0700, or `tcp://HOST:PORT`, which needs CURVE keys unless it is a loopback address.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ import zmq.auth
 
 from pagewire.ipc.codec import MAX_MESSAGE_BYTES, Buffer
 
-MAX_IPC_PATH = 107  # sun_path less its NUL
-SEND_HIGH_WATER = 1000
+MAX_IPC_PATH = 107  # size of sockaddr_un.sun_path less its NUL
+SEND_HIGH_WATER = (
+    1000  # messages that ZeroMQ queues per peer before sending fails: bounds memory for a slow peer
+)
 
 
 @dataclass(frozen=True)
 class CurveKeys:
-    """Z85 keys of one end: its own pair and, on the connecting side, the server's public key."""
+    """CURVE keys (Z85) of one side: its own pair and, for the connecting side, the server's public key."""
 
     public: bytes
     secret: bytes
@@ -36,10 +38,10 @@ class CurveKeys:
 
     @classmethod
     def load(cls, own: Path, server: Path | None = None) -> CurveKeys:
-        """Read certificates as `zmq.auth.create_certificates` writes them.
+        """Read certificate files in the format of `zmq.auth.create_certificates`.
 
         Raises:
-            ValueError: the own certificate holds no secret key. OSError: unreadable.
+            ValueError: `own` has no secret key. OSError: a file cannot be read.
         """
         public, secret = zmq.auth.load_certificate(own)
         if secret is None:
@@ -48,17 +50,19 @@ class CurveKeys:
 
 
 def runtime_dir() -> Path:
-    """The user's own directory for sockets, made with mode 0700.
+    """The user's private directory for sockets, created with mode 0700 if necessary.
 
     Raises:
-        PermissionError: it exists, but belongs to someone else or is open to others.
+        PermissionError: it exists, but has another owner or is accessible to others.
     """
     base = os.environ.get("PAGEWIRE_RPC_BASE_PATH") or os.environ.get("XDG_RUNTIME_DIR")
     path = Path(base) / "pagewire" if base else Path(tempfile.gettempdir()) / f"pagewire-{os.getuid()}"
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
-        raise PermissionError(f"{path} must be a directory of yours with mode 0700; remove or mend it")
+        raise PermissionError(
+            f"{path} must be a directory owned by you with mode 0700; remove it or fix its mode"
+        )
     return path
 
 
@@ -72,10 +76,12 @@ def private_address(name: str) -> str:
 
 
 def check_address(address: str, *, encrypted: bool = True) -> str:
-    """Return `address`, if it is one that may be used.
+    """Validate and return an address.
+
+    encrypted: whether CURVE keys are used; without them, only loopback TCP is allowed.
 
     Raises:
-        ValueError: not ipc:// or tcp://, a path too long, no port, or plain TCP beyond loopback.
+        ValueError: not ipc:// or tcp://, path too long, no port, or unencrypted TCP beyond loopback.
     """
     url = urlsplit(address)
     if url.scheme == "ipc":
@@ -96,7 +102,7 @@ def check_address(address: str, *, encrypted: bool = True) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """True for localhost and the loopback ranges."""
+    """True for "localhost" and loopback IP addresses."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -104,12 +110,12 @@ def is_loopback(host: str) -> bool:
 
 
 class AddressLock:
-    """One listener per `ipc://` address: libzmq would silently take a bound path over.
+    """A file lock that allows one listener per `ipc://` address: libzmq would silently take over a bound path.
 
-    Holding the lock proves that a socket file left behind is stale; it is removed. TCP needs none of this.
+    A socket file that exists once the lock is held is stale, and is removed. For TCP the lock does nothing.
 
     Raises:
-        OSError: another process listens there; its pid is named.
+        OSError: another process listens at the address; the text has its pid.
     """
 
     def __init__(self, address: str) -> None:
@@ -141,10 +147,10 @@ class AddressLock:
                     return file
             except FileNotFoundError:
                 pass
-            file.close()  # its holder removed it after we had opened it: a lock on nothing
+            file.close()  # the holder deleted the file after we had opened it: try again with the new one
 
     def release(self) -> None:
-        """Remove the socket file and let others listen."""
+        """Remove the socket file and release the lock."""
         if self._file is not None:
             self._path.unlink(missing_ok=True)
             self._lock_path.unlink(missing_ok=True)
@@ -153,7 +159,7 @@ class AddressLock:
 
 
 def new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
-    """A socket that never blocks at exit, bounds what it queues, and refuses monstrous frames."""
+    """A socket that does not block at exit, with limited queues and message size."""
     socket = context.socket(kind)
     socket.linger = 0
     socket.maxmsgsize = MAX_MESSAGE_BYTES
@@ -165,10 +171,10 @@ def new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket
 def bind_router(
     context: zmq.Context[zmq.Socket[bytes]], address: str, curve: CurveKeys | None = None
 ) -> zmq.Socket[bytes]:
-    """A bound ROUTER that reports unreachable peers (`EHOSTUNREACH`) rather than dropping their messages.
+    """A bound ROUTER socket. Sending to a peer that is gone raises `EHOSTUNREACH`.
 
     Raises:
-        ValueError: as `check_address`. OSError: the address cannot be bound.
+        ValueError: see `check_address`. OSError: the address cannot be bound.
     """
     check_address(address, encrypted=curve is not None)
     socket = new_socket(context, zmq.ROUTER)
@@ -189,10 +195,10 @@ def bind_router(
 def new_dealer(
     context: zmq.Context[zmq.Socket[bytes]], address: str, identity: bytes, curve: CurveKeys | None = None
 ) -> zmq.Socket[bytes]:
-    """A DEALER under `identity` that may `connect(address)`; a monitor set before that misses no event.
+    """An unconnected DEALER socket for `address`, so that a monitor can be attached before it connects.
 
     Raises:
-        ValueError: as `check_address`, or keys without the server's.
+        ValueError: see `check_address`; or `curve` lacks the server's public key.
     """
     check_address(address)
     socket = new_socket(context, zmq.DEALER)
@@ -208,10 +214,10 @@ def new_dealer(
 def connect_dealer(
     context: zmq.Context[zmq.Socket[bytes]], address: str, identity: bytes, curve: CurveKeys | None = None
 ) -> zmq.Socket[bytes]:
-    """A DEALER under `identity` that is connecting to `address`.
+    """A DEALER socket that connects to `address` in the background.
 
     Raises:
-        ValueError: as `new_dealer`.
+        ValueError: see `new_dealer`.
     """
     socket = new_dealer(context, address, identity, curve)
     socket.connect(address)
@@ -219,19 +225,19 @@ def connect_dealer(
 
 
 def send(socket: zmq.Socket[bytes], frames: Sequence[Buffer], flags: int = 0) -> None:
-    """Send one message. Large frames are not copied: never write to a buffer that was sent.
+    """Send one message. Large frames are not copied, so their buffers must not be changed afterwards.
 
     Raises:
-        zmq.Again, zmq.ZMQError: as `flags` and the socket allow.
+        zmq.Again: the queue is full, with `zmq.NOBLOCK`. zmq.ZMQError: the peer is gone (ROUTER).
     """
     socket.send_multipart(frames, flags=flags, copy=len(frames) == 1)
 
 
 def receive(socket: zmq.Socket[bytes], flags: int = 0) -> list[Buffer]:
-    """The frames of one message: the first as bytes, large ones as read-only views on what was received.
+    """The frames of the next message: small ones as bytes, large ones as read-only views of the received buffer.
 
     Raises:
-        zmq.Again: nothing there, with `zmq.NOBLOCK`.
+        zmq.Again: there is no message, with `zmq.NOBLOCK`.
     """
     return [
         frame.bytes if len(frame) < 4096 else frame.buffer.toreadonly()

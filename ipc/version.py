@@ -1,4 +1,4 @@
-"""The version of pagewire, which frontends and cores tell each other when they meet."""
+"""The version of pagewire; frontends and cores exchange it when a frontend attaches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan's rows as one flat batch of tokens."""
+"""Builds the flat batch of tokens that one step runs."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from pagewire.workers.slots import Slots
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one step runs: T tokens of R requests, in the order of the rows; then, maybe, padding."""
+    """The input of one step: T tokens of R requests in the order of the plan's rows, then padding, if any."""
 
     input_ids: Tensor
-    """int64 [T]; -1 - slot stands for a token that was drawn for the slot, and is known to the device alone."""
+    """int64 [T]; -1 - slot stands for the last token of that slot, which only the device knows yet (`relay.py`)."""
     positions: Tensor
     """int64 [T]."""
     attention: AttentionBatch
     sample_rows: list[int]
-    """Rows of the plan that sample."""
+    """Indices of the plan's rows that sample."""
     sample_indices: Tensor
-    """int64 [their number]: the last token of each of them."""
+    """int64 [len(sample_rows)]: index of each such row's last token in the batch."""
     sample_slots: Tensor
-    """int64 [their number]."""
+    """int64 [len(sample_rows)]: their slots."""
     starts: list[int]
-    """Where each row's tokens begin in the batch."""
-    has_unseen: bool
-    """Are there tokens that only the device knows?"""
+    """For each row, the index of its first token in the batch."""
+    needs_relay: bool
+    """True if `input_ids` has placeholders for tokens that only the device knows."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that the device reads."""
+        """All tensors that the device reads, in the order that `with_tensors` takes."""
         a = self.attention
         about_attention = (a.query_start_loc, a.seq_lens, a.block_table, a.slot_mapping)
         return (self.input_ids, self.positions, self.sample_indices, self.sample_slots, *about_attention)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Batch:
-        """The same with other `tensors`."""
-        input_ids, positions, sample_indices, sample_slots, starts, lens, table, mapping = tensors
+        """A copy with other `tensors`, such as their copies on the device."""
+        input_ids, positions, sample_indices, sample_slots, starts, lens, table, kv_slots = tensors
         attention = replace(
-            self.attention, query_start_loc=starts, seq_lens=lens, block_table=table, slot_mapping=mapping
+            self.attention, query_start_loc=starts, seq_lens=lens, block_table=table, slot_mapping=kv_slots
         )
         return replace(
             self,
@@ -60,10 +60,10 @@ class Batch:
 
 
 def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0) -> Batch:
-    """The batch for `rows`, after `slots.apply`.
+    """The batch of `rows`; `slots.apply` must have been called for their plan.
 
-    num_padded: of requests, each with a token if it is one of `rows`. What is more than the rows has no tokens in
-    its cache, token 0 at position 0, and writes nowhere.
+    num_padded: pad the batch to this many requests of one token (CUDA graphs have fixed sizes). A padding request
+    has seq_len 0 and KV slot -1, so it reads and writes no KV.
     """
     per_row = [[row.slot for row in rows], [row.start for row in rows], [row.num_tokens for row in rows]]
     slot_ids, starts, lengths = np.array(per_row, np.int64)
@@ -77,13 +77,13 @@ def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0) -> Batch
         token_slots = np.repeat(slot_ids, lengths)
         positions = np.arange(num_tokens) + np.repeat(starts - (ends - lengths), lengths)
     input_ids = slots.tokens[token_slots, positions]
-    unseen = positions >= slots.num_tokens[token_slots]
-    has_unseen = bool(unseen.any())
-    if has_unseen:
-        input_ids[unseen] = -1 - token_slots[unseen]
-    places = positions // slots.block_size
+    on_device = positions >= slots.num_tokens[token_slots]
+    needs_relay = bool(on_device.any())
+    if needs_relay:
+        input_ids[on_device] = -1 - token_slots[on_device]
+    blocks = positions // slots.block_size
     # A token is as far into its block in the cache as it is in the request.
-    slot_mapping = positions + (slots.block_table[token_slots, places] - places) * slots.block_size
+    kv_slot_mapping = positions + (slots.block_table[token_slots, blocks] - blocks) * slots.block_size
 
     seq_lens = starts + lengths
     max_seq_len = int(seq_lens.max())
@@ -97,7 +97,7 @@ def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0) -> Batch
             query_start_loc=_padded(query_start_loc, more, num_tokens),
             seq_lens=_padded(seq_lens.astype(np.int32), more),
             block_table=_padded(block_table, more),
-            slot_mapping=_padded(slot_mapping, more, -1),
+            slot_mapping=_padded(kv_slot_mapping, more, -1),
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
         ),
@@ -105,12 +105,12 @@ def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0) -> Batch
         sample_indices=torch.from_numpy(ends[sample_rows] - 1),
         sample_slots=torch.from_numpy(slot_ids[sample_rows]),
         starts=query_start_loc[:-1].tolist(),
-        has_unseen=has_unseen,
+        needs_relay=needs_relay,
     )
 
 
 def _padded(array: NDArray[Any], more: int, value: int = 0) -> Tensor:
-    """With `more` rows of `value` behind it."""
+    """`array` followed by `more` rows of `value`, as a tensor."""
     if more:
         array = np.concatenate((array, np.full((more, *array.shape[1:]), value, array.dtype)))
     return torch.from_numpy(array)

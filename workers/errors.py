@@ -1,5 +1,5 @@
-"""Why a model cannot be loaded or a device not used: the configuration is at fault, trying again would not help."""
+"""Errors of the worker that another start with the same configuration would repeat."""
 
 
 class LoadError(ValueError):
-    """The one cause, in words for the user."""
+    """The model cannot be loaded, or the device not used; the text is shown to users."""

@@ -2,7 +2,7 @@
 
     python -m pagewire.workers.main --connect ADDRESS --identity NAME --lifeline FD
 
-It connects, says hello, and then does what the core says until it is told to stop or the core is gone.
+The process connects to the core, loads the model and runs steps, until it gets `Shutdown` or the core has ended.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ if TYPE_CHECKING:
     from pagewire.workers.runner import Runner
     from pagewire.workers.step import RunningStep
 
-LINGER_MS = 2000
-QUIET_MS = 10
+LINGER_MS = (
+    2000  # how long closing the socket may take to send the last message, such as the cause of a failure
+)
+QUIET_MS = 10  # silence after which spare work begins; the time between two steps is shorter
 _DONE = object()
 _NOTHING: Iterator[object] = iter(())
 GPU_DRIVER = Path("/proc/driver/nvidia")
@@ -54,7 +56,7 @@ SPIN_COUNT = "100"
 
 
 class Connection:
-    """Messages from and to the core."""
+    """The socket to the core."""
 
     def __init__(self, address: str, identity: str) -> None:
         self._socket = connect_dealer(zmq.Context.instance(), address, identity.encode())
@@ -62,16 +64,16 @@ class Connection:
         self._early: deque[ToWorker] = deque()
 
     def send(self, message: Any) -> None:
-        """Send to the core."""
+        """Send a message to the core."""
         send(self._socket, self._codec.encode(message))
 
     def receive(
         self, until: Callable[[], bool] | None = None, spare: Iterator[object] = _NOTHING
     ) -> ToWorker | None:
-        """Wait for the core's next message, or `until` that is true: then None. Meanwhile, `spare` work is done.
+        """The core's next message, or None once `until` returns true. Runs `spare` work while it waits.
 
-        A device cannot wake this thread up, so it looks again and again; a step takes milliseconds. Spare work is
-        begun when nothing has come for a while: between two steps there is no time for it.
+        `until` is polled in a busy loop, as a device cannot wake this thread and a step takes milliseconds. Spare
+        work begins after `QUIET_MS` without a message.
         """
         quiet = QUIET_MS if until is None else 0
         while not self._early and not self._socket.poll(quiet):
@@ -84,7 +86,7 @@ class Connection:
         return self._early.popleft() if self._early else self._codec.decode(receive(self._socket))
 
     def receive_masks(self, step_id: int) -> Masks | None:
-        """Wait for the masks of a step; None if the core stops instead. Other messages keep for later."""
+        """The masks of a step; None if the core sends `Shutdown` first. Keeps other messages for `receive`."""
         while True:
             message = self._codec.decode(receive(self._socket))
             if isinstance(message, Masks) and message.step_id == step_id:
@@ -94,15 +96,15 @@ class Connection:
                 return None
 
     def close(self) -> None:
-        """Close, once what was sent is out."""
+        """Close the socket after sending what is queued."""
         self._socket.close(LINGER_MS)
 
 
 def serve(connection: Connection) -> None:
-    """Obey until told to stop.
+    """Handle the core's messages until `Shutdown`.
 
     Raises:
-        LoadError: the model cannot be loaded as asked. Others: a step failed.
+        LoadError: the model cannot be loaded with this configuration. Other exceptions: a step failed.
     """
     connection.send(WorkerHello(PROTOCOL, os.getpid()))
     runner: Runner | None = None
@@ -117,7 +119,7 @@ def serve(connection: Connection) -> None:
             steps = Pipeline(connection, runner)
         elif isinstance(message, StepPlan):
             if steps is None:
-                raise RuntimeError("a plan came before a model")
+                raise RuntimeError("a StepPlan arrived before WorkerConfig")
             steps.launch(message)
         elif steps is not None and steps.running:
             steps.finish()
@@ -128,19 +130,19 @@ def serve(connection: Connection) -> None:
 
 
 class Pipeline:
-    """The steps of a runner: one runs on the device, and the next is launched behind it before it is finished."""
+    """Overlaps the steps of a runner: the next is launched before the running one is finished."""
 
     def __init__(self, connection: Connection, runner: Runner) -> None:
         self._connection, self._runner = connection, runner
         self.running: RunningStep | None = None
-        self._idle_since = runner.device.mark()
+        self._idle_since = runner.device.record_event()
 
     def reached(self) -> bool:
-        """Has the device done all of it?"""
+        """True if no step is running, or the running one would finish without waiting."""
         return self.running is None or self.running.reached()
 
     def launch(self, plan: StepPlan) -> None:
-        """Start a plan, then see the one before to its end: what it gives is needed to draw this one's tokens."""
+        """Launch a plan and finish the step before it, whose tokens are needed to sample this one."""
         step = self._runner.launch(plan)
         self.finish()
         step.sample(lambda: self._connection.receive_masks(plan.step_id))
@@ -149,15 +151,15 @@ class Pipeline:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the step that runs, if one does, and tell the core."""
+        """Wait for the running step, if any, and send its result."""
         if (step := self.running) is not None:
             self.running = None
             self._connection.send(step.finish(self._idle_since))
-            self._idle_since = step.ended
+            self._idle_since = step.end
 
 
 def start(connection: Connection, config: WorkerConfig) -> Runner:
-    """Load the model, and tell what was learned. Imports torch, so late; memory for weights is taken meanwhile."""
+    """Load the model and send `Ready`. While torch is imported here, a thread reserves memory for the weights."""
     reserve = reserve_weights(config)
     from pagewire.workers.runner import Runner
 
@@ -170,17 +172,17 @@ def start(connection: Connection, config: WorkerConfig) -> Runner:
 
 
 def reserve_weights(config: WorkerConfig) -> Reserve | None:
-    """Memory for the weights, where they will be packed on this machine."""
+    """Memory for the weights, reserved in the background; None unless they will be packed on the CPU."""
     on_cpu = config.device == "cpu" or (config.device == "auto" and not GPU_DRIVER.exists())
     size = weight_bytes(config.model_path) if on_cpu else 0
     try:
         return Reserve(size) if size else None
     except OSError:
-        return None  # loading will say it better
+        return None  # loading will fail, with a better message
 
 
 def answer(runner: Runner | None, call: WorkerCall) -> WorkerReply:
-    """The outcome of a call; a caller's mistake must not end the worker."""
+    """The reply to a call. Its exceptions are sent back: a wrong call must not end the worker."""
     try:
         if runner is None:
             raise RuntimeError("no model is loaded yet")
@@ -192,13 +194,13 @@ def answer(runner: Runner | None, call: WorkerCall) -> WorkerReply:
 
 
 def is_load_error(error: BaseException) -> bool:
-    """A fault of the configuration: starting again would end the same way."""
+    """True if the configuration is at fault, so that another start would fail the same way."""
     module = sys.modules.get("pagewire.workers.errors")
     return module is not None and isinstance(error, module.LoadError)
 
 
 def main() -> int:
-    """Run the process. Returns its exit status."""
+    """Entry point of the process. Returns its exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -206,7 +208,7 @@ def main() -> int:
     parser.add_argument("--identity", required=True, metavar="NAME")
     parser.add_argument("--lifeline", required=True, type=int, metavar="FD")
     options = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which stops this process
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is imported
     die_with_parent(options.lifeline)

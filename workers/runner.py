@@ -1,4 +1,4 @@
-"""Runs steps: slots, batch, model, sampler, on a device."""
+"""Owns model, KV cache and slots, and runs steps on a device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagewire.kernels.cpu.arena import Reserve
 from pagewire.kernels.cpu.memory import reserved
 from pagewire.workers.batch import Batch, build_batch
 from pagewire.workers.device.graphs import DecodeGraphs, recorded_sizes
-from pagewire.workers.device.interface import Sampled
+from pagewire.workers.device.interface import PendingTokens
 from pagewire.workers.device.kv_size import ledger, num_kv_blocks
 from pagewire.workers.device.open import open_device
 from pagewire.workers.device.relay import Relay
@@ -29,14 +29,14 @@ from pagewire.workers.step import RunningStep
 
 logger = logging.getLogger("pagewire.worker")
 
-MOST_LIKELY = 20  # that the sampler of a device finds; a row that asks for more costs more
+MOST_LIKELY = 20  # most likely tokens that a GPU's sampler finds per row; a row that needs more is slower
 
 
 class Runner:
-    """A model, its KV memory and the requests' slots.
+    """A loaded model with its KV cache and slots.
 
-    `loaded` is None while weights are dropped, `caches` is empty while there is no KV memory.
-    `spare_work`: what may be done a little at a time while nothing else is to be done.
+    loaded: None while the weights are dropped. caches: K and V of each layer; empty while their memory is released.
+    spare_work: optional work for idle moments, a few milliseconds with each `next`.
     """
 
     spare_work: Iterator[None]
@@ -62,12 +62,12 @@ class Runner:
     def start(
         cls, config: WorkerConfig, report: Callable[[str, float], None], reserve: Reserve | None = None
     ) -> tuple[Runner, Ready]:
-        """Load, take memory and run a first step.
+        """Load the model, allocate the KV cache and run a first step.
 
-        report: hears of each phase and its seconds. reserve: memory for the weights.
+        report: called with the name and seconds of each phase of the start. reserve: memory for the weights.
 
         Raises:
-            LoadError: the configuration cannot work, and why.
+            LoadError: the configuration cannot work; the text says why.
         """
         phases = Phases(report)
         runner = cls(config, phases, reserve)
@@ -78,7 +78,7 @@ class Runner:
         return runner, runner.ready()
 
     def ready(self) -> Ready:
-        """What was learned while loading."""
+        """The message that describes the loaded model and its memory."""
         loaded = self.model
         return Ready(
             architecture=loaded.architecture,
@@ -99,37 +99,38 @@ class Runner:
         """The loaded model.
 
         Raises:
-            RuntimeError: its weights are dropped.
+            RuntimeError: its weights are dropped, because the worker sleeps.
         """
         if self.loaded is None:
-            raise RuntimeError("the worker sleeps without weights: wake it up first")
+            raise RuntimeError("the worker is asleep and its weights are dropped: call wake_up first")
         return self.loaded
 
     def memory(self) -> dict[str, int]:
-        """Bytes: of the device, of this process, of weights and KV cache."""
+        """Bytes by use: `Device.memory`, weights and kv_cache."""
         weights = 0 if self.loaded is None else self.loaded.weight_bytes
         kv = sum(k.nbytes + v.nbytes for k, v in self.caches)
         return {**self.device.memory(), "weights": weights, "kv_cache": kv}
 
     def step(self, plan: StepPlan, masks: Callable[[], Masks | None] = lambda: None) -> StepResult:
-        """Run a plan to its end: all rows in one batch, then sample. See `launch` and `RunningStep.sample`."""
+        """Launch, sample and finish a plan. masks: see `RunningStep.sample`."""
         step = self.launch(plan)
         step.sample(masks)
         return step.finish()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> RunningStep:
-        """Start a plan. Tokens that the step before is still drawing are taken from the device."""
+        """Launch the model for a plan. Tokens that the previous step still samples are taken from the device."""
         self.slots.apply(plan)
-        step = RunningStep(self, plan, self.device.mark())
+        step = RunningStep(self, plan, self.device.record_event())
         if plan.rows:
             step.run(*self._run(plan))
         return step
 
     def _run(self, plan: StepPlan) -> tuple[Batch, Tensor]:
-        """The batch, on the device, and its hidden states."""
+        """Launch the model; returns the batch on the device and its hidden states."""
         size = None
-        # A prompt's log probabilities are taken when the step is over: a replay's states may be gone by then.
+        # Prompt log probabilities are computed when the step finishes; by then the next replay may have overwritten
+        # the hidden states of a graph.
         if self.graphs is not None and all(
             r.num_tokens == 1 and not r.num_prompt_logprobs for r in plan.rows
         ):
@@ -143,12 +144,12 @@ class Runner:
             return batch, self._forward(batch)
 
     def _forward(self, batch: Batch) -> Tensor:
-        input_ids = self.relay.fill(batch.input_ids) if batch.has_unseen else batch.input_ids
+        input_ids = self.relay.fill(batch.input_ids) if batch.needs_relay else batch.input_ids
         paged = StepContext(batch.attention, self.caches)
         return self.model.model.hidden_states(input_ids, batch.positions, paged)
 
-    def keep_tokens(self, slots: Tensor, sampled: Sampled) -> None:
-        """Let the next step run them, even if it is launched before anyone has seen them."""
+    def keep_tokens(self, slots: Tensor, sampled: PendingTokens) -> None:
+        """Keep sampled tokens on the device for the next step, which may start before the host has read them."""
         if self.device.asynchronous:
             self.relay.keep(slots, sampled.token_ids.to(self.device.torch_device))
 
@@ -183,7 +184,7 @@ class Runner:
             ]
         except OSError as error:
             raise LoadError(
-                f"cannot take {num_blocks * self.block_bytes} bytes of KV memory: {error}"
+                f"cannot allocate {num_blocks * self.block_bytes} bytes of KV memory: {error}"
             ) from error
 
     @torch.inference_mode()
@@ -193,10 +194,10 @@ class Runner:
         sizes = recorded_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
         self.graphs = DecodeGraphs(self.device, self._forward, sizes, max_blocks, config.block_size)
         self.graphs.record()
-        logger.info("recorded steps of %s requests", ", ".join(map(str, sizes)))
+        logger.info("recorded CUDA graphs for batches of %s requests", ", ".join(map(str, sizes)))
 
     def _run_alone(self, lengths: Sequence[int], params: SamplingParams) -> None:
-        """Run prompts of these lengths in one step and forget them; all are kept in KV block 0."""
+        """Run prompts of these lengths in one step, with all their KV in block 0, and free their slots."""
         size = self.config.block_size
         inits = [
             SlotInit(slot, [0] * length, length, [0] * -(-length // size), params, 0)
@@ -207,7 +208,7 @@ class Runner:
         self.step(StepPlan(-1, [], [], list(range(len(lengths)))))
 
     def _run_widest(self) -> None:
-        """Steps of the largest sizes, with all that may be asked of the sampler."""
+        """Run the largest steps, by tokens and by rows, with all sampling stages, to measure their memory."""
         config, longest = self.config, self.model.max_model_len
         self.caches = self._allocate(1)
         num_long, rest = divmod(config.max_num_batched_tokens, longest)
@@ -218,7 +219,7 @@ class Runner:
         self.caches = []
 
     def span(self, name: str) -> AbstractContextManager[object]:
-        """A part of a step in a profile, where the compiled kernels do not show."""
+        """A named part of a step for the profiler, which cannot see into compiled kernels."""
         return nullcontext() if self.profile is None else record_function(f"pagewire.{name}")
 
     def _size_kv(self, loaded: LoadedModel) -> int:

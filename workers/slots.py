@@ -1,4 +1,4 @@
-"""What the worker keeps of each request: a permanent row per slot, written by the diffs in a plan."""
+"""The worker's state of each running sequence: one row per slot, updated by every plan."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Slots:
     """Token histories and block tables, one row per slot.
 
     tokens: int64 [max_num_seqs, max_model_len + 1]; num_tokens: int64 [max_num_seqs].
-    block_table: int32 [max_num_seqs, blocks of a longest request]; num_blocks: int64 [max_num_seqs].
+    block_table: int32 [max_num_seqs, blocks of max_model_len tokens]; num_blocks: int64 [max_num_seqs].
     sampling: the sampler's state of each slot in use.
 
-    Large arrays come zeroed from the system, which gives memory only to the pages that are written.
+    The arrays may be large: np.zeros leaves it to the system to allocate each page when it is first written.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
@@ -39,13 +39,13 @@ class Slots:
                 self._add_blocks(row)
 
     def append(self, slot: int, token_id: int) -> None:
-        """A token was sampled: a later plan, planned before it was known, may run it."""
+        """Append a sampled token to a slot's sequence. A plan that was made before it was known may run it next."""
         self.tokens[slot, self.num_tokens[slot]] = token_id
         self.num_tokens[slot] += 1
         self.sampling[slot].append(token_id)
 
     def clear(self) -> None:
-        """Forget every request."""
+        """Drop the sampler's state of all slots."""
         self.sampling.clear()
 
     def _fill(self, init: SlotInit) -> None:

@@ -1,8 +1,8 @@
-"""A plan on its way through the device: launched, sampled, finished, in this order.
+"""One step on the device: launched, then sampled, then finished.
 
-On a device that works on its own, the next step is launched before this one is finished. Its tokens are then known
-to the device alone (`relay.py`), and are drawn only when the host knows all that came before: penalties and
-grammars need it.
+On an asynchronous device the next step is launched before this one is finished, taking this one's tokens from the
+device (`relay.py`). The next step is sampled after this one is finished: penalties and grammars need its tokens on
+the host.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pagewire.ipc.messages import LogprobRows, Masks, Row, StepPlan, StepResult
 from pagewire.workers.batch import Batch
-from pagewire.workers.device.interface import Device, Mark, Sampled, Sampler
+from pagewire.workers.device.interface import Device, Event, PendingTokens, TokenSampler
 from pagewire.workers.device.kv_size import LOGIT_CHUNK
 from pagewire.workers.model.loading import LoadedModel
 from pagewire.workers.sample.masks import TokenMasks
@@ -30,49 +30,49 @@ class ModelOnDevice(Protocol):
 
     slots: Slots
     device: Device
-    sampler: Sampler
+    sampler: TokenSampler
 
     @property
     def model(self) -> LoadedModel:
         """The loaded model."""
 
     def span(self, name: str) -> AbstractContextManager[object]:
-        """A part of a step in a profile."""
+        """A named part of a step, for the profiler."""
 
-    def keep_tokens(self, slots: Tensor, sampled: Sampled) -> None:
-        """Let the next step run them, even if it is launched before anyone has seen them."""
+    def keep_tokens(self, slots: Tensor, sampled: PendingTokens) -> None:
+        """Keep sampled tokens on the device for the next step, which may start before the host has read them."""
 
 
 NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True)
-class AskedPrompt:
-    """A row that wants log probabilities of its prompt's tokens."""
+class PromptLogprobsRequest:
+    """A row whose prompt log probabilities are requested."""
 
     row: int
     start: int
-    """Its first token in the batch."""
+    """Index of its first token in the batch."""
     successors: list[int]
-    """The tokens whose log probabilities are wanted: those behind its first ones."""
+    """The prompt tokens whose log probabilities are requested: each follows one of the row's first tokens."""
     num_most_likely: int
 
 
 class RunningStep:
-    """One plan. Made by `Runner.launch`: the model's work is under way."""
+    """A plan whose model work has been launched; made by `Runner.launch`."""
 
-    def __init__(self, runner: ModelOnDevice, plan: StepPlan, begun: Mark) -> None:
-        self._runner, self.plan, self._begun = runner, plan, begun
-        self._ended = begun
-        self._sampled: Sampled | None = None
+    def __init__(self, runner: ModelOnDevice, plan: StepPlan, begin: Event) -> None:
+        self._runner, self.plan, self._begin = runner, plan, begin
+        self._end = begin
+        self._sampled: PendingTokens | None = None
         self._batch: Batch | None = None
         self._hidden = NOTHING
         self._rows: list[Row] = []
         self._slots: list[SamplingSlot] = []
-        self._prompts: list[AskedPrompt] = []
+        self._prompts: list[PromptLogprobsRequest] = []
 
     def run(self, batch: Batch, hidden: Tensor) -> None:
-        """What was launched. batch: on the device. hidden: its final states [T or more, H]."""
+        """Take over the launched work. batch: on the device. hidden: its final hidden states [T or more, H]."""
         slots = self._runner.slots
         self._batch, self._hidden = batch, hidden
         self._rows = [self.plan.rows[i] for i in batch.sample_rows]
@@ -82,12 +82,12 @@ class RunningStep:
                 first = row.start + 1
                 successors = slots.tokens[row.slot, first : first + row.num_prompt_logprobs].tolist()
                 k = slots.sampling[row.slot].params.prompt_logprobs or 0
-                self._prompts.append(AskedPrompt(i, batch.starts[i], successors, k))
-        self._ended = self._runner.device.mark()
+                self._prompts.append(PromptLogprobsRequest(i, batch.starts[i], successors, k))
+        self._end = self._runner.device.record_event()
 
     @torch.inference_mode()
     def sample(self, masks: Callable[[], Masks | None]) -> None:
-        """Start to draw tokens; all steps before this one are finished. masks: waits for those of a masked plan."""
+        """Launch sampling; all earlier steps must be finished. masks: waits for the masks of a masked plan."""
         runner, batch = self._runner, self._batch
         if batch is None or not self._rows:
             return
@@ -98,47 +98,49 @@ class RunningStep:
         with runner.span("sample"):
             self._sampled = runner.sampler.launch(logits, self._slots, allowed)
             runner.keep_tokens(batch.sample_slots, self._sampled)
-        self._ended = runner.device.mark()
+        self._end = runner.device.record_event()
 
     def reached(self) -> bool:
-        """Would `finish` not have to wait?"""
-        return self._ended.reached() and (self._sampled is None or self._sampled.reached())
+        """True if `finish` would not have to wait."""
+        return self._end.reached() and (self._sampled is None or self._sampled.reached())
 
-    def finish(self, since: Mark | None = None) -> StepResult:
-        """Wait, and append the tokens to their slots. since: the end of the step before."""
+    def finish(self, since: Event | None = None) -> StepResult:
+        """Wait for the step and append its tokens to their slots. since: the end of the previous step."""
         result = StepResult(self.plan.step_id, [])
         if self._sampled is not None:
             self._take(self._sampled.finish(), result)
-        for asked in self._prompts:
-            result.prompt_logprobs[asked.row] = self._logprobs_of(asked)
-        self._ended.wait()
-        result.busy_us = int(self._ended.seconds_since(self._begun) * 1e6)
+        for request in self._prompts:
+            result.prompt_logprobs[request.row] = self._logprobs_of(request)
+        self._end.wait()
+        result.busy_us = int(self._end.seconds_since(self._begin) * 1e6)
         if since is not None:
-            result.idle_us = max(0, int(self._begun.seconds_since(since) * 1e6))
+            result.idle_us = max(0, int(self._begin.seconds_since(since) * 1e6))
         return result
 
     @property
-    def ended(self) -> Mark:
-        """Its last work."""
-        return self._ended
+    def end(self) -> Event:
+        """The event behind the step's last work."""
+        return self._end
 
     def _take(self, output: SampleOutput, result: StepResult) -> None:
         slots, sample_rows = self._runner.slots, self._batch.sample_rows if self._batch else []
         for row, slot, token_id in zip(self._rows, self._slots, output.token_ids, strict=True):
-            if slots.sampling.get(row.slot) is slot:  # else it is another request's by now
+            if (
+                slots.sampling.get(row.slot) is slot
+            ):  # otherwise the slot has a new sequence, and the token is dropped
                 slots.append(row.slot, token_id)
         result.token_ids = output.token_ids
-        result.logprobs = {sample_rows[i]: found for i, found in output.logprobs.items()}
+        result.logprobs = {sample_rows[i]: rows for i, rows in output.logprobs.items()}
         result.errors = {sample_rows[i]: error for i, error in output.errors.items()}
 
     @torch.inference_mode()
-    def _logprobs_of(self, asked: AskedPrompt) -> LogprobRows:
-        """Log probabilities of a prompt's tokens, from the logits of those before them."""
+    def _logprobs_of(self, request: PromptLogprobsRequest) -> LogprobRows:
+        """Log probabilities of prompt tokens, from the logits at the tokens before them."""
         model = self._runner.model
         size = max(1, LOGIT_CHUNK // model.vocab_size)
-        end = asked.start + len(asked.successors)
+        end = request.start + len(request.successors)
         logits = [
             model.model.logits(self._hidden[start : min(start + size, end)]).cpu()
-            for start in range(asked.start, end, size)
+            for start in range(request.start, end, size)
         ]
-        return logprob_rows(torch.cat(logits), asked.successors, asked.num_most_likely)
+        return logprob_rows(torch.cat(logits), request.successors, request.num_most_likely)

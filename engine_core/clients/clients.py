@@ -1,7 +1,7 @@
-"""Attached frontends: who they are, what they run, and how much they have yet to read.
+"""The attached frontends, their unfinished sequences, and what is still to be sent to them.
 
-The core never waits for a frontend. One that is killed is noticed at the next send; one that reads slowly
-gets merged deltas; one that says nothing for too long is dropped.
+The core never waits for a frontend. A killed frontend is detected by the next send, a slow reader gets merged
+deltas, and a frontend that sends nothing for too long is detached.
 """
 
 from __future__ import annotations
@@ -22,17 +22,21 @@ from pagewire.ipc.sockets import receive, send
 
 logger = logging.getLogger("pagewire.core")
 
-MAX_MESSAGES_PER_TURN = 256
-MAX_UNREAD_REPLIES = 1000
+MAX_MESSAGES_PER_ITERATION = (
+    256  # read before the loop turns to the worker again, so that a flood cannot stall it
+)
+MAX_UNREAD_REPLIES = 1000  # answers kept for a frontend that does not read, before it is detached
 
 
 @dataclass(slots=True)
 class Client:
-    """One frontend.
+    """One attached frontend.
 
-    number: counts attachments; no other frontend of this core ever has it.
-    requests: its unfinished sequences by key.
-    backlog, replies: deltas, and answers after them, that it could not take yet.
+    identity: its ZeroMQ routing id.
+    number: counts attachments, so it is unique in the life of the core.
+    last_seen: monotonic time of its last message.
+    requests: its unfinished sequences, by request key and sequence index.
+    backlog, replies: unsent deltas by (key, index), and answers to be sent after them.
     """
 
     identity: bytes
@@ -46,22 +50,25 @@ class Client:
 
     @property
     def behind(self) -> bool:
-        """True while it has yet to read what it was sent before."""
+        """True while something for this frontend could not be sent yet."""
         return bool(self.backlog or self.replies)
 
     @property
     def label(self) -> str:
-        """For log lines."""
+        """Name and process id, for log lines."""
         return f"{self.name or 'frontend'} (pid {self.pid})"
 
     def live_requests(self) -> Iterator[Sequence]:
-        """All its unfinished sequences."""
+        """All unfinished sequences of this frontend."""
         for group in self.requests.values():
             yield from group.values()
 
 
 class Clients:
-    """The frontends' end of the core: a bound ROUTER, and who is attached."""
+    """The bound ROUTER socket and the frontends attached to it.
+
+    silence_seconds: a frontend that sends nothing for this long is detached.
+    """
 
     def __init__(self, socket: zmq.Socket[bytes], silence_seconds: float) -> None:
         self.socket = socket
@@ -75,25 +82,25 @@ class Clients:
         return len(self.attached)
 
     def attach(self, identity: bytes, name: str, pid: int, now: float) -> Client:
-        """Know a frontend from now on."""
+        """Register a frontend."""
         client = self.attached[identity] = Client(identity, next(self._numbers), name, pid, now)
         logger.info("%s attached", client.label)
         return client
 
     def detach(self, client: Client, why: str) -> None:
-        """Forget a frontend; `lost` gives it to whoever ends its requests."""
+        """Remove a frontend. Its requests are not ended here: the core does that with `lost`."""
         if self.attached.pop(client.identity, None) is not None:
             logger.info("%s detached: %s", client.label, why)
             self._lost.append(client)
 
     def lost(self) -> list[Client]:
-        """Frontends detached since the last call."""
+        """The frontends detached since the last call, whose requests are to be ended."""
         lost, self._lost = self._lost, []
         return lost
 
     def messages(self, now: float) -> Iterator[tuple[bytes, ToCore]]:
-        """Messages that have arrived, each with its sender. What is no message is answered with `Refused`."""
-        for _ in range(MAX_MESSAGES_PER_TURN):
+        """Messages that have arrived, each with its sender's identity; invalid ones are answered with `Refused`."""
+        for _ in range(MAX_MESSAGES_PER_ITERATION):
             try:
                 identity, *frames = receive(self.socket, zmq.NOBLOCK)
             except zmq.Again:
@@ -105,13 +112,13 @@ class Clients:
             try:
                 message = self._codec.decode(frames)
             except ProtocolError as error:
-                logger.warning("refused a message of %s: %s", client.label if client else sender, error)
+                logger.warning("refused a message from %s: %s", client.label if client else sender, error)
                 self.send(sender, Refused(error=str(error)))
                 continue
             yield sender, message
 
     def send(self, identity: bytes, message: Any) -> bool:
-        """Send without waiting. False if the frontend is gone, or has not read what it was sent before."""
+        """Send without waiting. Returns False if the frontend is gone or its queue is full."""
         try:
             send(self.socket, [identity, *self._codec.encode(message)], zmq.NOBLOCK)
             return True
@@ -122,18 +129,18 @@ class Clients:
                 raise
             client = self.attached.get(identity)
             if client is not None:
-                self.detach(client, "it is gone")
+                self.detach(client, "its process has ended")
             return False
 
     def refuse_all(self, error: str, wait_ms: int = 1000) -> None:
-        """Answer frontends that ask to attach within `wait_ms` with `error`: the core does not start."""
+        """Answer frontends that try to attach within `wait_ms` with `error`, because the core fails to start."""
         while self.socket.poll(wait_ms):
             for identity, _ in self.messages(0.0):
                 self.send(identity, Refused(error=error))
             wait_ms = 0
 
     def deliver(self, client: Client, deltas: list[TokenDelta]) -> None:
-        """Send deltas, or merge them with what the frontend has yet to read."""
+        """Send deltas; if the frontend's queue is full, merge them into its backlog."""
         if client.identity not in self.attached:
             return
         if not client.behind and self.send(client.identity, Deltas(deltas)):
@@ -144,15 +151,15 @@ class Clients:
             client.backlog[place] = delta if earlier is None else merge(earlier, delta)
 
     def answer(self, identity: bytes, reply: CallAnswer) -> None:
-        """Send the answer to a call, after the deltas that were there before it."""
+        """Send the answer to a call, after all deltas that came before it."""
         client = self.attached.get(identity)
         if client is not None and (client.behind or not self.send(identity, reply)):
             client.replies.append(reply)
             if len(client.replies) > MAX_UNREAD_REPLIES:
-                self.detach(client, "it makes calls and does not read the answers")
+                self.detach(client, "it does not read the answers to its calls")
 
     def flush(self) -> None:
-        """Try again to send what slow frontends have yet to read."""
+        """Retry to send backlogs and answers that are still unsent."""
         for client in list(self.attached.values()):
             if client.backlog and self.send(client.identity, Deltas(list(client.backlog.values()))):
                 client.backlog = {}
@@ -161,19 +168,19 @@ class Clients:
 
     @property
     def behind(self) -> bool:
-        """True while some frontend has yet to read what it was sent."""
+        """True while any frontend has a backlog."""
         return any(client.behind for client in self.attached.values())
 
-    def beat(self, now: float) -> None:
-        """Tell every frontend that the core lives; drop those that have been silent for too long."""
+    def heartbeat(self, now: float) -> None:
+        """Send a heartbeat to every frontend; detach those that have been silent for too long."""
         for client in list(self.attached.values()):
             self.send(client.identity, Pong())
             if now - client.last_seen > self._silence_seconds:
-                self.detach(client, f"silent for {now - client.last_seen:.0f} s")
+                self.detach(client, f"no message for {now - client.last_seen:.0f} s")
 
 
 def merge(first: TokenDelta, second: TokenDelta) -> TokenDelta:
-    """One delta that says what two in a row say."""
+    """Two consecutive deltas of a sequence as one."""
     return TokenDelta(
         key=first.key,
         index=first.index,
@@ -192,7 +199,7 @@ def merge(first: TokenDelta, second: TokenDelta) -> TokenDelta:
 
 
 def join(first: LogprobRows | None, second: LogprobRows | None) -> LogprobRows | None:
-    """The rows of both."""
+    """The rows of both, in order; None if neither has any."""
     if first is None or second is None:
         return first or second
 

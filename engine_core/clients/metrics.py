@@ -1,9 +1,10 @@
-"""What the engine measures of itself, under the names that existing dashboards know.
+"""The metrics of the engine, under the names that existing dashboards use.
 
-Counts and states are read off the core when somebody asks. Only distributions are kept on the way: each step
-adds its tokens in one piece, for those that ran together waited equally long.
+Counters and gauges are read from the core on request (`snapshot`). Only histograms are updated while the engine
+runs, once per step: sequences whose tokens are equally far apart are added with one `observe`.
 
-`vllm:` names mean what they mean there; what is our own begins with `pagewire:`. Times are in seconds.
+A `vllm:` name means what it means in vLLM; metrics of this engine alone begin with `pagewire:`. Times are in
+seconds.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pagewire.engine_core.schedule.sequence import Sequence
 
 Row = dict[str, Any]
 
+# Bucket bounds: seconds, except STEP_TOKENS and SEQUENCES. Those of `vllm:` metrics are vLLM's.
 FIRST_TOKEN = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -36,11 +38,11 @@ PER_REQUEST = (
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SEQUENCES = (1, 2, 5, 10, 20)
 STEP = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
-TURN = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0)
+ITERATION = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0)
 
 
 class Distribution:
-    """A histogram: how many values lie at or below each of `bounds` and above the one before, and their sum."""
+    """A histogram with buckets up to each of `bounds` (ascending), and the sum of all values."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -50,12 +52,12 @@ class Distribution:
         self._sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Add a value that came `times` times."""
+        """Add a value, `times` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
     def values(self) -> dict[str, Any]:
-        """Counts at or below each bound, as Prometheus wants them, and the sum and count of all."""
+        """The histogram in Prometheus' form: cumulative `buckets` by upper bound, `sum` and `count`."""
         cumulative = list(accumulate(self._counts))
         names = [*map(str, self._bounds), "+Inf"]
         return {
@@ -66,14 +68,14 @@ class Distribution:
 
 
 class Rates:
-    """Tokens per second from one `update` to the next."""
+    """Prompt and output tokens per second between the last two calls of `update`."""
 
     def __init__(self) -> None:
         self.prompt = self.output = 0.0
         self._counts, self._time = (0, 0), 0.0
 
     def update(self, stats: SchedulerStats, now: float) -> None:
-        """Look at the counts again."""
+        """Recompute the rates at monotonic time `now`."""
         counts, seconds = (stats.num_prompt_tokens, stats.num_output_tokens), now - self._time
         self.prompt, self.output = (
             (new - old) / seconds for new, old in zip(counts, self._counts, strict=True)
@@ -82,7 +84,7 @@ class Rates:
 
 
 class Metrics:
-    """What is kept on the way."""
+    """Histograms and counters that are updated while the engine runs."""
 
     def __init__(self, max_model_len: int) -> None:
         lengths = one_two_five(max_model_len)
@@ -100,19 +102,19 @@ class Metrics:
         self.params_max_tokens = Distribution(lengths)
         self.step_tokens = Distribution(STEP_TOKENS)
         self.step_seconds = Distribution(STEP)
-        self.turn_seconds = Distribution(TURN)
+        self.iteration_seconds = Distribution(ITERATION)
         self.grammar = Distribution(PER_REQUEST)
         self.rates = Rates()
         self.num_refused = {"busy": 0, "invalid": 0}
         self.num_finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
 
     def submitted(self, group: list[Sequence]) -> None:
-        """The n sequences of a request have come."""
+        """Record a new request, given its n sequences."""
         self.params_n.observe(len(group))
         self.params_max_tokens.observe(group[0].max_output)
 
     def step(self, outcomes: Iterable[Outcome], num_tokens: int, busy_us: int, now: float) -> None:
-        """A step of `num_tokens` has given `outcomes`."""
+        """Record a committed step: its outcomes, its number of tokens and its time in the worker."""
         self.step_tokens.observe(num_tokens)
         self.step_seconds.observe(busy_us / 1e6)
         gaps: dict[float, int] = {}
@@ -127,7 +129,7 @@ class Metrics:
             self.between_tokens.observe(gap, times)
 
     def finished(self, request: Sequence, reason: str, now: float) -> None:
-        """A sequence has ended."""
+        """Record the end of a sequence. One that never got a token only counts; it has no latencies."""
         self.num_finished[reason] += 1
         if request.first_token_time == 0.0:
             return
@@ -144,7 +146,7 @@ class Metrics:
 
 
 class MeasuredEngine(ReportedEngine, Protocol):
-    """The part of the core that its metrics are read off."""
+    """The part of the core that metrics are read from."""
 
     config: EngineConfig
     metrics: Metrics
@@ -152,7 +154,7 @@ class MeasuredEngine(ReportedEngine, Protocol):
 
 
 def summary(core: MeasuredEngine) -> tuple[str, dict[str, Any]]:
-    """The periodic line of the log, and its facts for a log that programs read."""
+    """The periodic log line as text, and its fields for the JSON log."""
     scheduler, rates = core.scheduler, core.metrics.rates
     facts = {
         "message": "stats",
@@ -173,83 +175,98 @@ def summary(core: MeasuredEngine) -> tuple[str, dict[str, Any]]:
 
 
 def snapshot(core: MeasuredEngine) -> list[Row]:
-    """Every metric in plain values: name, type, documentation, labels; value, or buckets, sum and count."""
+    """Every metric as a dict: name, type, documentation, labels, and value or (histograms) buckets, sum, count."""
     name = {"model_name": core.info.served_model_names[0]}
     rows = [*states(core), *counts(core), *distributions(core.metrics), *own(core)]
     return [row | {"labels": name | row.get("labels", {})} for row in rows]
 
 
 def states(core: MeasuredEngine) -> Iterator[Row]:
-    """What is as of now."""
+    """Gauges: the current state."""
     scheduler, rates = core.scheduler, core.metrics.rates
     usage, hits = scheduler.kv_usage, hit_rate(scheduler.stats)
-    yield gauge("vllm:num_requests_running", "Sequences that run.", len(scheduler.running))
-    yield gauge("vllm:num_requests_waiting", "Sequences that wait.", scheduler.num_waiting + len(core.held))
-    yield gauge("vllm:num_requests_swapped", "Always 0: preemption recomputes.", 0)
-    yield gauge("vllm:kv_cache_usage_perc", "KV cache usage. 1 means 100 percent.", usage)
-    yield gauge("vllm:gpu_cache_usage_perc", "As kv_cache_usage_perc, on any device.", usage)
+    yield gauge("vllm:num_requests_running", "Number of running sequences.", len(scheduler.running))
+    num_waiting = scheduler.num_waiting + len(core.held)
+    yield gauge("vllm:num_requests_waiting", "Number of waiting sequences.", num_waiting)
+    yield gauge("vllm:num_requests_swapped", "Always 0: preempted sequences are recomputed.", 0)
+    yield gauge("vllm:kv_cache_usage_perc", "Share of KV cache blocks in use; 1 means 100 percent.", usage)
+    text = "Same as kv_cache_usage_perc (older name), on any device."
+    yield gauge("vllm:gpu_cache_usage_perc", text, usage)
     yield gauge("vllm:cpu_cache_usage_perc", "Always 0: there is no swap space.", 0)
-    yield gauge(
-        "vllm:gpu_prefix_cache_hit_rate", "Share of looked-up tokens found cached, on any device.", hits
-    )
+    text = "Share of prompt tokens found in the prefix cache since the core started, on any device."
+    yield gauge("vllm:gpu_prefix_cache_hit_rate", text, hits)
     yield gauge("vllm:cpu_prefix_cache_hit_rate", "Always 0: there is no swap space.", 0)
-    text = "tokens per second over the last interval of the statistics (log_stats_interval)."
-    yield gauge("vllm:avg_prompt_throughput_toks_per_s", f"Prefill {text}", rates.prompt)
-    yield gauge("vllm:avg_generation_throughput_toks_per_s", f"Generated {text}", rates.output)
+    text = "tokens per second, averaged over the last log_stats_interval."
+    yield gauge("vllm:avg_prompt_throughput_toks_per_s", f"Prompt {text}", rates.prompt)
+    yield gauge("vllm:avg_generation_throughput_toks_per_s", f"Output {text}", rates.output)
     text = "Always 0: there is no speculative decoding."
     yield gauge("vllm:spec_decode_draft_acceptance_rate", text, 0)
     yield gauge("vllm:spec_decode_efficiency", text, 0)
-    yield gauge(
-        "vllm:cache_config_info", "Always 1: the labels tell the KV cache's settings.", 1, cache(core)
-    )
+    text = "Always 1; the labels hold the settings of the KV cache."
+    yield gauge("vllm:cache_config_info", text, 1, cache(core))
 
 
 def counts(core: MeasuredEngine) -> Iterator[Row]:
-    """What has been since the core started."""
+    """Counters since the core started."""
     stats = core.scheduler.stats
-    yield counter("vllm:num_preemptions_total", "Preemptions.", stats.num_preemptions)
-    yield counter("vllm:prompt_tokens_total", "Prefill tokens computed.", stats.num_prompt_tokens)
-    yield counter("vllm:generation_tokens_total", "Tokens generated.", stats.num_output_tokens)
-    yield counter("vllm:prefix_cache_queries_total", "Tokens looked up.", stats.num_prefix_queries)
-    yield counter("vllm:prefix_cache_hits_total", "Tokens found cached.", stats.num_prefix_hits)
+    text = "Number of times a running sequence was put back in the queue, to be recomputed later."
+    yield counter("vllm:num_preemptions_total", text, stats.num_preemptions)
+    text = "Prompt tokens computed, not counting those found in the prefix cache."
+    yield counter("vllm:prompt_tokens_total", text, stats.num_prompt_tokens)
+    yield counter("vllm:generation_tokens_total", "Output tokens generated.", stats.num_output_tokens)
+    text = "Prompt tokens looked up in the prefix cache."
+    yield counter("vllm:prefix_cache_queries_total", text, stats.num_prefix_queries)
+    text = "Prompt tokens found in the prefix cache."
+    yield counter("vllm:prefix_cache_hits_total", text, stats.num_prefix_hits)
     for kind in ("accepted", "draft", "emitted"):
-        text = f"Speculated tokens, {kind}: always 0, there is no speculative decoding."
+        text = f"Speculative tokens, {kind}. Always 0: there is no speculative decoding."
         yield counter(f"vllm:spec_decode_num_{kind}_tokens_total", text, 0)
-    text = "Sequences that have ended: stop (a stop string or token), length, abort, error."
+    text = "Finished sequences by reason: stop (a stop string or token), length, abort, error."
     for reason, number in core.metrics.num_finished.items():
         yield counter("vllm:request_success_total", text, number, {"finished_reason": reason})
 
 
-def distributions(kept: Metrics) -> Iterator[Row]:
-    """What was kept on the way. Of each sequence, if n of them were asked for."""
-    yield histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", kept.first_token)
-    yield histogram("vllm:inter_token_latency_seconds", "Token to next token.", kept.between_tokens)
-    text = "Token to next token (older name of inter_token_latency_seconds)."
-    yield histogram("vllm:time_per_output_token_seconds", text, kept.between_tokens)
-    text = "Mean time per token after the first, of each sequence."
-    yield histogram("vllm:request_time_per_output_token_seconds", text, kept.per_token)
-    yield histogram("vllm:e2e_request_latency_seconds", "Arrival to end.", kept.whole)
-    yield histogram("vllm:request_queue_time_seconds", "Arrival to first step.", kept.queued)
-    text = "Arrival to first step (older name of request_queue_time_seconds)."
-    yield histogram("vllm:time_in_queue_requests", text, kept.queued)
-    yield histogram("vllm:request_inference_time_seconds", "First step to end.", kept.inference)
-    yield histogram("vllm:request_prefill_time_seconds", "First step to first token.", kept.prefill)
-    yield histogram("vllm:request_decode_time_seconds", "First token to end.", kept.decode)
-    yield histogram("vllm:request_prompt_tokens", "Tokens of the prompt.", kept.prompt_tokens)
-    yield histogram("vllm:request_generation_tokens", "Tokens generated.", kept.output_tokens)
-    yield histogram("vllm:request_params_n", "Sequences of each request.", kept.params_n)
-    text = "Sequences of each request: as many as it may choose from."
-    yield histogram("vllm:request_params_best_of", text, kept.params_n)
-    text = "Most tokens that each request may generate, by its own and the model's limit."
-    yield histogram("vllm:request_params_max_tokens", text, kept.params_max_tokens)
-    yield histogram("vllm:iteration_tokens_total", "Tokens in each step.", kept.step_tokens)
+def distributions(metrics: Metrics) -> Iterator[Row]:
+    """Histograms. A request for n sequences adds n values, except to `request_params_*`."""
+    text = "Time from a sequence's arrival to its first token."
+    yield histogram("vllm:time_to_first_token_seconds", text, metrics.first_token)
+    text = "Time between two consecutive tokens of a sequence."
+    yield histogram("vllm:inter_token_latency_seconds", text, metrics.between_tokens)
+    text = "Same as inter_token_latency_seconds (older name)."
+    yield histogram("vllm:time_per_output_token_seconds", text, metrics.between_tokens)
+    text = "Mean time per token of each finished sequence, not counting the first token."
+    yield histogram("vllm:request_time_per_output_token_seconds", text, metrics.per_token)
+    text = "Time from a sequence's arrival to its end."
+    yield histogram("vllm:e2e_request_latency_seconds", text, metrics.whole)
+    text = "Time from a sequence's arrival to its first step."
+    yield histogram("vllm:request_queue_time_seconds", text, metrics.queued)
+    text = "Same as request_queue_time_seconds (older name)."
+    yield histogram("vllm:time_in_queue_requests", text, metrics.queued)
+    text = "Time from a sequence's first step to its end."
+    yield histogram("vllm:request_inference_time_seconds", text, metrics.inference)
+    text = "Time from a sequence's first step to its first token."
+    yield histogram("vllm:request_prefill_time_seconds", text, metrics.prefill)
+    text = "Time from a sequence's first token to its end."
+    yield histogram("vllm:request_decode_time_seconds", text, metrics.decode)
+    text = "Prompt tokens of each finished sequence."
+    yield histogram("vllm:request_prompt_tokens", text, metrics.prompt_tokens)
+    text = "Output tokens of each finished sequence."
+    yield histogram("vllm:request_generation_tokens", text, metrics.output_tokens)
+    text = "Sequences requested by each request (n)."
+    yield histogram("vllm:request_params_n", text, metrics.params_n)
+    text = "Same as request_params_n: best_of is always n."
+    yield histogram("vllm:request_params_best_of", text, metrics.params_n)
+    text = "Maximum output tokens of each request: max_tokens, or less if max_model_len leaves less."
+    yield histogram("vllm:request_params_max_tokens", text, metrics.params_max_tokens)
+    text = "Tokens computed in each step, prompt and output tokens together."
+    yield histogram("vllm:iteration_tokens_total", text, metrics.step_tokens)
 
 
 def own(core: MeasuredEngine) -> Iterator[Row]:
-    """What only this engine has."""
-    kept, clients = core.metrics, core.clients.attached.values()
-    yield gauge("pagewire:frontends", "Attached frontends.", len(clients))
-    text, live = "Sequences of each attached frontend, by phase.", phases(core)
+    """Metrics that only this engine has."""
+    metrics, clients = core.metrics, core.clients.attached.values()
+    yield gauge("pagewire:frontends", "Number of attached frontends.", len(clients))
+    text, live = "Unfinished sequences by frontend and phase.", phases(core)
     for client in clients:
         for phase, number in live[client.number].items():
             labels = {
@@ -259,30 +276,37 @@ def own(core: MeasuredEngine) -> Iterator[Row]:
                 "phase": phase,
             }
             yield gauge("pagewire:frontend_requests", text, number, labels)
-    yield gauge("pagewire:paused", "1 while new requests are held back.", int(core.control.paused))
-    yield gauge("pagewire:asleep", "1 while the worker has given memory back.", int(core.control.asleep))
-    text = "Requests refused on arrival: too many wait (busy), or they cannot be served (invalid)."
-    for reason, number in kept.num_refused.items():
+    text = "1 while the engine is paused: new requests wait until it is resumed."
+    yield gauge("pagewire:paused", text, int(core.control.paused))
+    text = "1 while the engine sleeps: the worker has released its memory."
+    yield gauge("pagewire:asleep", text, int(core.control.asleep))
+    text = "Requests refused on arrival, by reason: busy (queue full, or shutting down), invalid."
+    for reason, number in metrics.num_refused.items():
         yield counter("pagewire:requests_refused_total", text, number, {"reason": reason})
     grammars = core.grammars
-    yield gauge("pagewire:grammars_cached", "Grammars kept for further requests.", len(grammars))
-    yield counter("pagewire:grammar_queries_total", "Grammars asked for.", grammars.num_queries)
-    yield counter("pagewire:grammar_hits_total", "Grammars asked for that were known.", grammars.num_hits)
-    text = "Time that requests waited for their grammar to be compiled."
-    yield histogram("pagewire:grammar_time_seconds", text, kept.grammar)
-    text = "Worker processes started in place of one that was lost."
+    yield gauge("pagewire:grammars_cached", "Compiled grammars in the cache.", len(grammars))
+    text = "Grammars looked up in the cache, one for each request with structured output."
+    yield counter("pagewire:grammar_queries_total", text, grammars.num_queries)
+    text = "Grammars found in the cache."
+    yield counter("pagewire:grammar_hits_total", text, grammars.num_hits)
+    text = "Time each request with structured output waited for its grammar to be compiled."
+    yield histogram("pagewire:grammar_time_seconds", text, metrics.grammar)
+    text = "Worker processes started to replace a lost one."
     yield counter("pagewire:worker_restarts_total", text, core.worker.num_starts - 1)
-    text = "Time in which the worker computed steps."
+    text = "Time the worker spent on computing steps."
     yield counter("pagewire:worker_busy_seconds_total", text, core.worker_busy_us / 1e6)
-    text = "Time in which the worker waited for a step while there were requests."
+    text = "Time the worker waited for its next step while requests were unfinished."
     yield counter("pagewire:worker_idle_seconds_total", text, core.worker_idle_us / 1e6)
-    yield histogram("pagewire:worker_step_seconds", "Time of each step in the worker.", kept.step_seconds)
-    text = "Time of each turn of the core's loop: as long does whatever comes meanwhile wait for it."
-    yield histogram("pagewire:core_turn_seconds", text, kept.turn_seconds)
+    text = "Duration of each step in the worker."
+    yield histogram("pagewire:worker_step_seconds", text, metrics.step_seconds)
+    text = (
+        "Duration of one iteration of the core loop; a message that arrives meanwhile waits up to this long."
+    )
+    yield histogram("pagewire:core_turn_seconds", text, metrics.iteration_seconds)
 
 
 def cache(core: MeasuredEngine) -> dict[str, str]:
-    """The settings of the KV cache, as labels."""
+    """The settings of the KV cache as metric labels."""
     args, info = core.config.args, core.info
     settings = {
         "block_size": info.block_size,
@@ -296,7 +320,7 @@ def cache(core: MeasuredEngine) -> dict[str, str]:
 
 
 def hit_rate(stats: SchedulerStats) -> float:
-    """Share of the tokens looked up in the prefix cache that were there, 0 to 1."""
+    """Fraction of the tokens looked up in the prefix cache that were cached, 0 to 1."""
     return stats.num_prefix_hits / max(1, stats.num_prefix_queries)
 
 
@@ -310,15 +334,15 @@ def one_two_five(limit: int) -> list[float]:
 
 
 def gauge(name: str, text: str, value: float, labels: dict[str, str] | None = None) -> Row:
-    """A row of a value as of now."""
+    """A row of `snapshot` for a current value."""
     return {"name": name, "type": "gauge", "documentation": text, "labels": labels or {}, "value": value}
 
 
 def counter(name: str, text: str, value: float, labels: dict[str, str] | None = None) -> Row:
-    """A row of a count that only grows."""
+    """A row of `snapshot` for a count that only grows."""
     return {"name": name, "type": "counter", "documentation": text, "labels": labels or {}, "value": value}
 
 
-def histogram(name: str, text: str, kept: Distribution) -> Row:
-    """A row of a distribution."""
-    return {"name": name, "type": "histogram", "documentation": text, **kept.values()}
+def histogram(name: str, text: str, distribution: Distribution) -> Row:
+    """A row of `snapshot` for a histogram."""
+    return {"name": name, "type": "histogram", "documentation": text, **distribution.values()}

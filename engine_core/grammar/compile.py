@@ -1,6 +1,7 @@
-"""From parameters to llguidance's notation (https://github.com/guidance-ai/llguidance), and to a compiled grammar.
+"""Compiles the structured output parameters of a request with llguidance.
 
-Schemas come from strangers: nothing here is fetched, and sizes and steps are limited.
+https://github.com/guidance-ai/llguidance. Schemas are untrusted input: references are never fetched, and sizes
+and steps are limited.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pagewire.engine_core.grammar.matcher import Grammar, GrammarError, reason
+from pagewire.engine_core.grammar.matcher import Grammar, GrammarError, failure_reason
 from pagewire.engine_core.grammar.schema import json_schema
 from pagewire.ipc.params import StructuredOutputsParams
 
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pagewire.core")
 
-MAX_LEXER_STATES = 25_000  # of 1 to 2 kB each
+MAX_LEXER_STATES = 25_000  # 1 to 2 kB each: bounds the memory of one grammar
 
 
 class Tag(msgspec.Struct):
-    """A part of tagged text: JSON by `schema` between two strings."""
+    """A tag of a structural tag: JSON that follows `schema`, between the strings `begin` and `end`."""
 
     begin: str
     end: str
@@ -35,44 +36,44 @@ class Tag(msgspec.Struct):
 
 
 class StructuralTag(msgspec.Struct):
-    """Free text with tags, each begun by one of the triggers."""
+    """Free text in which every trigger starts one of the tags."""
 
     structures: list[Tag]
     triggers: list[str]
 
 
 def load_tokenizer(folder: Path, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """The tokenizer of a folder, as grammars need it. Holds the interpreter for 4 us per token.
+    """llguidance's form of the tokenizer in a folder. Holds the GIL for about 4 us per token of the vocabulary.
 
     Raises:
-        GrammarError: there is none that llguidance can read.
+        GrammarError: the folder has no tokenizer.json that llguidance can read.
     """
     from llguidance import LLTokenizer
 
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise GrammarError(f"structured outputs need a tokenizer.json; there is none in {folder}")
+        raise GrammarError(f"structured outputs need a tokenizer.json, but {folder} has none")
     begin = time.monotonic()
     try:
         tokenizer = LLTokenizer(path.read_text(encoding="utf-8"), eos_token=list(eos_token_ids) or None)
     except (ValueError, OSError) as error:
         raise GrammarError(f"structured outputs cannot use {path}: {error}") from error
-    logger.info("tokenizer for grammars took %.2f s", time.monotonic() - begin)
+    logger.info("loaded the tokenizer for grammars in %.2f s", time.monotonic() - begin)
     return tokenizer
 
 
 def compile_grammar(structure: StructuredOutputsParams, tokenizer: LLTokenizer, vocab_size: int) -> Grammar:
-    """Compile, and see that something can be generated.
+    """The compiled grammar of `structure`, which allows at least one first token.
 
     Raises:
-        GrammarError: what is wrong or not supported.
+        GrammarError: the grammar is invalid, not supported, or allows no output.
     """
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
     state = LLMatcher(tokenizer, grammar_text(structure, tokenizer), log_level=0, limits=limits)
     if state.is_error():
-        raise GrammarError(f"{structure.kind}: {reason(state)}")
+        raise GrammarError(f"{structure.kind}: {failure_reason(state)}")
     grammar = Grammar(state, vocab_size, tuple(i for i in tokenizer.eos_tokens if i < vocab_size))
     try:
         if any(grammar.matcher().mask()):
@@ -84,10 +85,10 @@ def compile_grammar(structure: StructuredOutputsParams, tokenizer: LLTokenizer, 
 
 
 def grammar_text(structure: StructuredOutputsParams, tokenizer: LLTokenizer) -> str:
-    """What llguidance is to compile.
+    """The grammar of `structure` in llguidance's notation.
 
     Raises:
-        GrammarError: what is wrong or not supported. ValueError: the same, in llguidance's words.
+        GrammarError: it is invalid or not supported. ValueError: the same, raised by llguidance.
     """
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -106,34 +107,34 @@ def grammar_text(structure: StructuredOutputsParams, tokenizer: LLTokenizer) -> 
 
 
 def literal(text: str) -> str:
-    """A string of the Lark notation."""
+    """`text` as a string literal in Lark's notation."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def as_object(text: str | dict[str, Any]) -> dict[str, Any]:
-    """The JSON object that parameters hold as text."""
-    found: dict[str, Any] = json.loads(text) if isinstance(text, str) else text
-    return found
+    """A JSON object that may be given as text."""
+    value: dict[str, Any] = json.loads(text) if isinstance(text, str) else text
+    return value
 
 
 def tagged_text(structure: StructuredOutputsParams, tokenizer: LLTokenizer) -> str:
-    """Lark for free text in which every trigger begins one of the tags that start with it.
+    """The Lark grammar of a structural tag: after a trigger, one of the tags that begin with it must follow.
 
     Raises:
-        GrammarError: the tags are not as they should be.
+        GrammarError: the structural tag is malformed.
     """
     try:
-        wanted = msgspec.convert(as_object(structure.structural_tag or "{}"), StructuralTag)
+        tags = msgspec.convert(as_object(structure.structural_tag or "{}"), StructuralTag)
     except msgspec.ValidationError as error:
         raise GrammarError(f"structural_tag: {error}") from None
-    if not wanted.structures:
+    if not tags.structures:
         raise GrammarError("structural_tag: structures must not be empty")
-    names = [f"tag_{i}" for i in range(len(wanted.structures))]
+    names = [f"tag_{i}" for i in range(len(tags.structures))]
     lines = ["%llguidance {}", f"start: ({' | '.join(names)})* end", "end: TEXT", r"TEXT: /(.|\n)*/"]
-    for name, tag in zip(names, wanted.structures, strict=True):
-        trigger = max((t for t in wanted.triggers if tag.begin.startswith(t)), key=len, default="")
+    for name, tag in zip(names, tags.structures, strict=True):
+        trigger = max((t for t in tags.triggers if tag.begin.startswith(t)), key=len, default="")
         if not trigger:
-            raise GrammarError(f"structural_tag: no trigger begins {tag.begin!r}")
+            raise GrammarError(f"structural_tag: {tag.begin!r} does not start with any of the triggers")
         special = tokenizer.tokenize_str(trigger, parse_special=True)
         if len(special) == 1 and tokenizer.is_special_token(special[0]):
             head = f"TEXT <[{special[0]}]>"

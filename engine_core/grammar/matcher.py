@@ -1,6 +1,6 @@
-"""The state of one sequence under a grammar, by llguidance: it takes tokens and gives masks, in microseconds.
+"""Compiled grammars, and how far one sequence has got in its grammar.
 
-It can be rebuilt from the tokens alone.
+Accepting a token and computing a mask take microseconds, so the core does both between two steps.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+# Patterns in llguidance's messages, and what users read instead.
 ERROR_REWRITES = (
     (r"Unimplemented keys: \[(.*)\]", r"not supported: \1"),
     (r"Unknown format: (.*)", r"format: \1 is not supported"),
     (
         r"Resource '(.*)' is not present in a registry.*",
-        r"$ref: \1 is not in the schema, and nothing is fetched",
+        r"$ref: \1 is not in the schema, and references are never fetched",
     ),
-    (r"oneOf constraints .*", "oneOf is not supported where schemas of it may overlap: anyOf is"),
+    (r"oneOf constraints .*", "oneOf is not supported if its schemas may overlap: use anyOf"),
     (r"\s*<non-verbose/>.*", ""),
 )
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be served, and why."""
+    """The grammar is invalid or not supported, or the output does not match it; the text says why."""
 
 
 class Matcher:
-    """The state of one sequence under a grammar.
+    """The position of one sequence in its grammar. It depends on the tokens alone, so it can be rebuilt from them.
 
-    eos_token_ids: tokens that end it, allowed where the grammar is complete (unless `ignore_eos`).
+    eos_token_ids: end-of-sequence tokens, allowed where the grammar is complete (unless `ignore_eos`).
     """
 
     def __init__(self, state: LLMatcher, vocab_size: int, eos_token_ids: Sequence[int], ignore_eos: bool):
@@ -43,28 +44,28 @@ class Matcher:
 
     @property
     def complete(self) -> bool:
-        """True once nothing more can come."""
+        """True if the grammar allows no further token."""
         return self._state.is_stopped()
 
     def accept(self, token_id: int) -> None:
-        """Go on with a token.
+        """Advance by one token.
 
         Raises:
-            GrammarError: it does not fit, or the grammar has become too complex.
+            GrammarError: the grammar does not allow the token, or has become too complex.
         """
         if not self._state.consume_token(token_id):
-            raise GrammarError(f"token {token_id} does not fit the grammar: {reason(self._state)}")
+            raise GrammarError(f"token {token_id} does not fit the grammar: {failure_reason(self._state)}")
 
     def mask(self) -> bytes:
-        """The tokens that may come next: bit i % 8 of byte i // 8 for token i, in whole 32-bit words.
+        """The allowed next tokens: bit i % 8 of byte i // 8 is set if token i is. Padded to whole 32-bit words.
 
         Raises:
-            GrammarError: the grammar has become too complex, or leads nowhere.
+            GrammarError: no token is allowed, or the grammar has become too complex.
         """
-        found = self._state.compute_bitmask()
+        bitmask = self._state.compute_bitmask()
         if self._state.is_error():
-            raise GrammarError(f"the grammar cannot go on: {reason(self._state)}")
-        mask = bytearray(found[: self._mask_bytes].ljust(self._mask_bytes, b"\0"))
+            raise GrammarError(f"the grammar allows no next token: {failure_reason(self._state)}")
+        mask = bytearray(bitmask[: self._mask_bytes].ljust(self._mask_bytes, b"\0"))
         if self._ignore_eos:
             for token_id in self.eos_token_ids:
                 mask[token_id // 8] &= ~(1 << token_id % 8)
@@ -73,17 +74,17 @@ class Matcher:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A compiled grammar over a vocabulary."""
+    """A compiled grammar for one vocabulary."""
 
     start: LLMatcher
     vocab_size: int
     eos_token_ids: tuple[int, ...]
 
     def matcher(self, token_ids: Sequence[int] = (), ignore_eos: bool = False) -> Matcher:
-        """The state of a sequence that has generated `token_ids`.
+        """The matcher of a sequence that has generated `token_ids`.
 
         Raises:
-            GrammarError: they do not fit.
+            GrammarError: the grammar does not allow them.
         """
         matcher = Matcher(self.start.deep_copy(), self.vocab_size, self.eos_token_ids, ignore_eos)
         for token_id in token_ids:
@@ -91,8 +92,8 @@ class Grammar:
         return matcher
 
 
-def reason(state: LLMatcher) -> str:
-    """Why a matcher failed, without what it says of its own state."""
+def failure_reason(state: LLMatcher) -> str:
+    """The error message of a failed matcher, without llguidance's dump of its state."""
     text = state.get_error()
     for pattern, better in ERROR_REWRITES:
         text = re.sub(pattern, better, text, flags=re.DOTALL)

@@ -1,9 +1,9 @@
-"""Structured output: which tokens may come next, by llguidance (https://github.com/guidance-ai/llguidance).
+"""Compiles grammars for structured output in threads, and caches them.
 
     StructuredOutputsParams --Grammars.submit--> Compilation ...poll--> Grammar --matcher--> Matcher
 
-Grammars are compiled in threads of low priority, for schemas come from strangers: nothing here is fetched,
-sizes and steps are limited, and who waits for a compilation waits for a limited time.
+Schemas are untrusted input: references are never fetched, sizes and steps are limited, compilations run at low
+priority and must end within a time limit.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ from pagewire.ipc.params import StructuredOutputsParams
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-CACHED = 128
-MAX_PENDING = 1024
-NUM_THREADS = 2
-NICENESS = 10
+CACHED = 128  # compiled grammars that are kept
+MAX_PENDING = 1024  # grammars that may wait for a thread; further requests are refused
+NUM_THREADS = 2  # so that one slow schema does not hold up all others
+NICENESS = 10  # of the threads: the core's loop goes first
 
 
 class Compilation:
-    """A grammar that is being compiled, or was."""
+    """A grammar that is being compiled, or has been.
+
+    begun: monotonic time of the submission. seconds: time limit from then on, queueing included.
+    """
 
     def __init__(self, structure: StructuredOutputsParams, begun: float, seconds: float) -> None:
         self.structure = structure
@@ -41,31 +44,29 @@ class Compilation:
         self._deadline, self._seconds = begun + seconds, seconds
 
     def expired(self, now: float) -> bool:
-        """True if it took too long, or waited too long for its turn."""
+        """True if the time limit has passed without an outcome."""
         return self.outcome is None and now > self._deadline
 
     def poll(self, now: float) -> Grammar | None:
-        """The grammar; None while it is being compiled.
+        """The compiled grammar, or None while it is being compiled.
 
         Raises:
-            GrammarError: what is wrong with it.
+            GrammarError: the grammar is invalid, or took too long to compile.
         """
         if isinstance(self.outcome, Exception):
             raise GrammarError(*self.outcome.args)
         if self.expired(now):
-            raise GrammarError(
-                f"{self.structure.kind}: not compiled within {self._seconds:g} s: it is too complex"
-            )
+            raise GrammarError(f"{self.structure.kind}: not compiled within {self._seconds:g} s: too complex")
         return self.outcome
 
 
 class Grammars:
-    """Compiles grammars in threads, and keeps the last used ones.
+    """Compiles grammars in threads, and caches the most recently used `capacity` of them.
 
-    load: makes the tokenizer, when the first grammar comes. vocab_size: of the model.
-    seconds: time limit of a compilation. wake: called in a thread whenever one is done.
+    load: makes llguidance's tokenizer; called once, for the first grammar. vocab_size: of the model.
+    seconds: time limit of a compilation. wake: called in a compiling thread after each compilation.
 
-    num_queries, num_hits: grammars asked for, and those of them that were known.
+    num_queries, num_hits: calls of `submit`, and those answered from the cache.
     """
 
     def __init__(
@@ -90,10 +91,10 @@ class Grammars:
         return len(self._known)
 
     def submit(self, structure: StructuredOutputsParams, now: float) -> Compilation:
-        """Compile a grammar, unless it is known.
+        """The compilation of a grammar: the cached one, or a new one that a thread will run.
 
         Raises:
-            EngineBusyError: too many wait already.
+            EngineBusyError: too many grammars are waiting.
         """
         key = msgspec.msgpack.encode(structure)
         known = self._known.get(key)
@@ -103,7 +104,7 @@ class Grammars:
             self._known.move_to_end(key)
             return known
         if self._pending.qsize() >= MAX_PENDING:
-            raise EngineBusyError(f"{MAX_PENDING} grammars wait to be compiled")
+            raise EngineBusyError(f"{MAX_PENDING} grammars are already waiting to be compiled")
         compilation = self._known[key] = Compilation(structure, now, self._seconds)
         if len(self._known) > self._capacity:
             self._known.popitem(last=False)
@@ -126,7 +127,7 @@ class Grammars:
         try:
             tokenizer = self._load_tokenizer()
             return compile_grammar(structure, tokenizer, self._vocab_size)
-        except Exception as error:  # whatever strangers come up with must not end the thread
+        except Exception as error:  # no input may end the thread
             return error if isinstance(error, GrammarError) else GrammarError(f"{structure.kind}: {error}")
 
     def _load_tokenizer(self) -> LLTokenizer:

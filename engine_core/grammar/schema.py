@@ -1,4 +1,4 @@
-"""JSON schemas as llguidance is to compile them: rewritten where it would be wrong or knows less, and checked."""
+"""Prepares JSON schemas for llguidance: rewrites what it would get wrong or reject, and refuses the rest."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from pagewire.engine_core.grammar.matcher import GrammarError
 from pagewire.ipc.params import StructuredOutputsParams
 
-MAX_MULTIPLE = 100_000  # an automaton with so many states takes a third of a second
-WHITESPACE = r" |\n[ \t]{0,20}"  # between two tokens of JSON, where any is allowed
+MAX_MULTIPLE = 100_000  # llguidance builds an automaton with this many states, in a third of a second
+WHITESPACE = r" |\n[ \t]{0,20}"  # allowed between two JSON tokens unless disable_any_whitespace is set
 
 SCHEMAS = ("additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then")
 LISTS_OF_SCHEMAS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 MAPS_OF_SCHEMAS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
 
-# Formats that llguidance does not know, and one that it does whose every string has them.
+# Formats that llguidance lacks, each with a stricter one that it has: every "email" is a valid "idn-email".
 NARROWER = {
     "idn-email": "email",
     "idn-hostname": "hostname",
@@ -24,7 +24,7 @@ NARROWER = {
     "iri-reference": "uri",
     "uri-reference": "uri",
 }
-# Those that JSON Schema defines; others are mere annotations.
+# Formats that JSON Schema defines; others have no meaning and are removed.
 FORMATS = {
     *("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer", "regex"),
     *("relative-json-pointer", "time", "uri", "uri-template", "uuid"),
@@ -33,10 +33,10 @@ IN_PLACE = ("$ref", "$dynamicRef", "allOf", "anyOf", "dependentSchemas", "if", "
 
 
 def json_schema(schema: dict[str, Any], structure: StructuredOutputsParams) -> dict[str, Any]:
-    """A schema as it is to be compiled: with our options (a schema could bring its own), checked.
+    """The schema to compile: rewritten in place, with llguidance's options overridden by the request's.
 
     Raises:
-        GrammarError: what is not supported.
+        GrammarError: the schema uses something that is not supported.
     """
     for part in subschemas(schema):
         check_multiple(part.get("multipleOf"))
@@ -44,7 +44,7 @@ def json_schema(schema: dict[str, Any], structure: StructuredOutputsParams) -> d
         rewrite_format(part)
         rewrite_names(part)
         rewrite_unevaluated(part)
-        check_least_properties(part)
+        check_min_properties(part)
         if part.get("uniqueItems") is False:
             del part["uniqueItems"]
         if structure.disable_additional_properties and "properties" in part:
@@ -66,29 +66,31 @@ def check_multiple(multiple: Any) -> None:
     """Refuse a `multipleOf` whose automaton would be too large.
 
     Raises:
-        GrammarError: it is.
+        GrammarError: it is above MAX_MULTIPLE.
     """
     if isinstance(multiple, int) and multiple > MAX_MULTIPLE:
-        raise GrammarError(f"json: multipleOf: {multiple} is not supported: at most {MAX_MULTIPLE} is")
+        raise GrammarError(f"json: multipleOf: {multiple} is not supported: the maximum is {MAX_MULTIPLE}")
 
 
-def check_least_properties(part: dict[str, Any]) -> None:
-    """Refuse a `minProperties` that equal names could seem to reach: they count once.
+def check_min_properties(part: dict[str, Any]) -> None:
+    """Refuse `minProperties` where names are free: llguidance counts a repeated name twice, JSON once.
 
     Raises:
-        GrammarError: it is one.
+        GrammarError: the schema needs more properties than it requires by name.
     """
-    least, required = part.get("minProperties"), part.get("required")
+    minimum, required = part.get("minProperties"), part.get("required")
     num_required = len(required) if isinstance(required, list) else 0
     named_only = part.get("additionalProperties") is False and "patternProperties" not in part
-    if isinstance(least, int) and least > num_required + 1 and not named_only:
-        raise GrammarError(f"json: minProperties: {least} is not supported where names are free")
+    if isinstance(minimum, int) and minimum > num_required + 1 and not named_only:
+        raise GrammarError(
+            f"json: minProperties: {minimum} needs additionalProperties: false and no patternProperties"
+        )
 
 
 def rewrite_bounds(part: dict[str, Any]) -> None:
-    """An exclusive whole bound as one a little further in, where the other bound is less than one away.
+    """Make an exclusive integer bound a slightly tighter inclusive one, if the other bound is less than 1 away.
 
-    llguidance would include the bound itself there. Nothing is lost but numbers next to it.
+    llguidance would include the bound itself there. Only numbers very close to the bound are lost.
     """
     for exclusive, plain, other, sign in (
         ("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"), 1),
@@ -106,9 +108,9 @@ def rewrite_bounds(part: dict[str, Any]) -> None:
 
 
 def rewrite_format(part: dict[str, Any]) -> None:
-    """Formats that llguidance knows, instead of those that it does not; those that mean nothing are left out.
+    """Replace a format that llguidance lacks by a stricter one that it has, and drop unknown formats.
 
-    Dates begin with year 1: llguidance has a year 0, many languages have not.
+    Dates must have a year from 1 on: llguidance allows year 0, which many languages cannot parse.
     """
     name = part.get("format")
     if name in ("date", "date-time"):
@@ -120,16 +122,16 @@ def rewrite_format(part: dict[str, Any]) -> None:
 
 
 def rewrite_names(part: dict[str, Any]) -> None:
-    """`propertyNames` that are a pattern or a list as `patternProperties` or `properties`."""
+    """Rewrite `propertyNames`, if it is a pattern or an enum, as `patternProperties` or `properties`."""
     names = part.get("propertyNames")
     if not isinstance(names, dict) or "properties" in part or "patternProperties" in part:
         return
     rest = part.get("additionalProperties", True)
-    says = {name: value for name, value in names.items() if (name, value) != ("type", "string")}
-    if list(says) == ["pattern"]:
-        part["patternProperties"] = {says["pattern"]: rest}
-    elif list(says) == ["enum"] and isinstance(says["enum"], list):
-        part["properties"] = {name: rest for name in says["enum"] if isinstance(name, str)}
+    constraints = {name: value for name, value in names.items() if (name, value) != ("type", "string")}
+    if list(constraints) == ["pattern"]:
+        part["patternProperties"] = {constraints["pattern"]: rest}
+    elif list(constraints) == ["enum"] and isinstance(constraints["enum"], list):
+        part["properties"] = {name: rest for name in constraints["enum"] if isinstance(name, str)}
     else:
         return
     part["additionalProperties"] = False
@@ -137,23 +139,23 @@ def rewrite_names(part: dict[str, Any]) -> None:
 
 
 def rewrite_unevaluated(part: dict[str, Any]) -> None:
-    """`unevaluated...` as the plain keyword, where nothing else in the schema evaluates."""
-    for what, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
-        if what in part and not any(name in part for name in IN_PLACE):
-            part.setdefault(plain, part.pop(what))
+    """Rewrite `unevaluated...` as the plain keyword, if no in-place subschema could evaluate anything."""
+    for keyword, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
+        if keyword in part and not any(name in part for name in IN_PLACE):
+            part.setdefault(plain, part.pop(keyword))
 
 
 def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """A schema and all schemas in it, less those that are just true or false."""
+    """A schema and all its subschemas, except the booleans true and false."""
     if not isinstance(schema, dict):
         return
     yield schema
     inner = [schema.get(name) for name in SCHEMAS]
     for name in LISTS_OF_SCHEMAS:
-        if isinstance(found := schema.get(name), list):
-            inner += found
+        if isinstance(schemas := schema.get(name), list):
+            inner += schemas
     for name in MAPS_OF_SCHEMAS:
-        if isinstance(found := schema.get(name), dict):
-            inner += found.values()
+        if isinstance(by_name := schema.get(name), dict):
+            inner += by_name.values()
     for part in inner:
         yield from subschemas(part)

@@ -1,8 +1,8 @@
-"""Names for the content of KV blocks.
+"""Names of full KV blocks, by which equal prefixes share them.
 
-A full block is named by a sha256 chain: its own tokens, everything before it, and whatever else its keys and
-values depend on. Equal names mean equal KV, so blocks may be shared by name. sha256 rather than a faster
-hash: with a collision one user would read another's cache.
+A name is a sha256 chain over the block's tokens, the name of the block before it, and everything else that its
+keys and values depend on. Equal names mean equal content. The hash is a cryptographic one because after a
+collision one user would read another's cache.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from array import array
 from collections.abc import Sequence
 from hashlib import sha256
 
-ROOT = bytes(32)  # as long as a name, so that tokens and keys of one block never read as a parent of another
+ROOT = bytes(32)  # the parent of a first block; as long as a name, so that the hashed bytes are unambiguous
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> bytes:
-    """The name (32 bytes) of the block with `token_ids` behind the block named `parent` (`ROOT`: none).
+    """The name (32 bytes) of a block that holds `token_ids` and follows the block named `parent`.
 
-    extra: keys other than tokens, such as a cache salt on the first block.
+    parent: `ROOT` for the first block of a sequence.
+    extra: what else the content depends on, such as the cache salt (in the first block only).
     """
     return sha256(b"%d|%b%b%b" % (len(token_ids), parent, array("i", token_ids).tobytes(), extra)).digest()

@@ -1,11 +1,11 @@
-"""The pool of KV blocks: who uses each, what each holds, and which is given out next. O(1) per block.
+"""The pool of KV blocks, with reference counts and least-recently-used eviction. O(1) per block.
 
-Free blocks form a doubly linked list, threaded through the blocks themselves:
+Free blocks form a doubly linked list through the blocks themselves:
 
     front                                                     back
-    [ blocks that hold nothing nameable | least recently used ... most recently used ]
+    [ blocks without a name | least recently used ... most recently used ]
 
-Blocks are given out from the front. A free block keeps its content, and is found by its name, until then.
+Blocks are allocated from the front. Until then a free block keeps its content and can be looked up by name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from collections.abc import Iterable, Iterator
 
 
 class Block:
-    """One KV block. `name` is the hash of its content once that is full and known; `num_refs` its users."""
+    """One KV block.
+
+    num_refs: sequences that use it. name: see `block_hash`; None until the block is full and its tokens are known.
+    """
 
     __slots__ = ("block_id", "name", "next", "num_refs", "prev")
 
@@ -46,31 +49,31 @@ class BlockPool:
         return len(self.blocks)
 
     def find(self, name: bytes) -> Block | None:
-        """The block with this content, in use or free."""
+        """The block with this name, in use or free; None if there is none."""
         return self.named.get(name)
 
     def allocate(self, count: int) -> list[Block]:
-        """Take `count` blocks for one user, dropping what they held.
+        """Take `count` free blocks, each with one reference; their old content is lost.
 
         Raises:
-            ValueError: fewer are free.
+            ValueError: fewer blocks are free.
         """
         if count > self.num_free:
-            raise ValueError(f"{count} blocks wanted, {self.num_free} free")
+            raise ValueError(f"{count} blocks requested, {self.num_free} free")
         return [self._take_front() for _ in range(count)]
 
     def share(self, blocks: Iterable[Block]) -> None:
-        """Count one more user of each; blocks found free leave the free list."""
+        """Add a reference to each block; free ones leave the free list."""
         for block in blocks:
             if block.num_refs == 0:
                 self._unlink(block)
             block.num_refs += 1
 
     def free(self, blocks: Iterable[Block]) -> None:
-        """Count one user less of each, in the given order; blocks without a user become free.
+        """Drop a reference to each block, in the given order; blocks without references become free.
 
-        Give a request's blocks last first: of equally old ones, the end of a prefix is then reused before its
-        beginning, which more requests share.
+        Pass a sequence's blocks last first: the end of its prefix is then evicted before the beginning, which
+        more sequences can share.
         """
         for block in blocks:
             block.num_refs -= 1
@@ -79,19 +82,19 @@ class BlockPool:
                 self._link(self._ends if block.name is None else self._ends.prev, block)
 
     def register(self, block: Block, name: bytes) -> None:
-        """Name the content of `block`, unless another block has that name already."""
+        """Give `block` a name, unless another block already has it."""
         if block.name is None and name not in self.named:
             block.name = name
             self.named[name] = block
 
     def forget(self) -> None:
-        """Drop all names: nothing computed so far can be found again."""
+        """Drop all names, so that no block computed so far is shared again."""
         for block in self.named.values():
             block.name = None
         self.named.clear()
 
     def free_order(self) -> Iterator[int]:
-        """Ids of the free blocks, in the order in which they would be given out."""
+        """Ids of the free blocks, in the order of allocation."""
         block = self._ends.next
         while block is not None and block is not self._ends:
             yield block.block_id

@@ -1,4 +1,4 @@
-"""Which blocks hold a request's keys and values, and which of them it shares by prefix."""
+"""The KV blocks of each sequence, with cached prefixes shared between sequences."""
 
 from __future__ import annotations
 
@@ -10,30 +10,34 @@ from pagewire.engine_core.schedule.sequence import Sequence
 
 
 class KVCache:
-    """The block pool, in terms of requests and tokens."""
+    """The block pool in terms of sequences and tokens."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that so many tokens fill or begin."""
+        """Number of blocks that hold `num_tokens` tokens, the last one perhaps in part."""
         return -(-num_tokens // self.block_size)
 
     def cached_prefix(self, request: Sequence) -> list[Block]:
-        """Blocks that already hold the beginning of the request, at most all but its last token.
+        """Full blocks that already hold the beginning of the sequence, without its last token.
 
-        A request that wants log probabilities of its prompt gets none: they come from computing it.
+        The last token must always be computed, as its logits give the next one. For the same reason there are none
+        if log probabilities of the prompt are requested.
         """
         if request.wants_prompt_logprobs:
             return []
         self._name_blocks(request)
         usable = request.block_names[: (len(request.token_ids) - 1) // self.block_size]
-        found = takewhile(lambda block: block is not None, map(self.pool.find, usable))
-        return [block for block in found if block is not None]
+        blocks = takewhile(lambda block: block is not None, map(self.pool.find, usable))
+        return [block for block in blocks if block is not None]
 
     def admit(self, request: Sequence, watermark: int) -> bool:
-        """Give the request its cached prefix and new blocks for the rest, if then `watermark` stay free."""
+        """Give a sequence its cached prefix and new blocks for the rest.
+
+        Returns False, and does nothing, if fewer than `watermark` blocks would stay free.
+        """
         cached = self.cached_prefix(request)
         num_new = self.blocks_for(len(request.token_ids)) - len(cached)
         num_idle = sum(block.num_refs == 0 for block in cached)
@@ -46,21 +50,21 @@ class KVCache:
         return True
 
     def missing(self, request: Sequence, num_tokens: int) -> int:
-        """Blocks that the request lacks for its first `num_tokens` tokens."""
+        """Number of blocks that the sequence still needs for its first `num_tokens` tokens."""
         return max(0, self.blocks_for(num_tokens) - len(request.blocks))
 
     def grow(self, request: Sequence, count: int) -> list[int]:
-        """Give the request `count` more blocks; their ids.
+        """Append `count` new blocks to the sequence and return their ids.
 
         Raises:
-            ValueError: fewer are free.
+            ValueError: fewer blocks are free.
         """
         blocks = self.pool.allocate(count)
         request.blocks += blocks
         return [block.block_id for block in blocks]
 
     def register(self, request: Sequence) -> None:
-        """Name the request's blocks that are full, known and launched, so that others may share them."""
+        """Name the blocks whose tokens are all known and computed (or launched), so that others can share them."""
         num_full = min(request.computed, len(request.token_ids)) // self.block_size
         if num_full <= request.num_registered:
             return
@@ -70,7 +74,7 @@ class KVCache:
         request.num_registered = num_full
 
     def free(self, request: Sequence) -> None:
-        """Give the request's blocks back, last first."""
+        """Return the sequence's blocks to the pool."""
         self.pool.free(reversed(request.blocks))
         request.blocks = []
         request.computed = request.num_registered = 0

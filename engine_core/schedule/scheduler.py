@@ -1,18 +1,19 @@
-"""What runs next. Pure: no IO, no clock, no torch; events in, plans and deltas out.
+"""The scheduler: decides which tokens run in the next step. Pure: no IO, no clock, no torch.
 
     add(request)   plan() -> StepPlan   commit(StepResult) -> deltas   abort(requests)   fail() -> deltas
 
-Each plan spends one token budget: running requests first, in order, then waiting ones while budget, slots and
-blocks last. There are no prefill and decode phases: a request runs what it has not computed yet, in chunks
-if need be. Up to `depth` plans may be in flight: the next one is made before the tokens of the last are
-known, so a request that ends by a stop token may have one row too many in flight, whose token is dropped;
-an end by length is foreseen.
+Each plan spends one token budget: running sequences first, in order, then waiting ones while budget, slots and
+blocks last. There are no prefill and decode phases: a sequence runs the tokens that it has not computed yet, in
+chunks if necessary. Up to `depth` plans may be in flight. The next one is made before the tokens of the last one
+are known, so a sequence that ends with a stop token may have one row too many in flight; the token of that row is
+dropped. An end by length is known in advance.
 
-When blocks run out, the last in order is preempted: its blocks are freed and it waits to be recomputed.
-Only requests with no step in flight are; to get there, nothing behind a request that lacks blocks is planned.
+When blocks run out, the last running sequence is preempted: its blocks are freed, and it is recomputed later. A
+sequence with a step in flight cannot be preempted. So nothing behind the sequence that lacks blocks is planned,
+and one step later the last sequence is idle.
 
-What a row under a grammar may sample depends on the token before, which may be in flight when the row is
-planned: its mask is made by `masks`, once the step is the oldest in flight, and follows the plan.
+The grammar mask of a row depends on the token before, which may still be in flight when the row is planned. So
+`masks` makes it when the step is the oldest in flight, and it is sent after the plan.
 """
 
 from __future__ import annotations
@@ -33,13 +34,19 @@ from pagewire.ipc.messages import Masks, Row, SlotInit, StepPlan, StepResult, To
 
 Outcome: TypeAlias = tuple[Sequence, TokenDelta]
 
-CRASHES_TO_ISOLATE = 2
-MAX_STALE = 64  # aborted requests that may lie in the heap, beside as many as wait
+CRASHES_TO_ISOLATE = 2  # worker crashes after which a sequence runs alone, to find the one that causes them
+MAX_STALE = (
+    64  # finished entries that the heap may hold beyond the number of waiting ones, before it is rebuilt
+)
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Limits of a scheduler. `watermark`: share of the blocks that stays free when a request is admitted."""
+    """Limits of a scheduler.
+
+    depth: maximum number of steps in flight.
+    watermark: fraction of the blocks that must stay free when a sequence is admitted, for running ones to grow.
+    """
 
     num_blocks: int
     block_size: int
@@ -61,7 +68,10 @@ class SchedulerConfig:
 
 @dataclass(slots=True)
 class PlannedStep:
-    """A plan in the making, then in flight."""
+    """A step that is being planned or in flight; `requests[i]` is the sequence of `rows[i]`.
+
+    budget: tokens that may still be added. masked: some row samples under a grammar.
+    """
 
     step_id: int
     budget: int
@@ -74,7 +84,7 @@ class PlannedStep:
 
 @dataclass
 class SchedulerStats:
-    """Counts since the start."""
+    """Counts since the core started."""
 
     num_steps: int = 0
     num_preemptions: int = 0
@@ -85,7 +95,10 @@ class SchedulerStats:
 
 
 class Scheduler:
-    """Owns every unfinished request and every KV block."""
+    """Owns all unfinished sequences and all KV blocks.
+
+    running: in order of priority, then arrival. suspects: waiting to run alone, see `fail`.
+    """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
@@ -94,7 +107,9 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.in_flight: deque[PlannedStep] = deque()
         self.suspects: list[Sequence] = []
-        self._waiting: list[tuple[int, int, Sequence]] = []  # heap; finished ones are skipped when met
+        self._waiting: list[
+            tuple[int, int, Sequence]
+        ] = []  # a heap; finished entries are skipped when they come up
         self._num_waiting = 0
         self._free_slots = list(range(config.max_num_seqs))[::-1]
         self._freed_slots: list[int] = []
@@ -105,34 +120,34 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that hold no slot."""
+        """Number of sequences without a slot: new or preempted."""
         return self._num_waiting + len(self.suspects)
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that are not finished."""
+        """Number of running and waiting sequences."""
         return len(self.running) + self.num_waiting
 
     @property
     def kv_usage(self) -> float:
-        """Share of the blocks that are in use, 0 to 1."""
+        """Fraction of the KV blocks in use, 0 to 1."""
         return 1.0 - self.kv.pool.num_free / len(self.kv.pool)
 
     def add(self, request: Sequence) -> None:
-        """Let `request` wait for its turn."""
+        """Queue a sequence."""
         self._wait(request)
 
     def abort(self, requests: Iterable[Sequence]) -> None:
-        """End requests without a word; what is in flight for them is dropped when it returns."""
+        """End sequences without a delta; their tokens in flight are dropped on return."""
         for request in requests:
             if not request.finished:
                 self._finish(request)
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step, or None if there is nothing to run, or nothing can run before a commit.
+        """The next step, or None if nothing can run now (a commit may change that).
 
         Raises:
-            RuntimeError: `depth` steps are in flight already.
+            RuntimeError: `depth` steps are already in flight.
         """
         if len(self.in_flight) >= self.config.depth:
             raise RuntimeError(f"{len(self.in_flight)} steps are in flight")
@@ -148,9 +163,10 @@ class Scheduler:
         return StepPlan(step.step_id, step.rows, step.inits, freed, step.masked)
 
     def masks(self, now: float) -> tuple[Masks | None, list[Outcome]]:
-        """What rows of the oldest step in flight may sample, if its plan is `masked`; wanted once per step.
+        """Grammar masks for the oldest step in flight; None if no row of it has a grammar. Call once per step.
 
-        A request whose grammar cannot go on ends with an error, and its row gets no mask: the token is dropped.
+        A sequence whose grammar allows no next token ends with an error: its row gets no mask, and its token is
+        dropped.
         """
         if not self.in_flight or not self.in_flight[0].masked:
             return None, []
@@ -168,13 +184,13 @@ class Scheduler:
         return Masks(step.step_id, rows, Tensor("int32", (len(rows), width), b"".join(bits))), outcomes
 
     def commit(self, result: StepResult, now: float) -> list[Outcome]:
-        """Take in what the oldest step in flight gave.
+        """Append the tokens of the oldest step in flight; returns the sequences' deltas.
 
         Raises:
-            ValueError: `result` is of another step, or has not one token per row that samples.
+            ValueError: `result` is that of another step, or its number of tokens is wrong.
         """
         if not self.in_flight or self.in_flight[0].step_id != result.step_id:
-            raise ValueError(f"result of step {result.step_id} does not belong to the oldest step in flight")
+            raise ValueError(f"the result of step {result.step_id} is not that of the oldest step in flight")
         step = self.in_flight[0]
         if len(result.token_ids) != sum(row.sample for row in step.rows):
             raise ValueError(f"step {step.step_id} returned {len(result.token_ids)} tokens")
@@ -192,10 +208,10 @@ class Scheduler:
         return outcomes
 
     def fail(self, now: float) -> list[Outcome]:
-        """The worker is lost, and all KV with it: every running request is to be recomputed.
+        """Queue every running sequence again, because the worker and with it all KV is lost.
 
-        A request in flight at `CRASHES_TO_ISOLATE` crashes since its last token runs alone from then on; if
-        it crashes again it ends with an error.
+        A sequence that was in flight at `CRASHES_TO_ISOLATE` crashes since its last token runs alone from then on.
+        If the worker crashes again, the sequence ends with an error. Returns the deltas of such ends.
         """
         crashed = {id(request): request for step in self.in_flight for request in step.requests}
         for request in crashed.values():
@@ -215,7 +231,7 @@ class Scheduler:
         return outcomes
 
     def preempt_all(self) -> bool:
-        """Send every running request back to waiting. False, and nothing done, while steps are in flight."""
+        """Preempt every running sequence. Returns False, and does nothing, while steps are in flight."""
         if self.in_flight:
             return False
         for request in list(self.running):
@@ -223,7 +239,7 @@ class Scheduler:
         return True
 
     def reset_prefix_cache(self) -> bool:
-        """Forget the content of all blocks. False, and nothing done, while requests use blocks."""
+        """Drop all cached prefixes. Returns False, and does nothing, while sequences are running."""
         if self.running:
             return False
         self.kv.pool.forget()
@@ -232,7 +248,7 @@ class Scheduler:
     # ------------------------------------------------------------ planning
 
     def _plan_running(self, step: PlannedStep) -> bool:
-        """Plan running requests. False if blocks ran out: then nothing new may begin."""
+        """Plan running sequences. False if blocks ran out, so that no waiting one may be admitted."""
         num_preemptions = self.stats.num_preemptions
         for request in list(self.running):
             if step.budget == 0:
@@ -248,7 +264,7 @@ class Scheduler:
 
     def _plan_waiting(self, step: PlannedStep, now: float) -> None:
         if self.suspects:
-            if not self.running and not self.in_flight:  # not even with a row whose token will be dropped
+            if not self.running and not self.in_flight:  # alone means: without leftover rows either
                 self._admit(step, self.suspects[0], now)
             return
         if len(self.running) == 1 and self.running[0].num_crashes >= CRASHES_TO_ISOLATE:
@@ -259,7 +275,7 @@ class Scheduler:
                 break
 
     def _admit(self, step: PlannedStep, request: Sequence, now: float) -> bool:
-        """Give a waiting request blocks and a slot, and plan its first chunk; False if it does not fit."""
+        """Give a waiting sequence blocks and a slot, and plan its first chunk; False if it does not fit."""
         if not self.kv.admit(request, self._watermark if self.running else 0):
             return False
         self._leave_waiting(request)
@@ -285,10 +301,10 @@ class Scheduler:
         return True
 
     def _chunk(self, request: Sequence, step: PlannedStep) -> int:
-        """How many tokens of the request this step runs."""
+        """Number of tokens of the sequence to run in this step."""
         count = min(request.num_to_compute, step.budget)
         if request.computed < request.num_prompt_logprobs:
-            # Recomputing what was returned already: a chunk of its own, without log probabilities.
+            # These prompt log probabilities were returned before a preemption: recompute in a chunk without them.
             count = min(count, request.num_prompt_logprobs - request.computed)
         return count
 
@@ -311,7 +327,7 @@ class Scheduler:
         self.kv.register(request)
 
     def _make_room(self, request: Sequence, missing: int) -> bool:
-        """Free `missing` blocks by preempting from the end of the order; False if `request` must wait."""
+        """Free `missing` blocks by preempting the last sequences; False if `request` must wait."""
         while self.kv.pool.num_free < missing:
             victim = self.running[-1]
             if victim.num_in_flight:
@@ -398,7 +414,7 @@ class Scheduler:
         else:
             self._num_waiting -= 1
             if self._waiting[0][-1] is request:
-                heapq.heappop(self._waiting)  # elsewhere in the heap it is dropped when it comes up
+                heapq.heappop(self._waiting)  # anywhere else in the heap it is skipped when it comes up
             elif len(self._waiting) > 2 * self._num_waiting + MAX_STALE:
                 waiting = (entry for entry in self._waiting if entry[-1].state is State.WAITING)
                 self._waiting = [entry for entry in waiting if entry[-1] is not request]
@@ -410,7 +426,7 @@ class Scheduler:
         self._wait(request)
 
     def _stop_running(self, request: Sequence) -> None:
-        """Take blocks and slot from a running request; safe with steps in flight, as workers keep order."""
+        """Free blocks and slot of a running sequence; safe with steps in flight, as workers run plans in order."""
         self.running.remove(request)
         self.kv.free(request)
         self._free_slots.append(request.slot)

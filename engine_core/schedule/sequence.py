@@ -1,4 +1,4 @@
-"""One sequence on its way through the engine."""
+"""The state of one sequence in the core."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagewire.ipc.params import SamplingParams
 
 
 class State(Enum):
-    """Where a sequence is."""
+    """Scheduling state of a sequence: in the queue, in a slot, or ended."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -21,18 +21,22 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One of the n sequences of a request, and all that is known of it.
+    """One of the n sequences of a request.
 
         token_ids   [ prompt ............ | output ........ ]
         computed     ------------------------------->           KV written, or launched
         num_pending                                        ++   sampled in flight, not yet known
 
-    arrival: position in the order of all arrivals. max_output: most tokens it may generate.
-    num_in_flight: steps launched and not yet returned that run this request.
-    num_crashes: worker crashes with this request in the batch, since it last got a token.
-    namespace: set apart in the prefix cache (salt).
+    client: the frontend's identity. key: of the request, chosen by the frontend. index: 0 to n - 1.
+    arrival: position in the order of arrival. max_output: maximum number of output tokens.
+    num_in_flight: steps in flight that run this sequence.
+    num_crashes: worker crashes with this sequence in flight, since its last token.
+    namespace: prefixes are shared within a namespace only (it holds the cache salt).
+    num_cached_tokens: tokens found in the prefix cache on first admission; None before that.
     token_gap: seconds between the last two tokens; 0 until there are two.
-    matcher: what its output must look like, and how far it is; None: anything goes.
+    matcher: its position in the grammar of its structured output; None without one.
+
+    Times are in seconds on the monotonic clock, 0 until they are known.
     """
 
     client: bytes
@@ -69,33 +73,33 @@ class Sequence:
 
     @property
     def output_token_ids(self) -> list[int]:
-        """Generated tokens that are known."""
+        """The generated tokens that are known, without those in flight."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
     def num_output_tokens(self) -> int:
-        """How many generated tokens are known."""
+        """Number of generated tokens that are known."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_to_compute(self) -> int:
-        """Tokens whose KV is to be computed; 0 once all that it may generate is drawn or in flight."""
+        """Number of tokens whose KV is still to be computed; 0 if the last output token is already in flight."""
         if self.num_output_tokens + self.num_pending >= self.max_output:
             return 0
         return len(self.token_ids) + self.num_pending - self.computed
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Only the first of n sequences: they are the same for all."""
+        """True if prompt log probabilities are requested. Only the first of n sequences returns them."""
         return self.params.prompt_logprobs is not None and self.index == 0
 
     @property
     def finished(self) -> bool:
-        """True once nothing more comes."""
+        """True if the sequence has ended."""
         return self.state is State.FINISHED
 
     def timing(self, now: float) -> RequestTiming:
-        """When what happened, for the last delta."""
+        """The timing to report, with `now` as the end."""
         return RequestTiming(self.arrival_time, self.scheduled_time, self.first_token_time, now)
 
 
@@ -123,10 +127,10 @@ def sequences(
     max_model_len: int,
     share_prefixes: bool,
 ) -> list[Sequence]:
-    """The n sequences that `submitted` asks for, with arrivals from `arrival` on.
+    """The n sequences of a submitted request, with `arrival`, `arrival` + 1, ... as their order of arrival.
 
-    Without `share_prefixes` each submitted request gets a namespace of its own, so that only its own n
-    sequences share the prompt, which is then computed once.
+    Without `share_prefixes` each request gets a namespace of its own, so that only its own n sequences share the
+    prompt.
     """
     prompt, params = submitted.prompt_token_ids, submitted.params
     namespace = (submitted.cache_salt or "").encode()

@@ -1,6 +1,6 @@
-"""When a sequence ends in the core: end of sequence, stop tokens, a complete grammar, length.
+"""The ends of a sequence that the core detects: end of sequence, stop tokens, a complete grammar, length.
 
-(Stop strings need text, which only the frontend has: it aborts the sequence.)
+Stop strings are detected by the frontend, which alone has text; it then aborts the sequence.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pagewire.engine_core.schedule.sequence import Sequence
 
 
 def stop_ids(request: Sequence) -> list[int]:
-    """Tokens that end the sequence, and that `min_tokens` holds back."""
+    """Tokens that end the sequence, which the sampler excludes until `min_tokens` are generated."""
     ids = list(request.params.stop_token_ids or [])
     if request.eos_token_id is not None and not request.params.ignore_eos:
         ids.append(request.eos_token_id)
@@ -19,7 +19,7 @@ def stop_ids(request: Sequence) -> list[int]:
 
 
 def finish_reason(request: Sequence) -> tuple[str | None, int | None]:
-    """Why the sequence ends with its last token ("stop", "length" or None), and the stop token, if any."""
+    """("stop" or "length", the stop token if one of `stop_token_ids` ended it), or (None, None) if it goes on."""
     last, params = request.token_ids[-1], request.params
     if request.num_output_tokens >= params.min_tokens:
         if last == request.eos_token_id and not params.ignore_eos:

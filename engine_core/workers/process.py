@@ -1,8 +1,8 @@
-"""The worker process as the core sees it: started, told what to do, watched, and started again.
+"""The core's handle on the worker process: start, messages, supervision, restart.
 
     start -> WorkerHello -> WorkerConfig -> Progress ... -> Ready -> StepPlan <-> StepResult ...
 
-An exit is seen through a pidfd at once, a hang by a time limit per step.
+A pidfd reports an exit at once; a time limit per step detects a hang.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ WORKER_COMMAND = (sys.executable, "-m", "pagewire.workers.main")
 
 
 class Worker:
-    """One worker process. `ready` is what it learned while loading, or None until then."""
+    """A worker process, which may be started again and again.
+
+    ready: its `Ready` message, None while it is loading. failure: the cause that it gave before it exited.
+    """
 
     def __init__(
         self,
@@ -59,16 +62,16 @@ class Worker:
 
     @property
     def exit_fd(self) -> int:
-        """Becomes readable when the process ends; -1 while there is none."""
+        """A file descriptor that becomes readable when the process ends; -1 while there is no process."""
         return self._exit_fd
 
     @property
     def pid(self) -> int | None:
-        """Process id, or None while there is none."""
+        """Process id, None while there is no process."""
         return None if self._child is None else self._child.pid
 
     def start(self) -> None:
-        """Start the process. What an earlier one may still send is ignored: each has its own identity."""
+        """Start the process. Each has an identity of its own, so late messages of an earlier one are ignored."""
         self.num_starts += 1
         self.ready = self.failure = None
         self._identity = f"worker-{self.num_starts}".encode()
@@ -79,7 +82,7 @@ class Worker:
         logger.info("worker %d started (pid %d)", self.num_starts, self._child.pid)
 
     def messages(self) -> Iterator[FromWorker]:
-        """What the process has sent, less what belongs to its start."""
+        """Messages that have arrived; `WorkerHello` and `Progress` are handled here."""
         while True:
             try:
                 identity, *frames = receive(self.socket, zmq.NOBLOCK)
@@ -90,11 +93,11 @@ class Worker:
             try:
                 message = self._codec.decode(frames)
             except ProtocolError as error:
-                logger.error("the worker sent what is no message: %s", error)
+                logger.error("invalid message from the worker: %s", error)
                 self.kill()
                 return
             if isinstance(message, WorkerHello):
-                self._greet(message)
+                self._handshake(message)
             elif isinstance(message, Progress):
                 logger.info("worker: %s took %.2f s", message.phase, message.seconds)
             else:
@@ -105,7 +108,7 @@ class Worker:
                 yield message
 
     def send(self, message: Any) -> None:
-        """Send to the process. If it is gone already, its exit will tell."""
+        """Send to the process. If it has just ended, nothing happens: `exit_fd` reports that."""
         try:
             send(self.socket, [self._identity, *self._codec.encode(message)])
         except zmq.ZMQError as error:
@@ -113,7 +116,7 @@ class Worker:
                 raise
 
     def reap(self) -> str:
-        """Take note that the process has ended: why, in words."""
+        """Clean up after the process has ended; returns the reason as text."""
         assert self._child is not None
         status = self._child.kill()
         os.close(self._exit_fd)
@@ -125,7 +128,7 @@ class Worker:
         return f"exited with status {status}"
 
     def kill(self) -> None:
-        """End the process now; its exit is noticed as any other."""
+        """Kill the process; `exit_fd` reports its exit."""
         if self._child is not None:
             self._child.process.kill()
 
@@ -137,26 +140,29 @@ class Worker:
             self._exit_fd, self._child = -1, None
         self.socket.close()
 
-    def _greet(self, hello: WorkerHello) -> None:
+    def _handshake(self, hello: WorkerHello) -> None:
         if hello.protocol != PROTOCOL:
-            self.failure = WorkerFailed(f"it speaks protocol {hello.protocol}, not {PROTOCOL}", fatal=True)
+            self.failure = WorkerFailed(f"it uses protocol {hello.protocol}, not {PROTOCOL}", fatal=True)
             self.kill()
         else:
             self.send(self._config)
 
 
 class Stopwatch:
-    """Seconds since a step was launched with nothing else in flight; tells a hung worker."""
+    """Detects a hung worker: measures how long the oldest step in flight has been running.
+
+    limit: seconds.
+    """
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
         self._since: float | None = None
 
     def restart(self, running: bool) -> None:
-        """Begin anew, or stop if nothing is running."""
+        """Start at zero; stop if no step is running."""
         self._since = time.monotonic() if running else None
 
     @property
     def expired(self) -> bool:
-        """True once the limit is passed."""
+        """True if the oldest step has been running for longer than the limit."""
         return self._since is not None and time.monotonic() - self._since > self.limit

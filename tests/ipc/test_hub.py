@@ -10,7 +10,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 import pagewire.demo
 from pagewire.ipc.errors import ModelNotFoundError
-from pagewire.ipc.hub import cache_root, model_folder, read_json
+from pagewire.ipc.hub import model_folder, read_json
 
 
 def repository(tmp_path: Path, *files: str) -> tuple[list[dict[str, Any]], Callable[..., str]]:
@@ -151,14 +151,3 @@ def test_reading_json(tmp_path: Path) -> None:
     file.write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
         read_json(file)
-
-
-def test_where_caches_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PAGEWIRE_CACHE_ROOT", "/a")
-    assert cache_root() == Path("/a")
-    monkeypatch.delenv("PAGEWIRE_CACHE_ROOT")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-    assert cache_root() == Path("/b/pagewire")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/me")
-    assert cache_root() == Path("/home/me/.cache/pagewire")

@@ -144,7 +144,7 @@ def test_a_runtime_directory_open_to_others_is_refused(
     monkeypatch.setenv("PAGEWIRE_RPC_BASE_PATH", str(tmp_path))
     (tmp_path / "pagewire").mkdir()
     (tmp_path / "pagewire").chmod(mode)
-    with pytest.raises(PermissionError, match="must be a directory of yours with mode 0700"):
+    with pytest.raises(PermissionError, match="must be a directory owned by you with mode 0700"):
         runtime_dir()
 
 
@@ -154,7 +154,7 @@ def test_a_runtime_directory_that_is_a_link_is_refused(
     monkeypatch.setenv("PAGEWIRE_RPC_BASE_PATH", str(tmp_path))
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / "pagewire").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(PermissionError, match="remove or mend it"):
+    with pytest.raises(PermissionError, match="remove it or fix its mode"):
         runtime_dir()
 
 

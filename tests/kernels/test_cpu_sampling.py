@@ -110,7 +110,7 @@ def literal_mass(depth: float) -> int:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_token_masses(kernels: CpuKernels, dtype: torch.dtype, size: int) -> None:
+def test_fixed_point_probabilities(kernels: CpuKernels, dtype: torch.dtype, size: int) -> None:
     torch.manual_seed(size)
     depths = (torch.rand(size) * 40).to(dtype).float()
     depths[::7] *= 2.0**-20

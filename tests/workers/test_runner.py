@@ -122,10 +122,10 @@ def test_a_row_with_nan_fails_alone(llama: Path, tmp_path: Path) -> None:
 
 
 def test_an_empty_plan_and_timing(runner: Runner) -> None:
-    since = runner.device.mark()
+    since = runner.device.record_event()
     step = runner.launch(StepPlan(4, []))
     result = step.finish(since)
-    assert step.reached() and step.ended.seconds_since(since) >= 0
+    assert step.reached() and step.end.seconds_since(since) >= 0
     assert (result.step_id, result.token_ids) == (4, [])
     assert result.busy_us >= 0
     assert result.idle_us >= 0

@@ -1,4 +1,4 @@
-"""The CPU as a device: threads, memory, and steps that are done when they have been called."""
+"""The CPU as a device: threads and memory. It is synchronous: every call returns with its work done."""
 
 from __future__ import annotations
 
@@ -21,58 +21,60 @@ from pagewire.workers.sample.masks import TokenMasks
 from pagewire.workers.sample.sampler import SampleOutput, SamplingSlot, sample
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
-POPULATED = 4 << 30  # bytes of KV memory: the default size of all of it
-OTHER_BYTES = 256 << 20  # of a step, beside its logits
+POPULATED = (
+    4 << 30
+)  # pre-fault at most these bytes of the KV cache while idle (4 GiB, the default cache size)
+OTHER_BYTES = 256 << 20  # memory of a step beside its logits
 
 
 @dataclass(frozen=True)
-class Moment:
-    """A point in the work of the CPU, which is done when it has been called. See `interface.Mark`."""
+class CpuEvent:
+    """A timestamp as an `interface.Event`: the CPU's work is done when the call returns."""
 
     seconds: float
 
     def reached(self) -> bool:
-        """Always."""
+        """True: the work is done already."""
         return True
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
-    def seconds_since(self, earlier: Moment) -> float:
-        """See `Mark.seconds_since`."""
+    def seconds_since(self, earlier: CpuEvent) -> float:
+        """See `Event.seconds_since`."""
         return self.seconds - earlier.seconds
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """Tokens that are there. See `interface.Sampled`."""
+class CpuPendingTokens:
+    """Sampled tokens as `interface.PendingTokens`; they are never pending."""
 
     output: SampleOutput
 
     @property
     def token_ids(self) -> Tensor:
-        """See `Sampled.token_ids`."""
+        """See `PendingTokens.token_ids`."""
         return torch.tensor(self.output.token_ids)
 
     def reached(self) -> bool:
-        """Always."""
+        """True: the work is done already."""
         return True
 
     def finish(self) -> SampleOutput:
-        """Nothing to wait for."""
+        """The tokens."""
         return self.output
 
 
-class CpuSampler:
-    """`sampler.sample`, as a device's sampler: logits of another device are fetched, and waited for."""
+class CpuTokenSampler:
+    """`sampler.sample` as a `TokenSampler`. Logits of another device are copied to the CPU first."""
 
-    def launch(self, logits: Tensor, slots: Sequence[SamplingSlot], masks: TokenMasks) -> Drawn:
-        """See `Sampler.launch`."""
-        return Drawn(sample(logits.cpu(), slots, masks))
+    def launch(self, logits: Tensor, slots: Sequence[SamplingSlot], masks: TokenMasks) -> CpuPendingTokens:
+        """See `TokenSampler.launch`."""
+        return CpuPendingTokens(sample(logits.cpu(), slots, masks))
 
 
 class Cpu:
-    """This machine's processors. Methods as in `interface.Device`."""
+    """The CPU; methods as in `interface.Device`."""
 
     name = "cpu"
     torch_device = torch.device("cpu")
@@ -85,10 +87,10 @@ class Cpu:
 
     @classmethod
     def open(cls, num_threads: int | None) -> Cpu:
-        """Take the threads.
+        """Configure threads and the memory allocator of this process.
 
         Raises:
-            LoadError: a bad thread binding.
+            LoadError: the thread binding is invalid.
         """
         keep_memory()
         num_threads = bind_threads(num_threads)
@@ -108,22 +110,22 @@ class Cpu:
         return (dtype,)
 
     def prepare(self, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> None:
-        """Kernels are compiled at first use, all at once."""
+        """Nothing to do: the CPU's kernels are compiled at first use."""
 
     def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """They are there already."""
+        """The tensors themselves, which are on this device already."""
         return list(tensors)
 
-    def mark(self) -> Moment:
-        """Now: what was called has been done."""
-        return Moment(time.monotonic())
+    def record_event(self) -> CpuEvent:
+        """The current time."""
+        return CpuEvent(time.monotonic())
 
-    def sampler(self, max_rows: int, vocab_size: int, most: int) -> CpuSampler:
+    def sampler(self, max_rows: int, vocab_size: int, max_most_likely: int) -> CpuTokenSampler:
         """See `Device.sampler`."""
-        return CpuSampler()
+        return CpuTokenSampler()
 
     def can_record(self, dtype: torch.dtype) -> bool:
-        """There is nothing to gain."""
+        """False: the CPU has no graphs."""
         return False
 
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -136,7 +138,7 @@ class Cpu:
         return kv_budget(config, machine_memory()[1], widest * vocab_size * 8 + OTHER_BYTES)
 
     def give_back(self) -> None:
-        """The system has it already."""
+        """Nothing to do: the system has it already."""
 
     def memory(self) -> dict[str, int]:
         """See `Device.memory`."""
@@ -145,10 +147,10 @@ class Cpu:
 
 
 def keep_memory() -> None:
-    """Tell the C library to keep what is freed: every step takes the same megabytes again.
+    """Make malloc keep freed memory, since every step allocates the same megabytes again.
 
-    Given back to the system, they would come as new pages, zeroed and mapped one by one: a quarter of the time
-    of a step of 2,048 tokens of a model of 300 million parameters.
+    Memory returned to the system comes back as new pages, which are zeroed and mapped one by one. That took a
+    quarter of a step of 2,048 tokens with a model of 300 million parameters.
     """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(M_MMAP_MAX, 0)
@@ -156,10 +158,10 @@ def keep_memory() -> None:
 
 
 def bind_threads(num_threads: int | None) -> int:
-    """How many threads to use; `PAGEWIRE_CPU_OMP_THREADS_BIND` ("0-3,8") also says on which CPUs.
+    """The number of threads; binds them to the CPUs in `PAGEWIRE_CPU_OMP_THREADS_BIND` ("0-3,8"), if set.
 
     Raises:
-        LoadError: the variable is malformed, or names CPUs this process may not use.
+        LoadError: the variable is malformed, or lists CPUs that this process may not use.
     """
     text = os.environ.get("PAGEWIRE_CPU_OMP_THREADS_BIND", "auto")
     if text in ("", "auto", "all", "nobind"):
@@ -184,7 +186,7 @@ def parse_cpus(text: str) -> set[int]:
         first, _, last = part.partition("-")
         cpus.update(range(int(first), int(last or first) + 1))
     if not cpus:
-        raise ValueError("it names no CPU")
+        raise ValueError("the list of CPUs is empty")
     return cpus
 
 
@@ -198,13 +200,13 @@ def machine_memory() -> tuple[int, int]:
 
 
 def cgroup_cpus() -> int:
-    """How many CPUs' time this process may use."""
+    """The number of CPUs in the quota of this process's control group; all CPUs without one."""
     quota = cgroup_figures("cpu.max")
     return max(1, quota[0] // quota[1]) if len(quota) == 2 else os.cpu_count() or 1
 
 
 def cgroup_figures(name: str) -> list[int]:
-    """The numbers in a file of this process's control group (version 2); empty: there is no such limit."""
+    """The numbers in a file of this process's control group (version 2); empty without such a limit."""
     try:
         group = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2].lstrip("/")
         return [int(figure) for figure in (Path("/sys/fs/cgroup") / group / name).read_text().split()]

@@ -1,4 +1,4 @@
-"""A GPU as a device: work is queued on a stream, and the host goes on; graphs replay what was recorded once."""
+"""A GPU as a device. It is asynchronous: calls queue work on a stream and return. Graphs replay recorded steps."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ from pagewire.kernels.cuda.launch import Device
 from pagewire.kernels.cuda.norms import DTYPES as KERNEL_DTYPES
 from pagewire.kernels.cuda.sampling import MAX_VOCAB_SIZE
 from pagewire.kernels.cuda.source import Variant
-from pagewire.workers.device.cpu import CpuSampler
-from pagewire.workers.device.interface import Sampler
+from pagewire.workers.device.cpu import CpuTokenSampler
+from pagewire.workers.device.interface import TokenSampler
 from pagewire.workers.errors import LoadError
-from pagewire.workers.sample.device_sampler import DeviceSampler
+from pagewire.workers.sample.device_sampler import CudaTokenSampler
 
 logger = logging.getLogger("pagewire.worker")
 
 ALIGNMENT = 256  # bytes between tensors that are copied together
-CONTEXT_BYTES = 512 << 20  # what the driver takes for a process, which nobody tells
-GRAPH_BYTES = 256 << 20  # what graphs take beside the memory of one step
+CONTEXT_BYTES = 512 << 20  # estimate of what the driver takes for a process; there is no API for it
+GRAPH_BYTES = 256 << 20  # estimate of what graphs take beside the memory of one step
 
 
-class Event:
-    """A point on a stream. See `interface.Mark`."""
+class CudaEvent:
+    """A CUDA event. See `interface.Event`."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._event.record(stream)
 
     def reached(self) -> bool:
-        """See `Mark.reached`."""
+        """See `Event.reached`."""
         return bool(self._event.query())
 
     def wait(self) -> None:
-        """See `Mark.wait`."""
+        """See `Event.wait`."""
         self._event.synchronize()
 
-    def seconds_since(self, earlier: Event) -> float:
-        """See `Mark.seconds_since`."""
+    def seconds_since(self, earlier: CudaEvent) -> float:
+        """See `Event.seconds_since`."""
         return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
 class Cuda:
     """One GPU, torch's current device. Methods as in `interface.Device`.
 
-    kernels: launches kernels there.
+    kernels: launches kernels on it.
     """
 
     batch_invariant = False
@@ -77,9 +77,7 @@ class Cuda:
         """
         if not torch.cuda.is_available():
             built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-            raise LoadError(
-                f"no GPU is seen by torch {torch.__version__}, built {built}: see `pagewire doctor`"
-            )
+            raise LoadError(f"torch {torch.__version__}, built {built}, finds no GPU: see `pagewire doctor`")
         try:
             torch.cuda.set_device(index)
             kernels = cuda_kernels.load(index).device
@@ -95,7 +93,7 @@ class Cuda:
             raise OSError(str(error)) from error
 
     def populate(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """They are there."""
+        """Nothing to do: a GPU's memory is there when it is allocated."""
         return iter(())
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
@@ -116,37 +114,38 @@ class Cuda:
             raise LoadError(f"the kernels cannot be compiled: {error}; see `pagewire doctor`") from error
 
     def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """See `Device.upload`: one copy for all of them, from memory that torch keeps until it is done."""
+        """See `Device.upload`. All tensors are copied at once, from pinned memory that torch keeps until then."""
         starts = np.cumsum([0, *(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)]).tolist()
         host = self.pinned(starts[-1])
         for tensor, start in zip(tensors, starts, strict=False):
             _part(host, start, tensor).copy_(tensor)
-        there = host.to(self.torch_device, non_blocking=True)
-        return [_part(there, start, tensor) for tensor, start in zip(tensors, starts, strict=False)]
+        device_bytes = host.to(self.torch_device, non_blocking=True)
+        return [_part(device_bytes, start, tensor) for tensor, start in zip(tensors, starts, strict=False)]
 
-    def download(self, source: Tensor, target: Tensor) -> Event:
-        """Copy to pinned memory beside what is launched next; the source must stay as it is until then."""
+    def download(self, source: Tensor, target: Tensor) -> CudaEvent:
+        """Copy to pinned memory, in parallel with later work, which must not change the source until then."""
         self._downloads.wait_stream(torch.cuda.current_stream(self.torch_device))
         with torch.cuda.stream(self._downloads):
             target.copy_(source, non_blocking=True)
-        return Event(self._downloads)
+        return CudaEvent(self._downloads)
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """Memory of the host that the device copies from and to, uint8."""
+        """Pinned host memory, uint8 [num_bytes]."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def mark(self) -> Event:
-        """See `Device.mark`."""
-        return Event(torch.cuda.current_stream(self.torch_device))
+    def record_event(self) -> CudaEvent:
+        """See `Device.record_event`."""
+        return CudaEvent(torch.cuda.current_stream(self.torch_device))
 
-    def sampler(self, max_rows: int, vocab_size: int, most: int) -> Sampler:
+    def sampler(self, max_rows: int, vocab_size: int, max_most_likely: int) -> TokenSampler:
         """See `Device.sampler`."""
         if vocab_size > MAX_VOCAB_SIZE:
             logger.warning(
-                "a vocabulary of %d is drawn from on the CPU: kernels serve %d", vocab_size, MAX_VOCAB_SIZE
+                "sampling on the CPU: the vocabulary has %d tokens, the GPU's kernels support up to %d",
+                *(vocab_size, MAX_VOCAB_SIZE),
             )
-            return CpuSampler()
-        return DeviceSampler(self, max_rows, vocab_size, most)
+            return CpuTokenSampler()
+        return CudaTokenSampler(self, max_rows, vocab_size, max_most_likely)
 
     def can_record(self, dtype: torch.dtype) -> bool:
         """See `Device.can_record`: what PyTorch does in place of a kernel waits for the device."""
@@ -170,10 +169,10 @@ class Cuda:
         return replay
 
     def kv_budget(self, config: WorkerConfig, vocab_size: int, widest_step: Callable[[], object]) -> int:
-        """See `Device.kv_budget`: a share of the device's memory, less what this process itself takes.
+        """See `Device.kv_budget`: a fraction of the device's memory, less what this process itself uses.
 
-        That is what torch holds at most during a step of the largest size, and what came to be in use beside torch
-        since this process began. What other processes hold is theirs; it only must not overlap.
+        That is torch's peak during a step of the largest size, plus what came into use outside of torch since this
+        process began. Memory of other processes is not subtracted; the budget is only limited to what they leave.
         """
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
@@ -188,18 +187,22 @@ class Cuda:
         beside = max(0, self._used_beside_torch() - self._others) + CONTEXT_BYTES
         free, total = torch.cuda.mem_get_info(self.torch_device)
         graphs = 0 if config.enforce_eager else GRAPH_BYTES
-        own = int(config.gpu_memory_utilization * total) - peak - beside - graphs
-        there = free - self._activations - graphs
-        if there < own:
-            logger.warning("%s: others leave %.1f GiB for the KV cache", self.name, there / 2**30)
-        return max(0, min(own, there))
+        share = int(config.gpu_memory_utilization * total) - peak - beside - graphs
+        left = free - self._activations - graphs
+        if left < share:
+            logger.warning(
+                "%s: only %.1f GiB left for the KV cache, other processes use the rest",
+                self.name,
+                left / 2**30,
+            )
+        return max(0, min(share, left))
 
     def give_back(self) -> None:
         """See `Device.give_back`."""
         torch.cuda.empty_cache()
 
     def memory(self) -> dict[str, int]:
-        """See `Device.memory`; also the most that a step took, and what graphs took."""
+        """See `Device.memory`; also `activations`, the peak of a step, and `graphs`."""
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return {
             "total": total,
@@ -210,11 +213,11 @@ class Cuda:
         }
 
     def _used_beside_torch(self) -> int:
-        """Bytes in use on the device that torch does not hold: by other processes, and by libraries of this one."""
+        """Bytes in use outside of this process's torch: by other processes, and by other libraries of this one."""
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return total - free - torch.cuda.memory_reserved(self.torch_device)
 
 
 def _part(memory: Tensor, start: int, like: Tensor) -> Tensor:
-    """`like` in `memory` from byte `start` on."""
+    """The part of `memory` from byte `start` on, with the dtype and shape of `like`."""
     return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)

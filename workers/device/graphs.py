@@ -1,7 +1,7 @@
-"""Steps in which every request runs one token, recorded once for some numbers of requests and replayed.
+"""CUDA graphs of decode steps, in which every request runs one token.
 
-A replay does what was recorded over the same memory: the batch is copied into `_static` first. Few sizes are
-recorded; a batch is padded to the next one with requests that have nothing in the cache and write nowhere.
+A replay works on the memory that it was recorded with, so the batch is copied to `_static` first. Graphs are
+recorded for a few batch sizes; a batch is padded to the next one (see `build_batch`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pagewire.workers.device.interface import Device
 
 
 def recorded_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of requests: 1, 2, 4, then multiples of 8, and from 256 on of 32."""
+    """The batch sizes to record: 1, 2, 4, multiples of 8 up to 256, then multiples of 32, and `max_num_seqs`."""
     sizes = {
         1,
         2,
@@ -33,10 +33,10 @@ def recorded_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Recorded steps of a model.
+    """Recorded decode steps of a model, one for each batch size.
 
-    forward: launches the model's work for a batch on the device: final hidden states [T, H].
-    sizes: ascending. max_blocks: of a request.
+    forward: launches the model for a batch on the device; returns final hidden states [T, H].
+    sizes: batch sizes, ascending. max_blocks: KV blocks of the longest request.
     """
 
     def __init__(
@@ -52,17 +52,17 @@ class DecodeGraphs:
         self._replays: dict[int, Callable[[], Tensor]] = {}
 
     def record(self) -> None:
-        """Record all sizes. The largest comes first: the others find room in what it took."""
+        """Record all sizes, the largest first, so that the others reuse its memory."""
         for size in reversed(self.sizes):
             self._replays[size] = self._device.record(partial(self._forward, _first(self._static, size)))
 
     def size_for(self, num_requests: int) -> int | None:
-        """The size to which a batch of so many requests is padded; None: there is none."""
+        """The recorded size to which `num_requests` are padded; None if all are smaller."""
         place = bisect_left(self.sizes, num_requests)
         return self.sizes[place] if place < len(self.sizes) else None
 
     def replay(self, batch: Batch) -> Tensor:
-        """Run a batch on the device, padded to one of the sizes: [size, H], until the next replay."""
+        """Hidden states [size, H] of a batch that is padded to a recorded size. The next replay overwrites them."""
         size = len(batch.input_ids)
         given, static = batch.attention, self._static.attention
         self._static.input_ids[:size].copy_(batch.input_ids)
@@ -75,7 +75,7 @@ class DecodeGraphs:
 
 
 def _empty_batch(size: int, max_blocks: int, max_seq_len: int, device: torch.device) -> Batch:
-    """`size` requests with no token in the cache."""
+    """A batch of `size` padding requests."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -95,12 +95,12 @@ def _empty_batch(size: int, max_blocks: int, max_seq_len: int, device: torch.dev
         sample_indices=zeros(0, dtype=torch.int64),
         sample_slots=zeros(0, dtype=torch.int64),
         starts=[],
-        has_unseen=True,
+        needs_relay=True,
     )
 
 
 def _first(batch: Batch, size: int) -> Batch:
-    """Its first `size` requests of one token each."""
+    """The first `size` requests of a decode batch, as views."""
     a = batch.attention
     attention = replace(
         a,

@@ -1,4 +1,4 @@
-"""The one seam between devices: memory, what runs when, and how tokens are drawn there."""
+"""The interface that a device implements: memory, order of work, and sampling."""
 
 from __future__ import annotations
 
@@ -18,100 +18,100 @@ if TYPE_CHECKING:
     from pagewire.workers.sample.sampler import SampleOutput, SamplingSlot
 
 
-class Mark(Protocol):
-    """A point in the work of a device."""
+class Event(Protocol):
+    """A position in the device's queue of work (a CUDA event; on the CPU a timestamp)."""
 
     def reached(self) -> bool:
-        """Is all work done that was given before?"""
+        """True if all work launched before the event is done."""
 
     def wait(self) -> None:
-        """Until it is reached."""
+        """Block until the event is reached."""
 
     def seconds_since(self, earlier: Self) -> float:
-        """Between two points, both reached, of the same device."""
+        """Seconds between two events of the same device, both reached."""
 
 
-class Sampled(Protocol):
-    """Tokens on their way to the host."""
+class PendingTokens(Protocol):
+    """Tokens that are being sampled, then copied to the host."""
 
     @property
     def token_ids(self) -> Tensor:
-        """int64 [R], where they were drawn."""
+        """int64 [R], on the device that sampled them."""
 
     def reached(self) -> bool:
-        """Are they there?"""
+        """True if `finish` would not have to wait."""
 
     def finish(self) -> SampleOutput:
-        """Wait for them."""
+        """Wait for the tokens and return them."""
 
 
-class Sampler(Protocol):
-    """Draws tokens where the logits are."""
+class TokenSampler(Protocol):
+    """Samples tokens on the device that has the logits."""
 
-    def launch(self, logits: Tensor, slots: Sequence[SamplingSlot], masks: TokenMasks) -> Sampled:
-        """Start choosing one token per row, see `sampler.sample`. One launch at a time."""
+    def launch(self, logits: Tensor, slots: Sequence[SamplingSlot], masks: TokenMasks) -> PendingTokens:
+        """Start to sample one token per row, as `sampler.sample`. Finish a launch before the next one."""
 
 
 class Device(Protocol):
-    """Where the model runs. What is called returns at once where the device works on its own."""
+    """The device that runs the model. If it is asynchronous, calls return before their work is done."""
 
     name: str
     torch_device: torch.device
     num_threads: int
-    """Of the CPU."""
+    """Number of CPU threads."""
     asynchronous: bool
-    """Whether it works on its own while the host goes on."""
+    """True if work is queued and the host does not wait for it."""
     batch_invariant: bool
-    """Whether the bits of a token's logits depend on its request alone."""
+    """True if the logits of a token do not depend, to the bit, on the rest of its batch."""
 
     @property
     def activities(self) -> Sequence[ProfilerActivity]:
-        """What a profile records."""
+        """The activities that the PyTorch profiler should record."""
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor of zeros in memory of its own.
 
         Raises:
-            OSError: there is not so much memory.
+            OSError: not enough memory.
         """
 
     def populate(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Prepare tensors of zeros for being written from their beginnings on, milliseconds at a time."""
+        """Pre-fault the pages of zeroed tensors, from their beginnings on; each `next` takes milliseconds."""
 
     def kv_dtypes(self, dtype: torch.dtype) -> Sequence[torch.dtype]:
-        """What the KV cache of a model of this dtype may hold."""
+        """The dtypes that the KV cache of a model of this dtype may have."""
 
     def prepare(self, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> None:
-        """Compile what a model of these dtypes needs, with progress in the log.
+        """Compile the kernels that a model of these dtypes needs, with progress in the log.
 
         Raises:
-            LoadError: it cannot be compiled.
+            LoadError: they cannot be compiled.
         """
 
     def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors of the host, there. They may be changed at once; the copies must not."""
+        """Copies of host tensors on the device. The originals may be changed at once, the copies must not be."""
 
-    def mark(self) -> Mark:
-        """The point behind all work given so far."""
+    def record_event(self) -> Event:
+        """An event behind all work launched so far."""
 
-    def sampler(self, max_rows: int, vocab_size: int, most: int) -> Sampler:
-        """For at most so many rows, and so many most likely tokens of each."""
+    def sampler(self, max_rows: int, vocab_size: int, max_most_likely: int) -> TokenSampler:
+        """A sampler for up to `max_rows` rows; log probabilities of up to `max_most_likely` tokens are fast."""
 
     def can_record(self, dtype: torch.dtype) -> bool:
-        """Whether the work of a model of this dtype can be recorded, with something to gain."""
+        """True if steps of a model of this dtype can be recorded as graphs, and are faster then."""
 
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """What does again what `work` does, over the same memory: its result is the same tensor each time."""
+        """Record `work` as a graph. Returns its replay, which reads and writes the same memory each time."""
 
     def kv_budget(self, config: WorkerConfig, vocab_size: int, widest_step: Callable[[], object]) -> int:
-        """Bytes for the KV cache, the weights being there. widest_step: runs a step of the largest size.
+        """Bytes for the KV cache, called once the weights are loaded. widest_step: runs a step of the largest size.
 
         Raises:
-            LoadError: what was asked for makes no sense.
+            LoadError: a setting of the size is invalid.
         """
 
     def give_back(self) -> None:
-        """Let others have the memory that is free."""
+        """Return unused memory to the system."""
 
     def memory(self) -> dict[str, int]:
-        """Bytes: of the device, free on it, and taken by this process."""
+        """Bytes: `total` of the device, `available`, and used by this `process`."""

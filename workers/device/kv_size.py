@@ -1,4 +1,4 @@
-"""How many KV blocks to take."""
+"""The size of the KV cache."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ LOGIT_CHUNK = 1 << 24  # logits computed at a time for prompt log probabilities
 
 
 def kv_budget(config: WorkerConfig, available: int, headroom: int) -> int:
-    """Bytes for the KV cache: as asked for, or within the share of memory that may be used.
+    """Bytes for the KV cache on a CPU.
+
+    `kv_cache_memory_bytes` if set. Else PAGEWIRE_CPU_KVCACHE_SPACE, but no more than the permitted fraction of the
+    available memory minus `headroom` for a step.
 
     Raises:
-        LoadError: PAGEWIRE_CPU_KVCACHE_SPACE is no number of GiB.
+        LoadError: PAGEWIRE_CPU_KVCACHE_SPACE is not a number.
     """
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
@@ -31,17 +34,19 @@ def kv_budget(config: WorkerConfig, available: int, headroom: int) -> int:
 
 
 def num_kv_blocks(config: WorkerConfig, max_model_len: int, block_bytes: int, budget: int) -> int:
-    """Blocks to take: the override, or what `budget` bytes hold and `max_num_seqs` longest requests need.
+    """Number of KV blocks: `num_gpu_blocks_override`, or what fits into `budget` bytes.
+
+    Never more than `max_num_seqs` requests of `max_model_len` tokens need, unless overridden.
 
     Raises:
-        LoadError: not one request of `max_model_len` fits.
+        LoadError: a single request of `max_model_len` does not fit.
     """
     per_request = -(-max_model_len // config.block_size)
     fitting = config.num_blocks if config.num_blocks is not None else budget // block_bytes
     if fitting < per_request:
         raise LoadError(
             f"a request of max_model_len {max_model_len} needs {per_request} KV blocks "
-            f"({per_request * block_bytes / GIB:.2f} GiB), there is room for {fitting}; "
+            f"({per_request * block_bytes / GIB:.2f} GiB), but only {fitting} fit; "
             f"max_model_len {fitting * config.block_size} would fit, or give more KV memory"
         )
     if config.num_blocks is not None:
@@ -50,7 +55,7 @@ def num_kv_blocks(config: WorkerConfig, max_model_len: int, block_bytes: int, bu
 
 
 def ledger(memory: Mapping[str, int]) -> str:
-    """Where the memory of `Runner.memory` has gone, in a line."""
+    """The use of memory by `Runner.memory`, as a line for the log."""
     parts = {name: memory.get(name, 0) for name in ("weights", "kv_cache", "activations", "graphs")}
     parts["rest"] = max(0, memory["process"] - parts["weights"] - parts["kv_cache"] - parts["graphs"])
     taken = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.2f}" for name, size in parts.items() if size)

@@ -1,4 +1,4 @@
-"""Which device a worker takes."""
+"""Opens the device that the configuration names."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from pagewire.workers.errors import LoadError
 
 
 def open_device(config: WorkerConfig) -> Device:
-    """Take the device: `cpu`, `cuda`, `cuda:N`, or `auto`, a GPU where there is one.
+    """The device `cpu`, `cuda`, `cuda:N` or `auto` (a GPU if there is one).
 
     Raises:
-        LoadError: it is not there, or what it needs is not, and how to mend that.
+        LoadError: the device or something it needs is missing; the text says how to fix it.
     """
     name = config.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
         return Cpu.open(config.num_threads)
-    from pagewire.workers.device.cuda import Cuda  # never imported where there is no GPU
+    from pagewire.workers.device.cuda import (
+        Cuda,
+    )  # imports the CUDA kernels, which a CPU worker does not need
 
     kind, _, index = name.partition(":")
     if kind != "cuda" or not (index or "0").isdecimal():
-        raise LoadError(f"device {config.device!r} is not served: auto, cpu, cuda and cuda:N are")
+        raise LoadError(f"device {config.device!r} is not supported: use auto, cpu, cuda or cuda:N")
     return Cuda.open(int(index or 0))

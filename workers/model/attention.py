@@ -1,7 +1,7 @@
-"""Attention of a Hugging Face module over the paged KV cache.
+"""Runs the attention of a Hugging Face module on the paged KV cache.
 
-`attend` is registered in transformers' `AttentionInterface` under `NAME`; the step's metadata reaches it as the
-keyword argument `paged` of the model's forward.
+`attend` is registered in transformers' `AttentionInterface` under `NAME`. It gets the metadata of the step through
+the keyword argument `paged` of the model's forward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME = "pagewire"
 
 @dataclass(frozen=True)
 class KVShape:
-    """The KV cache of one layer, per token."""
+    """Shape and dtype of one layer's KV cache."""
 
     num_kv_heads: int
     head_dim: int
@@ -34,7 +34,7 @@ class KVShape:
         return kv_block_bytes(self.num_kv_heads, block_size, self.head_dim, self.v_head_dim, self.dtype)
 
     def allocate(self, num_blocks: int, block_size: int, device: Device) -> tuple[Tensor, Tensor]:
-        """K and V, zeroed."""
+        """Zeroed K and V caches: [num_blocks, num_kv_heads, block_size, head_dim] and [..., v_head_dim]."""
         shape = (num_blocks, self.num_kv_heads, block_size)
         return device.zeros((*shape, self.head_dim), self.dtype), device.zeros(
             (*shape, self.v_head_dim), self.dtype
@@ -42,7 +42,7 @@ class KVShape:
 
 
 class StepContext:
-    """One step's attention: which tokens, and the layers' caches they go to."""
+    """The batch of a step and the KV caches of all layers."""
 
     __slots__ = ("batch", "caches")
 
@@ -50,7 +50,7 @@ class StepContext:
         self.batch, self.caches = batch, caches
 
     def cache(self, layer: int, shape: KVShape, window: int | None) -> tuple[Tensor, Tensor]:
-        """K and V of a layer of this shape, whose queries see `window` keys."""
+        """The K and V caches of a layer. `shape` and `window` (keys per query) are used by the dry run only."""
         return self.caches[layer]
 
     def attend(
@@ -64,7 +64,7 @@ class StepContext:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Store k [T, Hkv, D] and v [T, Hkv, Dv] of a layer, then q [T, Hq, D] looks: [T, Hq, Dv]."""
+        """Store k [T, Hkv, D] and v [T, Hkv, Dv] of a layer, then attend with q [T, Hq, D]. Returns [T, Hq, Dv]."""
         shape = KVShape(k.shape[1], k.shape[2], v.shape[2], v.dtype)
         k_cache, v_cache = self.cache(layer, shape, window)
         store_kv(k, v, k_cache, v_cache, self.batch.slot_mapping)
@@ -75,7 +75,7 @@ class StepContext:
 
 @dataclass
 class DryRunRecorder:
-    """What a dry run learns: each layer's cache, and how often and with which window it was called."""
+    """Records a dry run: each layer's cache shape, window and number of attention calls."""
 
     num_blocks: int
     block_size: int
@@ -86,24 +86,24 @@ class DryRunRecorder:
     caches: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def step(self, batch: AttentionBatch) -> StepContext:
-        """A step that is recorded here."""
+        """The context of a step that is recorded here."""
         return _RecordingContext(batch, self)
 
 
 class _RecordingContext(StepContext):
-    __slots__ = ("trace",)
+    __slots__ = ("recorder",)
 
-    def __init__(self, batch: AttentionBatch, trace: DryRunRecorder) -> None:
-        super().__init__(batch, trace.caches)  # type: ignore[arg-type]
-        self.trace = trace
+    def __init__(self, batch: AttentionBatch, recorder: DryRunRecorder) -> None:
+        super().__init__(batch, recorder.caches)  # type: ignore[arg-type]
+        self.recorder = recorder
 
     def cache(self, layer: int, shape: KVShape, window: int | None) -> tuple[Tensor, Tensor]:
-        trace = self.trace
-        if layer not in trace.shapes:
-            trace.shapes[layer] = shape
-            trace.caches[layer] = shape.allocate(trace.num_blocks, trace.block_size, trace.device)
-        trace.windows[layer] = window
-        trace.num_calls[layer] = trace.num_calls.get(layer, 0) + 1
+        recorder = self.recorder
+        if layer not in recorder.shapes:
+            recorder.shapes[layer] = shape
+            recorder.caches[layer] = shape.allocate(recorder.num_blocks, recorder.block_size, recorder.device)
+        recorder.windows[layer] = window
+        recorder.num_calls[layer] = recorder.num_calls.get(layer, 0) + 1
         return super().cache(layer, shape, window)
 
 
@@ -121,10 +121,12 @@ def attend(
     paged: StepContext | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: query [1, Hq, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv] to [1, T, Hq, Dv].
+    """The attention function that transformers calls.
+
+    query [1, Hq, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv]; returns [1, T, Hq, Dv].
 
     Raises:
-        LoadError: the model does not hand keyword arguments down, or builds a mask of its own.
+        LoadError: the model does not pass keyword arguments on, or builds a mask of its own.
     """
     if paged is None:
         raise LoadError("its layers do not hand keyword arguments down to attention")
@@ -143,7 +145,7 @@ def attend(
 
 
 def register() -> None:
-    """Make `attend` known to transformers under `NAME`; no mask is made for it."""
+    """Register `attend` with transformers under `NAME`, without a mask function."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)

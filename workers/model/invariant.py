@@ -1,8 +1,8 @@
-"""Arithmetic whose bits do not depend on the batch: a row's result is the same alone and among a thousand.
+"""Batch-invariant arithmetic: the result of a row is the same, to the bit, alone and in any batch.
 
-PyTorch does not promise this. A product of one row sums in another order than one of many, and an elementwise
-function computes what is left over behind the last full vector by other code than the rest. Here products go
-through the kernels, and what is elementwise is padded to full vectors.
+PyTorch does not guarantee this. A matrix product sums in another order for one row than for many, and an
+elementwise function computes the elements after the last full vector by other code than the rest. Here products
+use our kernels, and the inputs of elementwise functions are padded to full vectors.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.overrides import TorchFunctionMode
 
 from pagewire.kernels.linear import linear
 
-VECTOR = 64  # elements of two of the widest vectors, which PyTorch's loops take at a time
-GRAIN = 32768  # elements from which on PyTorch gives an elementwise loop to another thread
+VECTOR = 64  # elements per iteration of PyTorch's vectorized loops: two of the widest vectors
+GRAIN = 32768  # elements per thread of PyTorch's elementwise loops
 
 
 def padded_size(size: int, num_threads: int) -> int:
-    """The least size from `size` on that splits into equal parts of full vectors, one for each thread at work."""
+    """The least number from `size` on that all working threads can share in equal parts of full vectors."""
     while True:
         num_parts = min(num_threads, max(1, -(-size // GRAIN)))
         if size % (VECTOR * num_parts) == 0:
@@ -31,7 +31,7 @@ def padded_size(size: int, num_threads: int) -> int:
 
 
 def elementwise(function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`function(x, ...)` of the same shape, invariant."""
+    """`function(x, ...)`, batch-invariant; the result has the shape of x."""
     size = x.numel()
     padded = padded_size(size, torch.get_num_threads())
     if padded == size and x.is_contiguous():
@@ -50,12 +50,12 @@ ELEMENTWISE = {
 
 
 class Invariant(TorchFunctionMode):
-    """Makes products and elementwise functions invariant in code that knows nothing of it."""
+    """A context in which PyTorch's products and elementwise functions are batch-invariant."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Called for each of PyTorch's functions; within, the mode is off."""
+        """Called by PyTorch in place of each of its functions; the mode is off within."""
         kwargs = kwargs or {}
         if func is F.linear:
             return linear(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""From a folder to a model that is proven: load, transform, compare."""
+"""Loads a model: reads the checkpoint, replaces modules by faster ones, and checks the resulting logits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pagewire.workers.model.model import (
 from pagewire.workers.model.proof import DryRun, check_config, prove, reference_logits
 from pagewire.workers.model.stack import DecoderStack, build_stack
 from pagewire.workers.model.transforms import (
-    PackedLinear,
+    LinearModule,
     pack_experts,
     pack_linears,
     replace_norms,
@@ -37,14 +37,14 @@ from pagewire.workers.model.transforms import (
 
 @dataclass
 class Phases:
-    """Tells of each phase of the start when it ends, and keeps its seconds."""
+    """Measures the phases of the start. `report` is called with name and seconds of each; `seconds` keeps them."""
 
     report: Callable[[str, float], None]
     seconds: dict[str, float] = field(default_factory=dict)
     _since: float = field(default_factory=time.monotonic)
 
     def end(self, name: str) -> None:
-        """The phase that began when the last one ended is over."""
+        """End the current phase under this name; the next one begins."""
         now = time.monotonic()
         self.seconds[name] = now - self._since
         self._since = now
@@ -53,7 +53,7 @@ class Phases:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A proven model, and what was learned of it."""
+    """A model that has passed the proof (`proof.py`), with its properties."""
 
     model: Model
     architecture: str
@@ -66,7 +66,7 @@ class LoadedModel:
 
     @property
     def is_stack(self) -> bool:
-        """Whether its layers run as a `DecoderStack`."""
+        """True if its layers run as a `DecoderStack`."""
         return isinstance(self.model.base, DecoderStack)
 
 
@@ -75,9 +75,9 @@ def load_model(worker_config: WorkerConfig, phases: Phases, device: Device) -> L
     """Load, transform and prove the model of `worker_config`.
 
     Raises:
-        LoadError: it cannot be loaded, or is not served: the cause.
+        LoadError: the model cannot be loaded or is not supported; the text says why.
     """
-    import transformers.modeling_utils  # noqa: F401 - most of the time goes here
+    import transformers.modeling_utils  # noqa: F401 - slow, so imported within this phase
 
     phases.end("import")
     config = load_config(worker_config)
@@ -93,10 +93,12 @@ def load_model(worker_config: WorkerConfig, phases: Phases, device: Device) -> L
     vocab_size = causal.get_output_embeddings().weight.shape[0] if causal.get_output_embeddings() else 0
     tabulate_rotary(causal, max_model_len)
     run = DryRun.make(config.get_text_config().vocab_size, max_model_len)
-    wanted = reference_logits(causal, run)
-    forget_mapped_files(worker_config.model_path)  # weights come from there one by one, to be packed
+    expected = reference_logits(causal, run)
+    forget_mapped_files(
+        worker_config.model_path
+    )  # their pages would stay in memory; packing reads them again
     phases.end("reference")
-    model, shapes = transform(causal, run, wanted, max_model_len, device)
+    model, shapes = transform(causal, run, expected, max_model_len, device)
     forget_mapped_files(worker_config.model_path)
     phases.end("transform")
     eos = getattr(config.get_text_config(), "eos_token_id", None)
@@ -104,7 +106,7 @@ def load_model(worker_config: WorkerConfig, phases: Phases, device: Device) -> L
         model=model,
         architecture=architecture,
         dtype=dtype,
-        vocab_size=vocab_size or wanted[0].shape[-1],
+        vocab_size=vocab_size or expected[0].shape[-1],
         max_model_len=max_model_len,
         eos_token_id=eos[0] if isinstance(eos, list) and eos else eos if isinstance(eos, int) else None,
         kv_shapes=[replace(shape, dtype=kv_dtype) for shape in shapes],
@@ -113,9 +115,9 @@ def load_model(worker_config: WorkerConfig, phases: Phases, device: Device) -> L
 
 
 def transform(
-    causal: Any, run: DryRun, wanted: list[torch.Tensor], max_model_len: int, device: Device
+    causal: Any, run: DryRun, expected: list[torch.Tensor], max_model_len: int, device: Device
 ) -> tuple[Model, list[KVShape]]:
-    """Make the module fast, and prove it: as a stack of large steps if it can be one, else part by part.
+    """Replace the module by a `DecoderStack` if that is possible, else part by part, and prove the result.
 
     Raises:
         LoadError: the proof fails.
@@ -130,7 +132,7 @@ def transform(
         pack_linears(causal.to(there))
         model.shorten_logits()
         try:
-            return model, prove(model, run, wanted, max_model_len, device)
+            return model, prove(model, run, expected, max_model_len, device)
         except LoadError:
             model.base, model.head = own_base, None
             del stack
@@ -138,11 +140,11 @@ def transform(
     causal.to(there)
     transform_parts(model)
     model.shorten_logits()
-    return model, prove(model, run, wanted, max_model_len, device)
+    return model, prove(model, run, expected, max_model_len, device)
 
 
 def transform_parts(model: Model) -> None:
-    """Replace what can be replaced, and leave the module's own forward to call it."""
+    """Replace linears, experts and norms, and keep the module's own forward."""
     model.guarded = True
     for module in (model.base, model.causal):
         pack_experts(module)
@@ -151,13 +153,13 @@ def transform_parts(model: Model) -> None:
 
 
 def weight_bytes(model: Model) -> int:
-    """Bytes of all weights, packed ones included."""
+    """Bytes of all weights, including packed ones."""
     total, seen = 0, set()
     for module in (model.base, model.causal):
         if isinstance(module, DecoderStack):
             total += module.num_bytes
         for child in module.modules():
-            if isinstance(child, PackedLinear):
+            if isinstance(child, LinearModule):
                 total += child.num_bytes
         for parameter in module.parameters():
             if parameter.device.type != "meta" and parameter.data_ptr() not in seen:

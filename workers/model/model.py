@@ -1,4 +1,4 @@
-"""The model: a Hugging Face causal language model from a folder, and where its logits come from."""
+"""Loads a Hugging Face causal language model, and splits it into hidden states and logits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagewire.workers.errors import LoadError
 from pagewire.workers.model.attention import StepContext
 from pagewire.workers.model.invariant import Invariant
 from pagewire.workers.model.stack import DecoderStack
-from pagewire.workers.model.transforms import PackedLinear
+from pagewire.workers.model.transforms import LinearModule
 
 DTYPES = {
     "float32": torch.float32,
@@ -35,7 +35,7 @@ DUMMY_SEED = 0
 
 
 def load_config(worker_config: WorkerConfig) -> Any:
-    """The model's configuration, with the overrides merged in before it is built.
+    """The model's transformers configuration, built with `hf_overrides` merged in.
 
     Raises:
         LoadError: no config.json, an unknown model type, or one that is not a causal language model.
@@ -60,7 +60,7 @@ def load_config(worker_config: WorkerConfig) -> Any:
 
 
 def checkpoint_dtype(config: Any) -> torch.dtype:
-    """The dtype that the checkpoint says it has; float32 if it says nothing."""
+    """The dtype given in the checkpoint's configuration; float32 if there is none."""
     dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     return DTYPES.get(str(dtype).removeprefix("torch."), torch.float32)
 
@@ -74,7 +74,7 @@ def resolve_dtype(name: str, config: Any) -> torch.dtype:
     if name == "auto":
         return checkpoint_dtype(config)
     if name not in DTYPES:
-        raise LoadError(f"dtype {name!r} is none of auto, {', '.join(DTYPES)}")
+        raise LoadError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {name!r}")
     return DTYPES[name]
 
 
@@ -82,47 +82,53 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype, device: Device) -> torch.dty
     """The dtype of the KV cache of a model of `dtype`.
 
     Raises:
-        LoadError: an unknown name, or one that the device does not serve.
+        LoadError: an unknown name, or a dtype that the device does not support.
     """
     if name != "auto" and name not in KV_DTYPES:
-        raise LoadError(f"kv_cache_dtype {name!r} is none of auto, {', '.join(KV_DTYPES)}")
-    found = KV_DTYPES.get(name, dtype)
-    if found not in device.kv_dtypes(dtype):
+        raise LoadError(f"kv_cache_dtype must be one of auto, {', '.join(KV_DTYPES)}, got {name!r}")
+    kv_dtype = KV_DTYPES.get(name, dtype)
+    if kv_dtype not in device.kv_dtypes(dtype):
         raise LoadError(
-            f"kv_cache_dtype {name!r} is for models in bfloat16 or float16 on GPUs, not {dtype} on {device.name}"
+            f"kv_cache_dtype {name!r} needs a model in bfloat16 or float16 on a GPU, not {dtype} on {device.name}"
         )
-    return found
+    return kv_dtype
 
 
 def head_dim(config: Any) -> int:
-    """The size of attention's heads."""
+    """The size of an attention head."""
     text = config.get_text_config()
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads  # type: ignore[no-any-return]
 
 
-def resolve_max_model_len(asked: int | None, config: Any) -> int:
-    """Most tokens of a request: what was asked for, or what the model was made for.
+def resolve_max_model_len(requested: int | None, config: Any) -> int:
+    """Maximum tokens of a request: `requested`, or else the model's own limit (2048 if it has none).
 
     Raises:
-        LoadError: more than the model was made for, unless `PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN=1`.
+        LoadError: `requested` exceeds the model's limit, unless `PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN=1`.
     """
     text = config.get_text_config()
     names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
-    own = next((n for name in names if isinstance(n := getattr(text, name, None), int) and n > 0), None)
-    if asked is None:
-        return own or 2048
-    if own is not None and asked > own and os.environ.get("PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN") != "1":
+    model_limit = next(
+        (n for name in names if isinstance(n := getattr(text, name, None), int) and n > 0), None
+    )
+    if requested is None:
+        return model_limit or 2048
+    if (
+        model_limit is not None
+        and requested > model_limit
+        and os.environ.get("PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN") != "1"
+    ):
         raise LoadError(
-            f"max_model_len {asked} is more than the {own} positions the model was made for; "
+            f"max_model_len {requested} exceeds the model's limit of {model_limit} positions; "
             "PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN=1 allows it"
         )
-    return asked
+    return requested
 
 
 def load_module(worker_config: WorkerConfig, config: Any, dtype: torch.dtype, device: Device) -> Any:
-    """The module with its weights, memory-mapped where the checkpoint is safetensors of the same dtype.
+    """The module with its weights, which are memory-mapped if the checkpoint is safetensors of the same dtype.
 
-    transformers' own loader is used: it knows the conversions of every architecture's checkpoint.
+    This uses transformers' loader, which knows how to convert the checkpoint of every architecture.
 
     Raises:
         LoadError: not a causal language model, weights missing or broken, or code that may not be run.
@@ -141,7 +147,7 @@ def load_module(worker_config: WorkerConfig, config: Any, dtype: torch.dtype, de
     try:
         if worker_config.load_format == "dummy":
             torch.manual_seed(DUMMY_SEED)
-            with device.torch_device:  # a GPU makes random numbers a hundred times as fast
+            with device.torch_device:  # random weights are made a hundred times faster on a GPU
                 return AutoModelForCausalLM.from_config(config, **options).eval()
         safetensors = {"safetensors": True, "pt": False}.get(worker_config.load_format)
         module, report = AutoModelForCausalLM.from_pretrained(
@@ -162,17 +168,17 @@ def load_module(worker_config: WorkerConfig, config: Any, dtype: torch.dtype, de
 
 
 def first_line(error: BaseException) -> str:
-    """The gist of an error that may run over pages."""
+    """The first line of an error message that may be pages long."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 class Model:
-    """A causal language model in two halves: tokens to hidden states, and some of those to logits.
+    """A causal language model in two halves: tokens to hidden states, and hidden states to logits.
 
-    The second half is the causal module itself, its base replaced by one that hands hidden states through, so
-    that what a model does to its logits (scaling, soft caps) is done as it does it.
+    The second half is the causal module with its base replaced by a stub that passes hidden states through. So the
+    module's own treatment of logits (scaling, soft caps) is kept.
 
-    guarded: the base is code of transformers, which has to be made batch-invariant as it runs.
+    guarded: the base runs transformers' code, which must be made batch-invariant with `Invariant`.
     head: the output layer, where it is all of the second half.
     """
 
@@ -203,7 +209,7 @@ class Model:
 
         That is tried on states of all sizes, since a cap leaves small logits nearly alone, and a limit all of them.
         """
-        linears = [child for child in self.causal.children() if isinstance(child, PackedLinear)]
+        linears = [child for child in self.causal.children() if isinstance(child, LinearModule)]
         if len(linears) != 1:
             return
         (linear,) = linears
@@ -222,27 +228,27 @@ class Model:
 
 
 class BaseStub(nn.Module):
-    """Takes the place of a base model whose hidden states are there already."""
+    """Stands in for a base model, and returns the hidden states that it is given."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BaseStubOutput:
-        """The hidden states as a base model returns them."""
+        """`inputs_embeds` in the form of a base model's output."""
         return BaseStubOutput((inputs_embeds,))
 
     @property
     def decoder(self) -> BaseStub:
-        """Some causal modules reach past their base for its decoder."""
+        """This stub: some causal modules call their base's decoder directly."""
         return self
 
 
 class BaseStubOutput(tuple[Tensor]):
-    """What a base model returns, with nothing but hidden states."""
+    """A base model's output with hidden states only."""
 
     @property
     def last_hidden_state(self) -> Tensor:
-        """[1, T, H]."""
+        """Hidden states [1, T, H]."""
         return self[0]
 
     def __getattr__(self, name: str) -> None:
-        """Caches, attentions, router logits: none."""
+        """None for all other outputs: caches, attentions, router logits."""
         if name.startswith("__"):
             raise AttributeError(name)

@@ -1,7 +1,8 @@
-"""Before a model serves, it is proven: the paged path gives the logits of the module as it came.
+"""Proves at load that the transformed model computes the logits of the original module.
 
-The dry run has two requests, one in two chunks, and is compared with transformers' own attention on the original
-weights. What cannot be served (other layer types, ignored settings, biases of its own) is refused by name.
+The dry run has two requests, one of them in two chunks; its logits are compared with those of transformers' own
+attention and the original weights. Models that cannot be supported (other layer types, ignored settings, attention
+biases) are refused with the reason.
 """
 
 from __future__ import annotations
@@ -20,19 +21,22 @@ from pagewire.workers.model.model import Model, first_line
 from pagewire.workers.model.transforms import tolerance
 
 BLOCK = 16
-LENGTHS = (20, 9)  # of the requests; the first begins at position 0, the second ends at the last one
+LENGTHS = (
+    20,
+    9,
+)  # tokens of each request; the first starts at position 0, the second ends at the last possible position
 CHUNKS = ((12, 0), (5, 9), (3, 0))  # tokens of each request in each of the steps
 SERVED_LAYERS = {"full_attention", "sliding_attention", "attention"}
 
 
 def refuse(config: Any, reason: str) -> LoadError:
-    """The error for an architecture that is not served."""
+    """The error for an unsupported architecture."""
     name = (getattr(config, "architectures", None) or [config.model_type])[0]
     return LoadError(f"{name} is not supported: {reason}")
 
 
 def check_config(config: Any) -> None:
-    """Refuse what the configuration already tells.
+    """Refuse a model that its configuration shows to be unsupported.
 
     Raises:
         LoadError: an encoder-decoder, or layers that are not attention over a KV cache.
@@ -47,24 +51,24 @@ def check_config(config: Any) -> None:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What is run: each request's token ids int64 [n], and the position of its first token."""
+    """The requests of a dry run: token ids int64 [n] of each, and the position of its first token."""
 
     token_ids: list[Tensor]
     offsets: list[int]
 
     @classmethod
     def make(cls, vocab_size: int, max_model_len: int) -> DryRun:
-        """Random tokens, at the first and at the last positions: some models do things far out only."""
+        """Random tokens at the first and last positions, since some models change behaviour at high positions."""
         generator = torch.Generator().manual_seed(0)
         token_ids = [torch.randint(0, vocab_size, (n,), generator=generator) for n in LENGTHS]
         return cls(token_ids, [0, max(0, max_model_len - LENGTHS[1])])
 
 
 def reference_logits(causal: Any, run: DryRun) -> list[Tensor]:
-    """Logits [n, V] by the module as it came, one request at a time.
+    """Logits [n, V] of each request by the original module, run one at a time.
 
     Raises:
-        LoadError: it cannot run.
+        LoadError: the module's forward pass fails.
     """
 
     device = next(causal.parameters()).device
@@ -80,8 +84,8 @@ def reference_logits(causal: Any, run: DryRun) -> list[Tensor]:
         raise refuse(causal.config, f"its forward pass fails: {first_line(error)}") from error
 
 
-def paged_logits(model: Model, run: DryRun, trace: DryRunRecorder) -> list[Tensor]:
-    """The same over a paged cache, in chunks and together."""
+def paged_logits(model: Model, run: DryRun, recorder: DryRunRecorder) -> list[Tensor]:
+    """Logits [n, V] of each request on a paged cache, with the requests batched and chunked."""
     done = [0] * len(LENGTHS)
     parts: list[list[Tensor]] = [[] for _ in LENGTHS]
     for lengths in CHUNKS:
@@ -98,9 +102,9 @@ def paged_logits(model: Model, run: DryRun, trace: DryRunRecorder) -> list[Tenso
             batch.block_table,
             batch.slot_mapping,
         )
-        ids, positions, starts, lens, table, mapping = trace.device.upload(tensors)
-        batch = AttentionBatch(starts, lens, table, mapping, batch.max_query_len, batch.max_seq_len)
-        paged = trace.step(batch)
+        ids, positions, starts, lens, table, kv_slots = recorder.device.upload(tensors)
+        batch = AttentionBatch(starts, lens, table, kv_slots, batch.max_query_len, batch.max_seq_len)
+        paged = recorder.step(batch)
         logits = model.logits(model.hidden_states(ids, positions, paged)).cpu()
         for part, rows in zip(parts, torch.split(logits, list(lengths)), strict=True):
             part.append(rows)
@@ -108,81 +112,81 @@ def paged_logits(model: Model, run: DryRun, trace: DryRunRecorder) -> list[Tenso
 
 
 def dry_batch(places: list[Tensor], seq_lens: list[int]) -> AttentionBatch:
-    """Requests of up to 3 blocks each, whose blocks interleave; places: of the tokens in their requests."""
+    """A batch of requests with 3 interleaved KV blocks each. places: each request's tokens, as indices into it."""
     num_requests = len(places)
     lengths = torch.tensor([len(p) for p in places])
     table = torch.arange(3 * num_requests, dtype=torch.int32).view(3, num_requests).T.contiguous()
-    slots = [table[r][p // BLOCK].long() * BLOCK + p % BLOCK for r, p in enumerate(places)]
+    kv_slots = [table[r][p // BLOCK].long() * BLOCK + p % BLOCK for r, p in enumerate(places)]
     return AttentionBatch(
         query_start_loc=torch.cat([torch.zeros(1), lengths.cumsum(0)]).int(),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
         block_table=table,
-        slot_mapping=torch.cat(slots),
+        slot_mapping=torch.cat(kv_slots),
         max_query_len=int(lengths.max()),
         max_seq_len=max(seq_lens),
     )
 
 
 def prove(
-    model: Model, run: DryRun, wanted: list[Tensor], max_model_len: int, device: Device
+    model: Model, run: DryRun, expected: list[Tensor], max_model_len: int, device: Device
 ) -> list[KVShape]:
-    """Run the paged path and compare. Returns the KV cache's shape of each layer.
+    """Run the transformed model and compare its logits. Returns the KV shape of each layer.
 
     Raises:
-        LoadError: the architecture cannot be served, and why.
+        LoadError: the architecture is not supported; the text says why.
     """
-    trace = DryRunRecorder(3 * len(LENGTHS), BLOCK, device)
+    recorder = DryRunRecorder(3 * len(LENGTHS), BLOCK, device)
     config = model.config
     try:
-        found = paged_logits(model, run, trace)
+        actual = paged_logits(model, run, recorder)
     except LoadError as error:
         raise refuse(config, str(error)) from error
     except Exception as error:
         raise refuse(config, f"paged attention does not fit it: {first_line(error)}") from error
-    check_calls(config, trace)
-    check_windows(config, trace, max_model_len)
-    if (difference := relative_difference(found, wanted)) > tolerance(wanted[0].dtype):
+    check_calls(config, recorder)
+    check_windows(config, recorder, max_model_len)
+    if (difference := relative_difference(actual, expected)) > tolerance(expected[0].dtype):
         raise refuse(config, f"its logits with paged attention are wrong (by {difference:.1%})")
-    return [trace.shapes[layer] for layer in range(len(trace.shapes))]
+    return [recorder.shapes[layer] for layer in range(len(recorder.shapes))]
 
 
-def check_calls(config: Any, trace: DryRunRecorder) -> None:
-    """Every decoder layer attended once per step.
+def check_calls(config: Any, recorder: DryRunRecorder) -> None:
+    """Check that every decoder layer called attention once per step.
 
     Raises:
-        LoadError: otherwise.
+        LoadError: a layer did not.
     """
-    if not trace.num_calls:
+    if not recorder.num_calls:
         raise refuse(config, "it does not let its attention be replaced")
     num_layers = config.get_text_config().num_hidden_layers
-    for layer in sorted({*range(num_layers), *trace.num_calls}):
-        if (num_calls := trace.num_calls.get(layer, 0) / len(CHUNKS)) != 1:
+    for layer in sorted({*range(num_layers), *recorder.num_calls}):
+        if (num_calls := recorder.num_calls.get(layer, 0) / len(CHUNKS)) != 1:
             raise refuse(config, f"layer {layer} calls attention {num_calls:g} times, not once")
 
 
-def check_windows(config: Any, trace: DryRunRecorder, max_model_len: int) -> None:
-    """Layers that the configuration calls sliding told attention of their window: the dry run is too short to see.
+def check_windows(config: Any, recorder: DryRunRecorder, max_model_len: int) -> None:
+    """Check that sliding-window layers passed their window to attention; the dry run is too short to show it.
 
     Raises:
-        LoadError: otherwise.
+        LoadError: a layer did not.
     """
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None)
     window = getattr(text, "sliding_window", None)
     if window is None or window >= max_model_len:
         return
-    for layer in trace.shapes:
+    for layer in recorder.shapes:
         sliding = kinds is None or kinds[layer] == "sliding_attention"
-        if sliding and trace.windows[layer] is None:
+        if sliding and recorder.windows[layer] is None:
             raise refuse(config, f"layer {layer} does not hand its sliding window to attention")
 
 
-def relative_difference(found: list[Tensor], wanted: list[Tensor]) -> float:
-    """How far logits [n, V] are from the wanted ones: the median over tokens of their relative difference.
+def relative_difference(actual: list[Tensor], expected: list[Tensor]) -> float:
+    """Relative difference of logits [n, V], as the median over tokens.
 
-    The median, because rounding alone may send single tokens to other experts; what is wrong with a model is
-    wrong for most tokens.
+    The median, because rounding may send single tokens to other experts, while an error in the model affects most
+    tokens.
     """
-    a, b = torch.cat(found).float(), torch.cat(wanted).float()
+    a, b = torch.cat(actual).float(), torch.cat(expected).float()
     errors = (a - b).norm(dim=1) / b.norm(dim=1).clamp_min(1e-6)
     return float(errors.nan_to_num(torch.inf).median())

@@ -1,8 +1,7 @@
-"""The decoder stack of Llama-like models, found in a module of transformers.
+"""Builds the fast decoder stack of Llama-like models from a transformers module.
 
-The weights are the module's own. A stack is built where the module's structure is the common one, and serves only
-if it then proves equal to the module (see `proof.py`): models of the same structure with other arithmetic keep
-their own forward.
+A stack is built if the module has the common structure, and used only if it then computes the same logits
+(`proof.py`). Models of the same structure but with other arithmetic keep their own forward.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from torch import Tensor, nn
 
 from pagewire.kernels.decoder import Activation, Layer, Norm, Stack
 from pagewire.workers.model.attention import KVShape, StepContext
-from pagewire.workers.model.transforms import PackedLinear, RotaryTable, norm_kernel
+from pagewire.workers.model.transforms import LinearModule, RotaryTable, norm_kernel
 
 BASE = {"embed_tokens", "layers", "norm", "rotary_emb"}
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-WINDOW_EVERYWHERE = {"mistral"}  # their layers read the window from the configuration
+WINDOW_EVERYWHERE = {"mistral"}  # model types whose every layer uses config.sliding_window
 ACTIVATIONS = {
     "silu": Activation.SILU,
     "swish": Activation.SILU,
@@ -30,7 +29,7 @@ ACTIVATIONS = {
 
 
 def build_stack(base: Any, device: torch.device) -> DecoderStack | None:
-    """The stack equal to `base` in structure, its layers on `device`; or None if there is none."""
+    """The stack of `base`, with its layers on `device`; None if `base` has another structure."""
     try:
         return DecoderStack(base, device)
     except (_OtherStructureError, AttributeError):
@@ -57,17 +56,17 @@ def _norm(module: nn.Module, device: torch.device) -> Norm:
     return Norm(norm.weight.to(device), norm.eps, norm.offset)
 
 
-def joined(*linears: Any, device: torch.device) -> PackedLinear:
-    """Linear layers over the same input as one."""
+def joined(*linears: Any, device: torch.device) -> LinearModule:
+    """One packed linear layer in place of several with the same input."""
     _require(all(type(linear) is nn.Linear for linear in linears))
     biases = [linear.bias for linear in linears]
     _require(all(b is None for b in biases) or all(b is not None for b in biases))
     bias = None if biases[0] is None else torch.cat(biases).to(device)
-    return PackedLinear(torch.cat([linear.weight for linear in linears]).to(device), bias)
+    return LinearModule(torch.cat([linear.weight for linear in linears]).to(device), bias)
 
 
 class DecoderStack(nn.Module):
-    """Takes the place of a causal model's base."""
+    """Replaces the base of a causal model: embedding, decoder layers and final norm."""
 
     def __init__(self, base: Any, device: torch.device) -> None:
         super().__init__()
@@ -76,11 +75,13 @@ class DecoderStack(nn.Module):
         _require(isinstance(base.rotary_emb, RotaryTable))
         self.rotary = base.rotary_emb
         self._angles: list[Tensor] | None = None  # cosines and sines by position, from the first step on
-        self.found = [FoundLayer(layer, base.config) for layer in base.layers]
+        self.stack_layers = [StackLayer(layer, base.config) for layer in base.layers]
         norms = [
             _norm(norm, device) for norm in (*(layer.input_layernorm for layer in base.layers), base.norm)
         ]
-        layers = [found.joined(norm, device) for found, norm in zip(self.found, norms[1:], strict=True)]
+        layers = [
+            layer.joined(norm, device) for layer, norm in zip(self.stack_layers, norms[1:], strict=True)
+        ]
         self.stack = Stack(norms[0], layers)
 
     @property
@@ -88,7 +89,7 @@ class DecoderStack(nn.Module):
         """Bytes of the layers' weights."""
         norms = [self.stack.input_norm, *(layer.attention_norm for layer in self.stack.layers)]
         norms += [layer.next_norm for layer in self.stack.layers]
-        return sum(norm.weight.nbytes for norm in norms) + sum(found.num_bytes for found in self.found)
+        return sum(norm.weight.nbytes for norm in norms) + sum(layer.num_bytes for layer in self.stack_layers)
 
     def forward(self, input_ids: Tensor, positions: Tensor, paged: StepContext) -> Tensor:
         """Tokens int64 [T] at int64 [T] to hidden states [T, H]."""
@@ -96,12 +97,12 @@ class DecoderStack(nn.Module):
         if self._angles is None:
             self._angles = [table[0] for table in self.rotary.table(residual[None])]
         cos, sin = (table.index_select(0, positions) for table in self._angles)
-        caches = [paged.cache(found.index, found.kv_shape, found.window) for found in self.found]
+        caches = [paged.cache(layer.index, layer.kv_shape, layer.window) for layer in self.stack_layers]
         return self.stack(residual, cos, sin, paged.batch, caches)
 
 
-class FoundLayer:
-    """A layer of the structure that a stack is made of."""
+class StackLayer:
+    """One decoder layer of the original module, checked to have the structure of a stack's layer."""
 
     def __init__(self, layer: Any, config: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -122,7 +123,7 @@ class FoundLayer:
         self.num_bytes = 0
 
     def joined(self, next_norm: Norm, device: torch.device) -> Layer:
-        """The layer with its products joined and packed."""
+        """The stack's layer, with joined and packed linears; drops the original weights."""
         attention, mlp = self.layer.self_attn, self.layer.mlp
         qkv = joined(attention.q_proj, attention.k_proj, attention.v_proj, device=device)
         out, down = joined(attention.o_proj, device=device), joined(mlp.down_proj, device=device)
@@ -133,7 +134,7 @@ class FoundLayer:
             head_norms = _norm(attention.q_norm, device), _norm(attention.k_norm, device)
             _require(len(head_norms[0].weight) == self.kv_shape.head_dim)
         attention_norm = _norm(self.layer.post_attention_layernorm, device)
-        del self.layer  # its weights are packed
+        del self.layer  # its weights are packed now
         return Layer(
             qkv=qkv.product,
             out=out.product,
@@ -152,7 +153,7 @@ class FoundLayer:
 
 
 def attention_window(attention: Any, config: Any) -> int | None:
-    """How many keys a query of this layer sees; None: all."""
+    """Keys that a query of this layer attends to; None for all."""
     if hasattr(attention, "sliding_window"):
         return attention.sliding_window  # type: ignore[no-any-return]
     window: int | None = getattr(config, "sliding_window", None)

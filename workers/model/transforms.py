@@ -1,4 +1,4 @@
-"""Small transforms of a loaded module: each replaces parts of it by equal ones that are faster."""
+"""Transforms of a loaded module: each replaces some of its parts by faster ones with the same result."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from pagewire.kernels.linear import pack
 from pagewire.workers.model.attention import NAME
 
 
-class PackedLinear(nn.Module):
-    """A linear layer whose weight lies packed; the original can be freed."""
+class LinearModule(nn.Module):
+    """A linear layer with a packed copy of the weight, so that the original can be freed."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.product = pack(weight.detach(), None if bias is None else bias.detach())
-        # Some modules ask their linears' weights for shape and dtype.
+        # Some modules read shape and dtype of their linears' weights.
         self.weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., K] to [..., N]."""
+        """x [..., in_features] to [..., out_features]."""
         return self.product(x)
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Replace every linear layer (and GPT-2's transposed ones) by a packed one."""
+    """Replace every linear layer, and GPT-2's transposed `Conv1D`, by a `LinearModule`."""
     from transformers.pytorch_utils import Conv1D
 
     child: Any
     for name, child in list(module.named_children()):
         if type(child) is nn.Linear:
-            setattr(module, name, PackedLinear(child.weight, child.bias))
+            setattr(module, name, LinearModule(child.weight, child.bias))
         elif type(child) is Conv1D:
-            setattr(module, name, PackedLinear(child.weight.T, child.bias))
+            setattr(module, name, LinearModule(child.weight.T, child.bias))
         else:
             pack_linears(child)
 
 
 def is_experts(module: nn.Module) -> bool:
-    """A module of fused experts that transformers dispatches by name."""
+    """True for a module of fused experts, whose implementation transformers selects by name."""
     return hasattr(module, "has_gate") and hasattr(module, "is_transposed") and hasattr(module, "down_proj")
 
 
 def pack_experts(module: nn.Module) -> None:
-    """Pack the experts' matrices one by one, and let transformers dispatch to `run_experts`."""
+    """Pack the matrices of every expert, and make transformers call `run_experts`."""
     experts: list[Any] = [child for child in module.modules() if is_experts(child)]
     for child in experts:
         name = "gate_up_proj" if child.has_gate else "up_proj"
@@ -64,16 +64,16 @@ def pack_experts(module: nn.Module) -> None:
 
 
 def expert_linears(module: Any, name: str) -> nn.ModuleList:
-    """The matrices [E, N, K] (or transposed) of a module of experts as packed linears."""
+    """A packed linear for each expert, from the matrices [E, N, K] (or transposed) in attribute `name`."""
     weights = getattr(module, name).detach()
     biases = getattr(module, f"{name}_bias") if module.has_bias else [None] * len(weights)
     if module.is_transposed:
         weights = weights.transpose(1, 2)
-    return nn.ModuleList(PackedLinear(w, b) for w, b in zip(weights, biases, strict=True))
+    return nn.ModuleList(LinearModule(w, b) for w, b in zip(weights, biases, strict=True))
 
 
 def run_experts(module: Any, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-    """Each token's experts, weighted and summed: hidden [T, H], expert_ids and weights [T, k] to [T, H]."""
+    """The weighted sum [T, H] of each token's experts; hidden [T, H], expert_ids and weights [T, k]."""
     num_chosen = expert_ids.shape[-1]
     order = expert_ids.reshape(-1).argsort(stable=True)
     rows = hidden[order // num_chosen]
@@ -96,19 +96,19 @@ def run_experts(module: Any, hidden: Tensor, expert_ids: Tensor, weights: Tensor
 
 
 class RMSNorm(nn.Module):
-    """The kernel in place of a model's own RMSNorm; offset 1 is Gemma's form."""
+    """RMSNorm by our kernel, x / rms(x) * (weight + offset); offset 1 is Gemma's form."""
 
     def __init__(self, weight: Tensor, eps: float, offset: float) -> None:
         super().__init__()
         self.weight, self.eps, self.offset = nn.Parameter(weight.detach(), requires_grad=False), eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
-        """Norm over the last axis."""
+        """Normalize over the last axis."""
         return rms_norm(x, self.weight, self.eps, offset=self.offset)
 
 
 def norm_kernel(module: nn.Module) -> RMSNorm | None:
-    """The kernel equal to `module` on random input, if it is an RMSNorm of a known form."""
+    """An `RMSNorm` equal to `module` on random input; None if `module` is no RMSNorm of a known form."""
     weight = getattr(module, "weight", None)
     eps = next((e for n in ("variance_epsilon", "eps", "norm_eps") if (e := getattr(module, n, None))), None)
     if "RMSNorm" not in type(module).__name__ or weight is None or weight.dim() != 1 or eps is None:
@@ -116,16 +116,18 @@ def norm_kernel(module: nn.Module) -> RMSNorm | None:
     if len(list(module.parameters())) != 1 or not isinstance(eps, float):
         return None
     x = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
-    wanted = module(x)
+    expected = module(x)
     for offset in (0.0, 1.0):
         kernel = RMSNorm(weight, eps, offset)
-        if wanted.dtype == x.dtype and torch.allclose(kernel(x), wanted, rtol=tolerance(x.dtype), atol=1e-6):
+        if expected.dtype == x.dtype and torch.allclose(
+            kernel(x), expected, rtol=tolerance(x.dtype), atol=1e-6
+        ):
             return kernel
     return None
 
 
 def replace_norms(module: nn.Module) -> None:
-    """Replace RMSNorms by the kernel where it computes the same."""
+    """Replace RMSNorm modules by `RMSNorm`, if that computes the same."""
     for name, child in list(module.named_children()):
         if (kernel := norm_kernel(child)) is not None:
             setattr(module, name, kernel)
@@ -134,27 +136,27 @@ def replace_norms(module: nn.Module) -> None:
 
 
 class RotaryTable(nn.Module):
-    """A rotary module's answers for every position, made once.
+    """A rotary module's outputs for all positions, computed once.
 
-    A position's angles then never depend on the batch: neither on its size, nor, where a model stretches its
-    frequencies for long sequences, on the longest sequence in it.
+    So the angles of a position never depend on the batch: neither on its size nor, in models that scale frequencies
+    for long sequences, on the longest sequence in it.
     """
 
     def __init__(self, rotary: nn.Module, max_model_len: int) -> None:
         super().__init__()
         self.rotary = rotary
-        self.positions = torch.arange(max(max_model_len, 32))[None]  # the dry run needs some
+        self.positions = torch.arange(max(max_model_len, 32))[None]  # at least as many as the dry run uses
         self.tables: dict[Any, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """Anything else is the rotary module's."""
+        """Other attributes are those of the rotary module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("rotary"), name)
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns for position_ids [1, T]: tensors [1, T, ...]."""
+        """The rotary module's output for position_ids [1, T]: tensors [1, T, ...]."""
         table = self.table(x, *args, **kwargs)
         index = position_ids[0]
         if isinstance(table, Tensor):
@@ -162,7 +164,7 @@ class RotaryTable(nn.Module):
         return tuple(part[:, index] for part in table)
 
     def table(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns for all positions, and hidden states like x [1, T, H]."""
+        """The rotary module's output for all positions and hidden states like x [1, T, H]."""
         key = (x.device, x.dtype, args, *kwargs.items())
         if (table := self.tables.get(key)) is None:
             table = self.rotary(x[:, :1], self.positions.to(x.device), *args, **kwargs)
@@ -171,7 +173,7 @@ class RotaryTable(nn.Module):
 
 
 def tabulate_rotary(module: nn.Module, max_model_len: int) -> None:
-    """Replace rotary modules that answer for position ids by tables."""
+    """Replace rotary modules with a forward(x, position_ids) by tables."""
     for name, child in list(module.named_children()):
         if "RotaryEmbedding" in type(child).__name__:
             parameters = list(inspect.signature(type(child).forward).parameters)
@@ -182,5 +184,5 @@ def tabulate_rotary(module: nn.Module, max_model_len: int) -> None:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """How far apart two correct ways to compute may be, relative to the largest value."""
+    """Permitted relative difference between two correct computations in this dtype."""
     return {torch.float32: 1e-4, torch.float16: 1e-2}.get(dtype, 4e-2)

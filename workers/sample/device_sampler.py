@@ -1,6 +1,7 @@
-"""From logits to tokens on a device: `sampler.sample` by the kernels in `kernels/cuda`, in two parts.
+"""Sampling on a GPU: the same tokens as `sampler.sample`, by the kernels in `kernels/cuda`.
 
-`launch` returns at once; `Launched.finish` waits for the device. In between, other work can be launched.
+`launch` returns at once and `CudaPendingTokens.finish` waits for the device, so other work can be launched in
+between.
 """
 
 from __future__ import annotations
@@ -30,19 +31,23 @@ from pagewire.kernels.cuda.sampling import (
     result_bytes,
     sampling_rows,
 )
-from pagewire.workers.device.interface import Mark
+from pagewire.workers.device.interface import Event
 from pagewire.workers.sample.logprobs import Logprobs, logprob_rows
 from pagewire.workers.sample.masks import TokenMasks
 from pagewire.workers.sample.sampler import NO_TOKEN_POSSIBLE, SampleOutput, SamplingSlot, unusable
 
 
-def row_sampling(slot: SamplingSlot, mask: int = -1, most: int = MOST_TOKENS) -> RowSampling:
-    """What a slot wants for its next token, under a row of a plan's masks.
+def row_sampling(slot: SamplingSlot, mask: int = -1, max_most_likely: int = MOST_TOKENS) -> RowSampling:
+    """The sampling parameters of a slot's next token, in the form that the kernels take.
 
-    Log probabilities of more than the `most` likely tokens are left out: the kernels do not serve them.
+    mask: the slot's row of the step's masks; -1 for none.
+    Log probabilities of more than `max_most_likely` tokens are left out: the kernels do not support them.
     """
     params, edits = slot.params, slot.edits
-    wanted = -1 if params.logprobs is None or not 0 <= params.logprobs <= most else params.logprobs
+    if params.logprobs is None or not 0 <= params.logprobs <= max_most_likely:
+        num_most_likely = -1
+    else:
+        num_most_likely = params.logprobs
     row = RowSampling(
         seed=slot.seed,
         position=slot.num_tokens,
@@ -51,7 +56,7 @@ def row_sampling(slot: SamplingSlot, mask: int = -1, most: int = MOST_TOKENS) ->
         top_p=params.top_p,
         min_p=params.min_p,
         mask=mask,
-        num_most_likely=wanted,
+        num_most_likely=num_most_likely,
     )
     if not edits.active:
         return row
@@ -70,83 +75,83 @@ def row_sampling(slot: SamplingSlot, mask: int = -1, most: int = MOST_TOKENS) ->
 
 
 class Transfers(Protocol):
-    """What the sampler needs of a device (`cuda.Cuda`)."""
+    """The part of `cuda.Cuda` that the sampler uses."""
 
     torch_device: torch.device
     kernels: Device
-    """Launches kernels there."""
+    """Launches kernels on the device."""
 
     def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
 
     def pinned(self, num_bytes: int) -> Tensor: ...
 
-    def download(self, source: Tensor, target: Tensor) -> Mark: ...
+    def download(self, source: Tensor, target: Tensor) -> Event: ...
 
 
-class DeviceSampler:
-    """The kernels, and the memory that they need: one launch at a time.
+class CudaTokenSampler:
+    """The sampler of a GPU. Its memory serves one launch at a time.
 
-    max_rows: of a batch. most: up to how many most likely tokens per row the device finds; a row that asks for
-    more, such as the whole vocabulary, costs a copy of its logits to the CPU.
+    max_rows: maximum rows of a batch. max_most_likely: number of most likely tokens per row that the device can
+    find; for a row that needs more (such as the whole vocabulary) the logits are copied to the CPU.
 
     Raises:
-        ValueError: a vocabulary, or `most`, that is too large for the kernels.
+        ValueError: vocab_size or max_most_likely is too large for the kernels.
     """
 
-    def __init__(self, device: Transfers, max_rows: int, vocab_size: int, most: int) -> None:
+    def __init__(self, device: Transfers, max_rows: int, vocab_size: int, max_most_likely: int) -> None:
         self._device = device
-        self._sampler = Sampler(device.kernels, max_rows, vocab_size, most, device.torch_device)
-        self._host = device.pinned(result_bytes(max_rows, most))
+        self._sampler = Sampler(device.kernels, max_rows, vocab_size, max_most_likely, device.torch_device)
+        self._host = device.pinned(result_bytes(max_rows, max_most_likely))
         self._plain: WeakKeyDictionary[SamplingSlot, tuple[NDArray[np.void], int]] = WeakKeyDictionary()
 
     def launch(
         self, logits: Tensor, slots: Sequence[SamplingSlot], masks: TokenMasks | None = None
-    ) -> Launched:
-        """Start choosing one token per row; arguments as for `sampler.sample`. The logits must stay as they are
-        until the end."""
-        wanted = self._plan(slots, masks or TokenMasks())
-        wanted = wanted.with_tensors(self._device.upload(wanted.tensors))
-        result = self._sampler.sample(logits, wanted)
-        there = self._device.download(result.memory, self._host)
-        return Launched(logits, slots, result.token_ids, result.within_memory(self._host), there)
+    ) -> CudaPendingTokens:
+        """Start to sample one token per row; arguments as for `sampler.sample`. The logits must not change until
+        `finish` has returned."""
+        request = self._plan(slots, masks or TokenMasks())
+        request = request.with_tensors(self._device.upload(request.tensors))
+        result = self._sampler.sample(logits, request)
+        copied = self._device.download(result.memory, self._host)
+        return CudaPendingTokens(logits, slots, result.token_ids, result.within_memory(self._host), copied)
 
     def _plan(self, slots: Sequence[SamplingSlot], masks: TokenMasks) -> SamplingPlan:
-        if masks.places or any(slot.edits.active for slot in slots):
-            most = self._sampler.most
-            wanted = [row_sampling(slot, masks.places.get(i, -1), most) for i, slot in enumerate(slots)]
-            return plan(wanted, masks.bits)
+        if masks.mask_rows or any(slot.edits.active for slot in slots):
+            limit = self._sampler.most
+            sampling = [row_sampling(slot, masks.mask_rows.get(i, -1), limit) for i, slot in enumerate(slots)]
+            return plan(sampling, masks.bits)
         values, nums = zip(*map(self._plain_row, slots), strict=True)
         rows = np.concatenate(values)
         rows["position"] = [slot.num_tokens for slot in slots]
         return plain_plan(rows, nums)
 
     def _plain_row(self, slot: SamplingSlot) -> tuple[NDArray[np.void], int]:
-        """What a slot wants each time, made once: [1] of `SamplingRow`, and how many most likely tokens."""
-        if (found := self._plain.get(slot)) is None:
-            row = row_sampling(slot, most=self._sampler.most)
-            found = self._plain[slot] = sampling_rows([row]), row.num_most_likely
-        return found
+        """A slot's constant parameters, cached: `SamplingRow` [1], and its number of most likely tokens."""
+        if (cached := self._plain.get(slot)) is None:
+            row = row_sampling(slot, max_most_likely=self._sampler.most)
+            cached = self._plain[slot] = sampling_rows([row]), row.num_most_likely
+        return cached
 
 
 @dataclass(frozen=True)
-class Launched:
-    """A batch whose tokens are on their way. To be finished before the next is launched."""
+class CudaPendingTokens:
+    """The tokens of a launched batch. Call `finish` before the next launch."""
 
     logits: Tensor
     slots: Sequence[SamplingSlot]
     token_ids: Tensor
     """int64 [R], on the device."""
     result: SamplingResult
-    """On the host, once it is there."""
-    there: Mark
+    """In pinned host memory; valid once `copied` is reached."""
+    copied: Event
 
     def reached(self) -> bool:
-        """Are the tokens there?"""
-        return self.there.reached()
+        """True if the tokens are on the host."""
+        return self.copied.reached()
 
     def finish(self) -> SampleOutput:
-        """Wait for the tokens; they are those that `sampler.sample` gives."""
-        self.there.wait()
+        """Wait for the tokens, which are the same as those of `sampler.sample`."""
+        self.copied.wait()
         output = SampleOutput(self.result.token_ids.tolist())
         statuses, peaks = self.result.statuses.tolist(), self.result.peaks.tolist()
         for row, (status, peak) in enumerate(zip(statuses, peaks, strict=True)):
@@ -156,17 +161,17 @@ class Launched:
         return output
 
     def _add_logprobs(self, output: SampleOutput) -> None:
-        most = self.result.ids.shape[1] - 1
-        wanted = {
+        max_most_likely = self.result.ids.shape[1] - 1
+        num_logprobs = {
             row: slot.params.logprobs
             for row, slot in enumerate(self.slots)
             if slot.params.logprobs is not None and row not in output.errors
         }
-        if not wanted:
+        if not num_logprobs:
             return
         ids, logprobs, ranks = self.result.ids.numpy(), self.result.logprobs(), self.result.ranks.numpy()
-        for row, k in wanted.items():
-            if 0 <= k <= most:
+        for row, k in num_logprobs.items():
+            if 0 <= k <= max_most_likely:
                 size = 1 + min(k, self.logits.shape[1])
                 here = slice(row, row + 1)
                 output.logprobs[row] = Logprobs(ids[here, :size], logprobs[here, :size], ranks[here]).pack()

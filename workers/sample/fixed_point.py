@@ -1,10 +1,10 @@
-"""Truncating and drawing from token probabilities held as integers.
+"""Sampling from token probabilities in 64-bit fixed point.
 
 A token's *mass* is its unnormalised probability as a 64-bit fixed-point number, `exp(z) * 2**44` rounded down,
-where z is its logit below the row's largest, over the temperature. Integer sums are exact, so no sum depends
-on its order: not on the number of threads, the device, the rows beside it, or the algorithm that adds. Batch
-invariance then needs no care, and since `exp` is spelled out (`kernels/sampling.py`), a CPU and a GPU draw the
-same tokens. A token further than 30 below the largest (a ten-trillionth of its probability) has mass 0 and is
+where z is its logit minus the row's largest, divided by the temperature. Integer sums are exact, so no sum depends
+on its order: not on the number of threads, the device, the other rows, or the algorithm. So sampling is batch
+invariant, and since `exp` is defined operation by operation (`kernels/sampling.py`), a CPU and a GPU sample the
+same tokens. A token with z below -30 (a ten-trillionth of its probability) has mass 0 and is
 never drawn. Masses of up to 2**18 tokens cannot overflow.
 
 Every truncation keeps a prefix of one order, most likely first and ties by lower token id, and removes a token
@@ -24,7 +24,7 @@ from pagewire.kernels import sampling
 from pagewire.kernels.sampling import FRACTION_BITS
 
 ONE = 2**FRACTION_BITS
-BLOCK = 256  # tokens summed together before one is searched for
+BLOCK = 256  # tokens per partial sum when the drawn token is searched
 
 # Bins of z: float32's exponent and top 6 bits of fraction, from 2**-12 to 2**6. Logarithmic, so that a bin
 # holds few tokens at any temperature.
@@ -34,7 +34,7 @@ NUM_BINS = 18 << 6
 
 
 def depths_below(x: torch.Tensor, peaks: torch.Tensor, temperatures: Sequence[float]) -> torch.Tensor:
-    """How far each logit lies below its row's largest, over the temperature: float32 [n, V], at least 0.
+    """(row maximum - logit) / temperature: float32 [n, V], at least 0.
 
     x: [n, V] any float dtype, peaks: [n] its finite row maxima. The difference is taken first, so that a tiny
     temperature cannot give inf - inf.
@@ -44,18 +44,18 @@ def depths_below(x: torch.Tensor, peaks: torch.Tensor, temperatures: Sequence[fl
 
 
 def fixed_point_probabilities(depths: torch.Tensor) -> torch.Tensor:
-    """int64 [n, V]: `ONE` for the most likely token, and in proportion for the others."""
+    """Probabilities int64 [n, V] of `depths`: `ONE` for the most likely token, others in proportion."""
     return sampling.fixed_point_probabilities(depths)
 
 
 def keep_min_p(masses: torch.Tensor, min_p: Sequence[float]) -> None:
     """Keep tokens at least `min_p` [n] times as likely as the most likely one (Nguyen et al. 2024)."""
-    least = torch.tensor([math.ceil(p * ONE) for p in min_p], device=masses.device)
-    masses.masked_fill_(masses < least[:, None], 0)
+    limits = torch.tensor([math.ceil(p * ONE) for p in min_p], device=masses.device)
+    masses.masked_fill_(masses < limits[:, None], 0)
 
 
 def depth_bins(depths: torch.Tensor) -> torch.Tensor:
-    """The bin of each depth, int64 [n, V], for `keep_top_k` and `keep_top_p`. Never falls where depths grow."""
+    """The bin of each depth, int64 [n, V], for `keep_top_k` and `keep_top_p`. Monotonic in depth."""
     return (depths.view(torch.int32) >> BIN_SHIFT).sub_(FIRST_BIN).clamp_(0, NUM_BINS - 1).long()
 
 
@@ -100,18 +100,18 @@ def _keep_prefix(
 
 
 def top_tokens(x: torch.Tensor, k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Values and ids of the k largest of each row, [n, k], largest first and ties by lower id.
+    """Values and ids [n, k] of the k largest logits of each row, largest first, ties by lower id.
 
-    `torch.topk` picks any of the tokens that tie for the last place, so one more than k is looked at, and a row
-    where the tie goes on past k is done again from all of its candidates.
+    `torch.topk` picks any of the tokens that tie for the last place. So k + 1 are taken, and a row whose tie
+    crosses place k is sorted again from all of its candidates.
     """
-    found, places = x.topk(min(k + 1, x.shape[1]), dim=1)
-    values, ids = found.float().cpu().numpy(), places.cpu().numpy()
+    top, columns = x.topk(min(k + 1, x.shape[1]), dim=1)
+    values, ids = top.float().cpu().numpy(), columns.cpu().numpy()
     order = np.lexsort((ids, -values), axis=1)[:, :k]
     values, ids = np.take_along_axis(values, order, 1), np.take_along_axis(ids, order, 1)
     if 0 < k < x.shape[1]:
-        for row in (found[:, k - 1] == found[:, k]).nonzero()[:, 0].tolist():
-            candidates = (x[row] >= found[row, k - 1]).nonzero()[:, 0]
+        for row in (top[:, k - 1] == top[:, k]).nonzero()[:, 0].tolist():
+            candidates = (x[row] >= top[row, k - 1]).nonzero()[:, 0]
             candidates = candidates[x[row, candidates].argsort(descending=True, stable=True)][:k]
             values[row], ids[row] = x[row, candidates].float().cpu().numpy(), candidates.cpu().numpy()
     return values, ids
@@ -120,8 +120,8 @@ def top_tokens(x: torch.Tensor, k: int) -> tuple[NDArray[np.float32], NDArray[np
 def draw(masses: torch.Tensor, uniforms: NDArray[np.float64]) -> list[int]:
     """Per row, the first token by id whose cumulative mass exceeds `uniforms` [n] times the row's total.
 
-    masses: int64 [n, V] with a positive sum in every row; uniforms: in (0, 1), multiples of 2**-53. Sums of
-    blocks come first, so that only one block's tokens are gone through one by one.
+    masses: int64 [n, V] with a positive sum in every row; uniforms: in (0, 1), multiples of 2**-53. The
+    search goes over sums of blocks first, then over the tokens of one block.
     """
     size = masses.shape[1]
     whole = size - size % BLOCK
@@ -136,5 +136,5 @@ def draw(masses: torch.Tensor, uniforms: NDArray[np.float64]) -> list[int]:
     ids = starts + torch.arange(BLOCK, device=masses.device)
     inside = masses.gather(1, ids.clamp(max=size - 1)).cpu().numpy().cumsum(1)
     steps = (inside <= target - np.take_along_axis(reached, block, 1)).sum(1, keepdims=True)
-    found: list[int] = (block * BLOCK + steps)[:, 0].tolist()
-    return found
+    token_ids: list[int] = (block * BLOCK + steps)[:, 0].tolist()
+    return token_ids

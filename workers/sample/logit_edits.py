@@ -1,8 +1,7 @@
-"""Changes to logits before anything is drawn: allowed tokens, bias, penalties, forbidden tokens.
+"""Changes to logits before sampling: allowed tokens, bias, penalties, bad words, min_tokens.
 
-Each sequence that asks for some has a `LogitEdits`, kept up to date token by token; `apply_edits` makes the
-changes of all of them in one sparse pass. Only elementwise operations are used, so that what happens to a row
-never depends on its neighbours.
+Every sequence has a `LogitEdits`, updated with each token; `apply_edits` makes the changes of all rows in one
+sparse pass. It uses elementwise operations only, so a row never depends on the other rows.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ FLOAT32_TINY = float(torch.finfo(torch.float32).tiny)
 
 
 def bounded(value: float) -> float:
-    """A positive number within float32's normal range, so that dividing by it cannot give 0/0 or inf/inf."""
+    """`value` clamped to float32's positive normal range, so that dividing by it cannot give 0/0 or inf/inf."""
     return min(max(value, FLOAT32_TINY), FLOAT32_MAX)
 
 
 class PenaltyCounts:
-    """The tokens that penalties touch, and how often each was generated (0: it is only in the prompt).
+    """The tokens that penalties apply to, and how often each was generated (0: only in the prompt).
 
-    Arrays that double when full: O(1) per token, and nothing of the size of the vocabulary.
+    Kept in arrays that double when full: O(1) per token, and no memory of the size of the vocabulary.
     """
 
     def __init__(self, prompt_ids: NDArray[Any], output_ids: NDArray[Any]) -> None:
@@ -40,7 +39,7 @@ class PenaltyCounts:
         self._index = {token_id: i for i, token_id in enumerate(ids.tolist())}
 
     def add(self, token_id: int) -> None:
-        """`token_id` was generated."""
+        """Record a generated token."""
         index = self._index.setdefault(token_id, len(self._index))
         if index == len(self._ids):
             self._ids = np.concatenate((self._ids, np.zeros(index + 16, np.int64)))
@@ -50,47 +49,47 @@ class PenaltyCounts:
 
     @property
     def ids(self) -> NDArray[np.int64]:
-        """int64 [n], each token once."""
+        """Token ids int64 [n], each once."""
         return self._ids[: len(self._index)]
 
     @property
     def counts(self) -> NDArray[np.float32]:
-        """float32 [n], for `ids`."""
+        """Counts float32 [n] of `ids`."""
         return self._counts[: len(self._index)]
 
 
 class BadWords:
-    """Token sequences that must not come up: the last token is forbidden wherever the others were just seen.
+    """Forbidden token sequences: the last token of each is forbidden after the others.
 
     history: token ids so far, prompt and output.
     """
 
     def __init__(self, words: Iterable[Sequence[int]], history: NDArray[Any]) -> None:
         self._always: list[int] = []
-        self._after: dict[int, list[tuple[list[int], int]]] = {}  # by the token before the last
+        self._after: dict[int, list[tuple[list[int], int]]] = {}  # keyed by the last but one token
         for *prefix, last in filter(None, words):
             if prefix:
                 self._after.setdefault(prefix[-1], []).append((prefix, last))
             else:
                 self._always.append(last)
-        longest = max((len(prefix) for found in self._after.values() for prefix, _ in found), default=0)
+        longest = max((len(prefix) for words in self._after.values() for prefix, _ in words), default=0)
         self._recent = deque(history[max(0, len(history) - longest) :].tolist(), maxlen=longest)
 
     def add(self, token_id: int) -> None:
-        """`token_id` was generated."""
+        """Record a generated token."""
         self._recent.append(token_id)
 
     def forbidden(self) -> list[int]:
-        """Tokens that would complete a bad word now."""
+        """Tokens that would complete a bad word as the next token."""
         if not self._recent or self._recent[-1] not in self._after:
             return self._always
         recent = list(self._recent)
-        found = self._after[recent[-1]]
-        return self._always + [last for prefix, last in found if recent[-len(prefix) :] == prefix]
+        words = self._after[recent[-1]]
+        return self._always + [last for prefix, last in words if recent[-len(prefix) :] == prefix]
 
 
 class LogitEdits:
-    """What one sequence wants done to its logits. Token ids beyond the vocabulary are left out.
+    """The changes to one sequence's logits. Token ids beyond the vocabulary are ignored.
 
     Arguments as for `SamplingSlot`.
     """
@@ -106,7 +105,9 @@ class LogitEdits:
     ) -> None:
         history = tokens[:num_tokens]
         self.vocab_size = vocab_size
-        self.held_back = num_prompt_tokens + params.min_tokens - num_tokens  # tokens still to come
+        self.held_back = (
+            num_prompt_tokens + params.min_tokens - num_tokens
+        )  # tokens still missing to min_tokens
         self.stop_ids = list(stop_ids) if self.held_back > 0 else []
         self.allowed: NDArray[np.int64] | None = None
         if params.allowed_token_ids is not None:
@@ -121,7 +122,7 @@ class LogitEdits:
             self.counts = PenaltyCounts(prompt_ids, history[num_prompt_tokens:])
 
     def add(self, token_id: int) -> None:
-        """`token_id` was generated."""
+        """Record a generated token."""
         if self.held_back > 0:
             self.held_back -= 1
         if self.counts is not None:
@@ -131,12 +132,12 @@ class LogitEdits:
 
     @property
     def active(self) -> bool:
-        """Is there anything to do for the next token?"""
+        """True if the next token's logits are to be changed."""
         lasting = self.allowed is not None or self.bias or self.counts or self.bad_words
         return bool(lasting or (self.held_back > 0 and self.stop_ids))
 
     def forbidden(self) -> list[int]:
-        """Tokens that must not come next."""
+        """Tokens that must not come next: ends of bad words, and stop tokens before min_tokens."""
         ids = self.bad_words.forbidden() if self.bad_words is not None else []
         ids = ids + self.stop_ids if self.held_back > 0 else ids
         return [i for i in ids if 0 <= i < self.vocab_size]
@@ -145,8 +146,8 @@ class LogitEdits:
 def apply_edits(x: torch.Tensor, edits: Sequence[LogitEdits]) -> None:
     """Edit float32 logits x [n, V], contiguous, in place; edits [n].
 
-    The order is allowed tokens, bias, bad words, penalties, min_tokens. What is forbidden is set last, since
-    penalties leave -inf as it is.
+    Order: allowed tokens, bias, penalties, then -inf for bad words and min_tokens. (Setting -inf last is
+    equivalent to any earlier point, as penalties do not change -inf.)
     """
     for row, edit in zip(x, edits, strict=True):
         if edit.allowed is not None:
@@ -177,24 +178,24 @@ def _add_bias(x: torch.Tensor, edits: Sequence[LogitEdits]) -> None:
 def _penalise(x: torch.Tensor, edits: Sequence[LogitEdits]) -> None:
     """Repetition penalty (Keskar et al. 2019, "CTRL") on prompt and output; frequency, presence on output.
 
-    An overflow stays finite: it must not look like a fault of the model.
+    Overflows are clamped to finite values: an infinite logit would count as an error of the model.
     """
-    asking = [(row, edit, edit.counts) for row, edit in enumerate(edits) if edit.counts is not None]
-    if not asking:
+    penalised = [(row, edit, edit.counts) for row, edit in enumerate(edits) if edit.counts is not None]
+    if not penalised:
         return
 
     def spread(values: Iterable[float]) -> torch.Tensor:
         per_token = np.repeat(
-            np.array(list(values), np.float32), [len(counts.ids) for _, _, counts in asking]
+            np.array(list(values), np.float32), [len(counts.ids) for _, _, counts in penalised]
         )
         return torch.from_numpy(per_token).to(x.device)
 
-    flat = np.concatenate([counts.ids + row * x.shape[1] for row, _, counts in asking])
+    flat = np.concatenate([counts.ids + row * x.shape[1] for row, _, counts in penalised])
     at = torch.from_numpy(flat).to(x.device)
-    times = torch.from_numpy(np.concatenate([counts.counts for _, _, counts in asking])).to(x.device)
-    repetition = spread(edit.repetition for _, edit, _ in asking)
-    frequency = spread(edit.frequency for _, edit, _ in asking)
-    presence = spread(edit.presence for _, edit, _ in asking)
+    times = torch.from_numpy(np.concatenate([counts.counts for _, _, counts in penalised])).to(x.device)
+    repetition = spread(edit.repetition for _, edit, _ in penalised)
+    frequency = spread(edit.frequency for _, edit, _ in penalised)
+    presence = spread(edit.presence for _, edit, _ in penalised)
 
     values = x.view(-1)[at]
     values = torch.where(values < 0, values * repetition, values / repetition)

@@ -1,4 +1,4 @@
-"""Log probabilities, ranks and most likely tokens, from raw logits."""
+"""Log probabilities and ranks of given tokens, and the most likely tokens, from raw logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagewire.ipc.codec import Tensor
 from pagewire.ipc.messages import LogprobRows
 from pagewire.workers.sample.fixed_point import ONE, depths_below, fixed_point_probabilities, top_tokens
 
-CHUNK = 2**20  # logits worked on at a time, so that scratch memory stays small
+CHUNK = 2**20  # logits processed at a time, which limits scratch memory
 
 
 class Logprobs(NamedTuple):
@@ -25,11 +25,11 @@ class Logprobs(NamedTuple):
     ranks: NDArray[np.int32]
 
     def pack(self) -> LogprobRows:
-        """For the wire."""
+        """The message for all rows."""
         return LogprobRows(*map(_tensor, self))
 
     def rows(self) -> Iterator[LogprobRows]:
-        """For the wire, each row alone."""
+        """One message per row."""
         for i in range(len(self.ranks)):
             row = slice(i, i + 1)
             yield Logprobs(self.token_ids[row], self.logprobs[row], self.ranks[row]).pack()
@@ -38,14 +38,14 @@ class Logprobs(NamedTuple):
 def logprob_rows(logits: torch.Tensor, token_ids: Sequence[int], k: int) -> LogprobRows:
     """Log probability and rank of `token_ids[i]` under `logits[i]`, and of the k most likely tokens.
 
-    logits: [n, V], any float dtype. k: -1 means the whole vocabulary, and more is the same. Most likely tokens
-    come in order, ties by lower id; a rank is 1 + the number of larger logits. NaN logits give NaN.
+    logits: [n, V], any float dtype. k: -1 or more than V means the whole vocabulary. The most likely
+    tokens are sorted, ties by lower id; a rank is 1 + the number of larger logits. NaN logits give NaN.
     """
     return logprobs_of(logits, token_ids, k).pack()
 
 
 def logprobs_of(logits: torch.Tensor, token_ids: Sequence[int], k: int) -> Logprobs:
-    """`logprob_rows`, not packed."""
+    """As `logprob_rows`, but as arrays."""
     k = logits.shape[1] if k == -1 else min(k, logits.shape[1])
     step = max(1, CHUNK // logits.shape[1])
     empty = Logprobs(np.zeros((0, 1 + k), np.int32), np.zeros((0, 1 + k), np.float32), np.zeros(0, np.int32))

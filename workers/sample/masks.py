@@ -1,4 +1,4 @@
-"""Which tokens the rows of a step may sample: packed bits, from the grammars in the core."""
+"""The grammar masks of a step, as the sampler uses them. The core computes them."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ NO_BITS = torch.empty(0, 0, dtype=torch.int32)
 
 @dataclass(frozen=True)
 class TokenMasks:
-    """Masks by place among the rows that sample; rows without one may sample anything.
+    """Masks of the rows that sample; a row without a mask may sample any token.
 
-    places: where in `bits` the mask of a row is.
-    bits: int32 [n, ceil(V / 32)]: bit i % 32 of word i // 32 is set if token i may come.
+    mask_rows: for each index among the rows that sample, the row of `bits` with its mask.
+    bits: int32 [n, ceil(V / 32)]: bit i % 32 of word i // 32 is set if token i is allowed.
     """
 
-    places: dict[int, int] = field(default_factory=dict)
+    mask_rows: dict[int, int] = field(default_factory=dict)
     bits: torch.Tensor = NO_BITS
 
     @classmethod
     def of(cls, masks: Masks | None, sample_rows: Sequence[int]) -> TokenMasks:
-        """From a message, whose rows are the plan's. sample_rows: those of the plan's rows that sample."""
+        """Convert a message, which counts rows in the plan. sample_rows: the plan's rows that sample, in order."""
         if masks is None or not masks.rows:
             return cls()
-        places = {row: place for place, row in enumerate(masks.rows)}
+        by_plan_row = {plan_row: mask_row for mask_row, plan_row in enumerate(masks.rows)}
         bits = np.frombuffer(masks.bits.data, np.int32).reshape(masks.bits.shape).copy()  # owned and writable
-        found = {i: places[row] for i, row in enumerate(sample_rows) if row in places}
-        return cls(found, torch.from_numpy(bits))
+        mask_rows = {i: by_plan_row[row] for i, row in enumerate(sample_rows) if row in by_plan_row}
+        return cls(mask_rows, torch.from_numpy(bits))
 
     def __contains__(self, row: int) -> bool:
-        return row in self.places
+        return row in self.mask_rows
 
     def of_rows(self, num_rows: int) -> torch.Tensor | None:
-        """The masks of all rows that sample, int32 [num_rows, ceil(V / 32)]; None if none has one."""
-        if not self.places:
+        """Masks int32 [num_rows, ceil(V / 32)] of all rows that sample; None if no row has a mask."""
+        if not self.mask_rows:
             return None
-        if list(self.places.items()) == [(row, row) for row in range(num_rows)]:
+        if list(self.mask_rows.items()) == [(row, row) for row in range(num_rows)]:
             return self.bits
         everything = torch.full((num_rows, self.bits.shape[1]), -1, dtype=torch.int32)
-        everything[list(self.places)] = self.bits[list(self.places.values())]
+        everything[list(self.mask_rows)] = self.bits[list(self.mask_rows.values())]
         return everything

@@ -1,7 +1,7 @@
 """Counter-based random numbers: Philox4x32-10.
 
-A draw is a pure function of (seed, position, stage), so batching, preemption, replay after a crash and chunking
-never change a sampled token. There is no generator state to keep, copy or lose.
+A number is a pure function of (seed, position, stage), so batching, preemption, recovery from a crash and chunking
+never change a sampled token. There is no generator state.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011).
 """
@@ -39,8 +39,8 @@ def philox4x32(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[
 def uniform(seeds: Sequence[int], positions: Sequence[int], stage: int = 0) -> NDArray[np.float64]:
     """One number per (seed, position), float64 [n], strictly between 0 and 1.
 
-    seeds: any integers, taken modulo 2**64. positions: 0 to 2**64 - 1. stage: keeps draws for different ends
-    at one position apart, 0 to 2**32 - 1. Values are odd multiples of 2**-53, so neither 0 nor 1 can occur
+    seeds: any integers, taken modulo 2**64. positions: 0 to 2**64 - 1. stage: 0 to 2**32 - 1, separates
+    numbers for different purposes at one position. Values are odd multiples of 2**-53, so neither 0 nor 1 can occur
     and `value * 2**53` is an exact integer.
     """
     seed = np.array([s & WORD_64 for s in seeds], dtype=np.uint64)

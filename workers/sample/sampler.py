@@ -1,13 +1,12 @@
-"""From logits to tokens.
+"""Samples tokens from logits.
 
     logits -> grammar                                                  (masks.py)
            -> allowed tokens, bias, bad words, penalties, min_tokens   (logit_edits.py)
            -> temperature -> min_p -> top_k -> top_p -> draw           (fixed_point.py, random.py)
 
-Rows that ask for the same stages are worked on together, a few at a time so that scratch memory stays
-small; a stage that nobody asked for is not run. What a row gets depends on its logits, parameters, seed and
-history alone, to the bit, whatever else is in the batch: edits are elementwise, sums are of integers, and
-random numbers are a function of seed and position.
+Rows that need the same stages are processed together, a few at a time to limit scratch memory; stages that no
+row needs are skipped. A row's token depends on its logits, parameters, seed and history alone, not on the rest of
+the batch: edits are elementwise, sums are of integers, and random numbers are a function of seed and position.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from pagewire.workers.sample.random import uniform
 
 __all__ = ["SampleOutput", "SamplingSlot", "logprob_rows", "sample"]
 
-CHUNK = 2**20  # logits worked on at a time
+CHUNK = 2**20  # logits processed at a time
 FEW = 32  # a top_k of at most 1 / FEW of the vocabulary is small
 
 NO_TOKEN_POSSIBLE = (
@@ -50,15 +49,15 @@ NO_TOKEN_POSSIBLE = (
 
 
 def unusable(peak: float) -> str:
-    """What is said of a row whose largest logit is not finite."""
-    return f"the model gave logits that cannot be sampled: the largest is {peak}"
+    """The error message for a row whose largest logit is not finite."""
+    return f"the model returned logits that cannot be sampled: the largest is {peak}"
 
 
 @dataclass
 class SampleOutput:
-    """One token per row; by row, the log probabilities where asked for, and what went wrong.
+    """One token per row; by row index, the requested log probabilities and the errors.
 
-    A row with an error has token id 0, which means nothing, and no log probabilities.
+    A row with an error has a meaningless token id 0 and no log probabilities.
     """
 
     token_ids: list[int]
@@ -67,7 +66,7 @@ class SampleOutput:
 
 
 class Stages(NamedTuple):
-    """What has to be done for a row."""
+    """The stages of sampling that a row needs."""
 
     edits: bool
     draw: bool
@@ -80,14 +79,14 @@ GREEDY = Stages(edits=False, draw=False, min_p=False, top_k=False, top_p=False)
 
 
 class SamplingSlot:
-    """What the sampler keeps of one sequence, from when it takes a slot.
+    """The sampler's state of one sequence while it has a slot.
 
-    params: as asked for. seed: of this sequence, taken modulo 2**64. stop_ids: tokens that `min_tokens` holds
-    back. tokens: integers; the first num_tokens are the sequence so far, of which num_prompt_tokens are the
-    prompt and the others were generated already (by an earlier life of the request). vocab_size: V.
+    params: of the request. seed: of this sequence, taken modulo 2**64. stop_ids: tokens that are excluded until
+    `min_tokens` are generated. tokens: integers; the first num_tokens are the sequence so far, of which
+    num_prompt_tokens are the prompt; the others were generated before a preemption or restart. vocab_size: V.
 
-    `tokens` is read here and not kept: the caller's row stays the caller's, and only it writes there.
-    A slot rebuilt from the same history goes on with the same tokens.
+    `tokens` is only read in the constructor; no reference is kept.
+    A slot that is rebuilt from the same history continues with the same tokens.
     """
 
     def __init__(
@@ -114,24 +113,24 @@ class SamplingSlot:
         self._stages_with_edits = self._stages._replace(edits=True)
 
     def append(self, token_id: int) -> None:
-        """`token_id` was added to the sequence. The caller writes it into its own row."""
+        """Update the state with the sequence's next token."""
         self.num_tokens += 1
         self.edits.add(token_id)
 
     @property
     def stages(self) -> Stages:
-        """What has to be done for the next token."""
+        """The stages that the next token needs."""
         return self._stages_with_edits if self.edits.active else self._stages
 
 
 def sample(
     logits: torch.Tensor, slots: Sequence[SamplingSlot], masks: TokenMasks | None = None
 ) -> SampleOutput:
-    """Choose one token per row of `logits` [R, V], any float dtype, for `slots` [R]. Logits are not changed.
+    """Sample one token per row of `logits` [R, V], any float dtype, for `slots` [R]. Logits are not changed.
 
-    masks: what rows under a grammar may sample.
+    masks: allowed tokens of rows with a grammar.
 
-    Never raises for what is in the logits: a row that cannot be sampled gets an error, the others their tokens.
+    Never raises because of logits: a row that cannot be sampled gets an error, the others get their tokens.
     """
     output = SampleOutput([0] * len(slots))
     if not slots:
@@ -170,9 +169,9 @@ def _sample_rows(
     stages: Stages,
     output: SampleOutput,
 ) -> None:
-    """Choose tokens for `rows`, which all need `stages`, into `output`.
+    """Sample `rows`, which all need `stages`, into `output`.
 
-    x, peaks, allowed: the rows' logits [n, V], the maxima of what they may sample [n], and their masks.
+    x: their logits [n, V]. peaks: maxima of their allowed logits [n]. allowed: their masks.
     """
     chosen = [slots[row] for row in rows]
     if allowed is not None:
@@ -195,14 +194,14 @@ def _sample_rows(
 def _draw(x: torch.Tensor, peaks: torch.Tensor, slots: Sequence[SamplingSlot], stages: Stages) -> list[int]:
     """A random token per row of x [n, V]; peaks: its row maxima [n], finite.
 
-    Small top_k leave so few tokens that picking them out first saves going over all of them again and again.
-    What is left out would have mass 0, so the outcome is the same.
+    If all top_k are small, only the max(top_k) largest logits are processed. The other tokens would get mass 0, so
+    the result is the same.
     """
     ids = None
-    if stages.top_k and (most := max(slot.params.top_k for slot in slots)) * FEW <= x.shape[1]:
-        values, places = top_tokens(x.float(), most)
-        ids = np.sort(places, 1)
-        x = torch.from_numpy(np.take_along_axis(values, np.argsort(places, 1), 1))
+    if stages.top_k and (max_k := max(slot.params.top_k for slot in slots)) * FEW <= x.shape[1]:
+        values, columns = top_tokens(x.float(), max_k)
+        ids = np.sort(columns, 1)
+        x = torch.from_numpy(np.take_along_axis(values, np.argsort(columns, 1), 1))
         peaks = peaks.cpu()
     depths = depths_below(x, peaks, [slot.temperature for slot in slots])
     masses = fixed_point_probabilities(depths)
@@ -213,23 +212,23 @@ def _draw(x: torch.Tensor, peaks: torch.Tensor, slots: Sequence[SamplingSlot], s
         keep_top_k(x, bins, masses, [slot.params.top_k for slot in slots])
     if stages.top_p:
         keep_top_p(x, bins, masses, [slot.params.top_p for slot in slots])
-    found = draw(masses, uniform([slot.seed for slot in slots], [slot.num_tokens for slot in slots]))
-    return found if ids is None else [int(row[i]) for row, i in zip(ids, found, strict=True)]
+    drawn = draw(masses, uniform([slot.seed for slot in slots], [slot.num_tokens for slot in slots]))
+    return drawn if ids is None else [int(row[i]) for row, i in zip(ids, drawn, strict=True)]
 
 
 def _add_logprobs(logits: torch.Tensor, slots: Sequence[SamplingSlot], output: SampleOutput) -> None:
-    """Log probabilities from the raw logits, for rows that ask for them and have no error."""
+    """Add log probabilities of the raw logits, for rows that request them and have no error."""
     groups: dict[int, list[int]] = {}
     for row, slot in enumerate(slots):
         if slot.params.logprobs is not None and row not in output.errors:
             groups.setdefault(slot.params.logprobs, []).append(row)
     for k, rows in groups.items():
-        found = logprobs_of(_take(logits, rows), [output.token_ids[row] for row in rows], k)
-        output.logprobs.update(zip(rows, found.rows(), strict=True))
+        logprobs = logprobs_of(_take(logits, rows), [output.token_ids[row] for row in rows], k)
+        output.logprobs.update(zip(rows, logprobs.rows(), strict=True))
 
 
 def _take(x: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """Those rows of x, ascending: a view where they lie together."""
+    """The given rows of x (ascending indices); a view if they are consecutive."""
     if rows[-1] - rows[0] == len(rows) - 1:
         return x[rows[0] : rows[-1] + 1]
     return x[torch.tensor(rows, device=x.device)]

@@ -28,7 +28,7 @@ def test_blocks_are_given_out_in_order() -> None:
 def test_more_than_are_free_are_refused_whole() -> None:
     pool = BlockPool(2)
     pool.allocate(1)
-    with pytest.raises(ValueError, match="2 blocks wanted, 1 free"):
+    with pytest.raises(ValueError, match="2 blocks requested, 1 free"):
         pool.allocate(2)
     assert list(pool.free_order()) == [1]
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pagewire.ipc.params import SamplingParams
 from pagewire.kernels.cuda import sampling as cuda
 from pagewire.kernels.sampling import fixed_point_probabilities
-from pagewire.workers.sample.device_sampler import DeviceSampler
+from pagewire.workers.sample.device_sampler import CudaTokenSampler
 from pagewire.workers.sample.logprobs import logprobs_of
 from pagewire.workers.sample.masks import TokenMasks
 from pagewire.workers.sample.sampler import SampleOutput, SamplingSlot, sample
@@ -54,7 +54,7 @@ def check(
     But where a mask hides a NaN or infinity: there, log probabilities are NaN, of tokens that mean nothing.
     """
     before = logits.clone()
-    sampler = DeviceSampler(EmulatedCuda(device), len(slots), logits.shape[1], most)
+    sampler = CudaTokenSampler(EmulatedCuda(device), len(slots), logits.shape[1], most)
     output = sampler.launch(logits, slots, masks).finish()
     expected = sample(logits, slots, masks)
     hidden = [row for row in expected.logprobs if not math.isfinite(logits[row].float().max())]
@@ -227,7 +227,7 @@ def test_nothing_left() -> None:
 
 def test_one_memory_for_many_launches() -> None:
     """Each launch leaves it as the next one needs it, whatever was asked for and whatever went wrong."""
-    sampler = DeviceSampler(EmulatedCuda(EmulatedDevice(order=ORDERS[2])), len(SETTINGS), 5000, 20)
+    sampler = CudaTokenSampler(EmulatedCuda(EmulatedDevice(order=ORDERS[2])), len(SETTINGS), 5000, 20)
     for seed in range(6):
         logits, slots = batch(5000, torch.float32, seed)
         logits[seed, seed] = math.nan

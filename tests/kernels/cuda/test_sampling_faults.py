@@ -14,7 +14,7 @@ import torch
 
 from pagewire.kernels.cuda.sampling import SOURCE, variant
 from pagewire.kernels.cuda.source import Variant
-from pagewire.workers.sample.device_sampler import DeviceSampler
+from pagewire.workers.sample.device_sampler import CudaTokenSampler
 from pagewire.workers.sample.masks import TokenMasks
 from pagewire.workers.sample.sampler import SamplingSlot, sample
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedDevice, EmulationError
@@ -119,7 +119,7 @@ def differs(make: Callable[[], Batch], kernel: str = "", *edits: Edit) -> bool:
     expected = sample(logits, slots, masks)
     for order in ORDERS:
         device = FaultyDevice(order, edits, kernel=kernel)
-        sampler = DeviceSampler(EmulatedCuda(device), len(slots), logits.shape[1], 20)
+        sampler = CudaTokenSampler(EmulatedCuda(device), len(slots), logits.shape[1], 20)
         try:
             for _ in range(2):
                 if sampler.launch(logits, slots, masks).finish() != expected:

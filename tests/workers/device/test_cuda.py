@@ -22,7 +22,7 @@ from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.workers import runner as runner_module
 from pagewire.workers.calls import call
 from pagewire.workers.device import cuda
-from pagewire.workers.device.cpu import CpuSampler
+from pagewire.workers.device.cpu import CpuTokenSampler
 from pagewire.workers.device.graphs import recorded_sizes
 from pagewire.workers.device.open import open_device
 from pagewire.workers.errors import LoadError
@@ -175,9 +175,9 @@ def test_keys_and_values_of_8_bits(load: Callable[..., Runner], kept: str) -> No
 
 
 def test_keys_and_values_of_8_bits_are_for_gpus(llama: Path) -> None:
-    with pytest.raises(LoadError, match="kv_cache_dtype 'fp8' is for models in bfloat16 or float16 on GPUs"):
+    with pytest.raises(LoadError, match="kv_cache_dtype 'fp8' needs a model in bfloat16 or float16 on a GPU"):
         load_runner(llama, kv_cache_dtype="fp8")
-    with pytest.raises(LoadError, match="kv_cache_dtype 'int4' is none of auto, fp8"):
+    with pytest.raises(LoadError, match=r"kv_cache_dtype must be one of auto, fp8.*, got 'int4'"):
         load_runner(llama, kv_cache_dtype="int4")
 
 
@@ -202,7 +202,7 @@ def test_a_vocabulary_that_is_too_large_for_the_kernels(
     wanted = [outcome(result) for result in Core(load()).run(plans)]
     monkeypatch.setattr(cuda, "MAX_VOCAB_SIZE", VOCAB_SIZE - 1)
     runner = load()
-    assert isinstance(runner.sampler, CpuSampler)
+    assert isinstance(runner.sampler, CpuTokenSampler)
     steps = Pipeline(core := Core(runner), runner)  # type: ignore[arg-type]
     for plan in plans:
         steps.launch(plan)
@@ -321,7 +321,7 @@ def test_recorded_sizes(most: int, sizes: list[int]) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_devices_that_are_not_there() -> None:
     assert open_device(WorkerConfig("", device="auto", num_threads=1)).name == "cpu"
-    with pytest.raises(LoadError, match=r"no GPU is seen by torch.*pagewire doctor"):
+    with pytest.raises(LoadError, match=r"torch.*finds no GPU.*pagewire doctor"):
         open_device(WorkerConfig("", device="cuda:1"))
-    with pytest.raises(LoadError, match="device 'tpu' is not served: auto, cpu, cuda and cuda:N are"):
+    with pytest.raises(LoadError, match="device 'tpu' is not supported: use auto, cpu, cuda or cuda:N"):
         open_device(WorkerConfig("", device="tpu"))

@@ -79,7 +79,7 @@ def survivors(x: list[float], params: SamplingParams) -> dict[int, int]:
     """Mass by token id, of what the truncations leave."""
     peak = max(x)
     depths = (peak - torch.tensor(x)) / params.temperature
-    masses = reference.token_masses(depths).tolist()
+    masses = reference.fixed_point_probabilities(depths).tolist()
     order = sorted(range(len(x)), key=lambda i: (-x[i], i))
     order = [i for i in order if masses[i] > 0 and masses[i] >= params.min_p * 2**44]
     if params.top_k:

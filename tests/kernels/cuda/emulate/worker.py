@@ -60,7 +60,7 @@ class EmulatedCuda(Cuda):
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def mark(self) -> Arrival:
+    def record_event(self) -> Arrival:
         return Arrival(self._points)
 
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
