@@ -327,7 +327,7 @@ def test_templates_of_requests(replay: Replay, tmp_path: Path) -> None:
                 "{% for i in range(99999) %}{{ messages[0].content * 1000 }}{% endfor %}",
                 "more than 16777216 char",
             ),
-            ("{{ raise_exception('no') }}", "refuses the conversation: no"),
+            ("{{ raise_exception('no') }}", "rejects the conversation: no"),
             ("{% if %}", "not valid"),
         ):
             with pytest.raises(openai.BadRequestError, match=message):
