@@ -1,4 +1,4 @@
-"""The engine that a command talks to: its own, or one that runs already."""
+"""The engine that a command uses: a core of its own, or one that runs already."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from pagewire.cli.options import UsageError, engine_args, flag, given_options
 if TYPE_CHECKING:
     from pagewire.frontend.async_llm import AsyncLLM
 
-OURS = ("seed", "otlp_traces_endpoint")  # options of an engine that are a frontend's affair, too
+FRONTEND_OPTIONS = ("seed", "otlp_traces_endpoint")  # engine options that a frontend uses too
 
 
 @contextmanager
 def opened(
     options: argparse.Namespace, restarts: int = 0, reattach_timeout: float = 0.0
 ) -> Iterator[AsyncLLM]:
-    """Attach to `--attach`, or spawn a core with the engine options; closed at the end.
+    """Yield an engine: attached to the core at `--attach`, or with a core spawned from the engine options.
 
-    restarts: how often to replace a spawned core that dies. reattach_timeout: how long to wait for another where
-    one that was attached to dies, see `AsyncLLM.attach`.
-    We, and a spawned core, log warnings only, unless `PAGEWIRE_LOGGING_LEVEL` says otherwise.
+    The engine is shut down on exit. This process and a spawned core log warnings only, unless
+    `PAGEWIRE_LOGGING_LEVEL` is set.
+
+    Args:
+        restarts: how often a spawned core that dies is replaced.
+        reattach_timeout: seconds to wait for another core at the address when an attached core dies.
 
     Raises:
-        UsageError: a bad option. EngineDeadError, ModelNotFoundError: why there is no engine.
+        UsageError: a bad option. EngineDeadError: the core cannot be reached, or did not start.
     """
     from pagewire.frontend.async_llm import AsyncLLM
     from pagewire.ipc import logs
@@ -58,19 +61,21 @@ def opened(
 
 
 def check_attachment(options: argparse.Namespace) -> None:
-    """Refuse what would have no effect; for encryption, that could be mistaken for having it.
+    """Check that no option is given that would be ignored.
+
+    Ignoring a CURVE option silently would leave a user believing that the connection is encrypted.
 
     Raises:
-        UsageError: engine options with `--attach`, CURVE without it, or half of CURVE.
+        UsageError: engine options with `--attach`, CURVE options without it, or only one of the two CURVE files.
     """
     if bool(options.curve_secret) != bool(options.curve_server):
         raise UsageError("CURVE needs both --curve-secret and --curve-server")
     if not options.attach:
         if options.curve_secret:
-            raise UsageError("--curve-secret and --curve-server are for --attach")
+            raise UsageError("--curve-secret and --curve-server need --attach")
         return
-    flags = [flag(name) for name in given_options(options) if name not in OURS]
+    flags = [flag(name) for name in given_options(options) if name not in FRONTEND_OPTIONS]
     if options.config is not None:
         flags.append("--config")
     if flags:
-        raise UsageError(f"{flags[0]} has no effect with --attach: it is for the core to say")
+        raise UsageError(f"{flags[0]} has no effect with --attach: set it where the core is started")

@@ -28,7 +28,7 @@ COMMANDS = (generate, chat, serve, core, top, run_batch, bench, keys, kernels, d
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All commands with their options."""
+    """Return the argument parser with every command and its options."""
     parser = Parser(prog="pagewire", description="LLM inference and serving in separate processes.")
     parser.add_argument("--version", action="version", version=f"pagewire {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -38,8 +38,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command. Exit status: 0; 1 after a failure, 2 after a mistake on the command line, 130 after Ctrl-C,
-    141 if the reader of its output is gone.
+    """Run a command and return its exit status.
+
+    0 is success, 1 a failure, 2 a mistake on the command line, 130 Ctrl-C, 141 a closed output pipe (SIGPIPE).
     """
     name = "pagewire"
     try:
@@ -52,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     except UsageError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # whoever read the output has had enough
+    except BrokenPipeError:  # the reader of standard output has closed the pipe
         return 128 + signal.SIGPIPE
     except (EngineDeadError, EngineBusyError, ProtocolError, RequestError, ValueError, OSError) as error:
         print(f"{name}: {error}", file=sys.stderr)
@@ -62,17 +63,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def flush_output() -> None:
-    """Write what is buffered while a failure can still be told; what cannot be written is dropped.
+    """Flush standard output here, where a failure can still set the exit status.
 
     Raises:
-        OSError: not all was written. BrokenPipeError: for nobody reads it.
+        OSError: the output could not be written and is dropped. BrokenPipeError: the pipe has no reader.
     """
-    if sys.stdout is None:  # closed by whoever started us
+    if sys.stdout is None:  # the parent process started this one with standard output closed
         return
     try:
         sys.stdout.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # the interpreter flushes again at exit
         raise
 
 

@@ -1,4 +1,4 @@
-"""Engine options on the command line and in a YAML file, made from their one definition."""
+"""Options on the command line and in a YAML file, both generated from the dataclasses that define them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pagewire.ipc.params import SamplingParams
 
 
 class UsageError(ValueError):
-    """A mistake on the command line; told without a traceback."""
+    """A mistake on the command line; printed without a traceback, exit status 2."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Tells a mistake in one line, not under the usage of every option, and knows what may have been meant."""
+    """An argument parser that reports a mistake in one line, without usage text, and suggests a similar option."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse, leaving nothing over. Sub-commands are parsed by this, too."""
+        """Parse `args`; unlike argparse, end with an error if an argument is unknown. Sub-commands use this too."""
         parsed, extra = super().parse_known_args(args, namespace or argparse.Namespace())
         for argument in extra:
             if argument.startswith("--"):
@@ -32,22 +32,22 @@ class Parser(argparse.ArgumentParser):
         return parsed, extra
 
     def error(self, message: str) -> NoReturn:
-        """End with status 2."""
+        """Print the message and exit with status 2."""
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def flag(name: str) -> str:
-    """`max_model_len` as `--max-model-len`."""
+    """Return the command line option of a field: `--max-model-len` for `max_model_len`."""
     return "--" + name.replace("_", "-")
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add every option of `EngineArgs`, in its groups, and `--config`."""
+    """Add `--config` and an option for every field of `EngineArgs`, in groups."""
     parser.add_argument(
-        "--config", metavar="FILE", help="YAML file of options; the command line goes before it"
+        "--config", metavar="FILE", help="YAML file of options; the command line overrides it"
     )
     add_options_of(parser, EngineArgs)
-    for name, default in NOT_SUPPORTED_YET.items():  # the engine says which values it takes meanwhile
+    for name, default in NOT_SUPPORTED_YET.items():  # accepted here; `EngineArgs` checks the value
         hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
         if isinstance(default, bool):
             parser.add_argument(flag(name), action=argparse.BooleanOptionalAction, **hidden)
@@ -56,9 +56,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_options_of(parser: argparse.ArgumentParser, kind: Any, only: tuple[str, ...] | None = None) -> None:
-    """Add an option for each field of a dataclass whose fields are made by `option`, in its groups.
+    """Add an option for each field of a dataclass whose fields are declared with `ipc.options.option`.
 
-    only: the groups to add, if not all.
+    only: the groups to add; None for all.
     """
     groups: dict[str, Any] = {}
     hints = get_type_hints(kind)
@@ -72,7 +72,7 @@ def add_options_of(parser: argparse.ArgumentParser, kind: Any, only: tuple[str, 
 
 
 def add_option(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
-    """Add one option. Nothing is stored unless it is given, so that a file can stand behind it."""
+    """Add the option of one field. It is stored only if it is given, so that a file's value is not overwritten."""
     text = field.metadata["help"].replace("%", "%%")
     default = None if field.default is dataclasses.MISSING else field.default
     if default not in (None, ""):
@@ -96,7 +96,7 @@ def add_option(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """A JSON object given as text."""
+    """Parse a JSON object (an argparse type)."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -107,7 +107,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def json_or_text(text: str) -> Any:
-    """A value given as JSON, or else as plain text."""
+    """Parse JSON; text that is not JSON is returned unchanged."""
     try:
         return json.loads(text)
     except ValueError:
@@ -115,35 +115,35 @@ def json_or_text(text: str) -> Any:
 
 
 def true_or_text(text: str) -> str | bool:
-    """`True` for "true"; other text as it is."""
+    """Return True for "true" in any case; other text unchanged."""
     return True if text.lower() == "true" else text
 
 
 def positive(text: str) -> int:
-    """A whole number from 1."""
+    """Parse an integer of at least 1 (an argparse type)."""
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
 
 
 def seconds(text: str) -> float:
-    """A span of time."""
-    if not (value := float(text)) >= 0:  # nor is NaN
+    """Parse a duration in seconds, 0 or more (an argparse type)."""
+    if not (value := float(text)) >= 0:  # written so that NaN fails, too
         raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
     return value
 
 
 def given_options(options: argparse.Namespace) -> dict[str, Any]:
-    """The engine options that stood on the command line."""
+    """Return the engine options that were given on the command line, by field name."""
     names = {field.name for field in dataclasses.fields(EngineArgs)} | set(NOT_SUPPORTED_YET)
     return {name: value for name, value in vars(options).items() if name in names}
 
 
 def engine_args(options: argparse.Namespace) -> EngineArgs:
-    """The engine's options: command line over file over default.
+    """Build the engine's options. The command line overrides the file, and the file the defaults.
 
     Raises:
-        UsageError: the file cannot be read, or an option is unknown or bad.
+        UsageError: the file cannot be read, or an option is unknown or has a bad value.
     """
     config = dataclasses.asdict(read_config(options.config))
     try:
@@ -153,19 +153,19 @@ def engine_args(options: argparse.Namespace) -> EngineArgs:
 
 
 def read_config(path: str | None) -> EngineArgs:
-    """The engine options in a YAML file.
+    """Build the engine's options from a YAML file alone.
 
     Raises:
-        UsageError: no such file, not a mapping, or an option is unknown or bad.
+        UsageError: the file cannot be read or is not a mapping, or an option is unknown or has a bad value.
     """
     return check_config(path, read_file(path))
 
 
 def check_config(path: str | None, values: dict[str, Any]) -> EngineArgs:
-    """The engine options among a file's values.
+    """Build the engine's options from the values read from the file at `path`.
 
     Raises:
-        UsageError: one is unknown or bad.
+        UsageError: an option is unknown or has a bad value.
     """
     try:
         return EngineArgs.from_kwargs(values)
@@ -174,10 +174,12 @@ def check_config(path: str | None, values: dict[str, Any]) -> EngineArgs:
 
 
 def read_file(path: str | None) -> dict[str, Any]:
-    """The options in a YAML file by name, which may have dashes or underscores; none, without a file.
+    """Read a YAML file of options and return its values by field name; names may be written with dashes.
+
+    Without a file, the result is empty.
 
     Raises:
-        UsageError: no such file, or not a mapping.
+        UsageError: the file cannot be read, or is not a mapping.
     """
     if path is None:
         return {}
@@ -196,40 +198,60 @@ def read_file(path: str | None) -> dict[str, Any]:
 
 
 def add_attach_options(parser: argparse.ArgumentParser) -> None:
-    """Options of commands that may use a running core instead of their own."""
+    """Add the options of commands that can use a running core instead of spawning one."""
     group = parser.add_argument_group("Attaching")
-    group.add_argument("--attach", metavar="ADDRESS", help="use the core at ipc://... or tcp://... instead")
+    group.add_argument(
+        "--attach",
+        metavar="ADDRESS",
+        help="use the running core at ipc://... or tcp://... instead of starting one",
+    )
     add_curve_options(group)
 
 
 def add_curve_options(group: Any) -> None:
-    """A frontend's CURVE certificates."""
-    group.add_argument("--curve-secret", metavar="FILE", help="this frontend's NAME.key_secret, for CURVE")
-    group.add_argument("--curve-server", metavar="FILE", help="the core's NAME.key, for CURVE")
+    """Add the options for a frontend's CURVE certificates."""
+    group.add_argument(
+        "--curve-secret", metavar="FILE", help="CURVE encryption: this frontend's NAME.key_secret"
+    )
+    group.add_argument("--curve-server", metavar="FILE", help="CURVE encryption: the core's NAME.key")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
-    """The usual sampling parameters."""
+    """Add the common sampling parameters."""
     group = parser.add_argument_group("Sampling options")
 
     def number(name: str, kind: type, text: str, default: int | None = None) -> None:
         group.add_argument(name, type=kind, metavar=kind.__name__.upper(), default=default, help=text)
 
-    number("--max-tokens", int, "most tokens (default: %(default)s)", max_tokens)
-    number("--temperature", float, "0 is greedy (default: the model's, else 1)")
-    number("--top-p", float, "nucleus, in (0, 1]")
-    number("--top-k", int, "only so many most likely tokens; 0: all")
-    number("--min-p", float, "relative to the most likely token, in [0, 1]")
-    number("--repetition-penalty", float, "over 1 discourages repetition")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="ends the output; may be repeated")
-    group.add_argument("--ignore-eos", action="store_true", default=None, help="go on past the end")
+    number("--max-tokens", int, "maximum number of tokens to generate (default: %(default)s)", max_tokens)
+    number("--temperature", float, "sampling temperature; 0 is greedy (default: the model's, else 1)")
+    number(
+        "--top-p",
+        float,
+        "nucleus sampling: keep the most likely tokens with this total probability, in (0, 1]",
+    )
+    number("--top-k", int, "keep this many of the most likely tokens; 0: all")
+    number("--min-p", float, "drop tokens below this share of the highest probability, in [0, 1]")
+    number(
+        "--repetition-penalty",
+        float,
+        "divide the logits of tokens already used by this; above 1 discourages repetition",
+    )
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="stop when this text appears; may be repeated"
+    )
+    group.add_argument(
+        "--ignore-eos", action="store_true", default=None, help="do not stop at the end-of-sequence token"
+    )
 
 
 def sampling_fields(options: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters that were given, the engine's `--seed` among them.
+    """Return the sampling parameters that were given, including the engine's `--seed`.
+
+    Called before an engine is started, so that a mistake costs no model load.
 
     Raises:
-        UsageError: a value out of range. It is told before an engine is started.
+        UsageError: a value is out of range.
     """
     names = (
         "max_tokens",

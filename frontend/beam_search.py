@@ -1,7 +1,7 @@
-"""Beam search, on top of plain requests: each step asks for one more token of every beam.
+"""Beam search on top of ordinary requests: each step generates one more token for every beam.
 
-All beams of all prompts go as one batch, and the prefix cache keeps what they share, so a step computes one
-token per beam.
+All beams of all prompts are submitted as one batch, and the prefix cache holds their common prefixes, so a step
+computes one token per beam.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pagewire.frontend.outputs import RequestOutput
     from pagewire.frontend.text.tokenizer import Tokenizer
 
-# Continues every token sequence by one token, with log probabilities; outputs in the order given.
+# Generates one more token, with log probabilities, for every token sequence; returns outputs in the same order.
 Extend = Callable[[list[list[int]], SamplingParams], "list[RequestOutput]"]
 
 
@@ -27,9 +27,9 @@ class BeamSearchSequence:
     """One beam.
 
     Attributes:
-        token_ids: what was generated, an end-of-sequence token included.
+        token_ids: generated tokens, including an end-of-sequence token.
         cumulative_logprob: sum of the generated tokens' log probabilities.
-        text: of the generated tokens; the end-of-sequence token only with `include_stop_str_in_output`.
+        text: text of the generated tokens; has the end-of-sequence token only with `include_stop_str_in_output`.
         finish_reason: "stop" at an end of sequence, "length" at `max_tokens`.
         tokens: prompt and generated tokens.
     """
@@ -42,16 +42,16 @@ class BeamSearchSequence:
 
     @property
     def cum_logprob(self) -> float:
-        """`cumulative_logprob` by its other name."""
+        """Alias of `cumulative_logprob`."""
         return self.cumulative_logprob
 
     def score(self, length_penalty: float, length: int | None = None) -> float:
-        """The log probability over length ** length_penalty (`length`: another than its own)."""
+        """Return the log probability / length ** length_penalty. length: None: number of generated tokens."""
         divisor: float = max(1, length or len(self.token_ids)) ** length_penalty
         return self.cumulative_logprob / divisor
 
     def extended(self, token_id: int, logprob: float) -> BeamSearchSequence:
-        """This beam and one token more."""
+        """Return a copy of the beam with one more token."""
         return BeamSearchSequence([*self.token_ids, token_id], self.cumulative_logprob + logprob)
 
 
@@ -64,7 +64,7 @@ class BeamSearchOutput:
 
 
 class Beams:
-    """The search for one prompt: running beams, and the best of those that met the end of sequence."""
+    """The search for one prompt: running beams, and the best beams that have reached the end of sequence."""
 
     def __init__(self, prompt: Sequence[int], params: BeamSearchParams, eos_token_id: int | None) -> None:
         self.prompt = list(prompt)
@@ -74,11 +74,11 @@ class Beams:
         self._ended: list[BeamSearchSequence] = []
 
     def prompts(self) -> list[list[int]]:
-        """What is to be continued."""
+        """Return the token ids of every running beam, including the prompt."""
         return [[*self.prompt, *beam.token_ids] for beam in self.running]
 
     def advance(self, candidates: Iterable[Sequence[tuple[int, float]]]) -> None:
-        """Take the best continuations. candidates: per running beam, (token id, log probability) pairs."""
+        """Extend the beams by the best candidates: (token id, log probability) pairs for each running beam."""
         grown: list[BeamSearchSequence] = []
         for beam, tokens in zip(self.running, candidates, strict=True):
             for token_id, logprob in tokens:
@@ -90,7 +90,7 @@ class Beams:
             self.running = []
 
     def result(self) -> list[BeamSearchSequence]:
-        """The best beams, best first."""
+        """Return the best `beam_width` beams, best first."""
         for beam in self._ended:
             beam.finish_reason = "stop"
         for beam in self.running:
@@ -105,7 +105,7 @@ class Beams:
         return heapq.nlargest(self._params.beam_width, beams, key=lambda beam: beam.score(penalty))
 
     def _settled(self) -> bool:
-        """True if no running beam can still come among the best: log probabilities only fall."""
+        """Return True if no running beam can become one of the best: log probabilities only decrease."""
         if len(self._ended) < self._params.beam_width or not self.running:
             return False
         penalty = self._params.length_penalty
@@ -122,13 +122,13 @@ def beam_search(
     max_model_len: int,
     on_done: Callable[[], None] = lambda: None,
 ) -> list[list[BeamSearchSequence]]:
-    """The best `beam_width` continuations of each prompt, best first; their text is left empty.
+    """Return the best `beam_width` continuations of each prompt, best first, without their text (see `add_text`).
 
     Scores are those of Hugging Face's `generate(num_beams=..., early_stopping="never")`: the log probability
-    over (generated tokens, an end of sequence included) ** `length_penalty`. A search ends early only where
-    going on could not change its result.
+    divided by (number of generated tokens, including an end of sequence) ** `length_penalty`. A search ends early
+    only if more steps could not change its result.
 
-    on_done: called as each prompt's search ends.
+    on_done: called when the search of a prompt ends.
 
     Raises:
         ValueError: the engine allows fewer log probabilities (`max_logprobs`) than the search needs.
@@ -141,8 +141,8 @@ def beam_search(
         while True:
             batch = search.send(extend(*batch))
     except StopIteration as stop:
-        found: list[list[BeamSearchSequence]] = stop.value
-        return found
+        beams: list[list[BeamSearchSequence]] = stop.value
+        return beams
 
 
 def beam_steps(
@@ -153,40 +153,40 @@ def beam_steps(
     max_model_len: int,
     on_done: Callable[[], None] = lambda: None,
 ) -> Generator[tuple[list[list[int]], SamplingParams], list[RequestOutput], list[list[BeamSearchSequence]]]:
-    """`beam_search` without an engine: yields what is to be continued by one token, is sent the outputs, and
-    returns the beams.
+    """Generator form of `beam_search`: yields the sequences to extend by one token and the parameters, receives the
+    outputs by `send`, and returns the beams.
     """
     searches = [Beams(prompt, params, eos_token_id) for prompt in prompts]
     step_params = one_token(params)
-    open_ = [search for search in searches if len(search.prompt) < max_model_len]
+    searching = [search for search in searches if len(search.prompt) < max_model_len]
     for step in range(params.max_tokens):
-        if not open_:
+        if not searching:
             break
-        outputs = iter((yield [prompt for search in open_ for prompt in search.prompts()], step_params))
-        for search in open_:
+        outputs = iter((yield [prompt for search in searching for prompt in search.prompts()], step_params))
+        for search in searching:
             search.advance([candidates(next(outputs), params) for _ in list(search.running)])
         still_open = [
-            search for search in open_ if search.running and len(search.prompt) + step + 1 < max_model_len
+            search for search in searching if search.running and len(search.prompt) + step + 1 < max_model_len
         ]
-        for _ in range(len(open_) - len(still_open)):
+        for _ in range(len(searching) - len(still_open)):
             on_done()
-        open_ = still_open
-    for _ in open_:
+        searching = still_open
+    for _ in searching:
         on_done()
     return [search.result() for search in searches]
 
 
 def add_text(beam: BeamSearchSequence, params: BeamSearchParams, tokenizer: Tokenizer | None) -> None:
-    """Fill in the text of a finished beam."""
+    """Set the text of a finished beam."""
     if tokenizer is not None:
         ended = beam.finish_reason == "stop" and not params.include_stop_str_in_output
         beam.text = tokenizer.decode(beam.token_ids[:-1] if ended else beam.token_ids)
 
 
 def one_token(params: BeamSearchParams) -> SamplingParams:
-    """Parameters of one step: one greedy token, and the log probabilities of all that may follow.
+    """Return the parameters of one step: one token, with the log probabilities of the candidates.
 
-    Engines report log probabilities before temperature; with another than 1 the whole distribution is needed.
+    Log probabilities are reported before temperature; for one other than 1 the whole distribution is needed.
     """
     return SamplingParams(
         max_tokens=1,
@@ -200,14 +200,14 @@ def one_token(params: BeamSearchParams) -> SamplingParams:
 
 
 def candidates(output: RequestOutput, params: BeamSearchParams) -> list[tuple[int, float]]:
-    """The 2 * beam_width most likely next tokens, with log probabilities at the search's temperature."""
+    """Return the 2 * beam_width most likely next tokens, with log probabilities at the search's temperature."""
     logprobs = output.outputs[0].logprobs
     first = logprobs[0] if logprobs else None
-    assert first is not None, "a step asks for log probabilities"
-    found = {token_id: entry.logprob for token_id, entry in first.items()}
+    assert first is not None, "steps request log probabilities"
+    logprob_of = {token_id: entry.logprob for token_id, entry in first.items()}
     if params.temperature not in (0.0, 1.0):
-        scaled = {token_id: logprob / params.temperature for token_id, logprob in found.items()}
+        scaled = {token_id: logprob / params.temperature for token_id, logprob in logprob_of.items()}
         peak = max(scaled.values())
         norm = peak + math.log(math.fsum(math.exp(value - peak) for value in scaled.values()))
-        found = {token_id: value - norm for token_id, value in scaled.items()}
-    return heapq.nlargest(2 * params.beam_width, found.items(), key=lambda pair: pair[1])
+        logprob_of = {token_id: value - norm for token_id, value in scaled.items()}
+    return heapq.nlargest(2 * params.beam_width, logprob_of.items(), key=lambda pair: pair[1])

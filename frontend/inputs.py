@@ -1,8 +1,8 @@
-"""Prompts and parameters at the door: checked, tokenized, and made into requests for the core.
+"""Validation and tokenization of prompts and parameters, which become requests for the core.
 
     prompt, SamplingParams --Intake.prepare--> Request
 
-Whatever the core would refuse is refused here, in the caller's own stack.
+Everything that the core would refuse is refused here, so that the exception is raised in the caller's stack.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.messages import EngineInfo, Request
 from pagewire.ipc.params import SamplingParams, check_int
 
-PRIORITY_LIMIT = 2**31
-MASK = 2**64 - 1
+PRIORITY_LIMIT = 2**31  # priorities lie within plus and minus this value
+MASK = 2**64 - 1  # of the 64-bit arithmetic of seeds
 
 
 class TextPrompt(TypedDict, total=False):
-    """A prompt as text. cache_salt: share prefix-cache entries only with prompts of the same salt."""
+    """A prompt as text. cache_salt: share prefix-cache entries only with prompts that have the same salt."""
 
     prompt: str
     multi_modal_data: Any
@@ -31,7 +31,7 @@ class TextPrompt(TypedDict, total=False):
 
 
 class TokensPrompt(TypedDict, total=False):
-    """A prompt as token ids; `prompt` is its text, if that is known."""
+    """A prompt as token ids. prompt: its text, if known."""
 
     prompt_token_ids: list[int]
     prompt: str
@@ -74,29 +74,31 @@ NOT_SUPPORTED = {
 
 
 def is_tokens_prompt(prompt: Any) -> bool:
-    """True for a dict with `prompt_token_ids` (and no embeddings)."""
+    """Return True for a dict with `prompt_token_ids` (and no embeddings)."""
     return isinstance(prompt, Mapping) and "prompt_token_ids" in prompt and "prompt_embeds" not in prompt
 
 
 def is_embeds_prompt(prompt: Any) -> bool:
-    """True for a dict with `prompt_embeds` (and no token ids)."""
+    """Return True for a dict with `prompt_embeds` (and no token ids)."""
     return isinstance(prompt, Mapping) and "prompt_embeds" in prompt and "prompt_token_ids" not in prompt
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request as it goes to the core, and the text of its prompt, if that is known."""
+    """A request to be sent to the core, and the text of its prompt, if known."""
 
     request: Request
     prompt_text: str | None
 
 
 class Intake:
-    """Makes prompts and parameters into requests, or refuses them. Any thread may use it.
+    """Converts prompts and parameters to requests for the core. Thread-safe.
 
-    info: of the engine. tokenizer: may be replaced; None: token ids only.
-    salt: sets this frontend's seeds apart from those of others on the same engine; with the same engine seed and
-        salt, the same requests in the same order get the same seeds.
+    Args:
+        info: properties of the engine.
+        tokenizer: may be replaced later; None: prompts must be token ids.
+        salt: makes this frontend's default seeds differ from those of others on the same engine. With the same
+            engine seed and salt, the same requests in the same order get the same seeds.
     """
 
     def __init__(self, info: EngineInfo, tokenizer: Tokenizer | None, salt: int = 0) -> None:
@@ -114,10 +116,10 @@ class Intake:
     ) -> Prepared:
         """Check one prompt and its parameters (None: the model's defaults), and make the request.
 
-        The parameters are copied. `max_tokens` becomes what the model's length leaves, if it is None or more.
+        The parameters are copied. `max_tokens` is limited to the room that the prompt leaves in `max_model_len`.
 
         Raises:
-            ValueError, TypeError: what is wrong with it.
+            ValueError, TypeError: the prompt or a parameter is invalid or not supported.
         """
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string, got {request_id!r}")
@@ -142,10 +144,10 @@ class Intake:
         )
 
     def tokenize(self, prompt: PromptType) -> tuple[list[int], str | None]:
-        """The token ids of one prompt, checked but not truncated, and its text, if that is known.
+        """Return the token ids of one prompt, checked but not truncated, and its text, if known.
 
         Raises:
-            ValueError, TypeError: what is wrong with it.
+            ValueError, TypeError: the prompt is invalid or not supported.
         """
         text: Any = None
         token_ids: Any = None
@@ -169,7 +171,7 @@ class Intake:
             raise ValueError("there is no tokenizer (skip_tokenizer_init): give the prompt as token ids")
         try:
             return self.tokenizer.encode(text)
-        except (TypeError, UnicodeError) as error:  # half a surrogate pair
+        except (TypeError, UnicodeError) as error:  # such as an unpaired surrogate
             raise ValueError(f"the prompt is not valid Unicode text: {error}") from error
 
     def _checked(self, token_ids: Any) -> list[int]:
@@ -184,7 +186,7 @@ class Intake:
         return ids
 
     def _params(self, params: SamplingParams | None, eos_token_id: int | None) -> SamplingParams:
-        """A checked copy of the parameters, completed by what the model and the tokenizer know."""
+        """Return a checked copy of the parameters, completed from the model's config and the tokenizer."""
         if params is None:
             params = default_sampling_params(self.info)
         elif isinstance(params, SamplingParams):
@@ -198,7 +200,7 @@ class Intake:
         for name in ("logprobs", "prompt_logprobs"):
             self._check_logprobs(name, getattr(params, name))
         if params.stop_strings and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer: they are looked for in the text")
+            raise ValueError("stop strings need a tokenizer: they are searched for in the text")
         if params.bad_words:
             if self.tokenizer is None:
                 raise ValueError("bad_words need a tokenizer")
@@ -209,13 +211,13 @@ class Intake:
         params.update_from_generation_config(self.info.generation_config, eos_token_id)
         return params
 
-    def _check_logprobs(self, name: str, wanted: int | None) -> None:
-        most = self.info.max_logprobs
-        if wanted is not None and most != -1 and (wanted == -1 or wanted > most):
-            raise ValueError(f"{name}={wanted} is over this engine's max_logprobs={most}")
+    def _check_logprobs(self, name: str, number: int | None) -> None:
+        limit = self.info.max_logprobs
+        if number is not None and limit != -1 and (number == -1 or number > limit):
+            raise ValueError(f"{name}={number} is over this engine's max_logprobs={limit}")
 
     def _fit(self, params: SamplingParams, num_prompt_tokens: int) -> None:
-        """Cut `max_tokens` to the room that the prompt leaves."""
+        """Reduce `max_tokens` to the room that the prompt leaves; raise ValueError if there is too little."""
         room = self.info.max_model_len - num_prompt_tokens
         if room < 1:
             raise ValueError(
@@ -231,13 +233,13 @@ class Intake:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The end-of-sequence token: the model's or, if its config names none, the tokenizer's."""
+        """The end-of-sequence token of the model's config or else of the tokenizer; None if neither has one."""
         if self.info.eos_token_id is not None or self.tokenizer is None:
             return self.info.eos_token_id
         return self.tokenizer.eos_token_id
 
     def _seed(self) -> int:
-        """The next seed of this frontend, in [0, 2**63)."""
+        """Return the next default seed, in [0, 2**63)."""
         state = 0
         for part in (self.info.seed, self._salt, next(self._count)):
             state = splitmix64(state ^ (part & MASK))
@@ -245,34 +247,34 @@ class Intake:
 
 
 def prompts_of(prompts: Any) -> list[PromptType]:
-    """One prompt or many, as a list: a string, a list of ints and a dict are one.
+    """Return a list of prompts, given one prompt (a string, a dict or a list of ints) or several.
 
     Raises:
-        TypeError: neither.
+        TypeError: the argument is neither.
     """
-    one: Any = prompts
+    prompt: Any = prompts
     if isinstance(prompts, (str, Mapping)):
-        return [one]
+        return [prompt]
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}")
-    found: list[Any] = list(prompts)
-    if found and all(is_int(part) for part in found):
-        return [found]
-    for part in found:
+    parts: list[Any] = list(prompts)
+    if parts and all(is_int(part) for part in parts):
+        return [parts]
+    for part in parts:
         if isinstance(part, bytes) or not isinstance(part, (str, Mapping, Iterable)):
             raise TypeError(f"a prompt is a string, token ids or a dict, got {type(part).__name__}")
-    return found
+    return parts
 
 
 def params_for(params: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> list[SamplingParams]:
-    """One per prompt: the same for all, or as many as there are prompts.
+    """Return one SamplingParams per prompt, given one for all or a list.
 
     Raises:
-        ValueError: another number of parameters than of prompts. TypeError: not parameters.
+        ValueError: the list has another length than the prompts. TypeError: a value is not SamplingParams.
     """
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
-    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+    if not isinstance(params, Sequence) or not all(isinstance(entry, SamplingParams) for entry in params):
         raise TypeError(f"sampling_params must be SamplingParams or a list of them, got {params!r}")
     if len(params) != num_prompts:
         raise ValueError(f"{num_prompts} prompts, but {len(params)} sampling parameters")
@@ -280,7 +282,7 @@ def params_for(params: SamplingParams | Sequence[SamplingParams], num_prompts: i
 
 
 def default_sampling_params(info: EngineInfo) -> SamplingParams:
-    """The defaults that the model's generation config gives; ours where it is silent."""
+    """Return the sampling parameters of the model's generation config, with pagewire's defaults for the rest."""
     config = info.generation_config
     return SamplingParams(
         **{
@@ -299,21 +301,21 @@ def default_sampling_params(info: EngineInfo) -> SamplingParams:
 
 
 def truncated(token_ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
-    """The last `truncate_prompt_tokens` tokens; with -1, as many as leave room for `max_tokens` (at least one)."""
+    """Return the last `truncate_prompt_tokens` tokens; for -1, what leaves room for `max_tokens` (at least 1)."""
     keep = params.truncate_prompt_tokens
     if keep is None:
         return token_ids
     if keep == -1:
-        wanted = 1 if params.max_tokens is None else params.max_tokens
-        keep = max(1, max_model_len - wanted)
+        max_tokens = 1 if params.max_tokens is None else params.max_tokens
+        keep = max(1, max_model_len - max_tokens)
     return token_ids[-keep:]
 
 
 def refuse_unsupported_kinds(prompt: Mapping[str, Any]) -> None:
-    """Refuse kinds of prompts that are not supported.
+    """Check that a prompt is of a supported kind.
 
     Raises:
-        ValueError: what is not.
+        ValueError: it is not.
     """
     for name, reason in NOT_SUPPORTED.items():
         value = prompt.get(name)
@@ -322,10 +324,10 @@ def refuse_unsupported_kinds(prompt: Mapping[str, Any]) -> None:
 
 
 def salt_of(prompt: PromptType) -> str | None:
-    """The prompt's `cache_salt`.
+    """Return the prompt's `cache_salt`; None if it has none.
 
     Raises:
-        TypeError, ValueError: it is not a string, or empty.
+        TypeError, ValueError: the salt is not a string, or empty.
     """
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
     if salt is not None and not isinstance(salt, str):
@@ -336,20 +338,20 @@ def salt_of(prompt: PromptType) -> str | None:
 
 
 def spellings(tokenizer: Tokenizer, word: str) -> list[list[int]]:
-    """The tokens of a word at the start of a text, after a space, and in the middle of a line."""
+    """Return the distinct tokenizations of a word: at the start of a text, after a space, and within a line."""
     word = word.lstrip() or word
     newline, line = tokenizer.encode_batch(["\n", "\n" + word], add_special_tokens=False)
-    found = tokenizer.encode_batch([word, " " + word], add_special_tokens=False)
+    variants = tokenizer.encode_batch([word, " " + word], add_special_tokens=False)
     if line[: len(newline)] == newline:
-        found.append(line[len(newline) :])
-    return [ids for i, ids in enumerate(found) if ids and ids not in found[:i]]
+        variants.append(line[len(newline) :])
+    return [ids for i, ids in enumerate(variants) if ids and ids not in variants[:i]]
 
 
 def check_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    """Refuse ids outside [0, vocab_size).
+    """Check that all token ids are in [0, vocab_size). name: what has these ids, for the message.
 
     Raises:
-        ValueError: with the first of them.
+        ValueError: an id is not.
     """
     ids = token_ids if isinstance(token_ids, list) else list(token_ids)
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
@@ -358,15 +360,15 @@ def check_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> No
 
 
 def is_int(value: Any) -> bool:
-    """True for integers, also those of array libraries, but not for bools."""
+    """Return True for integers, including those of array libraries, but not for bools."""
     return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
 def as_int(value: Any) -> int:
-    """A plain int.
+    """Convert an integer of any type to int.
 
     Raises:
-        TypeError: not an integer.
+        TypeError: the value is not an integer.
     """
     if not is_int(value):
         raise TypeError(f"token ids must be integers, got {value!r}")
@@ -374,7 +376,7 @@ def as_int(value: Any) -> int:
 
 
 def splitmix64(value: int) -> int:
-    """A 64-bit mix: equal inputs give equal outputs, and close ones unrelated ones."""
+    """Hash a 64-bit integer (SplitMix64): a bijection whose outputs for similar inputs are unrelated."""
     value = (value + 0x9E3779B97F4A7C15) & MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK

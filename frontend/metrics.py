@@ -1,4 +1,4 @@
-"""What `get_metrics` returns: the engine's measurements as plain values."""
+"""The types of metrics that `get_metrics` returns."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Metric:
-    """Base of all metrics.
+    """Base class of all metrics.
 
-    name: as on the metrics page, a counter's without `_total`. labels: name to value.
+    name: name as in /metrics, for a counter without `_total`. labels: values by name.
     """
 
     name: str
@@ -20,14 +20,14 @@ class Metric:
 
 @dataclass(frozen=True)
 class Counter(Metric):
-    """A count that only grows."""
+    """A count that never decreases."""
 
     value: int
 
 
 @dataclass(frozen=True)
 class Gauge(Metric):
-    """A value as of now."""
+    """A current value, which may increase and decrease."""
 
     value: float
 
@@ -49,15 +49,15 @@ class Histogram(Metric):
 
 
 def read_metrics(rows: Iterable[Mapping[str, Any]]) -> list[Metric]:
-    """The metrics in what the core answers to `metrics`."""
+    """Convert the core's answer to the call `metrics`."""
     return [read_metric(row) for row in rows]
 
 
 def read_metric(row: Mapping[str, Any]) -> Metric:
-    """One metric.
+    """Convert one metric of the core's answer.
 
     Raises:
-        ValueError: a type that is not known here.
+        ValueError: the type is unknown.
     """
     name, labels, kind = row["name"], dict(row.get("labels") or {}), row["type"]
     if kind == "counter":

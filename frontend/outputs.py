@@ -1,8 +1,9 @@
-"""What comes back: the public outputs, and the live state of requests that deltas are folded into.
+"""The public outputs of requests, and the state from which they are built.
 
     TokenDelta -> Outputs.process -> RequestState.apply ... RequestState.take -> RequestOutput
 
-Deltas are folded in as they come, outputs are made when somebody takes them: who takes late gets merged ones.
+Deltas are added to the state on arrival; an output is created when it is taken. A slow reader therefore gets
+several deltas merged into one output.
 """
 
 from __future__ import annotations
@@ -28,20 +29,21 @@ from pagewire.ipc.errors import EngineBusyError, RequestError
 from pagewire.ipc.messages import Request, RequestTiming, TokenDelta
 from pagewire.ipc.params import RequestOutputKind
 
+# Exceptions of the core with these names are raised to the caller as such, others as RequestError.
 REFUSALS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (ValueError, TypeError, EngineBusyError)
 }
 
 
 class RequestMetrics(msgspec.Struct):
-    """When things happened to a request, in seconds since the epoch; None: not yet.
+    """Times of a request, in seconds since the epoch; None: not reached yet.
 
     Attributes:
-        arrival_time: it came to the frontend.
-        first_scheduled_time: it first took part in a step.
-        first_token_time, last_token_time: a token was generated, or (last) arrived at the frontend.
+        arrival_time: the request was submitted to the frontend.
+        first_scheduled_time: it was first part of a step.
+        first_token_time: its first token was generated. last_token_time: its last token arrived at the frontend.
         finished_time: its end arrived at the frontend.
-        time_in_queue: seconds from arrival at the core to the first step.
+        time_in_queue: duration in seconds from arrival at the core to the first step.
     """
 
     arrival_time: float
@@ -54,16 +56,16 @@ class RequestMetrics(msgspec.Struct):
 
 @dataclass
 class CompletionOutput:
-    """One of the n outputs of a request; with DELTA, what is new of it.
+    """One of the n outputs of a request; with DELTA, its increment since the last one.
 
     Attributes:
-        index: which of the n it is.
-        text: of the tokens; empty without `detokenize`.
-        token_ids: generated tokens, a stop token included.
-        cumulative_logprob: sum of the tokens' log probabilities, of the whole output; None without `logprobs`.
-        logprobs: per token, if asked for.
+        index: position among the n outputs, from 0.
+        text: text of the tokens; empty without `detokenize`.
+        token_ids: generated tokens, including a stop token.
+        cumulative_logprob: sum of the log probabilities of all tokens so far; None without `logprobs`.
+        logprobs: log probabilities per token; None without `logprobs`.
         finish_reason: "stop", "length", "abort" or "error"; None while it runs.
-        stop_reason: the stop string, or the one of `stop_token_ids`, that ended it.
+        stop_reason: the stop string, or the token of `stop_token_ids`, that ended the output.
         lora_request: the adapter used.
     """
 
@@ -77,21 +79,21 @@ class CompletionOutput:
     lora_request: Any = None
 
     def finished(self) -> bool:
-        """True once it has ended."""
+        """Return True once the output has ended."""
         return self.finish_reason is not None
 
 
 @dataclass
 class RequestOutput:
-    """A request so far; with DELTA, what is new of it since the last output.
+    """The results of a request so far; with DELTA, the increment since the last one.
 
     Attributes:
-        request_id: its public name.
-        prompt: its text, if known. prompt_token_ids: its tokens.
-        prompt_logprobs: per prompt token, None for the first; None if not asked for.
-        outputs: by index; with DELTA, those of which there is something new.
+        request_id: the caller's id of the request.
+        prompt: text of the prompt, if known. prompt_token_ids: its tokens.
+        prompt_logprobs: log probabilities per prompt token, None for the first; None if not requested.
+        outputs: the outputs by index; with DELTA, only those with an increment.
         finished: all outputs have ended.
-        metrics: when things happened.
+        metrics: times of the request.
         num_cached_tokens: prompt tokens whose KV was in the prefix cache.
         lora_request, encoder_prompt, encoder_prompt_token_ids, kv_transfer_params: not used yet.
     """
@@ -111,7 +113,7 @@ class RequestOutput:
 
 
 class OutputState:
-    """One of the n outputs while it grows."""
+    """State of one of the n outputs of a request."""
 
     def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None) -> None:
         params = request.params
@@ -119,27 +121,27 @@ class OutputState:
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self.news = False
+        self.changed = False
         self._delta = params.output_kind is RequestOutputKind.DELTA
         self._flat = params.flat_logprobs
         self._num_taken = 0
         self._text = ""
         self._detokenizer = Detokenizer(tokenizer, params) if tokenizer and params.detokenize else None
-        keeps_stop = (
-            params.skip_special_tokens or params.include_stop_str_in_output
-        )  # or leaves it out anyway
-        self._unsaid: frozenset[int] = (
-            frozenset() if tokenizer is None or keeps_stop else tokenizer.special_ids
+        # Special tokens that are left out of the text if they end the output. With `skip_special_tokens` the
+        # decoder drops them itself.
+        keep_stop = params.skip_special_tokens or params.include_stop_str_in_output
+        self._hidden_stop_ids: frozenset[int] = (
+            frozenset() if tokenizer is None or keep_stop else tokenizer.special_ids
         )
         self._logprobs = None if params.logprobs is None else no_logprobs(self._flat)
         self._cumulative_logprob = 0.0
 
     def apply(self, delta: TokenDelta, texts: TokenTexts) -> bool:
-        """Fold a delta in; true if a stop string ends this output, of which the core cannot know."""
-        self.news = True
+        """Add a delta. Returns True if a stop string ends the output, which the core does not know."""
+        self.changed = True
         token_ids, stop = delta.token_ids, None
         if self._detokenizer is not None:
-            count = self._detokenizer.feed(token_ids[:-1] if self._ends_unsaid(delta) else token_ids)
+            count = self._detokenizer.feed(token_ids[:-1] if self._ends_hidden(delta) else token_ids)
             stop = self._detokenizer.stop
             if stop is not None:
                 token_ids = token_ids[:count]
@@ -152,20 +154,22 @@ class OutputState:
             self.end(delta.finish_reason or "error", delta.stop_reason)
         return stop is not None and delta.finish_reason is None
 
-    def _ends_unsaid(self, delta: TokenDelta) -> bool:
-        """Whether the last token is a special one that ended the output, which is no part of the text."""
-        return delta.finish_reason == "stop" and bool(delta.token_ids) and delta.token_ids[-1] in self._unsaid
+    def _ends_hidden(self, delta: TokenDelta) -> bool:
+        """Return True if the last token is a special one that ended the output and is not part of the text."""
+        if delta.finish_reason != "stop" or not delta.token_ids:
+            return False
+        return delta.token_ids[-1] in self._hidden_stop_ids
 
     def end(self, finish_reason: str, stop_reason: int | str | None = None) -> None:
-        """No more tokens."""
-        self.news = True
+        """End the output with a reason."""
+        self.changed = True
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
         if self._detokenizer is not None:
             self._detokenizer.end()
 
     def take(self) -> CompletionOutput:
-        """The output so far or, with DELTA, what is new of it."""
-        self.news = False
+        """Return the output so far or, with DELTA, its increment since the last call."""
+        self.changed = False
         text = "" if self._detokenizer is None else self._detokenizer.read()
         first, self._num_taken = self._num_taken, len(self.token_ids)
         logprobs = self._logprobs
@@ -187,10 +191,12 @@ class OutputState:
 
 
 class RequestState:
-    """A live request: deltas go in with `apply`, outputs come out with `take`.
+    """State of an unfinished request: `apply` adds deltas, `take` returns outputs.
 
-    request: as it was sent. error, error_type: why an output of it failed, and the exception's name, if it was
-    refused.
+    Attributes:
+        request: the request as sent to the core. key: the frontend's number of it. request_id: the caller's id.
+        error: message of the failure of an output; None if none failed.
+        error_type: name of the exception with which the core refused the request; else None.
     """
 
     def __init__(self, request: Request, prompt_text: str | None, tokenizer: Tokenizer | None) -> None:
@@ -218,32 +224,32 @@ class RequestState:
 
     @property
     def metrics(self) -> RequestMetrics:
-        """When things happened so far."""
+        """Times of the request so far."""
         return self._metrics
 
     @property
     def output_token_ids(self) -> list[list[int]]:
-        """All tokens generated so far, by output: with them, the request can be sent to another core."""
+        """All tokens generated so far, by output. With them the request can be continued on another core."""
         return [list(output.token_ids) for output in self._outputs]
 
     @property
     def finish_reasons(self) -> list[str | None]:
-        """How each output ended; None for those that run."""
+        """Finish reason of each output; None while it runs."""
         return [output.finish_reason for output in self._outputs]
 
     @property
     def ripe(self) -> bool:
-        """True unless `take` would give nothing yet: an output is wanted only at the end."""
+        """True if `take` may return an output: with FINAL_ONLY, only at the end or after an error."""
         return self._kind is not RequestOutputKind.FINAL_ONLY or self.error is not None or self.finished
 
     def exception(self) -> Exception:
-        """The error as its caller is to see it: as the core named it if it refused the request."""
+        """Return the exception for the caller: of the type with which the core refused, else RequestError."""
         return REFUSALS.get(self.error_type or "", RequestError)(self.error)
 
     def apply(self, delta: TokenDelta) -> bool:
-        """Fold a delta in; one for an output that has ended is ignored.
+        """Add a delta; a delta for an output that has ended is ignored.
 
-        Returns true if a stop string has just ended that output: the core must be told to drop it.
+        Returns True if a stop string has just ended the output: the caller must make the core drop it.
         """
         if not 0 <= delta.index < len(self._outputs):
             return False
@@ -264,7 +270,7 @@ class RequestState:
         return drop
 
     def end(self, finish_reason: str, error: str | None = None) -> None:
-        """End all outputs that still run, as when the request is aborted or the core is lost."""
+        """End all running outputs, for example because the request is aborted or the core is lost."""
         self.error = self.error or error
         for output in self._outputs:
             if output.finish_reason is None:
@@ -273,10 +279,10 @@ class RequestState:
         self._clock(None)
 
     def take(self) -> RequestOutput | None:
-        """What is new since the last take, by `output_kind`; None if nothing is."""
+        """Return the next output, according to `output_kind`; None if nothing has changed since the last call."""
         finished = self.finished
-        news = [output for output in self._outputs if output.news]
-        if not news or (self._kind is RequestOutputKind.FINAL_ONLY and not finished):
+        changed = [output for output in self._outputs if output.changed]
+        if not changed or (self._kind is RequestOutputKind.FINAL_ONLY and not finished):
             return None
         delta = self._kind is RequestOutputKind.DELTA
         return RequestOutput(
@@ -284,7 +290,7 @@ class RequestState:
             self._prompt_text,
             self.request.prompt_token_ids,
             self._take_prompt_logprobs(delta),
-            [output.take() for output in (news if delta else self._outputs)],
+            [output.take() for output in (changed if delta else self._outputs)],
             finished,
             copy.copy(self._metrics),
             num_cached_tokens=self._num_cached_tokens,
@@ -298,7 +304,7 @@ class RequestState:
         return taken or None
 
     def _clock(self, timing: RequestTiming | None) -> None:
-        """Note when things happened; of the core's clock, only differences mean anything here."""
+        """Record times. The core's clock may differ from the local one, so only its differences are used."""
         metrics, now = self._metrics, time.time()
         metrics.last_token_time = now
         if self.finished:
@@ -310,23 +316,23 @@ class RequestState:
 
 
 class Outputs:
-    """The one loop over deltas: live requests by key."""
+    """Unfinished requests by key, and the distribution of deltas to them."""
 
     def __init__(self) -> None:
         self.states: dict[int, RequestState] = {}
 
     def add(self, state: RequestState) -> None:
-        """From now on, deltas for its key go to it."""
+        """Add a request, which then gets the deltas for its key."""
         self.states[state.key] = state
 
     def drop(self, key: int) -> RequestState | None:
-        """Forget a request; later deltas for its key are ignored."""
+        """Remove a request and return it; later deltas for its key are ignored."""
         return self.states.pop(key, None)
 
     def process(self, deltas: Sequence[TokenDelta]) -> tuple[list[RequestState], list[tuple[int, int]]]:
-        """Fold deltas in; requests that are finished by them are forgotten.
+        """Add deltas to their requests, and remove the requests that have finished.
 
-        Returns the requests touched, each once, and the sequences (key, index) that the core must drop.
+        Returns the requests that got deltas, each once, and the sequences (key, index) that the core must drop.
         """
         touched: dict[int, RequestState] = {}
         to_drop = []
@@ -342,7 +348,7 @@ class Outputs:
         return list(touched.values()), to_drop
 
     def fail(self, error: Exception) -> list[RequestState]:
-        """End all live requests with this error, forget them, and return them."""
+        """End all requests with an error, remove them, and return them."""
         failed = list(self.states.values())
         self.states.clear()
         for state in failed:
@@ -351,5 +357,5 @@ class Outputs:
 
 
 def no_logprobs(flat: bool) -> Any:
-    """An empty container for log probabilities."""
+    """Return an empty container for log probabilities."""
     return FlatLogprobs() if flat else []

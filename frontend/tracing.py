@@ -1,7 +1,7 @@
 """One OpenTelemetry span per request, sent to a collector over OTLP/HTTP. An optional extra: `pagewire[otlp]`.
 
-A span begins when a request is submitted, as a child of the caller's if W3C trace headers came with it, and ends
-with the request, however it ends. Attributes have the names that vLLM gives them.
+A span begins when a request is submitted, as a child of the span in the caller's W3C trace headers if there are
+any, and ends with the request, for whatever reason. Attributes have the same names as in vLLM.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 SPAN_NAME = "llm_request"
-FLUSH_SECONDS = 2.0
-SERVICE_NAME = "pagewire"  # unless OTEL_SERVICE_NAME says otherwise
+FLUSH_SECONDS = (
+    2.0  # time for the last spans to be sent at shutdown, so that a hung collector does not block it
+)
+SERVICE_NAME = "pagewire"  # used unless OTEL_SERVICE_NAME is set
 
 
 class Tracer:
-    """Spans of requests.
+    """Creates and exports the spans of requests.
 
     endpoint: URL of the collector, such as http://localhost:4318/v1/traces.
 
     Raises:
-        ValueError: another kind of URL, or OpenTelemetry is not installed.
+        ValueError: the URL is not http(s), or OpenTelemetry is not installed.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -49,7 +51,7 @@ class Tracer:
         self._spans: dict[int, Span] = {}
 
     def begin(self, state: RequestState, model: str, headers: Mapping[str, str] | None) -> None:
-        """A request is submitted, for the model of this served name. headers: of whoever wants it, of any case."""
+        """Begin the span of a submitted request. model: served name. headers: HTTP headers, in any case."""
         from opentelemetry.trace import SpanKind
 
         parent = self._propagator.extract({name.lower(): text for name, text in (headers or {}).items()})
@@ -59,7 +61,7 @@ class Tracer:
         self._spans[state.key] = span
 
     def end(self, state: RequestState) -> None:
-        """A request has ended."""
+        """End the span of a finished request."""
         from opentelemetry.trace import StatusCode
 
         span = self._spans.pop(state.key)
@@ -69,7 +71,7 @@ class Tracer:
         span.end(int((state.metrics.finished_time or state.metrics.arrival_time) * 1e9))
 
     def shutdown(self) -> None:
-        """Send what has ended; a collector that takes nothing is given up after `FLUSH_SECONDS`."""
+        """Send the spans that have ended, for at most `FLUSH_SECONDS`."""
         give_up = threading.Timer(FLUSH_SECONDS, self._exporter.shutdown)
         give_up.start()
         self._provider.shutdown()
@@ -77,7 +79,7 @@ class Tracer:
 
 
 def request_attributes(state: RequestState) -> Iterator[tuple[str, Any]]:
-    """What was asked for, and how much came."""
+    """Yield the attributes that describe the request and its output."""
     params = state.request.params
     yield "gen_ai.request.id", state.request_id
     yield "gen_ai.request.temperature", params.temperature
@@ -92,7 +94,7 @@ def request_attributes(state: RequestState) -> Iterator[tuple[str, Any]]:
 
 
 def latencies(state: RequestState) -> Iterator[tuple[str, float]]:
-    """How long it took, in seconds; parts that it did not get to are left out."""
+    """Yield durations in seconds; phases that the request has not reached are omitted."""
     times = state.metrics
     if times.finished_time is not None:
         yield "gen_ai.latency.e2e", times.finished_time - times.arrival_time
@@ -107,10 +109,10 @@ def latencies(state: RequestState) -> Iterator[tuple[str, float]]:
 
 
 def exporter(endpoint: str) -> SpanExporter:
-    """What sends spans.
+    """Return the exporter that sends spans to `endpoint`.
 
     Raises:
-        ValueError: it is not installed.
+        ValueError: the package is not installed.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -120,15 +122,15 @@ def exporter(endpoint: str) -> SpanExporter:
 
 
 def resource() -> Any:
-    """Who we are, by the environment (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES) or else by name."""
+    """Describe this service: from OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES, or by default values."""
     from opentelemetry.sdk.resources import Resource
 
-    found = Resource.create()
-    if str(found.attributes["service.name"]).startswith("unknown_service"):
-        found = found.merge(Resource({"service.name": SERVICE_NAME, "service.version": __version__}))
-    return found
+    service = Resource.create()
+    if str(service.attributes["service.name"]).startswith("unknown_service"):
+        service = service.merge(Resource({"service.name": SERVICE_NAME, "service.version": __version__}))
+    return service
 
 
 def missing(error: ImportError) -> ValueError:
-    """The error for a package that is not installed."""
+    """Return the error for a package that is not installed."""
     return ValueError(f"otlp_traces_endpoint needs OpenTelemetry ({error}): pip install 'pagewire[otlp]'")

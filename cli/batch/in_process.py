@@ -12,7 +12,7 @@ from pagewire.cli.batch.lines import Post, Response
 
 
 def poster(app: ASGIApp, key: str | None = None) -> Post:
-    """What posts JSON to paths of the application; `key` is shown to it, should it want one."""
+    """Return a function that posts JSON to a path of the application. key: the API key to send, if any."""
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
     if key is not None:
         headers.append((b"authorization", b"Bearer " + key.encode()))
@@ -24,7 +24,7 @@ def poster(app: ASGIApp, key: str | None = None) -> Post:
 
 
 async def exchange(app: ASGIApp, path: str, body: bytes, headers: list[tuple[bytes, bytes]]) -> Response:
-    """One request, and its whole answer. Cancelled, the application learns that its client has left."""
+    """Send one request and return the whole response. The application sees cancellation as a client that left."""
     scope: dict[str, Any] = {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -57,7 +57,7 @@ async def exchange(app: ASGIApp, path: str, body: bytes, headers: list[tuple[byt
 
 
 def as_json(content: bytes) -> msgspec.Raw:
-    """A body in one line; one that is no JSON becomes the message of an error."""
+    """Return a body as JSON on one line; a body that is not JSON becomes an error object with it as message."""
     try:
         return msgspec.Raw(msgspec.json.format(content, indent=-1))
     except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""OpenAI batch files: a request per line in, an answer per line out, in the order in which they come.
+"""OpenAI batch files: one request per input line, one result per output line, in order of completion.
 
 lines --> [concurrency] x (check, post) --> write
 """
@@ -17,11 +17,13 @@ import msgspec
 
 URLS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 BUSY = 429
-RETRY_SECONDS = 1.0
+RETRY_SECONDS = (
+    1.0  # pause before a request is sent again after status 429: the core is shared, and nothing is urgent
+)
 
 
 class Request(msgspec.Struct):
-    """A line of the input."""
+    """A line of the input file."""
 
     custom_id: str
     url: str
@@ -29,20 +31,20 @@ class Request(msgspec.Struct):
     method: str = "POST"
 
 
-class Streaming(msgspec.Struct):
-    """The one field of a request's body that matters here."""
+class StreamField(msgspec.Struct):
+    """The field of a request's body that is checked here."""
 
     stream: bool | None = None
 
 
-class Named(msgspec.Struct):
-    """What may be known of a line that is wrong."""
+class CustomId(msgspec.Struct):
+    """The id of a line that is otherwise invalid."""
 
     custom_id: str | None = None
 
 
 class Response(msgspec.Struct):
-    """What the endpoint answered."""
+    """The HTTP response of the endpoint."""
 
     status_code: int
     request_id: str
@@ -50,14 +52,14 @@ class Response(msgspec.Struct):
 
 
 class Failure(msgspec.Struct):
-    """Why there is no answer."""
+    """Why a line was not sent to an endpoint."""
 
     code: str
     message: str
 
 
 class Result(msgspec.Struct):
-    """A line of the output. An answer with an error status is in `response`; `error` tells that there is none."""
+    """A line of the output file: `response`, whatever its status, or `error` if the line was not sent."""
 
     id: str
     custom_id: str | None
@@ -72,7 +74,7 @@ class Result(msgspec.Struct):
 
 @dataclass
 class Counts:
-    """How many lines came to what."""
+    """Number of lines that succeeded, failed, and were skipped because an earlier run answered them."""
 
     good: int = 0
     failed: int = 0
@@ -80,11 +82,11 @@ class Counts:
 
 
 Post = Callable[[str, bytes], Awaitable[Response]]
-"""Sends a body to an endpoint."""
+"""Sends a body to the endpoint at a path and returns its response."""
 
 
 class Refused(ValueError):
-    """A line that is not sent. code: for programs."""
+    """A line that is not sent. code: machine-readable reason."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -99,15 +101,19 @@ async def run_lines(
     answered: frozenset[str] = frozenset(),
     done: Callable[[], object] = lambda: None,
 ) -> Counts:
-    """Answer every line that is not empty and whose custom_id has not been `answered`; so many at once.
+    """Answer every line that is not empty and whose custom_id is not in `answered`.
+
+    Args:
+        concurrency: number of requests that run at once.
+        done: called after each line.
 
     Raises:
-        Whatever `post` and `write` raise; what runs is cancelled then.
+        Exceptions of `post` and `write`; the other requests are then cancelled.
     """
     counts, seen = Counts(), set[str]()
 
     async def work() -> None:
-        for line in lines:  # shared: each line goes to whoever is free
+        for line in lines:  # the iterator is shared: each worker takes the next line
             if not line.strip():
                 continue
             result = await answer(line, post, seen, answered)
@@ -129,7 +135,7 @@ async def run_lines(
 
 
 async def answer(line: bytes, post: Post, seen: set[str], answered: frozenset[str]) -> Result | None:
-    """The output for one line; None if there is one already."""
+    """Return the result of one line; None if an earlier run has answered it."""
     name = f"batch_req_{uuid.uuid4().hex}"
     try:
         request = checked(line, seen)
@@ -138,26 +144,26 @@ async def answer(line: bytes, post: Post, seen: set[str], answered: frozenset[st
     if request.custom_id in answered:
         return None
     response = await post(request.url, bytes(request.body))
-    while response.status_code == BUSY:  # others use this core as well: there is no hurry
+    while response.status_code == BUSY:
         await asyncio.sleep(RETRY_SECONDS)
         response = await post(request.url, bytes(request.body))
     return Result(name, request.custom_id, response)
 
 
 def checked(line: bytes, seen: set[str]) -> Request:
-    """The request of a line; its custom_id is noted in `seen`.
+    """Parse and check a line, and add its custom_id to `seen`.
 
     Raises:
-        Refused: it is malformed, its id was seen before, or there is no such endpoint.
+        Refused: the line is malformed, its id has been seen before, or there is no such endpoint.
     """
     try:
         request = msgspec.json.decode(line, type=Request)
-        stream = msgspec.json.decode(request.body, type=Streaming).stream
+        stream = msgspec.json.decode(request.body, type=StreamField).stream
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused("invalid_json_line", f"not a valid line: {error}") from None
     if request.custom_id in seen:
         raise Refused(
-            "duplicate_custom_id", f"custom_id {request.custom_id!r} stands in an earlier line, too"
+            "duplicate_custom_id", f"custom_id {request.custom_id!r} is already used by an earlier line"
         )
     seen.add(request.custom_id)
     if request.method != "POST":
@@ -165,20 +171,20 @@ def checked(line: bytes, seen: set[str]) -> Request:
     if request.url not in URLS:
         raise Refused("invalid_url", f"url must be one of {', '.join(URLS)}, got {request.url!r}")
     if stream:
-        raise Refused("invalid_request", "stream has no place in a batch")
+        raise Refused("invalid_request", "stream is not supported in a batch")
     return request
 
 
 def custom_id_of(line: bytes) -> str | None:
-    """The custom_id of a line that is wrong otherwise; None if there is none."""
+    """Return the custom_id of a line that is otherwise invalid; None if it has none."""
     try:
-        return msgspec.json.decode(line, type=Named).custom_id
+        return msgspec.json.decode(line, type=CustomId).custom_id
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
 def write_to(file: IO[bytes]) -> Callable[[Result], None]:
-    """Writes results as lines, each at once, so that whoever reads along or resumes has all there is."""
+    """Return a function that writes a result as a line and flushes, so that an interrupted run can be resumed."""
 
     def write(result: Result) -> None:
         file.write(msgspec.json.encode(result) + b"\n")
@@ -188,8 +194,9 @@ def write_to(file: IO[bytes]) -> Callable[[Result], None]:
 
 
 def keep_answered(path: Path) -> frozenset[str]:
-    """The custom_ids that a run which was cut short has answered. Other lines are dropped from its output, which
-    is replaced in one piece.
+    """Return the custom_ids that an interrupted run has answered successfully.
+
+    Failed and incomplete lines are dropped from its output file, which is replaced atomically.
     """
     if not path.exists():
         return frozenset()
@@ -200,7 +207,7 @@ def keep_answered(path: Path) -> frozenset[str]:
             try:
                 result = msgspec.json.decode(line, type=Result)
             except (msgspec.DecodeError, UnicodeDecodeError):
-                continue  # cut off in its midst
+                continue  # the interrupted run wrote only a part of this line
             if result.good and result.custom_id is not None and result.custom_id not in answered:
                 new.write(line.rstrip(b"\n") + b"\n")
                 answered.add(result.custom_id)

@@ -1,6 +1,6 @@
-"""`pagewire bench`: throughput of many requests, latency of one, load on a server (`bench_serve.py`).
+"""`pagewire bench`: throughput of many requests, latency of one request, load on a server (`bench_serve.py`).
 
-The first two print one JSON object per run.
+`throughput` and `latency` print one JSON object per run.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pagewire.cli.options import UsageError, add_attach_options, add_engine_opti
 if TYPE_CHECKING:
     from pagewire.frontend.async_llm import AsyncLLM
 
-DESCRIPTION = "Random token prompts, greedy, past the end of sequence; the median of the runs counts."
-WARM_UP_TOKENS = 8
-LOWEST_ID = 10  # below are special tokens in most vocabularies
+DESCRIPTION = "Prompts are random tokens; sampling is greedy and does not stop at the end of sequence."
+WARM_UP_TOKENS = 8  # output length of the warm-up requests, which only have to compile and allocate
+LOWEST_ID = 10  # lower ids are special tokens in most vocabularies
 
 
 def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -40,7 +40,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
             ("--num-prompts", count, "requests at once"),
             ("--input-len", 128, "tokens per prompt"),
             ("--output-len", 128, "tokens to generate"),
-            ("--num-runs", 3, "runs after a warm-up"),
+            ("--num-runs", 3, "measured runs, after a warm-up"),
         ):
             kind.add_argument(
                 flag, type=positive, default=default, metavar="INT", help=f"{meaning} (default: {default})"
@@ -52,7 +52,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def run(options: argparse.Namespace) -> int:
-    """Warm up, measure, print each run and the medians."""
+    """Warm up, measure, and print the figures of each run and their medians."""
     from pagewire.cli.engine import opened
     from pagewire.frontend import async_llm
 
@@ -62,13 +62,13 @@ def run(options: argparse.Namespace) -> int:
             raise UsageError(f"--input-len and --output-len exceed max_model_len={engine.info.max_model_len}")
         print(json.dumps({"start_s": round(time.perf_counter() - begin, 3)}), flush=True)
         runs = async_llm.run(measure(engine, options))
-    medians = {name: statistics.median(one[name] for one in runs) for name in runs[0]}
+    medians = {name: statistics.median(figures[name] for figures in runs) for name in runs[0]}
     print(json.dumps({"median": medians}))
     return 0
 
 
 async def measure(engine: AsyncLLM, options: argparse.Namespace) -> list[dict[str, float]]:
-    """One dict of figures per run."""
+    """Return the figures of each run, by name (see `batch`)."""
     rng = random.Random(0)
     await batch(engine, rng, 2, options.input_len, min(WARM_UP_TOKENS, options.output_len))
     runs = []
@@ -81,7 +81,10 @@ async def measure(engine: AsyncLLM, options: argparse.Namespace) -> list[dict[st
 async def batch(
     engine: AsyncLLM, rng: random.Random, count: int, num_in: int, num_out: int
 ) -> dict[str, float]:
-    """Send `count` random prompts at once and wait for all; seconds, tokens per second, milliseconds."""
+    """Send `count` random prompts at once, wait for all, and return the figures of the run.
+
+    ttft_ms, tpot_ms: medians over the requests of the time to the first token and the time per later token.
+    """
     import asyncio
 
     from pagewire.ipc.params import RequestOutputKind, SamplingParams
@@ -94,8 +97,8 @@ async def batch(
         output_kind=RequestOutputKind.DELTA,
     )
 
-    async def one() -> tuple[float, float]:
-        """Seconds to the first and to the last token."""
+    async def request_times() -> tuple[float, float]:
+        """Return the seconds to the first and to the last token of one request."""
         prompt: Any = [rng.randrange(LOWEST_ID, engine.info.vocab_size) for _ in range(num_in)]
         begin, first = time.perf_counter(), 0.0
         async for _ in engine.generate(prompt, params):
@@ -103,7 +106,7 @@ async def batch(
         return first, time.perf_counter() - begin
 
     begin = time.perf_counter()
-    times = await asyncio.gather(*(one() for _ in range(count)))
+    times = await asyncio.gather(*(request_times() for _ in range(count)))
     seconds = time.perf_counter() - begin
     return {
         "seconds": round(seconds, 4),

@@ -1,4 +1,4 @@
-"""`pagewire bench serve`: load on any OpenAI server, open loop (by rate) or closed loop (by concurrency)."""
+"""`pagewire bench serve`: load on any OpenAI server, as an open loop (by rate) or closed loop (by concurrency)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from pagewire.cli.options import UsageError, json_object, positive
 if TYPE_CHECKING:
     from pagewire.cli.load.client import LoadClient, Query, Target
 
-DESCRIPTION = """Put load on a server that speaks OpenAI's API, and measure it. By default all requests come at
-once; --request-rate spreads them (open loop), --concurrency keeps so many going (closed loop). Token counts are
-the server's own (usage)."""
-WARM_UP_SEED = 1 << 32
+DESCRIPTION = """Put load on a server with OpenAI's API, and measure it. By default all requests are sent at once;
+--request-rate spreads them over time (open loop), --concurrency keeps that many running (closed loop). Token counts
+are the server's own (usage)."""
+WARM_UP_SEED = (
+    1 << 32
+)  # added to the seed for warm-up prompts, so that they are not in the prefix cache later
 
 
 def register(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -31,41 +33,53 @@ def register(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     add_load_options(parser.add_argument_group("Load"))
     group = parser.add_argument_group("Results")
     group.add_argument(
-        "--json", metavar="FILE", help="write all figures there, too; '-': print them, no table"
+        "--json",
+        metavar="FILE",
+        help="also write all figures to this file; '-': print them instead of the table",
     )
-    group.add_argument("--details", action="store_true", help="with --json: every request by itself")
+    group.add_argument(
+        "--details", action="store_true", help="with --json: include the figures of every request"
+    )
     group.add_argument("--no-progress", action="store_true", help="no progress bar")
 
 
 def add_server_options(group: Any) -> None:
-    """Where the load goes."""
+    """Add the options that choose the server."""
     group.add_argument(
-        "--base-url", metavar="URL", help="the server, without /v1 (default: from host and port)"
+        "--base-url", metavar="URL", help="URL of the server, without /v1 (default: from --host and --port)"
     )
     group.add_argument(
-        "--host", metavar="HOST", default="127.0.0.1", help="of the server (default: %(default)s)"
+        "--host", metavar="HOST", default="127.0.0.1", help="the server's host (default: %(default)s)"
     )
     group.add_argument(
-        "--port", type=positive, metavar="INT", default=8000, help="of the server (default: %(default)s)"
+        "--port", type=positive, metavar="INT", default=8000, help="the server's port (default: %(default)s)"
     )
-    group.add_argument("--uds", metavar="PATH", help="connect to this unix socket")
-    group.add_argument("--api", choices=("completions", "chat"), default="completions", help="which endpoint")
+    group.add_argument("--uds", metavar="PATH", help="connect to this Unix socket")
+    group.add_argument(
+        "--api", choices=("completions", "chat"), default="completions", help="endpoint to use"
+    )
     group.add_argument(
         "--model",
         default="",
         metavar="NAME",
-        help="its name there (default: the first that the server lists)",
+        help="the model's name on the server (default: the first that it lists)",
     )
     group.add_argument(
-        "--api-key", metavar="KEY", help="shown to the server (default: PAGEWIRE_API_KEY or OPENAI_API_KEY)"
+        "--api-key", metavar="KEY", help="API key to send (default: $PAGEWIRE_API_KEY or $OPENAI_API_KEY)"
     )
-    group.add_argument("--timeout", type=number, metavar="SECONDS", help="for one request (default: none)")
+    group.add_argument(
+        "--timeout", type=number, metavar="SECONDS", help="time limit of one request (default: none)"
+    )
 
 
 def add_prompt_options(group: Any) -> None:
-    """What is asked for."""
+    """Add the options that choose prompts and outputs."""
     group.add_argument(
-        "--num-prompts", type=positive, metavar="INT", default=200, help="requests (default: %(default)s)"
+        "--num-prompts",
+        type=positive,
+        metavar="INT",
+        default=200,
+        help="number of requests (default: %(default)s)",
     )
     for name, of in (("--input-len", "tokens per prompt"), ("--output-len", "tokens to generate")):
         group.add_argument(
@@ -76,61 +90,85 @@ def add_prompt_options(group: Any) -> None:
         type=int,
         default=0,
         metavar="INT",
-        help="of random prompts: so many tokens are the same in all",
+        help="random prompts: number of leading tokens that all prompts share",
     )
     group.add_argument(
         "--vocab-size",
         type=positive,
         metavar="INT",
-        help="random ids are below (default: the tokenizer's, else 1000)",
+        help="random token ids are below this (default: the tokenizer's size, else 1000)",
     )
-    group.add_argument("--text-file", type=Path, metavar="FILE", help="prompts are pieces of this text")
+    group.add_argument(
+        "--text-file", type=Path, metavar="FILE", help="take prompts from random places in this text"
+    )
     group.add_argument(
         "--prompt-file",
         type=Path,
         metavar="FILE",
-        help="a prompt per line; of .jsonl files: its field prompt",
-    )
-    group.add_argument("--tokenizer", metavar="NAME", help="folder or id (default: the server's)")
-    group.add_argument("--ignore-eos", action="store_true", help="go on past the end of sequence")
-    group.add_argument(
-        "--temperature", type=float, metavar="FLOAT", default=0.0, help="0 is greedy (default: 0)"
+        help="take a prompt from each line; in .jsonl files, from the field 'prompt'",
     )
     group.add_argument(
-        "--extra-body", type=json_object, default={}, metavar="JSON", help="more request fields"
+        "--tokenizer", metavar="NAME", help="tokenizer folder or id (default: use the server's endpoints)"
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="do not stop at the end-of-sequence token")
+    group.add_argument(
+        "--temperature",
+        type=float,
+        metavar="FLOAT",
+        default=0.0,
+        help="sampling temperature; 0 is greedy (default: 0)",
     )
     group.add_argument(
-        "--seed", type=int, metavar="INT", default=0, help="of prompts, lengths and arrivals (default: 0)"
+        "--extra-body",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help="additional fields of every request",
+    )
+    group.add_argument(
+        "--seed",
+        type=int,
+        metavar="INT",
+        default=0,
+        help="seed of prompts, lengths and arrival times (default: 0)",
     )
 
 
 def add_load_options(group: Any) -> None:
-    """How it comes."""
+    """Add the options that choose arrival times and concurrency."""
     group.add_argument(
-        "--request-rate", type=number, default=math.inf, metavar="R", help="per second (default: all at once)"
+        "--request-rate",
+        type=number,
+        default=math.inf,
+        metavar="R",
+        help="requests per second (default: all at once)",
     )
     group.add_argument(
         "--burstiness",
         type=number,
         default=1.0,
         metavar="B",
-        help="1: Poisson; below: bursts; above: steadier",
+        help="shape of the arrivals: 1 Poisson, below 1 bursts, above 1 steadier (default: 1)",
     )
-    group.add_argument("--concurrency", type=positive, metavar="N", help="at most so many requests at once")
+    group.add_argument("--concurrency", type=positive, metavar="N", help="most requests that run at once")
     group.add_argument(
-        "--num-warmups", type=int, metavar="INT", default=2, help="requests beforehand (default: %(default)s)"
+        "--num-warmups",
+        type=int,
+        metavar="INT",
+        default=2,
+        help="number of requests before the measurement (default: %(default)s)",
     )
 
 
 def number(text: str) -> float:
-    """A number over 0; inf is one."""
+    """Parse a number over 0, which may be inf (an argparse type)."""
     if not (value := float(text)) > 0:
         raise argparse.ArgumentTypeError(f"must be over 0, got {text}")
     return value
 
 
 def span(text: str) -> Any:
-    """A `Span`."""
+    """Parse a `Span` (an argparse type); imported late to keep `--help` fast."""
     from pagewire.cli.load.prompts import Span
 
     try:
@@ -140,34 +178,34 @@ def span(text: str) -> Any:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print, write. Status 1 if no request succeeded."""
+    """Measure, then print and write the figures. Returns 1 if no request succeeded."""
     from pagewire.cli.load.report import details, summary, table
     from pagewire.frontend import async_llm
 
     if options.text_file and options.prompt_file:
         raise UsageError("give --text-file or --prompt-file, not both")
-    replies, seconds, target = async_llm.run(measure(options))
-    found = summary(replies, seconds)
+    results, seconds, target = async_llm.run(measure(options))
+    figures = summary(results, seconds)
     if options.json:
-        report = {"target": shown(target), "load": load_fields(options), **found}
+        report = {"target": shown(target), "load": load_fields(options), **figures}
         if options.details:
-            report["requests"] = details(replies)
+            report["requests"] = details(results)
         if options.json == "-":
             print(json.dumps(report))
         else:
             Path(options.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if options.json != "-":
-        print(table(found))
-    return 0 if found["completed"] else 1
+        print(table(figures))
+    return 0 if figures["completed"] else 1
 
 
 def shown(target: Target) -> dict[str, Any]:
-    """The target without its key."""
+    """Return the target as a dict, without its API key."""
     return {name: value for name, value in dataclasses.asdict(target).items() if name != "api_key"}
 
 
 def load_fields(options: argparse.Namespace) -> dict[str, Any]:
-    """The options that make the load, for the record; an infinite rate is null."""
+    """Return the options that define the load, to be written with the figures; an infinite rate becomes None."""
     names = (
         "num_prompts",
         "input_len",
@@ -183,10 +221,10 @@ def load_fields(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def measure(options: argparse.Namespace) -> tuple[list[Any], float, Target]:
-    """Replies, seconds, and what the load was put on.
+    """Send all requests; return their results, the seconds taken, and the target with its model name filled in.
 
     Raises:
-        OSError: there is no such server. UsageError: no prompts could be made.
+        OSError: the server cannot be reached. UsageError: the prompts cannot be read.
     """
     from tqdm import tqdm
 
@@ -195,20 +233,20 @@ async def measure(options: argparse.Namespace) -> tuple[list[Any], float, Target
     target = target_of(options)
     async with connected(target) as client:
         if not target.model:
-            models = (await client.ask("/v1/models"))["data"]
+            models = (await client.call("/v1/models"))["data"]
             client.target = target = dataclasses.replace(target, model=models[0]["id"])
         warm, queries = await make_queries(client, options)
         await drive(client.stream, warm, arrivals(len(warm), math.inf, 1.0, 0), None)
         due = arrivals(len(queries), options.request_rate, options.burstiness, options.seed)
         with tqdm(total=len(queries), disable=options.no_progress, unit="req", file=sys.stderr) as bar:
-            replies, seconds = await drive(
-                client.stream, queries, due, options.concurrency, lambda reply: bar.update()
+            results, seconds = await drive(
+                client.stream, queries, due, options.concurrency, lambda result: bar.update()
             )
-    return replies, seconds, target
+    return results, seconds, target
 
 
 def target_of(options: argparse.Namespace) -> Target:
-    """Where and how requests are sent."""
+    """Return the target that the options describe."""
     from pagewire.cli.load.client import Target
 
     extra: dict[str, Any] = {"temperature": options.temperature}
@@ -229,10 +267,10 @@ def target_of(options: argparse.Namespace) -> Target:
 
 
 async def make_queries(client: LoadClient, options: argparse.Namespace) -> tuple[list[Query], list[Query]]:
-    """The queries of the warm-up, and those that count; the same for the same seed.
+    """Return the warm-up queries and the measured queries, the same for the same seed.
 
     Raises:
-        UsageError: a file that cannot be read. OSError: the server cannot tokenize.
+        UsageError: a file cannot be read. OSError: the server cannot tokenize.
     """
     from pagewire.cli.load.prompts import (
         LOWEST_ID,

@@ -13,13 +13,13 @@ from pagewire.cli.options import (
     sampling_fields,
 )
 
-COMMANDS = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer"
+COMMANDS = "/reset starts a new conversation, /exit or Ctrl-D quits, Ctrl-C stops an answer"
 
 
 def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = commands.add_parser("chat", help="talk to a model", description=f"Talk to a model. {COMMANDS}.")
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
+    parser.add_argument("--system", metavar="TEXT", help="system message that begins the conversation")
     add_attach_options(parser)
     add_sampling_options(parser, max_tokens=512)
     add_engine_options(parser)
@@ -27,7 +27,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def run(options: argparse.Namespace) -> int:
-    """Ask and answer until the user has enough."""
+    """Read messages and print answers until the user quits."""
     from pagewire.cli.commands.generate import sampling_params, stream
     from pagewire.cli.engine import opened
     from pagewire.frontend import async_llm
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
         params = sampling_params(engine, fields)
         print(f"{engine.info.model}: {COMMANDS}")
         messages = list(system)
-        while (text := ask()) is not None:
+        while (text := read_message()) is not None:
             if text == "/reset":
                 messages = list(system)
                 continue
@@ -51,17 +51,19 @@ def run(options: argparse.Namespace) -> int:
                 answer = async_llm.run(stream(engine, chat_prompt(tokenizer, messages), params))
             except KeyboardInterrupt:
                 messages.pop()
-            except ValueError as error:  # too long by now, or a template that wants other turns
+            except (
+                ValueError
+            ) as error:  # the conversation is too long, or the template does not allow these turns
                 messages.pop()
-                print(f"cannot be asked: {error}", end="")
+                print(f"cannot send this message: {error}", end="")
             else:
                 messages.append({"role": "assistant", "content": answer})
             print()
     return 0
 
 
-def ask() -> str | None:
-    """The user's next line that says something; None at the end."""
+def read_message() -> str | None:
+    """Return the user's next line that is not empty; None when the user quits."""
     while sys.stdin is not None:
         try:
             text = input("> ").strip()

@@ -1,4 +1,4 @@
-"""`pagewire collect-env`: what a report of a problem should say of the machine."""
+"""`pagewire collect-env`: versions and hardware, to be pasted into a bug report."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PACKAGES = (
 
 def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
-    parser = commands.add_parser("collect-env", help="print versions and hardware, for a report")
+    parser = commands.add_parser("collect-env", help="print versions and hardware, for a bug report")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print one `name: value` per line."""
+    """Print one name and value per line."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -49,13 +49,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def relevant(name: str) -> bool:
-    """Environment variables that change how the engine runs; never one that could hold a secret."""
+    """Return True for environment variables that affect the engine, except those that could hold a secret."""
     secret = any(word in name for word in ("KEY", "TOKEN", "SECRET", "PASSWORD"))
     return name.startswith(("PAGEWIRE_", "OMP_", "MKL_", "CUDA_", "HF_", "GOMP_")) and not secret
 
 
 def version(package: str) -> str:
-    """Installed version of a package."""
+    """Return the installed version of a package."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -63,7 +63,7 @@ def version(package: str) -> str:
 
 
 def cpu_info(field: str) -> str:
-    """A field of the first processor in /proc/cpuinfo."""
+    """Return a field of the first processor in /proc/cpuinfo; "" if it is missing."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -72,18 +72,18 @@ def cpu_info(field: str) -> str:
 
 
 def processor() -> str:
-    """The processor's name."""
+    """Return the processor's name."""
     return cpu_info("model name") or platform.processor() or "unknown"
 
 
 def instructions() -> list[str]:
-    """Vector instructions that matter here."""
+    """Return the CPU's vector instruction sets that the kernels can use."""
     flags = set(cpu_info("flags").split())
     return [f for f in ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "amx_fp16") if f in flags]
 
 
 def compiler() -> str:
-    """The host compiler that CPU kernels are built with."""
+    """Return the version line of the C++ compiler that builds the CPU kernels."""
     path = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
     if path is None:
         return "none: CPU kernels fall back to torch (install g++)"
@@ -91,18 +91,18 @@ def compiler() -> str:
 
 
 def cpu_kernels() -> str:
-    """The instruction set that the CPU kernels use here; they are compiled for it if they never were."""
+    """Return the instruction set that the CPU kernels use; compiles them if that has not been done yet."""
     from pagewire.kernels.cpu.library import choose
 
     try:
         library = choose()
     except ValueError as error:
         return f"none: {error}"
-    return library.isa.name if library else "none: torch takes their place"
+    return library.isa.name if library else "none: torch is used instead"
 
 
 def gpu() -> str:
-    """GPUs and driver, as nvidia-smi tells."""
+    """Return the GPUs and the driver version that nvidia-smi reports."""
     path = shutil.which("nvidia-smi")
     if path is None:
         return "none"

@@ -16,30 +16,36 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser = commands.add_parser(
         "core",
         help="run an engine core that frontends attach to",
-        description="Run an engine core until SIGTERM or SIGINT: it then finishes what runs and takes nothing "
-        "new; a second signal ends it at once. Prints 'ready ADDRESS' on standard output once the model is "
-        "loaded. Exits with 0 after a stop, with 1 and one cause in the log after a failure.",
+        description="Run an engine core until SIGTERM or SIGINT: it then finishes running requests and refuses new "
+        "ones; a second signal ends it at once. Prints 'ready ADDRESS' on standard output once the model is "
+        "loaded. The exit status is 0 after a signal, and 1 after a failure, whose cause is in the log.",
     )
     group = parser.add_argument_group("Listening")
     group.add_argument(
-        "--listen", metavar="ADDRESS", help="ipc:///path or tcp://host:port (default: own ipc)"
+        "--listen",
+        metavar="ADDRESS",
+        help="ipc:///path or tcp://host:port (default: an ipc socket private to this user)",
     )
-    group.add_argument("--curve-secret", metavar="FILE", help="the core's NAME.key_secret, for CURVE")
-    group.add_argument("--curve-clients", metavar="DIR", help="NAME.key files of the frontends to let in")
+    group.add_argument("--curve-secret", metavar="FILE", help="CURVE encryption: the core's NAME.key_secret")
+    group.add_argument(
+        "--curve-clients",
+        metavar="DIR",
+        help="CURVE encryption: folder with NAME.key of every frontend to accept",
+    )
     group.add_argument(
         "--drain-seconds",
         type=seconds,
         default=30.0,
         metavar="FLOAT",
-        help="time for running requests after SIGTERM (default: %(default)s)",
+        help="seconds for running requests to finish after SIGTERM (default: %(default)s)",
     )
     add_engine_options(parser)
-    parser.add_argument("--log-format", choices=FORMATS, help="of the log's lines (default: text)")
+    parser.add_argument("--log-format", choices=FORMATS, help="format of log lines (default: text)")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until stopped."""
+    """Run the core until it is stopped and return the exit status."""
     from pagewire.engine_core.daemon import Listen, serve
     from pagewire.ipc import logs
     from pagewire.ipc.sockets import private_address

@@ -1,4 +1,4 @@
-"""`pagewire doctor`: whether CUDA kernels can run here, and if not, what to do."""
+"""`pagewire doctor`: check whether CUDA kernels can run on this machine, and print what to fix if not."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ MARKS = {True: "ok", False: "FAIL", None: "-"}
 
 
 class Finding(NamedTuple):
-    """What one check found."""
+    """The result of one check."""
 
     good: bool | None
-    """None: it does not matter, or could not be tried."""
+    """True: passed. False: failed. None: not required, or not tried."""
     text: str
 
 
 class CheckError(Exception):
-    """What is wrong, and what to do about it."""
+    """A check failed. The message says why, and what to do about it."""
 
 
 def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -39,7 +39,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print one line per check."""
+    """Run all checks, print their results, and return 0 if none failed, else 1."""
     results = []
     for name, check in CHECKS.items():
         try:
@@ -56,31 +56,31 @@ def run(options: argparse.Namespace) -> int:
     if healthy:
         print("CUDA kernels can run here.")
     else:
-        print("CUDA kernels cannot run here: see FAIL above. The CPU is served without them.")
+        print("CUDA kernels cannot run here: see FAIL above. Models still run on the CPU.")
     return 0 if healthy else 1
 
 
 def check_driver() -> Iterator[Finding]:
-    """The driver, asked without CuPy or torch."""
+    """Check the driver, without using CuPy or torch."""
     major, minor = driver_version()
-    yield Finding(True, f"serves CUDA {major}.{minor}")
+    yield Finding(True, f"supports CUDA {major}.{minor}")
 
 
 def driver_version() -> tuple[int, int]:
-    """The CUDA version that the driver serves.
+    """Return the newest CUDA version (major, minor) that the driver supports.
 
     Raises:
-        CheckError: there is no driver, or it sees no device.
+        CheckError: there is no driver, or it has no device.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         raise CheckError(
-            "no NVIDIA driver (libcuda.so.1): install one, or give the container its GPUs"
+            "no NVIDIA driver (libcuda.so.1): install one, or give the container access to the GPUs"
         ) from None
     if error := driver.cuInit(0):
         raise CheckError(
-            f"the driver does not start (cuInit: error {error}): is there a GPU, and may we use it?"
+            f"the driver does not start (cuInit: error {error}): is there a GPU, and may this user access it?"
         )
     version = ctypes.c_int()
     driver.cuDriverGetVersion(ctypes.byref(version))
@@ -88,11 +88,13 @@ def driver_version() -> tuple[int, int]:
 
 
 def check_torch() -> Iterator[Finding]:
-    """PyTorch, which owns the memory and the streams."""
+    """Check PyTorch, which owns the GPU memory and the streams."""
     import torch
 
     if torch.version.cuda is None:
-        raise CheckError(f"{torch.__version__} is built without CUDA: install one that is, from pytorch.org")
+        raise CheckError(
+            f"{torch.__version__} is built without CUDA: install a build with CUDA from pytorch.org"
+        )
     if not torch.cuda.is_available():
         raise CheckError(f"{torch.__version__} for CUDA {torch.version.cuda} sees no device")
     for index in range(torch.cuda.device_count()):
@@ -103,19 +105,19 @@ def check_torch() -> Iterator[Finding]:
 
 
 def check_cupy() -> Iterator[Finding]:
-    """CuPy, which loads and launches."""
+    """Check CuPy, which loads and launches kernels."""
     try:
         import cupy
     except ImportError as error:
         from pagewire.kernels.cuda.compile import install_command
 
-        raise CheckError(f"not there ({error}):\n{install_command()}") from None
+        raise CheckError(f"not installed ({error}):\n{install_command()}") from None
     cuda = cupy.cuda.runtime.runtimeGetVersion()
     yield Finding(True, f"{cupy.__version__} for CUDA {cuda // 1000}")
 
 
 def check_nvrtc() -> Iterator[Finding]:
-    """The compiler, and whether the driver runs what it makes."""
+    """Check the compiler, and that the driver can run its output."""
     try:
         import cupy  # noqa: F401
     except ImportError:
@@ -132,16 +134,16 @@ def check_nvrtc() -> Iterator[Finding]:
         from pagewire.kernels.cuda.compile import install_command
 
         raise CheckError(
-            f"{text}, but the driver serves CUDA {driver[0]}.{driver[1]} only:\n{install_command(driver[0])}"
+            f"{text}, but the driver supports only CUDA {driver[0]}.{driver[1]}:\n{install_command(driver[0])}"
         )
     yield Finding(True, text)
 
 
 def compiler_version() -> tuple[int, int]:
-    """NVRTC's.
+    """Return NVRTC's version (major, minor).
 
     Raises:
-        CheckError: it is missing, or another than CuPy's.
+        CheckError: NVRTC is missing, or does not match CuPy.
     """
     from pagewire.kernels.cuda import compile
 
@@ -153,33 +155,33 @@ def compiler_version() -> tuple[int, int]:
 
 
 def check_headers() -> Iterator[Finding]:
-    """CUDA's headers. Our kernels need none; CuPy's own do."""
+    """Report CUDA's headers. pagewire's kernels need none, but CuPy's own kernels do."""
     try:
         from cuda.pathfinder import (  # type: ignore[import-not-found, unused-ignore]
             find_nvidia_header_directory,
         )
     except ImportError:
-        yield Finding(None, "not looked for: no cuda-pathfinder (our kernels need none)")
+        yield Finding(None, "not searched for: no cuda-pathfinder (pagewire's kernels need no headers)")
         return
     folder = find_nvidia_header_directory("cudart")
     if folder is None:
-        yield Finding(None, "none (our kernels need none)")
+        yield Finding(None, "none (pagewire's kernels need no headers)")
         return
     header = Path(folder) / "cuda_runtime_api.h"
-    found = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", header.read_text()) if header.exists() else None
-    version = f"{int(found[1]) // 1000}.{int(found[1]) % 1000 // 10}" if found else "of unknown version"
-    text = f"{version} in {folder} (our kernels need none)"
+    match = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", header.read_text()) if header.exists() else None
+    version = f"{int(match[1]) // 1000}.{int(match[1]) % 1000 // 10}" if match else "unknown version"
+    text = f"{version} in {folder} (pagewire's kernels need no headers)"
     try:
-        wanted = compiler_version()
+        nvrtc = compiler_version()
     except CheckError:
-        wanted = None
-    if found and wanted and int(found[1]) // 1000 != wanted[0]:
-        text += f"\nthey do not match NVRTC: pip install 'cuda-toolkit[cudart]=={wanted[0]}.*'"
+        nvrtc = None
+    if match and nvrtc and int(match[1]) // 1000 != nvrtc[0]:
+        text += f"\nthey do not match NVRTC: pip install 'cuda-toolkit[cudart]=={nvrtc[0]}.*'"
     yield Finding(None, text)
 
 
 def check_compile() -> Iterator[Finding]:
-    """A kernel, compiled anew for every kind of GPU here, or for sm_90."""
+    """Compile a kernel for every kind of GPU of this machine, or for sm_90 if there is none; ignores the cache."""
     import tempfile
 
     import torch
@@ -213,7 +215,7 @@ def check_compile() -> Iterator[Finding]:
 
 
 def check_launch() -> Iterator[Finding]:
-    """A kernel on every GPU, against PyTorch on the CPU."""
+    """Run a kernel on every GPU and compare the result with PyTorch's on the CPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -226,21 +228,21 @@ def check_launch() -> Iterator[Finding]:
     expected = reference.silu_and_mul(x)
     for index in range(torch.cuda.device_count()):
         try:
-            found = silu_and_mul_on(index, x)
+            result = silu_and_mul_on(index, x)
         except CompileError:
             yield Finding(None, "not tried: no compiler")
             return
-        except Exception as error:  # of CuPy, the driver or torch: whatever it is, we are here to tell it
+        except (
+            Exception
+        ) as error:  # CuPy, the driver and torch raise many types; this command reports them all
             raise CheckError(f"cuda:{index}: {type(error).__name__}: {error}") from None
-        if not torch.allclose(found.float(), expected.float(), rtol=2**-6, atol=1e-5):
-            raise CheckError(
-                f"cuda:{index}: a wrong result: the device, its driver or the compiler is broken"
-            )
+        if not torch.allclose(result.float(), expected.float(), rtol=2**-6, atol=1e-5):
+            raise CheckError(f"cuda:{index}: wrong result: the device, its driver or the compiler is faulty")
         yield Finding(True, f"cuda:{index}: silu and mul of {tuple(x.shape)}, equal to PyTorch's")
 
 
 def silu_and_mul_on(index: int, x: Tensor) -> Tensor:
-    """Of a tensor on the CPU, by the device `cuda:index`."""
+    """Return silu(gate) * up, computed on `cuda:index`, for a CPU tensor that holds gate and up side by side."""
     import torch
 
     from pagewire.kernels.cuda.gates import activate_and_mul

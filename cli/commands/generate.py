@@ -27,10 +27,10 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "generate",
         help="complete a prompt",
         description="Complete a prompt, given as an argument, in a file, or on standard input; the text is "
-        "printed as it comes.",
+        "printed as it is generated.",
     )
-    parser.add_argument("prompt", nargs="?", help="the text to complete; '-' or nothing: standard input")
-    parser.add_argument("--file", type=Path, metavar="FILE", help="take the prompt from a file")
+    parser.add_argument("prompt", nargs="?", help="text to complete; '-' or none: read standard input")
+    parser.add_argument("--file", type=Path, metavar="FILE", help="read the prompt from a file")
     add_attach_options(parser)
     add_sampling_options(parser, max_tokens=256)
     add_engine_options(parser)
@@ -38,7 +38,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def run(options: argparse.Namespace) -> int:
-    """Generate, print, end."""
+    """Print the completion of the prompt."""
     from pagewire.cli.engine import opened
     from pagewire.frontend import async_llm
 
@@ -52,10 +52,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read_prompt(options: argparse.Namespace) -> str:
-    """The prompt, from wherever it is.
+    """Return the prompt from the argument, the file or standard input.
 
     Raises:
-        UsageError: two prompts, none, or a file that cannot be read.
+        UsageError: two prompts are given, or none, or the file cannot be read.
     """
     if options.file is not None:
         if options.prompt is not None:
@@ -72,10 +72,10 @@ def read_prompt(options: argparse.Namespace) -> str:
 
 
 def sampling_params(engine: AsyncLLM, fields: dict[str, Any]) -> SamplingParams:
-    """The model's defaults, overridden by what was given; streamed piece by piece.
+    """Return the model's default parameters with `fields` replaced, for output in deltas.
 
     Raises:
-        UsageError: a value out of range.
+        UsageError: a value is out of range.
     """
     import msgspec
 
@@ -91,7 +91,7 @@ def sampling_params(engine: AsyncLLM, fields: dict[str, Any]) -> SamplingParams:
 
 
 async def stream(engine: AsyncLLM, prompt: PromptType, params: SamplingParams) -> str:
-    """Print the output as it comes; the whole of it is returned."""
+    """Print the output as it is generated and return the whole text."""
     pieces = []
     async for output in engine.generate(prompt, params):
         for completion in output.outputs:

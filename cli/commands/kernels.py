@@ -15,7 +15,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     kinds = parser.add_subparsers(dest="kind", metavar="WHAT", required=True)
     build = kinds.add_parser(
         "build",
-        help="fill the cache",
+        help="compile into the cache",
         description="Compile every CUDA kernel into the cache ($PAGEWIRE_CACHE_ROOT/kernels, by default"
         " ~/.cache/pagewire/kernels), where workers find them. Needs CuPy and NVRTC, but no GPU.",
     )
@@ -23,17 +23,19 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--arch",
         action="append",
         metavar="sm_XX",
-        help="architecture, as sm_90; may be given again (default: that of every GPU here)",
+        help="architecture such as sm_90; may be repeated (default: those of the GPUs of this machine)",
     )
-    build.add_argument("--jobs", type=int, metavar="N", help="how many at once (default: one per core)")
+    build.add_argument(
+        "--jobs", type=int, metavar="N", help="number of compilations at once (default: one per core)"
+    )
     build.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Build, showing progress.
+    """Compile all kernels, showing progress.
 
     Raises:
-        UsageError: an architecture that is none, or none given where there is no GPU.
+        UsageError: an invalid architecture, or none is given and the machine has no GPU.
     """
     from pagewire.kernels.cache import cache_folder
     from pagewire.kernels.cuda import compile
@@ -42,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"--jobs must be at least 1, got {options.jobs}")
     for arch in options.arch or ():
         if not re.fullmatch(r"sm_[1-9]\d{1,2}", arch):
-            raise UsageError(f"--arch is like sm_90, not {arch!r}")
+            raise UsageError(f"--arch must have the form sm_90, got {arch!r}")
     try:
         for arch in dict.fromkeys(options.arch or architectures_here()):
             count = build(arch, options.jobs)
@@ -54,10 +56,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def architectures_here() -> list[str]:
-    """Of the GPUs of this machine.
+    """Return the architectures of this machine's GPUs, such as "sm_90".
 
     Raises:
-        UsageError: there are none.
+        UsageError: there is no GPU.
     """
     import torch
 
@@ -65,15 +67,16 @@ def architectures_here() -> list[str]:
 
     count = torch.cuda.device_count()
     if count == 0:
-        raise UsageError("there is no GPU here: say what to build for, as --arch sm_90")
+        raise UsageError("this machine has no GPU: give an architecture, such as --arch sm_90")
     return [architecture(torch.cuda.get_device_capability(index)) for index in range(count)]
 
 
 def build(arch: str, num_threads: int | None) -> int:
-    """Compile all variants for an architecture; returns how many there are.
+    """Compile all kernel variants for an architecture and return their number.
 
     Raises:
-        CompileError: see `compile.build`; or the compiler or the kernels do not serve this architecture.
+        CompileError: a compilation failed (see `compile.build`), or the compiler or the kernels do not support
+            this architecture.
     """
     from tqdm import tqdm
 
@@ -86,6 +89,6 @@ def build(arch: str, num_threads: int | None) -> int:
     variants = [variant for variant in all_variants() if compile.runs_on(variant, arch)]
     with tqdm(
         total=len(variants), desc=arch, unit="kernel", disable=None
-    ) as bar:  # none unless on a terminal
+    ) as bar:  # no bar unless standard error is a terminal
         compile.build(variants, arch, lambda *_: bar.update(), num_threads)
     return len(variants)

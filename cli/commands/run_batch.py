@@ -1,4 +1,4 @@
-"""`pagewire run-batch`: answer an OpenAI batch file, by the very endpoints of the server, in this process."""
+"""`pagewire run-batch`: answer an OpenAI batch file with the server's endpoints, called within this process."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from pagewire.frontend.async_llm import AsyncLLM
 
 DESCRIPTION = """Answer every request of an OpenAI batch file: a JSON object per line with custom_id, method, url
-(/v1/completions, /v1/chat/completions, /v1/responses) and body. Answers are written as they come, in any order.
-Status 1 if a request failed."""
+(/v1/completions, /v1/chat/completions, /v1/responses) and body. Results are written in
+order of completion. The exit status is 1 if a request failed."""
 URL_SCHEMES = ("http://", "https://")
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20  # downloads are copied to disk in pieces of this size
 
 
 def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -43,10 +43,12 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "-o", "--output-file", required=True, metavar="FILE", help="a path, '-', or an http(s) URL to PUT to"
     )
     files.add_argument(
-        "--output-tmp-dir", metavar="DIR", help="where output is kept until it is sent to its URL"
+        "--output-tmp-dir", metavar="DIR", help="folder for the output until it is uploaded to its URL"
     )
     files.add_argument(
-        "--resume", action="store_true", help="leave out what the output file has successful answers to"
+        "--resume",
+        action="store_true",
+        help="skip requests that the output file already answers successfully",
     )
     files.add_argument("--no-progress", action="store_true", help="no progress bar")
     parser.add_argument(
@@ -63,7 +65,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def run(options: argparse.Namespace) -> int:
-    """Answer all lines, then say how many."""
+    """Answer all lines and print how many succeeded and failed."""
     from pagewire.cli.commands.serve import take_server_options
     from pagewire.cli.engine import opened
     from pagewire.frontend import async_llm
@@ -72,17 +74,17 @@ def run(options: argparse.Namespace) -> int:
     server_options = dataclasses.replace(take_server_options(options), disable_log_requests=True)
     with opened(options, server_options.restarts, server_options.reattach_timeout) as engine:
         counts = async_llm.run(answer_all(engine, options, server_options))
-    skipped = f", {counts.skipped} answered before" if counts.skipped else ""
+    skipped = f", {counts.skipped} already answered" if counts.skipped else ""
     print(f"{counts.good} answered, {counts.failed} failed{skipped}", file=sys.stderr)
     return 1 if counts.failed else 0
 
 
 async def answer_all(engine: AsyncLLM, options: argparse.Namespace, server_options: ServerOptions) -> Counts:
-    """Read, answer, write.
+    """Answer the input file's requests and return the counts.
 
     Raises:
-        OSError: a file or URL that cannot be read or written. EngineDeadError: the engine is lost; what is
-        written so far stays, for --resume.
+        OSError: a file or URL cannot be read or written.
+        EngineDeadError: the engine is lost; the results written so far are kept for --resume.
     """
     from tqdm import tqdm
 
@@ -107,10 +109,9 @@ async def answer_all(engine: AsyncLLM, options: argparse.Namespace, server_optio
 
 
 def poster(engine: AsyncLLM, options: ServerOptions) -> Post:
-    """What sends a body to an endpoint of the server's application.
+    """Return a function that posts a body to an endpoint of the server's application.
 
-    Raises, when called:
-        EngineDeadError: the engine is lost, and with it the point of going on.
+    That function raises EngineDeadError if the engine is lost.
     """
     from pagewire.cli.batch import in_process
     from pagewire.frontend.server.app import create_app
@@ -130,15 +131,15 @@ def poster(engine: AsyncLLM, options: ServerOptions) -> Post:
 
 
 def is_path(name: str) -> bool:
-    """True if it is neither a URL nor '-'."""
+    """Return True if a file argument is neither a URL nor '-'."""
     return name != "-" and not name.startswith(URL_SCHEMES)
 
 
 def check_files(options: argparse.Namespace) -> None:
-    """Refuse what cannot work before an engine is started.
+    """Check the file arguments before an engine is started.
 
     Raises:
-        UsageError: the input is no file, the output would overwrite it, or there is nothing to resume from.
+        UsageError: the input is not a file, the output would overwrite it, or --resume has no output file.
     """
     source, target = options.input_file, options.output_file
     if options.resume and not is_path(target):
@@ -153,10 +154,10 @@ def check_files(options: argparse.Namespace) -> None:
 
 @asynccontextmanager
 async def opened_input(name: str) -> AsyncIterator[IO[bytes]]:
-    """What is to be read, as a seekable file.
+    """Yield the input as a seekable file.
 
     Raises:
-        OSError: it cannot be read, or the URL does not give it.
+        OSError: the file or URL cannot be read.
     """
     if is_path(name):
         with Path(name).open("rb") as file:
@@ -173,10 +174,10 @@ async def opened_input(name: str) -> AsyncIterator[IO[bytes]]:
 
 @asynccontextmanager
 async def opened_output(options: argparse.Namespace) -> AsyncIterator[IO[bytes]]:
-    """The file that answers are written to; at the end it is sent to its URL, if it has one.
+    """Yield the file that results are written to; on exit it is uploaded if the output is a URL.
 
     Raises:
-        OSError: it cannot be written, or the URL does not take it. Then the answers stay in a file.
+        OSError: the file cannot be written, or the upload failed; the results are then kept in a local file.
     """
     name = options.output_file
     if name == "-":
@@ -191,16 +192,16 @@ async def opened_output(options: argparse.Namespace) -> AsyncIterator[IO[bytes]]
                 yield file
             await upload(name, Path(path))
         except BaseException:
-            print(f"the answers so far are in {path}", file=sys.stderr)
+            print(f"the results so far are in {path}", file=sys.stderr)
             raise
         Path(path).unlink()
 
 
 async def download(url: str, file: IO[bytes]) -> None:
-    """GET.
+    """Copy the body of an HTTP GET to a file.
 
     Raises:
-        OSError: it failed.
+        OSError: the request failed.
     """
     import aiohttp
 
@@ -213,10 +214,10 @@ async def download(url: str, file: IO[bytes]) -> None:
 
 
 async def upload(url: str, path: Path) -> None:
-    """PUT.
+    """Send a file with an HTTP PUT.
 
     Raises:
-        OSError: it failed.
+        OSError: the request failed.
     """
     import aiohttp
 

@@ -1,4 +1,4 @@
-"""`pagewire serve`: the HTTP server, with an engine core of its own or on one that runs already."""
+"""`pagewire serve`: the HTTP server, on an engine core that it spawns or on one that runs already."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     """Add the command."""
     parser = commands.add_parser(
         "serve",
-        help="serve a model over HTTP, as OpenAI's API",
-        description="Serve a model over HTTP until SIGTERM or SIGINT: open requests are then finished and new "
-        "ones refused; a second signal ends it at once. Prints 'ready URL' on standard output once it listens.",
+        help="serve a model over HTTP with OpenAI's API",
+        description="Serve a model over HTTP until SIGTERM or SIGINT: open requests then finish and new ones are "
+        "refused; a second signal ends it at once. Prints 'ready URL' on standard output once it listens.",
     )
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="as --model")
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="same as --model")
     add_attach_options(parser)
     add_options_of(parser, ServerOptions)
     add_engine_options(parser)
@@ -41,14 +41,14 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until stopped."""
+    """Run the server until it is stopped."""
     from pagewire.cli.engine import opened
     from pagewire.frontend import async_llm
     from pagewire.frontend.server.http.uvicorn_server import bound
     from pagewire.ipc import logs
 
     server_options = take_server_options(options)
-    os.environ.setdefault("PAGEWIRE_LOGGING_LEVEL", "INFO")  # of a core that is spawned
+    os.environ.setdefault("PAGEWIRE_LOGGING_LEVEL", "INFO")  # inherited by a spawned core
     logs.configure(server_options.log_format)
     with (
         bound(server_options) as listening,
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def serve(engine: AsyncLLM, options: ServerOptions, listening: socket.socket) -> None:
-    """Serve an engine until stopped."""
+    """Serve an engine on a listening socket until stopped."""
     from pagewire.frontend.server.app import create_app
     from pagewire.frontend.server.http.uvicorn_server import HTTPServer, url_of
 
@@ -70,11 +70,12 @@ async def serve(engine: AsyncLLM, options: ServerOptions, listening: socket.sock
 
 
 def take_server_options(options: argparse.Namespace) -> ServerOptions:
-    """The server's options: command line over file over default. The engine's are left in `options`, with those
-    of the file among them.
+    """Return the server's options. The command line overrides the file, and the file the defaults.
+
+    The file's engine options are added to `options`, and its `config` is cleared.
 
     Raises:
-        UsageError: no model, two of them, an unreadable file, or an option that is unknown or bad.
+        UsageError: no model or two are given, the file cannot be read, or an option is unknown or has a bad value.
     """
     if options.model_tag is not None:
         if hasattr(options, "model"):
@@ -91,20 +92,20 @@ def take_server_options(options: argparse.Namespace) -> ServerOptions:
         raise UsageError("give a MODEL, or --attach ADDRESS")
     given |= {name: value for name, value in vars(options).items() if name in NAMES}
     try:
-        found = ServerOptions(**{name: as_list(name, value) for name, value in given.items()})
-        found.check()
+        server_options = ServerOptions(**{name: as_list(name, value) for name, value in given.items()})
+        server_options.check()
     except (ValueError, TypeError) as error:
         raise UsageError(str(error)) from error
-    if found.restarts and options.attach:
-        raise UsageError("--restarts has no effect with --attach: the core is somebody else's")
-    return found
+    if server_options.restarts and options.attach:
+        raise UsageError("--restarts has no effect with --attach: only a spawned core can be restarted")
+    return server_options
 
 
 def as_list(name: str, value: Any) -> Any:
-    """A list that may be given as JSON: '["GET", "POST"]'.
+    """Return a list option's values, which may be given as a JSON array: '["GET", "POST"]'.
 
     Raises:
-        ValueError: it is not valid JSON.
+        ValueError: the value begins with "[" and is not valid JSON.
     """
     if not (isinstance(value, list) and len(value) == 1 and str(value[0]).startswith("[")):
         return value

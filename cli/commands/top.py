@@ -1,4 +1,4 @@
-"""`pagewire top`: what a running core does, for whom, and how fast."""
+"""`pagewire top`: live view of a running core's frontends, requests and speed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagewire.cli.commands.core import DEFAULT_NAME
-from pagewire.cli.commands.top_look import lines, look_twice
+from pagewire.cli.commands.top_snapshot import lines, take_snapshot
 from pagewire.cli.options import UsageError, add_curve_options
 
 if TYPE_CHECKING:
@@ -22,11 +22,13 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "top",
         help="watch a running core: its frontends, requests and speed",
         description="Watch a running core. Keys: a ends the selected request, p pauses and resumes the engine, "
-        "s sorts, q quits. With --once or --json, print one look and end.",
+        "s changes the sort order, q quits. With --once or --json, print one snapshot and exit.",
     )
     group = parser.add_argument_group("Attaching")
     group.add_argument(
-        "--attach", metavar="ADDRESS", help="ipc://... or tcp://... (default: that of `pagewire core`)"
+        "--attach",
+        metavar="ADDRESS",
+        help="ipc://... or tcp://... (default: the default address of `pagewire core`)",
     )
     add_curve_options(group)
     parser.add_argument(
@@ -34,30 +36,30 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         type=interval,
         default=1.0,
         metavar="FLOAT",
-        help="seconds between two looks (default: 1)",
+        help="seconds between two snapshots (default: 1)",
     )
-    parser.add_argument("--once", action="store_true", help="print one look as text")
-    parser.add_argument("--json", action="store_true", help="print one look as JSON")
+    parser.add_argument("--once", action="store_true", help="print one snapshot as text")
+    parser.add_argument("--json", action="store_true", help="print one snapshot as JSON")
     parser.set_defaults(run=run)
 
 
 def interval(text: str) -> float:
-    """A span of time that is not too short."""
+    """Parse a duration of at least 0.1 seconds (an argparse type)."""
     if not (value := float(text)) >= 0.1:
         raise argparse.ArgumentTypeError(f"must be 0.1 or more, got {text}")
     return value
 
 
 def run(options: argparse.Namespace) -> int:
-    """Watch until the user has enough, or look once."""
+    """Show the live view until the user quits, or print one snapshot."""
     once = options.once or options.json
     if not once:
         check_terminal()
     client = attach(options)
     try:
         if once:
-            look = look_twice(client, options.interval)
-            print(json.dumps(look.as_dict()) if options.json else "\n".join(lines(look)))
+            snapshot = take_snapshot(client, options.interval)
+            print(json.dumps(snapshot.as_dict()) if options.json else "\n".join(lines(snapshot)))
             return 0
         from pagewire.cli.commands.top_screen import Screen
 
@@ -71,10 +73,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check_terminal() -> None:
-    """Before anything is started.
+    """Check that the live view can run.
 
     Raises:
-        UsageError: there is no terminal, or no library for it.
+        UsageError: there is no terminal, or textual is not installed.
     """
     try:
         import textual  # noqa: F401
@@ -85,11 +87,11 @@ def check_terminal() -> None:
 
 
 def attach(options: argparse.Namespace) -> CoreClient:
-    """A connection to the core; no tokenizer is loaded.
+    """Connect to the core without loading a tokenizer.
 
     Raises:
-        EngineDeadError: nobody answers. ProtocolError: another version. ValueError: a bad address.
-        UsageError: half of CURVE.
+        EngineDeadError: no core answers. ProtocolError: the core has another version. ValueError: a bad address.
+        UsageError: only one of the two CURVE files is given.
     """
     from pagewire.frontend.client import CoreClient
     from pagewire.ipc.sockets import CurveKeys, private_address
@@ -102,6 +104,6 @@ def attach(options: argparse.Namespace) -> CoreClient:
     address = options.attach or private_address(DEFAULT_NAME)
 
     def ignore(_: object) -> None:
-        """We have no requests; that the core is lost, the next call tells."""
+        """Do nothing: this frontend has no requests, and after a lost core the next call raises."""
 
     return CoreClient.connect(address, on_deltas=ignore, on_dead=ignore, curve=keys, name="top")

@@ -11,12 +11,12 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.widgets import DataTable, Footer, Sparkline, Static
 
-from pagewire.cli.commands.top_look import COLUMNS, MAX_REQUESTS, Look, ask, cells, summary
+from pagewire.cli.commands.top_snapshot import COLUMNS, MAX_REQUESTS, Snapshot, call, cells, summary
 from pagewire.frontend.client import CoreClient
 
-HISTORY = 120
+HISTORY = 120  # snapshots in the graph of the speed
 
-# Name to sort key. Oldest first within equals.
+# Sort keys by name; requests with equal keys are sorted by age, oldest first.
 ORDERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "age": lambda request: 0,
     "frontend": lambda request: (request["frontend"], request["frontend_number"]),
@@ -27,7 +27,10 @@ ORDERS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 class Screen(App[None]):
-    """Looks at the core every `interval` seconds. `failure`: why it ended, if not by its user."""
+    """The live view: takes a snapshot of the core every `interval` seconds.
+
+    failure: the error that ended the view; None if the user quit.
+    """
 
     TITLE = "pagewire top"
     CSS = """
@@ -45,21 +48,21 @@ class Screen(App[None]):
     def __init__(self, client: CoreClient, interval: float) -> None:
         super().__init__()
         self.failure: Exception | None = None
-        self.look: Look | None = None
+        self.snapshot: Snapshot | None = None
         self.order = "age"
         self._client, self._interval = client, interval
         self._speeds: list[float] = []
         self._rows: list[dict[str, Any]] = []
 
     def compose(self) -> ComposeResult:
-        """The engine, its speed, its requests, the keys."""
+        """Yield the widgets: summary, graph of the speed, table of requests, list of keys."""
         yield Static(id="summary", markup=False)
         yield Sparkline([], summary_function=max)
         yield DataTable(cursor_type="row", zebra_stripes=True)
         yield Footer()
 
     def on_mount(self) -> None:
-        """Begin."""
+        """Set up the table and start taking snapshots."""
         self._table.add_columns(*COLUMNS)
         self._table.focus()
         self.run_worker(self._attempt(self._watch()))
@@ -70,25 +73,25 @@ class Screen(App[None]):
 
     async def _watch(self) -> None:
         while True:
-            await self.refresh_look()
+            await self.refresh_snapshot()
             await asyncio.sleep(self._interval)
 
-    async def refresh_look(self) -> None:
-        """Look, and show what is seen.
+    async def refresh_snapshot(self) -> None:
+        """Take a snapshot and show it.
 
         Raises:
-            EngineDeadError: the core is lost, or does not answer.
+            EngineDeadError: the core is lost, or did not answer in time.
         """
         status = await self._call("status")
-        self.look = Look.after(self.look, status, await self._call("requests", MAX_REQUESTS))
-        self.show(self.look)
+        self.snapshot = Snapshot.after(self.snapshot, status, await self._call("requests", MAX_REQUESTS))
+        self.show(self.snapshot)
 
-    def show(self, look: Look) -> None:
-        """Show a look; the cursor stays on its request."""
-        self.query_one("#summary", Static).update("\n".join(summary(look)))
-        self._speeds = [*self._speeds[1 - HISTORY :], look.output_rate]
+    def show(self, snapshot: Snapshot) -> None:
+        """Show a snapshot; the cursor stays on its request."""
+        self.query_one("#summary", Static).update("\n".join(summary(snapshot)))
+        self._speeds = [*self._speeds[1 - HISTORY :], snapshot.output_rate]
         self.query_one(Sparkline).data = self._speeds
-        self._fill(look.requests)
+        self._fill(snapshot.requests)
 
     def _fill(self, requests: list[dict[str, Any]]) -> None:
         table, selected = self._table, self.selected
@@ -108,7 +111,7 @@ class Screen(App[None]):
         return self._rows[row] if 0 <= row < len(self._rows) else None
 
     async def action_abort(self) -> None:
-        """End the selected request, all sequences of it; its frontend gets the finish reason "abort"."""
+        """End all sequences of the selected request; its frontend gets the finish reason "abort"."""
         if (request := self.selected) is not None:
             await self._attempt(self._abort(request))
 
@@ -116,33 +119,33 @@ class Screen(App[None]):
         name = request["request_id"]
         num_ended = await self._call("abort_request", name, request["frontend_number"])
         self.notify(
-            f"{name}: {num_ended} sequences ended" if num_ended else f"{name} had ended", markup=False
+            f"{name}: {num_ended} sequences ended" if num_ended else f"{name} had already ended", markup=False
         )
-        await self.refresh_look()
+        await self.refresh_snapshot()
 
     async def action_pause(self) -> None:
-        """Hold new requests back, while those there are go on; or let them in again."""
-        if self.look is not None:
-            await self._attempt(self._pause(self.look.status["paused"]))
+        """Pause the engine (running requests go on, new ones wait), or resume it."""
+        if self.snapshot is not None:
+            await self._attempt(self._pause(self.snapshot.status["paused"]))
 
     async def _pause(self, paused: bool) -> None:
         if paused:
             await self._call("resume")
-        else:  # answered once all that runs has ended: not waited for
+        else:  # the answer comes once running requests have ended, so it is not awaited
             self._client.call("pause", wait_for_inflight_requests=True, clear_cache=False)
-        await self.refresh_look()
+        await self.refresh_snapshot()
 
     def action_sort(self) -> None:
-        """Sort by the next thing."""
+        """Sort by the next order of `ORDERS`."""
         names = list(ORDERS)
         self.order = names[(names.index(self.order) + 1) % len(names)]
         self._fill(self._rows)
 
     async def _call(self, method: str, *args: Any) -> Any:
-        return await asyncio.to_thread(ask, self._client, method, *args)
+        return await asyncio.to_thread(call, self._client, method, *args)
 
     async def _attempt(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something that needs the core; without one, there is nothing more to see."""
+        """Run work that needs the core; an error ends the view and is kept in `failure`."""
         try:
             await work
         except Exception as error:
@@ -150,6 +153,6 @@ class Screen(App[None]):
             self.exit()
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """True if both are looks at the same sequence."""
-    return all(one[name] == other[name] for name in ("frontend_number", "request_id", "index"))
+def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Return True if both describe the same sequence."""
+    return all(first[name] == second[name] for name in ("frontend_number", "request_id", "index"))

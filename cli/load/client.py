@@ -1,9 +1,9 @@
-"""Load on an OpenAI server: arrivals, and a client that streams and takes times.
+"""Load on an OpenAI server: arrival times, and a client that streams answers and measures them.
 
     make_queries -> Query -- drive --> stream -> LoadResult
 
-The client often shares its processor with the server it measures, so a chunk costs it one msgspec decode of the
-few fields that matter.
+The client often shares a processor with the server it measures, so it decodes only the few fields of a chunk that
+it needs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import aiohttp
 import msgspec
 
 CONNECT_SECONDS = 30.0
-MESSAGE_CHARACTERS = 200  # of a server's error, so that it can be told in one line
+MESSAGE_CHARACTERS = 200  # a server's error message is cut to this length, to fit on a line
 
 
 @dataclass(frozen=True)
 class Query:
-    """One request: a prompt, as text or token ids, and how many tokens to ask for."""
+    """One request: a prompt (text or token ids) and the number of tokens to generate."""
 
     prompt: str | list[int]
     max_tokens: int
@@ -33,15 +33,15 @@ class Query:
 
 @dataclass
 class LoadResult:
-    """What came of a query; times in seconds.
+    """Measurements of one query; times are in seconds.
 
     Attributes:
-        late: from when it was due until it was sent.
-        ttft: from sending to the first chunk with text. e2e: to the end of the stream.
-        last: to the last chunk with text.
-        gaps: between chunks with text; one that carries several tokens counts once.
-        input_tokens, output_tokens: as the server's `usage` says.
-        error: the kind of failure, "" if none. message: more of it.
+        late: delay between the time the query was due and the time it was sent.
+        ttft: time from sending to the first chunk with text. e2e: time to the end of the stream.
+        last: time to the last chunk with text.
+        gaps: times between chunks with text; a chunk of several tokens counts once.
+        input_tokens, output_tokens: token counts from the server's `usage`.
+        error: kind of failure, "" if none. message: details of the failure.
     """
 
     late: float = 0.0
@@ -60,11 +60,11 @@ class LoadResult:
         return (self.last - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
 
-# ---------------------------------------------------------------- what a chunk of a stream holds
+# ---------------------------------------------------------------- the JSON of a stream's chunk
 
 
 class Delta(msgspec.Struct, gc=False):
-    """What a chunk of a chat adds."""
+    """The text that a chunk of a chat completion adds."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -72,14 +72,14 @@ class Delta(msgspec.Struct, gc=False):
 
 
 class Choice(msgspec.Struct, gc=False):
-    """One choice of a chunk, of either endpoint."""
+    """One choice of a chunk, from either endpoint."""
 
     text: str | None = None
     delta: Delta | None = None
 
     @property
     def empty(self) -> bool:
-        """True if it carries nothing that was generated."""
+        """True if the chunk holds no generated text."""
         delta = self.delta
         if delta is None:
             return not self.text
@@ -108,10 +108,11 @@ decode_chunk = msgspec.json.Decoder(Chunk).decode
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> Iterator[float]:
-    """When requests are due, in seconds from the begin: all at 0 if the rate per second is infinite.
+    """Yield the times at which requests are due, in seconds from the start.
 
-    The time between two is drawn from a gamma distribution of shape `burstiness`: 1 is a Poisson process, less
-    comes in bursts, more is steadier.
+    rate: requests per second; infinite: all are due at 0.
+    burstiness: shape of the gamma distribution of the time between two requests. 1 is a Poisson process, less
+    gives bursts, more gives steadier arrivals.
     """
     rng, due = random.Random(seed), 0.0
     for _ in range(count):
@@ -125,23 +126,23 @@ async def drive(
     queries: Sequence[Query],
     due: Iterable[float],
     concurrency: int | None,
-    done: Callable[[LoadResult], object] = lambda reply: None,
+    done: Callable[[LoadResult], object] = lambda result: None,
 ) -> tuple[list[LoadResult], float]:
-    """Send every query when it is due, at most `concurrency` at once; the replies in order, and the seconds.
+    """Send every query when it is due, at most `concurrency` at once; return results in order and total seconds.
 
-    Waiting for one of the `concurrency` places is not counted as late: there the load is a closed loop.
+    With a `concurrency` limit the load is a closed loop, so waiting for a place does not count as late.
     """
     places = asyncio.Semaphore(concurrency or len(queries) or 1)
     begin = time.perf_counter()
 
-    async def one(query: Query, late: float) -> LoadResult:
+    async def send_one(query: Query, late: float) -> LoadResult:
         try:
-            reply = await send(query)
+            result = await send(query)
         finally:
             places.release()
-        reply.late = late
-        done(reply)
-        return reply
+        result.late = late
+        done(result)
+        return result
 
     tasks = []
     try:
@@ -149,7 +150,7 @@ async def drive(
             await asyncio.sleep(max(0.0, begin + moment - time.perf_counter()))
             late = max(0.0, time.perf_counter() - begin - moment) if concurrency is None else 0.0
             await places.acquire()
-            tasks.append(asyncio.create_task(one(query, late)))
+            tasks.append(asyncio.create_task(send_one(query, late)))
         return list(await asyncio.gather(*tasks)), time.perf_counter() - begin
     finally:
         for task in tasks:
@@ -161,12 +162,13 @@ async def drive(
 
 @dataclass(frozen=True)
 class Target:
-    """What the load is put on.
+    """The server that receives the load.
 
     Attributes:
-        url: of the server, without /v1. api: completions or chat. model: its name there; "" asks the server.
-        uds: a unix socket to connect to instead of the url's host.
-        extra: more fields of every request. timeout: seconds for a request; None: no limit.
+        url: URL of the server, without /v1. api: "completions" or "chat".
+        model: the model's name on the server; "" takes the first that the server lists.
+        uds: path of a Unix socket to connect to instead of the URL's host.
+        extra: additional fields of every request. timeout: seconds for a request; None: no limit.
     """
 
     url: str
@@ -179,11 +181,11 @@ class Target:
 
     @property
     def path(self) -> str:
-        """Of the endpoint."""
+        """Path of the endpoint."""
         return "/v1/chat/completions" if self.api == "chat" else "/v1/completions"
 
     def body(self, query: Query) -> bytes:
-        """The request's JSON."""
+        """Return the request body of a query as JSON."""
         content: dict[str, Any] = {"prompt": query.prompt}
         if self.api == "chat":
             content = {"messages": [{"role": "user", "content": query.prompt}]}
@@ -194,16 +196,16 @@ class Target:
 
 
 class LoadClient:
-    """Connections to a target; made by `connected`."""
+    """An HTTP client for a target, created by `connected`."""
 
     def __init__(self, http: aiohttp.ClientSession, target: Target) -> None:
         self.http, self.target = http, target
 
-    async def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON answer of another endpoint: GET, or POST with a body.
+    async def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Call another endpoint (GET, or POST if there is a body) and return its decoded JSON.
 
         Raises:
-            OSError: no server, or an error status.
+            OSError: the server cannot be reached, or answers with an error status.
         """
         method, data = ("GET", None) if body is None else ("POST", msgspec.json.encode(body))
         try:
@@ -216,28 +218,28 @@ class LoadClient:
             raise OSError(f"{path}: {error or type(error).__name__}") from error
 
     async def stream(self, query: Query) -> LoadResult:
-        """Send a query and take its stream to the end. A failure is told in the reply."""
-        reply, body = LoadResult(), self.target.body(query)
+        """Send a query, read its stream to the end, and return the measurements. A failure is in `error`."""
+        result, body = LoadResult(), self.target.body(query)
         begin = time.perf_counter()
         try:
             async with self.http.post(self.target.path, data=body) as response:
                 if response.status != 200:
-                    reply.error = f"HTTP {response.status}"
-                    reply.message = shortened(await response.read())
-                    return reply
-                await self._read(response, reply, begin)
+                    result.error = f"HTTP {response.status}"
+                    result.message = shortened(await response.read())
+                    return result
+                await self._read(response, result, begin)
         except asyncio.TimeoutError:
-            reply.error = "timeout"
+            result.error = "timeout"
         except aiohttp.ClientConnectorError as error:
-            reply.error, reply.message = "cannot connect", str(error)
+            result.error, result.message = "cannot connect", str(error)
         except (aiohttp.ClientError, OSError) as error:
-            reply.error, reply.message = "disconnected", str(error) or type(error).__name__
+            result.error, result.message = "disconnected", str(error) or type(error).__name__
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            reply.error, reply.message = "malformed chunk", str(error)
-        reply.e2e = time.perf_counter() - begin
-        return reply
+            result.error, result.message = "malformed chunk", str(error)
+        result.e2e = time.perf_counter() - begin
+        return result
 
-    async def _read(self, response: aiohttp.ClientResponse, reply: LoadResult, begin: float) -> None:
+    async def _read(self, response: aiohttp.ClientResponse, result: LoadResult, begin: float) -> None:
         rest = b""
         async for data in response.content.iter_any():
             now = time.perf_counter() - begin
@@ -250,27 +252,27 @@ class LoadClient:
                     return
                 chunk = decode_chunk(event)
                 if chunk.error is not None:
-                    reply.error, reply.message = (
+                    result.error, result.message = (
                         "error in stream",
                         shortened(msgspec.json.encode(chunk.error)),
                     )
                     return
                 if chunk.usage is not None:
-                    reply.input_tokens = chunk.usage.prompt_tokens
-                    reply.output_tokens = chunk.usage.completion_tokens or 0
+                    result.input_tokens = chunk.usage.prompt_tokens
+                    result.output_tokens = chunk.usage.completion_tokens or 0
                 if chunk.choices and not chunk.choices[0].empty:
-                    if reply.ttft:
-                        reply.gaps.append(now - reply.last)
+                    if result.ttft:
+                        result.gaps.append(now - result.last)
                     else:
-                        reply.ttft = now
-                    reply.last = now
-        reply.error = "disconnected"
-        reply.message = "the stream ended without [DONE]"
+                        result.ttft = now
+                    result.last = now
+        result.error = "disconnected"
+        result.message = "the stream ended without [DONE]"
 
 
 @asynccontextmanager
 async def connected(target: Target) -> AsyncIterator[LoadClient]:
-    """A client of the target, its connections closed at the end."""
+    """Yield a client of the target; its connections are closed on exit."""
     connector: aiohttp.BaseConnector = aiohttp.TCPConnector(limit=0)
     if target.uds:
         connector = aiohttp.UnixConnector(target.uds, limit=0)
@@ -285,11 +287,11 @@ async def connected(target: Target) -> AsyncIterator[LoadClient]:
 
 
 def shortened(content: bytes) -> str:
-    """The message of an error's body, in one line."""
+    """Return the message of an error response in one line of at most `MESSAGE_CHARACTERS`."""
     try:
-        found = msgspec.json.decode(content)
-        found = found.get("error", found)
-        text = found if isinstance(found, str) else str(found.get("message", found))
+        fields = msgspec.json.decode(content)
+        error = fields.get("error", fields)
+        text = error if isinstance(error, str) else str(error.get("message", error))
     except (msgspec.DecodeError, AttributeError):
         text = content.decode(errors="replace")
     text = " ".join(text.split())

@@ -12,26 +12,26 @@ from pagewire.cli.load.client import LoadClient, Query
 from pagewire.cli.options import UsageError
 from pagewire.frontend.text.tokenizer import load_tokenizer
 
-LOWEST_ID = 10  # below are special tokens in most vocabularies
-COMMON_VOCABULARY = 1000  # ids below are in every model's vocabulary
+LOWEST_ID = 10  # lower ids are special tokens in most vocabularies
+COMMON_VOCABULARY = 1000  # ids below this are valid in every model's vocabulary
 
 Source = Callable[[random.Random, int], list[int]]
-"""Draws a prompt of so many tokens."""
+"""Returns a prompt of the given number of tokens, drawn with the given random generator."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A number of tokens, or a range (both ends included) to draw from evenly."""
+    """A range of token counts, both ends included, to draw from uniformly."""
 
     low: int
     high: int
 
     @classmethod
     def parse(cls, text: str) -> Span:
-        """`128`, or `64:192`.
+        """Parse `128` or `64:192`.
 
         Raises:
-            ValueError: neither, or a number below 1.
+            ValueError: the text has another form, or a number is below 1.
         """
         low, colon, high = text.partition(":")
         span = cls(int(low), int(high) if colon else int(low))
@@ -40,7 +40,7 @@ class Span:
         return span
 
     def draw(self, rng: random.Random) -> int:
-        """One number of it."""
+        """Draw a number from the range."""
         return rng.randint(self.low, self.high)
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class Span:
 
 
 class Codec:
-    """Text to tokens and back: by a tokenizer named on the command line, or by the server's."""
+    """Converts text to tokens and back, with a local tokenizer or with the server's endpoints."""
 
     def __init__(self, client: LoadClient, name: str | None) -> None:
         self.client = client
@@ -56,34 +56,34 @@ class Codec:
 
     @property
     def vocab_size(self) -> int:
-        """Random ids are below this."""
+        """Exclusive upper limit of token ids."""
         return COMMON_VOCABULARY if self.tokenizer is None else len(self.tokenizer)
 
     async def encode(self, text: str) -> list[int]:
-        """The token ids of a text, without special tokens.
+        """Return the token ids of a text, without special tokens.
 
         Raises:
-            OSError: the server cannot.
+            OSError: the server has no /tokenize, or it failed.
         """
         if self.tokenizer is not None:
             return self.tokenizer.encode(text, add_special_tokens=False)
         fields = {"model": self.client.target.model, "prompt": text, "add_special_tokens": False}
-        return [int(token) for token in (await self.client.ask("/tokenize", fields))["tokens"]]
+        return [int(token) for token in (await self.client.call("/tokenize", fields))["tokens"]]
 
     async def decode(self, tokens: list[int]) -> str:
-        """The text of token ids.
+        """Return the text of token ids.
 
         Raises:
-            OSError: the server cannot.
+            OSError: the server has no /detokenize, or it failed.
         """
         if self.tokenizer is not None:
             return self.tokenizer.decode(tokens)
         fields = {"model": self.client.target.model, "tokens": tokens}
-        return str((await self.client.ask("/detokenize", fields))["prompt"])
+        return str((await self.client.call("/detokenize", fields))["prompt"])
 
 
 def random_tokens(ids: range, shared: int, seed: int) -> Source:
-    """Random token ids, of which the first `shared` are the same in every prompt."""
+    """Return a source of random token ids, the first `shared` of which are the same in every prompt."""
     prefix = random.Random(seed).choices(ids, k=shared)
 
     def draw(rng: random.Random, length: int) -> list[int]:
@@ -93,7 +93,7 @@ def random_tokens(ids: range, shared: int, seed: int) -> Source:
 
 
 def slices(tokens: Sequence[int]) -> Source:
-    """Pieces from anywhere in a text; one that is too short is repeated."""
+    """Return a source of random slices of a text; a text shorter than a prompt is repeated."""
 
     def draw(rng: random.Random, length: int) -> list[int]:
         begin = rng.randrange(max(1, len(tokens) - length + 1))
@@ -105,8 +105,9 @@ def slices(tokens: Sequence[int]) -> Source:
 async def draw_queries(
     count: int, source: Source, input_len: Span, output_len: Span, seed: int, codec: Codec | None
 ) -> list[Query]:
-    """So many queries, the same for the same seed. With a codec, prompts are text: re-encoded, it may come to a
-    few tokens more or less.
+    """Return `count` queries, the same for the same seed.
+
+    With a codec, prompts are text; the server may encode that text to slightly more or fewer tokens.
     """
     rng, queries = random.Random(seed), []
     for _ in range(count):
@@ -117,16 +118,16 @@ async def draw_queries(
 
 
 def repeat_queries(count: int, prompts: Sequence[str], output_len: Span, seed: int) -> list[Query]:
-    """So many queries of these prompts, one after the other."""
+    """Return `count` queries that use these prompts in turn."""
     rng = random.Random(seed)
     return [Query(prompts[i % len(prompts)], output_len.draw(rng)) for i in range(count)]
 
 
 def read_text(path: Path) -> str:
-    """A whole file.
+    """Return the text of a file.
 
     Raises:
-        UsageError: it cannot be read, or there is nothing in it.
+        UsageError: the file cannot be read, or is empty.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -138,10 +139,10 @@ def read_text(path: Path) -> str:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """A prompt per line; of a .jsonl file, the field `prompt` of each line's object.
+    """Return the lines of a file as prompts; of a .jsonl file, the field `prompt` of each line's object.
 
     Raises:
-        UsageError: it cannot be read, is empty, or a line is no such object.
+        UsageError: the file cannot be read or is empty, or a line is not such an object.
     """
     lines = [line for line in read_text(path).splitlines() if line.strip()]
     if path.suffix != ".jsonl":

@@ -1,4 +1,4 @@
-"""What a load test found, as figures, a table, and JSON."""
+"""The results of a load test as figures, a table, and JSON."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ PERCENTILES = (50, 90, 99)
 MEASURES = {
     "ttft": "time to first token",
     "tpot": "time per output token after the first",
-    "itl": "between chunks of a stream",
-    "e2e": "from request to end",
+    "itl": "time between chunks of a stream",
+    "e2e": "time from request to end of stream",
 }
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """The value below which `share` percent of the sorted values lie, interpolated between neighbours."""
+    """Return the percentile `share` (0 to 100) of sorted values, interpolated linearly between neighbours."""
     place = (len(ordered) - 1) * share / 100
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
@@ -28,29 +28,29 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def distribution(values: Sequence[float]) -> dict[str, float]:
-    """Mean, median, 90th and 99th percentile of seconds, in milliseconds; empty of none."""
+    """Return mean, median, 90th and 99th percentile in milliseconds of `values` in seconds; {} without values."""
     if not values:
         return {}
     ordered = sorted(values)
-    found = {"mean": math.fsum(ordered) / len(ordered)}
-    found |= {("median" if p == 50 else f"p{p}"): percentile(ordered, p) for p in PERCENTILES}
-    return {name: round(1e3 * value, 3) for name, value in found.items()}
+    figures = {"mean": math.fsum(ordered) / len(ordered)}
+    figures |= {("median" if p == 50 else f"p{p}"): percentile(ordered, p) for p in PERCENTILES}
+    return {name: round(1e3 * value, 3) for name, value in figures.items()}
 
 
-def summary(replies: Sequence[LoadResult], seconds: float) -> dict[str, Any]:
-    """All figures of a run that took so many seconds. Latencies are of the requests that succeeded."""
-    good = [reply for reply in replies if not reply.error]
-    num_in = sum(reply.input_tokens for reply in good)
-    num_out = sum(reply.output_tokens for reply in good)
+def summary(results: Sequence[LoadResult], seconds: float) -> dict[str, Any]:
+    """Return all figures of a run that took `seconds`. Latencies cover the successful requests only."""
+    good = [result for result in results if not result.error]
+    num_in = sum(result.input_tokens for result in good)
+    num_out = sum(result.output_tokens for result in good)
     messages: dict[str, str] = {}
-    for reply in replies:
-        if reply.error:
-            messages.setdefault(reply.error, reply.message)
+    for result in results:
+        if result.error:
+            messages.setdefault(result.error, result.message)
     return {
         "seconds": round(seconds, 6),
         "completed": len(good),
-        "failed": len(replies) - len(good),
-        "errors": dict(Counter(reply.error for reply in replies if reply.error).most_common()),
+        "failed": len(results) - len(good),
+        "errors": dict(Counter(result.error for result in results if result.error).most_common()),
         "error_examples": messages,
         "input_tokens": num_in,
         "output_tokens": num_out,
@@ -58,40 +58,40 @@ def summary(replies: Sequence[LoadResult], seconds: float) -> dict[str, Any]:
         "input_tokens_per_s": round(num_in / seconds, 2),
         "output_tokens_per_s": round(num_out / seconds, 2),
         "total_tokens_per_s": round((num_in + num_out) / seconds, 2),
-        "ttft_ms": distribution([reply.ttft for reply in good if reply.ttft]),
-        "tpot_ms": distribution([tpot for reply in good if (tpot := reply.tpot) is not None]),
-        "itl_ms": distribution([gap for reply in good for gap in reply.gaps]),
-        "e2e_ms": distribution([reply.e2e for reply in good]),
-        "late_ms": distribution([reply.late for reply in replies]),
+        "ttft_ms": distribution([result.ttft for result in good if result.ttft]),
+        "tpot_ms": distribution([tpot for result in good if (tpot := result.tpot) is not None]),
+        "itl_ms": distribution([gap for result in good for gap in result.gaps]),
+        "e2e_ms": distribution([result.e2e for result in good]),
+        "late_ms": distribution([result.late for result in results]),
     }
 
 
-def details(replies: Sequence[LoadResult]) -> list[dict[str, Any]]:
-    """Every request by itself, in seconds."""
-    return [asdict(reply) for reply in replies]
+def details(results: Sequence[LoadResult]) -> list[dict[str, Any]]:
+    """Return the measurements of every request; times in seconds."""
+    return [asdict(result) for result in results]
 
 
-def table(found: dict[str, Any]) -> str:
-    """For a person to read."""
+def table(figures: dict[str, Any]) -> str:
+    """Return the figures of `summary` as a text table."""
     counts = (
-        ("requests completed", f"{found['completed']:,}"),
-        ("requests failed", f"{found['failed']:,}"),
-        ("seconds", f"{found['seconds']:,.2f}"),
-        ("input tokens", f"{found['input_tokens']:,}"),
-        ("output tokens", f"{found['output_tokens']:,}"),
-        ("requests per second", f"{found['requests_per_s']:,.2f}"),
-        ("input tokens per second", f"{found['input_tokens_per_s']:,.1f}"),
-        ("output tokens per second", f"{found['output_tokens_per_s']:,.1f}"),
-        ("all tokens per second", f"{found['total_tokens_per_s']:,.1f}"),
+        ("requests completed", f"{figures['completed']:,}"),
+        ("requests failed", f"{figures['failed']:,}"),
+        ("seconds", f"{figures['seconds']:,.2f}"),
+        ("input tokens", f"{figures['input_tokens']:,}"),
+        ("output tokens", f"{figures['output_tokens']:,}"),
+        ("requests per second", f"{figures['requests_per_s']:,.2f}"),
+        ("input tokens per second", f"{figures['input_tokens_per_s']:,.1f}"),
+        ("output tokens per second", f"{figures['output_tokens_per_s']:,.1f}"),
+        ("all tokens per second", f"{figures['total_tokens_per_s']:,.1f}"),
     )
     lines = [f"{name:<26}{value:>14}" for name, value in counts]
     lines += ["", "milliseconds" + "".join(f"{name:>11}" for name in ("mean", "median", "p90", "p99"))]
     for name, meaning in MEASURES.items():
-        if values := found[f"{name}_ms"]:
+        if values := figures[f"{name}_ms"]:
             cells = "".join(f"{value:>11,.2f}" for value in values.values())
             lines.append(f"{name.upper():<12}{cells}   {meaning}")
-    if (late := found["late_ms"].get("p99", 0.0)) > 1:
-        lines.append(f"99 % were sent within {late:,.1f} ms of when they were due")
-    for kind, count in found["errors"].items():
-        lines.append(f"{count:,} x {kind}: {found['error_examples'][kind]}")
+    if (late := figures["late_ms"].get("p99", 0.0)) > 1:
+        lines.append(f"99 % of requests were sent within {late:,.1f} ms of their due time")
+    for kind, count in figures["errors"].items():
+        lines.append(f"{count:,} x {kind}: {figures['error_examples'][kind]}")
     return "\n".join(lines)

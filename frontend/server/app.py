@@ -1,6 +1,6 @@
-"""The server as an ASGI application: endpoints, and what stands before them.
+"""The server as an ASGI application: middleware and routes.
 
-CORS --> keys --> the user's middleware --> routes
+request id --> CORS --> API key --> the user's middleware --> routes
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pagewire.frontend.server.responses import routes as responses
 from pagewire.frontend.server.service import Service
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError
 
-# Exceptions with an answer; Exception itself is answered, too, and logged with its traceback.
-ANSWERED = (
+# Exceptions that become error responses. Plain `Exception` is re-raised after that, and logged with its traceback.
+HANDLED = (
     APIError,
     EngineDeadError,
     EngineBusyError,
@@ -33,25 +33,25 @@ ANSWERED = (
     msgspec.MsgspecError,
     Exception,
 )
-FAMILIES = (completions, chat, responses, models, tokenization, monitoring, admin)
+MODULES = (completions, chat, responses, models, tokenization, monitoring, admin)
 
 
 def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> Starlette:
-    """The application. The engine is the caller's: it is not shut down with the application.
+    """Return the application. The engine belongs to the caller and is not shut down with the application.
 
     Raises:
-        ValueError: bad options, or a middleware that cannot be imported.
+        ValueError, TypeError: an option is bad, or a middleware cannot be imported.
     """
     options = options or ServerOptions()
     options.check()
     service = Service(engine, options)
-    routes: list[Operation] = [route for family in FAMILIES for route in family.routes(service)]
+    routes: list[Operation] = [route for module in MODULES for route in module.routes(service)]
     routes.append(openapi.document_route(routes, service.options))
     app = Starlette(
         routes=[*routes, *page_routes()],
         middleware=middleware(options),
-        exception_handlers={HTTPException: on_http_error, **dict.fromkeys(ANSWERED, on_error)},
+        exception_handlers={HTTPException: on_http_error, **dict.fromkeys(HANDLED, on_error)},
     )
-    app.router.redirect_slashes = False  # a path with a slash too many is another path
+    app.router.redirect_slashes = False  # a path with an additional slash is an unknown path
     app.state.service = service
     return app

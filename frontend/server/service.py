@@ -1,4 +1,4 @@
-"""What all endpoints share: the engine, the options, and what is open."""
+"""State that all endpoints share: the engine, the options, and the requests in flight."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from pagewire.frontend.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
-LONG_TEXT = 8192  # characters; work on more goes to a thread, off the event loop
+LONG_TEXT = 8192  # characters; tokenizing and templates of longer texts run in a thread, off the event loop
 
 
 class Service:
-    """One server on one engine.
+    """State of one server on one engine.
 
     Attributes:
-        engine, options: what it was made of. info: of the engine.
-        names: of the model, the main one first. created: when it began to serve, in seconds since the epoch.
-        defaults: sampling parameters that the model's generation config recommends.
-        open: generations in flight, by id.
+        engine, options: the constructor's arguments. info: properties of the engine.
+        names: names of the model, the main one first. created: start of the server, in seconds since the epoch.
+        defaults: sampling parameters from the model's generation config.
+        open: generation requests in flight, by id.
     """
 
     def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
@@ -39,27 +39,27 @@ class Service:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer.
+        """The engine's tokenizer.
 
         Raises:
-            APIError: the engine goes without one.
+            APIError: the engine has none.
         """
         if self.engine.session.tokenizer is None:
-            raise APIError(400, "this server has no tokenizer: it takes and gives token ids only")
+            raise APIError(400, "this server has no tokenizer: use token ids for prompts and outputs")
         return self.engine.session.tokenizer
 
     def model(self, name: str | None) -> str:
-        """The model's name as answers give it: its main one.
+        """Return the model's main name, which responses use. name: any of its names; None: the main one.
 
         Raises:
-            APIError: there is no model of that name.
+            APIError: there is no model with that name.
         """
         if name is None or name in self.names:
             return self.names[0]
-        raise APIError(404, f"there is no model {name!r} here", param="model", code="model_not_found")
+        raise APIError(404, f"there is no model {name!r}", param="model", code="model_not_found")
 
     def abort(self, request_id: str) -> bool:
-        """End a generation, which is answered with an error; false if there is none of this id."""
+        """End a generation request with an error response; return False if there is none with this id."""
         if (exchange := self.open.get(request_id)) is None:
             return False
         exchange.stop(APIError(499, "the request was aborted", code="aborted"))
@@ -67,7 +67,7 @@ class Service:
 
 
 async def off_loop(size: int, work: Callable[..., T], *args: Any) -> T:
-    """`work(*args)`, in a thread if `size`, in characters, says that it would hold up the event loop."""
+    """Return `work(*args)`, run in a thread if `size` (in characters) is large enough to block the event loop."""
     if size >= LONG_TEXT:
         return await asyncio.to_thread(work, *args)
     return work(*args)

@@ -1,6 +1,6 @@
-"""Chat conversations to prompts: the model's Jinja template, rendered as transformers renders it.
+"""Conversion of chat conversations to prompts with the model's Jinja template, as in transformers.
 
-Templates run in a sandbox (`sandbox.py`) and see only plain data.
+Templates run in a sandbox (`sandbox.py`) and have access to plain data only.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ ContentFormat: TypeAlias = Literal["auto", "string", "openai"]
 
 CONTENT_FORMATS = ("auto", "string", "openai")
 TEXT_PARTS = ("text", "input_text", "output_text")
-RESERVED = (  # what a conversation's own options say, here or in transformers
+RESERVED = (  # variables set by other options, here or in transformers
     "messages", "conversation", "tools", "add_generation_prompt", "continue_final_message", "chat_template",
     "tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask", "tokenizer_kwargs", "padding",
     "truncation", "max_length",
 )  # fmt: skip
-REASONING = ("reasoning_content", "thinking", "reasoning")
-# Marks the end of the final message. Its own last space tells whether the template trims messages.
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning in various APIs
+# Appended to the final message to find its end. The last space shows whether the template trims messages.
 END_MARK = "PAGEWIRE_FINAL_MESSAGE_ENDS_HERE "
 
 
 def conversations_of(messages: Any) -> list[list[Message]]:
-    """One conversation (a list of messages) or several, as a list of several.
+    """Return a list of conversations, given one (a list of messages) or several.
 
     Raises:
-        TypeError: not a conversation.
+        TypeError: the argument is neither.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise TypeError(f"a conversation is a list of messages, got {type(messages).__name__}")
@@ -49,9 +49,9 @@ def conversations_of(messages: Any) -> list[list[Message]]:
 def chat_prompt(
     tokenizer: Tokenizer, messages: Sequence[Message], *, add_special_tokens: bool = False, **options: Any
 ) -> TokensPrompt:
-    """One conversation as a prompt, with token ids and text; options as of `render_chat`.
+    """Convert a conversation to a prompt with token ids and text. options: see `render_chat`.
 
-    add_special_tokens: put some around the text; most templates write them themselves.
+    add_special_tokens: add the tokenizer's special tokens; most templates write them themselves.
     """
     text = render_chat(tokenizer, messages, **options)
     return TokensPrompt(prompt_token_ids=tokenizer.encode(text, add_special_tokens), prompt=text)
@@ -69,21 +69,22 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """The text of one conversation.
+    """Return the text of one conversation.
 
-    chat_template: a template, the name of one of the model's, or a file; None: the model's own.
-    template_files: it may be a file. Not for names that come from afar.
-    chat_template_content_format: "string" joins the parts of a content by newlines, "openai" makes every content
-        a list of parts, "auto" does what the template is written for.
-    add_generation_prompt: end with the header of an answer.
-    continue_final_message: end within the final message, so that it is continued.
-    tools: JSON schemas of functions. chat_template_kwargs: further variables of the template; those that it does
-        not read are left out.
+    Args:
+        chat_template: a template, the name of one of the model's templates, or a file; None: the model's default.
+        template_files: allow `chat_template` to be a file; must be False for values from requests.
+        chat_template_content_format: "string" joins the parts of content with newlines, "openai" converts
+            it to a list of parts, "auto" chooses the form that the template expects.
+        add_generation_prompt: end with the header of an answer.
+        continue_final_message: end within the final message, so that the model continues it.
+        tools: JSON schemas of functions.
+        chat_template_kwargs: additional variables of the template; those that it does not read are ignored.
 
     Raises:
-        ValueError: no template, contradicting options, or a template that fails on the conversation, or takes too
-            much time or room for it.
-        TypeError: messages or tools of a wrong type.
+        ValueError: there is no template, options contradict each other, or the template fails on the conversation
+            or exceeds the sandbox's limits.
+        TypeError: messages or tools have a wrong type.
     """
     if add_generation_prompt and continue_final_message:
         raise ValueError("add_generation_prompt and continue_final_message cannot both be true")
@@ -96,8 +97,8 @@ def render_chat(
         raise ValueError("the conversation is empty")
     source = template_source(tokenizer, chat_template, tools is not None, template_files)
     template = compile_template(source)
-    as_wanted = content_reader(chat_template_content_format, source)
-    chat = [read_message(message, index, as_wanted) for index, message in enumerate(messages)]
+    convert_content = content_reader(chat_template_content_format, source)
+    chat = [read_message(message, index, convert_content) for index, message in enumerate(messages)]
     variables = {
         "documents": None,
         **tokenizer.special_tokens,
@@ -111,24 +112,26 @@ def render_chat(
     return render(template, variables)
 
 
-def check_template(tokenizer: Tokenizer, wanted: str) -> None:
-    """Find a template as `render_chat` would, and make it ready.
+def check_template(tokenizer: Tokenizer, chat_template: str) -> None:
+    """Find and compile a template as `render_chat` does.
 
     Raises:
-        ValueError: there is none, or it is not valid.
+        ValueError: the template is not found, or invalid.
     """
-    compile_template(template_source(tokenizer, wanted, with_tools=False))
+    compile_template(template_source(tokenizer, chat_template, with_tools=False))
 
 
-def template_source(tokenizer: Tokenizer, wanted: str | None, with_tools: bool, files: bool = True) -> str:
-    """The text of the template to use. `files`: what is wanted may be one.
+def template_source(
+    tokenizer: Tokenizer, chat_template: str | None, with_tools: bool, files: bool = True
+) -> str:
+    """Return the text of the template to use. files: allow `chat_template` to be a file.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no template, or it is not found.
     """
     own = tokenizer.chat_template
     named = own if isinstance(own, dict) else {"default": own} if own else {}
-    if wanted is None:
+    if chat_template is None:
         source = named.get("tool_use") if with_tools else None
         source = source or named.get("default")
         if source is None and named:
@@ -138,24 +141,26 @@ def template_source(tokenizer: Tokenizer, wanted: str | None, with_tools: bool, 
         if source is None:
             raise ValueError("the model has no chat template: give one (chat_template, or --chat-template)")
         return source
-    if wanted in named:
-        return named[wanted]
-    if "{" in wanted or "\n" in wanted:
-        return wanted
-    path = Path(wanted).expanduser()
+    if chat_template in named:
+        return named[chat_template]
+    if "{" in chat_template or "\n" in chat_template:
+        return chat_template
+    path = Path(chat_template).expanduser()
     if not files or not path.is_file():
-        raise ValueError(f"chat_template {wanted!r} is neither a template, nor a name of one, nor a file")
+        raise ValueError(
+            f"chat_template {chat_template!r} is neither a template, nor a name of one, nor a file"
+        )
     return path.read_text(encoding="utf-8")
 
 
-# ---------------------------------------------------------------- what a template sees
+# ---------------------------------------------------------------- variables of a template
 
 
 def template_variables(source: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the given variables that the template reads.
+    """Return the given variables that the template reads, as plain data.
 
     Raises:
-        ValueError: one that is not a variable, but an option of its own. TypeError: values that are not plain.
+        ValueError: a variable is set by another option. TypeError: a value is not plain data.
     """
     if reserved := [name for name in given if name in RESERVED]:
         raise ValueError(f"chat_template_kwargs cannot set {', '.join(reserved)}")
@@ -165,21 +170,21 @@ def template_variables(source: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def variables_of(source: str) -> frozenset[str]:
-    """The variables that a template reads."""
+    """Return the names of the variables that a template reads."""
     tree = environment().parse(source)
     return frozenset(meta.find_undeclared_variables(tree)) - frozenset(environment().globals)
 
 
 def plain(value: Any) -> Any:
-    """A copy out of plain JSON types: objects with methods would open the sandbox.
+    """Return a copy made of plain JSON types: methods of other objects would be a way out of the sandbox.
 
     Raises:
-        TypeError: something else.
+        TypeError: the value has no such copy.
     """
     if value is None or type(value) in (str, bool, int, float):
         return value
     for kind in (str, int, float):
-        if isinstance(value, kind):  # an enum, say
+        if isinstance(value, kind):  # a subclass, such as an enum
             return kind.__str__(value) if kind is str else kind(value)
     if isinstance(value, Mapping):
         return {plain(name): plain(part) for name, part in value.items()}
@@ -190,12 +195,14 @@ def plain(value: Any) -> Any:
     raise TypeError(f"chat templates take plain data, not {type(value).__name__}")
 
 
-def read_message(given: Any, index: int, as_wanted: Callable[[Any], Any]) -> dict[str, Any]:
-    """A message as templates expect it: plain, without empty fields, reasoning under all its names, content as
-    wanted, and tool calls with their arguments as data. `index`: its place, for messages of errors.
+def read_message(given: Any, index: int, convert_content: Callable[[Any], Any]) -> dict[str, Any]:
+    """Convert a message to the form that templates expect.
+
+    The result is plain data without null fields, has the reasoning under several names, converted content, and the
+    arguments of tool calls as data. index: position of the message, for errors.
 
     Raises:
-        TypeError: not a message. ValueError: it has no role, or content that is not text.
+        TypeError: it is not a message. ValueError: it has no role, or content that is not text.
     """
     given = plain(given)
     if not isinstance(given, dict):
@@ -207,7 +214,7 @@ def read_message(given: Any, index: int, as_wanted: Callable[[Any], Any]) -> dic
         message["content"] = message["refusal"]
     if "content" in message:
         try:
-            message["content"] = as_wanted(message["content"])
+            message["content"] = convert_content(message["content"])
         except ValueError as error:
             raise ValueError(f"messages[{index}].content: {error}") from None
     reasoning = next((message[name] for name in REASONING if name in message), None)
@@ -222,18 +229,18 @@ def read_message(given: Any, index: int, as_wanted: Callable[[Any], Any]) -> dic
 
 
 def read_arguments(text: str) -> Any:
-    """The arguments of a tool call, which the OpenAI API gives as JSON text."""
+    """Parse the arguments of a tool call, which are JSON text in OpenAI's API."""
     try:
         return json.loads(text) if text else {}
     except (ValueError, RecursionError):
-        return text  # what a model made up
+        return text  # models may write invalid JSON
 
 
 def read_tool(tool: Any) -> dict[str, Any]:
-    """The JSON schema of a tool.
+    """Return the JSON schema of a tool as plain data.
 
     Raises:
-        TypeError: not one.
+        TypeError: the tool is not a JSON schema.
     """
     if not isinstance(tool, Mapping) and not hasattr(tool, "model_dump"):
         raise TypeError(f"a tool must be a JSON schema (a dict), got {type(tool).__name__}")
@@ -242,7 +249,7 @@ def read_tool(tool: Any) -> dict[str, Any]:
 
 
 def content_reader(content_format: str, source: str) -> Callable[[Any], Any]:
-    """What makes contents fit the template. A template that takes both forms gets what the caller gave."""
+    """Return a function that converts content to the form that the template expects, if it expects one."""
     if content_format == "auto":
         loops, tests = content_use(source)
         if loops and tests:
@@ -252,10 +259,10 @@ def content_reader(content_format: str, source: str) -> Callable[[Any], Any]:
 
 
 def as_text(content: Any) -> str:
-    """A content as a string: its parts joined by newlines.
+    """Return content as a string, with its parts joined by newlines.
 
     Raises:
-        ValueError: as `as_parts`.
+        ValueError: see `as_parts`.
     """
     if isinstance(content, str):
         return content
@@ -263,10 +270,10 @@ def as_text(content: Any) -> str:
 
 
 def as_parts(content: Any) -> list[dict[str, Any]]:
-    """A content as a list of text parts.
+    """Return content as a list of text parts.
 
     Raises:
-        ValueError: a part that is not text, or content that is neither text nor parts.
+        ValueError: a part is not text, or the content is neither text nor a list.
     """
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
@@ -276,10 +283,10 @@ def as_parts(content: Any) -> list[dict[str, Any]]:
 
 
 def text_part(part: Any, index: int) -> dict[str, Any]:
-    """A part of a content as `{"type": "text", "text": ...}`; a refusal is what it says.
+    """Return a part of content as `{"type": "text", "text": ...}`; a refusal becomes its text.
 
     Raises:
-        ValueError: it is no text.
+        ValueError: the part is not text.
     """
     if isinstance(part, str):
         return {"type": "text", "text": part}
@@ -297,7 +304,7 @@ def text_part(part: Any, index: int) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def content_use(source: str) -> tuple[bool, bool]:
-    """Whether a template loops over the parts of contents, and whether it asks if a content is a string."""
+    """Return whether a template loops over the parts of content, and whether it tests if content is a string."""
     tree = environment().parse(source)
     aliases = {
         assign.target.name
@@ -309,7 +316,7 @@ def content_use(source: str) -> tuple[bool, bool]:
 
 
 def is_content(node: nodes.Node, aliases: set[str]) -> bool:
-    """True for `message.content`, `message["content"]`, such with filters, and names that stand for it."""
+    """Return True for `message.content` and `message["content"]`, also with filters, and for aliases of them."""
     while isinstance(node, nodes.Filter) and node.node is not None:
         node = node.node
     if isinstance(node, nodes.Getitem):
@@ -323,10 +330,10 @@ def is_content(node: nodes.Node, aliases: set[str]) -> bool:
 
 
 def render_open(template: jinja2.Template, variables: dict[str, Any]) -> str:
-    """The text up to the end of the final message's content, with nothing after it.
+    """Render a conversation up to the end of the final message's content.
 
     Raises:
-        ValueError: as `render`; the final message has no text, or the template drops it.
+        ValueError: see `render`; or the final message has no text, or the template changes or drops it.
     """
     final = variables["messages"][-1]
     holder, name = final, "content"
@@ -348,9 +355,9 @@ def render_open(template: jinja2.Template, variables: dict[str, Any]) -> str:
 
 @lru_cache(maxsize=64)
 def compile_template(source: str) -> jinja2.Template:
-    """A template, ready to render.
+    """Compile a template; cached.
 
     Raises:
-        ValueError: it is too long, or not valid.
+        ValueError: the template is too long, or invalid.
     """
     return compile_source(source)

@@ -1,12 +1,11 @@
-"""Token ids to text, token by token.
+"""Incremental detokenization: token ids to text, token by token.
 
-What a `TextStream` emits is final: all of it together is `tokenizer.decode` of all tokens, however they were
-cut into deltas. What further tokens may still change (half a character, a byte run that may turn out invalid, a
-space that clean-up may remove) is held back; `tail` tells what it would be if the tokens ended here.
+Text that a `TextStream` returns is final: concatenated, it equals `tokenizer.decode` of all tokens, however they
+were split into deltas. Text that later tokens may change (a part of a character, bytes that may turn out invalid, a
+space that clean-up may remove) is held back; `tail` returns it as it would be if the tokens ended now.
 
 For the decoders of `tokenizer.json` this is exact by construction: each step of the decoder is run as a
-transducer, in constant time per token. Tokenizers that are only known by their `decode` go through
-`WindowStream`.
+transducer, in constant time per token. Tokenizers that only have a `decode` method use `WindowStream`.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ class TextStream(ABC):
 
     @abstractmethod
     def feed(self, token_id: int) -> str:
-        """One more token; the text that has become certain."""
+        """Add a token; return the text that has become certain."""
 
     @abstractmethod
     def tail(self) -> str:
-        """What would follow the text so far if no more tokens came."""
+        """Return the text that is held back, as it would be if the tokens ended now. Does not change the stream."""
 
     def end(self) -> str:
-        """What follows the text so far, as no more tokens come."""
+        """End the stream; return the rest of the text."""
         return self.tail()
 
 
 class Pieces:
-    """The names of a tokenizer's tokens after the first steps of its decoder, as far as those see one name alone.
+    """Names of a tokenizer's tokens after the first steps of its decoder, those that treat each name alone. Cached.
 
-    steps: the remaining steps, to be copied for each stream.
+    steps: the remaining steps of the decoder; each stream copies them.
     """
 
     def __init__(self, tokenizer: Tokenizer, steps: list[Step]) -> None:
@@ -61,7 +60,7 @@ class Pieces:
 
 
 class StepStream(TextStream):
-    """Runs the steps of a decoder."""
+    """A stream that runs the steps of a decoder."""
 
     def __init__(self, pieces: Pieces, skipped: frozenset[int]) -> None:
         self._pieces, self._skipped = pieces, skipped
@@ -86,10 +85,10 @@ class StepStream(TextStream):
 
 
 class WindowStream(TextStream):
-    """For tokenizers that are only known by their `decode`: decodes the last tokens again and again.
+    """A stream for tokenizers that only have a `decode` method: it decodes a window of the last tokens every time.
 
-    Text counts as certain when the last `PATIENCE` tokens have not changed it. The window moves on when the
-    text of its last tokens alone is the end of the text of all of it.
+    Text counts as certain when the last `PATIENCE` tokens have not changed it. A window of `LONGEST` tokens or more
+    is cut to its last `OVERLAP` tokens if their text alone is the end of the window's text.
     """
 
     PATIENCE = 4
@@ -101,7 +100,7 @@ class WindowStream(TextStream):
         self._all: list[int] = []
         self._window: list[int] = []
         self._recent: deque[str] = deque([""], maxlen=self.PATIENCE + 1)
-        self._given = 0  # characters of the window's text that were given out
+        self._given = 0  # number of characters of the window's text that have been returned
         self._total: list[str] = []
 
     def feed(self, token_id: int) -> str:
@@ -121,7 +120,7 @@ class WindowStream(TextStream):
         return self._recent[-1][self._given :]
 
     def end(self) -> str:
-        # What was given out cannot be taken back; where it agrees with the text of all tokens, so must the rest.
+        # Returned text cannot be changed; if it agrees with the text of all tokens, return the rest of that text.
         given, text = "".join(self._total), self._decode(self._all)
         return text[len(given) :] if text.startswith(given) else self.tail()
 
@@ -139,7 +138,7 @@ class WindowStream(TextStream):
 
 
 def common_beginning(texts: Collection[str]) -> str:
-    """The longest text that all of them begin with."""
+    """Return the longest common prefix of some texts."""
     first, last = min(texts), max(texts)
     size = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
     return first[:size]
@@ -148,7 +147,7 @@ def common_beginning(texts: Collection[str]) -> str:
 def text_stream(
     tokenizer: Tokenizer, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
 ) -> TextStream:
-    """A stream whose text is `tokenizer.decode` with these options."""
+    """Return a stream whose text equals `tokenizer.decode` with these options."""
     pieces = pieces_of(tokenizer)
     if pieces is not None:
         return StepStream(pieces, tokenizer.special_ids if skip_special_tokens else frozenset())
@@ -156,7 +155,7 @@ def text_stream(
 
 
 def pieces_of(tokenizer: Tokenizer) -> Pieces | None:
-    """The tokenizer's pieces, made once per tokenizer; None if its decoder is not known here."""
+    """Return the tokenizer's pieces, cached in the tokenizer; None if its decoder is not supported."""
     if tokenizer.pieces is None and tokenizer.decoder is not None:
         steps = compile_decoder(tokenizer.decoder)
         if steps is None:

@@ -1,4 +1,4 @@
-"""Log probabilities as the public sees them, built from the rows that deltas carry."""
+"""The public types of log probabilities, and their construction from the rows of token deltas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagewire.ipc.messages import LogprobRows
 
 @dataclass(slots=True)
 class Logprob:
-    """One candidate for one position. rank: 1 = most likely. decoded_token: its text, if there is a tokenizer."""
+    """A candidate token at a position. rank: 1 = most likely. decoded_token: its text; None without a tokenizer."""
 
     logprob: float
     rank: int | None = None
@@ -25,10 +25,10 @@ LogprobsOnePosition: TypeAlias = dict[int, Logprob]
 
 @dataclass
 class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
-    """Log probabilities of many positions in flat lists, which cost no objects; reads like a list of dicts.
+    """Log probabilities of many positions in flat lists, without an object per entry; reads like a list of dicts.
 
-    Position i has the entries from start_indices[i] to end_indices[i]; none, if it is None (as the first one of
-    a prompt). A slice is again flat.
+    Position i has the entries from start_indices[i] to end_indices[i]; no entries mean None (the first position of
+    a prompt). A slice is a FlatLogprobs, too.
     """
 
     start_indices: list[int] = field(default_factory=list)
@@ -39,7 +39,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
     decoded_tokens: list[str | None] = field(default_factory=list)
 
     def append(self, value: LogprobsOnePosition | None) -> None:
-        """Add a position."""
+        """Append a position. value: entries by token id, or None."""
         self.start_indices.append(len(self.token_ids))
         for token_id, entry in (value or {}).items():
             self.token_ids.append(token_id)
@@ -55,7 +55,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         ranks: list[int],
         decoded_tokens: list[str | None],
     ) -> None:
-        """Add a position by its entries."""
+        """Append a position, given by the columns of its entries."""
         self.start_indices.append(len(self.token_ids))
         self.token_ids += token_ids
         self.logprobs += logprobs
@@ -96,7 +96,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         return (self[i] for i in range(len(self)))
 
     def insert(self, index: int, value: Any) -> None:
-        """Refused: positions can only be appended."""
+        """Always raises TypeError: positions can only be appended."""
         raise TypeError("FlatLogprobs can only be appended to")
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -111,14 +111,14 @@ PromptLogprobs: TypeAlias = list[LogprobsOnePosition | None] | FlatLogprobs
 
 
 class TokenTexts:
-    """The text of single tokens, each decoded once. Without a tokenizer there is none."""
+    """A cache of the text of single tokens."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
 
     def of(self, token_ids: list[int]) -> list[str | None]:
-        """The text of each token."""
+        """Return the text of each token; None without a tokenizer."""
         if self._tokenizer is None:
             return [None] * len(token_ids)
         for token_id in token_ids:
@@ -128,7 +128,7 @@ class TokenTexts:
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """The text of one token; parts of a character are spelled as bytes: "<0xE4><0xBD>"."""
+    """Return the text of one token; a part of a character is written as bytes: "<0xE4><0xBD>"."""
     text = tokenizer.decode([token_id], skip_special_tokens=False)
     if REPLACEMENT not in text:
         return text
@@ -143,9 +143,9 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 def add_rows(
     into: SampleLogprobs | PromptLogprobs, rows: LogprobRows, texts: TokenTexts, count: int | None = None
 ) -> float:
-    """Append the first `count` rows (None: all) as positions; the sum of their tokens' log probabilities.
+    """Append the first `count` rows (None: all) as positions; return the sum of their tokens' log probabilities.
 
-    Each position has its own token first, then the most likely ones by rank.
+    Each position has its own token first, then the most likely tokens by rank.
     """
     n, width = rows.token_ids.shape
     token_ids, logprobs, ranks = rows.token_ids.tolist(), rows.logprobs.tolist(), rows.ranks.tolist()
@@ -165,7 +165,7 @@ def add_position(
     ranks: list[int],
     texts: TokenTexts,
 ) -> None:
-    """Append one position: the token itself, then the most likely ones, of which it may be one."""
+    """Append a position: its own token first, then the most likely tokens, which may include its own again."""
     if token_ids[0] in token_ids[1:]:
         twin = token_ids.index(token_ids[0], 1)
         for column in (token_ids, logprobs, ranks):

@@ -1,8 +1,8 @@
-"""Where chat templates run: Jinja's sandbox, with limits.
+"""Jinja's sandbox for chat templates, with limits of time and memory.
 
-Templates come with models, or with requests where that is allowed, and are not trusted. Jinja's sandbox keeps them
-from everything but plain data. Here they are also kept from stalling a frontend, or filling its memory: each loop
-and call looks at the clock, and whatever makes long texts of short ones is asked beforehand how long.
+Templates come with models, or with requests where that is allowed, and are not trusted. Jinja's sandbox gives them
+access to plain data only. The limits here keep them from blocking a frontend or filling its memory: each loop and
+call checks the time, and operations that can make a long text from a short one compute its length first.
 """
 
 from __future__ import annotations
@@ -25,20 +25,24 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-MAX_SOURCE_CHARS = 1 << 17  # of a template; the longest that models come with have a fifth of it
-MAX_CHARS = 1 << 24  # of a text, or items of a list
-MAX_BITS = 1 << 12  # of an integer
-MAX_SECONDS = 5.0  # of processor time for one rendering
-WIDE_FORMAT = re.compile(r"\d{5}|%[^a-zA-Z%]*\*|\{[^}]*\{")  # a width of many digits, or one that is computed
+MAX_SOURCE_CHARS = (
+    1 << 17
+)  # characters of a template; the longest templates of known models have a fifth of this
+MAX_CHARS = 1 << 24  # characters of a text, or items of a list
+MAX_BITS = 1 << 12  # bits of an integer
+MAX_SECONDS = 5.0  # processor time of one rendering
+WIDE_FORMAT = re.compile(
+    r"\d{5}|%[^a-zA-Z%]*\*|\{[^}]*\{"
+)  # formats with a width of many digits or a computed one
 
-clock = threading.local()
+clock = threading.local()  # `end`: the thread time at which its rendering must end; None: no limit
 
 
 def compile_source(source: str) -> jinja2.Template:
-    """A template, ready to render.
+    """Compile a template with the checks of time and size.
 
     Raises:
-        ValueError: it is too long, or not valid.
+        ValueError: the template is too long, or invalid.
     """
     if len(source) > MAX_SOURCE_CHARS:
         raise ValueError(
@@ -54,10 +58,10 @@ def compile_source(source: str) -> jinja2.Template:
 
 
 def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
-    """The text.
+    """Render a template and return the text.
 
     Raises:
-        ValueError: the template refuses the conversation, fails on it, or takes too much time or room.
+        ValueError: the template rejects the conversation, fails on it, or exceeds the limits of time or size.
     """
     clock.end = time.thread_time() + MAX_SECONDS
     parts, size = [], 0
@@ -67,7 +71,7 @@ def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
             check_size(size)
             parts.append(part)
     except jinja2.TemplateError as error:
-        raise ValueError(f"the chat template refuses the conversation: {error.message or error}") from error
+        raise ValueError(f"the chat template rejects the conversation: {error.message or error}") from error
     except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError, MemoryError) as error:
         raise ValueError(f"the chat template fails on the conversation: {error}") from error
     finally:
@@ -79,7 +83,7 @@ def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
 
 
 def check_time() -> None:
-    """Raise ValueError when the rendering of this thread has taken its time."""
+    """Raise ValueError if this thread's rendering has exceeded its time."""
     end = getattr(clock, "end", None)
     if end is not None and time.thread_time() > end:
         raise ValueError(f"it takes more than {MAX_SECONDS:g} s")
@@ -88,32 +92,32 @@ def check_time() -> None:
 def check_size(size: int) -> None:
     """Raise ValueError for a text or a list that is too long."""
     if size > MAX_CHARS:
-        raise ValueError(f"it makes a text of more than {MAX_CHARS} characters")
+        raise ValueError(f"it creates a text of more than {MAX_CHARS} characters")
 
 
 def checked(value: Any) -> Any:
-    """The value, if it is not too long."""
+    """Return the value; raise ValueError if it is too long."""
     if isinstance(value, (str, list, tuple)):
         check_size(len(value))
     return value
 
 
 def check_growth(name: str, subject: Any, arguments: tuple[Any, ...]) -> None:
-    """Refuse a method or filter that would make a far longer text than it is given.
+    """Check the length of the result before a method or filter is called on `subject`.
 
     Raises:
-        ValueError: it would.
+        ValueError: the result would be too long.
     """
     for number in arguments:
         if isinstance(number, int):
-            check_size(number)  # a width
+            check_size(number)  # it may be a width
     if not isinstance(subject, str) or not arguments:
         return
     first = arguments[0]
     if name == "replace" and isinstance(first, str) and len(arguments) > 1:
         check_size(subject.count(first) * len(str(arguments[1])))
     elif name in ("format", "format_map") and WIDE_FORMAT.search(subject):
-        raise ValueError("it formats with a width that is too large, or not given as a number")
+        raise ValueError("it formats with a width that is too large, or not a literal number")
     elif name == "join":
         check_join(first, subject)
     elif name in ("indent", "expandtabs"):
@@ -122,19 +126,19 @@ def check_growth(name: str, subject: Any, arguments: tuple[Any, ...]) -> None:
 
 
 def check_join(items: Any, separator: str) -> None:
-    """Refuse to join what would be too long.
+    """Check the length of the joined items.
 
     Raises:
-        ValueError: it would.
+        ValueError: the text would be too long.
     """
     if isinstance(items, (str, list, tuple)):
         check_size(len(separator) * len(items) + sum(len(item) for item in items if isinstance(item, str)))
 
 
 def bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that keeps to the limits."""
+    """Wrap a filter with the checks of time and size."""
 
-    @functools.wraps(function)  # with Jinja's own marks on it
+    @functools.wraps(function)  # copies Jinja's attributes, too
     def call(*args: Any, **kwargs: Any) -> Any:
         check_time()
         given = args[1:] if hasattr(function, "jinja_pass_arg") else args
@@ -145,7 +149,7 @@ def bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def metered(items: Iterable[Any]) -> Iterator[Any]:
-    """What a loop goes through."""
+    """Yield a loop's items, checking the time at each."""
     for item in items:
         check_time()
         yield item
@@ -153,7 +157,7 @@ def metered(items: Iterable[Any]) -> Iterator[Any]:
 
 @pass_eval_context
 def join(context: nodes.EvalContext, items: Any, d: str = "", attribute: str | int | None = None) -> Any:
-    """Jinja's filter, where the length is known before."""
+    """Jinja's filter `join`, with the length checked before."""
     items = items if isinstance(items, str) else list(items)
     if attribute is None:
         check_join(items, d)
@@ -161,38 +165,38 @@ def join(context: nodes.EvalContext, items: Any, d: str = "", attribute: str | i
 
 
 def concatenated(items: list[Any]) -> str:
-    """What `~` makes."""
+    """Concatenate the operands of `~`, with the length checked before."""
     texts = [str(item) for item in items]
     check_size(sum(map(len, texts)))
     return "".join(texts)
 
 
 class Metered(NodeTransformer):
-    """Makes loops and `~` go through `metered` and `concatenated`."""
+    """Rewrites loops and `~` to use the filters `metered` and `concatenated`."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
-        """A loop."""
+        """Rewrite a loop."""
         self.generic_visit(node)
         node.iter = nodes.Filter(node.iter, "metered", [], [], None, None, lineno=node.lineno)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:  # noqa: N802
-        """`a ~ b`."""
+        """Rewrite `a ~ b`."""
         self.generic_visit(node)
         items = nodes.List(node.nodes, lineno=node.lineno)
         return nodes.Filter(items, "concatenated", [], [], None, None, lineno=node.lineno)
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, whose operators and calls keep to the limits."""
+    """Jinja's sandbox, with operators and calls checked against the limits."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """`left operator right`.
+        """Return `left operator right`.
 
         Raises:
-            ValueError: that would be too long.
+            ValueError: the result would be too long.
         """
         if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
@@ -212,7 +216,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Call a function, a macro or a method.
 
         Raises:
-            ValueError: that takes too much time or room.
+            ValueError: the time is over, or the result would be too long.
         """
         check_time()
         method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
@@ -222,12 +226,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class Generation(Extension):
-    """`{% generation %}` marks what the assistant says, for training; here it changes nothing."""
+    """The tag `{% generation %}`, which marks the assistant's text for training; it has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """The block's body, as if it stood there without the tag."""
+        """Return the block's body, as if the tag were absent."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)
@@ -235,7 +239,7 @@ class Generation(Extension):
 
 @functools.lru_cache(maxsize=1)
 def environment() -> Sandbox:
-    """What chat templates are written for."""
+    """Return the environment that chat templates expect: transformers' options, filters and functions."""
     sandbox = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
@@ -255,19 +259,19 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is; Jinja's own filter would escape it for HTML."""
+    """Return JSON without escapes for HTML, which Jinja's own filter adds."""
     if indent is not None and indent > 100:
-        raise ValueError("it indents JSON too far")
+        raise ValueError("it indents JSON by more than 100")
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 def raise_exception(message: str) -> NoReturn:
-    """How templates refuse a conversation."""
+    """Reject the conversation (a function for templates)."""
     raise jinja2.TemplateError(message)
 
 
 def strftime_now(form: str) -> str:
-    """The local time."""
+    """Return the formatted local time (a function for templates)."""
     return datetime.now().strftime(form)

@@ -1,4 +1,4 @@
-"""The decoders of `tokenizer.json`, step by step: each step is run as a transducer, in constant time per token."""
+"""The steps of the decoders in `tokenizer.json`, as transducers that take constant time per token."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class Step:
-    """One step of a decoder: takes pieces of text, gives pieces. This one changes nothing.
+    """A step of a decoder, which converts pieces of text. The base class returns them unchanged.
 
-    Its state is values that are never changed in place, so that `copy.copy` is a snapshot.
+    The values of its state are never changed in place, so `copy.copy` takes a snapshot.
     """
 
     def feed(self, pieces: list[str]) -> list[str]:
-        """The next pieces; gives those that are certain."""
+        """Add pieces; return those that are certain."""
         return pieces
 
     def end(self) -> list[str]:
-        """No more pieces: what was held back."""
+        """Return the pieces held back, as if there were no more. Does not change the step."""
         return []
 
     @property
     def holds(self) -> bool:
-        """True if something is held back."""
+        """True if pieces are held back."""
         return False
 
 
 # ---------------------------------------------------------------- steps on the names of tokens
 class EachPiece(Step):
-    """A function of each piece alone."""
+    """Applies a function to each piece."""
 
     def __init__(self, function: Callable[[str], str]) -> None:
         self.function = function
@@ -46,7 +46,7 @@ class EachPiece(Step):
 
 
 class FirstDiffers(Step):
-    """A function of each piece, and another one of the very first."""
+    """Applies a function to each piece, and another one to the first."""
 
     def __init__(self, first: Callable[[str], str], rest: Callable[[str], str]) -> None:
         self.first, self.rest = first, rest
@@ -60,7 +60,7 @@ class FirstDiffers(Step):
 
 
 class LastDiffers(Step):
-    """A function of each piece, and another one of the very last, which is therefore held back."""
+    """Applies a function to each piece, and another one to the last, which is therefore held back."""
 
     def __init__(self, rest: Callable[[str], str], last: Callable[[str], str]) -> None:
         self.rest, self.last = rest, last
@@ -82,9 +82,9 @@ class LastDiffers(Step):
 
 
 class ByteRuns(Step):
-    """Runs of byte tokens ("<0xE4>") become text if the whole run is UTF-8, else one U+FFFD per byte.
+    """Converts runs of byte tokens ("<0xE4>") to text if the whole run is UTF-8, else to one U+FFFD per byte.
 
-    So the last byte of a run decides over the first: a run is held back until it ends.
+    A run is held back until it ends, since its last byte may make it invalid.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class ByteRuns(Step):
 
 
 class ByteLevel(Step):
-    """Names of byte-level tokens: their bytes, one after the other, are UTF-8. An unfinished character waits."""
+    """Converts names of byte-level tokens, whose bytes are UTF-8, to text. Holds back partial characters."""
 
     def __init__(self) -> None:
         self.rest = b""
@@ -135,9 +135,9 @@ class ByteLevel(Step):
         return bool(self.rest)
 
 
-# ---------------------------------------------------------------- steps on text, where pieces mean nothing
+# ---------------------------------------------------------------- steps on text, independent of its pieces
 class ReplaceText(Step):
-    """`str.replace` over the whole text: an end that may begin the pattern waits."""
+    """Applies `str.replace` to the whole text. Holds back an end that may be the start of the pattern."""
 
     def __init__(self, pattern: str, content: str) -> None:
         self.pattern, self.content = pattern, content
@@ -159,7 +159,7 @@ class ReplaceText(Step):
 
 
 class StripText(Step):
-    """Up to `left` leading and `right` trailing characters `content` of the whole text are taken away."""
+    """Removes up to `left` leading and `right` trailing characters `content` of the whole text."""
 
     def __init__(self, content: str, left: int, right: int) -> None:
         self.content, self.left, self.right = content, left, right
@@ -182,14 +182,14 @@ class StripText(Step):
 
 # ---------------------------------------------------------------- decoders
 def byte_token(name: str) -> bytes | None:
-    """The byte of a token named "<0xE4>"."""
-    found = BYTE_TOKEN.fullmatch(name)
-    return bytes.fromhex(found[1]) if found else None
+    """Return the byte of a token named "<0xE4>"; None for other names."""
+    match = BYTE_TOKEN.fullmatch(name)
+    return bytes.fromhex(match[1]) if match else None
 
 
 @lru_cache(maxsize=1 << 17)
 def byte_level_bytes(name: str) -> bytes:
-    """The bytes of a byte-level token; a name that is not made of byte characters stands for itself."""
+    """Return the bytes of a byte-level token; of other names, their UTF-8."""
     table = byte_of_char()
     try:
         return bytes([table[char] for char in name])
@@ -198,7 +198,7 @@ def byte_level_bytes(name: str) -> bytes:
 
 
 def overlap(text: str, pattern: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `pattern`, but not all of it."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `pattern`."""
     for size in range(min(len(text), len(pattern) - 1), 0, -1):
         if text.endswith(pattern[:size]):
             return size
@@ -206,14 +206,14 @@ def overlap(text: str, pattern: str) -> int:
 
 
 def strip_piece(piece: str, content: str, left: int, right: int) -> str:
-    """`piece` without up to `left` leading and `right` trailing characters `content`."""
+    """Return `piece` without up to `left` leading and `right` trailing characters `content`."""
     start = min(left, len(piece) - len(piece.lstrip(content)))
     end = len(piece) - min(right, len(piece) - len(piece.rstrip(content)))
     return piece[start:end]
 
 
 def word_piece(prefix: str, cleanup: bool) -> FirstDiffers:
-    """WordPiece: a word's later pieces begin with `prefix`, other pieces begin a word."""
+    """Return the WordPiece step: pieces that begin with `prefix` continue a word, others begin one."""
 
     def tidy(piece: str) -> str:
         if cleanup:
@@ -228,22 +228,22 @@ def word_piece(prefix: str, cleanup: bool) -> FirstDiffers:
 
 
 def compile_decoder(decoder: dict[str, Any]) -> list[Step] | None:
-    """The steps of a decoder in the words of `tokenizer.json`; None if one of them is not known here."""
+    """Return the steps of a decoder of `tokenizer.json`; None if one of them is not supported."""
     described = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     steps: list[Step] = []
-    fused = False  # from here on there is but one piece
-    for one in described:
-        step = text_step(one) if fused else piece_step(one)
+    fused = False  # an earlier step has joined all pieces
+    for description in described:
+        step = text_step(description) if fused else piece_step(description)
         if step is None:
             return None
         steps.append(step)
-        fused = fused or one["type"] in ("Fuse", "ByteLevel")
+        fused = fused or description["type"] in ("Fuse", "ByteLevel")
     return steps
 
 
-def piece_step(one: dict[str, Any]) -> Step | None:
-    """A step that sees token by token."""
-    kind = one["type"]
+def piece_step(decoder: dict[str, Any]) -> Step | None:
+    """Return the step for a decoder that works on single tokens; None if it is not supported."""
+    kind = decoder["type"]
     if kind == "ByteLevel":
         return ByteLevel()
     if kind == "ByteFallback":
@@ -253,27 +253,29 @@ def piece_step(one: dict[str, Any]) -> Step | None:
     if kind == "Join":
         return FirstDiffers(str, lambda piece: " " + piece)
     if kind == "WordPiece":
-        return word_piece(one["prefix"], one["cleanup"])
-    if kind == "Replace" and (pattern := one["pattern"].get("String")):
-        return EachPiece(lambda piece: piece.replace(pattern, one["content"]))
+        return word_piece(decoder["prefix"], decoder["cleanup"])
+    if kind == "Replace" and (pattern := decoder["pattern"].get("String")):
+        return EachPiece(lambda piece: piece.replace(pattern, decoder["content"]))
     if kind == "Strip":
-        return EachPiece(lambda piece: strip_piece(piece, one["content"], one["start"], one["stop"]))
+        return EachPiece(
+            lambda piece: strip_piece(piece, decoder["content"], decoder["start"], decoder["stop"])
+        )
     if kind == "BPEDecoder":
-        suffix = one["suffix"]
+        suffix = decoder["suffix"]
         return LastDiffers(lambda piece: piece.replace(suffix, " "), lambda piece: piece.replace(suffix, ""))
     if kind == "Metaspace":
-        mark, first = one["replacement"], " " if one["prepend_scheme"] == "never" else ""
+        mark, first = decoder["replacement"], " " if decoder["prepend_scheme"] == "never" else ""
         return FirstDiffers(lambda piece: piece.replace(mark, first), lambda piece: piece.replace(mark, " "))
     return None
 
 
-def text_step(one: dict[str, Any]) -> Step | None:
-    """A step that sees one piece, the whole text."""
-    kind = one["type"]
+def text_step(decoder: dict[str, Any]) -> Step | None:
+    """Return the step for a decoder that works on the joined text; None if it is not supported."""
+    kind = decoder["type"]
     if kind == "Fuse":
         return Step()
-    if kind == "Replace" and (pattern := one["pattern"].get("String")):
-        return ReplaceText(pattern, one["content"])
+    if kind == "Replace" and (pattern := decoder["pattern"].get("String")):
+        return ReplaceText(pattern, decoder["content"])
     if kind == "Strip":
-        return StripText(one["content"], one["start"], one["stop"])
+        return StripText(decoder["content"], decoder["start"], decoder["stop"])
     return None

@@ -1,4 +1,4 @@
-"""The text of an output, up to where a stop string ends it."""
+"""Detokenization of an output, up to a stop string."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pagewire.ipc.params import SamplingParams
 
 
 class Detokenizer:
-    """The text of one output, up to where a stop string ends it.
+    """Converts the tokens of one output to text, and ends the text at a stop string.
 
-    Stop strings are looked for after every token past `min_tokens`, in the text as it would be if the tokens
-    ended there; so the outcome does not depend on how tokens arrive. Of several, the one that ends first
-    counts, and of those that end together the longest.
+    After every token past `min_tokens`, the text is searched as it would be if the tokens ended there, so the
+    result does not depend on how tokens are split into deltas. Of several stop strings, the one that ends first
+    counts, and of those with the same end the longest.
 
-    stop: the stop string that was found.
+    stop: the stop string that has ended the output; None if none has.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
@@ -30,14 +30,14 @@ class Detokenizer:
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._longest = max(map(len, self._stops), default=0)
-        self._recent = ""  # end of the certain text, in which a stop string may have begun
-        self._length = 0  # of the certain text
-        self._barrier = 0  # a stop string must end behind this
+        self._recent = ""  # end of the certain text, which may contain the start of a stop string
+        self._length = 0  # length of the certain text
+        self._barrier = 0  # stop strings that end before this position (by `min_tokens`) do not count
         self._unread: list[str] = []
         self._ended = False
 
     def feed(self, token_ids: Sequence[int]) -> int:
-        """More tokens; how many of them belong to the output (less than all if a stop string was found)."""
+        """Add tokens; return how many belong to the output, which are fewer than all if a stop string ends it."""
         for count, token_id in enumerate(token_ids, 1):
             text = self._stream.feed(token_id)
             self._num_tokens += 1
@@ -48,13 +48,13 @@ class Detokenizer:
         return len(token_ids)
 
     def end(self) -> None:
-        """No more tokens: nothing is held back any longer."""
+        """End the output: the text held back becomes readable."""
         if not self._ended:
             self._unread.append(self._stream.end())
             self._ended = True
 
     def read(self) -> str:
-        """The text that was not read yet, but for an end that may begin a stop string."""
+        """Return the text since the last read, except an end that may be the start of a stop string."""
         text, self._unread = "".join(self._unread), []
         if self._ended or not self._stops:
             return text
@@ -63,18 +63,18 @@ class Detokenizer:
         return text[: len(text) - held]
 
     def _find_stop(self, text: str) -> bool:
-        """Look for stop strings that end in the new text or behind it; end the output at the first."""
+        """Search for stop strings that end in the new text or in the tail; end the output at the first."""
         tail = self._stream.tail()
         window = self._recent + text + tail
-        start = self._length - len(self._recent)  # of the window, in the whole text
+        start = self._length - len(self._recent)  # position of the window in the whole text
         if self._num_tokens <= self._min_tokens:
             self._barrier = self._length + len(text) + len(tail)
-        found = first_end(window, self._stops, max(self._length, self._barrier) - start)
+        match = first_end(window, self._stops, max(self._length, self._barrier) - start)
         self._length += len(text)
         self._recent = (self._recent + text)[-self._longest :]
-        if found is None:
+        if match is None:
             return False
-        at, self.stop = found
+        at, self.stop = match
         unread = "".join(self._unread) + tail
         cut = start + at + (len(self.stop) if self._keep_stop else 0)
         excess = self._length + len(tail) - cut
@@ -84,13 +84,13 @@ class Detokenizer:
 
 
 def first_end(text: str, stops: Sequence[str], after: int) -> tuple[int, str] | None:
-    """Where the stop string that ends first behind `after` begins, and which it is."""
-    found = [
+    """Return position and text of the stop string that ends first after `after`; None if there is none."""
+    matches = [
         (at + len(stop), at, stop)
         for stop in stops
         if (at := text.find(stop, max(0, after - len(stop) + 1))) >= 0
     ]
-    if not found:
+    if not matches:
         return None
-    _, at, stop = min(found)
+    _, at, stop = min(matches)
     return at, stop

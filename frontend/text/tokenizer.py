@@ -1,8 +1,8 @@
-"""Text to token ids and back.
+"""Tokenizers: conversion of text to token ids and back.
 
 A folder with a `tokenizer.json` needs only the `tokenizers` library, which loads in a tenth of a second; what
-transformers adds to that file (special tokens, chat templates, clean-up) is read here the way transformers 5
-reads it. Other folders, and `tokenizer_mode="slow"`, take the tokenizer of transformers itself.
+transformers adds to that file (special tokens, chat templates, clean-up) is read here in the same way as
+transformers 5 does. Other folders, and `tokenizer_mode="slow"`, use the tokenizer of transformers itself.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ CLEAN_UP = (
 
 
 class Tokenizer(ABC):
-    """What the frontend needs of a tokenizer.
+    """The tokenizer interface of the frontend.
 
     Attributes:
-        vocab_size: number of ids, added tokens included.
-        eos_token_id, bos_token_id: None where there is none.
-        special_ids: ids that `skip_special_tokens` leaves out of text.
-        special_tokens: "bos_token" and the like to their text, as chat templates see them.
+        vocab_size: number of token ids, including added tokens.
+        eos_token_id, bos_token_id: ids of these special tokens; None if there is no such token.
+        special_ids: ids that `skip_special_tokens` removes from text.
+        special_tokens: text of special tokens by name ("bos_token", ...), for chat templates.
         chat_template: the template, or several by name, or None.
-        decoder: how names of tokens become text, in the words of `tokenizer.json`; None if only `decode` knows.
-        cleans_up: `decode` takes spaces before punctuation out of the text, as `clean_up` does.
-        original: the object that does the work, of tokenizers or transformers.
-        pieces: what `detokenize` keeps of the vocabulary.
+        decoder: the decoder as in `tokenizer.json`; None if text can only be obtained by calling `decode`.
+        cleans_up: `decode` removes spaces before punctuation, as `clean_up` does.
+        original: the wrapped object of tokenizers or transformers.
+        pieces: cache of `detokenize.Pieces`.
     """
 
     vocab_size: int
@@ -61,12 +61,12 @@ class Tokenizer(ABC):
     pieces: Any = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; with `add_special_tokens`, also those that the model wants around it."""
+        """Return the token ids of `text`, with the model's special tokens around it if `add_special_tokens`."""
         return self.encode_batch([text], add_special_tokens)[0]
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of each text."""
+        """Return the token ids of each text."""
 
     @abstractmethod
     def decode(
@@ -75,21 +75,21 @@ class Tokenizer(ABC):
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> str:
-        """Text of the tokens. Fast tokenizers put no spaces between special tokens, whatever is asked."""
+        """Return the text of the tokens. Fast tokenizers ignore `spaces_between_special_tokens`."""
 
     @abstractmethod
     def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str | None]:
-        """The vocabulary's name of each token; None for an id that has none."""
+        """Return the name of each token in the vocabulary; None for an unknown id."""
 
     def __len__(self) -> int:
         return self.vocab_size
 
 
 class FastTokenizer(Tokenizer):
-    """On top of the `tokenizers` library.
+    """A tokenizer of the `tokenizers` library.
 
-    original: the library's tokenizer, which is ours alone: without truncation and padding.
-    special_tokens, chat_template, clean_up: what `tokenizer.json` does not tell.
+    original: the library's tokenizer; truncation and padding are turned off, so it must not be shared.
+    special_tokens, chat_template, clean_up: properties that `tokenizer.json` does not contain.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class FastTokenizer(Tokenizer):
 
 
 class WrappedTokenizer(Tokenizer):
-    """A tokenizer of transformers, whatever it is made of."""
+    """A tokenizer of the transformers library."""
 
     def __init__(self, original: Any) -> None:
         self.original = original
@@ -182,7 +182,7 @@ class WrappedTokenizer(Tokenizer):
 
 
 def is_plain(tokenizer: Any) -> bool:
-    """True if a tokenizer of transformers decodes as its base class does."""
+    """Return True if a tokenizer of transformers uses the decoding of its base class."""
     return bool(type(tokenizer)._decode.__qualname__ == "TokenizersBackend._decode")
 
 
@@ -195,13 +195,13 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     cache_dir: str | None = None,
 ) -> Tokenizer:
-    """The tokenizer of a folder, of a hub repository, or of the embedded model ("demo").
+    """Load the tokenizer of a folder, of a hub repository, or of the embedded model ("demo").
 
-    mode: "auto", or "slow" for the one of transformers, which is also taken where there is no `tokenizer.json`
-        or where the folder brings code of its own that is trusted.
+    mode: "auto" or "slow". "slow" uses the tokenizer of transformers; so does "auto" if there is no
+        `tokenizer.json`, or if the folder has code of its own and `trust_remote_code` is set.
 
     Raises:
-        ModelNotFoundError: no such folder or repository. ValueError: it holds no tokenizer, or a bad one.
+        ModelNotFoundError: there is no such folder or repository. ValueError: it has no valid tokenizer.
     """
     folder = model_folder(str(name), revision=revision, token=token, cache_dir=cache_dir, tokenizer_only=True)
     config = read_json(folder / "tokenizer_config.json")
@@ -212,10 +212,10 @@ def load_tokenizer(
 
 
 def as_tokenizer(tokenizer: Any) -> Tokenizer:
-    """Ours, from ours or from a tokenizer of transformers or tokenizers.
+    """Wrap a tokenizer of transformers or tokenizers; a `Tokenizer` is returned unchanged.
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: the object is not a tokenizer.
     """
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
@@ -227,7 +227,7 @@ def as_tokenizer(tokenizer: Any) -> Tokenizer:
 
 
 def load_fast(folder: Path, config: dict[str, Any]) -> FastTokenizer:
-    """The tokenizer of `tokenizer.json`, completed by what lies beside it.
+    """Load `tokenizer.json`, completed by the configuration files in the same folder.
 
     Raises:
         ValueError: the file is not a tokenizer.
@@ -239,7 +239,7 @@ def load_fast(folder: Path, config: dict[str, Any]) -> FastTokenizer:
     if is_llama(folder, config, backend):
         use_llama_spaces(backend, config)
     declared = declared_tokens(folder, config)
-    if "added_tokens_decoder" not in config:  # then this older file is valid
+    if "added_tokens_decoder" not in config:  # otherwise this older file is ignored
         config = config | read_json(folder / "special_tokens_map.json")
     named, extra = special_tokens(config)
     add_missing(backend, declared, named, extra)
@@ -253,7 +253,7 @@ def load_fast(folder: Path, config: dict[str, Any]) -> FastTokenizer:
 
 
 def is_llama(folder: Path, config: dict[str, Any], backend: tokenizers.Tokenizer) -> bool:
-    """True if transformers makes a `LlamaTokenizer` of the folder, which has its own way with spaces."""
+    """Return True if transformers loads the folder as a `LlamaTokenizer`, which has its own treatment of spaces."""
     name = config.get("tokenizer_class") or ""
     own = name.removesuffix("Fast") == "LlamaTokenizer" and type(backend.model).__name__ == "BPE"
     if not own or type(backend.decoder).__name__ == "ByteLevel":
@@ -262,9 +262,9 @@ def is_llama(folder: Path, config: dict[str, Any], backend: tokenizers.Tokenizer
 
 
 def use_llama_spaces(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-    """Spaces as `LlamaTokenizer` of transformers 5 treats them, whatever `tokenizer.json` says.
+    """Treat spaces as `LlamaTokenizer` of transformers 5 does, which overrides `tokenizer.json`.
 
-    It puts a space before the text, but (unless `legacy`) not before what follows a special token.
+    It adds a space before the text, but (unless `legacy`) not after a special token.
     """
     prefix = config.get("add_prefix_space") in (None, True)
     scheme = ("always" if config.get("legacy") else "first") if prefix else "never"
@@ -275,12 +275,12 @@ def use_llama_spaces(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> N
 
 
 def load_wrapped(folder: Path, trust_remote_code: bool) -> WrappedTokenizer:
-    """The tokenizer that transformers makes of a folder.
+    """Load a folder's tokenizer with transformers.
 
     Raises:
-        ValueError: it cannot make one.
+        ValueError: transformers cannot load it.
     """
-    from transformers import AutoTokenizer  # takes seconds: only where nothing else will do
+    from transformers import AutoTokenizer  # the import takes seconds
 
     try:
         return WrappedTokenizer(
@@ -291,7 +291,7 @@ def load_wrapped(folder: Path, trust_remote_code: bool) -> WrappedTokenizer:
 
 
 def declared_tokens(folder: Path, config: dict[str, Any]) -> list[AddedToken]:
-    """Added tokens that files beside `tokenizer.json` declare, in the order of their ids."""
+    """Return the added tokens that the other files of the folder declare, in the order of their ids."""
     if "added_tokens_decoder" in config:
         items = sorted(config["added_tokens_decoder"].items(), key=lambda item: int(item[0]))
         return [as_added_token(token) for _, token in items]
@@ -306,7 +306,7 @@ def declared_tokens(folder: Path, config: dict[str, Any]) -> list[AddedToken]:
 
 
 def special_tokens(config: dict[str, Any]) -> tuple[dict[str, AddedToken], list[AddedToken]]:
-    """The special tokens that a config names ("eos_token", or any other "..._token"), and its further ones."""
+    """Return a config's special tokens: those by name ("eos_token" or any "..._token"), and additional ones."""
     more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     named = {
         name: as_added_token(token)
@@ -319,7 +319,7 @@ def special_tokens(config: dict[str, Any]) -> tuple[dict[str, AddedToken], list[
 
 
 def as_added_token(token: Any) -> AddedToken:
-    """An added token from its JSON: text, or a dict of its properties."""
+    """Create an added token from its JSON: text, or a dict of its properties."""
     if isinstance(token, str):
         return AddedToken(token, special=True, normalized=False)
     return AddedToken(**{name: value for name, value in token.items() if name != "__type"})
@@ -349,7 +349,7 @@ def add_missing(
 
 
 def wants_clean_up(config: dict[str, Any], backend: tokenizers.Tokenizer) -> bool:
-    """True if decoded text is cleaned up; for BPE that would corrupt it, so it takes a flag of its own."""
+    """Return True if decoded text is cleaned up. BPE needs a separate flag, since clean-up corrupts its text."""
     if type(backend.model).__name__ == "BPE":
         name = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
         return bool(config.get("clean_up_tokenization_spaces") and config.get(name))
@@ -357,14 +357,14 @@ def wants_clean_up(config: dict[str, Any], backend: tokenizers.Tokenizer) -> boo
 
 
 def clean_up(text: str) -> str:
-    """Take out the spaces that English does not have before punctuation."""
+    """Remove spaces before English punctuation and contractions."""
     for ugly, clean in CLEAN_UP:
         text = text.replace(ugly, clean)
     return text
 
 
 def read_chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
-    """The chat template(s): files of their own come before `tokenizer_config.json`."""
+    """Return a folder's chat template, or several by name; template files override `tokenizer_config.json`."""
     templates = {
         path.stem: path.read_text(encoding="utf-8")
         for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))
@@ -380,7 +380,7 @@ def read_chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, 
 
 
 def read_decoder(decoder: Any) -> dict[str, Any]:
-    """The JSON of a decoder of the tokenizers library; without one, names are joined by spaces."""
+    """Return a decoder of the tokenizers library as JSON; without a decoder, names are joined by spaces."""
     if decoder is None:
         return {"type": "Join"}
     described: dict[str, Any] = json.loads(decoder.__getstate__())
@@ -389,9 +389,9 @@ def read_decoder(decoder: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def byte_of_char() -> dict[str, int]:
-    """The byte that each character stands for in the names of byte-level tokens.
+    """Return the byte that each character represents in the names of byte-level tokens.
 
-    Printable characters of Latin-1 stand for themselves, the other bytes for characters from U+0100 on.
+    Printable Latin-1 characters represent themselves; the other bytes are represented by characters from U+0100 on.
     """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]

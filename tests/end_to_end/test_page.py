@@ -204,7 +204,7 @@ def test_a_setting_changes_the_answer_and_asking_again_repeats_it(page: Page) ->
     page.answered()
     assert page.find("#messages > li:last-child .note").text.startswith("1 token ·")
     page.set("max_tokens", "9")
-    page.find("#messages > li:last-child [aria-label='Ask again']").click()
+    page.find("#messages > li:last-child [aria-label='Generate again']").click()
     page.until(
         "document.querySelector('#messages > li:last-child .note')?.textContent.startsWith('9 tokens')"
     )
@@ -231,14 +231,14 @@ def test_what_the_server_refuses_is_told_plainly(page: Page) -> None:
     assert "top_p" in error and "(400)" in error
     page.set("top_p", "0.9")
     page.set("key", "another")
-    page.find("#messages > li:last-child [aria-label='Ask again']").click()
+    page.find("#messages > li:last-child [aria-label='Generate again']").click()
     error = page.until(
         "document.querySelector('#messages [role=alert]')?.textContent.match(/.*API key.*/)?.[0]"
     )
     assert "(401)" in error
     page.set("key", KEY)
     page.set("max_tokens", "4")
-    page.find("#messages > li:last-child [aria-label='Ask again']").click()
+    page.find("#messages > li:last-child [aria-label='Generate again']").click()
     page.answered()
     assert page.all("#messages [role=alert]") == []
     # The browser itself writes refused calls to the console.

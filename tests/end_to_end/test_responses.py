@@ -391,7 +391,7 @@ def test_a_stream_in_the_background_outlives_its_connection(client: openai.OpenA
     ("fields", "told"),
     [
         ({"input": []}, "input is empty"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]: items can be"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type must be one of"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": 3}]}, "input[0].content"),
         (

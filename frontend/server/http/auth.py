@@ -1,6 +1,7 @@
-"""Access by key: every path is closed to who does not show one, but /health and the files of the page.
+"""API keys: every path requires one, except /health and the page's files.
 
-A browser cannot show a key when it opens an address: the page asks for it, and shows it in every call it makes.
+A browser cannot send a key when it opens an address, so the page itself is public; it asks the user for the key and
+sends it with every call.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ PUBLIC = PATHS | {"/health"}
 
 
 class KeyCheck:
-    """ASGI middleware. keys: of which a request must show one, as `Authorization: Bearer KEY`."""
+    """ASGI middleware that requires `Authorization: Bearer KEY` with one of `keys`."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self.app = app
         self._digests = [digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or answer 401."""
-        # The path is what the routes will see: one that is not exactly a public one is none.
-        if scope["type"] == "lifespan" or get_route_path(scope) in PUBLIC or self._shows_key(scope):
+        """Pass a request on, or answer 401."""
+        # The same path that the router matches: a path is public only if it is exactly equal.
+        if scope["type"] == "lifespan" or get_route_path(scope) in PUBLIC or self._has_key(scope):
             await self.app(scope, receive, send)
             return
         error = APIError(
@@ -38,14 +39,14 @@ class KeyCheck:
         )
         await error_response(error)(scope, receive, send)
 
-    def _shows_key(self, scope: Scope) -> bool:
+    def _has_key(self, scope: Scope) -> bool:
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        shown = digest(given.strip().encode("latin-1"))
-        # All are compared, in constant time.
-        matches = [hmac.compare_digest(shown, known) for known in self._digests]
+        given_digest = digest(given.strip().encode("latin-1"))
+        # Every key is compared in constant time, so that timing reveals nothing about the keys.
+        matches = [hmac.compare_digest(given_digest, known) for known in self._digests]
         return scheme.lower() == "bearer" and any(matches)
 
 
 def digest(key: bytes) -> bytes:
-    """Of a length that tells nothing of the key's."""
+    """Hash a key to a fixed length, so that comparing does not reveal the key's length."""
     return hashlib.sha256(key).digest()

@@ -1,4 +1,4 @@
-"""Bodies of requests: read within limits, and decoded into structs."""
+"""Request bodies: read within limits of size and time, and decoded into structs."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ logger = logging.getLogger("pagewire.server")
 
 T = TypeVar("T")
 
-CLOSE = {"connection": "close"}  # what is left of the body is not read
-MAX_NAMED = 16
-MAX_NAME = 64
+CLOSE = {"connection": "close"}  # for errors that leave a part of the body unread
+MAX_NAMED = 16  # unknown fields named in a log line: the client chooses how many it sends
+MAX_NAME = 64  # characters of each of these names
 
 
 class ClientLeftError(APIError):
-    """The client has hung up: nobody will read the answer, but the log tells."""
+    """The client has disconnected. The response has no reader; the status is for the log."""
 
     def __init__(self) -> None:
         super().__init__(499, "the client left", code="client_left")
 
 
 class Decoder(Generic[T]):
-    """Decodes bodies of one type. Fields it does not know are named in a warning, and ignored.
+    """Decodes bodies into one struct type. Unknown fields are ignored, and named in a warning.
 
-    fields: the names it knows.
+    Attributes:
+        fields: names of the struct's fields.
     """
 
     def __init__(self, kind: type[T]) -> None:
@@ -44,10 +45,11 @@ class Decoder(Generic[T]):
         self._names = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
     def decode(self, body: bytes, request_id: str) -> T:
-        """The request.
+        """Decode a body. request_id: for the warning.
 
         Raises:
-            msgspec.DecodeError, UnicodeDecodeError, RecursionError: no JSON. msgspec.ValidationError: another type.
+            msgspec.DecodeError, UnicodeDecodeError, RecursionError: the body is not JSON.
+            msgspec.ValidationError: the JSON does not match the struct.
         """
         request = self._typed.decode(body)
         if unknown := self._names.decode(body).keys() - self._known:
@@ -56,26 +58,26 @@ class Decoder(Generic[T]):
 
 
 async def read_request(request: Request, decoder: Decoder[T], options: ServerOptions) -> T:
-    """The struct in a request's body.
+    """Read and decode a request's body.
 
     Raises:
-        APIError, msgspec.DecodeError, ...: as `read_body` and `Decoder.decode`.
+        Exceptions of `read_body` and `Decoder.decode`.
     """
     return decoder.decode(await read_body(request.scope, request.receive, options), request.url.path)
 
 
 def shortened(names: Iterable[str]) -> str:
-    """Some of the names, each cut, for a line in the log."""
+    """Return a list of names for a log line: at most `MAX_NAMED`, each of at most `MAX_NAME` characters."""
     some = sorted(names)
     more = ", ..." if len(some) > MAX_NAMED else ""
     return ", ".join(repr(name[:MAX_NAME]) for name in some[:MAX_NAMED]) + more
 
 
 async def read_body(scope: Scope, receive: Receive, options: ServerOptions) -> bytes:
-    """The body of a request, which must be JSON.
+    """Read the body of a request, whose content type must be JSON.
 
     Raises:
-        APIError: it is too long, too slow, or of another type; or the client left.
+        APIError: the body is too large, too slow or of another type, or the client disconnected.
     """
     headers = Headers(scope=scope)
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -93,10 +95,10 @@ async def read_body(scope: Scope, receive: Receive, options: ServerOptions) -> b
 
 
 async def receive_body(receive: Receive, limit: int) -> bytes:
-    """All of the body.
+    """Read the whole body.
 
     Raises:
-        APIError: it is over `limit` bytes, or the client left.
+        APIError: it has more than `limit` bytes, or the client disconnected.
     """
     body, more = bytearray(), True
     while more:
@@ -111,5 +113,5 @@ async def receive_body(receive: Receive, limit: int) -> bytes:
 
 
 def too_long(limit: int) -> APIError:
-    """The error for a body over the limit."""
+    """Return the error for a body of more than `limit` bytes."""
     return APIError(413, f"the body is over {limit} bytes", code="request_too_large", headers=CLOSE)

@@ -1,4 +1,4 @@
-"""What goes wrong, as OpenAI's API tells it: a status and `{"error": {message, type, param, code}}`."""
+"""Errors in the form of OpenAI's API: a status and `{"error": {message, type, param, code}}`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import msgspec
 
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError
 
-RETRY_SECONDS = 1
-TOO_LONG = re.compile(r"max_model_len|leaves no room")
+RETRY_SECONDS = 1  # Retry-After header when too many requests are waiting
+TOO_LONG = re.compile(r"max_model_len|leaves no room")  # in messages about prompts over the context length
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -23,9 +23,9 @@ TYPES = {
 
 
 class ErrorBody(msgspec.Struct):
-    """The error itself.
+    """Details of an error.
 
-    type: a class of errors. param: the field that is at fault, if it is known. code: an error that programs know.
+    type: class of errors. param: field that caused it, if known. code: machine-readable name of the error.
     """
 
     message: str
@@ -35,15 +35,15 @@ class ErrorBody(msgspec.Struct):
 
 
 class ErrorResponse(msgspec.Struct):
-    """What a failed request gets."""
+    """Body of the response to a failed request."""
 
     error: ErrorBody
 
 
 class APIError(Exception):
-    """An error with the status it is told by.
+    """An error with its HTTP status.
 
-    param: the field at fault. code: for programs. headers: further ones.
+    param: field that caused it. code: machine-readable name. headers: additional response headers.
     """
 
     def __init__(
@@ -60,22 +60,23 @@ class APIError(Exception):
         self.headers = headers or {}
 
     def encode(self) -> bytes:
-        """The JSON."""
+        """Return the response body, as JSON."""
         kind = TYPES.get(self.status, "invalid_request_error")
         return msgspec.json.encode(ErrorResponse(ErrorBody(self.message, kind, self.param, self.code)))
 
 
 def api_error(error: BaseException, fields: tuple[str, ...] = ()) -> APIError:
-    """Any exception as an error of the API; those of the caller's making keep their message.
+    """Map any exception to an APIError with its message.
 
-    fields: of the request; one that the message begins with is named as `param`.
+    ValueError and TypeError count as the client's mistakes (400). fields: names of the request's fields; the one
+    that the message begins with becomes `param`.
     """
     if isinstance(error, APIError):
         return error
     if isinstance(error, EngineBusyError):
         return APIError(429, str(error), code="engine_busy", headers={"retry-after": str(RETRY_SECONDS)})
     if isinstance(error, EngineDeadError):
-        return APIError(503, f"the engine is down: {error}", code="engine_down")
+        return APIError(503, f"the engine is not available: {error}", code="engine_down")
     if isinstance(error, msgspec.ValidationError):
         return APIError(422, str(error), param=invalid_field(str(error)))
     if isinstance(error, (msgspec.DecodeError, UnicodeDecodeError, RecursionError)):
@@ -87,12 +88,12 @@ def api_error(error: BaseException, fields: tuple[str, ...] = ()) -> APIError:
 
 
 def invalid_field(message: str) -> str | None:
-    """The field in a message of msgspec: "... - at `$.messages[0].role`", or "missing required field `x`"."""
-    found = re.search(r"at `\$\.(\w+)", message) or re.search(r"required field `(\w+)`", message)
-    return found[1] if found else None
+    """Return the field named by msgspec: "... - at `$.messages[0].role`", or "missing required field `x`"."""
+    match = re.search(r"at `\$\.(\w+)", message) or re.search(r"required field `(\w+)`", message)
+    return match[1] if match else None
 
 
 def named_field(message: str, fields: tuple[str, ...]) -> str | None:
-    """The field that a message begins with: "temperature must be ..."."""
+    """Return the field that a message begins with, such as "temperature must be ..."; None if there is none."""
     word = re.match(r"\w+", message)
     return word[0] if word and word[0] in fields else None

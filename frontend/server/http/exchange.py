@@ -1,4 +1,4 @@
-"""A request for generation while it is served: what is known of it, how it is ended, and its line in the log."""
+"""State of a generation request while it is served: counts, cancellation, and its log line."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ logger = logging.getLogger("pagewire.server")
 
 
 class Exchange:
-    """What is known of a request while it is served, and afterwards in the log.
+    """State of one generation request.
 
     Attributes:
-        id: unique, and the engine's name for the request. given_id: what it is called in headers.
-        headers: of the request. created: seconds since the epoch, when it came.
-        num_prompt, num_cached, num_output: tokens. reasons: finish reasons, in order. prompt: for the log.
+        id: unique id, used in the response and in the engine. given_id: value of the X-Request-Id header.
+        headers: the request's headers. created: time of arrival, in seconds since the epoch.
+        num_prompt, num_cached, num_output: token counts. reasons: finish reasons, in order of arrival.
+        prompt: text or token ids of the first prompt, for the log.
     """
 
     def __init__(self, prefix: str, scope: Scope) -> None:
@@ -46,11 +47,12 @@ class Exchange:
         self._answered: set[int] = set()
 
     def count(self, index: int, output: RequestOutput) -> bool:
-        """Take note of an output of prompt `index` that is new (DELTA), or whole (FINAL_ONLY); true if it is the
-        first one of that prompt.
+        """Add an output of prompt `index` to the counts; return True if it is the first one of that prompt.
+
+        output: an increment (DELTA), or the whole output (FINAL_ONLY).
 
         Raises:
-            APIError: somebody else has ended the request.
+            APIError: the request was aborted.
         """
         first = index not in self._answered
         if first:
@@ -67,11 +69,11 @@ class Exchange:
         return first
 
     async def run(self, work: Coroutine[Any, Any, None], receive: Receive, seconds: float | None) -> None:
-        """Run `work` to its end; otherwise it is cancelled, and has cleaned up, before this raises.
+        """Run `work` to its end. Before this raises, `work` has been cancelled and has cleaned up.
 
         Raises:
-            APIError: the client hung up, it took longer than `seconds`, or was stopped.
-            And what `work` raises.
+            APIError: the client disconnected, `seconds` have passed, or `stop` was called.
+            Exceptions of `work`.
         """
         task = asyncio.ensure_future(work)
         left = asyncio.ensure_future(disconnection(receive))
@@ -91,17 +93,17 @@ class Exchange:
         raise APIError(408, f"the request took longer than {seconds:g} s", code="deadline_passed")
 
     def stop(self, error: APIError) -> None:
-        """End it with an error. May be called when it has ended."""
+        """End the request with an error; has no effect after its end."""
         if not self._stopped.done():
             self._stopped.set_result(error)
 
     def usage(self) -> Usage:
-        """Token counts as of now."""
+        """Return the token counts so far."""
         total = self.num_prompt + self.num_output
         return Usage(self.num_prompt, self.num_output, total, PromptTokensDetails(self.num_cached))
 
     def log(self, status: int, why: str | None, max_log_len: int) -> None:
-        """Its one line. why: what went wrong. max_log_len: so much of the prompt; -1: all."""
+        """Log one line. why: the error's message. max_log_len: how much of the prompt to log; -1: all."""
         first = self._first_token
         facts = {
             "id": self.id,
@@ -117,22 +119,22 @@ class Exchange:
             "error": why,
             "prompt": self.prompt[: None if max_log_len < 0 else max_log_len] or None,
         }
-        told = {name: value for name, value in facts.items() if value is not None}
-        line = " ".join(f"{name}={msgspec.json.encode(value).decode()}" for name, value in told.items())
-        logger.info("%s", line, extra={"facts": told})
+        given = {name: value for name, value in facts.items() if value is not None}
+        line = " ".join(f"{name}={msgspec.json.encode(value).decode()}" for name, value in given.items())
+        logger.info("%s", line, extra={"facts": given})
 
 
 def check_aborted(output: RequestOutput) -> None:
-    """Somebody else than the client may have ended the request: by /pause, or on the engine core.
+    """Check that the request was not aborted by /pause or on the engine core.
 
     Raises:
-        APIError: so it is.
+        APIError: it was.
     """
     if any(completion.finish_reason == "abort" for completion in output.outputs):
         raise APIError(499, "the request was aborted", code="aborted")
 
 
 async def disconnection(receive: Receive) -> None:
-    """Wait until the client is gone."""
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,7 +1,7 @@
-"""One request for generation, from its body to its line in the log.
+"""Handling of a generation request, from its body to its log line.
 
-body --> checked struct --> answer(...) --> JSON, or events as they come
-                               ^ cancelled when the client leaves or the deadline passes
+body --> checked struct --> answer(...) --> JSON or a stream of events
+                               ^ cancelled when the client disconnects or the deadline passes
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Events = AsyncGenerator[bytes, None]
 
 
 class GenerationEndpoint(Generic[T]):
-    """An endpoint that generates: an ASGI application that answers requests of one type.
+    """An ASGI application that handles generation requests of one type.
 
-    answer: makes of a request the JSON of its answer, or the events of a stream. prefix: of the ids.
+    answer: returns the JSON of the response, or the encoded events of a stream. prefix: prefix of request ids.
     """
 
     def __init__(
@@ -45,59 +45,61 @@ class GenerationEndpoint(Generic[T]):
         self.decoder = Decoder(kind)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Handle one request."""
         exchange = Exchange(self.prefix, scope)
-        reply = HttpResponse(send)
+        response = HttpResponse(send)
         status, why = 200, None
         self.service.open[exchange.id] = exchange
         try:
             request = self.decoder.decode(await read_body(scope, receive, self.service.options), exchange.id)
             seconds = deadline(request, exchange.headers)
-            await exchange.run(self._serve(request, exchange, reply), receive, seconds)
+            await exchange.run(self._serve(request, exchange, response), receive, seconds)
         except (Exception, asyncio.CancelledError) as error:
-            told = self._told(error, exchange)
-            status, why = told.status, told.message
-            await reply.fail(told)
+            reported = self._reported(error, exchange)
+            status, why = reported.status, reported.message
+            await response.fail(reported)
         finally:
             del self.service.open[exchange.id]
             if not self.service.options.disable_log_requests:
                 exchange.log(status, why, self.service.options.max_log_len)
 
-    def _told(self, error: BaseException, exchange: Exchange) -> APIError:
-        """An error as the client is told of it; one that is nobody's fault but ours is logged."""
-        if isinstance(error, asyncio.CancelledError):  # by the HTTP server, whose patience has an end
+    def _reported(self, error: BaseException, exchange: Exchange) -> APIError:
+        """Map an exception to an APIError; log it with its traceback if it is a server error."""
+        if isinstance(
+            error, asyncio.CancelledError
+        ):  # uvicorn cancels requests when `drain_seconds` have passed
             return APIError(503, "the server is shutting down", code="shutting_down")
-        told = api_error(error, self.decoder.fields)
-        if told.status == 500 and not isinstance(error, RequestError):
+        reported = api_error(error, self.decoder.fields)
+        if reported.status == 500 and not isinstance(error, RequestError):
             logger.error("request %s failed", exchange.id, exc_info=error)
-        return told
+        return reported
 
-    async def _serve(self, request: T, exchange: Exchange, reply: HttpResponse) -> None:
+    async def _serve(self, request: T, exchange: Exchange, response: HttpResponse) -> None:
         answer = await self.answer(self.service, request, exchange)
         if isinstance(answer, bytes):
-            await reply.send_json(200, answer)
+            await response.send_json(200, answer)
             return
         async with aclosing(answer) as events:
             async for event in events:
-                await reply.stream(event)
-        await reply.end()
+                await response.stream(event)
+        await response.end()
 
 
 def deadline(request: Any, headers: Headers) -> float | None:
-    """Seconds that a request may take: its field `timeout`, or else the header X-Request-Timeout.
+    """Return the seconds that a request may take: its field `timeout`, else the header X-Request-Timeout.
 
     Raises:
-        APIError: that is no number of seconds over 0.
+        APIError: the value is not a number over 0.
     """
-    wanted = getattr(request, "timeout", None)
-    if wanted is None:
-        wanted = headers.get("x-request-timeout")
-    if wanted is None:
+    given = getattr(request, "timeout", None)
+    if given is None:
+        given = headers.get("x-request-timeout")
+    if given is None:
         return None
     try:
-        seconds = float(wanted)
+        seconds = float(given)
     except ValueError:
         seconds = 0.0
     if not 0.0 < seconds < float("inf"):
-        raise APIError(400, f"timeout must be a number of seconds over 0, got {wanted!r}", param="timeout")
+        raise APIError(400, f"timeout must be a number of seconds over 0, got {given!r}", param="timeout")
     return seconds

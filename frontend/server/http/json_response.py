@@ -1,4 +1,4 @@
-"""JSON answers of endpoints that are no generations, and their errors."""
+"""JSON responses and error responses of endpoints that do not generate."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from pagewire.frontend.server.http.errors import APIError, api_error
 
 
 def json_response(value: Any, status: int = 200) -> Response:
-    """A struct as an answer."""
+    """Return a response with a struct as JSON."""
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 def error_response(error: Exception) -> Response:
-    """An error as an answer."""
-    told = api_error(error)
-    return Response(told.encode(), told.status, told.headers, media_type="application/json")
+    """Return the response for an exception."""
+    reported = api_error(error)
+    return Response(reported.encode(), reported.status, reported.headers, media_type="application/json")
 
 
 async def on_error(request: Request, error: Exception) -> Response:
-    """Answers any exception."""
+    """Starlette's handler for any exception."""
     return error_response(error)
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
-    """Answers what the router raises: no such path, or another method."""
+    """Starlette's handler for errors of the router: unknown path, or wrong method."""
     assert isinstance(error, HTTPException)
     path = request.url.path
     message = {
-        404: f"there is nothing at {path!r}",
-        405: f"{request.method} is not a method of {path!r}",
+        404: f"unknown path {path!r}",
+        405: f"{path!r} does not support {request.method}",
     }.get(error.status_code, error.detail)
     return error_response(APIError(error.status_code, message, headers=dict(error.headers or {})))

@@ -1,6 +1,6 @@
-"""What a request passes before it comes to the routes, from the outside in:
+"""The middleware around the routes, from the outside in:
 
-request id --> CORS --> key --> the user's middleware
+request id --> CORS --> API key --> the user's middleware
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ VALID_ID = re.compile(rb"[\x21-\x7e\x80-\xff][\x20-\x7e\x80-\xff]{0,255}")
 
 
 def middleware(options: ServerOptions) -> list[Middleware]:
-    """All of it.
+    """Return the middleware of a server with these options, outermost first.
 
     Raises:
-        ValueError: a middleware of the user's that cannot be imported.
+        ValueError: a middleware of the user cannot be imported.
     """
-    found = [
+    stack = [
         Middleware(RequestId, root_path=options.root_path),
         Middleware(
             CORSMiddleware,
@@ -39,41 +39,40 @@ def middleware(options: ServerOptions) -> list[Middleware]:
         ),
     ]
     if keys := options.keys():
-        found.append(Middleware(KeyCheck, keys=keys))
-    return found + [imported(path) for path in options.middleware]
+        stack.append(Middleware(KeyCheck, keys=keys))
+    return stack + [imported(path) for path in options.middleware]
 
 
 def imported(path: str) -> Middleware:
-    """The user's middleware: an ASGI class, or an async function (request, call_next).
+    """Import the user's middleware: an ASGI class, or an async function (request, call_next).
 
     Raises:
-        ValueError: there is no such thing.
+        ValueError: it cannot be imported, or is neither.
     """
     module, _, name = path.rpartition(".")
     try:
-        found: Any = getattr(importlib.import_module(module), name)
+        target: Any = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"no middleware {path!r}: {error}") from error
-    if inspect.iscoroutinefunction(found):
-        return Middleware(BaseHTTPMiddleware, dispatch=found)
-    if callable(found):
-        return Middleware(found)
+        raise ValueError(f"cannot import middleware {path!r}: {error}") from error
+    if inspect.iscoroutinefunction(target):
+        return Middleware(BaseHTTPMiddleware, dispatch=target)
+    if callable(target):
+        return Middleware(target)
     raise ValueError(f"middleware {path!r} is neither a class nor an async function")
 
 
 class RequestId:
-    """ASGI middleware that gives every request an id, which its response repeats, and the routes the prefix that
-    a proxy serves us under, with which a path may begin or not.
+    """ASGI middleware that gives every request an id, and sets the root path that a proxy adds.
 
-    The id is the caller's X-Request-Id, if that can stand in a header: told and logged, but never a key to
-    anything, since nobody says that it is unique.
+    The id is the client's X-Request-Id if that is a valid header value, else a random one. It is returned in a
+    header and logged, but never used as a key, since clients may send the same id twice.
     """
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
         self.app, self._root_path = app, root_path.rstrip("/")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
+        """Pass a request on with its id, and add the id to the response."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

@@ -1,4 +1,4 @@
-"""Routes that know what they take and give, and the OpenAPI document made of them."""
+"""Routes that declare their parameters, bodies and results, and the OpenAPI document built from them."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ from pagewire.ipc.version import __version__
 
 REFERENCE = "#/components/schemas/{name}"
 FAILURES = {
-    "400": "the request is refused",
-    "401": "no valid key",
-    "404": "no such model or path",
-    "408": "the deadline has passed, or the body came too slowly",
+    "400": "a value in the request is invalid or not supported",
+    "401": "the API key is missing or invalid",
+    "404": "the model or path does not exist",
+    "408": "the request's deadline has passed, or its body arrived too slowly",
     "413": "the body is too large",
-    "415": "the body is not declared as JSON",
-    "422": "a field is missing or of a wrong type",
-    "429": "too many requests wait",
+    "415": "the Content-Type is not JSON",
+    "422": "a field is missing or has the wrong type",
+    "429": "too many requests are waiting",
     "499": "the request was aborted",
-    "500": "the engine failed at this request",
-    "503": "the engine is down",
+    "500": "the engine failed to process this request",
+    "503": "the engine is not available",
 }
-OF_EVERY = ("401", "503")
-OF_BODIES = ("400", "404", "408", "413", "415", "422", "429", "499", "500")
+# Error statuses of every operation, and further ones of operations with a body or a query.
+EVERY_OPERATION = ("401", "503")
+WITH_INPUT = ("400", "404", "408", "413", "415", "422", "429", "499", "500")
 
 
 class Query(NamedTuple):
-    """A parameter in the query. kind: of JSON's types."""
+    """A query parameter. kind: its JSON schema type. text: its description."""
 
     name: str
     kind: str
@@ -43,11 +44,13 @@ class Query(NamedTuple):
 
 
 class Operation(Route):
-    """A route of one method, described.
+    """A route for one HTTP method, with what the OpenAPI document says of it.
 
-    endpoint: a function (request) -> response, or an ASGI application.
-    body, result: structs of the request's and the answer's JSON; no result: nothing is said.
-    streams: struct of a streamed answer's events. media: of an answer that is not JSON.
+    Args:
+        endpoint: a function (request) -> response, or an ASGI application.
+        body, result: structs of the request's and the response's JSON; None: no such body.
+        streams: struct of the events of a streamed response.
+        media: media type of a response that is not JSON.
     """
 
     def __init__(
@@ -69,24 +72,29 @@ class Operation(Route):
 
 
 def document_route(operations: Sequence[Operation], options: ServerOptions) -> Operation:
-    """The route of the document on all these operations."""
+    """Return the route of /openapi.json, which describes `operations`."""
     encoded = json_response(document(operations, options))
 
     async def openapi(request: Request) -> Response:
         return encoded
 
-    return Operation("GET", "/openapi.json", openapi, "This document.", result=dict[str, Any])
+    return Operation("GET", "/openapi.json", openapi, "Get this document.", result=dict[str, Any])
 
 
 def document(operations: Sequence[Operation], options: ServerOptions) -> dict[str, Any]:
-    """The OpenAPI document, version 3.1."""
-    kinds = [kind for one in operations for kind in (one.body, one.result, one.streams) if kind is not None]
+    """Build the OpenAPI 3.1 document of some operations."""
+    kinds = [
+        kind
+        for operation in operations
+        for kind in (operation.body, operation.result, operation.streams)
+        if kind is not None
+    ]
     schemas, components = msgspec.json.schema_components([*kinds, ErrorResponse], ref_template=REFERENCE)
     schema_of = dict(zip(map(repr, [*kinds, ErrorResponse]), schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
-    for one in operations:
-        path = re.sub(r"{(\w+):\w+}", r"{\1}", one.path)
-        paths.setdefault(path, {})[one.method.lower()] = described(one, schema_of)
+    for operation in operations:
+        path = re.sub(r"{(\w+):\w+}", r"{\1}", operation.path)
+        paths.setdefault(path, {})[operation.method.lower()] = described(operation, schema_of)
     components = {"schemas": components}
     if options.keys():
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -100,44 +108,49 @@ def document(operations: Sequence[Operation], options: ServerOptions) -> dict[st
     }
 
 
-def described(one: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
-    """One operation."""
+def described(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
+    """Return the OpenAPI object of one operation. schema_of: JSON schemas by the repr of their struct."""
 
     def schema(kind: Any) -> dict[str, Any]:
         return {"schema": schema_of[repr(kind)]}
 
-    content = {} if one.result is None else {"application/json": schema(one.result)}
-    if one.streams is not None:
+    content = {} if operation.result is None else {"application/json": schema(operation.result)}
+    if operation.streams is not None:
         content["text/event-stream"] = {
             "schema": {"type": "string"},
-            "x-event": schema(one.streams)["schema"],
+            "x-event": schema(operation.streams)["schema"],
         }
-    if one.media is not None:
-        content[one.media] = {"schema": {"type": "string"}}
-    failures: tuple[str, ...] = OF_EVERY if one.body is None and not one.query else OF_EVERY + OF_BODIES
-    if "{" in one.path:
+    if operation.media is not None:
+        content[operation.media] = {"schema": {"type": "string"}}
+    failures: tuple[str, ...] = EVERY_OPERATION
+    if operation.body is not None or operation.query:
+        failures += WITH_INPUT
+    if "{" in operation.path:
         failures += ("400", "404")
-    answer: dict[str, Any] = {"description": one.summary} | ({"content": content} if content else {})
-    told = {"application/json": schema(ErrorResponse)}
-    told_of: dict[str, Any] = {
-        "summary": one.summary,
-        "parameters": parameters(one),
+    answer: dict[str, Any] = {"description": operation.summary} | ({"content": content} if content else {})
+    error_content = {"application/json": schema(ErrorResponse)}
+    description: dict[str, Any] = {
+        "summary": operation.summary,
+        "parameters": parameters(operation),
         "responses": {"200": answer}
-        | {code: {"description": FAILURES[code], "content": told} for code in sorted(set(failures))},
+        | {code: {"description": FAILURES[code], "content": error_content} for code in sorted(set(failures))},
     }
-    if one.body is not None:
-        told_of["requestBody"] = {"required": True, "content": {"application/json": schema(one.body)}}
-    return told_of
+    if operation.body is not None:
+        description["requestBody"] = {
+            "required": True,
+            "content": {"application/json": schema(operation.body)},
+        }
+    return description
 
 
-def parameters(one: Operation) -> list[dict[str, Any]]:
-    """What stands in the path and in the query."""
+def parameters(operation: Operation) -> list[dict[str, Any]]:
+    """Return the OpenAPI objects of the path and query parameters."""
     in_path = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        for name in one.param_convertors
+        for name in operation.param_convertors
     ]
     in_query = [
         {"name": name, "in": "query", "schema": {"type": kind}, "description": text}
-        for name, kind, text in one.query
+        for name, kind, text in operation.query
     ]
     return in_path + in_query

@@ -1,4 +1,4 @@
-"""The response to a request for generation: JSON, or events as they come."""
+"""The response to a generation request: JSON, or a stream of events."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ JSON_HEADERS: list[Header] = [(b"content-type", b"application/json")]
 
 
 class HttpResponse:
-    """The response: JSON, or events. Nothing is sent before there is something to say, so that an error that
-    comes first still gets its status.
+    """A response of JSON or events. The status is sent with the first data, so that an earlier error keeps its own.
+
+    Attributes:
+        streaming: the stream of events has begun. complete: the whole response has been sent.
     """
 
     def __init__(self, send: Send) -> None:
@@ -22,19 +24,19 @@ class HttpResponse:
         self.streaming = self.complete = False
 
     async def stream(self, events: bytes) -> None:
-        """Send events, encoded, in one write."""
+        """Send encoded events in one write."""
         if not self.streaming:
             self.streaming = True
             await self._send({"type": "http.response.start", "status": 200, "headers": [*sse.HEADERS]})
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end(self) -> None:
-        """No more events."""
+        """End the stream."""
         self.complete = True
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def send_json(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        """Send a whole answer."""
+        """Send a complete JSON response."""
         self.complete = True
         more = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()]
         length = (b"content-length", str(len(body)).encode())
@@ -48,7 +50,7 @@ class HttpResponse:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def fail(self, error: APIError) -> None:
-        """Tell an error: by its status or, within a stream, by an event. After a complete answer it is too late."""
+        """Send an error, or an error event if the stream has begun. Does nothing after a complete response."""
         if self.complete:
             return
         if self.streaming:

@@ -1,4 +1,4 @@
-"""Server-sent events."""
+"""Encoding of server-sent events."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import msgspec
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies pass events on as they come
+    (b"x-accel-buffering", b"no"),  # tells proxies (nginx) not to buffer events
 ]
 ENCODER = msgspec.json.Encoder()
 DONE = b"data: [DONE]\n\n"
 
 
 def event(value: Any) -> bytes:
-    """One event that carries a struct."""
+    """Return an event with a struct as JSON data."""
     return b"data: " + ENCODER.encode(value) + b"\n\n"
 
 
 def named_event(name: str, value: Any) -> bytes:
-    """One event that carries a struct, and says of which type."""
+    """Return an event with a name and a struct as JSON data."""
     return b"event: " + name.encode() + b"\ndata: " + ENCODER.encode(value) + b"\n\n"

@@ -1,4 +1,4 @@
-"""The HTTP server under the application: sockets, TLS, and an end that lets open requests finish."""
+"""The HTTP server under the application: listening sockets, TLS, and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from starlette.types import ASGIApp
 
 from pagewire.frontend.server.options import ServerOptions
 
-KEEP_ALIVE_SECONDS = 5
+KEEP_ALIVE_SECONDS = 5  # idle connections are closed after this time
 
 
 class HTTPServer(uvicorn.Server):
-    """uvicorn, ended by signals: the first lets open requests finish, the second does not.
+    """A uvicorn server that drains on the first SIGINT or SIGTERM and exits at once on the second.
 
-    on_ready: called once it listens.
+    on_ready: called once the server listens.
     """
 
     def __init__(self, app: ASGIApp, options: ServerOptions, on_ready: Callable[[], Any]) -> None:
@@ -46,28 +46,28 @@ class HTTPServer(uvicorn.Server):
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen."""
+        """Start listening."""
         await super().startup(sockets)
         self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal. (uvicorn would raise it again at the end, before the engine is shut down.)"""
+        """Handle a signal. uvicorn's own handler would raise it again on exit, before the engine is shut down."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
 
 def bound(options: ServerOptions) -> socket.socket:
-    """A socket bound to where the options say, which does not listen yet.
+    """Return a socket bound to the options' address that does not listen yet.
 
     Raises:
-        OSError: the address is in use, or cannot be had.
+        OSError: the address is in use or not available.
     """
     if options.uds is not None:
         return bound_path(Path(options.uds))
     listening = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Connections inherit it: the kernel drops a client that acknowledges, or takes, nothing for so long.
+        # Inherited by connections: the kernel closes one whose client acknowledges or reads nothing for this long.
         stall_ms = round(1e3 * options.stall_seconds)
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall_ms)
         listening.bind((options.host, options.port))
@@ -78,10 +78,10 @@ def bound(options: ServerOptions) -> socket.socket:
 
 
 def bound_path(path: Path) -> socket.socket:
-    """A Unix socket; one that a killed server has left there is replaced.
+    """Return a bound Unix socket; a socket file left by a killed server is replaced.
 
     Raises:
-        OSError: a server listens there, or the path cannot be had.
+        OSError: a server listens at the path, or the path cannot be used.
     """
     listening = socket.socket(socket.AF_UNIX)
     try:
@@ -98,7 +98,7 @@ def bound_path(path: Path) -> socket.socket:
 
 
 def url_of(listening: socket.socket, options: ServerOptions) -> str:
-    """Where clients find it."""
+    """Return the URL of the server, for the user."""
     if options.uds is not None:
         return f"unix:{options.uds}"
     host, port = listening.getsockname()[:2]

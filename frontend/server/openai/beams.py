@@ -1,4 +1,4 @@
-"""Beam search over HTTP: n beams of each prompt, best first."""
+"""Beam search over HTTP: returns n beams for each prompt, best first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagewire.frontend.server.openai.protocol import SamplingFields
 from pagewire.frontend.server.service import Service
 from pagewire.ipc.params import BeamSearchParams, SamplingParams
 
-UNFIT = (
+UNSUPPORTED = (
     "logprobs",
     "prompt_logprobs",
     "stop",
@@ -27,22 +27,23 @@ UNFIT = (
 async def beam_outputs(
     service: Service, request: SamplingFields, prompts: list[Any], params: SamplingParams, request_id: str
 ) -> list[RequestOutput]:
-    """The beams of each prompt, as outputs in the order of the prompts.
+    """Run a beam search for each prompt, and return one output per prompt, with a completion for each beam.
 
     Raises:
-        APIError: fields that do not go with beam search. ValueError: too few `max_logprobs` in the engine.
+        APIError: the request has fields that beam search does not support.
+        ValueError: the engine's `max_logprobs` is too small.
     """
     if request.stream:
         raise APIError(
             400,
-            "use_beam_search cannot be streamed: which beams are best is known at the end",
+            "use_beam_search cannot be streamed: the best beams are known only at the end",
             param="use_beam_search",
         )
-    for name in UNFIT:
+    for name in UNSUPPORTED:
         if getattr(params, name) not in (None, [], {}):
-            raise APIError(400, f"{name} does not go with use_beam_search", param=name)
+            raise APIError(400, f"{name} is not supported with use_beam_search", param=name)
     if params.structured_outputs is not None:
-        raise APIError(400, "structured outputs do not go with use_beam_search")
+        raise APIError(400, "structured outputs are not supported with use_beam_search")
     beam_params = BeamSearchParams(
         beam_width=params.n,
         max_tokens=params.max_tokens or service.info.max_model_len,
@@ -53,20 +54,20 @@ async def beam_outputs(
     )
     session = service.engine.session
     token_ids = [session.tokenize(prompt) for prompt in prompts]
-    found = await search(service, token_ids, beam_params, request_id, request.priority or 0)
-    for group in found:
+    groups = await search(service, token_ids, beam_params, request_id, request.priority or 0)
+    for group in groups:
         for beam in group:
             add_text(beam, beam_params, session.tokenizer)
     return [
         RequestOutput(request_id, None, ids, None, [as_output(i, beam) for i, beam in enumerate(group)], True)
-        for ids, group in zip(token_ids, found, strict=True)
+        for ids, group in zip(token_ids, groups, strict=True)
     ]
 
 
 async def search(
     service: Service, prompts: list[list[int]], params: BeamSearchParams, request_id: str, priority: int
 ) -> list[list[BeamSearchSequence]]:
-    """Run the steps of a search on the engine."""
+    """Run the steps of a beam search on the engine, and return the beams of each prompt, best first."""
     steps = beam_steps(
         prompts,
         params,
@@ -86,19 +87,19 @@ async def search(
 async def complete_all(
     service: Service, prompts: list[list[int]], params: SamplingParams, request_id: str, priority: int
 ) -> list[RequestOutput]:
-    """The final outputs of some prompts, in their order."""
-    found: dict[int, RequestOutput] = {}
-    news = service.engine.generate_all(prompts, params, request_id, priority=priority)
-    async with aclosing(news):
-        async for outputs in news:
+    """Run some prompts to their end, and return their outputs in order."""
+    finals: dict[int, RequestOutput] = {}
+    batches = service.engine.generate_all(prompts, params, request_id, priority=priority)
+    async with aclosing(batches):
+        async for outputs in batches:
             for index, output in outputs:
                 check_aborted(output)
-                found[index] = output
-    return [found[index] for index in range(len(prompts))]
+                finals[index] = output
+    return [finals[index] for index in range(len(prompts))]
 
 
 def as_output(index: int, beam: BeamSearchSequence) -> CompletionOutput:
-    """A beam as an output."""
+    """Return a beam as a completion."""
     return CompletionOutput(
         index, beam.text, beam.token_ids, beam.cumulative_logprob, finish_reason=beam.finish_reason
     )

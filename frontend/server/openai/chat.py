@@ -1,4 +1,4 @@
-"""/v1/chat/completions."""
+"""The endpoint /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Outputs: TypeAlias = AsyncGenerator[list[tuple[int, RequestOutput]], None]
 
 
 def routes(service: Service) -> list[Operation]:
-    """The endpoint.
+    """Return the route of the endpoint.
 
     Raises:
         ValueError: the server's own chat template cannot be used.
@@ -68,7 +68,7 @@ def routes(service: Service) -> list[Operation]:
             "POST",
             "/v1/chat/completions",
             endpoint,
-            "Answer a conversation.",
+            "Generate the next message of a conversation.",
             body=ChatRequest,
             result=ChatCompletion,
             streams=ChatChunk,
@@ -77,10 +77,11 @@ def routes(service: Service) -> list[Operation]:
 
 
 async def answer(service: Service, request: ChatRequest, exchange: Exchange) -> bytes | Events:
-    """The answer: whole, or as a stream of events.
+    """Run a request, and return the JSON of the response or the events of a stream.
 
     Raises:
-        APIError, ValueError, TypeError: what is wrong with the request. And what the engine raises.
+        APIError, ValueError, TypeError: the request is invalid.
+        Exceptions of the engine.
     """
     tools = tools_of(service, request)
     writer = ChatWriter(service, request, exchange, tools)
@@ -91,11 +92,11 @@ async def answer(service: Service, request: ChatRequest, exchange: Exchange) -> 
     if request.use_beam_search:
         (output,) = await beam_outputs(service, request, [prompt], params, exchange.id)
         return writer.whole(output)
-    news = generate(service, request, exchange, prompt, params)
+    batches = generate(service, request, exchange, prompt, params)
     if request.stream:
-        return writer.stream(news)
-    async with aclosing(news):
-        async for ((_, output),) in news:
+        return writer.stream(batches)
+    async with aclosing(batches):
+        async for ((_, output),) in batches:
             final = output
     return writer.whole(final)
 
@@ -103,7 +104,7 @@ async def answer(service: Service, request: ChatRequest, exchange: Exchange) -> 
 def generate(
     service: Service, request: ChatRequest, exchange: Exchange, prompt: TokensPrompt, params: SamplingParams
 ) -> Outputs:
-    """The engine's outputs, as they come."""
+    """Submit the request, and return an iterator over batches of its outputs."""
     return service.engine.generate_all(
         [salted(prompt, request.cache_salt)],
         params,
@@ -114,10 +115,10 @@ def generate(
 
 
 def check_chat(request: ChatRequest) -> None:
-    """Refuse what is not supported, or makes no sense.
+    """Check fields that are not supported, and contradictions.
 
     Raises:
-        APIError: what is wrong.
+        APIError: a field is not supported or contradicts another.
     """
     if request.functions or request.function_call:
         raise APIError(400, "functions and function_call are not supported: use tools", param="functions")
@@ -128,10 +129,10 @@ def check_chat(request: ChatRequest) -> None:
 
 
 def tools_of(service: Service, request: ChatRequest) -> ToolUse:
-    """What the request's tools come to, and how its outputs are read.
+    """Return how the request uses tools, and how its outputs are parsed.
 
     Raises:
-        ValueError: what is wrong with them.
+        ValueError: the tools or the choice are malformed or contradictory.
     """
     options = service.options
     tools = tool_use(
@@ -148,38 +149,40 @@ def tools_of(service: Service, request: ChatRequest) -> ToolUse:
 
 
 def params_of(service: Service, request: ChatRequest, tools: ToolUse) -> SamplingParams:
-    """The engine's parameters.
+    """Return the engine's parameters for a request.
 
     Raises:
-        APIError, ValueError, TypeError: a value out of range, or contradictions.
+        APIError, ValueError, TypeError: a value is out of range, or fields contradict each other.
     """
-    most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    max_tokens = (
+        request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    )
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    return demanding(sampling_params(service, request, most, logprobs), tools)
+    return constrained(sampling_params(service, request, max_tokens, logprobs), tools)
 
 
-def demanding(params: SamplingParams, tools: ToolUse) -> SamplingParams:
-    """The parameters, with what the use of tools demands of the output.
+def constrained(params: SamplingParams, tools: ToolUse) -> SamplingParams:
+    """Return the parameters with the constraints that the use of tools puts on the output.
 
     Raises:
-        APIError: something else is demanded of it, too.
+        APIError: the request constrains the output in another way, too.
     """
     if tools.marks_are_special:
         params = msgspec.structs.replace(params, skip_special_tokens=False)
     if tools.schema is None:
         return params
     if params.structured_outputs is not None:
-        message = "tool_choice demands calls of the output, and so it cannot be structured otherwise"
+        message = "tool_choice requires tool calls, so the output cannot be constrained in another way"
         raise APIError(400, message, param="tool_choice")
     return msgspec.structs.replace(params, structured_outputs=StructuredOutputsParams(json=tools.schema))
 
 
 async def prompt_of(service: Service, request: ChatRequest, tools: ToolUse) -> TokensPrompt:
-    """The conversation as a prompt.
+    """Apply the chat template to the conversation, and return the prompt.
 
     Raises:
-        APIError: no tokenizer, or a template of the request's own where that is not allowed.
-        ValueError, TypeError: no template, or one that refuses the conversation; messages that are malformed.
+        APIError: there is no tokenizer, or the request has a template and that is not allowed.
+        ValueError, TypeError: there is no template, it rejects the conversation, or messages are malformed.
     """
     if request.chat_template is not None and not service.options.trust_request_chat_template:
         raise APIError(
@@ -196,7 +199,7 @@ async def prompt_of(service: Service, request: ChatRequest, tools: ToolUse) -> T
     generation = not continues if request.add_generation_prompt is None else request.add_generation_prompt
     size = sum(len(str(message.get("content", ""))) for message in request.messages)
     if request.chat_template is not None:
-        size += LONG_TEXT  # it may take its time
+        size += LONG_TEXT  # an unknown template may be slow: run it in a thread
 
     def make() -> TokensPrompt:
         return chat_prompt(
@@ -216,20 +219,20 @@ async def prompt_of(service: Service, request: ChatRequest, tools: ToolUse) -> T
 
 
 def reply_parser(tools: ToolUse) -> ReplyParser:
-    """What reads one output."""
+    """Return a new parser for one output."""
     return TextReply() if tools.new_parser is None else ReplyWithCalls(tools.new_parser())
 
 
 def whole_calls(deltas: list[ToolCall]) -> list[ToolCall]:
-    """The calls that deltas make, as whole answers tell them: without `index`."""
+    """Combine deltas into whole calls, which have no `index`."""
     return [msgspec.structs.replace(call, index=UNSET) for call in joined(deltas)]
 
 
 class ChatWriter:
-    """Makes the engine's outputs the answer to one request.
+    """Converts the engine's outputs to the response to one request.
 
     Raises:
-        APIError: when made, for a bad model or contradicting fields.
+        APIError: from the constructor, for an unknown model or contradictory fields.
     """
 
     def __init__(self, service: Service, request: ChatRequest, exchange: Exchange, tools: ToolUse) -> None:
@@ -246,7 +249,7 @@ class ChatWriter:
         self._role, self._opening = self._role_and_opening()
 
     def whole(self, output: RequestOutput) -> bytes:
-        """The answer in one piece."""
+        """Return the whole response as JSON."""
         self.exchange.count(0, output)
         completion = ChatCompletion(
             id=self.exchange.id,
@@ -261,10 +264,10 @@ class ChatWriter:
         )
         return sse.ENCODER.encode(completion)
 
-    async def stream(self, news: Outputs) -> Events:
-        """The answer as events, all that is new in one piece. The first event tells the role."""
-        async with aclosing(news):
-            async for ((_, output),) in news:
+    async def stream(self, batches: Outputs) -> Events:
+        """Yield the response as events; all events of an output are one piece. The first event has the role."""
+        async with aclosing(batches):
+            async for ((_, output),) in batches:
                 events = self._begin(output) if self.exchange.count(0, output) else b""
                 for part in output.outputs:
                     events += self._event(part)
@@ -278,7 +281,7 @@ class ChatWriter:
     # -------------------------------------------------------------- parts
 
     def _role_and_opening(self) -> tuple[str, str]:
-        """The answer's role, and what it begins with: with `echo`, the last message, if it is of that role."""
+        """Return the message's role, and its first text: with `echo`, the last message if it has that role."""
         last = self.request.messages[-1] if self.request.messages else {}
         role = self.service.options.response_role
         if self.request.continue_final_message or self.request.add_generation_prompt is False:
@@ -288,7 +291,7 @@ class ChatWriter:
         return role, str(content) if echoes else ""
 
     def _read(self, part: CompletionOutput) -> ReplyDelta:
-        """What the next text of an output says."""
+        """Parse the next text of an output."""
         if part.index not in self._parsers:
             self._parsers[part.index] = reply_parser(self.tools)
         delta = read(self._parsers[part.index], part.text, part.finished())
@@ -323,15 +326,15 @@ class ChatWriter:
         )
 
     def _begin(self, output: RequestOutput) -> bytes:
-        """The events that come first: each choice's role."""
-        content = self._opening if self.tools.schema is None else None  # there is none beside demanded calls
+        """Return the first events, which have the role of each choice."""
+        content = self._opening if self.tools.schema is None else None  # required calls leave no content
         delta = ChatDelta(role=self._role, content=content)
         choices = [ChatChunkChoice(index=index, delta=delta) for index in range(self.request.n or 1)]
         ids = output.prompt_token_ids or [] if self.request.return_token_ids else UNSET
         return b"".join(self._chunk([choice], self._usage(), ids) for choice in choices)
 
     def _event(self, part: CompletionOutput) -> bytes:
-        """The event for what is new of an output; nothing, if that says nothing."""
+        """Return the event for an increment of an output; b"" if the increment is empty."""
         reply = self._read(part)
         wants_all = self.request.logprobs or self.request.return_token_ids
         if reply.empty and part.finish_reason is None and not wants_all:
@@ -351,7 +354,7 @@ class ChatWriter:
         return self._chunk([choice], self._usage())
 
     def _usage(self) -> Any:
-        """The field `usage` of an event: counts, null, or nothing at all."""
+        """Return the field `usage` of an event: counts, null (None), or absent (UNSET)."""
         if not self.options.include_usage:
             return UNSET
         return self.exchange.usage() if self.options.continuous_usage_stats else None

@@ -1,4 +1,4 @@
-"""/v1/completions."""
+"""The endpoint /v1/completions."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from pagewire.frontend.server.service import Service, off_loop
 from pagewire.frontend.text.logprobs import PromptLogprobs
 from pagewire.ipc.params import SamplingParams
 
-MAX_PROMPTS = 1024
-DEFAULT_MAX_TOKENS = 16
+MAX_PROMPTS = 1024  # prompts in one request: each is a request to the engine core
+DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
 
 
 def routes(service: Service) -> list[Operation]:
-    """The endpoint."""
+    """Return the route of the endpoint."""
     endpoint = GenerationEndpoint(service, "cmpl", CompletionRequest, complete)
     return [
         Operation(
             "POST",
             "/v1/completions",
             endpoint,
-            "Complete prompts.",
+            "Complete one or more prompts.",
             body=CompletionRequest,
             result=Completion,
             streams=Completion,
@@ -51,10 +51,11 @@ def routes(service: Service) -> list[Operation]:
 
 
 async def complete(service: Service, request: CompletionRequest, exchange: Exchange) -> bytes | Events:
-    """The answer: whole, or as a stream of events.
+    """Run a request, and return the JSON of the response or the events of a stream.
 
     Raises:
-        APIError, ValueError, TypeError: what is wrong with the request. And what the engine raises.
+        APIError, ValueError, TypeError: the request is invalid.
+        Exceptions of the engine.
     """
     writer = CompletionWriter(service, request, exchange)
     prompts = await prompts_in(service, request)
@@ -62,7 +63,7 @@ async def complete(service: Service, request: CompletionRequest, exchange: Excha
     params = completion_params(service, request)
     if request.use_beam_search:
         return writer.whole(await beam_outputs(service, request, prompts, params, exchange.id))
-    news = service.engine.generate_all(
+    batches = service.engine.generate_all(
         [salted(prompt, request.cache_salt) for prompt in prompts],
         params,
         exchange.id,
@@ -70,22 +71,22 @@ async def complete(service: Service, request: CompletionRequest, exchange: Excha
         trace_headers=exchange.headers,
     )
     if request.stream:
-        return writer.stream(news)
-    found: dict[int, RequestOutput] = {}
-    async with aclosing(news):
-        async for outputs in news:
-            found.update(outputs)
-    return writer.whole([found[index] for index in sorted(found)])
+        return writer.stream(batches)
+    finals: dict[int, RequestOutput] = {}
+    async with aclosing(batches):
+        async for outputs in batches:
+            finals.update(outputs)
+    return writer.whole([finals[index] for index in sorted(finals)])
 
 
 async def prompts_in(service: Service, request: CompletionRequest) -> list[Any]:
-    """The prompts, each as text, token ids or (text and token ids) a dict.
+    """Return the request's prompts, each as text, token ids, or a dict of both.
 
     Raises:
-        APIError: none, too many, or what cannot be served.
+        APIError: there are none or too many prompts, or a field is not supported.
     """
     if request.suffix:
-        raise APIError(400, "suffix is not supported: no model here fills in the middle", param="suffix")
+        raise APIError(400, "suffix is not supported", param="suffix")
     try:
         prompts: list[Any] = prompts_of(request.prompt)
     except TypeError as error:
@@ -104,7 +105,7 @@ async def prompts_in(service: Service, request: CompletionRequest) -> list[Any]:
 
 
 def without_special_tokens(service: Service, prompts: list[Any]) -> list[Any]:
-    """Prompts that are text, tokenized as they are."""
+    """Tokenize the prompts that are text, without adding special tokens."""
     return [
         {"prompt": prompt, "prompt_token_ids": service.tokenizer.encode(prompt, add_special_tokens=False)}
         if isinstance(prompt, str)
@@ -114,7 +115,7 @@ def without_special_tokens(service: Service, prompts: list[Any]) -> list[Any]:
 
 
 def completion_params(service: Service, request: CompletionRequest) -> SamplingParams:
-    """The engine's parameters."""
+    """Return the engine's parameters for a request."""
     echoes_only = bool(request.echo) and request.max_tokens == 0
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     params = sampling_params(service, request, 1 if echoes_only else max_tokens, request.logprobs)
@@ -124,10 +125,10 @@ def completion_params(service: Service, request: CompletionRequest) -> SamplingP
 
 
 class CompletionWriter:
-    """Makes the engine's outputs the answer to one request. Choice i * n + j is output j of prompt i.
+    """Converts the engine's outputs to the response to one request. Choice i * n + j is output j of prompt i.
 
     Raises:
-        APIError: when made, for a bad model or contradicting fields.
+        APIError: from the constructor, for an unknown model or contradictory fields.
     """
 
     def __init__(self, service: Service, request: CompletionRequest, exchange: Exchange) -> None:
@@ -145,7 +146,7 @@ class CompletionWriter:
         self._echoes_only = bool(request.echo) and request.max_tokens == 0
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """The answer in one piece."""
+        """Return the whole response as JSON."""
         choices = []
         for index, output in enumerate(outputs):
             self._take_prompt(index, output)
@@ -153,12 +154,12 @@ class CompletionWriter:
             choices += [self._choice(index, output, part, first=True) for part in best]
         return sse.ENCODER.encode(self._completion(choices, usage=self.exchange.usage()))
 
-    async def stream(self, news: AsyncGenerator[list[tuple[int, RequestOutput]], None]) -> Events:
-        """The answer as events, all that is new in one piece."""
+    async def stream(self, batches: AsyncGenerator[list[tuple[int, RequestOutput]], None]) -> Events:
+        """Yield the response as events; all events of a batch of outputs are one piece."""
         begun: set[int] = set()
         request = self.request
-        async with aclosing(news):
-            async for outputs in news:
+        async with aclosing(batches):
+            async for outputs in batches:
                 events = b""
                 for index, output in outputs:
                     self._take_prompt(index, output)
@@ -176,16 +177,16 @@ class CompletionWriter:
             yield sse.DONE
 
     def _take_prompt(self, index: int, output: RequestOutput) -> None:
-        """Count an output, and keep the prompt's log probabilities, which come once, for all its choices."""
+        """Count an output, and store the prompt's log probabilities, which come with its first output only."""
         if self._echoes_only:
-            for part in output.outputs:  # one token is the least that the engine generates
+            for part in output.outputs:  # the engine generates at least one token
                 part.text, part.token_ids, part.logprobs = "", [], None
         self.exchange.count(index, output)
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[index] = output.prompt_logprobs
 
     def _usage(self) -> Any:
-        """The field `usage` of an event: counts, null, or nothing at all."""
+        """Return the field `usage` of an event: counts, null (None), or absent (UNSET)."""
         if not self.options.include_usage:
             return UNSET
         return self.exchange.usage() if self.options.continuous_usage_stats else None
@@ -205,27 +206,27 @@ class CompletionWriter:
     def _choice(
         self, index: int, output: RequestOutput, part: CompletionOutput, first: bool
     ) -> CompletionChoice:
-        """One choice. first: nothing of it was told before; then its prompt is, if that is wanted."""
+        """Return a choice. first: it is the first of this choice, which carries the prompt's data if requested."""
         request = self.request
         text, token_ids = part.text, list(part.token_ids)
         positions: list[Any] = list(part.logprobs or ())
         echoed = first and request.echo
         all_ids = [*(output.prompt_token_ids or ()), *token_ids] if echoed else token_ids
-        of_prompt = self._prompt_logprobs.get(index)
+        prompt_positions = self._prompt_logprobs.get(index)
         logprobs = None
         if request.logprobs is not None:
             writer = self._logprobs.setdefault(
                 self._place(index, part), CompletionLogprobsWriter(self._names, request.logprobs)
             )
-            logprobs = writer.write(all_ids, [*(of_prompt or ()), *positions] if echoed else positions)
-        tells_prompt = request.prompt_logprobs is not None and first
+            logprobs = writer.write(all_ids, [*(prompt_positions or ()), *positions] if echoed else positions)
+        with_prompt_logprobs = request.prompt_logprobs is not None and first
         return CompletionChoice(
             index=self._place(index, part),
             text=self._prompt_text(output) + text if echoed else text,
             logprobs=logprobs,
             finish_reason=part.finish_reason,
             stop_reason=part.stop_reason,
-            prompt_logprobs=prompt_logprobs(of_prompt or ()) if tells_prompt else UNSET,
+            prompt_logprobs=prompt_logprobs(prompt_positions or ()) if with_prompt_logprobs else UNSET,
             token_ids=token_ids if request.return_token_ids else UNSET,
             prompt_token_ids=output.prompt_token_ids or [] if request.return_token_ids and first else UNSET,
         )

@@ -1,4 +1,4 @@
-"""Log probabilities in the forms of OpenAI's two APIs."""
+"""Log probabilities in the formats of OpenAI's completions and chat endpoints."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pagewire.frontend.text.logprobs import Logprob, token_text
 from pagewire.frontend.text.steps import REPLACEMENT, byte_level_bytes, byte_token
 from pagewire.frontend.text.tokenizer import Tokenizer
 
-LOWEST = -9999.0  # stands for minus infinity, which JSON cannot say
+LOWEST = -9999.0  # replaces minus infinity, which JSON cannot represent
 
 Position = Mapping[int, Logprob]
 
 
 class TokenNames:
-    """How tokens are called in answers. as_ids: "token_id:17" instead of their text."""
+    """Names of tokens in responses. as_ids: use "token_id:17" instead of the token's text."""
 
     def __init__(self, tokenizer: Tokenizer | None, as_ids: bool) -> None:
         self._tokenizer = tokenizer
@@ -30,17 +30,17 @@ class TokenNames:
         self._bytes: dict[int, list[int] | None] = {}
 
     def name(self, token_id: int, entry: Logprob | None) -> str:
-        """Its name."""
+        """Return a token's name: its text, or "token_id:17"."""
         return f"token_id:{token_id}" if self._as_ids else self.text(token_id, entry)
 
     def text(self, token_id: int, entry: Logprob | None) -> str:
-        """Its text; empty without a tokenizer."""
+        """Return a token's text; "" without a tokenizer."""
         if entry is not None:
             return entry.decoded_token or ""
         return "" if self._tokenizer is None else token_text(self._tokenizer, token_id)
 
     def bytes(self, token_id: int, entry: Logprob) -> list[int] | None:
-        """Its text in UTF-8, also where that is only a part of a character; None without a tokenizer."""
+        """Return a token's UTF-8 bytes, which may be a part of a character; None without a tokenizer."""
         if self._tokenizer is None or entry.decoded_token is None:
             return None
         if token_id not in self._bytes:
@@ -49,7 +49,7 @@ class TokenNames:
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """The bytes of one token."""
+    """Return the UTF-8 bytes of one token, which may be a part of a character."""
     text = tokenizer.decode([token_id], skip_special_tokens=False)
     (name,) = tokenizer.convert_ids_to_tokens([token_id])
     if REPLACEMENT not in text or name is None or REPLACEMENT in name:
@@ -60,7 +60,7 @@ def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
 def chat_logprobs(
     names: TokenNames, token_ids: Sequence[int], positions: Iterable[Position | None], top: int
 ) -> ChatLogprobs:
-    """Those of a message: each token, and its `top` most likely alternatives."""
+    """Return the log probabilities of a message: each token with its `top` most likely alternatives."""
     content = []
     for token_id, position in zip(token_ids, positions, strict=True):
         assert position is not None, "output tokens have log probabilities"
@@ -77,9 +77,9 @@ def chat_logprobs(
 
 
 class CompletionLogprobsWriter:
-    """Those of a completion, part by part: it knows how far into the text it is.
+    """Writes the log probabilities of a completion in parts, and keeps track of the offset in its text.
 
-    top: so many most likely tokens beside the token itself.
+    top: number of most likely tokens beside the token itself.
     """
 
     def __init__(self, names: TokenNames, top: int) -> None:
@@ -87,7 +87,7 @@ class CompletionLogprobsWriter:
         self._offset = 0
 
     def write(self, token_ids: Sequence[int], positions: Iterable[Position | None]) -> CompletionLogprobs:
-        """Those of the next tokens. A position without any is the first one of a prompt."""
+        """Return the log probabilities of the next tokens. A position is None for the first token of a prompt."""
         part = CompletionLogprobs([], [], [], [])
         for token_id, position in zip(token_ids, positions, strict=True):
             entry = None if position is None else position[token_id]
@@ -104,7 +104,7 @@ class CompletionLogprobsWriter:
 
 
 def prompt_logprobs(positions: Iterable[Position | None]) -> list[dict[int, PromptLogprob] | None]:
-    """Those of a prompt."""
+    """Return the log probabilities of a prompt's tokens; None for the first one."""
     return [
         None
         if position is None
@@ -114,5 +114,5 @@ def prompt_logprobs(positions: Iterable[Position | None]) -> list[dict[int, Prom
 
 
 def finite(logprob: float) -> float:
-    """A number that JSON can hold."""
+    """Return a log probability that JSON can represent: `LOWEST` for minus infinity."""
     return logprob if math.isfinite(logprob) else LOWEST

@@ -1,4 +1,4 @@
-"""/v1/models: the names that the model is served by."""
+"""The endpoint /v1/models: the names of the served model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagewire.frontend.server.service import Service
 
 
 def routes(service: Service) -> list[Operation]:
-    """The endpoints."""
+    """Return the routes of the endpoint."""
 
     async def list_models(request: Request) -> Response:
         return json_response(ModelList([card(service, name) for name in service.names]))
@@ -23,12 +23,18 @@ def routes(service: Service) -> list[Operation]:
         return json_response(card(service, name))
 
     return [
-        Operation("GET", "/v1/models", list_models, "The names of the model.", result=ModelList),
-        Operation("GET", "/v1/models/{model:path}", show_model, "One of the names.", result=ModelCard),
+        Operation("GET", "/v1/models", list_models, "List the names of the served model.", result=ModelList),
+        Operation(
+            "GET",
+            "/v1/models/{model:path}",
+            show_model,
+            "Get one of the names of the served model.",
+            result=ModelCard,
+        ),
     ]
 
 
 def card(service: Service, name: str) -> ModelCard:
-    """What there is to say of the model by one of its names."""
+    """Return the description of the model under one of its names."""
     info = service.info
     return ModelCard(id=name, created=service.created, root=info.model, max_model_len=info.max_model_len)

@@ -1,7 +1,7 @@
-"""Requests and answers of OpenAI's API, with the further fields that vLLM's server has.
+"""Requests and responses of OpenAI's API, with the additional fields of vLLM's server.
 
-Every field of a request may be null, which means that it is not given. Fields that this server has no use for
-(`user`, `store`, ...) are listed so that they are accepted without a warning.
+A field that is null counts as not given. Fields without effect (`user`, `store`, ...) are listed so that they are
+accepted without a warning. The docstrings appear as descriptions in /openapi.json.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PART = {
     "properties": {"type": {"enum": ["text", "input_text", "output_text"]}, "text": {"type": "string"}},
     "required": ["type", "text"],
 }
-# A message is kept as it is: templates may read fields that nobody else knows. It is described all the same.
+# A dict and not a struct, since templates may read any field; the schema describes the fields that matter.
 InputMessage: TypeAlias = Annotated[
     dict[str, Any],
     msgspec.Meta(
@@ -38,9 +38,9 @@ InputMessages: TypeAlias = Annotated[list[InputMessage], msgspec.Meta(extra_json
 
 
 class StreamOptions(msgspec.Struct):
-    """What a stream tells beside the output.
+    """Additional data in a stream.
 
-    include_usage: token counts in a last event of their own. continuous_usage_stats: in every event.
+    include_usage: send token counts in a separate last event. continuous_usage_stats: send them in every event.
     include_obfuscation: accepted, without effect.
     """
 
@@ -59,7 +59,7 @@ class JsonSchema(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
-    """The form that the output must have."""
+    """The format that the output must have."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
@@ -69,13 +69,15 @@ class ResponseFormat(msgspec.Struct):
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
-    """What completions and chat have in common; the names and meanings are those of `SamplingParams`.
+    """Fields that completions and chat completions share; fields not described here are those of `SamplingParams`.
 
-    best_of: generate so many and return the n most likely. use_beam_search: n (or best_of) beams, best first.
-    timeout: seconds that the request may take (or the header X-Request-Timeout); then it ends with status 408.
-    cache_salt: share prefix-cache entries only with requests of the same salt.
+    best_of: number of outputs to generate, of which the n most likely are returned.
+    use_beam_search: return n beams, best first, from a search with n (or best_of) beams.
+    timeout: seconds that the request may take (also the header X-Request-Timeout); then it ends with status 408.
+    cache_salt: share prefix-cache entries only with requests that have the same salt.
     guided_*: older names of `structured_outputs`.
-    return_token_ids: give token ids beside the text. return_tokens_as_token_ids: in log probabilities.
+    return_token_ids: return token ids in addition to the text.
+    return_tokens_as_token_ids: write tokens as "token_id:ID" in log probabilities.
     """
 
     model: str | None = None
@@ -130,7 +132,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 class CompletionRequest(SamplingFields, kw_only=True):
     """POST /v1/completions.
 
-    prompt: text, token ids, or a list of these. suffix: not supported. logprobs: so many most likely tokens.
+    prompt: text, token ids, or a list of these. suffix: not supported.
+    logprobs: return log probabilities of each token and of this many most likely tokens.
     """
 
     prompt: str | list[str | int | list[int]]
@@ -141,9 +144,11 @@ class CompletionRequest(SamplingFields, kw_only=True):
 class ChatRequest(SamplingFields, kw_only=True):
     """POST /v1/chat/completions.
 
-    max_completion_tokens: goes before `max_tokens`. logprobs, top_logprobs: so many most likely tokens, too.
-    echo: the answer begins with the last message, if that is of the same role.
-    add_generation_prompt, continue_final_message, documents, chat_template, chat_template_kwargs: for the template.
+    max_completion_tokens: overrides `max_tokens`. logprobs: return the log probability of each token.
+    top_logprobs: and those of this many most likely tokens.
+    echo: begin the answer with the last message, if that has the same role.
+    add_generation_prompt, continue_final_message, documents, chat_template, chat_template_kwargs: passed to the
+        chat template.
     """
 
     messages: InputMessages
@@ -174,7 +179,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     web_search_options: dict[str, Any] | None = None
 
 
-# ---------------------------------------------------------------- parts of answers
+# ---------------------------------------------------------------- parts of responses
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -193,7 +198,7 @@ class Usage(msgspec.Struct):
 
 
 class CandidateLogprob(msgspec.Struct):
-    """One candidate. bytes: of its text in UTF-8."""
+    """A candidate token. bytes: its text in UTF-8."""
 
     token: str
     logprob: float
@@ -201,7 +206,7 @@ class CandidateLogprob(msgspec.Struct):
 
 
 class TokenLogprob(msgspec.Struct):
-    """One token of an output, and its most likely alternatives."""
+    """A token of an output, with its most likely alternatives."""
 
     token: str
     logprob: float
@@ -217,7 +222,7 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Log probabilities of a completion, by token. text_offset: where each begins in the text."""
+    """Log probabilities of a completion, by token. text_offset: start of each token in the text, in characters."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -226,7 +231,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class PromptLogprob(msgspec.Struct):
-    """One candidate at one position of a prompt."""
+    """A candidate token at a position of a prompt."""
 
     logprob: float
     rank: int | None
@@ -240,7 +245,7 @@ PromptLogprobs: TypeAlias = list[dict[int, PromptLogprob] | None]
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """One completion; in a stream, what is new of it. stop_reason: the stop string or token that ended it."""
+    """A completion; in a stream, an increment of it. stop_reason: the stop string or token id that ended it."""
 
     index: int
     text: str
@@ -253,7 +258,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class Completion(msgspec.Struct, kw_only=True):
-    """The answer of /v1/completions, and each event of its stream."""
+    """The response of /v1/completions, and each event of its stream."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -267,14 +272,14 @@ class Completion(msgspec.Struct, kw_only=True):
 
 
 class FunctionCall(msgspec.Struct, omit_defaults=True):
-    """A call of a function; in a stream, what is new of it. arguments: JSON text."""
+    """A call of a function; in a stream, an increment of it. arguments: JSON text."""
 
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
 
 
 class ToolCall(msgspec.Struct, omit_defaults=True):
-    """A tool call; in a stream, what is new of the one at `index`."""
+    """A tool call; in a stream, an increment of the call at `index`."""
 
     function: FunctionCall
     index: int | UnsetType = UNSET
@@ -283,7 +288,7 @@ class ToolCall(msgspec.Struct, omit_defaults=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """An answer."""
+    """A generated message. reasoning_content: the model's reasoning."""
 
     role: str
     content: str | None
@@ -293,7 +298,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 class ChatDelta(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """What is new of an answer."""
+    """An increment of a generated message."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
@@ -302,7 +307,7 @@ class ChatDelta(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
-    """One answer. stop_reason: the stop string or token that ended it."""
+    """A generated message and how it ended. stop_reason: the stop string or token id that ended it."""
 
     index: int
     message: ChatMessage
@@ -313,7 +318,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
-    """The answer of /v1/chat/completions."""
+    """The response of /v1/chat/completions."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -326,7 +331,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
-    """What is new of one answer."""
+    """An increment of one choice."""
 
     index: int
     delta: ChatDelta
@@ -337,7 +342,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
-    """One event of a streamed answer."""
+    """An event of a streamed chat completion."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -352,7 +357,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """One name of the model. max_model_len: most tokens of prompt and output."""
+    """A name of the served model. max_model_len: limit of prompt and output together, in tokens."""
 
     id: str
     object: Literal["model"] = "model"
@@ -364,14 +369,14 @@ class ModelCard(msgspec.Struct, kw_only=True):
 
 
 class ModelList(msgspec.Struct):
-    """All of them."""
+    """The names of the served model."""
 
     data: list[ModelCard]
     object: Literal["list"] = "list"
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """POST /tokenize: a text, or a conversation. add_special_tokens: default true for a text."""
+    """POST /tokenize. Give either `prompt` or `messages`. add_special_tokens: true by default for a prompt."""
 
     model: str | None = None
     prompt: str | None = None
@@ -386,7 +391,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class TokenizeResponse(msgspec.Struct):
-    """Token ids. token_strs: their names in the vocabulary."""
+    """The response of /tokenize. token_strs: the tokens' names in the vocabulary."""
 
     tokens: list[int]
     count: int
@@ -402,6 +407,6 @@ class DetokenizeRequest(msgspec.Struct):
 
 
 class DetokenizeResponse(msgspec.Struct):
-    """The text."""
+    """The response of /detokenize. prompt: the text."""
 
     prompt: str

@@ -1,4 +1,4 @@
-"""Fields of requests to parameters of the engine."""
+"""Conversion of request fields to the engine's sampling parameters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SAME_NAME = (
     "logit_bias",
     "allowed_token_ids",
 )
-MAX_TOKEN_CHARACTERS = 256  # no vocabulary has longer tokens
+MAX_TOKEN_CHARACTERS = 256  # longest token that any vocabulary is expected to have
 GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -49,12 +49,12 @@ GUIDED = {
 def sampling_params(
     service: Service, request: SamplingFields, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
-    """The engine's parameters: the model's recommendations, overridden by what the request gives.
+    """Return the engine's parameters: the model's defaults, overridden by the request's fields.
 
-    max_tokens: None, as many as the model's length leaves, or as the model recommends.
+    max_tokens: None: the model's recommendation, else as many as its context length allows.
 
     Raises:
-        ValueError, TypeError: a value out of range, or contradictions.
+        ValueError, TypeError: a value is out of range, or fields contradict each other.
     """
     given: dict[str, Any] = {
         name: value for name in SAME_NAME if (value := getattr(request, name)) is not None
@@ -64,15 +64,17 @@ def sampling_params(
         raise ValueError(f"best_of must be at least n={number}, got {request.best_of}")
     if max_tokens is None:
         max_tokens = service.info.generation_config.get("max_new_tokens")
-    chooses = (request.best_of or number) > number
-    if chooses and request.stream:
-        raise ValueError("best_of over n cannot be streamed: which are best is known at the end")
+    selects = (request.best_of or number) > number
+    if selects and request.stream:
+        raise ValueError(
+            "best_of greater than n cannot be streamed: the best outputs are known only at the end"
+        )
     return msgspec.structs.replace(
         service.defaults,
         **given,
         n=request.best_of or number,
         max_tokens=max_tokens,
-        logprobs=0 if chooses and logprobs is None else logprobs,
+        logprobs=0 if selects and logprobs is None else logprobs,
         structured_outputs=structure(request),
         detokenize=service.engine.session.tokenizer is not None,
         extra_args=request.vllm_xargs,
@@ -81,7 +83,7 @@ def sampling_params(
 
 
 def best_outputs(outputs: Sequence[CompletionOutput], num: int) -> list[CompletionOutput]:
-    """The `num` outputs with the highest log probability per token, best first, if there are more."""
+    """Return the `num` outputs with the highest log probability per token, best first; all if there are no more."""
     if len(outputs) <= num:
         return list(outputs)
 
@@ -93,65 +95,74 @@ def best_outputs(outputs: Sequence[CompletionOutput], num: int) -> list[Completi
 
 
 def structure(request: SamplingFields) -> dict[str, Any] | None:
-    """What the output must look like, by whichever of its names it is given; None: anything goes.
+    """Return the constraint on the output's form as fields of `StructuredOutputsParams`; None: no constraint.
+
+    It may be given as `structured_outputs`, `guided_*` or `response_format`.
 
     Raises:
-        APIError: by several of them.
+        APIError: more than one of these fields is given.
     """
-    found: dict[str, dict[str, Any]] = {}
+    given: dict[str, dict[str, Any]] = {}
     if request.structured_outputs is not None:
-        found["structured_outputs"] = request.structured_outputs
+        given["structured_outputs"] = request.structured_outputs
     for name, kind in GUIDED.items():
         if (value := getattr(request, name)) is not None:
-            found[name] = {kind: value}
+            given[name] = {kind: value}
     if request.response_format is not None and request.response_format.type != "text":
-        found["response_format"] = format_of(request.response_format)
-    if not found:
+        given["response_format"] = format_of(request.response_format)
+    if not given:
         return None
-    if len(found) > 1:
-        raise APIError(400, f"{' and '.join(found)} contradict each other: give one", param=next(iter(found)))
-    ((name, wanted),) = found.items()
+    if len(given) > 1:
+        raise APIError(
+            400, f"{' and '.join(given)} exclude each other: give only one", param=next(iter(given))
+        )
+    ((name, constraint),) = given.items()
     if request.guided_whitespace_pattern is not None and name != "structured_outputs":
-        wanted["whitespace_pattern"] = request.guided_whitespace_pattern
-    return wanted
+        constraint["whitespace_pattern"] = request.guided_whitespace_pattern
+    return constraint
 
 
-def format_of(wanted: ResponseFormat) -> dict[str, Any]:
-    """A response format as structured outputs.
+def format_of(response_format: ResponseFormat) -> dict[str, Any]:
+    """Return a response format as fields of `StructuredOutputsParams`.
 
     Raises:
-        APIError: its schema is missing.
+        APIError: the schema is missing.
     """
-    if wanted.type == "json_object":
+    if response_format.type == "json_object":
         return {"json_object": True}
-    if wanted.type == "structural_tag":
-        if wanted.format is not None:
-            return {"structural_tag": {"type": "structural_tag", "format": wanted.format}}
-        return {"structural_tag": {"structures": wanted.structures or [], "triggers": wanted.triggers or []}}
-    if wanted.json_schema is None or wanted.json_schema.schema is None:
+    if response_format.type == "structural_tag":
+        if response_format.format is not None:
+            return {"structural_tag": {"type": "structural_tag", "format": response_format.format}}
+        return {
+            "structural_tag": {
+                "structures": response_format.structures or [],
+                "triggers": response_format.triggers or [],
+            }
+        }
+    if response_format.json_schema is None or response_format.json_schema.schema is None:
         raise APIError(400, "response_format needs json_schema.schema", param="response_format")
-    return {"json": wanted.json_schema.schema}
+    return {"json": response_format.json_schema.schema}
 
 
 def check_stream_options(request: SamplingFields) -> StreamOptions:
-    """The stream's options.
+    """Return the request's stream options.
 
     Raises:
-        APIError: there are some, but no stream.
+        APIError: options are given, but stream is false.
     """
     if request.stream_options is not None and not request.stream:
-        raise APIError(400, "stream_options are for stream=true", param="stream_options")
+        raise APIError(400, "stream_options needs stream=true", param="stream_options")
     return request.stream_options or StreamOptions()
 
 
 def check_text_length(service: Service, text: str) -> None:
-    """Refuse a text that is far too long before anybody spends seconds on tokenizing it.
+    """Check that a text is not far too long, before seconds are spent on tokenizing it.
 
     Raises:
-        APIError: it is.
+        APIError: the text has more characters than `max_model_len` tokens can hold.
     """
-    most = service.info.max_model_len * MAX_TOKEN_CHARACTERS
-    if len(text) > most:
+    limit = service.info.max_model_len * MAX_TOKEN_CHARACTERS
+    if len(text) > limit:
         raise APIError(
             400,
             f"the prompt has {len(text)} characters, more than {service.info.max_model_len} tokens can hold",
@@ -160,7 +171,7 @@ def check_text_length(service: Service, text: str) -> None:
 
 
 def salted(prompt: PromptType, salt: str | None) -> PromptType:
-    """The prompt with its cache salt."""
+    """Return the prompt with a cache salt; unchanged if `salt` is None."""
     if salt is None:
         return prompt
     if isinstance(prompt, str):

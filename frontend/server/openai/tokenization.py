@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize."""
+"""The endpoints /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ TO_TEXT = Decoder(DetokenizeRequest)
 
 
 def routes(service: Service) -> list[Operation]:
-    """The endpoints."""
+    """Return the routes of the endpoints."""
 
     async def tokenize(request: Request) -> Response:
-        asked = await read_request(request, TO_TOKENS, service.options)
-        service.model(asked.model)
-        tokens = await token_ids(service, asked)
-        names = service.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else msgspec.UNSET
+        fields = await read_request(request, TO_TOKENS, service.options)
+        service.model(fields.model)
+        tokens = await token_ids(service, fields)
+        names = service.tokenizer.convert_ids_to_tokens(tokens) if fields.return_token_strs else msgspec.UNSET
         return json_response(TokenizeResponse(tokens, len(tokens), service.info.max_model_len, names))
 
     async def detokenize(request: Request) -> Response:
-        asked = await read_request(request, TO_TEXT, service.options)
-        service.model(asked.model)
-        check_vocabulary("tokens", asked.tokens, service.info.vocab_size)
+        fields = await read_request(request, TO_TEXT, service.options)
+        service.model(fields.model)
+        check_vocabulary("tokens", fields.tokens, service.info.vocab_size)
         text = await off_loop(
-            len(asked.tokens), lambda: service.tokenizer.decode(asked.tokens, skip_special_tokens=False)
+            len(fields.tokens), lambda: service.tokenizer.decode(fields.tokens, skip_special_tokens=False)
         )
         return json_response(DetokenizeResponse(text))
 
@@ -51,7 +51,7 @@ def routes(service: Service) -> list[Operation]:
             "POST",
             "/tokenize",
             tokenize,
-            "Token ids of a text or a conversation.",
+            "Convert a text or a conversation to token ids.",
             body=TokenizeRequest,
             result=TokenizeResponse,
         ),
@@ -59,27 +59,27 @@ def routes(service: Service) -> list[Operation]:
             "POST",
             "/detokenize",
             detokenize,
-            "Text of token ids.",
+            "Convert token ids to text.",
             body=DetokenizeRequest,
             result=DetokenizeResponse,
         ),
     ]
 
 
-async def token_ids(service: Service, asked: TokenizeRequest) -> list[int]:
-    """The token ids that a completion or a chat would begin with.
+async def token_ids(service: Service, fields: TokenizeRequest) -> list[int]:
+    """Return the token ids of the prompt that a completion or chat completion would get.
 
     Raises:
-        APIError, ValueError, TypeError: what is wrong with the request.
+        APIError, ValueError, TypeError: the request is invalid.
     """
-    if (asked.prompt is None) == (asked.messages is None):
-        raise APIError(400, "give prompt or messages, and not both", param="prompt")
-    if asked.messages is not None:
-        same = {
-            name: getattr(asked, name) for name in TO_TOKENS.fields if name in ChatRequest.__struct_fields__
+    if (fields.prompt is None) == (fields.messages is None):
+        raise APIError(400, "give either prompt or messages", param="prompt")
+    if fields.messages is not None:
+        chat_fields = {
+            name: getattr(fields, name) for name in TO_TOKENS.fields if name in ChatRequest.__struct_fields__
         }
-        tools = ToolUse(prompted=asked.tools)
-        return (await prompt_of(service, ChatRequest(**same), tools))["prompt_token_ids"]
-    text, special = asked.prompt or "", asked.add_special_tokens is not False
+        tools = ToolUse(prompted=fields.tools)
+        return (await prompt_of(service, ChatRequest(**chat_fields), tools))["prompt_token_ids"]
+    text, special = fields.prompt or "", fields.add_special_tokens is not False
     check_text_length(service, text)
     return await off_loop(len(text), service.tokenizer.encode, text, special)

@@ -1,8 +1,8 @@
-// Calls to the server this page came from. Addresses are relative, so that a root path does no harm.
+// Calls to the server of this page. Addresses are relative, so that they work under a root path.
 
 import { EventParser } from "./sse.js";
 
-/** What the server, or the way to it, answered instead of a result. */
+/** An error response of the server, or (status 0) a failure to reach it. */
 export class ApiError extends Error {
   constructor(message, status = 0) {
     super(message);
@@ -10,7 +10,7 @@ export class ApiError extends Error {
   }
 }
 
-/** fetch, with the API key, if any. Throws ApiError unless the answer is a success. */
+/** fetch with the API key, if there is one. Throws ApiError unless the status is a success. */
 export async function call(path, options = {}) {
   const key = sessionStorage.getItem("pagewire.key");
   const headers = { ...options.headers, ...(key && { Authorization: `Bearer ${key}` }) };
@@ -23,7 +23,7 @@ export async function call(path, options = {}) {
   }
   if (response.ok) return response;
   const text = await response.text();
-  throw new ApiError(reason(text) || response.statusText || "The server refused.", response.status);
+  throw new ApiError(reason(text) || response.statusText || "The server refused the request.", response.status);
 }
 
 function reason(text) {
@@ -53,7 +53,7 @@ export async function* chat(body, signal) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   for (;;) {
     const { value, done } = await reader.read();
-    if (done) throw new ApiError("The answer broke off.");
+    if (done) throw new ApiError("The answer ended early: the connection was closed.");
     for (const { data } of parser.feed(value)) {
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);

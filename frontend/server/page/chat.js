@@ -1,4 +1,4 @@
-// The conversation: asking, streaming the answer, stopping, editing, asking again.
+// The conversation: send a message, stream the answer, stop it, edit a message, generate an answer again.
 
 import { chat } from "./api.js";
 import { $, copyButton, icon, make, say } from "./dom.js";
@@ -10,10 +10,10 @@ const TOUCH = matchMedia("(pointer: coarse)");
 const [list, scroller, question] = [$("messages"), $("scroll"), $("question")];
 
 let messages = JSON.parse(localStorage.getItem(KEPT) ?? "[]"); // {role, content, note?, error?}
-let running = null; // the AbortController of the answer that is being written
-let following = true; // the end of the conversation stays in view
+let running = null; // AbortController of the answer in progress
+let following = true; // keep the end of the conversation in view
 
-/** Wire the view up, and show the conversation as it was left. */
+/** Connect the view's events and show the stored conversation. */
 export function open() {
   $("composer").addEventListener("submit", (event) => (event.preventDefault(), send()));
   question.addEventListener("input", fit);
@@ -58,36 +58,36 @@ function stop() {
   running?.abort();
 }
 
-/** Ask for the next message, and write it down as it comes. */
+/** Request the next message and show it while it is generated. */
 async function answer() {
   const message = { role: "assistant", content: "" };
-  const asked = [...settings.system(), ...messages.filter(({ content }) => content).map(({ role, content }) => ({ role, content }))];
+  const sent = [...settings.system(), ...messages.filter(({ content }) => content).map(({ role, content }) => ({ role, content }))];
   messages.push(message);
   const control = (running = new AbortController());
   following = true;
   render();
   const item = list.lastChild;
   item.setAttribute("aria-busy", "true");
-  say("The answer is being written");
+  say("Generating the answer");
   let frame = 0;
   const refresh = () => {
     frame = 0;
     show(item.querySelector(".text"), message.content);
     follow();
   };
-  const told = { began: performance.now() };
+  const progress = { began: performance.now() };
   try {
-    for await (const { choices, usage } of chat({ ...settings.read(), messages: asked }, control.signal)) {
+    for await (const { choices, usage } of chat({ ...settings.read(), messages: sent }, control.signal)) {
       const [choice] = choices;
       if (choice?.delta?.content) {
-        told.first ??= performance.now();
+        progress.first ??= performance.now();
         message.content += choice.delta.content;
         frame ||= requestAnimationFrame(refresh);
       }
-      told.reason = choice?.finish_reason ?? told.reason;
-      told.usage = usage ?? told.usage;
+      progress.reason = choice?.finish_reason ?? progress.reason;
+      progress.usage = usage ?? progress.usage;
     }
-    message.note = summary(told);
+    message.note = summary(progress);
   } catch (error) {
     if (error.name === "AbortError") message.note = "Stopped";
     else message.error = error.status ? `${error.message} (${error.status})` : error.message;
@@ -108,7 +108,7 @@ function summary({ began, first, reason, usage }) {
   const seconds = (performance.now() - first) / 1000;
   if (seconds > 0.1 && usage?.completion_tokens > 1) parts.push(`${((usage.completion_tokens - 1) / seconds).toFixed(1)} per second`);
   if (first) parts.push(`first after ${Math.round(first - began)} ms`);
-  if (reason === "length") parts.push("cut off: no tokens left");
+  if (reason === "length") parts.push("cut off at the token limit");
   return parts.join(" · ");
 }
 
@@ -116,7 +116,7 @@ function keep() {
   localStorage.setItem(KEPT, JSON.stringify(messages));
 }
 
-// ---------------------------------------------------------------- showing
+// ---------------------------------------------------------------- rendering
 
 function render() {
   list.replaceChildren(...messages.map(row));
@@ -136,7 +136,7 @@ function row(message, at) {
   const actions = make("div", { className: "actions" }, make("span", { className: "note" }, note ?? ""));
   if (content) actions.append(copyButton(() => content));
   if (role === "user") actions.append(button("edit", "Edit", () => edit(item, at)));
-  else actions.append(button("again", "Ask again", () => ((messages = messages.slice(0, at)), answer())));
+  else actions.append(button("again", "Generate again", () => ((messages = messages.slice(0, at)), answer())));
   item.append(actions);
   return item;
 }
@@ -146,7 +146,7 @@ function button(name, label, onclick) {
   return make("button", { type: "button", className: "quiet", title: label, ariaLabel: label, onclick: act }, icon(name));
 }
 
-/** Let the user write a message anew; what came after it goes when it is sent. */
+/** Let the user edit a message; sending it removes the messages after it. */
 function edit(item, at) {
   const area = make("textarea", { value: messages[at].content, ariaLabel: "Edit message", rows: 3 });
   const form = make(
@@ -168,7 +168,7 @@ function edit(item, at) {
   area.focus();
 }
 
-/** The composer as high as what is written in it. */
+/** Fit the height of the composer to its text. */
 function fit() {
   question.style.height = "auto";
   question.style.height = `${question.scrollHeight}px`;

@@ -1,4 +1,4 @@
-// Making elements. Text goes in as text, never as HTML.
+// Creation of elements. Text is inserted as text, never as HTML.
 
 export const $ = (id) => document.getElementById(id);
 
@@ -24,7 +24,7 @@ export function draw(tag, attributes = {}, ...children) {
 /** One of the icons of index.html. */
 export const icon = (name) => draw("svg", { "aria-hidden": "true" }, draw("use", { href: `#icon-${name}` }));
 
-/** A button that copies what `text()` gives, and says so for a moment. */
+/** A button that copies the result of `text()`, and confirms it for a moment. */
 export function copyButton(text, label = "Copy") {
   const button = make("button", { type: "button", className: "quiet", title: label, ariaLabel: label }, icon("copy"));
   button.onclick = async () => {
@@ -45,7 +45,7 @@ async function copy(text) {
   area.remove();
 }
 
-/** Tell those who listen rather than look. */
+/** Announce a text to screen readers. */
 export function say(text) {
   $("status").textContent = text;
 }

@@ -1,11 +1,11 @@
-// The engine, live: one scrape of /metrics a second while the page can be seen, and a card per figure.
+// The live view of the engine: /metrics is read once a second while the page is visible; a card for each figure.
 
 import { call } from "./api.js";
 import { $, draw, make } from "./dom.js";
 import { History, read } from "./metrics.js";
 
 const PERIOD = 1000; // milliseconds
-const [WIDTH, HEIGHT] = [180, 48]; // of a chart, in its own units: a second across, a 48th of the scale up
+const [WIDTH, HEIGHT] = [180, 48]; // size of a chart in SVG units: horizontally one per second
 
 const whole = (value) => value.toLocaleString("en", { maximumFractionDigits: 0 });
 const some = (value) => (value < 10 ? value.toFixed(1) : whole(value));
@@ -18,8 +18,8 @@ const CARDS = [
   card("Requests", whole, { running: () => history.gauge("running"), waiting: () => history.gauge("waiting") }, { broad: true }),
   card("KV cache in use", percent, { "of blocks": () => history.gauge("kv") }, { top: 1 }),
   card("Prefix cache hits", percent, { "of prompt tokens": () => history.share("hits", "queries") }, { top: 1 }),
-  card("Requests finished", whole, { "in all": () => history.gauge("finished") }),
-  card("Preemptions", whole, { "in all": () => history.gauge("preempted") }),
+  card("Requests finished", whole, { total: () => history.gauge("finished") }),
+  card("Preemptions", whole, { total: () => history.gauge("preempted") }),
   card("Time to first token", time, percentiles("ttft"), { broad: true }),
   card("Time between tokens", time, percentiles("itl"), { broad: true }),
 ];
@@ -28,7 +28,7 @@ function percentiles(name) {
   return { median: () => history.quantile(name, 0.5), "95th percentile": () => history.quantile(name, 0.95) };
 }
 
-/** Show the cards, and keep them up to date while the page can be seen. */
+/** Show the cards, and update them while the page is visible. */
 export function open() {
   $("cards").append(...CARDS.map(({ node }) => node));
   document.addEventListener("visibilitychange", () => document.hidden || poll());
@@ -48,15 +48,15 @@ async function poll() {
     pulse("live", sentence(history.last));
     $("engine-note").textContent = "The last three minutes, measured every second.";
   } catch (error) {
-    pulse("lost", [error.status ? `no figures (${error.status})` : "not reachable"]);
-    $("engine-note").textContent = error.status ? `No figures: ${error.message}` : "The server cannot be reached. Trying again.";
+    pulse("lost", [error.status ? `no metrics (${error.status})` : "not reachable"]);
+    $("engine-note").textContent = error.status ? `No metrics: ${error.message}` : "The server cannot be reached. Retrying.";
   }
   asking = false;
   if (!$("engine").hidden) paint();
   if (!document.hidden) timer = setTimeout(poll, PERIOD);
 }
 
-/** Draw what is known. */
+/** Draw all cards. */
 export function paint() {
   for (const { update } of CARDS) update();
 }
@@ -72,7 +72,7 @@ function pulse(state, parts) {
   $("pulse-text").replaceChildren(...parts.map((part) => make("span", {}, part)));
 }
 
-/** A card: a title, the newest value of each series, and their lines. `top`: of the scale; else as high as needed. */
+/** A card: a title, the newest value of each series, and their lines. `top`: upper end of the scale; else automatic. */
 function card(title, format, series, { top, broad } = {}) {
   const peak = make("span", { className: "peak" });
   const [values, lines] = [[], []];
@@ -91,7 +91,7 @@ function card(title, format, series, { top, broad } = {}) {
     ...lines.flat(),
     marker,
   );
-  let age = null; // seconds before now, where the pointer is
+  let age = null; // position of the pointer, in seconds before now
   const update = () => {
     const now = history.last?.time ?? 0;
     const drawn = names.map((name) => series[name]().filter(([, value]) => Number.isFinite(value)));
@@ -118,7 +118,7 @@ function card(title, format, series, { top, broad } = {}) {
   return { node, update };
 }
 
-/** The paths of a series: its line, and the area under it. A pause of more than 4 s is a gap. */
+/** The SVG paths of a series: its line, and the area under it. More than 4 s without a value is a gap. */
 function trace(points, now, top) {
   let [line, area, from, last] = ["", "", null, null];
   for (const [at, value] of points) {

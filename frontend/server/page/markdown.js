@@ -1,5 +1,5 @@
 // A small part of Markdown as DOM nodes: fences, headings, lists, quotes, and within a line code, bold, italic and
-// links. Whatever else a model writes stays the text that it is; nothing is ever parsed as HTML.
+// links. All other text is shown unchanged; nothing is ever parsed as HTML.
 
 import { copyButton, make } from "./dom.js";
 

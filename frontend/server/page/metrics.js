@@ -1,4 +1,4 @@
-// From the text of /metrics to figures: parsing, rates, percentiles. No IO, no DOM.
+// Figures from the text of /metrics: parsing, rates, percentiles. No IO, no DOM.
 
 /** Prometheus text as a map from name to samples [{labels, value}]. */
 export function parse(text) {
@@ -18,12 +18,12 @@ export function parse(text) {
 
 const number = (text) => ({ "+Inf": Infinity, "-Inf": -Infinity })[text] ?? Number(text);
 
-/** What the page shows of one scrape; undefined where the server does not measure it. */
+/** The figures of one scrape; undefined where the server has no such metric. */
 export function read(text) {
   const samples = parse(text);
   const sum = (...names) => {
-    const found = names.map((name) => samples.get(`vllm:${name}`)).find(Boolean);
-    return found?.reduce((total, { value }) => total + value, 0);
+    const series = names.map((name) => samples.get(`vllm:${name}`)).find(Boolean);
+    return series?.reduce((total, { value }) => total + value, 0);
   };
   return {
     running: sum("num_requests_running"),
@@ -50,7 +50,7 @@ export function histogram(samples, name) {
   return [...counts].sort((a, b) => a[0] - b[0]);
 }
 
-/** What a histogram counted between two scrapes. */
+/** The counts that a histogram gained between two scrapes. */
 export function between(before, after) {
   const old = new Map(before);
   return after.map(([bound, count]) => [bound, count - (old.get(bound) ?? 0)]);
@@ -70,14 +70,14 @@ export function quantile(buckets, q) {
   return low;
 }
 
-/** Scrapes of the last `seconds`, and what can be said of them. */
+/** The scrapes of the last `seconds`, and series computed from them. */
 export class History {
   constructor(seconds = 180) {
     this.seconds = seconds;
     this.scrapes = [];
   }
 
-  /** Add one, taken at `time` (seconds). A core that began anew, its counters at zero, begins a new history. */
+  /** Add one, taken at `time` (seconds). Counters that have gone back (the core was restarted) begin a new history. */
   push(figures, time) {
     if (figures.generated < this.last?.generated || figures.finished < this.last?.finished) this.scrapes = [];
     this.scrapes.push({ ...figures, time });

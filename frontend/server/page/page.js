@@ -23,7 +23,7 @@ async function nameModel() {
   try {
     $("welcome-model").textContent = (await settings.offerModels()) || "the model";
   } catch (error) {
-    say(error.message); // the engine's figures tell those who look; asking tells everybody
+    say(error.message); // for screen readers; others see the state of the engine in the header
   }
 }
 

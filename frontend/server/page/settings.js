@@ -1,4 +1,4 @@
-// The settings panel: what is sent along with a conversation. Kept in this browser; the API key only in this tab.
+// The settings panel: request fields and the API key. Stored in this browser; the API key only in this tab.
 
 import { models } from "./api.js";
 import { $, make } from "./dom.js";
@@ -9,7 +9,7 @@ const WIDE = matchMedia("(min-width: 64rem)"); // as in page.css
 const form = $("settings-form");
 const panel = $("settings");
 
-/** The request fields that the form holds; an empty field is left to the server. */
+/** The request fields of the form; an empty field is not sent. */
 export function read() {
   const fields = { model: form.elements.model.value };
   for (const { name, type, value } of form.elements) {
@@ -20,23 +20,23 @@ export function read() {
   return fields;
 }
 
-/** The system prompt as messages: one, or none. */
+/** The system prompt as a list of one message, or none. */
 export function system() {
   const content = form.elements.system.value.trim();
   return content ? [{ role: "system", content }] : [];
 }
 
-/** Ask the server for its models, and offer them. */
+/** Fill the list of models from the server. */
 export async function offerModels() {
   const select = form.elements.model;
-  const wanted = select.value || kept().model;
+  const selected = select.value || kept().model;
   const names = await models();
   select.replaceChildren(...names.map((name) => make("option", {}, name)));
-  if (names.includes(wanted)) select.value = wanted;
+  if (names.includes(selected)) select.value = selected;
   return select.value;
 }
 
-/** Wire the panel up. `onModel(name)`: another model, or a key with which models may be seen. */
+/** Connect the panel's events. `onModel()` is called after a change of the model or the API key. */
 export function open(onModel) {
   for (const [name, value] of Object.entries(kept())) {
     if (form.elements[name]) form.elements[name].value = value;

@@ -1,6 +1,6 @@
-// Server-sent events, as https://html.spec.whatwg.org/multipage/server-sent-events.html has them. No IO.
+// A parser of server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html). No IO.
 
-/** Takes text in pieces of any size, gives back the events that they complete. */
+/** Parses text in pieces of any size; `feed` returns the events that a piece completes. */
 export class EventParser {
   #rest = "";
   #data = [];
@@ -10,7 +10,7 @@ export class EventParser {
   feed(text) {
     this.#rest += text;
     const events = [];
-    // A carriage return at the very end may be the first half of a line break: it waits for the next piece.
+    // A carriage return at the very end may be the first half of a line break: it is held until the next piece.
     for (let end; (end = /\r\n|\n|\r(?!$)/.exec(this.#rest)) !== null; ) {
       const line = this.#rest.slice(0, end.index);
       this.#rest = this.#rest.slice(end.index + end[0].length);
@@ -32,6 +32,6 @@ export class EventParser {
     const value = colon < 0 ? "" : line.slice(colon + 1).replace(/^ /, "");
     if (field === "data") this.#data.push(value);
     else if (field === "event") this.#event = value;
-    return null; // comments, ids and retry times mean nothing here
+    return null; // comments, ids and retry times are ignored
   }
 }

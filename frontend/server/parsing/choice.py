@@ -1,11 +1,10 @@
-"""What the tools of a request come to: what the prompt tells of them, what the output must look like, and who
-reads it.
+"""How a request uses tools: the tools in the prompt, the form of the output, and the parser that reads it.
 
-    tool_choice   prompt        output                       parser
-    none          nothing       free                         none
-    auto          all tools     free                         of the server's choosing
-    required      all tools     a list of calls              RequiredCalls
-    a function    all tools     that function's arguments    NamedCall
+tool_choice   prompt        output                       parser
+none          no tools      free                         none
+auto          all tools     free                         the one set by --tool-call-parser
+required      all tools     a list of calls              RequiredCalls
+a function    all tools     that function's arguments    NamedCall
 """
 
 from __future__ import annotations
@@ -44,9 +43,11 @@ NO_AUTO = (
 class ToolUse:
     """How one request uses tools.
 
-    prompted: the tools that the template is given; None: none. schema: the JSON schema of the output; None: it is
-    free. new_parser: makes what reads one output; None: there is nothing to look for. marks_are_special: calls are
-    marked by special tokens, which must stay in the text.
+    Attributes:
+        prompted: tools passed to the chat template; None: none.
+        schema: JSON schema that constrains the output; None: the output is free.
+        new_parser: creates the parser of an output; None: the output has no calls.
+        marks_are_special: calls are marked by special tokens, which must be kept in the text.
     """
 
     prompted: list[dict[str, Any]] | None = None
@@ -56,10 +57,10 @@ class ToolUse:
 
 
 def parser_named(name: str) -> type[Parser]:
-    """The parser of a format.
+    """Return the parser class of a format.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is no format with that name.
     """
     if name not in PARSERS:
         raise ValueError(f"tool_call_parser must be one of {', '.join(PARSERS)}, got {name!r}")
@@ -75,20 +76,25 @@ def tool_use(
     auto: bool = True,
     prompt_unused: bool = False,
 ) -> ToolUse:
-    """What `tools` and `tool_choice` of a request come to.
+    """Check a request's `tools` and `tool_choice`, and return how it uses tools.
 
-    parallel: several calls are allowed. parser: of the format that the model writes calls in, if it is known.
-    auto: the model may choose freely. prompt_unused: tell the model of tools even with the choice "none".
+    Args:
+        parallel: allow several calls.
+        parser: name of the format in which the model writes calls; None: unknown.
+        auto: allow tool_choice "auto".
+        prompt_unused: pass tools to the template even with tool_choice "none".
 
     Raises:
-        ValueError: what is wrong with them.
+        ValueError: the tools or the choice are malformed or contradictory.
     """
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         tools, choice = allowed_tools(tools or (), choice.get("allowed_tools"))
     functions = [function_of(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
     names = [function["name"] for function in functions]
     if len(set(names)) < len(names):
-        raise ValueError(f"tools: two of them are called {next(n for n in names if names.count(n) > 1)!r}")
+        raise ValueError(
+            f"tools: there are two functions named {next(n for n in names if names.count(n) > 1)!r}"
+        )
     if choice is None:
         choice = "auto" if functions else "none"
     prompted = list(tools or ()) or None
@@ -97,7 +103,9 @@ def tool_use(
     if not functions:
         raise ValueError("tool_choice needs tools to choose from")
     model_format = parser_named(parser) if parser is not None else None
-    new_id = short_call_id if model_format is Mistral else call_id  # the template will get them back
+    new_id = (
+        short_call_id if model_format is Mistral else call_id
+    )  # later requests pass these ids to the template
     if choice == "auto":
         if model_format is None or not auto:
             raise ValueError(NO_AUTO)
@@ -113,26 +121,26 @@ def tool_use(
 
 
 def allowed_tools(tools: Sequence[Any], allowed: Any) -> tuple[list[Any], str]:
-    """The tools that a `tool_choice` of type "allowed_tools" leaves, and how to choose among them.
+    """Return the tools that a `tool_choice` of type "allowed_tools" allows, and its mode ("auto" or "required").
 
     Raises:
-        ValueError: it is malformed, or names one that is not there.
+        ValueError: the choice is malformed, or names a tool that does not exist.
     """
     if not isinstance(allowed, dict) or allowed.get("mode") not in ("auto", "required"):
         raise ValueError("tool_choice.allowed_tools needs a mode, 'auto' or 'required', and a list of tools")
     listed = allowed.get("tools")
     names = [chosen_name(tool) for tool in (listed if isinstance(listed, list) else ())]
-    found = {function_of(tool, f"tools[{index}]")["name"]: tool for index, tool in enumerate(tools)}
-    if missing := [name for name in names if name not in found]:
-        raise ValueError(f"tool_choice: there is no tool {missing[0]!r}, only {', '.join(found)}")
-    return [found[name] for name in dict.fromkeys(names)], allowed["mode"]
+    by_name = {function_of(tool, f"tools[{index}]")["name"]: tool for index, tool in enumerate(tools)}
+    if missing := [name for name in names if name not in by_name]:
+        raise ValueError(f"tool_choice: there is no tool {missing[0]!r}, only {', '.join(by_name)}")
+    return [by_name[name] for name in dict.fromkeys(names)], allowed["mode"]
 
 
 def chosen_name(choice: Any) -> str:
-    """The function that `tool_choice` names.
+    """Return the name of the function that `tool_choice` selects.
 
     Raises:
-        ValueError: it names none.
+        ValueError: the choice is malformed.
     """
     function = (
         choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
@@ -147,10 +155,10 @@ def chosen_name(choice: Any) -> str:
 
 
 def function_of(tool: Any, place: str) -> dict[str, Any]:
-    """The function that a tool is. `place`: what messages call it.
+    """Check a tool and return its function. place: path of the tool in the request, for error messages.
 
     Raises:
-        ValueError: what is wrong with it.
+        ValueError: the tool is malformed.
     """
     if (
         not isinstance(tool, dict)
@@ -162,7 +170,7 @@ def function_of(tool: Any, place: str) -> dict[str, Any]:
     name = function.get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(
-            f"{place}.function.name must be letters, digits, '_', '-' and '.', at most 256, got {name!r:.100}"
+            f"{place}.function.name must be at most 256 letters, digits, '_', '-' and '.', got {name!r:.100}"
         )
     if not isinstance(function.get("description"), (str, type(None))):
         raise ValueError(f"{place}.function.description must be a string")

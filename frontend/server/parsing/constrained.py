@@ -1,4 +1,4 @@
-"""Calls that the request demands: the output is constrained to them, and needs no marks."""
+"""Parsers and schemas for calls that the request requires: the output is constrained to them and has no marks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pagewire.frontend.server.parsing.deltas import call_id
 from pagewire.frontend.server.parsing.json_calls import JSONCalls
 from pagewire.frontend.server.parsing.parser import Parser, Reading
 
-DATA = ("const", "enum", "default", "examples")  # what stands there is no schema
+DATA = ("const", "enum", "default", "examples")  # keywords whose values are data, not schemas
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
 class NamedCall(Parser):
-    """The whole output is the arguments of one function."""
+    """Parser for an output that is entirely the arguments of one function."""
 
     def __init__(self, function: str, new_id: Callable[[], str] = call_id) -> None:
         self.function = function
@@ -25,11 +25,11 @@ class NamedCall(Parser):
         self._in_arguments = True
         while not (yield from self.at_end()):
             self._at = len(self._text)
-        self.pass_arguments()
+        self.emit_pending_arguments()
 
 
 class RequiredCalls(JSONCalls):
-    """The whole output is a list of calls."""
+    """Parser for an output that is entirely a list of calls."""
 
     def read(self) -> Reading[None]:
         yield from self.space()
@@ -38,14 +38,14 @@ class RequiredCalls(JSONCalls):
 
 
 def arguments_schema(function: dict[str, Any]) -> dict[str, Any]:
-    """What the arguments of a function must look like."""
+    """Return the JSON schema of a function's arguments."""
     return {"type": "object", **(function.get("parameters") or {})}
 
 
 def calls_schema(functions: list[dict[str, Any]], parallel: bool) -> dict[str, Any]:
-    """What a list of calls must look like: an array of `{"name": ..., "parameters": ...}`, not empty.
+    """Return the JSON schema of a list of calls: a non-empty array of `{"name": ..., "parameters": ...}`.
 
-    Each function's schema stands under its name in `$defs`, and its references are moved along.
+    Each function's schema is placed under its name in `$defs`, and its references are adjusted.
     """
     calls = [
         {
@@ -70,17 +70,17 @@ def calls_schema(functions: list[dict[str, Any]], parallel: bool) -> dict[str, A
 
 
 def moved(schema: Any, place: str) -> Any:
-    """A schema whose references to its own root (`#`, `#/...`) lead to `place` instead."""
+    """Return a copy of a schema whose references to its own root (`#`, `#/...`) point to `place` instead."""
     if isinstance(schema, list):
         return [moved(part, place) for part in schema]
     if not isinstance(schema, dict) or "$id" in schema:  # references below an id are relative to it
         return schema
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, value in schema.items():
         if name == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
-            found[name] = place + value[1:]
+            result[name] = place + value[1:]
         elif name in NAMED_SCHEMAS and isinstance(value, dict):
-            found[name] = {key: moved(part, place) for key, part in value.items()}
+            result[name] = {key: moved(part, place) for key, part in value.items()}
         else:
-            found[name] = value if name in DATA else moved(value, place)
-    return found
+            result[name] = value if name in DATA else moved(value, place)
+    return result

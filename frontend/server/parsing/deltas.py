@@ -1,4 +1,4 @@
-"""What a reply is made of, piece by piece: reasoning, content, and tool calls."""
+"""The parts of a model's reply (reasoning, content, tool calls), as increments and as a whole."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ ALPHANUMERIC = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class Reasoning:
-    """More of what the model thinks before it answers."""
+    """More text of the model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Content:
-    """More of what is said to the user."""
+    """More text for the user."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class CallStart:
-    """A tool call begins. `index`: its place among the calls of the reply, from 0."""
+    """Start of a tool call. index: its position among the calls of the reply, from 0."""
 
     index: int
     id: str
@@ -47,7 +47,7 @@ Delta: TypeAlias = Reasoning | Content | CallStart | Arguments
 
 @dataclass
 class ToolCall:
-    """A call in whole. `arguments` is JSON text, valid only as far as the model wrote valid JSON."""
+    """A whole tool call. arguments: JSON text as the model wrote it, so not necessarily valid."""
 
     id: str
     name: str
@@ -56,7 +56,7 @@ class ToolCall:
 
 @dataclass
 class ParsedReply:
-    """A reply in whole; None: there is no such part."""
+    """A whole reply. None: the reply has no such part."""
 
     reasoning: str | None = None
     content: str | None = None
@@ -64,7 +64,7 @@ class ParsedReply:
 
 
 def fold(deltas: Iterable[Delta]) -> ParsedReply:
-    """The deltas of a stream, put together."""
+    """Combine the deltas of a stream into a whole reply."""
     reply = ParsedReply()
     for delta in deltas:
         if isinstance(delta, Content):
@@ -79,7 +79,7 @@ def fold(deltas: Iterable[Delta]) -> ParsedReply:
 
 
 def merged(last: Delta, delta: Delta) -> Delta | None:
-    """Two deltas in a row as one; None if they are not of one kind."""
+    """Combine two consecutive deltas; None if they are of different kinds or calls."""
     if isinstance(last, Content) and isinstance(delta, Content):
         return Content(last.text + delta.text)
     if isinstance(last, Reasoning) and isinstance(delta, Reasoning):
@@ -90,10 +90,10 @@ def merged(last: Delta, delta: Delta) -> Delta | None:
 
 
 def call_id() -> str:
-    """The id of a call, as OpenAI's look."""
+    """Return a random call id in OpenAI's form."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def short_call_id() -> str:
-    """Nine letters and digits: the only ids that Mistral's chat templates take."""
+    """Return a random call id of nine letters and digits, the only form that Mistral's chat templates accept."""
     return "".join(secrets.choice(ALPHANUMERIC) for _ in range(9))

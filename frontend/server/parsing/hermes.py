@@ -1,4 +1,4 @@
-"""The calls of Hermes 2 Pro, Hermes 3, Qwen 2.5 and Qwen 3: JSON objects between tags.
+"""Parser for calls of Hermes 2 Pro, Hermes 3, Qwen 2.5 and Qwen 3: JSON objects between tags.
 
 <tool_call>
 {"name": "f", "arguments": {"a": 1}}
@@ -14,7 +14,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class Hermes(JSONCalls):
-    """Any number of calls, with text around them. The closing tag may be missing."""
+    """Parser for any number of calls with text around them. The closing tag may be missing."""
 
     close = CLOSE
 
@@ -23,7 +23,7 @@ class Hermes(JSONCalls):
             yield from self.accept(OPEN)
             yield from self.space()
             if not (yield from self.call_object()):
-                self.pass_content()
+                self.emit_content()
                 continue
             yield from self.space()
             if (yield from self.accept(CLOSE)):

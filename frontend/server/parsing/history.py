@@ -1,4 +1,4 @@
-"""Calls in the messages of a request, and the answers of tools, each of which belongs to a call."""
+"""Tool calls and tool results in the messages of a request."""
 
 from __future__ import annotations
 
@@ -7,43 +7,47 @@ from typing import Any
 
 
 def read_history(messages: Sequence[Any]) -> list[Any]:
-    """The messages, with the answers of tools named as the functions that were called: some templates want it, and
-    OpenAI's API does not give it.
+    """Check tool calls and results, and return the messages with the function's name added to every result.
+
+    Some templates need that name, and OpenAI's API does not send it.
 
     Raises:
-        ValueError: calls that are not complete, or answers to calls that were not made.
+        ValueError: a call is malformed, or a result belongs to no earlier call.
     """
     names: dict[str, str] = {}
     return [read_message(message, f"messages[{index}]", names) for index, message in enumerate(messages)]
 
 
 def read_message(message: Any, place: str, names: dict[str, str]) -> Any:
-    """A message; the ids of its calls are added to `names`. `place`: what errors call it.
+    """Check a message and return it, with the function's name if it is a tool result.
+
+    place: path of the message in the request, for error messages. names: function names by call id; the message's
+    calls are added.
 
     Raises:
-        ValueError: what is wrong with its calls, or that it answers none.
+        ValueError: a call is malformed, or the result belongs to no earlier call.
     """
     if not isinstance(message, dict):
-        return message  # refused where messages are read
+        return message  # `chat_prompt` raises for it
     calls = message.get("tool_calls") or ()
     if not isinstance(calls, (list, tuple)):
         raise ValueError(f"{place}.tool_calls must be a list")
     if calls and message.get("role") != "assistant":
-        raise ValueError(f"{place}: only an assistant makes tool calls")
+        raise ValueError(f"{place}: only messages of the assistant may have tool_calls")
     names.update(read_call(call, f"{place}.tool_calls[{index}]") for index, call in enumerate(calls))
     if message.get("role") != "tool":
         return message
     given = message.get("tool_call_id")
     if not isinstance(given, str) or given not in names:
-        raise ValueError(f"{place}.tool_call_id must be the id of a tool call before it, got {given!r:.100}")
+        raise ValueError(f"{place}.tool_call_id must be the id of an earlier tool call, got {given!r:.100}")
     return message if message.get("name") else {**message, "name": names[given]}
 
 
 def read_call(call: Any, place: str) -> tuple[str, str]:
-    """The id of a call, and its function.
+    """Check a call, and return its id and the name of its function.
 
     Raises:
-        ValueError: what is wrong with it.
+        ValueError: the call is malformed.
     """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or call.get("type", "function") != "function":

@@ -1,9 +1,9 @@
-"""Calls written as JSON objects: `{"name": "f", "arguments": {...}}`.
+"""Base class of the parsers for calls written as JSON objects: `{"name": "f", "arguments": {...}}`.
 
-An object is a call once its head says so: its name is known, and an object of arguments begins. Until then
-nothing is passed on, and what turns out otherwise is content. From there on arguments are passed on as the model
-writes them, valid or not and complete or not, as OpenAI's API does: whoever gets them parses them. They end
-where their brackets are balanced.
+An object counts as a call once its name is known and an object of arguments begins. Nothing is emitted before that,
+and an object that turns out not to be a call is content. From there on, arguments are emitted as the model writes
+them, even if they are invalid or incomplete: OpenAI's API does the same, and the client parses them. They end where
+their brackets are balanced.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import Any, ClassVar
 from pagewire.frontend.server.parsing.parser import NAME, Parser, Reading
 
 ARGUMENTS = ("arguments", "parameters")
-LABELS = ("id", "type")  # members that say nothing new
-MAX_STRING = 512  # characters of a key, a name or a label
+LABELS = ("id", "type")  # members that are skipped
+MAX_STRING = 512  # longest key, name or label in characters; with a longer one, the object is not a call
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 STRING_END = re.compile(r'["\\]')
 SIGN = re.compile(r'["{}\[\]<]')
 
 
 class JSONCalls(Parser):
-    """What the formats with JSON objects share.
+    """Base class of the parsers for formats with JSON objects.
 
     Attributes:
-        needs_arguments: an object with only a name is no call.
-        close: what ends a call, even within arguments whose brackets are not balanced.
+        needs_arguments: an object with only a name is not a call.
+        close: tag that ends a call, even if the brackets of its arguments are not balanced.
     """
 
     needs_arguments: ClassVar[bool] = False
     close: ClassVar[str] = ""
 
     def call_list(self) -> Reading[bool]:
-        """Read `[{...}, {...}]`, passing calls on. False: something stands there that is none."""
+        """Read `[{...}, {...}]` and emit the calls. Returns False at text that is not a call."""
         if not (yield from self.accept("[")):
             return False
         while True:
@@ -50,7 +50,7 @@ class JSONCalls(Parser):
             self.drop()
 
     def call_object(self) -> Reading[bool]:
-        """Read one object and pass it on as a call. False: it is none, and nothing is passed on."""
+        """Read an object and emit it as a call. Returns False, and emits nothing, if it is not a call."""
         name, arguments = "", ""
         more = yield from self.accept("{")
         while more:
@@ -77,12 +77,12 @@ class JSONCalls(Parser):
         if not (name and arguments):
             return False
         self.start_call(name)
-        self.say_arguments(arguments)
+        self.emit_arguments(arguments)
         yield from self.end_object()
         return True
 
     def key(self) -> Reading[str | None]:
-        """Read `"key":` and white space around it; None: something else stands there."""
+        """Read `"key":` and white space around it, and return the key; None at other text."""
         yield from self.space()
         key = yield from self.string()
         yield from self.space()
@@ -92,7 +92,7 @@ class JSONCalls(Parser):
         return key
 
     def string(self) -> Reading[str | None]:
-        """Read a short string; None: something else stands there."""
+        """Read and return a string of at most `MAX_STRING` characters; None at other text."""
         while (match := STRING.match(self._text, self._at)) is None:
             begin = self._text[self._at : self._at + 1]
             if begin not in ("", '"') or len(self._text) - self._at > MAX_STRING:
@@ -103,25 +103,26 @@ class JSONCalls(Parser):
         return decoded(match[0]) if len(match[0]) <= MAX_STRING else None
 
     def object_begins(self) -> Reading[bool]:
-        """Whether an object comes next: a bracket, and then a key or its end."""
+        """Return whether an object comes next ("{" and then a key or "}"), without reading it."""
         begin = len(self.pending)
-        found = yield from self.accept("{")
-        if found:
+        is_object = yield from self.accept("{")
+        if is_object:
             yield from self.space()
-            found = (yield from self.comes('"')) or (yield from self.comes("}"))
+            is_object = (yield from self.comes('"')) or (yield from self.comes("}"))
         self._at = self._from + begin
-        return found
+        return is_object
 
     def streamed_arguments(self) -> Reading[None]:
-        """Read a value, passing it on as arguments as it comes."""
+        """Read a value, and emit it as arguments while it is read."""
         self._in_arguments = True
         yield from self.value()
         self._in_arguments = False
-        self.pass_arguments()
+        self.emit_pending_arguments()
 
     def whole_arguments(self) -> Reading[str]:
-        """Read the arguments of a call whose name is not known yet, or that are no object: `null`, or JSON in a
-        string. Returns their JSON text; "" if they are none.
+        """Read arguments whose call has no name yet, or that are `null` or JSON in a string.
+
+        Returns their JSON text; "" if they are invalid.
         """
         begin = len(self.pending)
         if (yield from self.accept("null")):
@@ -136,7 +137,7 @@ class JSONCalls(Parser):
         return text if isinstance(loaded(text), dict) else ""
 
     def end_object(self) -> Reading[None]:
-        """Read the rest of the object of a call. It may be missing."""
+        """Read the rest of a call's object, which may be missing."""
         yield from self.space()
         if (yield from self.accept(",")):
             yield from self.value(depth=1)
@@ -145,7 +146,7 @@ class JSONCalls(Parser):
             self.drop()
 
     def value(self, depth: int = 0) -> Reading[None]:
-        """Read a string or an object to its end, or to `close`, or to the end of all. `depth`: of open brackets."""
+        """Read a string or an object to its end, to `close` or to the end. depth: number of open brackets."""
         while sign := (yield from self.through(SIGN)):
             if sign == '"':
                 yield from self.string_end(STRING_END)
@@ -160,7 +161,7 @@ class JSONCalls(Parser):
 
 
 def loaded(text: str) -> Any:
-    """The value of JSON text; None if it has none."""
+    """Return the value of JSON text; None if it is invalid."""
     try:
         return json.loads(text, strict=False)
     except (ValueError, RecursionError):
@@ -168,7 +169,7 @@ def loaded(text: str) -> Any:
 
 
 def decoded(text: str) -> str | None:
-    """The string that JSON text is; None if it is none, or one that UTF-8 cannot write."""
+    """Return the string that JSON text encodes; None if it is not a string, or cannot be encoded as UTF-8."""
     value = loaded(text)
     if not isinstance(value, str):
         return None

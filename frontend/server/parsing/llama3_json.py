@@ -1,4 +1,4 @@
-"""The calls of Llama 3.1 and 3.2: bare JSON objects, sometimes after a mark, sometimes several with semicolons.
+"""Parser for calls of Llama 3.1 and 3.2: bare JSON objects, optionally after a mark, or several with semicolons.
 
 <|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}
 """
@@ -12,8 +12,9 @@ MARK = "<|python_tag|>"
 
 
 class Llama3JSON(JSONCalls):
-    """Calls stand anywhere, with or without the mark. Without its arguments an object is none: many an answer is
-    JSON with a name in it.
+    """Parser for calls anywhere in the text, with or without the mark.
+
+    An object without arguments is not a call, since ordinary answers may be JSON with a "name".
     """
 
     needs_arguments = True
@@ -27,4 +28,4 @@ class Llama3JSON(JSONCalls):
                 yield from self.space()
                 yield from self.accept(";")
                 yield from self.space()
-            self.pass_content()
+            self.emit_content()

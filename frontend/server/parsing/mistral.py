@@ -1,5 +1,5 @@
-"""The calls of Mistral's models: after a mark, a list of JSON objects, or since tokenizer v11 one name and its
-arguments for each mark.
+"""Parser for calls of Mistral's models: a mark and a list of JSON objects, or (since tokenizer v11) a mark, a name
+and arguments for each call.
 
     [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]
     [TOOL_CALLS]f{"a": 1}[TOOL_CALLS]g[ARGS]{}
@@ -17,7 +17,7 @@ MARK, ID_MARK, ARGUMENTS_MARK = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
 class Mistral(JSONCalls):
-    """Text, and calls of either form."""
+    """Parser for text and calls of either form."""
 
     marks_are_special = True
 
@@ -30,10 +30,10 @@ class Mistral(JSONCalls):
             yield from self.space()
             listed = yield from self.comes("[")
             if not (yield from (self.call_list() if listed else self.named_call())):
-                self.pass_content()
+                self.emit_content()
 
     def named_call(self) -> Reading[bool]:
-        """Read `f{...}`, or `f[CALL_ID]123456789[ARGS]{...}`. False: something else stands there."""
+        """Read and emit `f{...}` or `f[CALL_ID]123456789[ARGS]{...}`. Returns False at other text."""
         name = yield from self.name()
         if not name:
             return False

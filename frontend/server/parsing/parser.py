@@ -1,15 +1,15 @@
-"""Reading the text of a reply while it is generated.
+"""Base class of the parsers that read the text of a reply while it is generated.
 
-A parser is written as if all the text were there: `read` is a generator that reads from the front and passes
-deltas on, and yields where it needs more text. So one reading serves streamed and whole replies, and how the
-text was cut cannot matter.
+A parser is written as if the whole text were available: `read` is a generator that reads from the front, emits
+deltas, and yields where it needs more text. The same code therefore reads streamed and whole replies, and the
+result does not depend on how the text was split.
 
-        passed on | read, not passed on | not read yet
-                  ^ self._from          ^ self._at
+           emitted | read, not emitted | not read yet
+                   ^ self._from        ^ self._at
 
-What is read is either passed on as content or arguments, or dropped, because it is a mark of the format. White
-space in content waits for the text after it, and is dropped at the end of a reply with calls: it only set them
-apart. Besides that, all that is not a call is content, unchanged.
+Text that has been read is either emitted as content or arguments, or dropped as a mark of the format. White space
+in content is held until other text follows, and dropped at the end of a reply with calls, where it is only a
+separator. All other text that is not a call is content, unchanged.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ SPACE = re.compile(r"\s*")
 
 
 class Parser(ABC):
-    """Reads one reply. `read` says how.
+    """Parser of one reply; subclasses implement `read`.
 
-    new_id: makes the ids of calls. parallel: whether there may be several calls; else only the first is told of.
+    Args:
+        new_id: returns an id for a new call. parallel: emit all calls; False: only the first.
+
     Attributes:
-        marks_are_special: the marks of the format are special tokens, which must not be left out of the text.
+        marks_are_special: the marks of the format are special tokens, which must be kept in the text.
     """
 
     marks_are_special: ClassVar[bool] = False
@@ -52,17 +54,17 @@ class Parser(ABC):
         self._new_id, self._parallel = new_id, parallel
         self._text, self._from, self._at = "", 0, 0
         self._ended = False
-        self._in_arguments = False  # pass them on as they come
-        self._prose: type[Content] | type[Reasoning] = Content  # what text is that is no call
-        self._blank: list[str] = []  # white space that waits for text
-        self._line_is_blank = True  # but for calls
+        self._in_arguments = False  # emit arguments as soon as they are read
+        self._prose: type[Content] | type[Reasoning] = Content  # kind of delta for text outside of calls
+        self._blank: list[str] = []  # white space that is emitted once other text follows
+        self._line_is_blank = True  # the current line has no content yet
         self._num_calls = 0
         self._deltas: list[Delta] = []
         self._reading = self.read()
         next(self._reading, None)
 
     def feed(self, text: str) -> list[Delta]:
-        """What is certain after some more text."""
+        """Add text, and return the deltas that are certain now."""
         if text:
             self._text = self._text[self._from :] + text
             self._at -= self._from
@@ -71,62 +73,62 @@ class Parser(ABC):
         return self._take()
 
     def finish(self) -> list[Delta]:
-        """The rest, after the last text."""
+        """End the reply, and return the remaining deltas."""
         if not self._ended:
             self._ended = True
             next(self._reading, None)
             self._at = len(self._text)
-            self.pass_content()
+            self.emit_content()
             if not self._num_calls:
                 self._emit(self._prose("".join(self._blank)))
         return self._take()
 
     def parse(self, text: str) -> ParsedReply:
-        """A reply in whole."""
+        """Parse a whole reply."""
         return fold([*self.feed(text), *self.finish()])
 
     @abstractmethod
     def read(self) -> Reading[None]:
-        """Read the reply to its end."""
+        """Read the reply to its end: yield for more text, and emit deltas with the methods below."""
 
     # -------------------------------------------------------------- reading
 
     def more(self) -> Reading[bool]:
-        """Wait for more text; False at the end."""
+        """Wait for more text; return False at the end of the reply."""
         if not self._ended:
             if self._in_arguments:
-                self.pass_arguments()
+                self.emit_pending_arguments()
             yield
         return not self._ended
 
     def at_end(self) -> Reading[bool]:
-        """Whether there is no more text."""
+        """Return True if all text has been read and no more will follow."""
         while self._at == len(self._text):
             if not (yield from self.more()):
                 return True
         return False
 
     def text_until(self, *marks: str, line_start: str = "") -> Reading[str]:
-        """Pass content on up to the first of `marks`, or to `line_start` if that begins a line.
+        """Emit content up to the first of `marks`, or up to `line_start` at the start of a line.
 
-        Returns the mark, which is not read yet; "" at the end.
+        Returns the mark, which has not been read yet; "" at the end.
         """
         literals = [mark for mark in (*marks, line_start) if mark]
         pattern = re.compile("|".join(map(re.escape, literals)))
         while True:
-            while found := pattern.search(self._text, self._at):
-                self._at = found.start()
-                self.pass_content()
-                if found[0] != line_start or self._line_is_blank:
-                    return found[0]
-                self._at = found.end()
+            while match := pattern.search(self._text, self._at):
+                self._at = match.start()
+                self.emit_content()
+                if match[0] != line_start or self._line_is_blank:
+                    return match[0]
+                self._at = match.end()
             self._at = len(self._text) - self._held(literals)
-            self.pass_content()
+            self.emit_content()
             if not (yield from self.more()):
                 return ""
 
     def _held(self, literals: list[str]) -> int:
-        """How many characters at the end may begin one of these."""
+        """Return the number of characters at the end of the text that may be the start of one of `literals`."""
         longest = max(map(len, literals)) - 1
         rest = self._text[max(self._at, len(self._text) - longest) :]
         for begin in range(len(rest)):
@@ -135,15 +137,15 @@ class Parser(ABC):
         return 0
 
     def rest(self) -> Reading[None]:
-        """Pass all that follows on as content."""
+        """Emit the rest of the reply as content."""
         while True:
             self._at = len(self._text)
-            self.pass_content()
+            self.emit_content()
             if not (yield from self.more()):
                 return
 
     def accept(self, literal: str) -> Reading[bool]:
-        """Read this if it comes next."""
+        """Read `literal` if it comes next; return whether it did."""
         while not self._text.startswith(literal, self._at):
             rest = self._text[self._at : self._at + len(literal)]
             if not literal.startswith(rest) or not (yield from self.more()):
@@ -152,7 +154,7 @@ class Parser(ABC):
         return True
 
     def comes(self, literal: str) -> Reading[bool]:
-        """Whether this comes next."""
+        """Return whether `literal` comes next, without reading it."""
         read = yield from self.accept(literal)
         if read:
             self._at -= len(literal)
@@ -166,22 +168,22 @@ class Parser(ABC):
                 return
 
     def through(self, sign: re.Pattern[str]) -> Reading[str]:
-        """Read up to the next of these signs, and that. Returns it; "" at the end."""
-        while (found := sign.search(self._text, self._at)) is None:
+        """Read up to and including the next match of `sign`. Returns the match; "" at the end."""
+        while (match := sign.search(self._text, self._at)) is None:
             self._at = len(self._text)
             if not (yield from self.more()):
                 return ""
-        self._at = found.end()
-        return found[0]
+        self._at = match.end()
+        return match[0]
 
     def string_end(self, end: re.Pattern[str]) -> Reading[None]:
-        """Read through the quote that ends a string; a backslash takes what follows it with it."""
+        """Read through the quote that ends a string, skipping characters escaped by a backslash."""
         while (yield from self.through(end)) == "\\":
             if not (yield from self.at_end()):
                 self._at += 1
 
     def name(self) -> Reading[str]:
-        """Read the name of a function; "" if none comes next."""
+        """Read the name of a function; return "" if the next text is not a name."""
         while True:
             match = NAME.match(self._text, self._at)
             end = match.end() if match else self._at
@@ -190,19 +192,19 @@ class Parser(ABC):
         name, self._at = self._text[self._at : end], end
         return name
 
-    # -------------------------------------------------------------- passing on
+    # -------------------------------------------------------------- emitting
 
     @property
     def pending(self) -> str:
-        """What is read and not passed on."""
+        """Text that has been read and not emitted."""
         return self._text[self._from : self._at]
 
     def drop(self) -> None:
-        """What is read is a mark, or said otherwise."""
+        """Discard the pending text: it is a mark, or has been emitted in another form."""
         self._from = self._at
 
-    def pass_content(self) -> None:
-        """What is read is content."""
+    def emit_content(self) -> None:
+        """Emit the pending text as content."""
         if text := self.pending:
             line = text[text.rfind("\n") + 1 :]
             self._line_is_blank = not line.strip() and ("\n" in text or self._line_is_blank)
@@ -214,18 +216,18 @@ class Parser(ABC):
         self.drop()
 
     def start_call(self, name: str) -> None:
-        """A call begins; what is read is the head of it."""
+        """Emit the start of a call, and discard the pending text, which is its head."""
         self._emit(CallStart(self._num_calls, self._new_id(), name))
         self._num_calls += 1
         self.drop()
 
-    def pass_arguments(self) -> None:
-        """What is read is arguments of the call."""
-        self.say_arguments(self.pending)
+    def emit_pending_arguments(self) -> None:
+        """Emit the pending text as arguments of the call."""
+        self.emit_arguments(self.pending)
         self.drop()
 
-    def say_arguments(self, text: str) -> None:
-        """Arguments of the call that are not the text read."""
+    def emit_arguments(self, text: str) -> None:
+        """Emit arguments of the call that differ from the pending text."""
         self._emit(Arguments(self._num_calls - 1, text))
 
     def _emit(self, delta: Delta) -> None:

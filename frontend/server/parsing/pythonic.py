@@ -1,4 +1,4 @@
-"""The calls of Llama 3.2, Llama 4 and others: a list of calls in Python.
+"""Parser for calls of Llama 3.2, Llama 4 and others: a list of calls in Python syntax.
 
 [f(a=1, b="x"), g()]
 """
@@ -17,12 +17,13 @@ MARKS = ("<|python_start|>", "<|python_tag|>")
 END_MARK = "<|python_end|>"
 SIGN = re.compile(r"""['"()\[\]{}]""")
 STRING_END = {quote: re.compile(rf"[\\{quote}]") for quote in "'\""}
-CONSTANTS = {"true": True, "false": False, "null": None}  # as JSON has them: models mix them up
+CONSTANTS = {"true": True, "false": False, "null": None}  # JSON's names: models mix the two syntaxes
 
 
 class Pythonic(Parser):
-    """Lists begin at a mark or at the beginning of a line. A call is passed on when it is complete, and what
-    follows it shows that it stands in a list: so what is none is content.
+    """Parser for lists of calls, which begin at a mark or at the start of a line.
+
+    A call is emitted when it is complete and followed by "," or "]" (or the end). Anything else is content.
     """
 
     def read(self) -> Reading[None]:
@@ -35,10 +36,10 @@ class Pythonic(Parser):
                 if (yield from self.accept(END_MARK)):
                     self.drop()
             else:
-                self.pass_content()
+                self.emit_content()
 
     def calls(self) -> Reading[bool]:
-        """Read `f(...), g(...)]`, passing calls on. False: something stands there that is none."""
+        """Read `f(...), g(...)]` and emit the calls. Returns False at text that is not a call."""
         while True:
             yield from self.space()
             call = call_of((yield from self.call()))
@@ -50,7 +51,7 @@ class Pythonic(Parser):
                 return False
             name, arguments = call
             self.start_call(name)
-            self.say_arguments(arguments)
+            self.emit_arguments(arguments)
             if not another:
                 return True
             yield from self.space()
@@ -59,7 +60,7 @@ class Pythonic(Parser):
                 return True
 
     def call(self) -> Reading[str]:
-        """Read a name and what it has in parentheses; "" if something else stands there."""
+        """Read a name and its parentheses, and return their text; "" if the text is not a call."""
         begin = len(self.pending)
         if not (yield from self.name()) or not (yield from self.accept("(")):
             return ""
@@ -78,7 +79,7 @@ class Pythonic(Parser):
         return self.pending[begin:]
 
     def string(self, quote: str) -> Reading[None]:
-        """Read a Python string, of which one quote is read."""
+        """Read the rest of a Python string after its first quote."""
         triple = yield from self.accept(quote * 2)
         yield from self.string_end(STRING_END[quote])
         while triple and not (yield from self.accept(quote * 2)) and not (yield from self.at_end()):
@@ -86,10 +87,10 @@ class Pythonic(Parser):
 
 
 def call_of(text: str) -> tuple[str, str] | None:
-    """The name and the JSON arguments of a Python call whose arguments are named literals; None if it is none."""
+    """Return the name and the JSON arguments of a Python call; None unless its arguments are keyword literals."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of strange escapes
+            warnings.simplefilter("ignore")  # invalid escapes in strings
             call = ast.parse(text, mode="eval").body
         if not isinstance(call, ast.Call) or call.args or any(part.arg is None for part in call.keywords):
             return None
@@ -103,10 +104,10 @@ def call_of(text: str) -> tuple[str, str] | None:
 
 
 def literal(node: ast.expr) -> Any:
-    """The value that a Python expression writes out.
+    """Return the value of a Python literal, which may contain JSON's true, false and null.
 
     Raises:
-        ValueError: it is not a literal.
+        ValueError: the expression is not a literal.
     """
     if isinstance(node, ast.Name) and node.id in CONSTANTS:
         return CONSTANTS[node.id]

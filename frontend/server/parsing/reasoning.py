@@ -1,4 +1,4 @@
-"""What models think before they answer, between tags.
+"""Parser for the reasoning that models write before the answer, between tags.
 
 <think>
 The user wants ...
@@ -16,20 +16,23 @@ from pagewire.frontend.server.parsing.deltas import Content, Delta, Reasoning
 from pagewire.frontend.server.parsing.parser import Parser, Reading
 
 OPEN, CLOSE = "<think>", "</think>"
-BEGUN = {"deepseek_r1": True, "qwen3": False}  # whether the prompt has opened the tag already
+BEGUN = {
+    "deepseek_r1": True,
+    "qwen3": False,
+}  # formats by name; True: the prompt already contains the opening tag
 
 
 class Text(Parser):
-    """An answer without calls."""
+    """Parser for an answer without calls: all text is content."""
 
     def read(self) -> Reading[None]:
         yield from self.rest()
 
 
 class Thinking(Parser):
-    """Reasoning, and then an answer that `answer` reads. White space around both sets them apart, and is dropped.
+    """Parser for reasoning followed by an answer. White space around both is a separator and is dropped.
 
-    begun: the reply begins within the reasoning, and need not open it.
+    answer: parser of the answer. begun: the reply begins within the reasoning, without an opening tag.
     """
 
     def __init__(self, answer: Parser, begun: bool) -> None:
@@ -48,35 +51,35 @@ class Thinking(Parser):
         self._deltas += self.answer.finish()
 
     def reasoning(self) -> Reading[None]:
-        """Read the reasoning and the tag that ends it."""
+        """Read and emit the reasoning, and read the closing tag."""
         yield from self.space()
         self.drop()
         self._prose = Reasoning
         closed = yield from self.text_until(CLOSE)
         if not closed:
             self._at = len(self._text)
-            self.pass_content()
+            self.emit_content()
         self._prose, self._blank = Content, []
         yield from self.accept(CLOSE)
         yield from self.space()
         self.drop()
 
     def finish(self) -> list[Delta]:
-        """The rest, after the last text."""
+        """End the reply, and return the remaining deltas."""
         self._ended = True
         next(self._reading, None)
         return self._take()
 
 
 def thinking(tools: ToolUse, parser: str) -> ToolUse:
-    """The same use of tools, by a model that thinks before. parser: one of `BEGUN`.
+    """Return `tools` with a parser that separates reasoning from the answer. parser: a key of `BEGUN`.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is no format with that name.
     """
     if parser not in BEGUN:
         raise ValueError(f"reasoning_parser must be one of {', '.join(BEGUN)}, got {parser!r}")
     if tools.schema is not None:
-        return tools  # the whole output follows it: there is no room for thoughts
+        return tools  # the schema constrains the whole output, so there is no reasoning
     new_answer = tools.new_parser or Text
     return replace(tools, new_parser=lambda: Thinking(new_answer(), BEGUN[parser]))

@@ -1,4 +1,4 @@
-"""From generated text to what an answer says: one parser per output, the same for streams and whole answers.
+"""Conversion of generated text to the parts of an answer, with one parser per output, streamed or not.
 
 text of the engine --feed--> ReplyDelta ... --finish--> ReplyDelta
 """
@@ -16,9 +16,9 @@ from pagewire.frontend.server.parsing.parser import Parser
 
 
 class ReplyDelta(msgspec.Struct, omit_defaults=True):
-    """What is new of an answer.
+    """An increment of an answer.
 
-    content: text for the reader. reasoning: text of the model's thinking. tool_calls: each new or longer call.
+    content: text for the user. reasoning: text of the model's reasoning. tool_calls: new calls and increments.
     """
 
     content: str = ""
@@ -27,49 +27,49 @@ class ReplyDelta(msgspec.Struct, omit_defaults=True):
 
     @property
     def empty(self) -> bool:
-        """True if it says nothing."""
+        """True if no part has grown."""
         return not (self.content or self.reasoning or self.tool_calls)
 
 
 class ReplyParser(Protocol):
-    """Reads one output as it comes, under any chunking."""
+    """A parser of one output, whose result does not depend on how the text is split."""
 
     def feed(self, text: str) -> ReplyDelta:
-        """More text. What cannot be told yet is held back."""
+        """Add text; return what is certain now."""
 
     def finish(self) -> ReplyDelta:
-        """The output has ended: what was held back."""
+        """End the output; return what was held back."""
 
 
 class TextReply:
-    """An answer that is what was generated."""
+    """A parser that returns the text unchanged."""
 
     def feed(self, text: str) -> ReplyDelta:
-        """The text."""
+        """Return the text."""
         return ReplyDelta(text)
 
     def finish(self) -> ReplyDelta:
-        """Nothing was held back."""
+        """Return nothing: no text is held back."""
         return ReplyDelta()
 
 
 class ReplyWithCalls:
-    """An answer with calls in it."""
+    """A parser for answers with tool calls or reasoning."""
 
     def __init__(self, parser: Parser) -> None:
         self._parser = parser
 
     def feed(self, text: str) -> ReplyDelta:
-        """What the text says for certain."""
-        return told(self._parser.feed(text))
+        """Add text; return what is certain now."""
+        return reply_delta(self._parser.feed(text))
 
     def finish(self) -> ReplyDelta:
-        """What is left."""
-        return told(self._parser.finish())
+        """End the output; return what was held back."""
+        return reply_delta(self._parser.finish())
 
 
 def read(parser: ReplyParser, text: str, ended: bool) -> ReplyDelta:
-    """What the next text of an output says. ended: it is the last."""
+    """Feed a parser the next text of an output. ended: it is the last text."""
     delta = parser.feed(text)
     if ended:
         last = parser.finish()
@@ -79,8 +79,8 @@ def read(parser: ReplyParser, text: str, ended: bool) -> ReplyDelta:
     return delta
 
 
-def told(deltas: list[Delta]) -> ReplyDelta:
-    """A parser's deltas as answers tell them."""
+def reply_delta(deltas: list[Delta]) -> ReplyDelta:
+    """Combine a parser's deltas into one increment of the answer."""
     reply = ReplyDelta()
     for delta in deltas:
         if isinstance(delta, Content):
@@ -97,7 +97,7 @@ def told(deltas: list[Delta]) -> ReplyDelta:
 
 
 def joined(deltas: list[ToolCall]) -> list[ToolCall]:
-    """Deltas of tool calls, put together: one for each call, in order of their indexes."""
+    """Combine deltas of tool calls: return one for each call, in order of their indexes."""
     calls: dict[int, ToolCall] = {}
     for delta in deltas:
         index = 0 if delta.index is UNSET else delta.index

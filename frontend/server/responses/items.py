@@ -1,4 +1,4 @@
-"""Items of responses to messages of a chat, and the other fields that chat completions call otherwise."""
+"""Conversion of a request to /v1/responses, with its items, to a request for a chat completion."""
 
 from __future__ import annotations
 
@@ -45,29 +45,35 @@ INCLUDABLE = frozenset(
     }
 )
 UNSUPPORTED = ("prompt", "conversation", "context_management", "moderation")
-MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512  # of metadata
+MAX_PAIRS, MAX_KEY, MAX_VALUE = (
+    16,
+    64,
+    512,
+)  # limits of `metadata` in OpenAI's API: pairs, and characters of each
 
 JSON = dict[str, Any]
 
 
 def new_id(prefix: str) -> str:
-    """An id that nobody can guess."""
+    """Return a random id, which cannot be guessed."""
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
 def check_request(request: ResponsesRequest) -> None:
-    """Refuse what is not supported, or makes no sense.
+    """Check fields that are not supported, contradictions, and limits.
 
     Raises:
-        APIError: what is wrong.
+        APIError: a field is not supported, contradicts another, or is too large.
     """
     for name in UNSUPPORTED:
         if getattr(request, name):
             raise APIError(400, f"{name} is not supported", param=name)
     if unknown := set(request.include or ()) - INCLUDABLE:
-        raise APIError(400, f"include: there is no {min(unknown)!r:.100}", param="include")
+        raise APIError(400, f"include: unknown value {min(unknown)!r:.100}", param="include")
     if request.background and request.store is False:
-        raise APIError(400, "background needs store: the answer is to be retrieved", param="background")
+        raise APIError(
+            400, "background needs store=true: the response is retrieved later", param="background"
+        )
     metadata = request.metadata or {}
     if len(metadata) > MAX_PAIRS or any(
         len(key) > MAX_KEY or len(value) > MAX_VALUE for key, value in metadata.items()
@@ -77,7 +83,7 @@ def check_request(request: ResponsesRequest) -> None:
 
 
 def chat_request(request: ResponsesRequest, items: Sequence[JSON]) -> ChatRequest:
-    """The request as one for a chat completion. items: all of them, from the conversation's beginning.
+    """Convert a request to one for a chat completion. items: all items from the conversation's beginning.
 
     Raises:
         APIError: an item, tool or field that is not supported.
@@ -87,7 +93,7 @@ def chat_request(request: ResponsesRequest, items: Sequence[JSON]) -> ChatReques
     tools, choice = tools_of(request)
     return ChatRequest(
         messages=messages_of(request.instructions, items),
-        stream=request.stream or request.background,  # what is made in the background can be looked at
+        stream=request.stream or request.background,  # a background response can be read while it grows
         max_completion_tokens=request.max_output_tokens,
         logprobs=wants_logprobs,
         top_logprobs=request.top_logprobs,
@@ -104,10 +110,10 @@ def chat_request(request: ResponsesRequest, items: Sequence[JSON]) -> ChatReques
 
 
 def read_input(given: str | Sequence[JSON] | None) -> list[JSON]:
-    """The items of a request's input, each with a type and an id.
+    """Return the items of a request's input, each with a type and an id.
 
     Raises:
-        APIError: none, or one that is not supported.
+        APIError: the input is missing or empty, or an item is malformed or not supported.
     """
     if given is None:
         raise APIError(400, "input is missing", param="input")
@@ -119,10 +125,10 @@ def read_input(given: str | Sequence[JSON] | None) -> list[JSON]:
 
 
 def read_item(given: JSON, place: str) -> JSON:
-    """One item.
+    """Check an item and return it with a type and an id. place: its path in the request, for error messages.
 
     Raises:
-        APIError: it is not supported, or lacks something. `place`: what messages call it.
+        APIError: the item is malformed or not supported.
     """
     kind = given.get("type", "message" if "role" in given else None)
     needed: tuple[str, ...] = ()
@@ -139,7 +145,7 @@ def read_item(given: JSON, place: str) -> JSON:
             raise APIError(400, f"{place}.output must be a string or a list of parts", param="input")
     else:
         known = ", ".join(PREFIXES)
-        raise APIError(400, f"{place}: items can be {known}, got {kind!r:.100}", param="input")
+        raise APIError(400, f"{place}.type must be one of {known}, got {kind!r:.100}", param="input")
     for name in needed:
         if not isinstance(given.get(name), str):
             raise APIError(400, f"{place}.{name} must be a string", param="input")
@@ -148,10 +154,10 @@ def read_item(given: JSON, place: str) -> JSON:
 
 
 def messages_of(instructions: str | None, items: Iterable[JSON]) -> list[JSON]:
-    """Items as a conversation: calls belong to the message of the assistant that they follow.
+    """Convert items to the messages of a chat. Calls are added to the assistant's message before them.
 
     Raises:
-        APIError: the outcome of a call that nobody made.
+        APIError: a call's output has no call before it.
     """
     messages: list[JSON] = [] if instructions is None else [{"role": "system", "content": instructions}]
     called: dict[str, str] = {}
@@ -178,7 +184,7 @@ def messages_of(instructions: str | None, items: Iterable[JSON]) -> list[JSON]:
 
 
 def content_of(content: str | list[Any]) -> str | list[Any]:
-    """A content as chat completions have it: refusals are text, and what is only text is a string."""
+    """Convert content to that of a chat message: refusals become text, and a single text part becomes a string."""
     if isinstance(content, str):
         return content
     parts = [
@@ -196,10 +202,10 @@ def content_of(content: str | list[Any]) -> str | list[Any]:
 
 
 def tools_of(request: ResponsesRequest) -> tuple[list[JSON] | None, Any]:
-    """Tools and tool_choice as chat completions have them.
+    """Return `tools` and `tool_choice` in the format of chat completions.
 
     Raises:
-        APIError: a tool that is no function.
+        APIError: a tool is not a function.
     """
     tools: list[JSON] = []
     for index, tool in enumerate(request.tools or ()):
@@ -220,14 +226,14 @@ def tools_of(request: ResponsesRequest) -> tuple[list[JSON] | None, Any]:
     return tools or None, choice
 
 
-def format_of(wanted: TextFormat) -> ResponseFormat:
-    """The form of the text as `response_format`.
+def format_of(text_format: TextFormat) -> ResponseFormat:
+    """Return the format of the text as a `response_format`.
 
     Raises:
-        APIError: its schema is missing.
+        APIError: the schema is missing.
     """
-    if wanted.type != "json_schema":
-        return ResponseFormat(wanted.type)
-    if wanted.schema is None:
+    if text_format.type != "json_schema":
+        return ResponseFormat(text_format.type)
+    if text_format.schema is None:
         raise APIError(400, "text.format needs a schema", param="text")
-    return ResponseFormat("json_schema", JsonSchema(wanted.name, wanted.schema))
+    return ResponseFormat("json_schema", JsonSchema(text_format.name, text_format.schema))

@@ -1,4 +1,4 @@
-"""Requests, answers and events of /v1/responses. As in `openai.protocol`, a field that is null is not given."""
+"""Requests, responses and events of /v1/responses. As in `openai.protocol`, null counts as not given."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagewire.frontend.server.openai.protocol import TokenLogprob
 
 
 class TextFormat(msgspec.Struct, omit_defaults=True):
-    """The form that the text must have. strict: accepted; outputs always follow the schema."""
+    """The format that the text must have. strict: accepted; outputs always follow the schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -23,14 +23,17 @@ class TextFormat(msgspec.Struct, omit_defaults=True):
 
 
 class TextOptions(msgspec.Struct, omit_defaults=True):
-    """What the text must be like. verbosity: for the template."""
+    """Options of the generated text. verbosity: passed to the chat template."""
 
     format: TextFormat | None = None
     verbosity: str | None = None
 
 
 class ReasoningOptions(msgspec.Struct, omit_defaults=True):
-    """effort: for the template, as `reasoning_effort`. summary, generate_summary: accepted, without effect."""
+    """Options of the model's reasoning.
+
+    effort: passed to the chat template as `reasoning_effort`. summary, generate_summary: accepted, without effect.
+    """
 
     effort: str | None = None
     summary: str | None = None
@@ -40,14 +43,14 @@ class ReasoningOptions(msgspec.Struct, omit_defaults=True):
 class ResponsesRequest(msgspec.Struct, kw_only=True):
     """POST /v1/responses.
 
-    input: what the user says, or items: messages, calls of functions, and what came of them.
-    instructions: a first message of the system; not carried over to responses that follow.
-    previous_response_id: go on from this response, which must have been stored.
-    store: keep the response (default: true), within `--response-store-bytes`. background: answer at once,
-        with what can be retrieved later, streamed, and cancelled.
-    include: "message.output_text.logprobs"; other kinds are of items that never come.
-    truncation: "auto" leaves out the oldest turns that do not fit the model; "disabled" (default) refuses.
-    max_tool_calls: accepted; it counts calls of OpenAI's own tools.
+    input: text of the user, or items: messages, function calls and their outputs.
+    instructions: system message at the start; not carried over to later responses.
+    previous_response_id: continue the conversation of this response, which must have been stored.
+    store: store the response (default: true), within `--response-store-bytes`.
+    background: return at once; the response can be retrieved, streamed and cancelled later.
+    include: "message.output_text.logprobs"; other kinds have no effect.
+    truncation: "auto" drops the oldest turns of a conversation that is too long; "disabled" (default) refuses it.
+    max_tool_calls: accepted, without effect: it limits calls of OpenAI's own tools.
     The fields from `seed` on are those of chat completions.
     """
 
@@ -96,14 +99,14 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-# ---------------------------------------------------------------- answers
+# ---------------------------------------------------------------- responses
 
 ItemStatus: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 Status: TypeAlias = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 class OutputText(msgspec.Struct, kw_only=True):
-    """Text. logprobs: of its tokens, if asked for."""
+    """Generated text. logprobs: log probabilities of its tokens, if requested."""
 
     type: Literal["output_text"] = "output_text"
     text: str = ""
@@ -112,7 +115,7 @@ class OutputText(msgspec.Struct, kw_only=True):
 
 
 class MessageItem(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
-    """What is said to the user."""
+    """A generated message."""
 
     id: str
     role: Literal["assistant"] = "assistant"
@@ -121,7 +124,7 @@ class MessageItem(msgspec.Struct, kw_only=True, tag_field="type", tag="message")
 
 
 class CallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
-    """A call of a function. call_id: what its outcome is told by. arguments: JSON text."""
+    """A call of a function. call_id: id to send with the call's output. arguments: JSON text."""
 
     id: str
     status: ItemStatus = "in_progress"
@@ -141,19 +144,19 @@ class ResponseFailure(msgspec.Struct):
 
 
 class IncompleteDetails(msgspec.Struct):
-    """Why a response is not complete."""
+    """Why a response is incomplete."""
 
     reason: str
 
 
 class InputTokensDetails(msgspec.Struct):
-    """cached_tokens: input tokens whose KV was in the prefix cache."""
+    """Details of the input tokens. cached_tokens: tokens whose KV was in the prefix cache."""
 
     cached_tokens: int
 
 
 class OutputTokensDetails(msgspec.Struct):
-    """reasoning_tokens: those that are not told apart are counted as text."""
+    """Details of the output tokens. reasoning_tokens: always 0; reasoning is counted as text."""
 
     reasoning_tokens: int = 0
 
@@ -169,7 +172,7 @@ class ResponseUsage(msgspec.Struct):
 
 
 class Response(msgspec.Struct, kw_only=True):
-    """A response: what was asked, and what came of it so far."""
+    """A response: the request's parameters, and the output so far."""
 
     id: str
     object: Literal["response"] = "response"
@@ -202,7 +205,7 @@ class Response(msgspec.Struct, kw_only=True):
 
 
 class DeletedResponse(msgspec.Struct):
-    """It is not kept any more."""
+    """Confirmation that a stored response was deleted."""
 
     id: str
     object: Literal["response"] = "response"
@@ -210,7 +213,7 @@ class DeletedResponse(msgspec.Struct):
 
 
 class ItemList(msgspec.Struct, kw_only=True):
-    """Items, as they were given, each with an id."""
+    """The input items of a response, each with an id."""
 
     object: Literal["list"] = "list"
     data: list[dict[str, Any]]
@@ -223,10 +226,11 @@ class ItemList(msgspec.Struct, kw_only=True):
 
 
 class ResponseEvent(msgspec.Struct, kw_only=True):
-    """One event of a streamed response; which fields it has depends on its type.
+    """An event of a streamed response; its fields depend on its type.
 
-    sequence_number: from 0. response: so far, in events of its state. item, part: one that begins or is complete.
-    delta: more of a text or of arguments; text, arguments: all of it.
+    sequence_number: position in the stream, from 0. response: the response so far, in events of its state.
+    item, part: an item or part that begins or is complete. delta: increment of a text or of arguments.
+    text, arguments: the whole text or arguments, when complete.
     """
 
     type: str

@@ -1,4 +1,4 @@
-"""Responses that are kept: in memory, those used last, up to a number of bytes."""
+"""The store of responses: in memory, limited in bytes; the least recently used are dropped first."""
 
 from __future__ import annotations
 
@@ -18,36 +18,38 @@ USABLE = ("completed", "incomplete")
 
 
 class Kept:
-    """A response, and what it answers.
+    """A response and its input.
 
-    response: it may still grow. items: of its own input. task: makes it, in the background; None: it is made.
-    told: its events, encoded, by sequence number, if it was asked for as a stream in the background.
+    Attributes:
+        response: the response, which grows while it is generated. items: its own input items.
+        task: generates the response in the background; None: not a background response.
+        told: its encoded events, by sequence number, for a streamed background response; else None.
     """
 
     def __init__(self, response: Response, items: list[JSON], told: list[bytes] | None = None) -> None:
         self.response, self.items, self.told = response, items, told
         self.task: asyncio.Task[None] | None = None
-        self._news = asyncio.Event()
+        self._added = asyncio.Event()
 
     @property
     def busy(self) -> bool:
-        """True while it is made."""
+        """True while the response is generated in the background."""
         return self.task is not None and not self.task.done()
 
     def size(self) -> int:
-        """Bytes, about: of its JSON."""
+        """Return the approximate size in bytes, measured as JSON."""
         told = sum(map(len, self.told or ()))
         return len(msgspec.json.encode(self.response)) + len(msgspec.json.encode(self.items)) + told
 
     def tell(self, events: list[bytes]) -> None:
-        """More events; those who follow wake up."""
+        """Add events and wake up the followers."""
         if self.told is not None:
             self.told += events
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+        added, self._added = self._added, asyncio.Event()
+        added.set()
 
     async def follow(self, after: int) -> AsyncGenerator[bytes, None]:
-        """Yield its events from the one after number `after`, until its end."""
+        """Yield the events after sequence number `after`, until the response ends."""
         assert self.told is not None
         place = after + 1
         while True:
@@ -57,11 +59,11 @@ class Kept:
             elif self.response.status not in RUNNING:
                 return
             else:
-                await self._news.wait()
+                await self._added.wait()
 
 
 class ResponseStore:
-    """The responses that are kept. limit: bytes; 0: none is."""
+    """The stored responses. limit: total size in bytes; 0: store none."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -73,13 +75,14 @@ class ResponseStore:
         return len(self._kept)
 
     def put(self, kept: Kept) -> bool:
-        """Keep a response, or take note of how it has grown. Others, those used longest ago, go for it; none that
-        is being made. False if there is no room.
+        """Store a response, or update its size. Return False if there is no room.
+
+        The least recently used responses are dropped to make room, except those that are still generated.
         """
         name = kept.response.id
         self.forget(name)
         size = kept.size()
-        idle = (other for other, one in list(self._kept.items()) if not one.busy)
+        idle = (other for other, entry in list(self._kept.items()) if not entry.busy)
         while self.num_bytes + size > self.limit:
             oldest = next(idle, None)
             if oldest is None:
@@ -90,29 +93,29 @@ class ResponseStore:
         return True
 
     def get(self, name: str) -> Kept:
-        """The response of that id.
+        """Return the response with an id, and mark it as used.
 
         Raises:
-            APIError: it is not kept here.
+            APIError: it is not stored.
         """
         if name not in self._kept:
-            raise APIError(404, f"there is no response {name!r:.100} here (any more)", code="not_found")
+            raise APIError(404, f"response {name!r:.100} is not stored (any more)", code="not_found")
         self._kept.move_to_end(name)
         return self._kept[name]
 
     def conversation(self, name: str | None) -> list[JSON]:
-        """All items from the conversation's beginning to the end of this response's output.
+        """Return all items of the conversation that ends with this response, including its output.
 
         Raises:
-            APIError: a response of it is not kept here, or has not come to a good end.
+            APIError: a response of the conversation is not stored, or has failed or not ended.
         """
         return [item for kept in reversed(list(self._line(name))) for item in (*kept.items, *output_of(kept))]
 
     def _line(self, name: str | None) -> Iterator[Kept]:
-        """This response and those before it, the last first."""
+        """Yield this response and its predecessors, the latest first."""
         while name is not None:
             if name not in self._kept:
-                message = f"previous_response_id: there is no response {name!r:.100} here (any more)"
+                message = f"previous_response_id: response {name!r:.100} is not stored (any more)"
                 raise APIError(404, message, param="previous_response_id", code="previous_response_not_found")
             kept = self.get(name)
             if kept.response.status not in USABLE:
@@ -122,12 +125,12 @@ class ResponseStore:
             name = kept.response.previous_response_id
 
     def forget(self, name: str) -> None:
-        """Keep it no longer."""
+        """Remove a response, if it is stored."""
         if self._kept.pop(name, None) is not None:
             self.num_bytes -= self._sizes.pop(name)
 
 
 def output_of(kept: Kept) -> list[JSON]:
-    """The output's items as plain data."""
+    """Return the output's items as plain dicts."""
     items: list[JSON] = msgspec.to_builtins(kept.response.output)
     return items

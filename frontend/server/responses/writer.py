@@ -1,7 +1,7 @@
-"""From what an output says to the items of a response, and to the events that tell of them.
+"""Conversion of a parsed output to the items of a response and to the events of its stream.
 
 ReplyDelta --read--> events ... --end--> events
-The response grows with it: at every event it holds all that was told until then. No IO.
+The response grows with the events: after each it holds everything sent so far. No IO.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ Events = list[bytes]  # encoded, by sequence number
 
 
 class ResponseWriter:
-    """Writes one response. One item is open at a time: whatever is of another one completes it."""
+    """Builds one response and its events. One item is open at a time; data for another item completes it."""
 
     def __init__(self, response: Response) -> None:
         self.response = response
         self._number = 0
         self._open: Item | None = None
-        self._call = -1  # the index of the call that is open, if one is
-        self._logprobs: list[TokenLogprob] = []  # of tokens whose text has not been told
+        self._call = -1  # index of the open call; -1 if no call is open
+        self._logprobs: list[TokenLogprob] = []  # log probabilities of tokens whose text has not been sent
 
     def create(self) -> Events:
-        """It is there, but nothing has come of it."""
+        """Return the event that the response exists."""
         return [self._state("response.created")]
 
     def queue(self) -> Events:
-        """It waits, and nobody waits for it."""
+        """Return the event that the response waits to be generated in the background."""
         return [self._state("response.queued")]
 
     def start(self) -> Events:
-        """The engine is at it."""
+        """Mark the response as in progress, and return the event."""
         self.response.status = "in_progress"
         return [self._state("response.in_progress")]
 
     def read(self, reply: ReplyDelta, logprobs: Sequence[TokenLogprob] = ()) -> Events:
-        """More of the output."""
+        """Add an increment of the output, and return its events."""
         self._logprobs += logprobs
         events = self._text(reply.content) if reply.content else []
         for call in reply.tool_calls:
@@ -65,7 +65,7 @@ class ResponseWriter:
         return events
 
     def end(self, status: Status, usage: Usage | None) -> Events:
-        """The output has ended. An item that is open is only complete if the response is."""
+        """End the response. An open item becomes "completed" if the response does, else "incomplete"."""
         response = self.response
         events: Events = []
         if not response.output and status in ("completed", "incomplete"):
@@ -81,14 +81,14 @@ class ResponseWriter:
         return [*events, self._state(ends.get(status, "response.incomplete"))]
 
     def fail(self, code: str, message: str, usage: Usage | None) -> Events:
-        """It has ended with an error."""
+        """End the response with an error."""
         self.response.error = ResponseFailure(code, message)
         return self.end("failed", usage)
 
     # -------------------------------------------------------------- items
 
     def _text(self, delta: str) -> Events:
-        """More text."""
+        """Add text to the open message; begin one if needed."""
         events: Events = []
         if not isinstance(self._open, MessageItem):
             events = [*self._close(), *self._message()]
@@ -97,11 +97,11 @@ class ResponseWriter:
         part.text += delta
         logprobs, self._logprobs = self._logprobs, []
         part.logprobs += logprobs
-        told = {"item_id": self._open.id, "content_index": 0, "delta": delta, "logprobs": logprobs}
-        return [*events, self._event("response.output_text.delta", **told)]
+        fields = {"item_id": self._open.id, "content_index": 0, "delta": delta, "logprobs": logprobs}
+        return [*events, self._event("response.output_text.delta", **fields)]
 
     def _arguments(self, call: ToolCall) -> Events:
-        """A new call, or more of the arguments of the one that is open."""
+        """Begin a new call, or add arguments to the open one."""
         events: Events = []
         if not isinstance(self._open, CallItem) or call.index != self._call:
             assert isinstance(call.id, str) and isinstance(call.function.name, str)
@@ -112,17 +112,17 @@ class ResponseWriter:
         if not isinstance(call.function.arguments, str) or not call.function.arguments:
             return events
         self._open.arguments += call.function.arguments
-        told = {"item_id": self._open.id, "delta": call.function.arguments}
-        return [*events, self._event("response.function_call_arguments.delta", **told)]
+        fields = {"item_id": self._open.id, "delta": call.function.arguments}
+        return [*events, self._event("response.function_call_arguments.delta", **fields)]
 
     def _message(self) -> Events:
-        """A message begins."""
+        """Begin a message."""
         item = MessageItem(id=new_id("msg"), content=[])
         events = self._begin(item)
         part = OutputText()
         item.content.append(part)
-        told = {"item_id": item.id, "content_index": 0, "part": part}
-        return [*events, self._event("response.content_part.added", **told)]
+        fields = {"item_id": item.id, "content_index": 0, "part": part}
+        return [*events, self._event("response.content_part.added", **fields)]
 
     def _begin(self, item: Item) -> Events:
         self._open = item
@@ -130,36 +130,36 @@ class ResponseWriter:
         return [self._event("response.output_item.added", item=item)]
 
     def _close(self, status: ItemStatus = "completed") -> Events:
-        """The open item, if there is one, has ended."""
+        """End the open item, if there is one."""
         item, self._open = self._open, None
         if item is None:
             return []
         item.status = status
-        told: dict[str, Any] = {"item_id": item.id}
+        fields: dict[str, Any] = {"item_id": item.id}
         if isinstance(item, CallItem):
-            told |= {"name": item.name, "arguments": item.arguments}
+            fields |= {"name": item.name, "arguments": item.arguments}
             return [
-                self._event("response.function_call_arguments.done", **told),
+                self._event("response.function_call_arguments.done", **fields),
                 self._event("response.output_item.done", item=item),
             ]
         (part,) = item.content
         part.logprobs += self._logprobs
         self._logprobs = []
-        told |= {"content_index": 0}
+        fields |= {"content_index": 0}
         return [
-            self._event("response.output_text.done", **told, text=part.text, logprobs=part.logprobs),
-            self._event("response.content_part.done", **told, part=part),
+            self._event("response.output_text.done", **fields, text=part.text, logprobs=part.logprobs),
+            self._event("response.content_part.done", **fields, part=part),
             self._event("response.output_item.done", item=item),
         ]
 
     # -------------------------------------------------------------- events
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        """An event of the item that came last."""
+        """Return an event of the last item."""
         return self._encode(kind, output_index=len(self.response.output) - 1, **fields)
 
     def _state(self, kind: str) -> bytes:
-        """An event of the response's state."""
+        """Return an event of the response's state."""
         return self._encode(kind, response=self.response)
 
     def _encode(self, kind: str, **fields: Any) -> bytes:
@@ -168,7 +168,7 @@ class ResponseWriter:
 
 
 def usage_of(usage: Usage) -> ResponseUsage:
-    """Token counts as responses have them."""
+    """Convert token counts to the format of /v1/responses."""
     details = usage.prompt_tokens_details
     return ResponseUsage(
         usage.prompt_tokens,

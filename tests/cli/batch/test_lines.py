@@ -152,11 +152,11 @@ def test_an_application_is_called_without_a_socket() -> None:
 
     app = Starlette(routes=[Route("/echo", echo, methods=["POST"]), Route("/text", text, methods=["POST"])])
     post = in_process.poster(app, "secret")
-    found = asyncio.run(post("/echo", b'{"a": [1, 2]}'))
-    assert (found.status_code, found.request_id) == (201, "r1")
-    assert bytes(found.body) == b'{"you":{"a":[1,2]},"key":"Bearer secret"}'
-    found = asyncio.run(post("/text", b"{}"))
-    assert (found.status_code, bytes(found.body)) == (500, b'{"error":{"message":"no JSON"}}')
+    response = asyncio.run(post("/echo", b'{"a": [1, 2]}'))
+    assert (response.status_code, response.request_id) == (201, "r1")
+    assert bytes(response.body) == b'{"you":{"a":[1,2]},"key":"Bearer secret"}'
+    response = asyncio.run(post("/text", b"{}"))
+    assert (response.status_code, bytes(response.body)) == (500, b'{"error":{"message":"no JSON"}}')
 
 
 def test_an_application_learns_that_its_client_has_left() -> None:

@@ -21,7 +21,7 @@ from ..fake_server import KEY, FakeServer, fake_server, prompt_of
 
 def measure(server: FakeServer, tmp_path: Path, *options: str) -> dict[str, Any]:
     """Run the command on a server; what it wrote."""
-    path = tmp_path / "found.json"
+    path = tmp_path / "figures.json"
     with fake_server(server) as port:
         common = ["--port", str(port), "--api-key", KEY, "--no-progress", "--json", str(path), "--details"]
         assert main(["bench", "serve", *common, *options]) == 0
@@ -30,7 +30,7 @@ def measure(server: FakeServer, tmp_path: Path, *options: str) -> dict[str, Any]
 
 def test_closed_loop_keeps_exactly_so_many_requests_going(tmp_path: Path) -> None:
     server = FakeServer(gather=4)
-    found = measure(
+    figures = measure(
         server,
         tmp_path,
         "--concurrency",
@@ -43,11 +43,11 @@ def test_closed_loop_keeps_exactly_so_many_requests_going(tmp_path: Path) -> Non
         "5",
     )
     assert server.most_running == 4
-    assert (found["completed"], found["failed"], found["errors"]) == (30, 0, {})
-    assert (found["input_tokens"], found["output_tokens"]) == (30 * 128, 30 * 5)
-    assert found["output_tokens_per_s"] == pytest.approx(150 / found["seconds"], rel=1e-3)
-    for request in found["requests"]:
-        assert 0 < request["ttft"] <= request["last"] <= request["e2e"] <= found["seconds"]
+    assert (figures["completed"], figures["failed"], figures["errors"]) == (30, 0, {})
+    assert (figures["input_tokens"], figures["output_tokens"]) == (30 * 128, 30 * 5)
+    assert figures["output_tokens_per_s"] == pytest.approx(150 / figures["seconds"], rel=1e-3)
+    for request in figures["requests"]:
+        assert 0 < request["ttft"] <= request["last"] <= request["e2e"] <= figures["seconds"]
         assert len(request["gaps"]) == 4  # the first chunk, without text, is none
         assert sum(request["gaps"]) == pytest.approx(request["last"] - request["ttft"])
 
@@ -87,9 +87,9 @@ def test_chat_over_a_unix_socket_with_pieces_of_a_text(
         assert (
             main(["bench", "serve", *options, "--num-prompts", "6", "--output-len", "3", "--json", "-"]) == 0
         )
-    found = json.loads(capsys.readouterr().out)
-    assert (found["completed"], found["input_tokens"], found["output_tokens"]) == (6, 24, 18)
-    assert KEY not in json.dumps(found)
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["completed"], figures["input_tokens"], figures["output_tokens"]) == (6, 24, 18)
+    assert KEY not in json.dumps(figures)
     prompts = [prompt_of(body) for body in server.bodies]
     assert all(len(prompt) == 4 and prompt in text.read_text() for prompt in prompts)
     assert len(set(prompts)) > 1
@@ -109,9 +109,9 @@ def test_prompts_from_files(tmp_path: Path) -> None:
 def test_errors_are_told_by_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = {1: "busy", 2: "busy", 3: "drop", 4: "error", 5: "garbage"}
     options = ["--num-prompts", "8", "--num-warmups", "0", "--concurrency", "1", "--output-len", "4"]
-    found = measure(FakeServer(misbehave=wrong), tmp_path, *options)
-    assert (found["completed"], found["failed"], found["output_tokens"]) == (3, 5, 12)
-    assert found["errors"] == {
+    figures = measure(FakeServer(misbehave=wrong), tmp_path, *options)
+    assert (figures["completed"], figures["failed"], figures["output_tokens"]) == (3, 5, 12)
+    assert figures["errors"] == {
         "HTTP 429": 2,
         "disconnected": 1,
         "error in stream": 1,
@@ -163,9 +163,9 @@ def test_arrivals_have_the_rate_and_the_burstiness() -> None:
         return [b - a for a, b in itertools.pairwise(due)]
 
     for burstiness in (0.25, 1.0, 4.0):
-        found = gaps(burstiness)
-        assert statistics.mean(found) == pytest.approx(1 / 50, rel=0.05)
-        variation = statistics.stdev(found) / statistics.mean(found)
+        figures = gaps(burstiness)
+        assert statistics.mean(figures) == pytest.approx(1 / 50, rel=0.05)
+        variation = statistics.stdev(figures) / statistics.mean(figures)
         assert variation == pytest.approx(1 / math.sqrt(burstiness), rel=0.05)
     assert set(arrivals(5, math.inf, 1.0, seed=1)) == {0.0}
 
@@ -177,10 +177,14 @@ def test_figures() -> None:
     assert distribution([0.004, 0.001, 0.003, 0.002]) == {"mean": 2.5, "median": 2.5, "p90": 3.7, "p99": 3.97}
     good = LoadResult(ttft=0.1, last=0.5, e2e=0.6, gaps=[0.1, 0.3], input_tokens=10, output_tokens=5)
     bad = LoadResult(ttft=0.1, error="timeout", output_tokens=3)
-    found = summary([good, bad], 2.0)
-    assert found["tpot_ms"]["mean"] == 100  # 0.4 seconds for four tokens, in three chunks
-    assert found["itl_ms"]["mean"] == 200
-    assert (found["output_tokens"], found["requests_per_s"], found["total_tokens_per_s"]) == (5, 0.5, 7.5)
+    figures = summary([good, bad], 2.0)
+    assert figures["tpot_ms"]["mean"] == 100  # 0.4 seconds for four tokens, in three chunks
+    assert figures["itl_ms"]["mean"] == 200
+    assert (figures["output_tokens"], figures["requests_per_s"], figures["total_tokens_per_s"]) == (
+        5,
+        0.5,
+        7.5,
+    )
     assert LoadResult(output_tokens=1).tpot is None
 
 

@@ -56,7 +56,9 @@ def test_what_cannot_be_asked_is_forgotten(address: str) -> None:
     (answer,) = answers(address, QUESTION)
     done = pagewire("chat", "--attach", address, *SAMPLING, stdin=f"{'long ' * 2000}\n{QUESTION}\n")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "cannot be asked: the prompt has" in done.stdout and done.stdout.endswith(f"> {answer}\n> \n")
+    assert "cannot send this message: the prompt has" in done.stdout and done.stdout.endswith(
+        f"> {answer}\n> \n"
+    )
 
 
 def test_without_a_standard_input(address: str) -> None:

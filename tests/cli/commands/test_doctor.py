@@ -52,7 +52,7 @@ def test_every_check_has_its_line_and_the_status_is_the_worst(capsys: pytest.Cap
 def test_it_says_how_to_get_what_is_missing(capsys: pytest.CaptureFixture[str], without_cupy: None) -> None:
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
-    assert "FAIL  cupy      not there" in out and "pip install 'cupy-cuda12x>=14'" in out
+    assert "FAIL  cupy      not installed" in out and "pip install 'cupy-cuda12x>=14'" in out
     assert "-     nvrtc     not tried: no CuPy" in out and "-     compile   not tried: no compiler" in out
     assert out.splitlines()[-1].startswith("CUDA kernels cannot run here")
 
@@ -74,7 +74,7 @@ def test_a_driver_older_than_the_compiler(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(doctor, "compiler_version", lambda: (13, 0))
     monkeypatch.setattr(doctor, "driver_version", lambda: (12, 4))
     with pytest.raises(
-        doctor.CheckError, match=r"13\.0, but the driver serves CUDA 12\.4 only:\npip install"
+        doctor.CheckError, match=r"13\.0, but the driver supports only CUDA 12\.4:\npip install"
     ):
         list(doctor.check_nvrtc())
 
@@ -104,7 +104,7 @@ def test_a_wrong_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     (finding,) = doctor.check_launch()
     assert finding.good
     monkeypatch.setattr(doctor, "silu_and_mul_on", lambda index, x: torch.zeros(64, 1024))
-    with pytest.raises(doctor.CheckError, match="cuda:0: a wrong result"):
+    with pytest.raises(doctor.CheckError, match="cuda:0: wrong result"):
         list(doctor.check_launch())
     monkeypatch.setattr(doctor, "silu_and_mul_on", lambda index, x: 1 / 0)
     with pytest.raises(doctor.CheckError, match="cuda:0: ZeroDivisionError"):
@@ -126,7 +126,7 @@ def test_building_ahead_fills_the_cache(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--arch", "hopper"], "--arch is like sm_90, not 'hopper'"),
+        (["--arch", "hopper"], "--arch must have the form sm_90, got 'hopper'"),
         (["--arch", "sm_90", "--jobs", "0"], "--jobs must be at least 1"),
     ],
 )

@@ -1,4 +1,4 @@
-"""`pagewire top` on a real core: one look for scripts, and the live view with a pilot at its keys."""
+"""`pagewire top` on a real core: one snapshot for scripts, and the live view with a pilot at its keys."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from textual.widgets import DataTable, Static
 
 from pagewire import AsyncLLM, SamplingParams
 from pagewire.cli.commands.top import attach
-from pagewire.cli.commands.top_look import Look, lines, printable, span
 from pagewire.cli.commands.top_screen import Screen
+from pagewire.cli.commands.top_snapshot import Snapshot, lines, printable, span
 from pagewire.cli.main import build_parser, main
 
 from ..command import pagewire, start_core
@@ -54,26 +54,26 @@ def status(**values: Any) -> dict[str, Any]:
     return dict.fromkeys(names, 0) | fixed | states | values
 
 
-def test_one_look_as_text_and_as_json(address: str) -> None:
+def test_one_snapshot_as_text_and_as_json(address: str) -> None:
     text = pagewire("top", "--attach", address, "--once", "--interval", "0.1")
     assert (text.returncode, text.stderr) == (0, "")
     assert text.stdout.startswith("demo: serving, up ") and "\ntop " in text.stdout
     found = pagewire("top", "--attach", address, "--json", "--interval", "0.1")
-    look = json.loads(found.stdout)
-    assert look["requests"] == [] and look["status"]["waiting"] == 0
-    assert set(look["rates"]) == {
+    snapshot = json.loads(found.stdout)
+    assert snapshot["requests"] == [] and snapshot["status"]["waiting"] == 0
+    assert set(snapshot["rates"]) == {
         *("prompt_tokens_per_s", "output_tokens_per_s", "worker_busy", "prefix_hit_rate", "kv_usage"),
     }
 
 
-def test_rates_are_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_are_between_two_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 12.0, 13.0])
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    first = Look.after(None, status(), [])
+    first = Snapshot.after(None, status(), [])
     grown = {"num_prompt_tokens": 50, "num_output_tokens": 20, "worker_busy_s": 1.0}
-    second = Look.after(first, status(num_prefix_queries=8, num_prefix_hits=2, **grown), [])
+    second = Snapshot.after(first, status(num_prefix_queries=8, num_prefix_hits=2, **grown), [])
     assert (second.prompt_rate, second.output_rate, second.busy, second.hit_rate) == (25, 10, 0.5, 0.25)
-    third = Look.after(second, second.status | {"paused": True}, [])
+    third = Snapshot.after(second, second.status | {"paused": True}, [])
     assert (third.output_rate, third.hit_rate, third.state) == (0, None, "paused")
 
 
@@ -81,7 +81,7 @@ def test_text_is_aligned_and_names_cannot_harm_the_terminal() -> None:
     client = {"number": 1, "name": "at\x1b[2Jtached", "pid": 7, "requests": 1}
     phases = {"waiting": 0, "prefill": 0, "decode": 1}
     requests = [request("a\x1b]0;evil\x07"), request("b" * 100, index=2, seconds_since_token=None)]
-    text = list(lines(Look(0.0, status(clients=[client | {"phases": phases}]), requests)))
+    text = list(lines(Snapshot(0.0, status(clients=[client | {"phases": phases}]), requests)))
     assert all(line.isprintable() for line in text)
     heads = text.index(next(line for line in text if "REQUEST" in line))
     assert text[heads + 1].index("decode") == text[heads + 2].index("decode") == text[heads].index("PHASE")
@@ -131,10 +131,10 @@ def test_requests_of_others_are_seen_and_ended(address: str) -> None:
 
     async def go() -> None:
         async with AsyncLLM.attach(address) as engine, watching(address) as (screen, pilot):
-            await until(pilot, lambda: screen.look is not None)
+            await until(pilot, lambda: screen.snapshot is not None)
             # Held back by a pause, nothing ends before its time.
             await pilot.press("p")
-            await until(pilot, lambda: screen.look is not None and screen.look.status["paused"])
+            await until(pilot, lambda: screen.snapshot is not None and screen.snapshot.status["paused"])
             first = asyncio.create_task(consume(engine, "first", ENDLESS.clone()))
             await until(pilot, lambda: shown(screen) == ["first"])
             second = asyncio.create_task(consume(engine, "second [x]", SamplingParams(n=2, max_tokens=900)))
@@ -150,7 +150,7 @@ def test_requests_of_others_are_seen_and_ended(address: str) -> None:
             await until(pilot, lambda: shown(screen) == ["first"])
 
             await pilot.press("p")
-            await until(pilot, lambda: screen.look is not None and not screen.look.status["paused"])
+            await until(pilot, lambda: screen.snapshot is not None and not screen.snapshot.status["paused"])
             assert await first == ["length"]
             await until(pilot, lambda: shown(screen) == [])
             await pilot.press("a")  # there is nothing to end
@@ -163,12 +163,12 @@ def test_requests_of_others_are_seen_and_ended(address: str) -> None:
 def test_the_cursor_stays_on_its_request_whatever_the_order(address: str) -> None:
     async def go() -> None:
         async with watching(address) as (screen, pilot):
-            await until(pilot, lambda: screen.look is not None)
-            screen.workers.cancel_all()  # from here on, it looks when we say so
+            await until(pilot, lambda: screen.snapshot is not None)
+            screen.workers.cancel_all()  # from here on, only the test shows snapshots
             old = request("old", age=9.0, num_output_tokens=1, seconds_since_token=5.0)
             new = request("new", age=1.0, num_output_tokens=9, phase="prefill", seconds_since_token=None)
             other = request("other", 2, age=5.0, frontend="another", phase="waiting", seconds_since_token=7.0)
-            screen.show(Look(0.0, status(), [new, other, old]))
+            screen.show(Snapshot(0.0, status(), [new, other, old]))
             assert shown(screen) == ["old", "other", "new"]
             await pilot.press("down")
             orders = {"frontend": ["other", "old", "new"], "phase": ["new", "old", "other"]}
@@ -179,7 +179,7 @@ def test_the_cursor_stays_on_its_request_whatever_the_order(address: str) -> Non
                 assert screen.selected == other
             await pilot.press("s")
             assert screen.order == "age"
-            screen.show(Look(0.0, status(), [new]))
+            screen.show(Snapshot(0.0, status(), [new]))
             assert screen.selected == new
 
     asyncio.run(go())
@@ -191,7 +191,7 @@ def test_a_core_that_dies_ends_the_view_with_the_cause(tmp_path: Any) -> None:
 
     async def go() -> Exception | None:
         async with watching(address) as (screen, pilot):
-            await until(pilot, lambda: screen.look is not None)
+            await until(pilot, lambda: screen.snapshot is not None)
             core.kill()
             await until(pilot, lambda: screen.failure is not None)
         return screen.failure

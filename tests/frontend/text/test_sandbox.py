@@ -84,7 +84,7 @@ def test_the_size_of_texts_is_limited(source: str) -> None:
     ],
 )
 def test_what_else_is_refused(source: str) -> None:
-    with pytest.raises(ValueError, match=r"the chat template (fails on|refuses) the conversation"):
+    with pytest.raises(ValueError, match=r"the chat template (fails on|rejects) the conversation"):
         rendered(source)
 
 

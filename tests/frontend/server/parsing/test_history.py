@@ -33,12 +33,12 @@ def test_answers_are_named_as_the_functions_they_come_from() -> None:
 @pytest.mark.parametrize(
     ("messages", "error"),
     [
-        ([answer()], r"messages\[0\].tool_call_id must be the id of a tool call before it, got '1'"),
+        ([answer()], r"messages\[0\].tool_call_id must be the id of an earlier tool call, got '1'"),
         ([called(), answer(tool_call_id="2")], r"messages\[1\].tool_call_id"),
         ([answer(), called()], r"messages\[0\].tool_call_id"),
         ([called(), answer(tool_call_id=None)], "got None"),
         ([called(), answer(tool_call_id=["1"])], r"got \['1'\]"),
-        ([{**called(), "role": "user"}], r"messages\[0\]: only an assistant"),
+        ([{**called(), "role": "user"}], r"messages\[0\]: only messages of the assistant"),
         ([{**called(), "tool_calls": 3}], r"messages\[0\].tool_calls must be a list"),
         ([{**called(), "tool_calls": [3]}], r"messages\[0\].tool_calls\[0\] must be \{"),
         ([called(type="custom")], r"tool_calls\[0\] must be"),

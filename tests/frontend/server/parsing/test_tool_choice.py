@@ -123,7 +123,7 @@ def test_ids_are_as_long_as_the_format_wants_them() -> None:
         (TOOLS, "f0", "must be 'none', 'auto', 'required' or"),
         (TOOLS, 3, "must be 'none'"),
         (TOOLS, {"type": "function", "function": {"name": "g"}}, "no tool 'g'"),
-        (TOOLS + TOOLS[:1], "none", "two of them are called 'f0'"),
+        (TOOLS + TOOLS[:1], "none", "there are two functions named 'f0'"),
         (["f"], "none", r"tools\[0\] must be"),
         ([*TOOLS, {"type": "custom", "custom": {}}], "none", r"tools\[9\] must be"),
         ([{"type": "function", "function": {}}], "none", r"tools\[0\].function.name"),

@@ -240,7 +240,7 @@ def test_a_conversation_with_calls_and_their_answers(replay: Replay) -> None:
         # Templates get arguments as data, not as text.
         assert '"arguments": {"city": "Köln 🦊"}' in replay.prompt and "rain" in replay.prompt
         assert '"name": "clock"}]' in replay.prompt  # the answer is named, for templates that want it
-        with pytest.raises(openai.BadRequestError, match="must be the id of a tool call before it"):
+        with pytest.raises(openai.BadRequestError, match="must be the id of an earlier tool call"):
             client.chat.completions.create(model="fake", messages=[*ASK, answers[0]])
 
 
@@ -268,7 +268,7 @@ def test_what_is_refused(replay: Replay) -> None:
         ):
             choice = {"type": "allowed_tools", "allowed_tools": allowed}
             refused("tool_choice", message, tools=[WEATHER], tool_choice=choice)
-        refused("tools", "two of them are called 'clock'", tools=[CLOCK, CLOCK])
+        refused("tools", "there are two functions named 'clock'", tools=[CLOCK, CLOCK])
         refused("tools", r"tools\[0\] must be", tools=[{"type": "code_interpreter"}])
         refused(
             "tools", r"tools\[0\].function.name", tools=[{"type": "function", "function": {"name": "a b"}}]
@@ -276,7 +276,7 @@ def test_what_is_refused(replay: Replay) -> None:
         for parameters in ([], {"type": "string"}):
             refused("tools", "JSON schema of an object",
                     tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}])  # fmt: skip
-        refused("tool_choice", "cannot be structured otherwise", tools=[WEATHER], tool_choice="required",
+        refused("tool_choice", "cannot be constrained in another way", tools=[WEATHER], tool_choice="required",
                 extra_body={"guided_regex": "a"})  # fmt: skip
 
 
@@ -327,7 +327,7 @@ def test_templates_of_requests(replay: Replay, tmp_path: Path) -> None:
                 "{% for i in range(99999) %}{{ messages[0].content * 1000 }}{% endfor %}",
                 "more than 16777216 char",
             ),
-            ("{{ raise_exception('no') }}", "refuses the conversation: no"),
+            ("{{ raise_exception('no') }}", "rejects the conversation: no"),
             ("{% if %}", "not valid"),
         ):
             with pytest.raises(openai.BadRequestError, match=message):

@@ -1,4 +1,4 @@
-"""One look of `pagewire top`: what the core answered, and how it is written."""
+"""A snapshot of a running core for `pagewire top`, and its text form."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from pagewire.ipc.errors import EngineDeadError
 if TYPE_CHECKING:
     from pagewire.frontend.client import CoreClient
 
-ANSWER_SECONDS = 10.0
-MAX_REQUESTS = 1000
-NAME_WIDTH = 48
+ANSWER_SECONDS = 10.0  # a core that takes longer to answer a call counts as hung
+MAX_REQUESTS = 1000  # most requests that a snapshot lists: keeps the message and the table small
+NAME_WIDTH = 48  # names of frontends and requests are cut to this many characters
 COLUMNS = ("FRONTEND", "PID", "REQUEST", "PHASE", "PROMPT", "CACHED", "OUTPUT", "OF", "AGE", "SINCE TOKEN")
 
 
 @dataclass(frozen=True)
-class Look:
-    """What the core answered to `status` and `requests`, and its rates since the look before, if there was one.
+class Snapshot:
+    """The core's answers to `status` and `requests`, and its rates since the previous snapshot.
 
     Attributes:
+        time: `time.monotonic()` of the snapshot.
         prompt_rate, output_rate: tokens per second. busy: share of the time in which the worker computed.
-        hit_rate: share of the tokens looked up in the prefix cache that were there; None: none were looked up.
+        hit_rate: share of the tokens looked up in the prefix cache that it held; None: no token was looked up.
     """
 
     time: float
@@ -37,8 +38,10 @@ class Look:
     hit_rate: float | None = None
 
     @classmethod
-    def after(cls, before: Look | None, status: dict[str, Any], requests: list[dict[str, Any]]) -> Look:
-        """A new look."""
+    def after(
+        cls, before: Snapshot | None, status: dict[str, Any], requests: list[dict[str, Any]]
+    ) -> Snapshot:
+        """Return a snapshot taken now, with its rates since `before`."""
         now = time.monotonic()
         if before is None:
             return cls(now, status, requests)
@@ -59,18 +62,18 @@ class Look:
 
     @property
     def kv_usage(self) -> float:
-        """Share of the KV blocks in use."""
+        """Share of the KV blocks in use, 0 to 1."""
         return 1.0 - float(self.status["num_free_blocks"] / self.status["num_blocks"])
 
     @property
     def state(self) -> str:
-        """In a word."""
+        """State of the engine: serving, paused, asleep or worker restarting."""
         if not self.status["worker_ready"]:
             return "worker restarting"
         return "asleep" if self.status["sleeping"] else "paused" if self.status["paused"] else "serving"
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the snapshot as JSON-compatible values, for `--json`."""
         rates = {
             "prompt_tokens_per_s": self.prompt_rate,
             "output_tokens_per_s": self.output_rate,
@@ -81,11 +84,11 @@ class Look:
         return {"status": self.status, "rates": rates, "requests": self.requests}
 
 
-def ask(client: CoreClient, method: str, *args: Any) -> Any:
-    """The core's answer to a call.
+def call(client: CoreClient, method: str, *args: Any) -> Any:
+    """Call a method of the core and return its answer.
 
     Raises:
-        EngineDeadError: the core is lost, or does not answer.
+        EngineDeadError: the core is lost, or did not answer in time.
     """
     try:
         return client.call(method, *args).result(ANSWER_SECONDS)
@@ -93,53 +96,53 @@ def ask(client: CoreClient, method: str, *args: Any) -> Any:
         raise EngineDeadError(f"the engine core has not answered for {ANSWER_SECONDS:g} s") from None
 
 
-def look_twice(client: CoreClient, seconds: float) -> Look:
-    """A look with the rates of the `seconds` before it.
+def take_snapshot(client: CoreClient, seconds: float) -> Snapshot:
+    """Return a snapshot whose rates are measured over `seconds`.
 
     Raises:
-        EngineDeadError: the core is lost, or does not answer.
+        EngineDeadError: the core is lost, or did not answer in time.
     """
-    first = Look.after(None, ask(client, "status"), [])
+    first = Snapshot.after(None, call(client, "status"), [])
     time.sleep(seconds)
-    return Look.after(first, ask(client, "status"), ask(client, "requests", MAX_REQUESTS))
+    return Snapshot.after(first, call(client, "status"), call(client, "requests", MAX_REQUESTS))
 
 
-def lines(look: Look) -> Iterator[str]:
-    """A look as text: the engine, its frontends, its requests."""
-    yield from summary(look)
+def lines(snapshot: Snapshot) -> Iterator[str]:
+    """Yield a snapshot as lines of text: the engine, its frontends, its requests."""
+    yield from summary(snapshot)
     yield ""
     yield from table(
         ("FRONTEND", "PID", "WAITING", "PREFILL", "DECODE"),
         [
             (printable(client["name"]), str(client["pid"]), *map(str, client["phases"].values()))
-            for client in look.status["clients"]
+            for client in snapshot.status["clients"]
         ],
     )
-    if look.requests:
+    if snapshot.requests:
         yield ""
-        yield from table(COLUMNS, [cells(request) for request in look.requests])
+        yield from table(COLUMNS, [cells(request) for request in snapshot.requests])
 
 
-def summary(look: Look) -> Iterator[str]:
-    """The engine in three lines."""
-    status, hits = look.status, "-" if look.hit_rate is None else f"{100 * look.hit_rate:.0f}%"
+def summary(snapshot: Snapshot) -> Iterator[str]:
+    """Yield three lines that describe the engine."""
+    status, hits = snapshot.status, "-" if snapshot.hit_rate is None else f"{100 * snapshot.hit_rate:.0f}%"
     used = status["num_blocks"] - status["num_free_blocks"]
     yield (
-        f"{status['model']}: {look.state}, up {span(status['uptime_s'])}, worker busy {100 * look.busy:.0f}%, "
-        f"{status['worker_starts'] - 1} restarts"
+        f"{status['model']}: {snapshot.state}, up {span(status['uptime_s'])}, "
+        f"worker busy {100 * snapshot.busy:.0f}%, {status['worker_starts'] - 1} restarts"
     )
     yield (
         f"running {status['running']}, waiting {status['waiting']}; "
-        f"prompt {look.prompt_rate:.0f}, generation {look.output_rate:.0f} tokens/s"
+        f"prompt {snapshot.prompt_rate:.0f}, generation {snapshot.output_rate:.0f} tokens/s"
     )
     yield (
-        f"KV cache {100 * look.kv_usage:.1f}% ({used} of {status['num_blocks']} blocks), prefix hits {hits}, "
+        f"KV cache {100 * snapshot.kv_usage:.1f}% ({used} of {status['num_blocks']} blocks), prefix hits {hits}, "
         f"{status['num_preemptions']} preemptions"
     )
 
 
 def cells(request: dict[str, Any]) -> tuple[str, ...]:
-    """A request as the cells of `COLUMNS`."""
+    """Return the cells of a request, one for each of `COLUMNS`."""
     since = request["seconds_since_token"]
     name = printable(request["request_id"]) + (f" [{request['index']}]" if request["index"] else "")
     return (
@@ -157,7 +160,7 @@ def cells(request: dict[str, Any]) -> tuple[str, ...]:
 
 
 def span(seconds: float) -> str:
-    """A span of time in few characters: 0.25s, 12s, 3m05s, 2h10m, 4d03h."""
+    """Return a short form of a duration: 0.25s, 12s, 3m05s, 2h10m, 4d03h."""
     if seconds < 10:
         return f"{seconds:.2f}s"
     minutes, rest = divmod(int(seconds), 60)
@@ -172,13 +175,13 @@ def span(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """A name that somebody else chose, fit for a terminal."""
+    """Return a name without control characters, cut to `NAME_WIDTH`: other users choose it."""
     clean = "".join(letter if letter.isprintable() else "?" for letter in text)
     return clean if len(clean) <= NAME_WIDTH else clean[: NAME_WIDTH - 1] + "…"
 
 
 def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
-    """Aligned columns."""
+    """Yield the lines of a table with aligned columns."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     for row in (heads, *rows):
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
