@@ -15,11 +15,13 @@ from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequen
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+from pagewire.frontend.calls import AsyncEngineCalls, timed_out
 from pagewire.frontend.inputs import Prepared, PromptType
 from pagewire.frontend.metrics import Metric, read_metrics
 from pagewire.frontend.outputs import RequestOutput, RequestState
-from pagewire.frontend.session import Session, method_name, refuse_unsupported
+from pagewire.frontend.session import Session, refuse_unsupported
 from pagewire.frontend.text.tokenizer import Tokenizer
+from pagewire.ipc.calls import RemoteCall
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
@@ -94,11 +96,12 @@ class LoopMailbox:
                 listener.tell(key)
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncEngineCalls):
     """An engine core, for asyncio programs.
 
     Made by `from_engine_args`, which spawns a core, or `attach`. It is bound to no event loop, and may be used
-    from several, one after the other or at once.
+    from several, one after the other or at once. The calls that act on the engine as a whole (`sleep`,
+    `reset_prefix_cache`, `collective_rpc`, ...) are those of `AsyncEngineCalls`.
     """
 
     def __init__(self, session: Session) -> None:
@@ -253,10 +256,6 @@ class AsyncLLM:
         """End one or several requests; their generators end with the finish reason "abort"."""
         self.session.abort(self.session.find([request_id] if isinstance(request_id, str) else request_id))
 
-    async def abort_any(self, request_id: str) -> int:
-        """End the requests of this id, whichever frontend they are of; how many sequences that were."""
-        return int(await self._call("abort_request", request_id))
-
     async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         """Pooling models are not supported yet: raises NotImplementedError."""
         raise NotImplementedError("encode: pooling models are not supported yet")
@@ -264,75 +263,12 @@ class AsyncLLM:
 
     # -------------------------------------------------------------- the engine as a whole
 
-    async def pause_generation(
-        self, wait_for_inflight_requests: bool = False, clear_cache: bool = True
-    ) -> None:
-        """Hold new requests back until `resume_generation`. Those of all frontends that run are waited for,
-        or else end with the finish reason "abort". `clear_cache`: forget cached prefixes as well.
-        """
-        await self._call("pause", wait_for_inflight_requests, clear_cache)
-
-    async def resume_generation(self) -> None:
-        """Let requests run again."""
-        await self._call("resume")
-
-    async def is_paused(self) -> bool:
-        """True between `pause_generation` and `resume_generation`."""
-        return bool(await self._call("is_paused"))
-
-    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget cached prefixes. False if running requests still use them (unless they are reset, too)."""
-        return bool(await self._call("reset_prefix_cache", reset_running_requests))
-
     async def reset_mm_cache(self) -> None:
         """Does nothing: there is no multi-modal cache yet."""
 
-    async def sleep(self, level: int = 1) -> None:
-        """Give memory back: level 1 the KV cache, level 2 the weights as well.
-
-        Raises:
-            ValueError: another level. EngineBusyError: requests are unfinished.
-        """
-        await self._call("sleep", level)
-
-    async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take the memory again; all of it, or what `tags` name ("weights", "kv_cache")."""
-        await self._call("wake_up", tags)
-
-    async def is_sleeping(self) -> bool:
-        """True between `sleep` and `wake_up`."""
-        return bool(await self._call("is_sleeping"))
-
-    async def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        """Call a method of every worker by name; the results in the order of the workers.
-
-        Raises:
-            TypeError: a callable (code never crosses a socket), or arguments the wire cannot hold.
-            TimeoutError: no answer within `timeout` seconds. And what the method raises, by name.
-        """
-        call = self._call("collective_rpc", method_name(method), list(args), kwargs or {})
-        try:
-            return list(await asyncio.wait_for(call, timeout))
-        except asyncio.TimeoutError:
-            raise TimeoutError(f"{method} has not returned within {timeout} s") from None
-
-    async def start_profile(self) -> None:
-        """Start the workers' profilers."""
-        await self._call("start_profile")
-
-    async def stop_profile(self) -> None:
-        """Stop the workers' profilers, which write what they found."""
-        await self._call("stop_profile")
-
     async def get_metrics(self) -> list[Metric]:
         """A snapshot of the core's metrics, over all its frontends."""
-        return read_metrics(await self._call("metrics"))
+        return read_metrics(await asyncio.wrap_future(self.session.call("metrics")))
 
     async def do_log_stats(self) -> None:
         """Does nothing: the core logs its own statistics."""
@@ -392,8 +328,15 @@ class AsyncLLM:
     async def __aexit__(self, *exc_info: object) -> None:
         await asyncio.to_thread(self.shutdown)
 
-    async def _call(self, method: str, *args: Any) -> Any:
-        return await asyncio.wrap_future(self.session.call(method, *args))
+    async def _answer(self, call: RemoteCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        timeout = call.local(args, kwargs).get("timeout")
+        answer = asyncio.wrap_future(self.session.call(call.name, *args, **kwargs))
+        try:
+            return await asyncio.wait_for(answer, timeout)
+        except asyncio.TimeoutError:
+            if timeout is None:  # the call itself failed with it
+                raise
+            raise timed_out(call, args, kwargs, timeout) from None
 
 
 AsyncLLMEngine = AsyncLLM

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
+from pagewire.frontend.calls import timed_out
 from pagewire.frontend.inputs import PromptType
 from pagewire.frontend.metrics import Metric, read_metrics
 from pagewire.frontend.outputs import RequestOutput, RequestState
-from pagewire.frontend.session import Inbox, Session, method_name, refuse_unsupported
+from pagewire.frontend.session import Inbox, Session, refuse_unsupported
 from pagewire.frontend.text.tokenizer import Tokenizer
+from pagewire.ipc.calls import EngineCalls, RemoteCall
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import SamplingParams
@@ -21,11 +23,13 @@ from pagewire.ipc.sockets import CurveKeys
 logger = logging.getLogger("pagewire.frontend")
 
 
-class LLMEngine:
+class LLMEngine(EngineCalls):
     """An engine core, and the requests this object has open on it.
 
-    Made by `from_engine_args`, which spawns a core, or `attach`. All methods raise `EngineDeadError`, with the
-    cause, once the core is lost. One thread at a time may `step`; the other methods are safe in any thread.
+    Made by `from_engine_args`, which spawns a core, or `attach`. The calls that act on the engine as a whole
+    (`sleep`, `reset_prefix_cache`, `collective_rpc`, ...) are those of `EngineCalls`. All methods raise
+    `EngineDeadError`, with the cause, once the core is lost. One thread at a time may `step`; the other methods are
+    safe in any thread.
     """
 
     def __init__(self, session: Session) -> None:
@@ -131,59 +135,12 @@ class LLMEngine:
 
     def get_metrics(self) -> list[Metric]:
         """A snapshot of the core's metrics, over all its frontends."""
-        return read_metrics(self._call("metrics"))
+        return read_metrics(self.session.call("metrics").result())
 
     def do_log_stats(self) -> None:
         """Log the core's state in one line."""
-        status = self._call("status")
+        status = self.session.call("status").result()
         logger.info("engine: %s", ", ".join(f"{k} {v}" for k, v in status.items() if k != "clients"))
-
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget cached prefixes. False if running requests still use them (unless they are reset, too)."""
-        return bool(self._call("reset_prefix_cache", reset_running_requests))
-
-    def sleep(self, level: int = 1) -> None:
-        """Give memory back: level 1 the KV cache, level 2 the weights as well.
-
-        Raises:
-            ValueError: another level. EngineBusyError: requests are unfinished.
-        """
-        self._call("sleep", level)
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take the memory again; all of it, or what `tags` name ("weights", "kv_cache")."""
-        self._call("wake_up", tags)
-
-    def is_sleeping(self) -> bool:
-        """True between `sleep` and `wake_up`."""
-        return bool(self._call("is_sleeping"))
-
-    def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        """Call a method of every worker by name; the results in the order of the workers.
-
-        Raises:
-            TypeError: a callable (code never crosses a socket), or arguments the wire cannot hold.
-            TimeoutError: no answer within `timeout` seconds. And what the method raises, by name.
-        """
-        future = self.session.call("collective_rpc", method_name(method), list(args), kwargs or {})
-        try:
-            return list(future.result(timeout))
-        except FutureTimeoutError:
-            raise TimeoutError(f"{method} has not returned within {timeout} s") from None
-
-    def start_profile(self) -> None:
-        """Start the workers' profilers."""
-        self._call("start_profile")
-
-    def stop_profile(self) -> None:
-        """Stop the workers' profilers, which write what they found."""
-        self._call("stop_profile")
 
     def get_tokenizer(self) -> Tokenizer | None:
         """The light tokenizer of the frontend; None with `skip_tokenizer_init`."""
@@ -197,5 +154,11 @@ class LLMEngine:
         """Detach; a core that was spawned here is stopped. May be called twice."""
         self._close()
 
-    def _call(self, method: str, *args: Any) -> Any:
-        return self.session.call(method, *args).result()
+    def _answer(self, call: RemoteCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        timeout = call.local(args, kwargs).get("timeout")
+        try:
+            return self.session.call(call.name, *args, **kwargs).result(timeout)
+        except FutureTimeoutError:
+            if timeout is None:  # the call itself failed with it
+                raise
+            raise timed_out(call, args, kwargs, timeout) from None

@@ -27,6 +27,7 @@ from pagewire.frontend.outputs import Outputs, RequestOutput, RequestState
 from pagewire.frontend.spawn import SpawnedCore, spawn_core
 from pagewire.frontend.text.tokenizer import Tokenizer, as_tokenizer, load_tokenizer
 from pagewire.frontend.tracing import Tracer
+from pagewire.ipc.calls import CALLS
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.messages import EngineInfo, Request, TokenDelta
 from pagewire.ipc.options import EngineArgs
@@ -286,13 +287,18 @@ class Session:
         for mailbox, state in mailboxes:
             mailbox.put([state])
 
-    def call(self, method: str, *args: Any) -> Future[Any]:
-        """Call one of the core's methods.
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Send one of `CALLS` to the core; the future gets its answer, or fails with the error that it names.
+
+        The arguments are those of the method that declares the call. An unknown name is the core's to refuse.
 
         Raises:
-            EngineDeadError: the core is lost. TypeError: arguments that the wire cannot hold.
+            EngineDeadError: the core is lost. TypeError: wrong arguments, or such as msgpack cannot hold.
+            ValueError: an argument out of its bounds.
         """
-        return self._client.call(method, *args)
+        if (call := CALLS.get(name)) is None:
+            return self._client.call(name, *args, **kwargs)
+        return self._client.call(name, *call.pack(args, kwargs))
 
     def close(self) -> None:
         """Detach, and stop a core that was spawned here. May be called twice."""
@@ -400,17 +406,6 @@ def resumed(state: RequestState) -> Request:
 def ended(state: RequestState) -> list[tuple[int, int]]:
     """(key, index) of the request's sequences that have ended."""
     return [(state.key, index) for index, reason in enumerate(state.finish_reasons) if reason is not None]
-
-
-def method_name(method: Any) -> str:
-    """The name of a worker's method.
-
-    Raises:
-        TypeError: a callable, or anything but a string.
-    """
-    if not isinstance(method, str):
-        raise TypeError(f"give the name of a worker's method, not {method!r}: code never crosses a socket")
-    return method
 
 
 def refuse_unsupported(**values: Any) -> None:

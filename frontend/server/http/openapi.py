@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from pagewire.frontend.server.http.errors import ErrorResponse
 from pagewire.frontend.server.http.json_response import json_response
+from pagewire.frontend.server.http.query import Query
 from pagewire.frontend.server.options import ServerOptions
 from pagewire.ipc.version import __version__
 
@@ -32,14 +33,6 @@ FAILURES = {
 }
 OF_EVERY = ("401", "503")
 OF_BODIES = ("400", "404", "408", "413", "415", "422", "429", "499", "500")
-
-
-class Query(NamedTuple):
-    """A parameter in the query. kind: of JSON's types."""
-
-    name: str
-    kind: str
-    text: str
 
 
 class Operation(Route):
@@ -137,7 +130,14 @@ def parameters(one: Operation) -> list[dict[str, Any]]:
         for name in one.param_convertors
     ]
     in_query = [
-        {"name": name, "in": "query", "schema": {"type": kind}, "description": text}
+        {"name": name, "in": "query", "schema": query_schema(kind), "description": text}
         for name, kind, text in one.query
     ]
     return in_path + in_query
+
+
+def query_schema(kind: Any) -> dict[str, Any]:
+    """The JSON schema of a parameter's type; it is described beside it."""
+    schema = msgspec.json.schema(kind)
+    schema.pop("description", None)
+    return schema

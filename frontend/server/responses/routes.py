@@ -23,7 +23,8 @@ from pagewire.frontend.server.http.errors import APIError, api_error
 from pagewire.frontend.server.http.exchange import Exchange
 from pagewire.frontend.server.http.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.http.json_response import json_response
-from pagewire.frontend.server.http.openapi import Operation, Query
+from pagewire.frontend.server.http.openapi import Operation
+from pagewire.frontend.server.http.query import Query, flag, number
 from pagewire.frontend.server.openai.chat import (
     check_chat,
     generate,
@@ -34,7 +35,6 @@ from pagewire.frontend.server.openai.chat import (
 )
 from pagewire.frontend.server.openai.logprobs import TokenNames, chat_logprobs
 from pagewire.frontend.server.openai.protocol import ChatRequest
-from pagewire.frontend.server.operate.admin import flag
 from pagewire.frontend.server.parsing.choice import ToolUse
 from pagewire.frontend.server.parsing.reply import read
 from pagewire.frontend.server.responses.items import chat_request, check_request, read_input
@@ -100,9 +100,9 @@ def routes(service: Service) -> list[Operation]:
         return json_response(ItemList(data=items, first_id=items[0]["id"], last_id=items[-1]["id"]))
 
     path = "/v1/responses/{response_id}"
-    stream = Query("stream", "boolean", "its events, from the first")
-    after = Query("starting_after", "integer", "or from the one after this sequence_number")
-    order = Query("order", "string", "asc or desc (default)")
+    stream = Query("stream", bool, "its events, from the first")
+    after = Query("starting_after", int, "or from the one after this sequence_number")
+    order = Query("order", str, "asc or desc (default)")
     return [
         Operation(
             "POST",
@@ -337,16 +337,3 @@ async def stop(kept: Kept) -> None:
         assert kept.task is not None
         kept.task.cancel()
         await asyncio.wait((kept.task,))
-
-
-def number(request: Request, name: str, default: int) -> int:
-    """An integer in the query.
-
-    Raises:
-        APIError: it is none.
-    """
-    text = request.query_params.get(name, str(default))
-    try:
-        return int(text)
-    except ValueError:
-        raise APIError(400, f"{name} must be an integer, got {text!r:.100}", param=name) from None

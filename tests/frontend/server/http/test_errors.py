@@ -224,7 +224,7 @@ def test_a_deadline(serve: Callable[..., Client], core: FakeCore) -> None:
 def test_abort(serve: Callable[..., Client], core: FakeCore, stream: bool) -> None:
     """By the answer's id; what another server of the core gives, too."""
     client = serve(enable_admin=True)
-    core.calls["abort_request"] = lambda request_id: 2 if request_id == "elsewhere" else 0
+    core.calls["abort_request"] = lambda request_id, frontend: 2 if request_id == "elsewhere" else 0
 
     async def play() -> Answer:
         call = client.call("POST", COMPLETIONS, {"prompt": "w5", "stream": stream})
