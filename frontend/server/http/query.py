@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple, get_args, get_origin
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.ipc.bounds import converted, meta_of
+from pagewire.ipc.bounds import converted, meta_of, plain
 from pagewire.ipc.calls import CALLS
 
 TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
@@ -87,8 +87,3 @@ def within_bounds(name: str, value: int, kind: Any) -> int:
     except ValueError as error:
         raise APIError(400, str(error), param=name) from None
     return value
-
-
-def plain(kind: Any) -> Any:
-    """A type without its annotations."""
-    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
