@@ -35,7 +35,7 @@ PROMPTS_AT_ONCE = 32  # tokenized before others have their turn
 
 
 class Listener:
-    """One task that waits for news of some requests. (An `asyncio.Event` would be for any number of tasks.)"""
+    """Wakes one task when some of its requests have new output. (An `asyncio.Event` serves any number of tasks.)"""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -43,13 +43,13 @@ class Listener:
         self._arrival: asyncio.Future[None] | None = None
 
     def tell(self, key: int) -> None:
-        """There is something new of the request `key`."""
+        """Record that the request `key` has new output, and wake the task."""
         self._news.add(key)
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
 
     async def wait(self) -> set[int]:
-        """Wait for news; the keys of the requests there is something new of."""
+        """Wait for new output; returns the keys of the requests that have some."""
         if not self._news:
             self._arrival = self._loop.create_future()
             await self._arrival
@@ -58,7 +58,7 @@ class Listener:
 
 
 class LoopMailbox:
-    """Wakes the tasks of one event loop, with one call into it for all the news there is."""
+    """Wakes the tasks of one event loop, with one call into it for all requests that have new output."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -67,13 +67,13 @@ class LoopMailbox:
         self._lock = threading.Lock()
 
     def open(self, keys: Iterable[int]) -> Listener:
-        """Whom to ask for news of the requests `keys`."""
+        """A listener that waits for new output of the requests `keys`."""
         listener = Listener(self._loop)
         self._listeners.update(dict.fromkeys(keys, listener))
         return listener
 
     def close(self, keys: Iterable[int]) -> None:
-        """Nobody waits for these requests any more."""
+        """Forget the listeners of these requests."""
         for key in keys:
             self._listeners.pop(key, None)
 
@@ -115,7 +115,7 @@ class AsyncLLM(AsyncEngineCalls):
         """Spawn a core and wait until it is ready. `restarts`: how often to replace it, should it die.
 
         Raises:
-            ValueError, TypeError: bad options. ModelNotFoundError. EngineDeadError: it did not start.
+            ValueError, TypeError: bad options. EngineDeadError: the core did not start; the cause is given.
         """
         return cls(Session.spawn(engine_args, restarts))
 
@@ -131,13 +131,13 @@ class AsyncLLM(AsyncEngineCalls):
         otlp_traces_endpoint: str | None = None,
         reattach_timeout: float = 0.0,
     ) -> AsyncLLM:
-        """Attach to a running core. `timeout`: seconds to wait for one to answer there. `name`: ours, in the core's
+        """Attach to a running core. `timeout`: seconds for an answer. `name`: this frontend's, in the core's
         log and metrics. `otlp_traces_endpoint`: URL of an OpenTelemetry collector that gets a span per request.
         `reattach_timeout`: seconds to wait for another core of the same model at the address, should this one be
         lost; open requests go on with it where they were.
 
         Raises:
-            EngineDeadError: nobody answers. ProtocolError: another version. ValueError: a bad address.
+            EngineDeadError: no core answers. ProtocolError: it speaks another version. ValueError: a bad address.
         """
         session = Session.attach(
             address,
@@ -169,7 +169,7 @@ class AsyncLLM(AsyncEngineCalls):
         the span that the request's is to be a child of; without effect unless traces are sent.
 
         Raises:
-            ValueError, TypeError: what is wrong with the prompt or the parameters; an id that is in use.
+            ValueError, TypeError: a bad prompt or parameter, or an id that is in use.
             RequestError: the engine ended the request with an error. EngineBusyError: it does not take more.
             EngineDeadError: the core is lost.
         """
@@ -192,7 +192,7 @@ class AsyncLLM(AsyncEngineCalls):
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         """Stream the outputs of several prompts, which are submitted together or not at all.
 
-        Each item is all that is new by then, as (index of the prompt, output). Prompt i of several has the
+        Each item has all new outputs, as (index of the prompt, output). Prompt i of several has the
         request id `request_id`-i. Otherwise as `generate`; the first error ends all.
         """
         name = request_id or uuid.uuid4().hex
@@ -219,7 +219,7 @@ class AsyncLLM(AsyncEngineCalls):
     def _take(
         self, places: dict[int, tuple[int, RequestState]], keys: Iterable[int]
     ) -> list[tuple[int, RequestOutput]]:
-        """What is new of these requests; those that are finished by it leave `places`.
+        """The new outputs of these requests; finished requests are taken out of `places`.
 
         Raises:
             RequestError, EngineBusyError, ValueError: the engine ended one with an error. EngineDeadError.
@@ -278,26 +278,26 @@ class AsyncLLM(AsyncEngineCalls):
         return self.session.tokenizer
 
     async def get_model_config(self) -> EngineInfo:
-        """What the core says of itself."""
+        """The model, its sizes and the options of the core, as the core reported them."""
         return self.session.info
 
     @property
     def info(self) -> EngineInfo:
-        """What the core says of itself."""
+        """The model, its sizes and the options of the core, as the core reported them."""
         return self.session.info
 
     async def check_health(self) -> None:
-        """Return if the core lives.
+        """Return if the core runs.
 
         Raises:
-            EngineDeadError: it does not; the cause.
+            EngineDeadError: it does not; the message gives the cause.
         """
         if self.dead_error is not None:
             raise EngineDeadError(*self.dead_error.args)
 
     @property
     def dead_error(self) -> EngineDeadError | None:
-        """Why the core is lost; None while it lives."""
+        """The error by which the core was lost; None while it runs."""
         return self.session.dead
 
     @property

@@ -55,8 +55,7 @@ class LLM(EngineCalls):
     All methods raise `EngineDeadError`, with the cause, once the core is lost.
 
     Raises:
-        ValueError, TypeError: bad options. ModelNotFoundError: no such model. EngineDeadError: the core did
-            not start.
+        ValueError, TypeError: bad options. EngineDeadError: the core did not start; the cause is given.
     """
 
     def __init__(
@@ -108,11 +107,11 @@ class LLM(EngineCalls):
         timeout: float | None = 10.0,
         reattach_timeout: float = 0.0,
     ) -> LLM:
-        """Use a core that runs already. `timeout`: seconds to wait for one to answer at `address`.
+        """Use a core that runs already. `timeout`: seconds to wait for an answer at `address`.
         `reattach_timeout`: see `AsyncLLM.attach`.
 
         Raises:
-            EngineDeadError: nobody answers. ProtocolError: another version. ValueError: a bad address.
+            EngineDeadError: no core answers. ProtocolError: it speaks another version. ValueError: a bad address.
         """
         llm = cls.__new__(cls)
         llm._use(
@@ -243,7 +242,7 @@ class LLM(EngineCalls):
     ) -> list[BeamSearchOutput]:
         """The `params.beam_width` best continuations of each prompt, best first.
 
-        concurrency_limit: search for at most so many prompts at once.
+        concurrency_limit: most prompts to search for at once; None: all.
 
         Raises:
             ValueError, TypeError: a bad prompt or parameter, or too few `max_logprobs` in the engine.
@@ -295,7 +294,7 @@ class LLM(EngineCalls):
 
     @property
     def info(self) -> EngineInfo:
-        """What the core says of itself."""
+        """The model, its sizes and the options of the core, as the core reported them."""
         return self.llm_engine.info
 
     def get_tokenizer(self) -> Tokenizer | None:
@@ -307,7 +306,7 @@ class LLM(EngineCalls):
         self.llm_engine.set_tokenizer(tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation config recommends."""
+        """The sampling parameters that the model's generation config recommends."""
         return default_sampling_params(self.info)
 
     def get_metrics(self) -> list[Metric]:
@@ -335,7 +334,7 @@ class LLM(EngineCalls):
     def _complete(
         self, prompts: list[Any], params: list[Any], priority: list[int], tick: Tick
     ) -> list[RequestOutput]:
-        """Send everything, wait for everything; whatever goes wrong, nothing is left running."""
+        """The outputs of a batch, in order. On any error, no request of it is left running."""
         session, inbox = self.llm_engine.session, Inbox()
         states: list[RequestState] = []
         try:

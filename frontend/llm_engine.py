@@ -43,7 +43,7 @@ class LLMEngine(EngineCalls):
         """Spawn a core and wait until it is ready. `restarts`: how often to replace it, should it die.
 
         Raises:
-            ValueError, TypeError: bad options. ModelNotFoundError. EngineDeadError: it did not start.
+            ValueError, TypeError: bad options. EngineDeadError: the core did not start; the cause is given.
         """
         return cls(Session.spawn(engine_args, restarts))
 
@@ -57,11 +57,11 @@ class LLMEngine(EngineCalls):
         timeout: float | None = 10.0,
         reattach_timeout: float = 0.0,
     ) -> LLMEngine:
-        """Attach to a running core. `timeout`: seconds to wait for one to answer there.
+        """Attach to a running core. `timeout`: seconds to wait for an answer.
         `reattach_timeout`: see `AsyncLLM.attach`.
 
         Raises:
-            EngineDeadError: nobody answers. ProtocolError: another version. ValueError: a bad address.
+            EngineDeadError: no core answers. ProtocolError: it speaks another version. ValueError: a bad address.
         """
         return cls(
             Session.attach(
@@ -71,7 +71,7 @@ class LLMEngine(EngineCalls):
 
     @property
     def info(self) -> EngineInfo:
-        """What the core says of itself."""
+        """The model, its sizes and the options of the core, as the core reported them."""
         return self.session.info
 
     # -------------------------------------------------------------- requests
@@ -87,13 +87,13 @@ class LLMEngine(EngineCalls):
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> None:
-        """Send a request to the core, where it starts at once; `step` returns what comes of it.
+        """Send a request to the core, where it starts at once; `step` returns its outputs.
 
         `arrival_time` is accepted without effect: the core stamps arrivals itself. `trace_headers`: W3C trace
-        context, of the span that the request's is to be a child of.
+        context of the parent of the request's span.
 
         Raises:
-            ValueError, TypeError: what is wrong with the prompt or the parameters; an id that is in use.
+            ValueError, TypeError: a bad prompt or parameter, or an id that is in use.
         """
         refuse_unsupported(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         if request_id in self._unfinished:
@@ -102,10 +102,10 @@ class LLMEngine(EngineCalls):
         (self._unfinished[request_id],) = self.session.submit([prepared], self._inbox, trace_headers)
 
     def step(self) -> list[RequestOutput]:
-        """Wait until there is something new, and return it; at once [] if no request is unfinished.
+        """Wait for new output and return it, one per request; [] at once if no request is unfinished.
 
-        The core runs by itself: what it did since the last call comes merged, one output per request. A request
-        that the core ended with an error has the finish reason "error".
+        The core does not wait for this call: all tokens since the last one come merged. A request that the core
+        ended with an error has the finish reason "error".
         """
         outputs: list[RequestOutput] = []
         while self._unfinished and not outputs:
@@ -119,7 +119,7 @@ class LLMEngine(EngineCalls):
         return outputs
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """End one or several requests: `step` returns nothing more of them. Unknown ids are ignored."""
+        """End one or several requests; `step` returns no more outputs of them. Unknown ids are ignored."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         self.session.abort([self._unfinished.pop(name) for name in ids if name in self._unfinished])
 

@@ -1,4 +1,4 @@
-"""What a load test found, as figures, a table, and JSON."""
+"""The results of a load test as figures, a table, and JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def distribution(values: Sequence[float]) -> dict[str, float]:
-    """Mean, median, 90th and 99th percentile of seconds, in milliseconds; empty of none."""
+    """Mean, median, 90th and 99th percentile, in milliseconds, of values in seconds; empty if there are none."""
     if not values:
         return {}
     ordered = sorted(values)
@@ -38,7 +38,7 @@ def distribution(values: Sequence[float]) -> dict[str, float]:
 
 
 def summary(replies: Sequence[LoadResult], seconds: float) -> dict[str, Any]:
-    """All figures of a run that took so many seconds. Latencies are of the requests that succeeded."""
+    """All figures of a run that took `seconds`. Latencies are of the requests that succeeded."""
     good = [reply for reply in replies if not reply.error]
     num_in = sum(reply.input_tokens for reply in good)
     num_out = sum(reply.output_tokens for reply in good)
@@ -67,12 +67,12 @@ def summary(replies: Sequence[LoadResult], seconds: float) -> dict[str, Any]:
 
 
 def details(replies: Sequence[LoadResult]) -> list[dict[str, Any]]:
-    """Every request by itself, in seconds."""
+    """One dict per request, with times in seconds."""
     return [asdict(reply) for reply in replies]
 
 
 def table(found: dict[str, Any]) -> str:
-    """For a person to read."""
+    """The figures of `summary` as lines of text."""
     counts = (
         ("requests completed", f"{found['completed']:,}"),
         ("requests failed", f"{found['failed']:,}"),
