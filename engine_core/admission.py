@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pagewire.ipc.bounds import MAX_INT, check_int
 from pagewire.ipc.messages import EngineInfo, Request
-from pagewire.ipc.params import MAX_INT, check_int, max_n
+from pagewire.ipc.params import max_n
 
 PRIORITY_LIMIT = 2**31  # priorities lie within +- this
 

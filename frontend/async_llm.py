@@ -15,11 +15,13 @@ from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequen
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+from pagewire.frontend.calls import AsyncEngineCalls, timed_out
 from pagewire.frontend.inputs import Prepared, PromptType
 from pagewire.frontend.metrics import Metric, read_metrics
 from pagewire.frontend.outputs import RequestOutput, RequestState
-from pagewire.frontend.session import Session, method_name, refuse_unsupported
+from pagewire.frontend.session import Session, refuse_unsupported
 from pagewire.frontend.text.tokenizer import Tokenizer
+from pagewire.ipc.calls import RemoteCall
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
@@ -33,7 +35,7 @@ PROMPTS_AT_ONCE = 32  # tokenized before others have their turn
 
 
 class Listener:
-    """One task that waits for news of some requests. (An `asyncio.Event` would be for any number of tasks.)"""
+    """Wakes one task when some of its requests have new output. (An `asyncio.Event` serves any number of tasks.)"""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -41,13 +43,13 @@ class Listener:
         self._arrival: asyncio.Future[None] | None = None
 
     def tell(self, key: int) -> None:
-        """There is something new of the request `key`."""
+        """Record that the request `key` has new output, and wake the task."""
         self._news.add(key)
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
 
     async def wait(self) -> set[int]:
-        """Wait for news; the keys of the requests there is something new of."""
+        """Wait for new output; returns the keys of the requests that have some."""
         if not self._news:
             self._arrival = self._loop.create_future()
             await self._arrival
@@ -56,7 +58,7 @@ class Listener:
 
 
 class LoopMailbox:
-    """Wakes the tasks of one event loop, with one call into it for all the news there is."""
+    """Wakes the tasks of one event loop, with one call into it for all requests that have new output."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -65,13 +67,13 @@ class LoopMailbox:
         self._lock = threading.Lock()
 
     def open(self, keys: Iterable[int]) -> Listener:
-        """Whom to ask for news of the requests `keys`."""
+        """A listener that waits for new output of the requests `keys`."""
         listener = Listener(self._loop)
         self._listeners.update(dict.fromkeys(keys, listener))
         return listener
 
     def close(self, keys: Iterable[int]) -> None:
-        """Nobody waits for these requests any more."""
+        """Forget the listeners of these requests."""
         for key in keys:
             self._listeners.pop(key, None)
 
@@ -94,11 +96,12 @@ class LoopMailbox:
                 listener.tell(key)
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncEngineCalls):
     """An engine core, for asyncio programs.
 
     Made by `from_engine_args`, which spawns a core, or `attach`. It is bound to no event loop, and may be used
-    from several, one after the other or at once.
+    from several, one after the other or at once. The calls that act on the engine as a whole (`sleep`,
+    `reset_prefix_cache`, `collective_rpc`, ...) are those of `AsyncEngineCalls`.
     """
 
     def __init__(self, session: Session) -> None:
@@ -112,7 +115,7 @@ class AsyncLLM:
         """Spawn a core and wait until it is ready. `restarts`: how often to replace it, should it die.
 
         Raises:
-            ValueError, TypeError: bad options. ModelNotFoundError. EngineDeadError: it did not start.
+            ValueError, TypeError: bad options. EngineDeadError: the core did not start; the cause is given.
         """
         return cls(Session.spawn(engine_args, restarts))
 
@@ -128,13 +131,13 @@ class AsyncLLM:
         otlp_traces_endpoint: str | None = None,
         reattach_timeout: float = 0.0,
     ) -> AsyncLLM:
-        """Attach to a running core. `timeout`: seconds to wait for one to answer there. `name`: ours, in the core's
+        """Attach to a running core. `timeout`: seconds for an answer. `name`: this frontend's, in the core's
         log and metrics. `otlp_traces_endpoint`: URL of an OpenTelemetry collector that gets a span per request.
         `reattach_timeout`: seconds to wait for another core of the same model at the address, should this one be
         lost; open requests go on with it where they were.
 
         Raises:
-            EngineDeadError: nobody answers. ProtocolError: another version. ValueError: a bad address.
+            EngineDeadError: no core answers. ProtocolError: it speaks another version. ValueError: a bad address.
         """
         session = Session.attach(
             address,
@@ -166,7 +169,7 @@ class AsyncLLM:
         the span that the request's is to be a child of; without effect unless traces are sent.
 
         Raises:
-            ValueError, TypeError: what is wrong with the prompt or the parameters; an id that is in use.
+            ValueError, TypeError: a bad prompt or parameter, or an id that is in use.
             RequestError: the engine ended the request with an error. EngineBusyError: it does not take more.
             EngineDeadError: the core is lost.
         """
@@ -189,7 +192,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         """Stream the outputs of several prompts, which are submitted together or not at all.
 
-        Each item is all that is new by then, as (index of the prompt, output). Prompt i of several has the
+        Each item has all new outputs, as (index of the prompt, output). Prompt i of several has the
         request id `request_id`-i. Otherwise as `generate`; the first error ends all.
         """
         name = request_id or uuid.uuid4().hex
@@ -216,7 +219,7 @@ class AsyncLLM:
     def _take(
         self, places: dict[int, tuple[int, RequestState]], keys: Iterable[int]
     ) -> list[tuple[int, RequestOutput]]:
-        """What is new of these requests; those that are finished by it leave `places`.
+        """The new outputs of these requests; finished requests are taken out of `places`.
 
         Raises:
             RequestError, EngineBusyError, ValueError: the engine ended one with an error. EngineDeadError.
@@ -253,10 +256,6 @@ class AsyncLLM:
         """End one or several requests; their generators end with the finish reason "abort"."""
         self.session.abort(self.session.find([request_id] if isinstance(request_id, str) else request_id))
 
-    async def abort_any(self, request_id: str) -> int:
-        """End the requests of this id, whichever frontend they are of; how many sequences that were."""
-        return int(await self._call("abort_request", request_id))
-
     async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         """Pooling models are not supported yet: raises NotImplementedError."""
         raise NotImplementedError("encode: pooling models are not supported yet")
@@ -264,75 +263,12 @@ class AsyncLLM:
 
     # -------------------------------------------------------------- the engine as a whole
 
-    async def pause_generation(
-        self, wait_for_inflight_requests: bool = False, clear_cache: bool = True
-    ) -> None:
-        """Hold new requests back until `resume_generation`. Those of all frontends that run are waited for,
-        or else end with the finish reason "abort". `clear_cache`: forget cached prefixes as well.
-        """
-        await self._call("pause", wait_for_inflight_requests, clear_cache)
-
-    async def resume_generation(self) -> None:
-        """Let requests run again."""
-        await self._call("resume")
-
-    async def is_paused(self) -> bool:
-        """True between `pause_generation` and `resume_generation`."""
-        return bool(await self._call("is_paused"))
-
-    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget cached prefixes. False if running requests still use them (unless they are reset, too)."""
-        return bool(await self._call("reset_prefix_cache", reset_running_requests))
-
     async def reset_mm_cache(self) -> None:
         """Does nothing: there is no multi-modal cache yet."""
 
-    async def sleep(self, level: int = 1) -> None:
-        """Give memory back: level 1 the KV cache, level 2 the weights as well.
-
-        Raises:
-            ValueError: another level. EngineBusyError: requests are unfinished.
-        """
-        await self._call("sleep", level)
-
-    async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take the memory again; all of it, or what `tags` name ("weights", "kv_cache")."""
-        await self._call("wake_up", tags)
-
-    async def is_sleeping(self) -> bool:
-        """True between `sleep` and `wake_up`."""
-        return bool(await self._call("is_sleeping"))
-
-    async def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        """Call a method of every worker by name; the results in the order of the workers.
-
-        Raises:
-            TypeError: a callable (code never crosses a socket), or arguments the wire cannot hold.
-            TimeoutError: no answer within `timeout` seconds. And what the method raises, by name.
-        """
-        call = self._call("collective_rpc", method_name(method), list(args), kwargs or {})
-        try:
-            return list(await asyncio.wait_for(call, timeout))
-        except asyncio.TimeoutError:
-            raise TimeoutError(f"{method} has not returned within {timeout} s") from None
-
-    async def start_profile(self) -> None:
-        """Start the workers' profilers."""
-        await self._call("start_profile")
-
-    async def stop_profile(self) -> None:
-        """Stop the workers' profilers, which write what they found."""
-        await self._call("stop_profile")
-
     async def get_metrics(self) -> list[Metric]:
         """A snapshot of the core's metrics, over all its frontends."""
-        return read_metrics(await self._call("metrics"))
+        return read_metrics(await asyncio.wrap_future(self.session.call("metrics")))
 
     async def do_log_stats(self) -> None:
         """Does nothing: the core logs its own statistics."""
@@ -342,26 +278,26 @@ class AsyncLLM:
         return self.session.tokenizer
 
     async def get_model_config(self) -> EngineInfo:
-        """What the core says of itself."""
+        """The model, its sizes and the options of the core, as the core reported them."""
         return self.session.info
 
     @property
     def info(self) -> EngineInfo:
-        """What the core says of itself."""
+        """The model, its sizes and the options of the core, as the core reported them."""
         return self.session.info
 
     async def check_health(self) -> None:
-        """Return if the core lives.
+        """Return if the core runs.
 
         Raises:
-            EngineDeadError: it does not; the cause.
+            EngineDeadError: it does not; the message gives the cause.
         """
         if self.dead_error is not None:
             raise EngineDeadError(*self.dead_error.args)
 
     @property
     def dead_error(self) -> EngineDeadError | None:
-        """Why the core is lost; None while it lives."""
+        """The error by which the core was lost; None while it runs."""
         return self.session.dead
 
     @property
@@ -392,8 +328,15 @@ class AsyncLLM:
     async def __aexit__(self, *exc_info: object) -> None:
         await asyncio.to_thread(self.shutdown)
 
-    async def _call(self, method: str, *args: Any) -> Any:
-        return await asyncio.wrap_future(self.session.call(method, *args))
+    async def _answer(self, call: RemoteCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        timeout = call.local(args, kwargs).get("timeout")
+        answer = asyncio.wrap_future(self.session.call(call.name, *args, **kwargs))
+        try:
+            return await asyncio.wait_for(answer, timeout)
+        except asyncio.TimeoutError:
+            if timeout is None:  # the call itself failed with it
+                raise
+            raise timed_out(call, args, kwargs, timeout) from None
 
 
 AsyncLLMEngine = AsyncLLM

@@ -138,7 +138,7 @@ class CoreClient:
         not answer at all. With `child`, the process that is to listen there, its exit ends the wait.
 
         Raises:
-            EngineDeadError: nobody listens, or the core could not start; the cause is given.
+            EngineDeadError: no core listens, or it could not start; the cause is given.
             ProtocolError: the core speaks another version of the protocol.
             ValueError: a bad address; and any error that the core reports by name (`ModelNotFoundError`).
         """
@@ -169,7 +169,7 @@ class CoreClient:
             pass
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Ask for one of the core's methods. The future fails with the error that the core names.
+        """Call one of the core's methods. The future gets the answer, or the error that the core reports.
 
         Raises:
             EngineDeadError, EngineBusyError, OverflowError, TypeError: as `submit`.
@@ -185,7 +185,7 @@ class CoreClient:
         return future
 
     def close(self) -> None:
-        """Say goodbye, send what is in the outbox, and end the thread. May be called twice."""
+        """Detach from the core, send what is in the outbox, and end the thread. May be called twice."""
         if threading.current_thread() is self._thread:
             raise RuntimeError("a callback must not close its client")
         try:

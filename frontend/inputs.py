@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict
 
 from pagewire.frontend.text.tokenizer import Tokenizer
+from pagewire.ipc.bounds import check_int
 from pagewire.ipc.messages import EngineInfo, Request
-from pagewire.ipc.params import SamplingParams, check_int
+from pagewire.ipc.params import SamplingParams
 
 PRIORITY_LIMIT = 2**31  # priorities lie within plus and minus this value
 MASK = 2**64 - 1  # of the 64-bit arithmetic of seeds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -22,6 +22,7 @@ from pagewire.frontend.metrics import Metric
 from pagewire.frontend.outputs import RequestOutput, RequestState
 from pagewire.frontend.session import Inbox, refuse_unsupported
 from pagewire.frontend.text.tokenizer import Tokenizer
+from pagewire.ipc.calls import EngineCalls, RemoteCall
 from pagewire.ipc.errors import RequestError
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
@@ -43,9 +44,10 @@ class BatchError(RequestError):
         self.outputs = outputs
 
 
-class LLM:
+class LLM(EngineCalls):
     """A model for offline inference: spawns an engine core, and ends it with `shutdown`, at the end of a
-    `with` block, or when collected. Methods are safe to call from several threads at once.
+    `with` block, or when collected. The calls that act on the engine as a whole (`sleep`, `reset_prefix_cache`,
+    `collective_rpc`, ...) are those of `EngineCalls`. Methods are safe to call from several threads at once.
 
     Options are those of `EngineArgs`; unknown ones raise TypeError with the nearest known name, those of later
     features ValueError. `restarts`: how often to replace a core that dies; open requests go on in the new one.
@@ -53,8 +55,7 @@ class LLM:
     All methods raise `EngineDeadError`, with the cause, once the core is lost.
 
     Raises:
-        ValueError, TypeError: bad options. ModelNotFoundError: no such model. EngineDeadError: the core did
-            not start.
+        ValueError, TypeError: bad options. EngineDeadError: the core did not start; the cause is given.
     """
 
     def __init__(
@@ -106,11 +107,11 @@ class LLM:
         timeout: float | None = 10.0,
         reattach_timeout: float = 0.0,
     ) -> LLM:
-        """Use a core that runs already. `timeout`: seconds to wait for one to answer at `address`.
+        """Use a core that runs already. `timeout`: seconds to wait for an answer at `address`.
         `reattach_timeout`: see `AsyncLLM.attach`.
 
         Raises:
-            EngineDeadError: nobody answers. ProtocolError: another version. ValueError: a bad address.
+            EngineDeadError: no core answers. ProtocolError: it speaks another version. ValueError: a bad address.
         """
         llm = cls.__new__(cls)
         llm._use(
@@ -241,7 +242,7 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """The `params.beam_width` best continuations of each prompt, best first.
 
-        concurrency_limit: search for at most so many prompts at once.
+        concurrency_limit: most prompts to search for at once; None: all.
 
         Raises:
             ValueError, TypeError: a bad prompt or parameter, or too few `max_logprobs` in the engine.
@@ -293,7 +294,7 @@ class LLM:
 
     @property
     def info(self) -> EngineInfo:
-        """What the core says of itself."""
+        """The model, its sizes and the options of the core, as the core reported them."""
         return self.llm_engine.info
 
     def get_tokenizer(self) -> Tokenizer | None:
@@ -305,49 +306,22 @@ class LLM:
         self.llm_engine.set_tokenizer(tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation config recommends."""
+        """The sampling parameters that the model's generation config recommends."""
         return default_sampling_params(self.info)
 
     def get_metrics(self) -> list[Metric]:
         """A snapshot of the core's metrics, over all its frontends."""
         return self.llm_engine.get_metrics()
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget cached prefixes. False if running requests still use them (unless they are reset, too)."""
-        return self.llm_engine.reset_prefix_cache(reset_running_requests)
-
     def reset_mm_cache(self) -> None:
         """Does nothing: there is no multi-modal cache yet."""
-
-    def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        """Call a method of every worker by name; see `LLMEngine.collective_rpc`."""
-        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
-
-    def start_profile(self) -> None:
-        """Start the workers' profilers."""
-        self.llm_engine.start_profile()
-
-    def stop_profile(self) -> None:
-        """Stop the workers' profilers, which write what they found."""
-        self.llm_engine.stop_profile()
-
-    def sleep(self, level: int = 1) -> None:
-        """Give memory back: level 1 the KV cache, level 2 the weights as well."""
-        self.llm_engine.sleep(level)
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take the memory again."""
-        self.llm_engine.wake_up(tags)
 
     def shutdown(self) -> None:
         """Detach; a core that was spawned here is stopped. May be called twice."""
         self.llm_engine.shutdown()
+
+    def _answer(self, call: RemoteCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return self.llm_engine._answer(call, args, kwargs)
 
     def __enter__(self) -> LLM:
         return self
@@ -360,7 +334,7 @@ class LLM:
     def _complete(
         self, prompts: list[Any], params: list[Any], priority: list[int], tick: Tick
     ) -> list[RequestOutput]:
-        """Send everything, wait for everything; whatever goes wrong, nothing is left running."""
+        """The outputs of a batch, in order. On any error, no request of it is left running."""
         session, inbox = self.llm_engine.session, Inbox()
         states: list[RequestState] = []
         try:

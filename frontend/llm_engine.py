@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
+from pagewire.frontend.calls import timed_out
 from pagewire.frontend.inputs import PromptType
 from pagewire.frontend.metrics import Metric, read_metrics
 from pagewire.frontend.outputs import RequestOutput, RequestState
-from pagewire.frontend.session import Inbox, Session, method_name, refuse_unsupported
+from pagewire.frontend.session import Inbox, Session, refuse_unsupported
 from pagewire.frontend.text.tokenizer import Tokenizer
+from pagewire.ipc.calls import EngineCalls, RemoteCall
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import SamplingParams
@@ -21,11 +23,13 @@ from pagewire.ipc.sockets import CurveKeys
 logger = logging.getLogger("pagewire.frontend")
 
 
-class LLMEngine:
+class LLMEngine(EngineCalls):
     """An engine core, and the requests this object has open on it.
 
-    Made by `from_engine_args`, which spawns a core, or `attach`. All methods raise `EngineDeadError`, with the
-    cause, once the core is lost. One thread at a time may `step`; the other methods are safe in any thread.
+    Made by `from_engine_args`, which spawns a core, or `attach`. The calls that act on the engine as a whole
+    (`sleep`, `reset_prefix_cache`, `collective_rpc`, ...) are those of `EngineCalls`. All methods raise
+    `EngineDeadError`, with the cause, once the core is lost. One thread at a time may `step`; the other methods are
+    safe in any thread.
     """
 
     def __init__(self, session: Session) -> None:
@@ -39,7 +43,7 @@ class LLMEngine:
         """Spawn a core and wait until it is ready. `restarts`: how often to replace it, should it die.
 
         Raises:
-            ValueError, TypeError: bad options. ModelNotFoundError. EngineDeadError: it did not start.
+            ValueError, TypeError: bad options. EngineDeadError: the core did not start; the cause is given.
         """
         return cls(Session.spawn(engine_args, restarts))
 
@@ -53,11 +57,11 @@ class LLMEngine:
         timeout: float | None = 10.0,
         reattach_timeout: float = 0.0,
     ) -> LLMEngine:
-        """Attach to a running core. `timeout`: seconds to wait for one to answer there.
+        """Attach to a running core. `timeout`: seconds to wait for an answer.
         `reattach_timeout`: see `AsyncLLM.attach`.
 
         Raises:
-            EngineDeadError: nobody answers. ProtocolError: another version. ValueError: a bad address.
+            EngineDeadError: no core answers. ProtocolError: it speaks another version. ValueError: a bad address.
         """
         return cls(
             Session.attach(
@@ -67,7 +71,7 @@ class LLMEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """What the core says of itself."""
+        """The model, its sizes and the options of the core, as the core reported them."""
         return self.session.info
 
     # -------------------------------------------------------------- requests
@@ -83,13 +87,13 @@ class LLMEngine:
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> None:
-        """Send a request to the core, where it starts at once; `step` returns what comes of it.
+        """Send a request to the core, where it starts at once; `step` returns its outputs.
 
         `arrival_time` is accepted without effect: the core stamps arrivals itself. `trace_headers`: W3C trace
-        context, of the span that the request's is to be a child of.
+        context of the parent of the request's span.
 
         Raises:
-            ValueError, TypeError: what is wrong with the prompt or the parameters; an id that is in use.
+            ValueError, TypeError: a bad prompt or parameter, or an id that is in use.
         """
         refuse_unsupported(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         if request_id in self._unfinished:
@@ -98,10 +102,10 @@ class LLMEngine:
         (self._unfinished[request_id],) = self.session.submit([prepared], self._inbox, trace_headers)
 
     def step(self) -> list[RequestOutput]:
-        """Wait until there is something new, and return it; at once [] if no request is unfinished.
+        """Wait for new output and return it, one per request; [] at once if no request is unfinished.
 
-        The core runs by itself: what it did since the last call comes merged, one output per request. A request
-        that the core ended with an error has the finish reason "error".
+        The core does not wait for this call: all tokens since the last one come merged. A request that the core
+        ended with an error has the finish reason "error".
         """
         outputs: list[RequestOutput] = []
         while self._unfinished and not outputs:
@@ -115,7 +119,7 @@ class LLMEngine:
         return outputs
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """End one or several requests: `step` returns nothing more of them. Unknown ids are ignored."""
+        """End one or several requests; `step` returns no more outputs of them. Unknown ids are ignored."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         self.session.abort([self._unfinished.pop(name) for name in ids if name in self._unfinished])
 
@@ -131,59 +135,12 @@ class LLMEngine:
 
     def get_metrics(self) -> list[Metric]:
         """A snapshot of the core's metrics, over all its frontends."""
-        return read_metrics(self._call("metrics"))
+        return read_metrics(self.session.call("metrics").result())
 
     def do_log_stats(self) -> None:
         """Log the core's state in one line."""
-        status = self._call("status")
+        status = self.session.call("status").result()
         logger.info("engine: %s", ", ".join(f"{k} {v}" for k, v in status.items() if k != "clients"))
-
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget cached prefixes. False if running requests still use them (unless they are reset, too)."""
-        return bool(self._call("reset_prefix_cache", reset_running_requests))
-
-    def sleep(self, level: int = 1) -> None:
-        """Give memory back: level 1 the KV cache, level 2 the weights as well.
-
-        Raises:
-            ValueError: another level. EngineBusyError: requests are unfinished.
-        """
-        self._call("sleep", level)
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take the memory again; all of it, or what `tags` name ("weights", "kv_cache")."""
-        self._call("wake_up", tags)
-
-    def is_sleeping(self) -> bool:
-        """True between `sleep` and `wake_up`."""
-        return bool(self._call("is_sleeping"))
-
-    def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        """Call a method of every worker by name; the results in the order of the workers.
-
-        Raises:
-            TypeError: a callable (code never crosses a socket), or arguments the wire cannot hold.
-            TimeoutError: no answer within `timeout` seconds. And what the method raises, by name.
-        """
-        future = self.session.call("collective_rpc", method_name(method), list(args), kwargs or {})
-        try:
-            return list(future.result(timeout))
-        except FutureTimeoutError:
-            raise TimeoutError(f"{method} has not returned within {timeout} s") from None
-
-    def start_profile(self) -> None:
-        """Start the workers' profilers."""
-        self._call("start_profile")
-
-    def stop_profile(self) -> None:
-        """Stop the workers' profilers, which write what they found."""
-        self._call("stop_profile")
 
     def get_tokenizer(self) -> Tokenizer | None:
         """The light tokenizer of the frontend; None with `skip_tokenizer_init`."""
@@ -197,5 +154,11 @@ class LLMEngine:
         """Detach; a core that was spawned here is stopped. May be called twice."""
         self._close()
 
-    def _call(self, method: str, *args: Any) -> Any:
-        return self.session.call(method, *args).result()
+    def _answer(self, call: RemoteCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        timeout = call.local(args, kwargs).get("timeout")
+        try:
+            return self.session.call(call.name, *args, **kwargs).result(timeout)
+        except FutureTimeoutError:
+            if timeout is None:  # the call itself failed with it
+                raise
+            raise timed_out(call, args, kwargs, timeout) from None

@@ -1,10 +1,10 @@
-"""One engine as its callers see it: prompts go in, outputs come out, and a lost core is reported or replaced.
+"""A connection to an engine core and the requests open on it; a lost core is reported or replaced.
 
     prepare --> submit --> [client] --> core
     take <-- Outputs <---- [client] <-- core        (deltas are applied on the client's thread)
 
 `LLMEngine`, `LLM` and `AsyncLLM` share it. They differ in how they wait: requests are submitted with a
-mailbox, which is told when there is something to `take`.
+mailbox, into which a request is put when it has new output to `take`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pagewire.frontend.outputs import Outputs, RequestOutput, RequestState
 from pagewire.frontend.spawn import SpawnedCore, spawn_core
 from pagewire.frontend.text.tokenizer import Tokenizer, as_tokenizer, load_tokenizer
 from pagewire.frontend.tracing import Tracer
+from pagewire.ipc.calls import CALLS
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.messages import EngineInfo, Request, TokenDelta
 from pagewire.ipc.options import EngineArgs
@@ -40,14 +41,14 @@ RETRY_SECONDS = 0.5
 
 
 class Mailbox(Protocol):
-    """Where a caller is told of news."""
+    """Receives the requests that have new output."""
 
     def put(self, states: list[RequestState]) -> None:
-        """There is something new of these requests. Called on the client's thread: must not wait."""
+        """Take requests that have new output. Called on the client's thread: must not wait."""
 
 
 class Inbox:
-    """A mailbox for a thread that waits."""
+    """A mailbox for a thread that blocks until there is new output."""
 
     def __init__(self) -> None:
         self._news: dict[int, RequestState] = {}
@@ -60,7 +61,7 @@ class Inbox:
             self._arrival.notify()
 
     def get(self) -> list[RequestState]:
-        """Wait for news; all there is of it, each request once."""
+        """Wait until a request has new output; returns all that have, each once."""
         with self._arrival:
             self._arrival.wait_for(lambda: self._news)
             news, self._news = self._news, {}
@@ -68,11 +69,11 @@ class Inbox:
 
 
 class Session:
-    """An attachment to a core, spawned by `spawn` or found by `attach`, and the requests open on it.
+    """A connection to a core, made by `spawn` or `attach`, and the requests open on it.
 
     Attributes:
-        info: what the core says of itself. tokenizer: ours, None with `skip_tokenizer_init`.
-        dead: why there is no core, for good or until another is found; None while there is one.
+        info: model and options of the core. tokenizer: the frontend's, None with `skip_tokenizer_init`.
+        dead: the error by which the core was lost, until another has replaced it; None while there is a core.
     """
 
     info: EngineInfo
@@ -107,7 +108,7 @@ class Session:
         """Spawn a core, wait until it is ready, and load the tokenizer. `restarts`: how often to replace it.
 
         Raises:
-            ValueError, TypeError: bad options. ModelNotFoundError. EngineDeadError: it did not start.
+            ValueError, TypeError: bad options. EngineDeadError: the core did not start; the cause is given.
         """
         args.check()
 
@@ -151,7 +152,7 @@ class Session:
         another core to answer there, should it be lost; what is open goes on with that one.
 
         Raises:
-            EngineDeadError: nobody answers. ProtocolError: another version. ValueError: a bad address.
+            EngineDeadError: no core answers. ProtocolError: it speaks another version. ValueError: a bad address.
         """
 
         def connect(session: Session, timeout: float | None = timeout) -> Connection:
@@ -206,10 +207,10 @@ class Session:
     def prepare(
         self, prompt: PromptType, params: SamplingParams | None, request_id: str, priority: int = 0
     ) -> Prepared:
-        """Check a prompt and its parameters, and make a request of them.
+        """The request for a prompt: checked, tokenized, and ready for `submit`.
 
         Raises:
-            ValueError, TypeError: what is wrong with them.
+            ValueError, TypeError: a bad prompt or parameter.
         """
         return self._intake.prepare(prompt, params, request_id, next(self._keys), priority)
 
@@ -217,7 +218,7 @@ class Session:
         """The token ids of a prompt.
 
         Raises:
-            ValueError, TypeError: what is wrong with it.
+            ValueError, TypeError: a bad prompt.
         """
         return self._intake.tokenize(prompt)[0]
 
@@ -232,8 +233,8 @@ class Session:
         mailbox: Mailbox,
         trace_headers: Mapping[str, str] | None = None,
     ) -> list[RequestState]:
-        """Send requests to the core; `mailbox` is told of what comes of them. `trace_headers`: of the span that
-        theirs are to be children of.
+        """Send requests to the core; `mailbox` gets each of them when it has new output. `trace_headers`: W3C trace
+        context of the parent of their spans.
 
         Raises:
             ValueError: a request id that is in use. EngineDeadError: the core is lost.
@@ -258,7 +259,7 @@ class Session:
         return states
 
     def take(self, state: RequestState) -> RequestOutput | None:
-        """What is new of a request; None if nothing is.
+        """The new output of a request; None if there is none.
 
         Raises:
             EngineDeadError: the core was lost before the request had ended.
@@ -274,7 +275,7 @@ class Session:
             return [self._open[name] for name in request_ids if name in self._open]
 
     def abort(self, states: Iterable[RequestState]) -> None:
-        """End requests with the finish reason "abort"; what has ended is left as it is."""
+        """End requests with the finish reason "abort"; those that have ended keep their reason."""
         with self._lock:
             live = [state for state in states if self._open.get(state.request_id) is state]
             for state in live:
@@ -286,13 +287,18 @@ class Session:
         for mailbox, state in mailboxes:
             mailbox.put([state])
 
-    def call(self, method: str, *args: Any) -> Future[Any]:
-        """Call one of the core's methods.
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Send one of `CALLS` to the core; the future gets its answer, or fails with the error that it names.
+
+        The arguments are those of the method that declares the call. An unknown name is the core's to refuse.
 
         Raises:
-            EngineDeadError: the core is lost. TypeError: arguments that the wire cannot hold.
+            EngineDeadError: the core is lost. TypeError: wrong arguments, or such as msgpack cannot hold.
+            ValueError: an argument out of its bounds.
         """
-        return self._client.call(method, *args)
+        if (call := CALLS.get(name)) is None:
+            return self._client.call(name, *args, **kwargs)
+        return self._client.call(name, *call.pack(args, kwargs))
 
     def close(self) -> None:
         """Detach, and stop a core that was spawned here. May be called twice."""
@@ -323,7 +329,7 @@ class Session:
             mailbox.put(touched)
 
     def _lose_core(self, error: EngineDeadError) -> None:
-        """Go on with another core, if one is to be had; else every open request ends with the cause."""
+        """Replace the core and resubmit open requests; if there is no other core, they end with the cause."""
         self.dead = error  # until there is another
         try:
             client, spawned = self._find_another(error)
@@ -380,7 +386,7 @@ class Session:
 
 
 def same_model(one: EngineInfo, other: EngineInfo) -> bool:
-    """Whether what was prepared for one engine fits the other."""
+    """True if requests prepared for one engine are valid for the other."""
     names = ("model", "architecture", "dtype", "vocab_size", "max_model_len", "tokenizer")
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
@@ -402,19 +408,8 @@ def ended(state: RequestState) -> list[tuple[int, int]]:
     return [(state.key, index) for index, reason in enumerate(state.finish_reasons) if reason is not None]
 
 
-def method_name(method: Any) -> str:
-    """The name of a worker's method.
-
-    Raises:
-        TypeError: a callable, or anything but a string.
-    """
-    if not isinstance(method, str):
-        raise TypeError(f"give the name of a worker's method, not {method!r}: code never crosses a socket")
-    return method
-
-
 def refuse_unsupported(**values: Any) -> None:
-    """Refuse arguments of features that are not there yet.
+    """Refuse arguments of features that are not implemented yet.
 
     Raises:
         ValueError: one of them is not None.

@@ -1,4 +1,4 @@
-"""Start an engine core as a child process, and see to it that it goes when we go."""
+"""Starts an engine core as a child process, which ends no later than this process."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class SpawnedCore:
 def spawn_core(args: EngineArgs, address: str | None = None) -> SpawnedCore:
     """Start a core with `args` that listens at `address` (default: a private one); returns at once.
 
-    Its log goes to our stderr; the cause of a failed start is also told to who connects.
+    Its log goes to stderr of this process; a frontend that connects also gets the cause of a failed start.
 
     Raises:
-        ValueError, PermissionError, OSError: no such address can be had, or no process started.
+        ValueError, PermissionError, OSError: a bad address, or no process could be started.
     """
     address = address or private_address(f"core-{os.getpid()}-{uuid.uuid4().hex[:12]}")
     command = [sys.executable, "-m", "pagewire.engine_core.daemon", "--listen", address, "--options-stdin"]

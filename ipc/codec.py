@@ -8,6 +8,7 @@ executes anything: no pickle, no eval.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -111,7 +112,10 @@ class Codec(Generic[T]):
         try:
             return self._decoder.decode(frames[0])
         except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
-            raise ProtocolError(f"not a message of this protocol: {error}") from error
+            text = str(error)
+            if text.startswith("Expected `") and " - at `$" in text:
+                text = with_value(text, frames[0])
+            raise ProtocolError(f"not a message of this protocol: {text}") from error
         finally:
             self._frames = []
 
@@ -136,3 +140,14 @@ class Codec(Generic[T]):
         if not isinstance(data, (bytes, memoryview)):
             raise TypeError("tensor data is bytes or a frame number")
         return Tensor(dtype, shape, data)
+
+
+def with_value(problem: str, frame: Buffer) -> str:
+    """An error of msgspec, which says where in a message a value is wrong, and that value."""
+    try:
+        value = msgspec.msgpack.decode(frame)
+        for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", problem.partition(" - at `$")[2]):
+            value = value[name or int(index)]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return problem  # the rest is damaged, too
+    return f"{problem}, got {value!r:.100}"

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_type_hints
 
 import msgspec
 
-from pagewire.ipc.params import check_int, check_number
+from pagewire.ipc.bounds import check_int, check_number
 
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 KV_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import os
-import sys
 from collections.abc import Sequence
 from enum import Enum, IntEnum
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
-MAX_INT = 2**63 - 1
+from pagewire.ipc.bounds import check_fields, check_text
+
 MAX_STRUCTURE_CHARS = 1 << 18
 MAX_JSON_DEPTH = 100
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-NUMBERS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
 
 
 class SamplingType(IntEnum):
@@ -41,57 +40,20 @@ def max_n() -> int:
     return int(os.environ.get("PAGEWIRE_MAX_N_SEQUENCES", "64"))
 
 
-def check_number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> None:
-    """Refuse what is not a finite number in [low, high], or in (low, high] with `above`.
-
-    Raises:
-        TypeError: not a number. ValueError: out of range.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    finite = -sys.float_info.max <= value <= sys.float_info.max  # math.isfinite fails for huge integers
-    if not finite or value < low or value > high or (above and value == low):
-        left = "(" if above else "["
-        right = "inf)" if high == math.inf else f"{high}]"
-        raise ValueError(f"{name} must be in {left}{low}, {right}, got {value}")
-
-
-def check_int(name: str, value: Any, low: int, high: int = MAX_INT) -> None:
-    """Refuse what is not an integer in [low, high].
-
-    Raises:
-        TypeError: not an integer. ValueError: out of range.
-    """
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    if not low <= value <= high:
-        bounds = f"at least {low}" if high == MAX_INT else f"in [{low}, {high}]"
-        raise ValueError(f"{name} must be {bounds}, got {value}")
-
-
-def check_list(name: str, value: Any, kind: type) -> None:
-    """Refuse what is not a list of `kind`.
-
-    Raises:
-        TypeError: not a list, or an element of another type.
-    """
-    if not isinstance(value, list) or any(isinstance(v, bool) or not isinstance(v, kind) for v in value):
-        raise TypeError(f"{name} must be a list of {kind.__name__}, got {value!r}")
-    if kind is str:
-        for text in value:
-            check_text(name, text)
-
-
-def check_text(name: str, text: str) -> None:
-    """Refuse a string that is not Unicode text: JSON can spell lone surrogates, UTF-8 cannot.
-
-    Raises:
-        ValueError: it holds one.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{name} must hold valid Unicode text, got {text!r}") from None
+# Numbers with bounds, which JSON schemas give, too.
+NumSequences: TypeAlias = Annotated[int, Meta(ge=1)]
+Penalty: TypeAlias = Annotated[float, Meta(ge=-2.0, le=2.0)]
+RepetitionPenalty: TypeAlias = Annotated[float, Meta(gt=0.0)]
+Temperature: TypeAlias = Annotated[float, Meta(ge=0.0)]
+TopP: TypeAlias = Annotated[float, Meta(gt=0.0, le=1.0)]
+TopK: TypeAlias = Annotated[int, Meta(ge=-1)]
+MinP: TypeAlias = Annotated[float, Meta(ge=0.0, le=1.0)]
+MaxTokens: TypeAlias = Annotated[int, Meta(ge=1)]
+NumTokens: TypeAlias = Annotated[int, Meta(ge=0)]
+NumLogprobs: TypeAlias = Annotated[int, Meta(ge=-1)]
+TruncatedLength: TypeAlias = Annotated[int, Meta(ge=-1)]
+TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+LogitBias: TypeAlias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 
 
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
@@ -131,11 +93,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
     disable_fallback: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("disable_any_whitespace", "disable_additional_properties", "disable_fallback"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
-        if self.json_object is not None and not isinstance(self.json_object, bool):
-            raise TypeError(f"json_object must be a bool, got {self.json_object!r}")
+        check_fields(self)
         self.json_object = self.json_object or None
         given = [name for name in STRUCTURES if getattr(self, name) is not None]
         if len(given) != 1:
@@ -169,14 +127,8 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
     def _check_kind(self, kind: str) -> None:
         if kind in ("json", "structural_tag"):
             setattr(self, kind, json_object_text(kind, getattr(self, kind)))
-        for name in ("regex", "grammar", "whitespace_pattern"):
-            text = getattr(self, name)
-            if text is not None and not isinstance(text, str):
-                raise TypeError(f"{name} must be a string, got {text!r}")
-            check_text(name, text or "")
         size = len(getattr(self, kind)) if isinstance(getattr(self, kind), str) else 0
         if self.choice is not None:
-            check_list("choice", self.choice, str)
             if not self.choice:
                 raise ValueError("choice must not be empty: nothing could be generated")
             size = sum(len(text) + 1 for text in self.choice)
@@ -260,44 +212,44 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         ValueError: a value out of its range. TypeError: a value of the wrong type.
     """
 
-    n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    n: NumSequences = 1
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: MinP = 0.0
     seed: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[TokenId] | None = None
     bad_words: list[str] | None = None
     ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    max_tokens: MaxTokens | None = 16
+    min_tokens: NumTokens = 0
+    logprobs: NumLogprobs | None = None
+    prompt_logprobs: NumLogprobs | None = None
     flat_logprobs: bool = False
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     logits_processors: list[Any] | None = None
     include_stop_str_in_output: bool = False
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: TruncatedLength | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     structured_outputs: StructuredOutputsParams | None = None
     guided_decoding: GuidedDecodingParams | None = None
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
+    logit_bias: dict[TokenId, LogitBias] | None = None
+    allowed_token_ids: list[TokenId] | None = None
     extra_args: dict[str, Any] | None = None
     # Token sequences of `bad_words`, filled in by the frontend, which has the tokenizer.
-    bad_words_token_ids: list[list[int]] | None = None
+    bad_words_token_ids: list[list[TokenId]] | None = None
 
     def __post_init__(self) -> None:
         self._normalise()
         self._check_structure()
-        self._check_numbers()
-        self._check_lists()
+        check_fields(self)
+        self._check_values()
         self._check_together()
 
     @classmethod
@@ -345,6 +297,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
             value = getattr(self, name)
             if isinstance(value, Sequence) and not isinstance(value, (str, list)):
                 setattr(self, name, list(value))
+        if isinstance(self.logit_bias, dict):
+            try:  # JSON objects have string keys
+                self.logit_bias = {int(token_id): bias for token_id, bias in self.logit_bias.items()}
+            except (TypeError, ValueError):
+                raise TypeError("the keys of logit_bias must be token ids") from None
 
     def _check_structure(self) -> None:
         structure = StructuredOutputsParams.read(self.structured_outputs)
@@ -359,80 +316,19 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
             guided = StructuredOutputsParams(**{name: getattr(guided, name) for name in fields})
         self.structured_outputs, self.guided_decoding = structure or guided, None
 
-    def _check_numbers(self) -> None:
-        check_int("n", self.n, 1)
-        if self.n > max_n():
+    def _check_values(self) -> None:
+        """What bounds cannot say of a single field."""
+        if self.n > 1 and self.n > max_n():
             raise ValueError(f"n must be at most {max_n()}, got {self.n}; PAGEWIRE_MAX_N_SEQUENCES raises it")
-        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, above=True)
-        check_number("temperature", self.temperature, 0.0, math.inf)
-        check_number("top_p", self.top_p, 0.0, 1.0, above=True)
-        check_number("min_p", self.min_p, 0.0, 1.0)
-        for name in NUMBERS:  # 2**70 or a numpy float is a number, but not one of msgpack's
-            setattr(self, name, float(getattr(self, name)))
-        check_int("top_k", self.top_k, 0)
-        check_int("min_tokens", self.min_tokens, 0)
-        for name, low in (
-            ("max_tokens", 1),
-            ("logprobs", -1),
-            ("prompt_logprobs", -1),
-            ("seed", -(2**63)),
-        ):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), low)
-        if self.truncate_prompt_tokens is not None:
-            check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
-            if self.truncate_prompt_tokens == 0:
-                raise ValueError("truncate_prompt_tokens must be -1 or at least 1, got 0")
-        for name in (
-            "ignore_eos",
-            "flat_logprobs",
-            "detokenize",
-            "skip_special_tokens",
-            "spaces_between_special_tokens",
-            "include_stop_str_in_output",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
-
-    def _check_lists(self) -> None:
-        if self.stop is not None:
-            check_list("stop", self.stop_strings if isinstance(self.stop, str) else self.stop, str)
-            if "" in self.stop_strings:
-                raise ValueError("stop must not contain an empty string")
-        if self.bad_words is not None:
-            check_list("bad_words", self.bad_words, str)
-            if "" in self.bad_words:
-                raise ValueError("bad_words must not contain an empty string")
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            ids = getattr(self, name)
-            if ids is not None:
-                check_list(name, ids, int)
-                for token_id in ids:
-                    check_int(f"each of {name}", token_id, 0, 2**31 - 1)
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("truncate_prompt_tokens must be -1 or at least 1, got 0")
+        for name, texts in (("stop", self.stop_strings), ("bad_words", self.bad_words)):
+            if texts and "" in texts:
+                raise ValueError(f"{name} must not contain an empty string")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids must not be empty: no token could be generated")
-        for word in self.bad_words_token_ids or ():
-            check_list("each of bad_words_token_ids", word, int)
-            for token_id in word:
-                check_int("each of bad_words_token_ids", token_id, 0, 2**31 - 1)
-        if self.logit_bias is not None:
-            self._check_logit_bias()
         if self.extra_args is not None:
             self._check_extra_args()
-
-    def _check_logit_bias(self) -> None:
-        if not isinstance(self.logit_bias, dict):
-            raise TypeError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
-        try:  # JSON objects have string keys
-            self.logit_bias = {int(token_id): bias for token_id, bias in self.logit_bias.items()}
-        except (TypeError, ValueError):
-            raise TypeError("the keys of logit_bias must be token ids") from None
-        for token_id, bias in self.logit_bias.items():
-            check_int("each key of logit_bias", token_id, 0, 2**31 - 1)
-            check_number(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
-            self.logit_bias[token_id] = float(bias)
 
     def _check_extra_args(self) -> None:
         if not isinstance(self.extra_args, dict) or not all(isinstance(k, str) for k in self.extra_args):
@@ -475,15 +371,12 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields
         ValueError, TypeError: as `SamplingParams`.
     """
 
-    beam_width: int
-    max_tokens: int
+    beam_width: NumSequences
+    max_tokens: MaxTokens
     ignore_eos: bool = False
-    temperature: float = 0.0
+    temperature: Temperature = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        check_int("beam_width", self.beam_width, 1)
-        check_int("max_tokens", self.max_tokens, 1)
-        check_number("temperature", self.temperature, 0.0, math.inf)
-        check_number("length_penalty", self.length_penalty, -math.inf, math.inf)
+        check_fields(self)

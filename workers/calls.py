@@ -1,4 +1,4 @@
-"""What may be asked of a worker by name. Each takes the runner, and answers what msgpack can hold."""
+"""The worker's side of `pagewire.ipc.calls`. Each function takes the runner, and returns what msgpack can hold."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from typing import Any
 
 import torch
 
+from pagewire.ipc.calls import CALLS, RunsIn
 from pagewire.workers.model.loading import Phases, load_model
 from pagewire.workers.runner import Runner
 
 
 def ping(runner: Runner) -> str:
-    """I live."""
+    """Answer, as a sign that the worker is alive."""
     return "pong"
 
 
 def memory(runner: Runner) -> dict[str, int]:
-    """Bytes: of the device, of this process, of weights and KV cache."""
+    """Bytes of memory: of the device, of this process, of weights and KV cache."""
     return runner.memory()
 
 
 def model_info(runner: Runner) -> dict[str, Any]:
-    """What is loaded."""
+    """The loaded model: architecture, dtype, and sizes of it and of its KV cache."""
     loaded = runner.model
     return {
         "architecture": loaded.architecture,
@@ -42,14 +43,8 @@ def model_info(runner: Runner) -> dict[str, Any]:
     }
 
 
-def sleep(runner: Runner, level: int = 1) -> None:
-    """Give memory back: level 1 the KV cache, level 2 the weights as well. Forgets every request.
-
-    Raises:
-        ValueError: another level.
-    """
-    if level not in (1, 2):
-        raise ValueError(f"sleep level must be 1 or 2, got {level!r}")
+def sleep(runner: Runner, level: int) -> None:
+    """Give memory back: level 1 the KV cache, level 2 the weights as well. Forgets every request."""
     runner.free()
     if level == 2:
         runner.loaded = None
@@ -57,11 +52,11 @@ def sleep(runner: Runner, level: int = 1) -> None:
     runner.device.give_back()
 
 
-def wake_up(runner: Runner, tags: Sequence[str] | None = None) -> None:
-    """Take memory again, and load the weights if they were dropped. tags: only "weights", or "kv_cache" too.
+def wake_up(runner: Runner, tags: Sequence[str] | None) -> None:
+    """Load the weights if they were dropped, and allocate the KV cache unless `tags` leaves "kv_cache" out.
 
     Raises:
-        ValueError: an unknown tag. LoadError: the memory is not there any more.
+        ValueError: an unknown tag. LoadError: there is too little memory now.
     """
     if unknown := set(tags or ()) - {"weights", "kv_cache"}:
         raise ValueError(f"wake_up knows the tags weights and kv_cache, not {', '.join(sorted(unknown))}")
@@ -73,7 +68,7 @@ def wake_up(runner: Runner, tags: Sequence[str] | None = None) -> None:
 
 
 def start_profile(runner: Runner) -> None:
-    """Begin to record what PyTorch does.
+    """Start PyTorch's profiler.
 
     Raises:
         RuntimeError: a recording is going on.
@@ -85,7 +80,7 @@ def start_profile(runner: Runner) -> None:
 
 
 def stop_profile(runner: Runner) -> str:
-    """End the recording: the path of a trace in Chrome's format, in `$PAGEWIRE_TORCH_PROFILER_DIR`.
+    """Stop PyTorch's profiler. Returns the path of a trace in Chrome's format, in `$PAGEWIRE_TORCH_PROFILER_DIR`.
 
     Raises:
         RuntimeError: nothing is being recorded.
@@ -101,18 +96,18 @@ def stop_profile(runner: Runner) -> str:
     return str(path)
 
 
-CALLS: dict[str, Callable[..., Any]] = {
-    method.__name__: method
-    for method in (ping, memory, model_info, sleep, wake_up, start_profile, stop_profile)
+METHODS: dict[str, Callable[..., Any]] = {
+    name: globals()[name] for name, entry in CALLS.items() if entry.runs_in is not RunsIn.CORE
 }
 
 
-def call(runner: Runner, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run one of `CALLS`.
+def call(runner: Runner, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Check the arguments of one of `METHODS`, and run it.
 
     Raises:
-        ValueError: no such method. Others: whatever the method raises.
+        ValueError: no such method, or an argument out of its bounds. TypeError: wrong arguments. Others: whatever
+            the method raises.
     """
-    if method not in CALLS:
-        raise ValueError(f"the worker has no method {method!r}; it has {', '.join(sorted(CALLS))}")
-    return CALLS[method](runner, *args, **kwargs)
+    if name not in METHODS:
+        raise ValueError(f"the worker has no method {name!r}; it has {', '.join(sorted(METHODS))}")
+    return METHODS[name](runner, **CALLS[name].receive(args, kwargs))

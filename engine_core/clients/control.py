@@ -1,6 +1,6 @@
-"""Methods that a frontend may call by name: pausing, sleeping, caches, workers, metrics.
+"""The core's side of the calls in `pagewire.ipc.calls`: pausing, sleeping, caches, workers, metrics.
 
-Some must wait until nothing is in flight, or for the worker: each call is answered once, whenever its
+Some of them wait until no step is in flight, or for the worker. Each call is answered exactly once, as soon as its
 outcome is known.
 """
 
@@ -14,26 +14,27 @@ from typing import Any, Protocol
 from pagewire.engine_core.clients import metrics, reports
 from pagewire.engine_core.clients.metrics import MeasuredEngine
 from pagewire.engine_core.schedule.sequence import Sequence
+from pagewire.ipc.calls import CALLS, RunsIn
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.messages import Call, CallAnswer, WorkerCall, WorkerReply
 
 
 class ControlledEngine(MeasuredEngine, Protocol):
-    """The part of the core that its methods act on."""
+    """The part of the core that `Control` acts on."""
 
     def deliver(self) -> None:
-        """Send frontends what their requests gave."""
+        """Send each frontend the new tokens and ends of its requests."""
 
     def admit_held(self) -> None:
-        """Let requests that were held back wait for their turn."""
+        """Hand the requests that were held back to the scheduler."""
 
     def abort(self, requests: Iterable[Sequence]) -> int:
-        """End requests, whosever they are. Returns how many."""
+        """End requests of any frontend. Returns how many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who waits for the answer of a call."""
+    """The frontend that waits for the answer of a call, and its number for the call."""
 
     identity: bytes
     call_id: int
@@ -41,7 +42,7 @@ class Caller:
 
 @dataclass(slots=True)
 class Deferred:
-    """An action for when no step is in flight. `drain`: not before all requests have ended, either."""
+    """An action that runs once no step is in flight. `drain`: once all requests have ended as well."""
 
     caller: Caller
     action: Callable[[Caller], None]
@@ -49,7 +50,11 @@ class Deferred:
 
 
 class Control:
-    """The core's methods. `paused` holds new requests back; `asleep`: the worker gave its memory up."""
+    """Runs calls, and answers them.
+
+    Attributes:
+        paused: new requests are held back. asleep: the worker has given memory back.
+    """
 
     def __init__(self, core: ControlledEngine) -> None:
         self._core = core
@@ -58,42 +63,32 @@ class Control:
         self._call_ids = count()
         self.paused = False
         self.asleep = False
-        self._calls: dict[str, Callable[..., None]] = {
-            "reset_prefix_cache": self.reset_prefix_cache,
-            "pause": self.pause,
-            "resume": self.resume,
-            "is_paused": lambda caller: self._reply(caller, self.paused),
-            "sleep": self.sleep,
-            "wake_up": self.wake_up,
-            "abort_request": self.abort_request,
-            "is_sleeping": lambda caller: self._reply(caller, self.asleep),
-            "collective_rpc": self.collective_rpc,
-            "start_profile": lambda caller: self.collective_rpc(caller, "start_profile"),
-            "stop_profile": lambda caller: self.collective_rpc(caller, "stop_profile"),
-            "metrics": lambda caller: self._reply(caller, metrics.snapshot(core)),
-            "status": lambda caller: self._reply(caller, reports.status(core)),
-            "requests": self.requests,
+        self._methods: dict[str, Callable[..., None]] = {
+            name: getattr(self, name) for name, call in CALLS.items() if call.runs_in is not RunsIn.WORKER
         }
 
     @property
     def holds_plans(self) -> bool:
-        """True while no step may be launched: asleep, or until what is in flight has returned."""
+        """True while no step may be launched: the worker sleeps, or an action waits until no step is in flight."""
         return self.asleep or any(not deferred.drain for deferred in self._deferred)
 
     def call(self, identity: bytes, call: Call) -> None:
-        """Run a method, which answers in its own time. Errors are answered at once."""
+        """Check a call and run its method, which answers it then or later. An error is answered at once."""
         caller = Caller(identity, call.call_id)
-        method = self._calls.get(call.method)
         self._core.deliver()  # what requests gave comes before the answer
         try:
-            if method is None:
-                raise ValueError(f"no method {call.method!r}; there are {', '.join(sorted(self._calls))}")
-            method(caller, *call.args, **call.kwargs)
+            if call.method not in CALLS:
+                raise ValueError(f"no method {call.method!r}; there are {', '.join(sorted(CALLS))}")
+            arguments = CALLS[call.method].receive(call.args, call.kwargs)
+            if (method := self._methods.get(call.method)) is not None:
+                method(caller, **arguments)
+            else:
+                self._call_worker(caller, call.method, arguments, in_list)
         except Exception as error:  # a caller's mistake must not end the core
             self._refuse(caller, error)
 
     def advance(self) -> None:
-        """Run deferred actions whose time has come."""
+        """Run the deferred actions that need wait no longer."""
         if self._core.scheduler.in_flight or not self._deferred:
             return
         self._core.deliver()  # what requests gave comes before the answer to the call that ended them
@@ -108,7 +103,7 @@ class Control:
                 self._refuse(deferred.caller, error)
 
     def hear(self, reply: WorkerReply) -> None:
-        """The worker has answered."""
+        """Answer the call that the worker has answered."""
         caller, finish = self._worker_calls.pop(reply.call_id)
         if reply.error is not None:
             kind = reply.error_type or "RuntimeError"
@@ -117,15 +112,15 @@ class Control:
             self._reply(caller, finish(reply.result))
 
     def worker_lost(self, why: str) -> None:
-        """The worker will not answer any more. A new one is awake."""
+        """Answer the calls that the lost worker had not answered with an error. A new worker starts awake."""
         self.asleep = False
         lost, self._worker_calls = self._worker_calls, {}
         for caller, _ in lost.values():
             self._refuse(caller, RuntimeError(f"the worker was lost: {why}"))
 
-    # ------------------------------------------------------------ methods
+    # ------------------------------------------------------------ methods, as `CALLS` declares them
 
-    def reset_prefix_cache(self, caller: Caller, reset_running_requests: bool = False) -> None:
+    def reset_prefix_cache(self, caller: Caller, reset_running_requests: bool) -> None:
         """Forget cached prefixes; with `reset_running_requests` preempt what uses them. Answers success."""
         if not reset_running_requests:
             return self._reply(caller, self._core.scheduler.reset_prefix_cache())
@@ -136,10 +131,8 @@ class Control:
 
         self._deferred.append(Deferred(caller, reset, drain=False))
 
-    def pause(
-        self, caller: Caller, wait_for_inflight_requests: bool = False, clear_cache: bool = True
-    ) -> None:
-        """Hold new requests back, and end the others: by waiting for them, or with reason "abort"."""
+    def pause(self, caller: Caller, wait_for_inflight_requests: bool, clear_cache: bool) -> None:
+        """Hold new requests back; answers once the others have ended, by themselves or by an abort."""
         self.paused = True
         if not wait_for_inflight_requests:
             core, held = self._core, set(self._core.held)
@@ -153,36 +146,32 @@ class Control:
         self._deferred.append(Deferred(caller, paused, drain=True))
 
     def resume(self, caller: Caller) -> None:
-        """Let held requests in, and new ones."""
+        """Admit the requests that were held back, and new ones."""
         self.paused = False
         self._core.admit_held()
         self._reply(caller, None)
 
-    def abort_request(self, caller: Caller, request_id: str, frontend: int | None = None) -> None:
-        """End the requests of this public id, those of one frontend (its `Client.number`) or of any.
+    def is_paused(self, caller: Caller) -> None:
+        """Answer whether new requests are held back."""
+        self._reply(caller, self.paused)
 
-        Their frontends get the finish reason "abort". Answers how many sequences that ended; 0: there is no
-        such request, or it has ended.
+    def abort_request(self, caller: Caller, request_id: str, frontend: int | None) -> None:
+        """End the requests with this id: those of the frontend with this number, or of any. Answers how many
+        sequences that ended.
         """
-        found = [
+        matching = [
             request
             for client, request in self._core.requests()
             if request.request_id == request_id and frontend in (None, client.number)
         ]
-        self._reply(caller, self._core.abort(found))
+        self._reply(caller, self._core.abort(matching))
 
-    def requests(self, caller: Caller, limit: int = 1000) -> None:
-        """Answer a list of at most `limit` unfinished sequences, of all frontends."""
-        self._reply(caller, reports.requests(self._core, limit))
-
-    def sleep(self, caller: Caller, level: int = 1) -> None:
-        """Give memory back: level 1 the KV cache, level 2 the weights as well.
+    def sleep(self, caller: Caller, level: int) -> None:
+        """Let the worker give memory back.
 
         Raises:
-            ValueError: another level. EngineBusyError: requests are unfinished.
+            EngineBusyError: requests are unfinished.
         """
-        if level not in (1, 2):
-            raise ValueError(f"sleep level must be 1 or 2, got {level!r}")
         if self._core.scheduler.num_unfinished:
             raise EngineBusyError(f"{self._core.scheduler.num_unfinished} requests are unfinished")
 
@@ -190,37 +179,54 @@ class Control:
             self._core.scheduler.reset_prefix_cache()
 
         self.asleep = True
-        self._ask_worker(caller, "sleep", [level], {}, asleep)
+        self._call_worker(caller, "sleep", {"level": level}, asleep)
 
-    def wake_up(self, caller: Caller, tags: list[str] | None = None) -> None:
-        """Take the memory again."""
+    def wake_up(self, caller: Caller, tags: list[str] | None) -> None:
+        """Let the worker take its memory again."""
 
         def awake(result: Any) -> None:
             self.asleep = False
 
         if not self.asleep:
             return self._reply(caller, None)
-        self._ask_worker(caller, "wake_up", [] if tags is None else [tags], {}, awake)
+        self._call_worker(caller, "wake_up", {"tags": tags}, awake)
+
+    def is_sleeping(self, caller: Caller) -> None:
+        """Answer whether the worker has given memory back."""
+        self._reply(caller, self.asleep)
 
     def collective_rpc(
-        self, caller: Caller, method: str, args: list[Any] | None = None, kwargs: dict[str, Any] | None = None
+        self, caller: Caller, method: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     ) -> None:
         """Call a method of every worker; answers the list of results."""
-        self._ask_worker(caller, method, list(args or []), dict(kwargs or {}), lambda result: [result])
+        self._call_worker(caller, method, kwargs or {}, in_list, args)
+
+    def metrics(self, caller: Caller) -> None:
+        """Answer the value of every metric."""
+        self._reply(caller, metrics.snapshot(self._core))
+
+    def status(self, caller: Caller) -> None:
+        """Answer the core's state."""
+        self._reply(caller, reports.status(self._core))
+
+    def requests(self, caller: Caller, limit: int) -> None:
+        """Answer a list of at most `limit` unfinished sequences, of all frontends."""
+        self._reply(caller, reports.requests(self._core, limit))
 
     # ------------------------------------------------------------ answers
 
-    def _ask_worker(
+    def _call_worker(
         self,
         caller: Caller,
         method: str,
-        args: list[Any],
         kwargs: dict[str, Any],
         finish: Callable[[Any], Any],
+        args: Iterable[Any] = (),
     ) -> None:
+        """Call a method of the worker; the caller gets what `finish` makes of its result."""
         call_id = next(self._call_ids)
         self._worker_calls[call_id] = (caller, finish)
-        self._core.worker.send(WorkerCall(call_id, method, args, kwargs))
+        self._core.worker.send(WorkerCall(call_id, method, list(args), kwargs))
 
     def _reply(self, caller: Caller, result: Any) -> None:
         self._send(caller, CallAnswer(caller.call_id, result))
@@ -230,3 +236,8 @@ class Control:
 
     def _send(self, caller: Caller, reply: CallAnswer) -> None:
         self._core.clients.answer(caller.identity, reply)
+
+
+def in_list(result: Any) -> list[Any]:
+    """The results of all workers, of which there is one."""
+    return [result]

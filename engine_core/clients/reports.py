@@ -1,4 +1,4 @@
-"""What the core answers about itself: its state, and its requests one by one."""
+"""Reports of the core on itself, as plain values: its state, and its unfinished sequences."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class ReportedEngine(Protocol):
 
     @property
     def control(self) -> Switches:
-        """Whether it is paused, and whether it sleeps."""
+        """The switches "paused" and "asleep"."""
 
     @property
     def held(self) -> list[Sequence]:
         """Requests that wait outside the scheduler."""
 
     def requests(self) -> Iterator[tuple[Client, Sequence]]:
-        """Every unfinished sequence, with the frontend it is for."""
+        """Every unfinished sequence, with the frontend that submitted it."""
 
 
 def status(core: ReportedEngine) -> dict[str, Any]:
-    """What runs, for whom, and what is free. Counts are since the core started."""
+    """The state of scheduler, KV cache and worker, and each frontend. Counts are since the core started."""
     scheduler, stats, pool = core.scheduler, core.scheduler.stats, core.scheduler.kv.pool
     by_phase = phases(core)
     return {
@@ -83,7 +83,7 @@ def status(core: ReportedEngine) -> dict[str, Any]:
 
 
 def phases(core: ReportedEngine) -> dict[int, dict[str, int]]:
-    """By `Client.number`, how many sequences are in each phase. Those that wait may be many: none is looked at."""
+    """By `Client.number`, how many sequences are in each phase. Waiting ones are not visited: they may be many."""
     clients = core.clients.attached
     found = {
         client.number: {"waiting": sum(map(len, client.requests.values())), "prefill": 0, "decode": 0}

@@ -11,8 +11,8 @@ from typing import Literal
 
 from pagewire.frontend.server.parsing.choice import PARSERS
 from pagewire.frontend.server.parsing.reasoning import BEGUN
+from pagewire.ipc.bounds import check_int, check_number
 from pagewire.ipc.options import check_types, option
-from pagewire.ipc.params import check_int, check_number
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 TOOL_PARSERS = tuple(PARSERS)

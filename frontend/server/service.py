@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from starlette.requests import Request
+
 from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.frontend.inputs import default_sampling_params
 from pagewire.frontend.server.http.errors import APIError
@@ -64,6 +66,12 @@ class Service:
             return False
         exchange.stop(APIError(499, "the request was aborted", code="aborted"))
         return True
+
+
+def service_of(request: Request) -> Service:
+    """The service of the application that serves a request."""
+    service: Service = request.app.state.service
+    return service
 
 
 async def off_loop(size: int, work: Callable[..., T], *args: Any) -> T:

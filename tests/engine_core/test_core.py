@@ -334,7 +334,15 @@ def test_methods_by_name(start_core: Callable) -> None:
     assert frontend.call("collective_rpc", "echo", [1, "x"]).result == [[1, "x"]]
     assert "no method" in frontend.call("collective_rpc", "eval", ["1"]).error
     assert "no method" in frontend.call("nonsense").error
+    assert frontend.call("collective_rpc", "echo", kwargs={}).result == [[]]
+    assert frontend.call("sleep", 3).error == "sleep: level must be 1 or 2, got 3"
     assert frontend.call("sleep", 3).error_type == "ValueError"
+    for wrong in (
+        frontend.call("sleep", "deeply"),
+        frontend.call("sleep", 1, 2),
+        frontend.call("resume", now=1),
+    ):
+        assert wrong.error_type == "TypeError" and wrong.error.startswith(("sleep: ", "resume: "))
     assert frontend.call("sleep").error is None and frontend.call("is_sleeping").result is True
     assert frontend.call("wake_up").error is None and frontend.call("is_sleeping").result is False
     frontend.submit(1, [1, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pagewire.ipc.calls import CALLS
 from pagewire.ipc.messages import Row, SlotInit, StepPlan
 from pagewire.ipc.params import SamplingParams
 from pagewire.workers.batch import build_batch
-from pagewire.workers.calls import call
+from pagewire.workers.calls import METHODS, call
 from pagewire.workers.runner import Runner
 from pagewire.workers.slots import Slots
 
@@ -163,6 +165,15 @@ def test_sleep_levels_and_tags_are_checked(runner: Runner) -> None:
         call(runner, "sleep", [3], {})
     with pytest.raises(ValueError, match="not lunch"):
         call(runner, "wake_up", [["lunch"]], {})
+    with pytest.raises(TypeError, match="sleep: level: expected `int`, got `str`"):
+        call(runner, "sleep", ["1"], {})
+    with pytest.raises(TypeError, match="ping: too many"):
+        call(runner, "ping", [1], {})
+
+
+def test_every_call_has_the_arguments_that_it_is_declared_with() -> None:
+    for name, method in METHODS.items():
+        assert list(inspect.signature(method).parameters)[1:] == list(CALLS[name].sent.parameters), name
 
 
 def test_profile(runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,9 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Receive, Scope
 
-from pagewire.frontend.server.http.errors import APIError
+from pagewire.frontend.server.http.errors import APIError, invalid_field
 from pagewire.frontend.server.options import ServerOptions
+from pagewire.ipc.bounds import check_field
 
 logger = logging.getLogger("pagewire.server")
 
@@ -40,6 +41,7 @@ class Decoder(Generic[T]):
 
     def __init__(self, kind: type[T]) -> None:
         self.fields: tuple[str, ...] = tuple(field.encode_name for field in msgspec.structs.fields(kind))  # type: ignore[arg-type]
+        self._kind: Any = kind
         self._known = frozenset(self.fields)
         self._typed = msgspec.json.Decoder(kind)
         self._names = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -50,11 +52,31 @@ class Decoder(Generic[T]):
         Raises:
             msgspec.DecodeError, UnicodeDecodeError, RecursionError: the body is not JSON.
             msgspec.ValidationError: the JSON does not match the struct.
+            ValueError: a number is out of its bounds.
         """
-        request = self._typed.decode(body)
+        try:
+            request = self._typed.decode(body)
+        except msgspec.ValidationError as error:
+            self._check_bounds(body, invalid_field(str(error)) or "")
+            raise
         if unknown := self._names.decode(body).keys() - self._known:
             logger.warning("request %s: unknown fields are ignored: %s", request_id, shortened(unknown))
         return request
+
+    def _check_bounds(self, body: bytes, name: str) -> None:
+        """Refuse a field that is out of its bounds: msgspec's own error would not give the value.
+
+        Raises:
+            ValueError: it is.
+        """
+        try:
+            value = msgspec.json.decode(self._names.decode(body)[name])
+        except (LookupError, ValueError, RecursionError):
+            return  # it is missing, or no JSON
+        try:
+            check_field(self._kind, name, value)
+        except TypeError:
+            pass  # of another type, as msgspec says
 
 
 async def read_request(request: Request, decoder: Decoder[T], options: ServerOptions) -> T:

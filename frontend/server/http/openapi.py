@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from pagewire.frontend.server.http.errors import ErrorResponse
 from pagewire.frontend.server.http.json_response import json_response
+from pagewire.frontend.server.http.query import Query
 from pagewire.frontend.server.options import ServerOptions
 from pagewire.ipc.version import __version__
 
@@ -33,14 +34,6 @@ FAILURES = {
 # Error statuses of every operation, and further ones of operations with a body or a query.
 EVERY_OPERATION = ("401", "503")
 WITH_INPUT = ("400", "404", "408", "413", "415", "422", "429", "499", "500")
-
-
-class Query(NamedTuple):
-    """A query parameter. kind: its JSON schema type. text: its description."""
-
-    name: str
-    kind: str
-    text: str
 
 
 class Operation(Route):
@@ -150,7 +143,14 @@ def parameters(operation: Operation) -> list[dict[str, Any]]:
         for name in operation.param_convertors
     ]
     in_query = [
-        {"name": name, "in": "query", "schema": {"type": kind}, "description": text}
+        {"name": name, "in": "query", "schema": query_schema(kind), "description": text}
         for name, kind, text in operation.query
     ]
     return in_path + in_query
+
+
+def query_schema(kind: Any) -> dict[str, Any]:
+    """The JSON schema of a parameter's type; it is described beside it."""
+    schema = msgspec.json.schema(kind)
+    schema.pop("description", None)
+    return schema

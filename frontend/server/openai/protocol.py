@@ -11,6 +11,22 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from pagewire.ipc.params import (
+    LogitBias,
+    MaxTokens,
+    MinP,
+    NumLogprobs,
+    NumSequences,
+    NumTokens,
+    Penalty,
+    RepetitionPenalty,
+    Temperature,
+    TokenId,
+    TopK,
+    TopP,
+    TruncatedLength,
+)
+
 # ---------------------------------------------------------------- parts of requests
 
 PART = {
@@ -81,32 +97,32 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     """
 
     model: str | None = None
-    n: int | None = None
-    best_of: int | None = None
+    n: NumSequences | None = None
+    best_of: NumSequences | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[TokenId] | None = None
     bad_words: list[str] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    prompt_logprobs: int | None = None
+    max_tokens: NumTokens | None = None  # 0 with `echo`
+    min_tokens: NumTokens | None = None
+    prompt_logprobs: NumLogprobs | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
+    truncate_prompt_tokens: TruncatedLength | None = None
+    logit_bias: dict[str, LogitBias] | None = None
+    allowed_token_ids: list[TokenId] | None = None
     add_special_tokens: bool | None = None
     echo: bool | None = None
     stream: bool | None = None
@@ -138,7 +154,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     prompt: str | list[str | int | list[int]]
     suffix: str | None = None
-    logprobs: int | None = None
+    logprobs: NumLogprobs | None = None
 
 
 class ChatRequest(SamplingFields, kw_only=True):
@@ -152,7 +168,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     """
 
     messages: InputMessages
-    max_completion_tokens: int | None = None
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None

@@ -8,6 +8,17 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from pagewire.frontend.server.openai.protocol import TokenLogprob
+from pagewire.ipc.params import (
+    LogitBias,
+    MaxTokens,
+    MinP,
+    NumTokens,
+    Penalty,
+    RepetitionPenalty,
+    Temperature,
+    TopK,
+    TopP,
+)
 
 # ---------------------------------------------------------------- requests
 
@@ -63,17 +74,17 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     include: list[str] | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: MaxTokens | None = None
     max_tool_calls: int | None = None
     metadata: dict[str, str] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
-    temperature: float | None = None
+    temperature: Temperature | None = None
     text: TextOptions | None = None
     tool_choice: str | dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     top_logprobs: int | None = None
-    top_p: float | None = None
+    top_p: TopP | None = None
     truncation: Literal["auto", "disabled"] | None = None
     service_tier: str | None = None
     user: str | None = None
@@ -86,14 +97,14 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     moderation: dict[str, Any] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: dict[str, LogitBias] | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = None
+    min_tokens: NumTokens | None = None
     priority: int | None = None
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None

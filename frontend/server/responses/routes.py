@@ -23,7 +23,8 @@ from pagewire.frontend.server.http.errors import APIError, api_error
 from pagewire.frontend.server.http.exchange import Exchange
 from pagewire.frontend.server.http.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.http.json_response import json_response
-from pagewire.frontend.server.http.openapi import Operation, Query
+from pagewire.frontend.server.http.openapi import Operation
+from pagewire.frontend.server.http.query import Query, flag, number
 from pagewire.frontend.server.openai.chat import (
     check_chat,
     generate,
@@ -34,7 +35,6 @@ from pagewire.frontend.server.openai.chat import (
 )
 from pagewire.frontend.server.openai.logprobs import TokenNames, chat_logprobs
 from pagewire.frontend.server.openai.protocol import ChatRequest
-from pagewire.frontend.server.operate.admin import flag
 from pagewire.frontend.server.parsing.choice import ToolUse
 from pagewire.frontend.server.parsing.reply import read
 from pagewire.frontend.server.responses.items import chat_request, check_request, read_input
@@ -61,13 +61,58 @@ CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # of failures, by s
 
 def routes(service: Service) -> list[Operation]:
     """The endpoints."""
-    store = ResponseStore(service.options.response_store_bytes)
+    responses = KeptResponses(service)
+    path = "/v1/responses/{response_id}"
+    stream = Query("stream", bool, "its events, from the first")
+    after = Query("starting_after", int, "or from the one after this sequence_number")
+    order = Query("order", str, "asc or desc (default)")
+    return [
+        Operation(
+            "POST",
+            "/v1/responses",
+            GenerationEndpoint(service, "resp", ResponsesRequest, responses.create),
+            "Answer a conversation; the answer may be kept.",
+            body=ResponsesRequest,
+            result=Response,
+            streams=ResponseEvent,
+        ),
+        Operation(
+            "GET",
+            path,
+            responses.retrieve,
+            "A response that is kept.",
+            query=(stream, after),
+            result=Response,
+            streams=ResponseEvent,
+        ),
+        Operation("DELETE", path, responses.delete, "Forget a response.", result=DeletedResponse),
+        Operation(
+            "POST", path + "/cancel", responses.cancel, "End a response in the background.", result=Response
+        ),
+        Operation(
+            "GET",
+            path + "/input_items",
+            responses.list_items,
+            "The input that it answers.",
+            query=(order,),
+            result=ItemList,
+        ),
+    ]
 
-    async def create(service: Service, request: ResponsesRequest, exchange: Exchange) -> bytes | Events:
-        return await answer(service, store, request, exchange)
 
-    async def retrieve(request: Request) -> HTTPResponse:
-        kept = store.get(request.path_params["response_id"])
+class KeptResponses:
+    """The endpoints of one server, and the responses that it keeps."""
+
+    def __init__(self, service: Service) -> None:
+        self._store = ResponseStore(service.options.response_store_bytes)
+
+    async def create(self, service: Service, request: ResponsesRequest, exchange: Exchange) -> bytes | Events:
+        """POST /v1/responses."""
+        return await answer(service, self._store, request, exchange)
+
+    async def retrieve(self, request: Request) -> HTTPResponse:
+        """GET /v1/responses/{response_id}."""
+        kept = self._kept(request)
         if not flag(request, "stream", False):
             return json_response(kept.response)
         if kept.told is None:
@@ -78,8 +123,9 @@ def routes(service: Service) -> list[Operation]:
         headers = {name.decode(): value.decode() for name, value in sse.HEADERS}
         return StreamingResponse(kept.follow(after), headers=headers)
 
-    async def cancel(request: Request) -> HTTPResponse:
-        kept = store.get(request.path_params["response_id"])
+    async def cancel(self, request: Request) -> HTTPResponse:
+        """POST /v1/responses/{response_id}/cancel."""
+        kept = self._kept(request)
         if not kept.response.background:
             raise APIError(
                 400, "only responses created with background can be cancelled", param="response_id"
@@ -87,47 +133,22 @@ def routes(service: Service) -> list[Operation]:
         await stop(kept)
         return json_response(kept.response)
 
-    async def delete(request: Request) -> HTTPResponse:
-        kept = store.get(request.path_params["response_id"])
+    async def delete(self, request: Request) -> HTTPResponse:
+        """DELETE /v1/responses/{response_id}."""
+        kept = self._kept(request)
         await stop(kept)
-        store.forget(kept.response.id)
+        self._store.forget(kept.response.id)
         return json_response(DeletedResponse(kept.response.id))
 
-    async def list_items(request: Request) -> HTTPResponse:
-        items = store.get(request.path_params["response_id"]).items
+    async def list_items(self, request: Request) -> HTTPResponse:
+        """GET /v1/responses/{response_id}/input_items."""
+        items = self._kept(request).items
         if request.query_params.get("order", "desc") != "asc":
             items = items[::-1]
         return json_response(ItemList(data=items, first_id=items[0]["id"], last_id=items[-1]["id"]))
 
-    path = "/v1/responses/{response_id}"
-    stream = Query("stream", "boolean", "its events, from the first")
-    after = Query("starting_after", "integer", "or from the one after this sequence_number")
-    order = Query("order", "string", "asc or desc (default)")
-    return [
-        Operation(
-            "POST",
-            "/v1/responses",
-            GenerationEndpoint(service, "resp", ResponsesRequest, create),
-            "Answer a conversation; the answer may be kept.",
-            body=ResponsesRequest,
-            result=Response,
-            streams=ResponseEvent,
-        ),
-        Operation(
-            "GET",
-            path,
-            retrieve,
-            "A response that is kept.",
-            query=(stream, after),
-            result=Response,
-            streams=ResponseEvent,
-        ),
-        Operation("DELETE", path, delete, "Forget a response.", result=DeletedResponse),
-        Operation("POST", path + "/cancel", cancel, "End a response in the background.", result=Response),
-        Operation(
-            "GET", path + "/input_items", list_items, "What it answers.", query=(order,), result=ItemList
-        ),
-    ]
+    def _kept(self, request: Request) -> Kept:
+        return self._store.get(request.path_params["response_id"])
 
 
 async def answer(
@@ -337,16 +358,3 @@ async def stop(kept: Kept) -> None:
         assert kept.task is not None
         kept.task.cancel()
         await asyncio.wait((kept.task,))
-
-
-def number(request: Request, name: str, default: int) -> int:
-    """An integer in the query.
-
-    Raises:
-        APIError: it is none.
-    """
-    text = request.query_params.get(name, str(default))
-    try:
-        return int(text)
-    except ValueError:
-        raise APIError(400, f"{name} must be an integer, got {text!r:.100}", param=name) from None

@@ -37,6 +37,10 @@ HELLO = [{"role": "user", "content": "w5"}]
         ({"prompt": []}, 400, "prompt"),
         ({"prompt": ["w5"] * 1025}, 400, "prompt"),
         ({"prompt": "w5", "temperature": -1}, 400, "temperature"),
+        ({"prompt": "w5", "temperature": -1, "user": 5}, 400, "temperature"),
+        ({"prompt": "w5", "stop_token_ids": [-1]}, 400, None),
+        ({"prompt": "w5", "stop_token_ids": ["w6"]}, 422, "stop_token_ids"),
+        ({"prompt": "w5", "logit_bias": {"5": 101}}, 400, "logit_bias"),
         ({"prompt": "w5", "n": 0}, 400, "n"),
         ({"prompt": "w5", "n": 9}, 400, "n"),
         ({"prompt": "w5", "n": 2, "best_of": 1}, 400, "best_of"),
@@ -224,7 +228,7 @@ def test_a_deadline(serve: Callable[..., Client], core: FakeCore) -> None:
 def test_abort(serve: Callable[..., Client], core: FakeCore, stream: bool) -> None:
     """By the answer's id; what another server of the core gives, too."""
     client = serve(enable_admin=True)
-    core.calls["abort_request"] = lambda request_id: 2 if request_id == "elsewhere" else 0
+    core.calls["abort_request"] = lambda request_id, frontend: 2 if request_id == "elsewhere" else 0
 
     async def play() -> Answer:
         call = client.call("POST", COMPLETIONS, {"prompt": "w5", "stream": stream})

@@ -58,3 +58,12 @@ def test_its_schemas_hold(client: Client) -> None:
     schema = {"$ref": "#/components/schemas/ChatChunk", "components": document["components"]}
     for event in client.post("/v1/chat/completions", stream).events:
         jsonschema.Draft202012Validator(schema).validate(event)
+
+
+def test_it_has_the_bounds_of_parameters(serve: Callable[..., Client]) -> None:
+    document = serve(enable_admin=True).get("/openapi.json").json
+    for kind in ("CompletionRequest", "ChatRequest", "ResponsesRequest"):
+        fields = document["components"]["schemas"][kind]["properties"]
+        assert {"type": "number", "exclusiveMinimum": 0.0, "maximum": 1.0} in fields["top_p"]["anyOf"], kind
+    [level] = document["paths"]["/sleep"]["post"]["parameters"]
+    assert level["schema"] == {"type": "integer", "minimum": 1, "maximum": 2}

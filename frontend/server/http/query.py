@@ -1,0 +1,89 @@
+"""Arguments in the query of a URL."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from starlette.requests import Request
+
+from pagewire.frontend.server.http.errors import APIError
+from pagewire.ipc.bounds import converted, meta_of, plain
+from pagewire.ipc.calls import CALLS
+
+TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
+
+
+class Query(NamedTuple):
+    """A parameter in the query, for the OpenAPI document.
+
+    kind: its type, with bounds if it has any. text: what it does.
+    """
+
+    name: str
+    kind: Any
+    text: str
+
+
+def flag(request: Request, name: str, default: bool) -> bool:
+    """A truth value in the query.
+
+    Raises:
+        APIError: it is none.
+    """
+    text = request.query_params.get(name, str(default)).lower()
+    if text not in TRUE + FALSE:
+        raise APIError(400, f"{name} must be true or false, got {text!r}", param=name)
+    return text in TRUE
+
+
+def number(request: Request, name: str, default: int) -> int:
+    """An integer in the query.
+
+    Raises:
+        APIError: it is none.
+    """
+    text = request.query_params.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise APIError(400, f"{name} must be an integer, got {text!r:.100}", param=name) from None
+
+
+def queries_of(call: str) -> tuple[Query, ...]:
+    """The arguments of one of `CALLS` as parameters of a query. A list is a parameter that may be repeated."""
+    return tuple(
+        Query(name, kind if plain(kind) in (bool, int) else str, meta_of(kind).description or "")
+        for name, kind in CALLS[call].types.items()
+    )
+
+
+def arguments_of(request: Request, call: str) -> dict[str, Any]:
+    """The arguments of one of `CALLS` that the query gives, by name.
+
+    Raises:
+        APIError: one of another type, or out of its bounds.
+    """
+    arguments: dict[str, Any] = {}
+    for name, kind in CALLS[call].types.items():
+        if name not in request.query_params:
+            continue
+        if plain(kind) is bool:
+            arguments[name] = flag(request, name, False)
+        elif plain(kind) is int:
+            arguments[name] = within_bounds(name, number(request, name, 0), kind)
+        else:
+            arguments[name] = request.query_params.getlist(name)
+    return arguments
+
+
+def within_bounds(name: str, value: int, kind: Any) -> int:
+    """The value.
+
+    Raises:
+        APIError: it is out of the bounds of the type.
+    """
+    try:
+        converted(name, value, kind)
+    except ValueError as error:
+        raise APIError(400, str(error), param=name) from None
+    return value

@@ -1,0 +1,241 @@
+"""Values checked against annotated types, with errors that name the field, what it must be, and the value.
+
+A bound stands once, in the annotation: `Annotated[int, msgspec.Meta(ge=1)]`. msgspec reads it for JSON schemas.
+`check_fields` checks a struct by its annotations; `converted` checks one value as `msgspec.convert` does.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+MAX_INT = 2**63 - 1
+Check = Callable[[str, Any], Any]  # (name, value) -> the value, a number as `int` or `float`
+
+
+def meta_of(kind: Any) -> Meta:
+    """The bounds and the description in an annotation; an empty `Meta` if it has none."""
+    if get_origin(kind) is Annotated:
+        return next((item for item in get_args(kind)[1:] if isinstance(item, Meta)), Meta())
+    return Meta()
+
+
+def plain(kind: Any) -> Any:
+    """A type without its annotations."""
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def interval(meta: Meta) -> str:
+    """The numbers that the bounds allow: "at least 1", "1 or 2", "in (0.0, 1.0]"."""
+    low = meta.ge if meta.ge is not None else meta.gt
+    high = meta.le if meta.le is not None else meta.lt
+    if isinstance(low, int) and meta.gt is None and meta.lt is None:
+        if high is None:
+            return f"at least {low}"
+        if high == low + 1:
+            return f"{low} or {high}"
+    left = "(-inf" if low is None else f"({low}" if meta.gt is not None else f"[{low}"
+    right = "inf)" if high is None else f"{high})" if meta.lt is not None else f"{high}]"
+    return f"in {left}, {right}"
+
+
+def within(value: float, meta: Meta) -> bool:
+    """True if the bounds allow the value."""
+    return (
+        (meta.ge is None or value >= meta.ge)
+        and (meta.gt is None or value > meta.gt)
+        and (meta.le is None or value <= meta.le)
+        and (meta.lt is None or value < meta.lt)
+    )
+
+
+# ---------------------------------------------------------------- structs
+
+
+def check_fields(struct: msgspec.Struct) -> None:
+    """Check every field of a struct against its annotation; numbers in it become `int` and `float`.
+
+    Fields of other types than bool, int, float, str, and lists and dicts of these are left alone.
+
+    Raises:
+        TypeError: a value of another type. ValueError: it is out of its bounds.
+    """
+    for name, default, check in field_checks(type(struct)):
+        value = getattr(struct, name)
+        if value is not default and (checked := check(name, value)) is not value:
+            setattr(struct, name, checked)
+
+
+def check_field(kind: type[msgspec.Struct], name: str, value: Any) -> None:
+    """Check a value against the annotation of one field.
+
+    Raises:
+        TypeError, ValueError: as `check_fields`.
+    """
+    for field, default, check in field_checks(kind):
+        if field == name and value is not default:
+            check(name, value)
+
+
+@cache
+def field_checks(kind: type[msgspec.Struct]) -> tuple[tuple[str, Any, Check], ...]:
+    """(name, default, check) of every field that has a check."""
+    hints = get_type_hints(kind, include_extras=True)
+    checks = (
+        (field.name, field.default, check_for(hints[field.name])) for field in msgspec.structs.fields(kind)
+    )
+    return tuple((name, default, check) for name, default, check in checks if check is not None)
+
+
+def check_for(kind: Any) -> Check | None:
+    """The check of a type; None: values of this type are not checked here."""
+    meta, kind = meta_of(kind), plain(kind)
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is bool:
+        return check_bool
+    if kind is int:
+        return partial(check_integer, meta=meta)
+    if kind is float:
+        return partial(check_float, meta=meta)
+    if kind is str:
+        return check_string
+    if origin is list and (each := check_for(arguments[0])) is not None:
+        return partial(check_each, kind=plain(arguments[0]), check=each)
+    if origin is dict and (each := check_for(arguments[1])) is not None:
+        return partial(check_items, check_key=check_for(arguments[0]), check_value=each)
+    if origin in (Union, UnionType):
+        return check_for_union(arguments)
+    return None
+
+
+def check_for_union(kinds: tuple[Any, ...]) -> Check | None:
+    """The check of a type that may be None, or a string or something else."""
+    others = [
+        check for kind in kinds if kind not in (str, NoneType) and (check := check_for(kind)) is not None
+    ]
+    if len(others) != len([kind for kind in kinds if kind not in (str, NoneType)]) or len(others) > 1:
+        return None
+    check = others[0] if others else check_string
+
+    def either(name: str, value: Any) -> Any:
+        if value is None and NoneType in kinds:
+            return None
+        return (check_string if isinstance(value, str) and str in kinds else check)(name, value)
+
+    return either
+
+
+def check_bool(name: str, value: Any) -> bool:
+    """Refuse what is not True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {value!r}")
+    return value
+
+
+def check_integer(name: str, value: Any, meta: Meta) -> int:
+    """Refuse what is not an integer of 64 bits within the bounds."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if not within(value, meta):
+        raise ValueError(f"{name} must be {interval(meta)}, got {value}")
+    if not -MAX_INT - 1 <= value <= MAX_INT:
+        raise ValueError(f"{name} must be an integer of 64 bits, got {value}")
+    return value
+
+
+def check_float(name: str, value: Any, meta: Meta) -> float:
+    """Refuse what is not a finite number within the bounds. 2**70 and a number of numpy are numbers, too."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    finite = -sys.float_info.max <= value <= sys.float_info.max  # math.isfinite fails for huge integers
+    if not finite or not within(value, meta):
+        raise ValueError(f"{name} must be {interval(meta)}, got {value}")
+    return float(value)
+
+
+def check_string(name: str, value: Any) -> str:
+    """Refuse what is not a string of Unicode text."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {value!r}")
+    check_text(name, value)
+    return value
+
+
+def check_text(name: str, text: str) -> None:
+    """Refuse a string that is not Unicode text: JSON can spell lone surrogates, UTF-8 cannot.
+
+    Raises:
+        ValueError: it holds one.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} must hold valid Unicode text, got {text!r}") from None
+
+
+def check_each(name: str, value: Any, kind: Any, check: Check) -> list[Any]:
+    """Refuse what is not a list whose elements pass a check. kind: their type."""
+    python_type = get_origin(kind) or kind
+    if not isinstance(value, list) or any(
+        isinstance(item, bool) or not isinstance(item, python_type) for item in value
+    ):
+        raise TypeError(f"{name} must be a list of {python_type.__name__}, got {value!r}")
+    each = name if name.startswith("each of ") or python_type is str else f"each of {name}"
+    for item in value:
+        check(each, item)
+    return value
+
+
+def check_items(name: str, value: Any, check_key: Check | None, check_value: Check) -> dict[Any, Any]:
+    """Refuse what is not a dict whose keys and values pass their checks."""
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} must map token ids to numbers, got {value!r}")
+    if check_key is not None:
+        for key in value:
+            check_key(f"each key of {name}", key)
+    return {key: check_value(f"{name}[{key}]", item) for key, item in value.items()}
+
+
+# ---------------------------------------------------------------- single values
+
+
+def check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
+    """Refuse what is not an integer of 64 bits in [low, high].
+
+    Raises:
+        TypeError: not an integer. ValueError: out of range.
+    """
+    check_integer(name, value, Meta(ge=low, le=high))
+
+
+def check_number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> None:
+    """Refuse what is not a finite number in [low, high], or in (low, high] with `above`.
+
+    Raises:
+        TypeError: not a number. ValueError: out of range.
+    """
+    most = None if high == math.inf else high
+    check_float(name, value, Meta(gt=low, le=most) if above else Meta(ge=low, le=most))
+
+
+def converted(name: str, value: Any, kind: Any) -> Any:
+    """The value as `msgspec.convert` makes it of the type: tuples become lists, integers become floats.
+
+    Raises:
+        TypeError: a value of another type. ValueError: it is out of its bounds.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        problem = str(error)
+    if ", got `" not in problem and " - at " not in problem:
+        raise ValueError(f"{name} must be {interval(meta_of(kind))}, got {value!r}")
+    hint = "; code never crosses a socket: give a name" if callable(value) else ""
+    raise TypeError(f"{name}: {problem[0].lower()}{problem[1:]}{hint}")

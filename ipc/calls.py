@@ -1,0 +1,305 @@
+"""The calls that a frontend makes by name: their arguments, what they do, and which process runs them.
+
+    LLM.sleep(1) --Call("sleep", [1])--> core: Control.sleep --WorkerCall--> worker: calls.sleep
+
+`CALLS` has them all. To add a call, declare it in a class below, and implement it under its name in
+`engine_core/clients/control.py`, in `workers/calls.py`, or in both. What `EngineCalls` declares is also a method of
+`LLM` and `LLMEngine`; `AsyncLLM` gets it by one line in `frontend/calls.py`.
+
+A frontend checks arguments before it sends them, and the core and the worker check what comes, by the same table.
+"""
+# mypy: disable-error-code="empty-body"
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from pagewire.ipc.bounds import converted
+from pagewire.ipc.errors import ProtocolError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class RunsIn(Enum):
+    """The process that runs a call."""
+
+    CORE = "the core"
+    WORKER = "every worker; the core passes it on and answers the list of their results"
+    BOTH = "the core, which calls the method of the same name of the worker"
+
+
+@dataclass(frozen=True)
+class RemoteCall:
+    """One call.
+
+    Attributes:
+        name: on the wire. runs_in: the process that implements it. documentation: of the method that declares it.
+        signature: the method's, without `self`. sent: the same without what stays in the frontend.
+        types: by argument, bounds and description included. result: type that the method returns.
+    """
+
+    name: str
+    runs_in: RunsIn
+    documentation: str
+    signature: inspect.Signature
+    sent: inspect.Signature
+    types: Mapping[str, Any]
+    result: Any
+
+    def local(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The given arguments of the method that stay in the frontend.
+
+        Raises:
+            TypeError: an argument too many, unknown or missing.
+        """
+        given = self._bind(self.signature, args, kwargs).arguments
+        return {name: value for name, value in given.items() if name not in self.sent.parameters}
+
+    def pack(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The method's arguments, checked, as a message carries them: all, by position.
+
+        Raises:
+            TypeError, ValueError: as `receive`.
+        """
+        bound = self._bind(self.signature, args, kwargs)
+        bound.apply_defaults()
+        return list(self._checked(bound.arguments).values())
+
+    def receive(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """All arguments in a message, by name, checked; what the message leaves out has its default.
+
+        Raises:
+            TypeError: an argument too many, unknown, missing, or of another type.
+            ValueError: one out of its bounds.
+        """
+        bound = self._bind(self.sent, args, kwargs)
+        bound.arguments = self._checked(bound.arguments)
+        bound.apply_defaults()
+        return bound.arguments
+
+    def answer(self, result: Any) -> Any:
+        """What the method returns, made of the core's answer.
+
+        Raises:
+            ProtocolError: an answer of another type.
+        """
+        if self.result is None:
+            return None
+        try:
+            return msgspec.convert(result, self.result)
+        except msgspec.ValidationError as error:
+            raise ProtocolError(f"the answer to {self.name} is of another type: {error}") from None
+
+    def _bind(
+        self, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> inspect.BoundArguments:
+        try:
+            return signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.name}: {error}") from None
+
+    def _checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: converted(f"{self.name}: {name}", value, self.types[name])
+            for name, value in arguments.items()
+            if name in self.sent.parameters
+        }
+
+
+CALLS: dict[str, RemoteCall] = {}  # by name
+DECLARED: dict[Any, RemoteCall] = {}  # by the method that declares it
+
+
+class Caller:
+    """Base of what declares calls. A subclass says how the answer of the core is waited for."""
+
+    def _answer(self, call: RemoteCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Send the call and wait for the core's answer. The arguments are those of the method that declares it."""
+        raise NotImplementedError
+
+
+C = TypeVar("C", bound=Caller)
+
+
+def remote(
+    runs_in: RunsIn, name: str = "", local: tuple[str, ...] = (), **arguments: Meta
+) -> Callable[[Callable[Concatenate[C, P], R]], Callable[Concatenate[C, P], R]]:
+    """Declare a call: put it into `CALLS`, and give the method its body, which calls and waits for the answer.
+
+    name: on the wire, if not the method's. local: arguments that stay in the frontend.
+    arguments: bounds and description of arguments.
+    """
+
+    def declare(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R]:
+        call = described(method, runs_in, name or method.__name__, local, arguments)
+        CALLS[call.name] = call
+
+        @functools.wraps(method)
+        def wait(self: C, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            answer: R = call.answer(self._answer(call, args, kwargs))
+            return answer
+
+        DECLARED[wait] = call
+        return wait
+
+    return declare
+
+
+def described(
+    method: Callable[..., Any],
+    runs_in: RunsIn,
+    name: str,
+    local: tuple[str, ...],
+    arguments: Mapping[str, Meta],
+) -> RemoteCall:
+    """The call that a method declares by its signature and docstring."""
+    hints = get_type_hints(method)
+    result = hints.pop("return")
+    types = {k: Annotated[kind, arguments[k]] if k in arguments else kind for k, kind in hints.items()}
+    _, *parameters = inspect.signature(method).parameters.values()
+    return RemoteCall(
+        name,
+        runs_in,
+        inspect.getdoc(method) or "",
+        signature=inspect.Signature(parameters),
+        sent=inspect.Signature([parameter for parameter in parameters if parameter.name not in local]),
+        types=types,
+        result=None if result is type(None) else result,
+    )
+
+
+class EngineCalls(Caller):
+    """The calls that act on the engine as a whole, for callers that wait for the answer."""
+
+    @remote(
+        RunsIn.CORE,
+        name="pause",
+        wait_for_inflight_requests=Meta(description="wait for those that run (default: they are aborted)"),
+        clear_cache=Meta(description="forget cached prefixes as well (default: true)"),
+    )
+    def pause_generation(self, wait_for_inflight_requests: bool = False, clear_cache: bool = True) -> None:
+        """Hold new requests back until `resume_generation`; returns once no request of any frontend runs.
+
+        wait_for_inflight_requests: let those that run finish; else they end with the finish reason "abort".
+        clear_cache: forget cached prefixes as well.
+        """
+
+    @remote(RunsIn.CORE, name="resume")
+    def resume_generation(self) -> None:
+        """Let requests run again."""
+
+    @remote(RunsIn.CORE)
+    def is_paused(self) -> bool:
+        """True between `pause_generation` and `resume_generation`."""
+
+    @remote(RunsIn.CORE, reset_running_requests=Meta(description="recompute running requests that use them"))
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget cached prefixes. False if running requests still use them.
+
+        reset_running_requests: preempt those requests, and compute them anew; then no prefix is in use.
+        """
+
+    @remote(
+        RunsIn.BOTH,
+        level=Meta(ge=1, le=2, description="1: give the KV cache back; 2: the weights as well"),
+    )
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back: level 1 the KV cache, level 2 the weights as well.
+
+        Raises:
+            ValueError: another level. EngineBusyError: requests are unfinished.
+        """
+
+    @remote(RunsIn.BOTH, tags=Meta(description="what to take again: weights, kv_cache (default: all)"))
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take the memory again; all of it, or what `tags` name ("weights", "kv_cache").
+
+        Raises:
+            ValueError: an unknown tag. RuntimeError: there is too little memory now.
+        """
+
+    @remote(RunsIn.CORE)
+    def is_sleeping(self) -> bool:
+        """True between `sleep` and `wake_up`."""
+
+    @remote(RunsIn.CORE, name="abort_request")
+    def abort_any(self, request_id: str, frontend: int | None = None) -> int:
+        """End the requests with this id, of any frontend or of the one with this number in the core's `status`.
+
+        Their outputs end with the finish reason "abort". Returns how many sequences were ended; 0: there is no
+        such request, or it has ended.
+        """
+
+    @remote(RunsIn.CORE, local=("timeout",))
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every worker by name, one of `WorkerCalls`; the results in the order of the workers.
+
+        timeout: seconds to wait for the answer; None: for ever.
+
+        Raises:
+            TypeError: a callable (code never crosses a socket), or arguments that msgpack cannot hold.
+            TimeoutError: no answer within `timeout` seconds. And what the method raises, by name.
+        """
+
+    @remote(RunsIn.WORKER)
+    def start_profile(self) -> None:
+        """Start the workers' profilers.
+
+        Raises:
+            RuntimeError: they run already.
+        """
+
+    @remote(RunsIn.WORKER)
+    def stop_profile(self) -> None:
+        """Stop the workers' profilers; each writes a trace into a file in `$PAGEWIRE_TORCH_PROFILER_DIR`.
+
+        Raises:
+            RuntimeError: they do not run.
+        """
+
+
+class ReportCalls(Caller):
+    """The calls by which the core reports on itself, for monitoring."""
+
+    @remote(RunsIn.CORE)
+    def metrics(self) -> list[dict[str, Any]]:
+        """The value of every metric of the core: counters, gauges and histograms, over all frontends."""
+
+    @remote(RunsIn.CORE)
+    def status(self) -> dict[str, Any]:
+        """The state of scheduler, KV cache and worker, and each frontend. Counts begin at the core's start."""
+
+    @remote(RunsIn.CORE)
+    def requests(self, limit: int = 1000) -> list[dict[str, Any]]:
+        """At most `limit` unfinished sequences of all frontends, those that run before those that wait."""
+
+
+class WorkerCalls(Caller):
+    """The other methods of a worker, for `collective_rpc`."""
+
+    @remote(RunsIn.WORKER)
+    def ping(self) -> str:
+        """Answers "pong"."""
+
+    @remote(RunsIn.WORKER)
+    def memory(self) -> dict[str, int]:
+        """Bytes of memory: of the device, of the worker process, of weights and KV cache."""
+
+    @remote(RunsIn.WORKER)
+    def model_info(self) -> dict[str, Any]:
+        """The loaded model: architecture, dtype, and sizes of it and of its KV cache."""
