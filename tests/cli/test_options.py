@@ -58,7 +58,9 @@ def test_every_option_says_what_it_is() -> None:
         for action in parser._actions:
             if action.help == argparse.SUPPRESS or isinstance(action, argparse._SubParsersAction):
                 continue
-            assert action.help and re.match(r"[a-z'0-9]|JSON|NAME|YAML|CURVE", action.help), action
+            assert action.help and re.match(
+                r"[a-z'0-9]|JSON|NAME|YAML|CURVE|TLS|CORS|API|URL", action.help
+            ), action
             assert not action.help.rstrip().endswith("."), action
             assert not action.option_strings or action.nargs == 0 or action.metavar or action.choices, action
 
@@ -166,7 +168,7 @@ def test_a_bad_file_is_named_with_what_is_wrong(
         ("chat --attach ipc:///x --config y", "--config has no effect with --attach"),
         ("bench latency --attach ipc:///x --enable-lora", "--enable-lora has no effect with --attach"),
         ("generate x --attach ipc:///x --curve-server y", "both --curve-secret and --curve-server"),
-        ("generate x --curve-secret y --curve-server z", "are for --attach"),
+        ("generate x --curve-secret y --curve-server z", "need --attach"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_and_status_2(

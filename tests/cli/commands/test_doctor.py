@@ -65,7 +65,7 @@ def test_no_driver(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     assert main(["doctor"]) == 1
     assert report(capsys)["driver"] == (
         "FAIL",
-        "no NVIDIA driver (libcuda.so.1): install one, or give the container its GPUs",
+        "no NVIDIA driver (libcuda.so.1): install one, or give the container access to the GPUs",
     )
 
 

@@ -72,7 +72,7 @@ def test_files_and_resuming(address: str, tmp_path: Path, capsys: pytest.Capture
     kept = sum(b'"status_code":200' in line for line in whole[:4])
     assert main([*command, "--resume", "--concurrency", "2"]) == 1
     check(target.read_text(), address)
-    assert f"{7 - kept} answered, 3 failed, {kept} answered before" in capsys.readouterr().err
+    assert f"{7 - kept} answered, 3 failed, {kept} already answered" in capsys.readouterr().err
 
 
 def test_standard_input_and_output(address: str) -> None:
