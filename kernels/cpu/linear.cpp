@@ -4,9 +4,9 @@
 // ends. Every element of the result is one chain of sums in the order of k, whatever rows stand beside it: its bits do
 // not depend on the batch. How a chain is made is in linear_vectors.h and linear_tiles.h.
 //
-// A work item is a panel and a chunk of rows. The panel stays in the second-level cache while the rows pass by in
-// blocks whose sums stay in registers. With few rows, for which memory is the limit, the next panel is fetched
-// meanwhile.
+// A work item is a panel, or some small ones, and a chunk of rows. The panel stays in the second-level cache while the
+// rows pass by in blocks whose sums stay in registers. With few rows, for which memory is the limit, the next panel is
+// fetched meanwhile.
 
 #include <algorithm>
 #include <type_traits>
@@ -20,6 +20,7 @@
 namespace {
 
 constexpr int64_t kParallelWork = 1 << 18;  // multiply-adds below which one thread is faster
+constexpr int64_t kItemWork = 1 << 16;      // multiply-adds of an item: with less, threads get into each other's way
 
 #if defined(PAGEWIRE_TILES)
 template <class T>
@@ -55,12 +56,18 @@ template <class T>
 void multiply_packed(const Rows<T>& rows, const T* packed, int num_threads) {
   const int64_t panels = num_panels<T>(rows.n), chunk = Product<T>::chunk_rows(rows);
   const int64_t chunks = (rows.count + chunk - 1) / chunk, size = Product<T>::panel_elements(rows.k);
+  const int64_t panel_work = std::max<int64_t>(1, std::min(chunk, rows.count) * size);
+  const int64_t group = std::max<int64_t>(1, kItemWork / panel_work);
+  const int64_t groups = (panels + group - 1) / group;
   if (rows.count * rows.n * rows.k < kParallelWork) num_threads = 1;
-  parallel_for(panels * chunks, num_threads, [&](int64_t item) {
-    const int64_t p = item % panels, begin = item / panels * chunk, end = std::min(begin + chunk, rows.count);
-    // Threads take panels in turn, so the panel after the next is most likely this thread's.
-    const int64_t next = std::min(p + num_threads, panels - 1);
-    Product<T>::multiply(rows, begin, end, p, packed + p * size, packed + next * size);
+  parallel_for(groups * chunks, num_threads, [&](int64_t item) {
+    const int64_t first = item % groups * group, last = std::min(first + group, panels);
+    const int64_t begin = item / groups * chunk, end = std::min(begin + chunk, rows.count);
+    for (int64_t p = first; p < last; ++p) {
+      // Threads take items in turn, so what comes after the others' next ones is most likely this thread's.
+      const int64_t next = std::min(p + 1 < last ? p + 1 : first + num_threads * group, panels - 1);
+      Product<T>::multiply(rows, begin, end, p, packed + p * size, packed + next * size);
+    }
   });
 }
 
