@@ -1,4 +1,4 @@
-// From logits to tokens: what workers/sampler.py does on a CPU, to the bit.
+// From logits to tokens: what workers/sample/sampler.py does on a CPU, to the bit.
 //
 //     find_peaks        edits -> the largest logit; greedy tokens
 //     add_masses        masses above min_p -> tokens of rows without top_k and top_p; for others, histograms of depths,
@@ -98,7 +98,7 @@ DEVICE float penalised(float x, float times, const SamplingRow& row) {
     return x > __uint_as_float(LARGEST_FLOAT) ? __uint_as_float(LARGEST_FLOAT) : x;
 }
 
-// The order is that of workers/edits.py: allowed tokens, bias, penalties, forbidden tokens.
+// The order is that of workers/sample/logit_edits.py: allowed tokens, bias, penalties, forbidden tokens.
 DEVICE void edit(const SamplingCall& call, const SamplingRow& row, int first, int size, Slice& slice) {
     if (row.mask >= 0 || row.num_allowed >= 0) keep_allowed(call, row, first, size, slice);
     if (row.num_biases) {
@@ -202,7 +202,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) find_peaks(const __grid_const
 
 // ---------------------------------------------------------------- the draw
 
-// Philox4x32-10 at (position, stage 0) under the seed: a multiple of 2^-53, odd, as an integer. See workers/random.py.
+// Philox4x32-10 at (position, stage 0) under the seed: a multiple of 2^-53, odd, as an integer. See
+// workers/sample/random.py.
 DEVICE u64 random_fraction(u64 seed, u64 position) {
     u32 c0 = u32(position), c1 = u32(position >> 32), c2 = 0, c3 = 0;
     u32 k0 = u32(seed), k1 = u32(seed >> 32);

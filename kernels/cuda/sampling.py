@@ -1,4 +1,4 @@
-"""Sampling and log probabilities on a device: see `pagewire.workers.sampler`, whose tokens these are, to the bit.
+"""Sampling and log probabilities on a device, with the tokens of `pagewire.workers.sample.sampler`, to the bit.
 
 A `SamplingPlan` says what each row wants: arrays, on the device before the launch. A `Sampler` owns all memory that
 kernels write, so that nothing is allocated at a launch, nothing waits for the device, and launches can be

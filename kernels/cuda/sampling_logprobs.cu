@@ -1,6 +1,6 @@
 // Log probabilities of one token per row, its rank, and the most likely tokens, from raw logits: what
-// workers/logprobs.py does on a CPU. The kernels give logits and the total of masses; the logarithm is the host's, in
-// float64, for the same bits.
+// workers/sample/logprobs.py does on a CPU. The kernels give logits and the total of masses; the logarithm is the
+// host's, in float64, for the same bits.
 //
 //     weigh_tokens      total, rank; a histogram of depths says in which bin the most likely tokens end
 //     take_most_likely  only the logits down to that bin are looked at one by one

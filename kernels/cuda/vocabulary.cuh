@@ -3,7 +3,8 @@
 //
 // A grid is (slices, rows): a block works on one slice of one row, and the last block of a row to finish goes on with
 // what needs the whole row. All sums are of integers, so no result depends on the order in which blocks or threads
-// come. workers/masses.py says what masses, depths and bins are, and defines every result.
+// come. workers/sample/fixed_point.py says what masses (fixed-point probabilities), depths and bins are, and defines
+// every result.
 #pragma once
 
 #include "exact.cuh"
