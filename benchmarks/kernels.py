@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pagewire.kernels import reference
-from pagewire.kernels.cuda import attention, blocks, gates, kv, norms, sampling
+from pagewire.kernels.cuda import attention, gates, kv, norms, sampling
 from pagewire.kernels.cuda.launch import CudaDevice, Device
 from pagewire.kernels.cuda.layout import exchange_chunks
 from pagewire.kernels.layer import Activation
@@ -293,30 +293,6 @@ def _gate_case(device: Device, rows: int, x: Tensor) -> Case:
     )
 
 
-def copy_cases(device: Device, on: str, quick: bool, num_blocks: int = 4096) -> Iterator[Case]:
-    """Half the blocks of a cache to the other half."""
-    cache = torch.randn(2 * num_blocks, 8, BLOCK_SIZE, 128, device=on).bfloat16()
-    order = torch.randperm(2 * num_blocks, device=on)
-    sources, targets = order[:num_blocks], order[num_blocks:]
-    pairs, addresses = torch.stack([sources, targets], 1).contiguous(), blocks.cache_addresses([cache])
-
-    def error() -> float:
-        wanted = cache[sources].clone()
-        blocks.copy_blocks(device, addresses, pairs, cache[0].nbytes)
-        return float((cache[targets] != wanted).any())
-
-    yield Case(
-        f"copy_blocks {num_blocks} x {cache[0].nbytes}",
-        2 * num_blocks * cache[0].nbytes,
-        0,
-        1,
-        lambda i: blocks.copy_blocks(device, addresses, pairs, cache[0].nbytes),
-        error,
-        0.0,
-        {"torch": lambda i: cache.index_copy_(0, targets, cache[sources])},
-    )
-
-
 def sampling_cases(
     device: Device, on: str, quick: bool, rows: int = 64, vocab_sizes: tuple[int, ...] = (32768, 131072)
 ) -> Iterator[Case]:
@@ -367,7 +343,6 @@ CASES: dict[str, Callable[[Device, str, bool], Iterator[Case]]] = {
     "prefill": prefill_cases,
     "write": write_cases,
     "rows": row_cases,
-    "copy": copy_cases,
     "sampling": sampling_cases,
 }
 

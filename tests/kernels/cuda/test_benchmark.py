@@ -61,7 +61,6 @@ def test_the_rest() -> None:
     for kept, normed in ((torch.bfloat16, True), (torch.float8_e4m3fn, False)):
         check(iter([kernels._write_case(device, "cpu", 24, kept, normed, SMALL)]))
     check(kernels.row_cases(device, "cpu", False, tokens=3))
-    check(kernels.copy_cases(device, "cpu", False, num_blocks=4))
     check(kernels.sampling_cases(device, "cpu", False, rows=3, vocab_sizes=(2048,)))
 
 
