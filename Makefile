@@ -19,14 +19,15 @@ build/cuda13: $(STAMP)
 	$(BIN)/python -m pip install --target $@ $(CUPY) cupy-cuda13x nvidia-cuda-nvrtc
 	@touch $@
 
-# Tests of the layers without torch run in a process for each processor, and first: they are over soon. The rest takes
-# turns, file by file: its tests start engines, whose threads want the processors themselves.
+# Tests of the layers without torch come first, in a process for each processor: they are over soon. The tests of the
+# rest start engines, whose threads use the processors themselves: two files at a time keep the processors busy while an
+# engine starts, compiles or waits.
 LIGHT := tests/test_imports.py tests/ipc tests/engine_core tests/frontend
 HEAVY := tests/kernels tests/workers tests/cli tests/end_to_end
 
 test: build/cuda12 test-fast
 	PYTHONPATH=$(CURDIR)/$< LD_LIBRARY_PATH=$(CURDIR)/$</nvidia/cuda_nvrtc/lib PAGEWIRE_TEST_NVRTC=12.9 \
-		$(BIN)/pytest --durations=30 $(HEAVY)
+		$(BIN)/pytest -n 2 --dist loadfile --durations=30 $(HEAVY)
 
 test-fast: $(STAMP)
 	$(BIN)/pytest -n auto --dist loadfile $(LIGHT)

@@ -203,7 +203,7 @@ class EngineCore:
             if isinstance(message, StepResult):
                 self._commit(message)
             elif isinstance(message, messages.WorkerReply):
-                self.control.hear(message)
+                self.control.receive(message)
             elif isinstance(message, Ready):
                 self._worker_ready(message)
             elif isinstance(message, messages.WorkerFailed):

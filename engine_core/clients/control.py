@@ -102,7 +102,7 @@ class Control:
             except Exception as error:
                 self._refuse(deferred.caller, error)
 
-    def hear(self, reply: WorkerReply) -> None:
+    def receive(self, reply: WorkerReply) -> None:
         """Answer the call that the worker has answered."""
         caller, finish = self._worker_calls.pop(reply.call_id)
         if reply.error is not None:

@@ -12,7 +12,7 @@ namespace {
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr float kLog2E = 1.44269504f;
-constexpr int64_t kSoftmaxRows = 8;  // so many rows' scores stay in the first-level cache
+constexpr int64_t kSoftmaxRows = 8;  // rows whose scores stay in the first-level cache together
 
 // What turns the raw products of some rows with one KV tile into probabilities, relative to each row's own maximum.
 // Keys [begin, end) of the tile, whole vectors, were computed; those that a row does not see get probability 0.

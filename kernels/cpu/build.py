@@ -39,7 +39,7 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """What a CPU must have, in the words of /proc/cpuinfo, and what the compiler is told."""
+    """The CPU flags that a library needs (names of /proc/cpuinfo), and the compiler's flags for them."""
 
     name: str
     cpu_flags: frozenset[str] = frozenset()

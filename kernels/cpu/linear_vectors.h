@@ -47,7 +47,7 @@ template <class T>
 struct VectorProduct {
   static constexpr int64_t kPanel = kVectors * kLanes, kDepth = Link<T>::depth;
   static constexpr int64_t kRowChunk = 384;
-  static constexpr int64_t kStreamed = 64;  // up to so many rows the matrix comes from memory, not the rows
+  static constexpr int64_t kStreamed = 64;  // rows up to which reading the matrix from memory is the limit
   static constexpr int64_t kLead = 2048;    // bytes that the reading of a matrix for one block of rows runs ahead
 
   static int64_t panel_elements(int64_t k) { return (k + kDepth - 1) / kDepth * kDepth * kPanel; }

@@ -31,7 +31,7 @@ struct AttentionParameters {
     int block_shift;           // log2 of block_size
     int table_width;
     int window;                // keys that a query sees, its own included
-    int short_queries;         // requests of at most so many query tokens are decode's, the others prefill's
+    int short_queries;         // requests with more query tokens than this go to prefill, the others to decode
     int sinks_are_float;       // or of q's type
     int alibi_is_float;
     float scale;

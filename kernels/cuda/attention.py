@@ -90,7 +90,7 @@ def _variant(kernel: str, dtype: torch.dtype, cache_dtype: torch.dtype, numbers:
 
 
 def variants() -> list[Variant]:
-    """All there are."""
+    """The decode and the prefill kernel for each dtype, dtype of the cache, and size of a head."""
     return [
         instance(dtype, cache_dtype, head_dim).variant
         for instance in (decode_instance, prefill_instance)
@@ -173,7 +173,7 @@ def paged_attention(
         prefill = prefill_instance(q.dtype, k_cache.dtype, head_dim)
         row_tiles = tokens * group // prefill.rows + requests + 1  # see prefill_attention.cu
         _launch(device, prefill, (row_tiles, kv_heads), fields)
-    if batch.max_query_len <= short_queries or requests > 1:  # who is short is known on the device alone
+    if batch.max_query_len <= short_queries or requests > 1:  # only the device knows which requests are short
         row_tiles = kv_heads * -(-short_queries * group // TILE_ROWS)
         longest = min(batch.max_seq_len, seen + short_queries)
         splits = choose_splits(requests * row_tiles, device.multiprocessors, longest)

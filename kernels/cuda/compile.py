@@ -176,7 +176,7 @@ def build(
     Raises:
         CompileError: see `compile_variant`; what has not been begun is dropped.
     """
-    nvrtc()  # what is missing is told once
+    nvrtc()  # a missing compiler is reported once, not for each variant
     pool = ThreadPoolExecutor(num_threads or len(os.sched_getaffinity(0)), "compile")
     waiting = {pool.submit(compile_variant, variant, arch): variant for variant in dict.fromkeys(variants)}
     try:

@@ -22,7 +22,7 @@ def variant(dtype: torch.dtype, activation: Activation) -> Variant:
 
 
 def variants() -> list[Variant]:
-    """All there are."""
+    """The kernel for each dtype and activation."""
     return [variant(dtype, activation) for dtype in DTYPES for activation in Activation]
 
 

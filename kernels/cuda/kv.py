@@ -39,7 +39,7 @@ def variant(dtype: torch.dtype, cache_dtype: torch.dtype) -> Variant:
 
 
 def variants() -> list[Variant]:
-    """All there are."""
+    """The kernel for each dtype of a model, and each dtype that its cache may have."""
     return [variant(dtype, kept) for dtype in DTYPES for kept in (dtype, *FP8)]
 
 

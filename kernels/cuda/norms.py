@@ -21,7 +21,7 @@ def variant(dtype: torch.dtype, shape: tuple[int, int], add: bool) -> Variant:
 
 
 def variants() -> list[Variant]:
-    """All there are."""
+    """The kernel for each dtype and shape, with and without the sum before the norm."""
     return [variant(dtype, shape, add) for dtype in DTYPES for shape in SHAPES for add in (False, True)]
 
 

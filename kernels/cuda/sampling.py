@@ -28,7 +28,7 @@ DTYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # As in vocabulary.cuh.
 THREADS, SLICE, MAX_SLICES, CANDIDATES, NUM_BINS = 256, 4096, 64, 4096, 18 << 6
 MOST_TOKENS = 1024
-"""The most likely tokens of a row that can be asked for."""
+"""How many of a row's most likely tokens a request may ask for at most."""
 MAX_VOCAB_SIZE = SLICE * MAX_SLICES
 
 SHARED_BYTES = {
@@ -56,7 +56,7 @@ def variant(kernel: str, dtype: torch.dtype) -> Variant:
 
 
 def variants() -> list[Variant]:
-    """All there are."""
+    """Every sampling kernel for each dtype of logits."""
     return [variant(kernel, dtype) for kernel in SHARED_BYTES for dtype in DTYPES]
 
 
