@@ -90,7 +90,7 @@ class EngineArgs:
     disable_log_stats: bool = option(False, "Logging", "do not log periodic statistics in the core")
     log_stats_interval: float = option(10.0, "Logging", "seconds between two lines of statistics")
     otlp_traces_endpoint: str | None = option(
-        None, "Logging", "OTLP collector for one span per request: http://host:4318/v1/traces")
+        None, "Logging", "send one span per request to this OTLP collector: http://host:4318/v1/traces")
     # fmt: on
 
     @classmethod

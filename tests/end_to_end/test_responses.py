@@ -409,7 +409,7 @@ def test_a_stream_in_the_background_outlives_its_connection(client: openai.OpenA
         ({"metadata": {"k" * 65: "v"}}, "metadata"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "schema"),
         ({"temperature": -1}, "temperature"),
-        ({"max_output_tokens": 0}, "max_tokens"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"top_logprobs": 99}, "logprobs"),
         ({"background": True, "input": "word " * 2000}, "max_model_len"),
     ],
