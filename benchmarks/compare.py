@@ -73,7 +73,11 @@ class Engine:
         self.driver, _, _ = name.partition(":")
         script = ENGINES / f"run_{self.driver}.py"
         self.process = subprocess.Popen(
-            [python, str(script), model], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [python, str(script), model],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ENGINES,  # not here, where the version of this folder would be imported
         )
         self.start_s = self._answer()["start_s"]
         self._signal(signal.SIGSTOP)
@@ -224,6 +228,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--only", help="works whose label contains this")
     options = parser.parse_args()
+    options.model = options.model.resolve()
     works = tuple(work for work in WORKS[options.works] if (options.only or "") in work.label)
     limits = measure_limits()
     print(processor(), limits, file=sys.stderr)
