@@ -218,8 +218,8 @@ class Model:
             len(sizes), linear.in_features, generator=torch.Generator().manual_seed(0)
         )
         hidden = states.to(next(self.base.parameters()).device, linear.weight.dtype)
-        wanted, found = self._whole_logits(hidden), linear.product(hidden)
-        if found.dtype == wanted.dtype and torch.equal(found, wanted):
+        expected, short = self._whole_logits(hidden), linear.product(hidden)
+        if short.dtype == expected.dtype and torch.equal(short, expected):
             self.head = linear.product
 
     def _whole_logits(self, hidden: Tensor) -> Tensor:
