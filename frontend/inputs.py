@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypedDict
 
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.bounds import check_int
-from pagewire.ipc.messages import EngineInfo, Request
+from pagewire.ipc.messages import EngineInfo, Prompt, Request
 from pagewire.ipc.params import SamplingParams
 
 PRIORITY_LIMIT = 2**31  # priorities lie within plus and minus this value
@@ -134,12 +134,11 @@ class Intake:
             Request(
                 key=key,
                 request_id=request_id,
-                prompt_token_ids=token_ids,
-                params=params,
+                prompt=Prompt(token_ids, cache_salt=salt_of(prompt)),
+                task=params,
                 seed=self._seed() if params.seed is None else params.seed,
                 eos_token_id=eos_token_id,
                 priority=priority,
-                cache_salt=salt_of(prompt),
             ),
             text,
         )

@@ -288,7 +288,7 @@ class RequestState:
         return RequestOutput(
             self.request_id,
             self._prompt_text,
-            self.request.prompt_token_ids,
+            self.request.prompt.token_ids,
             self._take_prompt_logprobs(delta),
             [output.take() for output in (changed if delta else self._outputs)],
             finished,

@@ -173,7 +173,7 @@ def json_object_text(name: str, value: Any) -> str:
     return text
 
 
-class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, tag="sampling"):
     """How to sample, when to stop and what to return; the names follow OpenAI's completion API.
 
     Attributes:
@@ -354,6 +354,23 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
             )
         if self.temperature == 0.0:
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
+
+
+class PoolingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, tag="pooling"):
+    """How to pool the hidden states of a prompt into one result.
+
+    Attributes:
+        all_tokens: the result depends on the hidden states of all tokens (a mean, a vector per token), not only on
+            the last; so no cached prefix can be skipped.
+
+    Raises:
+        TypeError: a value of the wrong type.
+    """
+
+    all_tokens: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 class BeamSearchParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from pagewire.engine_core.clients import metrics, reports
 from pagewire.engine_core.clients.metrics import MeasuredEngine
+from pagewire.engine_core.lobby import Lobby
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.ipc.calls import CALLS, RunsIn
 from pagewire.ipc.errors import EngineBusyError
@@ -25,8 +26,9 @@ class ControlledEngine(MeasuredEngine, Protocol):
     def deliver(self) -> None:
         """Send each frontend the new tokens and ends of its requests."""
 
-    def admit_held(self) -> None:
-        """Hand the requests that were held back to the scheduler."""
+    @property
+    def lobby(self) -> Lobby:
+        """The sequences that are not scheduled yet."""
 
     def abort(self, requests: Iterable[Sequence]) -> int:
         """End requests of any frontend. Returns how many."""
@@ -134,8 +136,9 @@ class Control:
     def pause(self, caller: Caller, wait_for_inflight_requests: bool, clear_cache: bool) -> None:
         """Hold new requests back; answers once the others have ended, by themselves or by an abort."""
         self.paused = True
+        self._core.lobby.hold()
         if not wait_for_inflight_requests:
-            core, held = self._core, set(self._core.held)
+            core, held = self._core, set(self._core.lobby)
             core.abort(request for _, request in core.requests() if request not in held)
 
         def paused(caller: Caller) -> None:
@@ -148,7 +151,7 @@ class Control:
     def resume(self, caller: Caller) -> None:
         """Admit the requests that were held back, and new ones."""
         self.paused = False
-        self._core.admit_held()
+        self._core.lobby.release()
         self._reply(caller, None)
 
     def is_paused(self, caller: Caller) -> None:

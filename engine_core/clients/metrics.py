@@ -161,7 +161,7 @@ def summary(core: MeasuredEngine) -> tuple[str, dict[str, Any]]:
         "prompt_tokens_per_s": rates.prompt,
         "generation_tokens_per_s": rates.output,
         "running": len(scheduler.running),
-        "waiting": scheduler.num_waiting + len(core.held),
+        "waiting": scheduler.num_waiting + len(core.lobby),
         "kv_cache_usage": scheduler.kv_usage,
         "prefix_cache_hit_rate": hit_rate(scheduler.stats),
     }
@@ -186,7 +186,7 @@ def states(core: MeasuredEngine) -> Iterator[Row]:
     scheduler, rates = core.scheduler, core.metrics.rates
     usage, hits = scheduler.kv_usage, hit_rate(scheduler.stats)
     yield gauge("vllm:num_requests_running", "Number of running sequences.", len(scheduler.running))
-    num_waiting = scheduler.num_waiting + len(core.held)
+    num_waiting = scheduler.num_waiting + len(core.lobby)
     yield gauge("vllm:num_requests_waiting", "Number of waiting sequences.", num_waiting)
     yield gauge("vllm:num_requests_swapped", "Always 0: preempted sequences are recomputed.", 0)
     yield gauge("vllm:kv_cache_usage_perc", "Share of KV cache blocks in use; 1 means 100 percent.", usage)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pagewire.frontend.outputs import CompletionOutput, Outputs, RequestOutput, RequestState
 from pagewire.frontend.text.logprobs import FlatLogprobs
 from pagewire.frontend.text.tokenizer import Tokenizer
-from pagewire.ipc.messages import Request, RequestTiming, TokenDelta
+from pagewire.ipc.messages import Prompt, Request, RequestTiming, TokenDelta
 from pagewire.ipc.params import RequestOutputKind, SamplingParams
 
 from . import trained
@@ -24,7 +24,9 @@ PROMPT = [5, 6, 7]
 
 
 def new_state(tokenizer: Tokenizer | None, key: int = 0, **params: Any) -> RequestState:
-    request = Request(key, f"r{key}", PROMPT, SamplingParams(**{"max_tokens": 1000, **params}), seed=0)
+    request = Request(
+        key, f"r{key}", Prompt(PROMPT), SamplingParams(**{"max_tokens": 1000, **params}), seed=0
+    )
     return RequestState(request, "prompt", tokenizer)
 
 

@@ -105,6 +105,7 @@ SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
     int: int64,
     float: floats,
     str: words,
+    bytes: st.binary(max_size=8),
     bool: st.booleans(),
     type(None): st.none(),
     Any: plain,

@@ -55,9 +55,9 @@ def test_chat(client: Client) -> None:
 )
 def test_prompts(client: Client, core: FakeCore, prompt: Any, expected: list[list[int]]) -> None:
     """Choices come in the order of the prompts, n to each."""
-    core.answer = lambda request, index: [request.prompt_token_ids[0] + 10 + index]
+    core.answer = lambda request, index: [request.prompt.token_ids[0] + 10 + index]
     answer = client.post("/v1/completions", {"prompt": prompt, "n": 2})
-    assert [request.prompt_token_ids for request in core.expect(Submit).requests] == expected
+    assert [request.prompt.token_ids for request in core.expect(Submit).requests] == expected
     assert [choice["index"] for choice in answer.json["choices"]] == list(range(2 * len(expected)))
     texts = [choice["text"] for choice in answer.json["choices"]]
     assert texts == [f"w{ids[0] + 10 + i}" for ids in expected for i in range(2)]
@@ -182,7 +182,7 @@ def test_chat_continues_and_echoes_the_last_message(client: Client, core: FakeCo
         "content": "w8 w9w2 w3 w4",
         "refusal": None,
     }
-    assert core.expect(Submit).requests[0].prompt_token_ids == [5, 6, 8, 9]
+    assert core.expect(Submit).requests[0].prompt.token_ids == [5, 6, 8, 9]
     events = client.post("/v1/chat/completions", body | {"stream": True}).events
     assert "".join(e["choices"][0]["delta"].get("content", "") for e in events) == "w8 w9w2 w3 w4"
 
@@ -225,6 +225,6 @@ def test_tokenize(client: Client) -> None:
 def test_priority_and_salt(client: Client, core: FakeCore) -> None:
     client.post("/v1/completions", {"prompt": ["w5", [6]], "priority": 3, "cache_salt": "s"})
     requests: list[Request] = core.expect(Submit).requests
-    assert [(request.priority, request.cache_salt) for request in requests] == [(3, "s")] * 2
+    assert [(request.priority, request.prompt.cache_salt) for request in requests] == [(3, "s")] * 2
     client.post("/v1/chat/completions", {"messages": HELLO, "cache_salt": "s"})
-    assert core.expect(Submit).requests[0].cache_salt == "s"
+    assert core.expect(Submit).requests[0].prompt.cache_salt == "s"

@@ -168,10 +168,10 @@ def test_templates_in_requests(serve: Callable[..., Client], core: FakeCore) -> 
     core.auto = True
     body = {"messages": HELLO, "chat_template": "w7 {{ messages[0].content }}"}
     assert serve(trust_request_chat_template=True).post("/v1/chat/completions", body).status == 200
-    assert core.expect(Submit).requests[0].prompt_token_ids == [7, 5]
+    assert core.expect(Submit).requests[0].prompt.token_ids == [7, 5]
     own = serve(chat_template="w8 {{ messages[0].content }}", response_role="bot")
     answer = own.post("/v1/chat/completions", {"messages": HELLO})
-    assert core.expect(Submit).requests[0].prompt_token_ids == [8, 5]
+    assert core.expect(Submit).requests[0].prompt.token_ids == [8, 5]
     assert answer.json["choices"][0]["message"]["role"] == "bot"
 
 
@@ -180,4 +180,4 @@ def test_what_templates_are_given(serve: Callable[..., Client], core: FakeCore) 
     client = serve(chat_template="{{ documents[0].text }} {{ reasoning_effort }} {{ messages[0].content }}")
     body = {"messages": HELLO, "documents": [{"text": "w7"}], "reasoning_effort": "w8"}
     assert client.post("/v1/chat/completions", body).status == 200
-    assert core.expect(Submit).requests[0].prompt_token_ids == [7, 8, 5]
+    assert core.expect(Submit).requests[0].prompt.token_ids == [7, 8, 5]

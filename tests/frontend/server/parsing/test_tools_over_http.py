@@ -75,7 +75,7 @@ class Replay:
     @property
     def prompt(self) -> str:
         """Its prompt."""
-        return self.tokenizer.decode(self.last.prompt_token_ids)
+        return self.tokenizer.decode(self.last.prompt.token_ids)
 
 
 @pytest.fixture
