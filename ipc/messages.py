@@ -43,7 +43,7 @@ class LogprobRows(Item):
 
 
 class EngineInfo(Message):
-    """The properties of an engine that frontends need."""
+    """The properties of an engine that frontends need. tokenizer: folder or hub repository of its tokenizer."""
 
     model: str
     model_path: str
@@ -66,6 +66,7 @@ class EngineInfo(Message):
     tokenizer_mode: str = "auto"
     skip_tokenizer_init: bool = False
     startup_seconds: dict[str, float] = {}
+    tokenizer_revision: str | None = None
 
 
 # ---------------------------------------------------------------- frontend -> core
@@ -88,6 +89,7 @@ class Request(Item):
     seed: always set (the frontend chooses one if the user gave none); sequence i of n samples with a seed derived
         from (seed, i).
     output_token_ids: the tokens generated so far, for each sequence (a resubmission after the core was lost).
+    age: seconds between its arrival and its submission; the core dates the arrival back by it.
     """
 
     key: int
@@ -99,6 +101,7 @@ class Request(Item):
     priority: int = 0
     cache_salt: str | None = None
     output_token_ids: list[list[int]] | None = None
+    age: float = 0.0
 
 
 class Submit(Message, tag="submit"):

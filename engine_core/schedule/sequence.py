@@ -149,7 +149,7 @@ def sequences(
             eos_token_id=submitted.eos_token_id,
             priority=submitted.priority,
             arrival=arrival + index,
-            arrival_time=now,
+            arrival_time=now - submitted.age,
             token_ids=[*prompt, *done[index]],
             num_prompt_tokens=len(prompt),
             max_output=min(params.max_tokens or limit, limit),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +15,16 @@ import pytest
 from transformers import AutoTokenizer
 
 import pagewire.demo
-from pagewire import LLM, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
+from pagewire import (
+    LLM,
+    EngineArgs,
+    LLMEngine,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    StatLoggerBase,
+)
+from pagewire.frontend.stat_loggers import Stats
 
 PROMPT = 'The "with" statement is used to'
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
@@ -69,6 +80,39 @@ def test_ids_in_use_and_aborts(engine: LLMEngine) -> None:
     assert set(run_all(engine)) == {"short"}
     engine.add_request("long", PROMPT, GREEDY)  # the id is free again
     assert run_all(engine)["long"][-1].finished
+
+
+def test_latencies_count_from_the_time_of_arrival(engine: LLMEngine) -> None:
+    engine.add_request("late", PROMPT, GREEDY, arrival_time=time.monotonic() - 1000)
+    metrics = run_all(engine)["late"][-1].metrics
+    assert metrics is not None and metrics.finished_time is not None and metrics.time_in_queue is not None
+    assert 1000 <= metrics.time_in_queue < 1100
+    assert metrics.finished_time - metrics.arrival_time >= metrics.time_in_queue
+    for wrong, error in ((time.monotonic() + 1000, ValueError), (-1.0, ValueError), ("now", TypeError)):
+        with pytest.raises(error, match="arrival_time must be"):
+            engine.add_request("early", PROMPT, GREEDY, arrival_time=wrong)  # type: ignore[arg-type]
+
+
+def test_own_loggers_get_the_statistics_of_the_engine() -> None:
+    class Counting(StatLoggerBase):
+        """Counts tokens until it has got all that are expected."""
+
+        num_tokens, done = 0, threading.Event()
+
+        def log(self, stats: Stats) -> None:
+            self.num_tokens += stats.num_generation_tokens_iter
+            if self.num_tokens >= 20:
+                self.done.set()
+
+    counting = Counting(0.1)
+    args = EngineArgs("demo", dtype="float32", kv_cache_memory_bytes=16 << 20)
+    engine = LLMEngine.from_engine_args(args, stat_loggers={"own": counting})
+    try:
+        engine.add_request("one", PROMPT, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+        run_all(engine)
+        assert counting.done.wait(60) and counting.num_tokens == 20
+    finally:
+        engine.shutdown()
 
 
 def test_every_form_of_prompt(llm: LLM) -> None:

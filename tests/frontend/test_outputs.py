@@ -258,7 +258,7 @@ def test_an_aborted_request_keeps_what_it_has(tokenizer: Tokenizer, ids: list[in
     assert state.output_token_ids == [ids, ids[:1]]
 
 
-def test_deltas_tell_only_of_news(tokenizer: Tokenizer, ids: list[int]) -> None:
+def test_a_delta_output_holds_only_what_is_new(tokenizer: Tokenizer, ids: list[int]) -> None:
     state = new_state(tokenizer, n=3, output_kind=DELTA)
     state.apply(TokenDelta(0, 2, ids[:1]))
     state.apply(TokenDelta(0, 0, ids[:2]))

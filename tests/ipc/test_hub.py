@@ -137,6 +137,14 @@ def test_a_tokenizer_comes_without_weights(tmp_path: Path, monkeypatch: pytest.M
     assert not {"*.safetensors", "*.bin"} & set(call["allow_patterns"])
 
 
+@pytest.mark.parametrize("tokenizer_only", [False, True])
+def test_a_folder_has_no_revisions(tmp_path: Path, tokenizer_only: bool) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for name in ("demo", str(tmp_path)):
+        with pytest.raises(ValueError, match=r"'v1': .* is a local folder, which has no revisions"):
+            model_folder(name, revision="v1", tokenizer_only=tokenizer_only)
+
+
 def test_reading_json(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     assert read_json(file) == {}
