@@ -70,7 +70,8 @@ class SchedulerConfig:
 class PlannedStep:
     """A step that is being planned or in flight; `requests[i]` is the sequence of `rows[i]`.
 
-    budget: tokens that may still be added. masked: some row samples under a grammar.
+    budget: tokens that may still be added. num_prompt_tokens: prompt tokens among those of the rows.
+    masked: some row samples under a grammar.
     """
 
     step_id: int
@@ -78,7 +79,7 @@ class PlannedStep:
     requests: list[Sequence] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     inits: list[SlotInit] = field(default_factory=list)
-    num_tokens: int = 0
+    num_prompt_tokens: int = 0
     masked: bool = False
 
 
@@ -318,9 +319,10 @@ class Scheduler:
         step.requests.append(request)
         step.rows.append(row)
         step.budget -= count
-        step.num_tokens += count
         step.masked |= row.sample and request.matcher is not None
-        self.stats.num_prompt_tokens += max(0, min(end, request.num_prompt_tokens) - start)
+        num_prompt_tokens = max(0, min(end, request.num_prompt_tokens) - start)
+        step.num_prompt_tokens += num_prompt_tokens
+        self.stats.num_prompt_tokens += num_prompt_tokens
         request.computed = end
         request.num_in_flight += 1
         request.num_pending += row.sample
