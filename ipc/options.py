@@ -20,7 +20,7 @@ from pagewire.ipc.bounds import check_int, check_number, unknown_name
 
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 KV_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
-DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+DTYPE_ALIASES = {"half": "float16", "float": "float32", "fp8": "fp8_e4m3"}
 
 
 def option(default: Any, group: str, text: str, *, choices: tuple[Any, ...] = (), make: Any = None) -> Any:
@@ -134,6 +134,12 @@ class EngineArgs:
     def resolved_dtype(self) -> str:
         """`dtype` with aliases resolved: "half" is "float16"."""
         return DTYPE_ALIASES.get(self.dtype, self.dtype)
+
+    def resolved_kv_dtype(self, model_dtype: str) -> str:
+        """The type of keys and values: the model's for "auto"; "fp8" is "fp8_e4m3"."""
+        if self.kv_cache_dtype == "auto":
+            return model_dtype
+        return DTYPE_ALIASES.get(self.kv_cache_dtype, self.kv_cache_dtype)
 
     def served_names(self) -> list[str]:
         """The names of the model in the API; metrics use the first."""

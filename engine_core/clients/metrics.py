@@ -27,8 +27,6 @@ Row = dict[str, Any]
 
 REASONS = ("stop", "length", "abort", "error")  # a request ended for the last of those of its sequences
 
-KV_DTYPES = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
-
 # Bucket bounds: seconds, except STEP_TOKENS and SEQUENCES. Those of `vllm:` metrics are vLLM's.
 FIRST_TOKEN = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
@@ -380,7 +378,7 @@ def cache(core: MeasuredEngine) -> dict[str, str]:
         "num_gpu_blocks": info.num_blocks,
         "gpu_memory_utilization": args.gpu_memory_utilization,
         "enable_prefix_caching": args.enable_prefix_caching,
-        "cache_dtype": info.dtype if args.kv_cache_dtype == "auto" else KV_DTYPES[args.kv_cache_dtype],
+        "cache_dtype": args.resolved_kv_dtype(info.dtype),
         "device": info.device,
     }
     return {name: str(value) for name, value in settings.items()}
