@@ -47,11 +47,11 @@ def engine(address: str) -> Iterator[LLMEngine]:
 
 
 def run_all(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
-    found: dict[str, list[RequestOutput]] = {}
+    outputs: dict[str, list[RequestOutput]] = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
-            found.setdefault(output.request_id, []).append(output)
-    return found
+            outputs.setdefault(output.request_id, []).append(output)
+    return outputs
 
 
 def test_steps_give_what_generate_gives(engine: LLMEngine, llm: LLM) -> None:
@@ -61,11 +61,11 @@ def test_steps_give_what_generate_gives(engine: LLMEngine, llm: LLM) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=20, output_kind=kind)
         engine.add_request(kind.name, PROMPT, params)
     assert engine.get_num_unfinished_requests() == 3
-    found = run_all(engine)
+    outputs = run_all(engine)
     assert engine.get_num_unfinished_requests() == 0
-    assert "".join(output.outputs[0].text for output in found["DELTA"]) == expected.text
-    assert found["CUMULATIVE"][-1].outputs[0].text == expected.text
-    assert [output.outputs[0].text for output in found["FINAL_ONLY"]] == [expected.text]
+    assert "".join(output.outputs[0].text for output in outputs["DELTA"]) == expected.text
+    assert outputs["CUMULATIVE"][-1].outputs[0].text == expected.text
+    assert [output.outputs[0].text for output in outputs["FINAL_ONLY"]] == [expected.text]
 
 
 def test_ids_in_use_and_aborts(engine: LLMEngine) -> None:
@@ -130,9 +130,9 @@ def test_every_form_of_prompt(llm: LLM) -> None:
 
 
 def test_chat_goes_on_with_a_message(llm: LLM) -> None:
-    asked = {"role": "user", "content": "What is the with statement?"}
-    whole = llm.chat([asked], GREEDY, use_tqdm=False)[0].outputs[0].text
-    begun = [asked, {"role": "assistant", "content": whole[:10]}]
+    question = {"role": "user", "content": "What is the with statement?"}
+    whole = llm.chat([question], GREEDY, use_tqdm=False)[0].outputs[0].text
+    begun = [question, {"role": "assistant", "content": whole[:10]}]
     prompt = llm.preprocess_chat(begun, add_generation_prompt=False, continue_final_message=True)[0]
     tokenizer = llm.get_tokenizer()
     assert tokenizer is not None

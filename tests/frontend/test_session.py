@@ -112,7 +112,7 @@ def test_another_model_is_no_other_core(
 
 
 @pytest.mark.parametrize("reattach_timeout", [0, 0.1])
-def test_nobody_comes(
+def test_no_other_core_comes(
     new_core: Callable[..., FakeCore], attach: Callable[[float], Session], reattach_timeout: float
 ) -> None:
     core, inbox = new_core(), Inbox()
@@ -126,7 +126,7 @@ def test_nobody_comes(
         begin(session, core, inbox)
 
 
-def test_who_closes_need_not_wait_for_another_core(
+def test_closing_does_not_wait_for_another_core(
     new_core: Callable[..., FakeCore], attach: Callable[[float], Session]
 ) -> None:
     core, inbox = new_core(), Inbox()
