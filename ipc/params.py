@@ -67,12 +67,12 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
         regex: the whole output matches this regular expression (of Rust: no look-around, no back-references).
         choice: the output is one of these strings.
         grammar: a context-free grammar, as Lark or llama.cpp (GBNF, EBNF) write it.
-        json_object: the output is a JSON object, whatever is in it.
+        json_object: the output is a JSON object of any content.
         structural_tag: free text with parts between tags that follow schemas: `{"structures": [{"begin": ...,
             "schema": {...}, "end": ...}], "triggers": [...]}`, a dict or its JSON text; kept as text.
         whitespace_pattern: what may stand between the tokens of JSON, a regular expression. Default: a space,
             or a line break with some indentation, so that no model can go on with whitespace for ever.
-        disable_any_whitespace: nothing may.
+        disable_any_whitespace: no whitespace between the tokens of JSON.
         disable_additional_properties: objects have no properties but those that the schema names.
         disable_fallback: accepted, without effect: there is nothing to fall back to.
 
