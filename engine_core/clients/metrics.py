@@ -152,21 +152,23 @@ class Metrics:
         self.num_open += 1
         request = OpenRequest(len(group), first.arrival_time, first.num_prompt_tokens)
         self._requests.update(dict.fromkeys(group, request))
-        self.params_n.observe(first.params.num_returned or first.params.n)
-        self.params_best_of.observe(first.params.n)
+        self.params_n.observe(first.params.num_returned or len(group))
+        self.params_best_of.observe(len(group))
         self.params_max_tokens.observe(first.max_output)
 
     def step(self, outcomes: Iterable[Outcome], num_prompt_tokens: int, busy_us: int, now: float) -> None:
         """Record a committed step: its outcomes, its number of prompt tokens and its time in the worker."""
         self.step_seconds.observe(busy_us / 1e6)
         gaps: dict[float, int] = {}
+        num_tokens = num_prompt_tokens
         for sequence, delta in outcomes:
             if delta.token_ids:
+                num_tokens += len(delta.token_ids)
                 gap = sequence.token_gap
                 gaps[gap] = gaps.get(gap, 0) + 1
                 if gap == 0.0:
                     self._first_token(self._requests[sequence], now)
-        self.step_tokens.observe(num_prompt_tokens + sum(gaps.values()))
+        self.step_tokens.observe(num_tokens)
         gaps.pop(0.0, None)
         for gap, times in gaps.items():
             self.between_tokens.observe(gap, times)

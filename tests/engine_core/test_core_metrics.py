@@ -91,6 +91,20 @@ def test_the_tokens_of_steps_are_prompt_tokens_and_generated_ones(
     assert (tokens["count"], tokens["sum"]) == (3 + 5, 10 + 6)
 
 
+def test_a_token_behind_the_end_does_not_count(frontend: RawFrontend) -> None:
+    frontend.submit(1, [1, 2, 3], max_tokens=9)
+    frontend.finish((1, 0))
+    third = frontend.outputs[1, 0][2]
+    before = metrics_of(frontend)["vllm:iteration_tokens_total"]["sum"]
+    frontend.submit(2, [1, 2, 3], max_tokens=9, stop_token_ids=[third])
+    frontend.finish((2, 0))  # the next step was in flight by then
+    assert frontend.outputs[2, 0] == frontend.outputs[1, 0][:3]
+    frontend.submit(3, [7], max_tokens=1)
+    frontend.finish((3, 0))  # that step has returned
+    after = metrics_of(frontend)["vllm:iteration_tokens_total"]["sum"]
+    assert after - before == (3 + 3) + (1 + 1)
+
+
 @pytest.mark.parametrize(
     ("kv_cache_dtype", "label"), [("auto", "float32"), ("fp8", "fp8_e4m3"), ("fp8_e5m2", "fp8_e5m2")]
 )

@@ -67,13 +67,14 @@ def test_a_step_adds_its_tokens_in_one_piece() -> None:
     metrics = Metrics(1000)
     group = [submit(metrics)[0] for _ in range(8)]
     gaps = [0.0, *[0.02] * 5, 0.3, 0.02]
-    outcomes = [token(*pair) for pair in zip(group[:7], gaps[:7], strict=True)]
+    outcomes = [token(*pair) for pair in zip(group[:6], gaps[:6], strict=True)]
+    outcomes.append(token(group[6], gaps[6], (1, 2, 3)))
     metrics.step([*outcomes, token(group[7], 0.02, ())], 40, 5000, now=8.0)
     assert sums(metrics.first_token) == [(1, 1.0)]
     between = metrics.between_tokens.values()
     assert (between["count"], between["sum"]) == (6, pytest.approx(0.4))
     assert (between["buckets"]["0.01"], between["buckets"]["0.025"]) == (0, 5)
-    assert sums(metrics.step_tokens) == [(1, 47)]  # 40 tokens of prompts, and 7 were generated
+    assert sums(metrics.step_tokens) == [(1, 49)]  # 40 tokens of prompts, and 9 were generated
     assert metrics.step_seconds.values()["sum"] == 0.005
 
 
