@@ -6,9 +6,10 @@ Frontends make the same checks, but the core does not rely on them: a bad value 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
-from pagewire.ipc.bounds import MAX_INT, check_int
+from pagewire.ipc.bounds import MAX_INT, check_int, check_number
 from pagewire.ipc.messages import EngineInfo, Request
 from pagewire.ipc.params import PoolingParams, max_n
 
@@ -24,6 +25,7 @@ def check_request(request: Request, info: EngineInfo) -> None:
     check_int("key", request.key, 0)
     check_int("seed", request.seed, -MAX_INT - 1)
     check_int("priority", request.priority, -PRIORITY_LIMIT, PRIORITY_LIMIT)
+    check_number("age", request.age, 0.0, math.inf)
     if isinstance(request.task, PoolingParams):
         raise ValueError("this engine generates text and does not pool: submit SamplingParams")
     if request.prompt.media:

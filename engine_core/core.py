@@ -178,6 +178,7 @@ class EngineCore:
 
     def _log_stats(self, now: float) -> None:
         """Compute the rates of the last interval, and log them unless the engine was idle."""
+        self.deliver()  # requests count as finished when their end is sent
         self.metrics.rates.update(self.scheduler.stats, now)
         busy = self.scheduler.num_unfinished or self.metrics.rates.prompt or self.metrics.rates.output
         if busy and not self.config.args.disable_log_stats:
@@ -255,7 +256,7 @@ class EngineCore:
 
     def _commit(self, result: StepResult) -> None:
         now = time.monotonic()
-        num_tokens = self.scheduler.in_flight[0].num_tokens if self.scheduler.in_flight else 0
+        num_prompt = self.scheduler.in_flight[0].num_prompt_tokens if self.scheduler.in_flight else 0
         try:
             outcomes = self.scheduler.commit(result, now)
         except ValueError as error:
@@ -268,7 +269,7 @@ class EngineCore:
         self.worker_busy_us += result.busy_us
         self.worker_idle_us += result.idle_us if self._was_busy else 0
         self._was_busy = self.scheduler.num_unfinished > 0
-        self.metrics.step(outcomes, num_tokens, result.busy_us, now)
+        self.metrics.step(outcomes, num_prompt, result.busy_us, now)
 
     def _launch(self) -> None:
         while (

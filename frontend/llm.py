@@ -153,14 +153,14 @@ class LLM(EngineCalls):
         refuse_unsupported(lora_request=lora_request)
         if (prompts is None) == (prompt_token_ids is None):
             raise ValueError("give prompts")
-        found = prompts_of(prompt_token_ids if prompts is None else prompts)
+        prompts = prompts_of(prompt_token_ids if prompts is None else prompts)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        params = params_for(sampling_params, len(found))
-        if priority is not None and len(priority) != len(found):
-            raise ValueError(f"{len(found)} prompts, but {len(priority)} priorities")
-        with progress_bar(len(found), use_tqdm) as tick:
-            return self._complete(found, params, priority or [0] * len(found), tick)
+        params = params_for(sampling_params, len(prompts))
+        if priority is not None and len(priority) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts, but {len(priority)} priorities")
+        with progress_bar(len(prompts), use_tqdm) as tick:
+            return self._complete(prompts, params, priority or [0] * len(prompts), tick)
 
     def chat(
         self,
@@ -250,7 +250,7 @@ class LLM(EngineCalls):
         refuse_unsupported(lora_request=lora_request)
         token_ids = [self.llm_engine.session.tokenize(prompt) for prompt in prompts_of(prompts)]
         size = concurrency_limit or max(1, len(token_ids))
-        found: list[BeamSearchOutput] = []
+        outputs: list[BeamSearchOutput] = []
         with progress_bar(len(token_ids), use_tqdm) as tick:
             for first in range(0, len(token_ids), size):
                 beams = beam_search(
@@ -264,8 +264,8 @@ class LLM(EngineCalls):
                 for group in beams:
                     for beam in group:
                         add_text(beam, params, self.llm_engine.get_tokenizer())
-                found += map(BeamSearchOutput, beams)
-        return found
+                outputs += map(BeamSearchOutput, beams)
+        return outputs
 
     def _extend(self, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
         return self.generate(list(prompts), params, use_tqdm=False)
@@ -339,10 +339,10 @@ class LLM(EngineCalls):
         states: list[RequestState] = []
         try:
             prepared = []
-            for prompt, one, rank in zip(prompts, params, priority, strict=True):
-                one = one.clone()
-                one.output_kind = RequestOutputKind.FINAL_ONLY
-                prepared.append(session.prepare(prompt, one, f"{next(self._request_ids)}", rank))
+            for prompt, own_params, rank in zip(prompts, params, priority, strict=True):
+                own_params = own_params.clone()
+                own_params.output_kind = RequestOutputKind.FINAL_ONLY
+                prepared.append(session.prepare(prompt, own_params, f"{next(self._request_ids)}", rank))
                 if len(prepared) == SUBMIT_CHUNK:
                     states += session.submit(prepared, inbox)
                     prepared = []

@@ -23,8 +23,10 @@ import msgspec
 
 from pagewire.frontend.client import CoreClient
 from pagewire.frontend.inputs import Intake, Prepared, PromptType
+from pagewire.frontend.metrics import Metric, read_metrics
 from pagewire.frontend.outputs import Outputs, RequestOutput, RequestState
 from pagewire.frontend.spawn import SpawnedCore, spawn_core
+from pagewire.frontend.stat_loggers import StatLoggerBase, StatLoggers
 from pagewire.frontend.text.tokenizer import Tokenizer, as_tokenizer, load_tokenizer
 from pagewire.frontend.tracing import Tracer
 from pagewire.ipc.calls import CALLS
@@ -38,6 +40,7 @@ logger = logging.getLogger("pagewire.frontend")
 
 Connection = tuple[CoreClient, SpawnedCore | None]
 RETRY_SECONDS = 0.5
+METRICS_SECONDS = 5.0  # for the core's answer, after which the loggers of statistics go without
 
 
 class Mailbox(Protocol):
@@ -51,21 +54,21 @@ class Inbox:
     """A mailbox for a thread that blocks until there is new output."""
 
     def __init__(self) -> None:
-        self._news: dict[int, RequestState] = {}
+        self._ready: dict[int, RequestState] = {}
         self._arrival = threading.Condition()
 
     def put(self, states: list[RequestState]) -> None:
         """Wake the waiting thread."""
         with self._arrival:
-            self._news.update((state.request.key, state) for state in states)
+            self._ready.update((state.request.key, state) for state in states)
             self._arrival.notify()
 
     def get(self) -> list[RequestState]:
         """Wait until a request has new output; returns all that have, each once."""
         with self._arrival:
-            self._arrival.wait_for(lambda: self._news)
-            news, self._news = self._news, {}
-        return list(news.values())
+            self._arrival.wait_for(lambda: self._ready)
+            ready, self._ready = self._ready, {}
+        return list(ready.values())
 
 
 class Session:
@@ -74,6 +77,7 @@ class Session:
     Attributes:
         info: model and options of the core. tokenizer: the frontend's, None with `skip_tokenizer_init`.
         dead: the error by which the core was lost, until another has replaced it; None while there is a core.
+        stat_loggers: the program's own loggers of statistics.
     """
 
     info: EngineInfo
@@ -85,7 +89,7 @@ class Session:
         replace: Callable[[Session, EngineDeadError], Connection],
         traces_endpoint: str | None = None,
     ) -> None:
-        """`replace`: find another core for one that is lost, or raise that error again."""
+        """`connect` attaches to a core; `replace` to another when it is lost, or it raises the error again."""
         self.dead: EngineDeadError | None = None
         self._replace = replace
         self._lock = threading.RLock()  # guards all below but the client, which guards itself
@@ -95,6 +99,7 @@ class Session:
         self._keys = itertools.count()
         self._closing = threading.Event()
         self._tracer = None if traces_endpoint is None else Tracer(traces_endpoint)
+        self.stat_loggers = StatLoggers({}, self.get_metrics)
         try:
             self._client, self._spawned = connect(self)
         except BaseException:
@@ -104,8 +109,11 @@ class Session:
         self.info = self._client.info
 
     @classmethod
-    def spawn(cls, args: EngineArgs, restarts: int = 0) -> Session:
+    def spawn(
+        cls, args: EngineArgs, restarts: int = 0, stat_loggers: Mapping[str, StatLoggerBase] | None = None
+    ) -> Session:
         """Spawn a core, wait until it is ready, and load the tokenizer. `restarts`: how often to replace it.
+        `stat_loggers`: loggers of statistics by name, which get the engine's figures until `close`.
 
         Raises:
             ValueError, TypeError: bad options. EngineDeadError: the core did not start; the cause is given.
@@ -131,9 +139,11 @@ class Session:
                 session._spawned.shutdown()
             return connect(session)
 
-        return cls(connect, replace, args.otlp_traces_endpoint)._with_tokenizer(
-            None, salt=0, revision=args.tokenizer_revision, token=args.hf_token, cache_dir=args.download_dir
+        session = cls(connect, replace, args.otlp_traces_endpoint)._with_tokenizer(
+            None, salt=0, token=args.hf_token, cache_dir=args.download_dir
         )
+        session.stat_loggers = StatLoggers(stat_loggers or {}, session.get_metrics)
+        return session
 
     @classmethod
     def attach(
@@ -177,13 +187,14 @@ class Session:
         return CoreClient.connect(address, on_deltas=self._take_deltas, on_dead=self._lose_core, **options)
 
     def _with_tokenizer(self, name: str | None, salt: int, **source: Any) -> Session:
-        """Load the tokenizer, unless the engine goes without one."""
+        """Load the tokenizer: `name`, or else the engine's; none if the engine goes without one."""
         try:
             tokenizer = None
             if name is not None or not self.info.skip_tokenizer_init:
                 tokenizer = load_tokenizer(
                     name or self.info.tokenizer,
                     self.info.tokenizer_mode,
+                    revision=None if name else self.info.tokenizer_revision,
                     trust_remote_code=self.info.trust_remote_code,
                     **source,
                 )
@@ -205,14 +216,19 @@ class Session:
     # -------------------------------------------------------------- requests
 
     def prepare(
-        self, prompt: PromptType, params: SamplingParams | None, request_id: str, priority: int = 0
+        self,
+        prompt: PromptType,
+        params: SamplingParams | None,
+        request_id: str,
+        priority: int = 0,
+        age: float = 0.0,
     ) -> Prepared:
-        """The request for a prompt: checked, tokenized, and ready for `submit`.
+        """The request for a prompt: checked, tokenized, and ready for `submit`. `age`: seconds since it arrived.
 
         Raises:
             ValueError, TypeError: a bad prompt or parameter.
         """
-        return self._intake.prepare(prompt, params, request_id, next(self._keys), priority)
+        return self._intake.prepare(prompt, params, request_id, next(self._keys), priority, age)
 
     def tokenize(self, prompt: PromptType) -> list[int]:
         """The token ids of a prompt.
@@ -300,6 +316,14 @@ class Session:
             return self._client.call(name, *args, **kwargs)
         return self._client.call(name, *call.pack(args, kwargs))
 
+    def get_metrics(self, timeout: float | None = METRICS_SECONDS) -> list[Metric]:
+        """A snapshot of the core's metrics, over all its frontends.
+
+        Raises:
+            EngineDeadError: the core is lost. concurrent.futures.TimeoutError: no answer in `timeout` seconds.
+        """
+        return read_metrics(self.call("metrics").result(timeout))
+
     def close(self) -> None:
         """Detach, and stop a core that was spawned here. May be called twice."""
         with self._lock:
@@ -307,9 +331,10 @@ class Session:
                 return
             self._closing.set()
         self._client.close()
+        self.stat_loggers.stop()
         if self._spawned is not None:
             self._spawned.shutdown()
-        self._bury(EngineDeadError("the engine was shut down"))
+        self._end_all(EngineDeadError("the engine was shut down"))
         if self._tracer is not None:
             self._tracer.shutdown()
 
@@ -320,13 +345,13 @@ class Session:
             states, sequences = self._outputs.process(deltas)
             if sequences:
                 self._client.abort(sequences=sequences)
-            news: dict[Mailbox, list[RequestState]] = {}
+            ready: dict[Mailbox, list[RequestState]] = {}
             for state in states:
-                if state.ripe:
-                    news.setdefault(self._mailboxes[state.key], []).append(state)
+                if state.has_output:
+                    ready.setdefault(self._mailboxes[state.key], []).append(state)
             self._drop([state for state in states if state.finished])
-        for mailbox, touched in news.items():
-            mailbox.put(touched)
+        for mailbox, new in ready.items():
+            mailbox.put(new)
 
     def _lose_core(self, error: EngineDeadError) -> None:
         """Replace the core and resubmit open requests; if there is no other core, they end with the cause."""
@@ -335,11 +360,11 @@ class Session:
             client, spawned = self._find_another(error)
         except EngineDeadError as cause:
             self.dead = cause
-            self._bury(cause)
+            self._end_all(cause)
             return
         with self._lock:
             self._client, self._spawned = client, spawned
-            if self._closing.is_set():  # meanwhile: who closed has seen the lost one only
+            if self._closing.is_set():  # meanwhile: `close` has only closed the connection to the lost core
                 client.close()
                 return
             self.dead = None
@@ -360,7 +385,8 @@ class Session:
             raise EngineDeadError(f"{error}; the new one serves another model, {client.info.model}")
         return client, spawned
 
-    def _bury(self, error: EngineDeadError) -> None:
+    def _end_all(self, error: EngineDeadError) -> None:
+        """End every open request with the error by which the core was lost."""
         with self._lock:
             self.dead = self.dead or error
             states = self._outputs.fail(error)
@@ -385,10 +411,13 @@ class Session:
                     self._tracer.end(state)
 
 
-def same_model(one: EngineInfo, other: EngineInfo) -> bool:
+def same_model(first: EngineInfo, second: EngineInfo) -> bool:
     """True if requests prepared for one engine are valid for the other."""
-    names = ("model", "architecture", "dtype", "vocab_size", "max_model_len", "tokenizer")
-    return all(getattr(one, name) == getattr(other, name) for name in names)
+    names = (
+        *("model", "architecture", "dtype", "vocab_size", "max_model_len"),
+        *("tokenizer", "tokenizer_revision"),
+    )
+    return all(getattr(first, name) == getattr(second, name) for name in names)
 
 
 def resumed(state: RequestState) -> Request:
@@ -406,6 +435,12 @@ def resumed(state: RequestState) -> Request:
 def ended(state: RequestState) -> list[tuple[int, int]]:
     """(key, index) of the request's sequences that have ended."""
     return [(state.key, index) for index, reason in enumerate(state.finish_reasons) if reason is not None]
+
+
+def ignore_usage_context(usage_context: Any) -> None:
+    """Log a warning if a usage context is given: no usage statistics are collected."""
+    if usage_context is not None:
+        logger.warning("usage_context has no effect: usage statistics are never collected")
 
 
 def refuse_unsupported(**values: Any) -> None:

@@ -117,7 +117,7 @@ Task: TypeAlias = SamplingParams | PoolingParams
 
 
 class EngineInfo(Message):
-    """The properties of an engine that frontends need."""
+    """The properties of an engine that frontends need. tokenizer: folder or hub repository of its tokenizer."""
 
     model: str
     model_path: str
@@ -140,6 +140,7 @@ class EngineInfo(Message):
     tokenizer_mode: str = "auto"
     skip_tokenizer_init: bool = False
     startup_seconds: dict[str, float] = {}
+    tokenizer_revision: str | None = None
 
 
 # ---------------------------------------------------------------- frontend -> core
@@ -163,6 +164,7 @@ class Request(Item):
     seed: always set (the frontend chooses one if the user gave none); sequence i of n samples with a seed derived
         from (seed, i).
     output_token_ids: the tokens generated so far, for each sequence (a resubmission after the core was lost).
+    age: seconds between its arrival and its submission; the core dates the arrival back by it.
     """
 
     key: int
@@ -173,6 +175,7 @@ class Request(Item):
     eos_token_id: int | None = None
     priority: int = 0
     output_token_ids: list[list[int]] | None = None
+    age: float = 0.0
 
     @property
     def params(self) -> SamplingParams:

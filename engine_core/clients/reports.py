@@ -86,15 +86,15 @@ def status(core: ReportedEngine) -> dict[str, Any]:
 def phases(core: ReportedEngine) -> dict[int, dict[str, int]]:
     """By `Client.number`, how many sequences are in each phase. Waiting ones are not visited: they may be many."""
     clients = core.clients.attached
-    found = {
+    numbers = {
         client.number: {"waiting": sum(map(len, client.requests.values())), "prefill": 0, "decode": 0}
         for client in clients.values()
     }
     for request in core.scheduler.running:
         if (client := clients.get(request.client)) is not None:
-            found[client.number]["waiting"] -= 1
-            found[client.number][phase(request)] += 1
-    return found
+            numbers[client.number]["waiting"] -= 1
+            numbers[client.number][phase(request)] += 1
+    return numbers
 
 
 def requests(core: ReportedEngine, limit: int) -> list[dict[str, Any]]:

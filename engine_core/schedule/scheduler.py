@@ -71,7 +71,8 @@ class SchedulerConfig:
 class PlannedStep:
     """A step that is being planned or in flight; `sequences[i]` is the sequence of `rows[i]`.
 
-    budget: tokens that may still be added. masked: some row samples under a grammar.
+    budget: tokens that may still be added. num_prompt_tokens: prompt tokens among those of the rows.
+    masked: some row samples under a grammar.
     """
 
     step_id: int
@@ -79,7 +80,7 @@ class PlannedStep:
     sequences: list[Sequence] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     inits: list[SlotInit] = field(default_factory=list)
-    num_tokens: int = 0
+    num_prompt_tokens: int = 0
     masked: bool = False
 
 
@@ -350,11 +351,12 @@ class Scheduler:
         step.sequences.append(sequence)
         step.rows.append(row)
         step.budget -= num_tokens
-        step.num_tokens += num_tokens
         if num_samples and sequence.matcher is not None:
             step.masked = True
         if start < sequence.num_prompt_tokens:
-            self.stats.num_prompt_tokens += min(end, sequence.num_prompt_tokens) - start
+            num_prompt_tokens = min(end, sequence.num_prompt_tokens) - start
+            step.num_prompt_tokens += num_prompt_tokens
+            self.stats.num_prompt_tokens += num_prompt_tokens
         sequence.launch(num_tokens, num_samples)
         self.kv.register(sequence)
 

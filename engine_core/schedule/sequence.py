@@ -221,7 +221,7 @@ def sequences(
             index=index,
             seed=sequence_seed(request.seed, index),
             arrival=arrival + index,
-            arrival_time=now,
+            arrival_time=now - request.age,
             token_ids=[*prompt, *done[index]],
             num_prompt_tokens=len(prompt),
             max_output=max_output,

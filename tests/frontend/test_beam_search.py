@@ -45,8 +45,8 @@ class Model:
 
 def search(prompt: list[int], **options: Any) -> list[BeamSearchSequence]:
     params = BeamSearchParams(**options)
-    found = beam_search([prompt], params, Model().extend, eos_token_id=EOS, max_model_len=100)
-    return found[0]
+    results = beam_search([prompt], params, Model().extend, eos_token_id=EOS, max_model_len=100)
+    return results[0]
 
 
 def exhaustive(prompt: tuple[int, ...], max_tokens: int, length_penalty: float, eos: int | None) -> list[Any]:
@@ -100,7 +100,7 @@ def test_stopping_early_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 def test_prompts_are_one_batch_and_the_model_length_is_kept() -> None:
     model = Model()
     done: list[int] = []
-    found = beam_search(
+    results = beam_search(
         [[1], [1, 2, 3]],
         BeamSearchParams(beam_width=2, max_tokens=10, ignore_eos=True),
         model.extend,
@@ -109,7 +109,7 @@ def test_prompts_are_one_batch_and_the_model_length_is_kept() -> None:
         on_done=lambda: done.append(1),
     )
     assert model.batches == [2, 4, 2, 2]
-    assert [[len(beam.tokens) for beam in beams] for beams in found] == [[5, 5], [5, 5]]
+    assert [[len(beam.tokens) for beam in beams] for beams in results] == [[5, 5], [5, 5]]
     assert len(done) == 2
 
 

@@ -77,6 +77,17 @@ def test_token_ids(prepare: Callable[..., Prepared]) -> None:
     )
 
 
+def test_a_prompt_may_have_empty_values_for_what_is_not_supported(prepare: Callable[..., Prepared]) -> None:
+    prompt = {
+        "prompt_token_ids": [5, 6],
+        "token_type_ids": None,
+        "multi_modal_data": {},
+        "multi_modal_uuids": None,
+        "mm_processor_kwargs": {},
+    }
+    assert prepare(prompt).request.prompt.token_ids == [5, 6]
+
+
 def test_integers_of_other_libraries(prepare: Callable[..., Prepared]) -> None:
     class Int64:
         def __index__(self) -> int:
@@ -111,6 +122,17 @@ def test_integers_of_other_libraries(prepare: Callable[..., Prepared]) -> None:
             ValueError,
             "multi-modal data is not supported yet",
         ),
+        (
+            {"prompt": "a", "multi_modal_uuids": {"image": ["a"]}},
+            ValueError,
+            "multi_modal_uuids: multi-modal",
+        ),
+        ({"prompt": "a", "mm_processor_kwargs": {"size": 1}}, ValueError, "mm_processor_kwargs: multi-modal"),
+        ({"prompt": "a", "data_format": "x"}, ValueError, "data_format: data prompts are not supported yet"),
+        ({"prompt_token_ids": [1], "token_type_ids": [0]}, ValueError, "token_type_ids: no supported model"),
+        ({"prompt": "a", "cache_slat": "b"}, ValueError, r"'cache_slat'; did you mean 'cache_salt'\?"),
+        ({"promt": "a"}, ValueError, r"unknown key of a prompt 'promt'; did you mean 'prompt'\?"),
+        ({"prompt": "a", 7: "b"}, ValueError, "unknown key of a prompt 7$"),
         ({"prompt": "a", "cache_salt": 1}, TypeError, "cache_salt must be a string"),
         ({"prompt": "a", "cache_salt": ""}, ValueError, "cache_salt must not be empty"),
         ([1] * LENGTH, ValueError, f"the prompt has {LENGTH} tokens, which leaves no room"),

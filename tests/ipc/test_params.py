@@ -63,7 +63,7 @@ DEFAULTS = {
 def test_defaults() -> None:
     params = SamplingParams()
     assert {name: getattr(params, name) for name in DEFAULTS} == DEFAULTS
-    assert set(SamplingParams.__struct_fields__) - set(DEFAULTS) == {"bad_words_token_ids"}
+    assert set(SamplingParams.__struct_fields__) - set(DEFAULTS) == {"bad_words_token_ids", "num_returned"}
 
 
 def test_output_kinds_and_sampling_types() -> None:
@@ -104,6 +104,7 @@ def test_edges_of_the_ranges(name: str, value: Any) -> None:
 
 
 OUT_OF_RANGE: dict[str, list[Any]] = {
+    "num_returned": [0, 2],
     "n": [0, -1, 65, BIG],
     "presence_penalty": [-2.1, 2.1, math.nan, math.inf, BIG],
     "frequency_penalty": [-2.1, 2.1, math.nan, -math.inf],
@@ -128,6 +129,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "logits_processors": [[print]],
 }
 OF_ANOTHER_TYPE: dict[str, list[Any]] = {
+    "num_returned": [1.0, True, "1"],
     "n": ["1", 1.0, None, True],
     "presence_penalty": ["0", None, True],
     "frequency_penalty": ["0", None],
@@ -387,7 +389,7 @@ def test_a_schema_is_a_dict_or_text_or_a_model_class_and_keeps_its_order() -> No
         ({}, "exactly one of json, regex.* got none"),
         ({"json_object": False}, "got none"),
         ({"regex": "a", "choice": ["b"]}, "got regex and choice"),
-        ({"jsn": "{}"}, "no 'jsn'"),
+        ({"jsn": "{}"}, r"unknown field of structured outputs 'jsn'; did you mean 'json'\?"),
         ({"json": "{"}, "json is not valid JSON"),
         ({"json": "[1]"}, "json must be a JSON object"),
         ({"json": {"a": math.nan}}, "not valid JSON"),

@@ -73,6 +73,7 @@ def sampling_params(
         service.defaults,
         **given,
         n=request.best_of or number,
+        num_returned=number if selects else None,
         max_tokens=max_tokens,
         logprobs=0 if selects and logprobs is None else logprobs,
         structured_outputs=structure(request),

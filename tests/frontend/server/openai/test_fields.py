@@ -67,7 +67,8 @@ def test_other_fields(client: Client, core: FakeCore) -> None:
     assert sent(client, core).output_kind is RequestOutputKind.FINAL_ONLY
     assert sent(client, core, stream=True).output_kind is RequestOutputKind.DELTA
     best = sent(client, core, n=2, best_of=3)
-    assert (best.n, best.logprobs) == (3, 0)
+    assert (best.n, best.num_returned, best.logprobs) == (3, 2, 0)
+    assert sent(client, core, n=2, best_of=2).num_returned is None
 
 
 def test_chat_fields(client: Client, core: FakeCore) -> None:
