@@ -394,13 +394,16 @@ def same_model(one: EngineInfo, other: EngineInfo) -> bool:
 def resumed(state: RequestState) -> Request:
     """The request as a new core gets it, to go on where the lost one was.
 
-    A sequence that has ended is sent without tokens, so that the core takes it, and aborted then.
+    What was delivered is not delivered again: tokens, and log probabilities of the prompt. A sequence that has
+    ended is sent without tokens, so that the core takes it, and is aborted then.
     """
     done = [
         tokens if reason is None else []
         for tokens, reason in zip(state.output_token_ids, state.finish_reasons, strict=True)
     ]
-    return msgspec.structs.replace(state.request, output_token_ids=done)
+    return msgspec.structs.replace(
+        state.request, output_token_ids=done, num_prompt_logprobs=state.num_prompt_logprobs
+    )
 
 
 def ended(state: RequestState) -> list[tuple[int, int]]:

@@ -17,7 +17,7 @@ import msgspec
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.params import SamplingParams
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 class Item(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -88,6 +88,7 @@ class Request(Item):
     seed: always set (the frontend chooses one if the user gave none); sequence i of n samples with a seed derived
         from (seed, i).
     output_token_ids: the tokens generated so far, for each sequence (a resubmission after the core was lost).
+    num_prompt_logprobs: the prompt positions, from position 1 on, whose log probabilities were delivered before.
     """
 
     key: int
@@ -99,6 +100,7 @@ class Request(Item):
     priority: int = 0
     cache_salt: str | None = None
     output_token_ids: list[list[int]] | None = None
+    num_prompt_logprobs: int = 0
 
 
 class Submit(Message, tag="submit"):

@@ -154,6 +154,7 @@ def sequences(
             num_prompt_tokens=len(prompt),
             max_output=min(params.max_tokens or limit, limit),
             namespace=namespace,
+            num_prompt_logprobs=submitted.num_prompt_logprobs if index == 0 else 0,
         )
         for index in range(params.n)
     ]

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from pagewire.engine_core.schedule.sequence import sequence_seed
-from pagewire.ipc.messages import PROTOCOL, Abort, CoreDying, Goodbye, Hello, Refused
+from pagewire.ipc.errors import ModelNotFoundError
+from pagewire.ipc.messages import PROTOCOL, Abort, CoreDying, Goodbye, Hello, Refused, Request, Submit
 from pagewire.ipc.params import SamplingParams
 
 from .fake_worker import CRASH, FAIL, HANG, next_token
@@ -231,8 +232,6 @@ def test_a_slow_reader_gets_everything_in_the_end(
 
 
 def test_resubmitted_requests_go_on_where_they_were(start_core: Callable) -> None:
-    from pagewire.ipc.messages import Request, Submit
-
     frontend = start_core().frontend()
     frontend.attach()
     expected = roll_out([8, 8], 10)
@@ -240,6 +239,19 @@ def test_resubmitted_requests_go_on_where_they_were(start_core: Callable) -> Non
     frontend.say(Submit([Request(1, "r", [8, 8], params, 7, output_token_ids=[expected[:4]])]))
     frontend.finish((1, 0))
     assert frontend.outputs[1, 0] == expected[4:]
+
+
+@pytest.mark.parametrize("number", [-1, 2])
+def test_more_prompt_logprobs_than_positions_cannot_have_been_delivered(
+    start_core: Callable, number: int
+) -> None:
+    frontend = start_core().frontend()
+    frontend.attach()
+    params = SamplingParams(max_tokens=10, prompt_logprobs=0)
+    frontend.say(Submit([Request(1, "r", [8, 8], params, 7, num_prompt_logprobs=number)]))
+    frontend.finish((1, 0))
+    assert frontend.ends[1, 0].error_type == "ValueError"
+    assert "num_prompt_logprobs" in frontend.ends[1, 0].error
 
 
 def test_pause_ends_requests_and_holds_new_ones(start_core: Callable) -> None:

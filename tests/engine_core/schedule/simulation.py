@@ -257,6 +257,7 @@ class Simulation:
         salt: str | None = None,
         eos: int | None = None,
         done: list[list[int]] | None = None,
+        num_prompt_logprobs: int = 0,
         **params: Any,
     ) -> list[Sequence]:
         """Add a request; by default nothing but its length ends it."""
@@ -272,6 +273,7 @@ class Simulation:
             priority=priority,
             cache_salt=salt,
             output_token_ids=done,
+            num_prompt_logprobs=num_prompt_logprobs,
         )
         group = sequences(
             submitted,
@@ -284,7 +286,8 @@ class Simulation:
         self.num_added += len(group)
         for request in group:
             request.matcher = matcher_of(request.params, request.output_token_ids)
-            self.streams[request] = Stream(request.token_ids[request.num_prompt_tokens :])
+            stream = self.streams[request] = Stream(request.token_ids[request.num_prompt_tokens :])
+            stream.prompt_logprobs = list(prompt)[1 : 1 + request.num_prompt_logprobs]
             self.scheduler.add(request)
         self.check()
         return group
