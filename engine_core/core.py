@@ -29,7 +29,7 @@ from pagewire.engine_core.schedule.scheduler import Scheduler
 from pagewire.engine_core.schedule.sequence import Sequence, State, sequences
 from pagewire.engine_core.workers.process import Stopwatch, Worker
 from pagewire.ipc import messages
-from pagewire.ipc.errors import EngineBusyError
+from pagewire.ipc.errors import EngineBusyError, EngineDeadError, error_text, received_error
 from pagewire.ipc.messages import PROTOCOL, EngineInfo, Ready, Request, StepResult, TokenDelta
 from pagewire.ipc.options import env_float
 from pagewire.ipc.version import __version__
@@ -45,7 +45,7 @@ BEHIND_SECONDS = 0.02
 MAX_FAILED_STARTS = 3  # failed worker starts in a row after which the core gives up
 
 
-class CoreError(RuntimeError):
+class CoreError(EngineDeadError):
     """A failure that ends the core. Its text is the cause that frontends and the log report."""
 
 
@@ -100,13 +100,14 @@ class EngineCore:
         Raises:
             CoreError: the worker cannot be started, or a new one has too little memory.
         """
-        cause = "the engine core has shut down"
+        cause: BaseException = EngineDeadError("the engine core has shut down")
         try:
+            ValueError: the model cannot be loaded with these options; the text says why.
             self._start_worker()
             while not self._is_over():
                 self._iterate()
         except BaseException as error:
-            cause = str(error) or type(error).__name__
+            cause = error
             raise
         finally:
             self._announce_end(cause)
@@ -184,13 +185,15 @@ class EngineCore:
             line, facts = summary(self)
             logger.info("%s", line, extra={"facts": facts})
 
-    def _announce_end(self, cause: str) -> None:
+    def _announce_end(self, cause: BaseException) -> None:
         for identity, _ in self._early_hellos:
-            self.clients.send(identity, messages.Refused(error=cause))
+            self.clients.refuse(identity, cause)
         self._early_hellos.clear()
         for client in list(self.clients.attached.values()):
-            self.clients.send(client.identity, messages.CoreDying(cause=cause))
+            self.clients.send(client.identity, messages.CoreDying(cause=error_text(cause)))
         self.worker.stop()
+        if not self.started:
+            self.clients.refuse_all(cause, wait_ms=0)
 
     # ------------------------------------------------------------ the worker
 
@@ -214,10 +217,7 @@ class EngineCore:
         phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ready.startup_seconds.items())
         logger.info("worker ready: %s", phases)
         if not self.started:
-            try:
-                self.scheduler = Scheduler(self.config.scheduler_config(ready))
-            except ValueError as error:
-                raise CoreError(str(error)) from error
+            self.scheduler = Scheduler(self.config.scheduler_config(ready))
             self.info = self.config.engine_info(ready)
             self.grammars = self._open_grammars()
             self.metrics = Metrics(self.info.max_model_len)
@@ -243,7 +243,9 @@ class EngineCore:
         was_ready, failure = self.worker.ready is not None, self.worker.failure
         why = self.worker.reap()
         self._failed_starts += not was_ready
-        if (failure is not None and failure.fatal) or self._failed_starts >= MAX_FAILED_STARTS:
+        if failure is not None and failure.fatal:
+            raise received_error(failure.error, failure.error_type)
+        if self._failed_starts >= MAX_FAILED_STARTS:
             raise CoreError(f"the worker did not start: {why}")
         logger.error("the worker was lost (%s); starting another", why)
         self._stopwatch.restart(False)

@@ -96,11 +96,11 @@ def run(args: EngineArgs, listen: Listen, lifeline_fd: int, stack: ExitStack) ->
 
 
 def resolve(args: EngineArgs, clients: Clients) -> EngineConfig:
-    """`EngineConfig.resolve`; its error is also sent to frontends that are already waiting."""
+    """`EngineConfig.resolve`; its error is also sent to the frontends that wait to attach."""
     try:
         return EngineConfig.resolve(args)
     except Exception as error:
-        clients.refuse_all(f"{error}")
+        clients.refuse_all(error)
         raise
 
 

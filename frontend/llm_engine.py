@@ -43,7 +43,8 @@ class LLMEngine(EngineCalls):
         """Spawn a core and wait until it is ready. `restarts`: how often to replace it, should it die.
 
         Raises:
-            ValueError, TypeError: bad options. EngineDeadError: the core did not start; the cause is given.
+            ValueError, TypeError: bad options, or a model that cannot be loaded. ModelNotFoundError: no such model.
+            EngineDeadError: the core failed while it started; the text is the cause.
         """
         return cls(Session.spawn(engine_args, restarts))
 
@@ -61,7 +62,8 @@ class LLMEngine(EngineCalls):
         `reattach_timeout`: see `AsyncLLM.attach`.
 
         Raises:
-            EngineDeadError: no core answers. ProtocolError: it speaks another version. ValueError: a bad address.
+            EngineDeadError: no core answers. ProtocolError: it uses another version. ValueError: a bad address.
+            If the core fails while it starts: as `from_engine_args`.
         """
         return cls(
             Session.attach(

@@ -16,12 +16,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any, Protocol
 
 import msgspec
 
-from pagewire.frontend.client import CoreClient
+from pagewire.frontend.client import START_ERRORS, CoreClient
 from pagewire.frontend.inputs import Intake, Prepared, PromptType
 from pagewire.frontend.outputs import Outputs, RequestOutput, RequestState
 from pagewire.frontend.spawn import SpawnedCore, spawn_core
@@ -108,7 +107,8 @@ class Session:
         """Spawn a core, wait until it is ready, and load the tokenizer. `restarts`: how often to replace it.
 
         Raises:
-            ValueError, TypeError: bad options. EngineDeadError: the core did not start; the cause is given.
+            ValueError, TypeError: bad options, or a model that cannot be loaded. ModelNotFoundError: no such model.
+            EngineDeadError: the core failed while it started; the text is the cause.
         """
         args.check()
 
@@ -152,7 +152,8 @@ class Session:
         another core to answer there, should it be lost; what is open goes on with that one.
 
         Raises:
-            EngineDeadError: no core answers. ProtocolError: it speaks another version. ValueError: a bad address.
+            EngineDeadError: no core answers. ProtocolError: it uses another version. ValueError: a bad address.
+            If the core fails while it starts: as `spawn`.
         """
 
         def connect(session: Session, timeout: float | None = timeout) -> Connection:
@@ -162,11 +163,16 @@ class Session:
             if reattach_timeout <= 0:
                 raise error
             give_up = time.monotonic() + reattach_timeout
+            failure: Exception = error
             logger.error("%s; waiting %g s for another at %s", error, reattach_timeout, address)
             while not session._closing.wait(RETRY_SECONDS) and time.monotonic() < give_up:
-                with suppress(EngineDeadError):
+                try:
                     return connect(session, RETRY_SECONDS)
-            raise error
+                except EngineDeadError:
+                    pass  # no core listens yet
+                except START_ERRORS as start_failure:
+                    failure = start_failure
+            raise failure
 
         # Frontends on one core must not draw the same seeds.
         return cls(connect, replace, traces_endpoint)._with_tokenizer(

@@ -149,9 +149,13 @@ class Welcome(Message, tag="welcome"):
 
 
 class Refused(Message, tag="refused"):
-    """A message was refused; `error` says why. As the answer to `Hello`: the frontend is not attached."""
+    """A message was refused; `error` says why. As the answer to `Hello`: the frontend is not attached.
+
+    error_type: name of the exception (`ipc.errors.ERROR_TYPES`), such as the one for which the core did not start.
+    """
 
     error: str
+    error_type: str = "ProtocolError"
 
 
 class RequestTiming(Item):
@@ -372,11 +376,15 @@ class WorkerReply(Message, tag="reply"):
 
 
 class WorkerFailed(Message, tag="failed"):
-    """The worker exits because of `error`. fatal: starting it again would fail the same way."""
+    """The worker exits because of `error`. fatal: starting it again would fail the same way.
+
+    error_type: name of the exception (`ipc.errors.ERROR_TYPES`).
+    """
 
     error: str
     traceback: str = ""
     fatal: bool = False
+    error_type: str = "RuntimeError"
 
 
 ToCore: TypeAlias = Hello | Submit | Abort | Call | Ping | Goodbye

@@ -15,7 +15,7 @@ from pagewire.engine_core.clients import metrics, reports
 from pagewire.engine_core.clients.metrics import MeasuredEngine
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.ipc.calls import CALLS, RunsIn
-from pagewire.ipc.errors import EngineBusyError
+from pagewire.ipc.errors import EngineBusyError, error_text, error_type
 from pagewire.ipc.messages import Call, CallAnswer, WorkerCall, WorkerReply
 
 
@@ -232,7 +232,7 @@ class Control:
         self._send(caller, CallAnswer(caller.call_id, result))
 
     def _refuse(self, caller: Caller, error: Exception) -> None:
-        self._send(caller, CallAnswer(caller.call_id, error=str(error), error_type=type(error).__name__))
+        self._send(caller, CallAnswer(caller.call_id, error=error_text(error), error_type=error_type(error)))
 
     def _send(self, caller: Caller, reply: CallAnswer) -> None:
         self._core.clients.answer(caller.identity, reply)

@@ -116,7 +116,8 @@ def main() -> None:
         message = early.pop(0) if early else codec.decode(receive(socket))
         if isinstance(message, WorkerConfig):
             if options.refuse:
-                send(socket, codec.encode(WorkerFailed(options.refuse, fatal=True)))
+                failed = WorkerFailed(options.refuse, fatal=True, error_type=options.refuse_as)
+                send(socket, codec.encode(failed))
                 socket.close(500)
                 raise SystemExit(1)
             length = message.max_model_len or 128
@@ -131,6 +132,9 @@ def main() -> None:
                     masks = later
                 else:
                     early.append(later)
+    parser.add_argument("--refuse-as", default="ValueError")
+    parser.add_argument("--rank-1", type=json.loads, default={}, help="other fields of its Ready")
+    parser.add_argument("--fail", nargs=2, action="append", default=[], help="RANK METHOD")
             send(socket, codec.encode(worker.step(message, masks)))
         elif isinstance(message, WorkerCall):
             if message.method == "echo":

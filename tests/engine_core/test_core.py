@@ -365,17 +365,29 @@ def test_methods_by_name(start_core: Callable) -> None:
 
 
 def test_a_worker_that_cannot_start_ends_the_core_with_its_cause(start_core: Callable) -> None:
-    core = start_core(worker_options=["--refuse", "no such model"])
+    core = start_core(worker_options=["--refuse", "no such model", "--refuse-as", "ModelNotFoundError"])
     frontend = core.frontend()
     frontend.say(Hello(PROTOCOL, "test", os.getpid()))
     refusal = frontend.hear()
-    assert isinstance(refusal, Refused) and "no such model" in refusal.error
+    assert refusal == Refused("no such model", "ModelNotFoundError")
     core.thread.join(20)
-    assert "no such model" in str(core.error)
+    assert type(core.error) is ModelNotFoundError and str(core.error) == "no such model"
+
+
+def test_a_worker_that_never_starts_ends_the_core_with_its_cause(start_core: Callable) -> None:
+    core = start_core(worker_options=["--nonsense"])
+    frontend = core.frontend()
+    frontend.say(Hello(PROTOCOL, "test", os.getpid()))
+    text = "the worker did not start: exited with status 2"
+    assert frontend.hear() == Refused(text, "EngineDeadError")
 
 
 def test_too_few_blocks_for_one_request_is_said(start_core: Callable) -> None:
     core = start_core(worker_options=["--num-blocks", "2"])
+    frontend = core.frontend()
+    frontend.say(Hello(PROTOCOL, "test", os.getpid()))
+    refusal = frontend.hear()
+    assert "lower max_model_len to 32" in refusal.error and refusal.error_type == "ValueError"
     core.thread.join(20)
     assert "lower max_model_len to 32" in str(core.error)
 
