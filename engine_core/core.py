@@ -27,7 +27,8 @@ from pagewire.engine_core.grammar.matcher import GrammarError
 from pagewire.engine_core.grammar.pool import Compilation, Grammars
 from pagewire.engine_core.schedule.scheduler import Scheduler
 from pagewire.engine_core.schedule.sequence import Sequence, State, sequences
-from pagewire.engine_core.workers.process import Stopwatch, Worker
+from pagewire.engine_core.workers.group import GroupReply, WorkerGroup
+from pagewire.engine_core.workers.process import Stopwatch
 from pagewire.ipc import messages
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError, error_text, received_error
 from pagewire.ipc.messages import PROTOCOL, EngineInfo, Ready, Request, StepResult, TokenDelta
@@ -64,7 +65,9 @@ class EngineCore:
     grammars: Grammars
     info: EngineInfo
 
-    def __init__(self, config: EngineConfig, worker: Worker, clients: Clients, lifeline_fd: int = -1) -> None:
+    def __init__(
+        self, config: EngineConfig, worker: WorkerGroup, clients: Clients, lifeline_fd: int = -1
+    ) -> None:
         self.config = config
         self.worker = worker
         self.clients = clients
@@ -74,8 +77,8 @@ class EngineCore:
         self.on_ready: Callable[[], None] = lambda: None
         self._lifeline_fd = lifeline_fd
         self._poller = zmq.Poller()
-        self._poller.register(clients.socket, zmq.POLLIN)
-        self._poller.register(worker.socket, zmq.POLLIN)
+        for source in (clients.socket, worker.socket, worker.exit_fd):
+            self._poller.register(source, zmq.POLLIN)
         self._wake_fd, self._wake_write_fd = os.pipe()
         os.set_blocking(self._wake_write_fd, False)
         for fd in (self._wake_fd, lifeline_fd):
@@ -99,11 +102,11 @@ class EngineCore:
 
         Raises:
             CoreError: the worker cannot be started, or a new one has too little memory.
+            ValueError: the model cannot be loaded with these options; the text says why.
         """
         cause: BaseException = EngineDeadError("the engine core has shut down")
         try:
-            ValueError: the model cannot be loaded with these options; the text says why.
-            self._start_worker()
+            self.worker.start()
             while not self._is_over():
                 self._iterate()
         except BaseException as error:
@@ -189,23 +192,19 @@ class EngineCore:
         for identity, _ in self._early_hellos:
             self.clients.refuse(identity, cause)
         self._early_hellos.clear()
+        if not self.started:
+            self.clients.refuse_all(cause, wait_ms=0)
         for client in list(self.clients.attached.values()):
             self.clients.send(client.identity, messages.CoreDying(cause=error_text(cause)))
         self.worker.stop()
-        if not self.started:
-            self.clients.refuse_all(cause, wait_ms=0)
 
     # ------------------------------------------------------------ the worker
-
-    def _start_worker(self) -> None:
-        self.worker.start()
-        self._poller.register(self.worker.exit_fd, zmq.POLLIN)
 
     def _receive_from_worker(self) -> None:
         for message in self.worker.messages():
             if isinstance(message, StepResult):
                 self._commit(message)
-            elif isinstance(message, messages.WorkerReply):
+            elif isinstance(message, GroupReply):
                 self.control.receive(message)
             elif isinstance(message, Ready):
                 self._worker_ready(message)
@@ -236,10 +235,10 @@ class EngineCore:
             self.on_ready()
         elif ready.num_blocks < self.scheduler.config.num_blocks:
             raise CoreError(f"not enough memory: the new worker has only {ready.num_blocks} KV blocks")
+        self.control.worker_ready()
 
     def _worker_lost(self) -> None:
         self._receive_from_worker()
-        self._poller.unregister(self.worker.exit_fd)
         was_ready, failure = self.worker.ready is not None, self.worker.failure
         why = self.worker.reap()
         self._failed_starts += not was_ready
@@ -252,7 +251,7 @@ class EngineCore:
         if self.started:
             self.outbox.add(self.scheduler.fail(time.monotonic()))
             self.control.worker_lost(why)
-        self._start_worker()
+        self.worker.start()
 
     def _commit(self, result: StepResult) -> None:
         now = time.monotonic()
