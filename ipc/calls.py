@@ -260,6 +260,7 @@ class EngineCalls(Caller):
 
         Raises:
             TypeError: a callable (code never crosses a socket), or arguments that msgpack cannot hold.
+            ValueError: no such method, or one in which the core takes part, such as `sleep`: call that itself.
             TimeoutError: no answer within `timeout` seconds. And what the method raises, by name.
         """
 

@@ -47,12 +47,6 @@ def test_a_model_that_the_worker_cannot_load(foreign_model: str) -> None:
     assert type(caught.value) is ValueError
 
 
-def test_too_little_kv_memory() -> None:
-    with pytest.raises(ValueError, match="lower max_model_len to 32") as caught:
-        LLM("demo", num_gpu_blocks_override=2)
-    assert type(caught.value) is ValueError
-
-
 @pytest.mark.parametrize("name", ATTACH)
 def test_attaching_to_a_core_that_fails_to_start(name: str, tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/core.sock"
