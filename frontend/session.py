@@ -1,10 +1,10 @@
-"""A connection to an engine core and the requests open on it; a lost core is reported or replaced.
+"""A connection to an engine core and the open requests on it; a lost core is reported or replaced.
 
     prepare --> submit --> [client] --> core
     take <-- Outputs <---- [client] <-- core        (deltas are applied on the client's thread)
 
-`LLMEngine`, `LLM` and `AsyncLLM` share it. They differ in how they wait: requests are submitted with a
-mailbox, into which a request is put when it has new output to `take`.
+`LLMEngine`, `LLM` and `AsyncLLM` use it, and differ in how they wait: each request is submitted with a mailbox,
+which receives the request whenever it has new output to `take`.
 """
 
 from __future__ import annotations
@@ -36,43 +36,43 @@ from pagewire.ipc.sockets import CurveKeys
 logger = logging.getLogger("pagewire.frontend")
 
 Connection = tuple[CoreClient, SpawnedCore | None]
-RETRY_SECONDS = 0.5
+RETRY_SECONDS = 0.5  # between two attempts to attach to another core
 
 
 class Mailbox(Protocol):
     """Receives the requests that have new output."""
 
     def put(self, states: list[RequestState]) -> None:
-        """Take requests that have new output. Called on the client's thread: must not wait."""
+        """Receive requests that have new output. Called on the client's thread: must not block."""
 
 
 class Inbox:
     """A mailbox for a thread that blocks until there is new output."""
 
     def __init__(self) -> None:
-        self._news: dict[int, RequestState] = {}
-        self._arrival = threading.Condition()
+        self._updated: dict[int, RequestState] = {}
+        self._changed = threading.Condition()
 
     def put(self, states: list[RequestState]) -> None:
-        """Wake the waiting thread."""
-        with self._arrival:
-            self._news.update((state.request.key, state) for state in states)
-            self._arrival.notify()
+        """Add requests that have new output, and wake the waiting thread."""
+        with self._changed:
+            self._updated.update((state.request.key, state) for state in states)
+            self._changed.notify()
 
     def get(self) -> list[RequestState]:
-        """Wait until a request has new output; returns all that have, each once."""
-        with self._arrival:
-            self._arrival.wait_for(lambda: self._news)
-            news, self._news = self._news, {}
-        return list(news.values())
+        """Wait until a request has new output; returns all such requests, each once."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._updated)
+            updated, self._updated = self._updated, {}
+        return list(updated.values())
 
 
 class Session:
-    """A connection to a core, made by `spawn` or `attach`, and the requests open on it.
+    """A connection to a core, made by `spawn` or `attach`, and the open requests on it.
 
     Attributes:
-        info: model and options of the core. tokenizer: the frontend's, None with `skip_tokenizer_init`.
-        dead: the error by which the core was lost, until another has replaced it; None while there is a core.
+        info: model and options of the core. tokenizer: of the frontend; None with `skip_tokenizer_init`.
+        dead: the error with which the core was lost, until another core replaces it; None while there is a core.
     """
 
     info: EngineInfo
@@ -84,10 +84,12 @@ class Session:
         replace: Callable[[Session, EngineDeadError], Connection],
         traces_endpoint: str | None = None,
     ) -> None:
-        """`replace`: find another core for one that is lost, or raise that error again."""
+        """connect: attaches to the first core. replace: attaches to another core after one was lost, or raises the
+        error that it is given.
+        """
         self.dead: EngineDeadError | None = None
         self._replace = replace
-        self._lock = threading.RLock()  # guards all below but the client, which guards itself
+        self._lock = threading.RLock()  # guards all below except the client, which is thread-safe
         self._outputs = Outputs()
         self._open: dict[str, RequestState] = {}
         self._mailboxes: dict[int, Mailbox] = {}
@@ -104,15 +106,16 @@ class Session:
 
     @classmethod
     def spawn(cls, args: EngineArgs, restarts: int = 0) -> Session:
-        """Spawn a core, wait until it is ready, and load the tokenizer. `restarts`: how often to replace it.
+        """Spawn a core, wait until it is ready, and load the tokenizer.
+
+        restarts: how many cores may replace one that was lost.
 
         Raises:
             ValueError, TypeError: bad options, or a model that cannot be loaded. ModelNotFoundError: no such model.
             EngineDeadError: the core failed while it started; the text is the cause.
         """
         args.check()
-
-        left = itertools.count(restarts, -1)
+        restarts_left = itertools.count(restarts, -1)
 
         def connect(session: Session) -> Connection:
             spawned = spawn_core(args)
@@ -124,9 +127,9 @@ class Session:
             return client, spawned
 
         def replace(session: Session, error: EngineDeadError) -> Connection:
-            if (more := next(left)) <= 0:
+            if (remaining := next(restarts_left)) <= 0:
                 raise error
-            logger.error("%s; starting another (%d more after that)", error, more - 1)
+            logger.error("%s; starting another core (restarts left after this one: %d)", error, remaining - 1)
             if session._spawned is not None:
                 session._spawned.shutdown()
             return connect(session)
@@ -147,9 +150,12 @@ class Session:
         traces_endpoint: str | None = None,
         reattach_timeout: float = 0.0,
     ) -> Session:
-        """Attach to a running core. `tokenizer`: folder or id, if not the core's own. `name`: for its log and
-        metrics. `traces_endpoint`: URL of an OpenTelemetry collector. `reattach_timeout`: seconds to wait for
-        another core to answer there, should it be lost; what is open goes on with that one.
+        """Attach to a running core, and load the tokenizer.
+
+        tokenizer: folder or id; None: the core's. name: of this frontend, for the core's log and metrics.
+        timeout: seconds to wait for a connection. traces_endpoint: URL of an OpenTelemetry collector.
+        reattach_timeout: seconds to wait for another core at the address after this one was lost; open requests
+            continue there.
 
         Raises:
             EngineDeadError: no core answers. ProtocolError: it uses another version. ValueError: a bad address.
@@ -164,7 +170,7 @@ class Session:
                 raise error
             give_up = time.monotonic() + reattach_timeout
             failure: Exception = error
-            logger.error("%s; waiting %g s for another at %s", error, reattach_timeout, address)
+            logger.error("%s; waiting %g s for another core at %s", error, reattach_timeout, address)
             while not session._closing.wait(RETRY_SECONDS) and time.monotonic() < give_up:
                 try:
                     return connect(session, RETRY_SECONDS)
@@ -180,10 +186,10 @@ class Session:
         )
 
     def _attach(self, address: str, **options: Any) -> CoreClient:
-        return CoreClient.connect(address, on_deltas=self._take_deltas, on_dead=self._lose_core, **options)
+        return CoreClient.connect(address, on_deltas=self._take_deltas, on_dead=self._core_lost, **options)
 
     def _with_tokenizer(self, name: str | None, salt: int, **source: Any) -> Session:
-        """Load the tokenizer, unless the engine goes without one."""
+        """Load the tokenizer, unless `skip_tokenizer_init` is set and no `name` is given. Returns this session."""
         try:
             tokenizer = None
             if name is not None or not self.info.skip_tokenizer_init:
@@ -201,10 +207,10 @@ class Session:
         return self
 
     def set_tokenizer(self, tokenizer: Any) -> None:
-        """Use another tokenizer, ours or one of transformers, for requests from now on.
+        """Use another tokenizer, of pagewire or of transformers, for new requests.
 
         Raises:
-            TypeError: it is no tokenizer.
+            TypeError: `tokenizer` is not a tokenizer.
         """
         self._intake.tokenizer = self.tokenizer = as_tokenizer(tokenizer)
 
@@ -213,7 +219,7 @@ class Session:
     def prepare(
         self, prompt: PromptType, params: SamplingParams | None, request_id: str, priority: int = 0
     ) -> Prepared:
-        """The request for a prompt: checked, tokenized, and ready for `submit`.
+        """The request for a prompt, checked, tokenized and ready for `submit`.
 
         Raises:
             ValueError, TypeError: a bad prompt or parameter.
@@ -230,7 +236,7 @@ class Session:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The end-of-sequence token; None where there is none."""
+        """The end-of-sequence token; None if the model has none."""
         return self._intake.eos_token_id
 
     def submit(
@@ -239,11 +245,12 @@ class Session:
         mailbox: Mailbox,
         trace_headers: Mapping[str, str] | None = None,
     ) -> list[RequestState]:
-        """Send requests to the core; `mailbox` gets each of them when it has new output. `trace_headers`: W3C trace
-        context of the parent of their spans.
+        """Send requests to the core; returns their states.
+
+        mailbox: receives a request whenever it has new output. trace_headers: W3C trace context of the parent span.
 
         Raises:
-            ValueError: a request id that is in use. EngineDeadError: the core is lost.
+            ValueError: a request id is in use. EngineDeadError: the core is lost.
         """
         states = [RequestState(item.request, item.prompt_text, self.tokenizer) for item in prepared]
         with self._lock:
@@ -265,7 +272,7 @@ class Session:
         return states
 
     def take(self, state: RequestState) -> RequestOutput | None:
-        """The new output of a request; None if there is none.
+        """The new output of a request; None if nothing is new.
 
         Raises:
             EngineDeadError: the core was lost before the request had ended.
@@ -276,12 +283,12 @@ class Session:
             return state.take()
 
     def find(self, request_ids: Iterable[str]) -> list[RequestState]:
-        """The open requests among these ids."""
+        """The open requests with these ids."""
         with self._lock:
             return [self._open[name] for name in request_ids if name in self._open]
 
     def abort(self, states: Iterable[RequestState]) -> None:
-        """End requests with the finish reason "abort"; those that have ended keep their reason."""
+        """End requests with finish reason "abort"; requests that have ended keep their reason."""
         with self._lock:
             live = [state for state in states if self._open.get(state.request_id) is state]
             for state in live:
@@ -294,20 +301,20 @@ class Session:
             mailbox.put([state])
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Send one of `CALLS` to the core; the future gets its answer, or fails with the error that it names.
+        """Send a call to the core; the future gets the answer, or the error that the core reports.
 
-        The arguments are those of the method that declares the call. An unknown name is the core's to refuse.
+        name: one of `CALLS`; the core refuses others. The arguments are those of the method that declares the call.
 
         Raises:
-            EngineDeadError: the core is lost. TypeError: wrong arguments, or such as msgpack cannot hold.
-            ValueError: an argument out of its bounds.
+            EngineDeadError: the core is lost. TypeError: wrong arguments, or a value that msgpack cannot represent.
+            ValueError: an argument is out of bounds.
         """
         if (call := CALLS.get(name)) is None:
             return self._client.call(name, *args, **kwargs)
         return self._client.call(name, *call.pack(args, kwargs))
 
     def close(self) -> None:
-        """Detach, and stop a core that was spawned here. May be called twice."""
+        """Detach, and stop the core if this session spawned it. May be called twice."""
         with self._lock:
             if self._closing.is_set():
                 return
@@ -315,7 +322,7 @@ class Session:
         self._client.close()
         if self._spawned is not None:
             self._spawned.shutdown()
-        self._bury(EngineDeadError("the engine was shut down"))
+        self._end_all(EngineDeadError("the engine was shut down"))
         if self._tracer is not None:
             self._tracer.shutdown()
 
@@ -326,47 +333,52 @@ class Session:
             states, sequences = self._outputs.process(deltas)
             if sequences:
                 self._client.abort(sequences=sequences)
-            news: dict[Mailbox, list[RequestState]] = {}
+            updated: dict[Mailbox, list[RequestState]] = {}
             for state in states:
                 if state.ripe:
-                    news.setdefault(self._mailboxes[state.key], []).append(state)
+                    updated.setdefault(self._mailboxes[state.key], []).append(state)
             self._drop([state for state in states if state.finished])
-        for mailbox, touched in news.items():
-            mailbox.put(touched)
+        for mailbox, changed in updated.items():
+            mailbox.put(changed)
 
-    def _lose_core(self, error: EngineDeadError) -> None:
-        """Replace the core and resubmit open requests; if there is no other core, they end with the cause."""
-        self.dead = error  # until there is another
+    def _core_lost(self, error: EngineDeadError) -> None:
+        """Replace the core and resubmit open requests; without another core they end with the cause."""
+        self.dead = error  # until another core has been found
         try:
-            client, spawned = self._find_another(error)
+            client, spawned = self._replacement(error)
         except EngineDeadError as cause:
             self.dead = cause
-            self._bury(cause)
+            self._end_all(cause)
             return
         with self._lock:
             self._client, self._spawned = client, spawned
-            if self._closing.is_set():  # meanwhile: who closed has seen the lost one only
+            if self._closing.is_set():  # `close` was called meanwhile, and has closed the lost client only
                 client.close()
                 return
             self.dead = None
             client.submit([resumed(state) for state in self._open.values()])
             client.abort(sequences=[place for state in self._open.values() for place in ended(state)])
 
-    def _find_another(self, error: EngineDeadError) -> Connection:
+    def _replacement(self, error: EngineDeadError) -> Connection:
+        """A connection to another core of the same model.
+
+        Raises:
+            EngineDeadError: there is none; the text is the cause.
+        """
         if self._closing.is_set():
             raise error
         try:
             client, spawned = self._replace(self, error)
-        except Exception as again:
-            if again is error:
+        except Exception as failure:
+            if failure is error:
                 raise
-            raise EngineDeadError(f"{error}; another did not start: {again}") from again
+            raise EngineDeadError(f"{error}; another core did not start: {failure}") from failure
         if not same_model(client.info, self.info):
             client.close()
             raise EngineDeadError(f"{error}; the new one serves another model, {client.info.model}")
         return client, spawned
 
-    def _bury(self, error: EngineDeadError) -> None:
+    def _end_all(self, error: EngineDeadError) -> None:
         with self._lock:
             self.dead = self.dead or error
             states = self._outputs.fail(error)
@@ -391,10 +403,10 @@ class Session:
                     self._tracer.end(state)
 
 
-def same_model(one: EngineInfo, other: EngineInfo) -> bool:
+def same_model(first: EngineInfo, second: EngineInfo) -> bool:
     """True if requests prepared for one engine are valid for the other."""
     names = ("model", "architecture", "dtype", "vocab_size", "max_model_len", "tokenizer")
-    return all(getattr(one, name) == getattr(other, name) for name in names)
+    return all(getattr(first, name) == getattr(second, name) for name in names)
 
 
 def resumed(state: RequestState) -> Request:
@@ -403,17 +415,17 @@ def resumed(state: RequestState) -> Request:
     What was delivered is not delivered again: tokens, and log probabilities of the prompt. A sequence that has
     ended is sent without tokens, so that the core takes it, and is aborted then.
     """
-    done = [
+    token_ids = [
         tokens if reason is None else []
         for tokens, reason in zip(state.output_token_ids, state.finish_reasons, strict=True)
     ]
     return msgspec.structs.replace(
-        state.request, output_token_ids=done, num_prompt_logprobs=state.num_prompt_logprobs
+        state.request, output_token_ids=token_ids, num_prompt_logprobs=state.num_prompt_logprobs
     )
 
 
 def ended(state: RequestState) -> list[tuple[int, int]]:
-    """(key, index) of the request's sequences that have ended."""
+    """(key, index) of each sequence of the request that has ended."""
     return [(state.key, index) for index, reason in enumerate(state.finish_reasons) if reason is not None]
 
 

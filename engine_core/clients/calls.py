@@ -22,7 +22,7 @@ class PendingCalls:
         self._unsent: list[tuple[WorkerCall, Done]] = []
 
     def call(self, method: str, kwargs: dict[str, Any], done: Done, args: Iterable[Any] = ()) -> None:
-        """Call a method of every worker, now or when they are ready; `done` gets the outcome."""
+        """Call a method of every worker, as soon as they are ready; `done` gets the outcome."""
         call = WorkerCall(next(self._call_ids), method, list(args), kwargs)
         if self._workers.ready is None:
             self._unsent.append((call, done))

@@ -1,6 +1,6 @@
 """The core's side of the calls in `pagewire.ipc.calls`: pausing, sleeping, caches, workers, metrics.
 
-Some of them wait until no step is in flight, or for the worker. Each call is answered exactly once, as soon as its
+Some of them wait until no step is in flight, or for the workers. Each call is answered exactly once, as soon as its
 outcome is known.
 """
 
@@ -35,7 +35,7 @@ class ControlledEngine(MeasuredEngine, Protocol):
         """Send each frontend the new tokens and ends of its requests."""
 
     def admit_held(self) -> None:
-        """Hand the requests that were held back to the scheduler."""
+        """Give the requests that were held back to the scheduler."""
 
     def abort(self, requests: Iterable[Sequence]) -> int:
         """End requests of any frontend. Returns how many."""
@@ -89,7 +89,7 @@ class Control:
     def call(self, identity: bytes, call: Call) -> None:
         """Check a call and run its method, which answers it then or later. An error is answered at once."""
         caller = Caller(identity, call.call_id)
-        self._core.deliver()  # what requests gave comes before the answer
+        self._core.deliver()  # earlier output of requests goes before the answer
         try:
             if call.method not in CALLS:
                 raise ValueError(f"no method {call.method!r}; there are {', '.join(sorted(CALLS))}")
@@ -102,10 +102,10 @@ class Control:
             self._refuse(caller, error)
 
     def advance(self) -> None:
-        """Run the deferred actions that need wait no longer."""
+        """Run the deferred actions whose wait is over."""
         if self._core.scheduler.in_flight or not self._deferred:
             return
-        self._core.deliver()  # what requests gave comes before the answer to the call that ended them
+        self._core.deliver()  # the last output of requests goes before the answer to the call that ended them
         pending, self._deferred = self._deferred, []
         for deferred in pending:
             if deferred.drain and self._core.scheduler.num_unfinished:
@@ -150,7 +150,7 @@ class Control:
         self._deferred.append(Deferred(caller, reset, drain=False))
 
     def pause(self, caller: Caller, wait_for_inflight_requests: bool, clear_cache: bool) -> None:
-        """Hold new requests back; answers True once the others have ended, by themselves or by an abort.
+        """Hold new requests back; answers True once all others have ended, by themselves or by an abort.
 
         A `resume` that comes first ends the wait: the answer is False, and nothing is reset.
         """
@@ -192,7 +192,7 @@ class Control:
         self._reply(caller, self._core.abort(matching))
 
     def sleep(self, caller: Caller, level: int) -> None:
-        """Let the workers give memory back. Those that fail to are replaced, for nobody knows what they still hold.
+        """Let the workers give memory back; if one fails, what it still holds is unknown, and all are replaced.
 
         Raises:
             EngineBusyError: requests are unfinished.
@@ -213,7 +213,7 @@ class Control:
         self._worker_calls.call("sleep", {"level": level}, done)
 
     def wake_up(self, caller: Caller, tags: list[str] | None) -> None:
-        """Let the workers take memory again. What they have not taken after an error still counts as asleep.
+        """Let the workers take memory again; after an error it still counts as asleep.
 
         Raises:
             ValueError: an unknown tag, or an empty list.

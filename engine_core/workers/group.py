@@ -38,7 +38,8 @@ from pagewire.ipc.sockets import bind_router, private_address, receive, send
 
 logger = logging.getLogger("pagewire.core")
 
-MUST_AGREE = ("architecture", "dtype", "vocab_size", "max_model_len", "eos_token_id")  # fields of `Ready`
+# Fields of `Ready` that are the same in every rank of a group.
+MUST_AGREE = ("architecture", "dtype", "vocab_size", "max_model_len", "eos_token_id")
 
 Outcome: TypeAlias = list[Any] | Exception  # of a call: the result of each rank, or an error
 
@@ -67,8 +68,8 @@ class WorkerGroup:
     config: what each of them loads. command: the program of a worker. size: number of ranks.
 
     Attributes:
-        ready: what all ranks have in common, and the sum of their memory; None while one of them is loading.
-        failure: the first cause that a process gave before it exited; None if none did.
+        ready: the merged `Ready` of all ranks; None while one of them is loading.
+        failure: the first cause that a process sent before it exited; None if none did.
         exit_fd: a file descriptor that is readable from the end of any process until `reap`.
         num_starts: how often the group was started.
     """
@@ -158,7 +159,7 @@ class WorkerGroup:
             self._send_to(process, frames)
 
     def messages(self) -> Iterator[FromGroup]:
-        """What the group has to say, from the messages that have arrived."""
+        """The messages of the group, from those of its processes that have arrived."""
         while True:
             try:
                 identity, *frames = receive(self.socket, zmq.NOBLOCK)
@@ -177,7 +178,7 @@ class WorkerGroup:
                 yield message
 
     def _take(self, process: WorkerProcess, message: FromWorker) -> FromGroup | None:
-        """Handle a message of one rank; returns that of the group, once all ranks have sent theirs."""
+        """Handle the message of one rank; returns that of the group once all ranks have sent theirs, else None."""
         if isinstance(message, StepResult):
             results = self._gather(process, message.step_id, message)
             return None if results is None else results[0]
@@ -198,6 +199,8 @@ class WorkerGroup:
 
     def _gather(self, process: WorkerProcess, number: int, message: Any) -> list[Any] | None:
         """The messages of all ranks of this type and number, by rank; None while some are missing."""
+        if self.size == 1:
+            return [message]
         key = (type(message), number)
         messages = self._partial.setdefault(key, {})
         messages[process.rank] = message
@@ -240,7 +243,7 @@ class WorkerGroup:
 
 
 def merged(readies: Sequence[Ready]) -> Ready:
-    """What the core may count on, given the `Ready` of each rank: the fewest KV blocks, and the sum of the memory.
+    """The `Ready` of a group, given those of its ranks: the fewest KV blocks, and the sum of the memory.
 
     Raises:
         ValueError: the ranks disagree about the model.
