@@ -31,7 +31,8 @@ def opened(
         reattach_timeout: seconds to wait for another core at the address when an attached core dies.
 
     Raises:
-        UsageError: a bad option. EngineDeadError: the core cannot be reached, or did not start.
+        UsageError: a bad option. EngineDeadError: the core cannot be reached, or failed while it started.
+        ValueError: the model cannot be loaded. ModelNotFoundError: there is no such model.
     """
     from pagewire.frontend.async_llm import AsyncLLM
     from pagewire.ipc import logs

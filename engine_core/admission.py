@@ -46,6 +46,7 @@ def check_request(request: Request, info: EngineInfo) -> None:
     if request.eos_token_id is not None:
         check_int("eos_token_id", request.eos_token_id, 0, 2**31 - 1)
     check_params(request, info)
+    check_int("num_prompt_logprobs", request.num_prompt_logprobs, 0, num_prompt - 1)
     if request.output_token_ids is not None:
         check_resumed(request, info)
 

@@ -27,9 +27,10 @@ from pagewire.engine_core.grammar.pool import Grammars
 from pagewire.engine_core.lobby import Lobby
 from pagewire.engine_core.schedule.scheduler import Scheduler
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
-from pagewire.engine_core.workers.process import Stopwatch, Worker
+from pagewire.engine_core.workers.group import GroupReply, WorkerGroup
+from pagewire.engine_core.workers.process import Stopwatch
 from pagewire.ipc import messages
-from pagewire.ipc.errors import EngineBusyError
+from pagewire.ipc.errors import EngineBusyError, EngineDeadError, error_text, received_error
 from pagewire.ipc.messages import PROTOCOL, EngineInfo, Ready, Request, StepResult, TokenDelta
 from pagewire.ipc.options import env_float
 from pagewire.ipc.params import PoolingParams
@@ -46,7 +47,7 @@ BEHIND_SECONDS = 0.02
 MAX_FAILED_STARTS = 3  # failed worker starts in a row after which the core gives up
 
 
-class CoreError(RuntimeError):
+class CoreError(EngineDeadError):
     """A failure that ends the core. Its text is the cause that frontends and the log report."""
 
 
@@ -66,7 +67,9 @@ class EngineCore:
     lobby: Lobby
     info: EngineInfo
 
-    def __init__(self, config: EngineConfig, worker: Worker, clients: Clients, lifeline_fd: int = -1) -> None:
+    def __init__(
+        self, config: EngineConfig, worker: WorkerGroup, clients: Clients, lifeline_fd: int = -1
+    ) -> None:
         self.config = config
         self.worker = worker
         self.clients = clients
@@ -76,8 +79,8 @@ class EngineCore:
         self.on_ready: Callable[[], None] = lambda: None
         self._lifeline_fd = lifeline_fd
         self._poller = zmq.Poller()
-        self._poller.register(clients.socket, zmq.POLLIN)
-        self._poller.register(worker.socket, zmq.POLLIN)
+        for source in (clients.socket, worker.socket, worker.exit_fd):
+            self._poller.register(source, zmq.POLLIN)
         self._wake_fd, self._wake_write_fd = os.pipe()
         os.set_blocking(self._wake_write_fd, False)
         for fd in (self._wake_fd, lifeline_fd):
@@ -99,14 +102,15 @@ class EngineCore:
 
         Raises:
             CoreError: the worker cannot be started, or a new one has too little memory.
+            ValueError: the model cannot be loaded with these options; the text says why.
         """
-        cause = "the engine core has shut down"
+        cause: BaseException = EngineDeadError("the engine core has shut down")
         try:
-            self._start_worker()
+            self.worker.start()
             while not self._is_over():
                 self._iterate()
         except BaseException as error:
-            cause = str(error) or type(error).__name__
+            cause = error
             raise
         finally:
             self._announce_end(cause)
@@ -185,25 +189,23 @@ class EngineCore:
             line, facts = summary(self)
             logger.info("%s", line, extra={"facts": facts})
 
-    def _announce_end(self, cause: str) -> None:
+    def _announce_end(self, cause: BaseException) -> None:
         for identity, _ in self._early_hellos:
-            self.clients.send(identity, messages.Refused(error=cause))
+            self.clients.refuse(identity, cause)
         self._early_hellos.clear()
+        if not self.started:
+            self.clients.refuse_all(cause, wait_ms=0)
         for client in list(self.clients.attached.values()):
-            self.clients.send(client.identity, messages.CoreDying(cause=cause))
+            self.clients.send(client.identity, messages.CoreDying(cause=error_text(cause)))
         self.worker.stop()
 
     # ------------------------------------------------------------ the worker
-
-    def _start_worker(self) -> None:
-        self.worker.start()
-        self._poller.register(self.worker.exit_fd, zmq.POLLIN)
 
     def _receive_from_worker(self) -> None:
         for message in self.worker.messages():
             if isinstance(message, StepResult):
                 self._commit(message)
-            elif isinstance(message, messages.WorkerReply):
+            elif isinstance(message, GroupReply):
                 self.control.receive(message)
             elif isinstance(message, Ready):
                 self._worker_ready(message)
@@ -215,10 +217,7 @@ class EngineCore:
         phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ready.startup_seconds.items())
         logger.info("worker ready: %s", phases)
         if not self.started:
-            try:
-                self.scheduler = Scheduler(self.config.scheduler_config(ready))
-            except ValueError as error:
-                raise CoreError(str(error)) from error
+            self.scheduler = Scheduler(self.config.scheduler_config(ready))
             self.info = self.config.engine_info(ready)
             self.grammars = self._open_grammars()
             self.metrics = Metrics(self.info.max_model_len)
@@ -238,21 +237,23 @@ class EngineCore:
             self.on_ready()
         elif ready.num_blocks < self.scheduler.config.num_blocks:
             raise CoreError(f"not enough memory: the new worker has only {ready.num_blocks} KV blocks")
+        self.control.worker_ready()
 
     def _worker_lost(self) -> None:
         self._receive_from_worker()
-        self._poller.unregister(self.worker.exit_fd)
         was_ready, failure = self.worker.ready is not None, self.worker.failure
         why = self.worker.reap()
         self._failed_starts += not was_ready
-        if (failure is not None and failure.fatal) or self._failed_starts >= MAX_FAILED_STARTS:
+        if failure is not None and failure.fatal:
+            raise received_error(failure.error, failure.error_type)
+        if self._failed_starts >= MAX_FAILED_STARTS:
             raise CoreError(f"the worker did not start: {why}")
         logger.error("the worker was lost (%s); starting another", why)
         self._stopwatch.restart(False)
         if self.started:
             self.outbox.add(self.scheduler.fail(time.monotonic()))
             self.control.worker_lost(why)
-        self._start_worker()
+        self.worker.start()
 
     def _commit(self, result: StepResult) -> None:
         now = time.monotonic()

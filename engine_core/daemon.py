@@ -21,7 +21,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from pagewire.engine_core.clients.clients import Clients
 from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.core import EngineCore
-from pagewire.engine_core.workers.process import Worker
+from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.ipc import logs
 from pagewire.ipc.options import EngineArgs, env_float
 from pagewire.ipc.sockets import AddressLock, CurveKeys, bind_router
@@ -86,7 +86,7 @@ def run(args: EngineArgs, listen: Listen, lifeline_fd: int, stack: ExitStack) ->
     logger.info("listening on %s", listen.address)
     clients = Clients(socket, env_float("PAGEWIRE_HEARTBEAT_TIMEOUT_S", 30.0))
     config = resolve(args, clients)
-    core = EngineCore(config, Worker(context, config.worker_config()), clients, lifeline_fd)
+    core = EngineCore(config, WorkerGroup(context, config.worker_config()), clients, lifeline_fd)
     if listen.announce:
         core.on_ready = lambda: print(f"ready {listen.address}", flush=True)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -96,11 +96,11 @@ def run(args: EngineArgs, listen: Listen, lifeline_fd: int, stack: ExitStack) ->
 
 
 def resolve(args: EngineArgs, clients: Clients) -> EngineConfig:
-    """`EngineConfig.resolve`; its error is also sent to frontends that are already waiting."""
+    """`EngineConfig.resolve`; its error is also sent to the frontends that wait to attach."""
     try:
         return EngineConfig.resolve(args)
     except Exception as error:
-        clients.refuse_all(f"{error}")
+        clients.refuse_all(error)
         raise
 
 

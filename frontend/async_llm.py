@@ -130,7 +130,8 @@ class AsyncLLM(AsyncEngineCalls):
         usage_context, stat_loggers, restarts: see `LLMEngine.from_engine_args`.
 
         Raises:
-            ValueError, TypeError: bad options. EngineDeadError: the core did not start; the cause is given.
+            ValueError, TypeError: bad options, or a model that cannot be loaded. ModelNotFoundError: no such model.
+            EngineDeadError: the core failed while it started; the text is the cause.
         """
         if start_engine_loop is not True:
             raise ValueError(
@@ -158,7 +159,8 @@ class AsyncLLM(AsyncEngineCalls):
         lost; open requests go on with it where they were.
 
         Raises:
-            EngineDeadError: no core answers. ProtocolError: it speaks another version. ValueError: a bad address.
+            EngineDeadError: no core answers. ProtocolError: it uses another version. ValueError: a bad address.
+            If the core fails while it starts: as `from_engine_args`.
         """
         session = Session.attach(
             address,

@@ -3,8 +3,9 @@
     submit, abort, call --> outbox --> [IO thread] --DEALER--> core
     on_deltas, on_dead, futures <----- [IO thread] <---------- core
 
-A client is attached once. When its core is lost it is dead for good, and says so within milliseconds (socket
-monitor, `CoreDying`, exit of a spawned core) or after `PAGEWIRE_HEARTBEAT_TIMEOUT_S` of silence.
+A client is attached once. The loss of its core is final: the client reports it within milliseconds (socket
+monitor, `CoreDying`, exit of a spawned core) or after `PAGEWIRE_HEARTBEAT_TIMEOUT_S` of silence, and accepts
+nothing more.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import signal
 import subprocess
 import threading
 import time
@@ -25,10 +25,9 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from pagewire.ipc import errors
 from pagewire.ipc.codec import Buffer, Codec
-from pagewire.ipc.errors import EngineBusyError, EngineDeadError, ProtocolError
-from pagewire.ipc.lifeline import Child
+from pagewire.ipc.errors import EngineBusyError, EngineDeadError, ProtocolError, received_error
+from pagewire.ipc.lifeline import Child, exit_cause
 from pagewire.ipc.messages import (
     PROTOCOL,
     Abort,
@@ -51,10 +50,10 @@ from pagewire.ipc.sockets import CurveKeys, new_dealer, receive, send
 from pagewire.ipc.version import __version__
 
 HEARTBEAT_TIMEOUT_S = 30.0
-MAX_OUTBOX = 100_000
-FLUSH_SECONDS = 1.0
-EXIT_SECONDS = 1.0
-CONNECT_STEP_MS = 50
+MAX_OUTBOX = 100_000  # messages that wait for a core that reads none, before `submit` refuses more
+FLUSH_SECONDS = 1.0  # how long closing may take to send what is in the outbox
+EXIT_SECONDS = 1.0  # wait for the exit status of a core that has closed the connection
+CONNECT_STEP_MS = 50  # interval at which a client that attaches checks its deadline and the spawned process
 
 REACHED = zmq.EVENT_HANDSHAKE_SUCCEEDED
 LOST = (
@@ -63,34 +62,19 @@ LOST = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-ERROR_TYPES: dict[str, type[Exception]] = {
-    kind.__name__: kind
-    for kind in (
-        ValueError,
-        TypeError,
-        KeyError,
-        RuntimeError,
-        NotImplementedError,
-        AttributeError,
-        MemoryError,
-        OSError,
-        PermissionError,
-        FileNotFoundError,
-        TimeoutError,
-        errors.ModelNotFoundError,
-        errors.EngineBusyError,
-        errors.EngineDeadError,
-        errors.RequestError,
-        errors.ProtocolError,
-    )
-}
+# Errors of a core that did not start which are about its options, its model or this machine: they keep their type.
+# Any other is a failure of the core itself, and arrives as EngineDeadError.
+START_ERRORS = (ValueError, TypeError, OSError, MemoryError, ProtocolError)
 
 
 class CoreClient:
     """One attachment to a core, made by `CoreClient.connect`.
 
-    Callbacks run on the client's own thread: `on_deltas` with what each step brought, `on_dead` once, as the
-    last thing, when the core is lost (not after `close`).
+    Callbacks run on the client's own thread: `on_deltas` with the deltas of each step; `on_dead` once, when the
+    core is lost (not after `close`), and nothing after it.
+
+    Attributes:
+        info: model and options of the core. dead: the cause, once the core is lost or the client is closed.
     """
 
     def __init__(
@@ -108,14 +92,14 @@ class CoreClient:
         self._ping_seconds = welcome.ping_seconds
         self._silence_seconds = env_float("PAGEWIRE_HEARTBEAT_TIMEOUT_S", HEARTBEAT_TIMEOUT_S)
         self._next_ping = 0.0
-        self._asked_at: float | None = None  # when the oldest unanswered Ping went out
+        self._silent_since: float | None = None  # when the oldest unanswered Ping was sent
         self._encoder: Codec[Any] = Codec(ToFrontend)
         self._call_ids = itertools.count()
         self._calls: dict[int, Future[Any]] = {}
         self._outbox: deque[list[Buffer]] = deque()
-        self._lock = threading.Lock()  # guards what any thread may touch: outbox, encoder, bell, dead
-        self._rung = False
-        self._bell_out, self._bell_in = os.pipe()
+        self._lock = threading.Lock()  # guards what several threads use: outbox, encoder, wake-up pipe, dead
+        self._waking = False  # a byte is in the wake-up pipe
+        self._wake_read_fd, self._wake_write_fd = os.pipe()
         self._close_by: float | None = None
         self._thread = threading.Thread(target=self._run, name="pagewire-client", daemon=True)
         self._thread.start()
@@ -134,13 +118,15 @@ class CoreClient:
     ) -> CoreClient:
         """Attach to the core at `address`, and wait until it is ready.
 
-        A core that listens may load its model as long as it likes; `timeout` (seconds) is for one that does
-        not answer at all. With `child`, the process that is to listen there, its exit ends the wait.
+        timeout: seconds to wait for a connection; once connected, the wait lasts until the model is loaded.
+        child: the spawned process that will listen there; its exit ends the wait, and `timeout` does not apply.
 
         Raises:
-            EngineDeadError: no core listens, or it could not start; the cause is given.
-            ProtocolError: the core speaks another version of the protocol.
-            ValueError: a bad address; and any error that the core reports by name (`ModelNotFoundError`).
+            EngineDeadError: no core listens, or it failed while it started; the text is the cause.
+            ProtocolError: the core uses another version of the protocol.
+            ValueError: a bad address, or options of the core that cannot work, such as a model that it cannot load;
+                `ModelNotFoundError` if there is no such model.
+            TypeError, OSError, MemoryError: the core did not start for this reason.
         """
         link = Link(address, curve)
         try:
@@ -156,8 +142,8 @@ class CoreClient:
         """Send new requests, in this order.
 
         Raises:
-            EngineDeadError: the core is lost. EngineBusyError: it does not take what is sent.
-            OverflowError, TypeError: a value that the wire cannot hold.
+            EngineDeadError: the core is lost. EngineBusyError: it reads nothing, and too many messages wait.
+            OverflowError, TypeError: a value that msgpack cannot represent.
         """
         self._post(Submit(list(requests)))
 
@@ -203,31 +189,33 @@ class CoreClient:
             if closing:
                 self._close_by = time.monotonic() + FLUSH_SECONDS
             elif len(self._outbox) >= MAX_OUTBOX:
-                raise EngineBusyError(f"the engine core takes no messages; {MAX_OUTBOX} are waiting")
+                raise EngineBusyError(f"the engine core reads no messages; {MAX_OUTBOX} are waiting")
             self._outbox.append(self._encoder.encode(message))
-            if not self._rung:  # one wake-up for all that is posted until the thread looks
-                self._rung = True
-                os.write(self._bell_in, b"!")
+            if not self._waking:  # one wake-up for all messages until the thread empties the outbox
+                self._waking = True
+                os.write(self._wake_write_fd, b"!")
 
     # -------------------------------------------------------------- the IO thread
 
     def _run(self) -> None:
         try:
             cause = self._serve()
-        except Exception as error:  # whatever it was, nobody must wait for ever
+        except Exception as error:  # of any kind: no caller may wait for ever
             cause = f"the connection to the engine core failed: {type(error).__name__}: {error}"
         self._end(cause)
 
     def _serve(self) -> str | None:
-        """Move messages until the client is closed (None) or the core lost (the cause)."""
+        """Send and receive until the client is closed, then return None; if the core is lost, return the cause."""
         while True:
             self._wait()
-            lost = self._link.lost()  # asked first, so that the last words of a dying core are still read
+            lost = (
+                self._link.lost()
+            )  # before reading, so that the last messages of a dying core are still handled
             for message in self._link.messages():
                 if (cause := self._take(message)) is not None:
                     return cause
             if lost:
-                return exit_cause(self._child) or "the engine core closed the connection"
+                return core_exit(self._child) or "the engine core closed the connection"
             now = time.monotonic()
             if self._silent(now):
                 return f"the engine core has not answered for {self._silence_seconds:g} s"
@@ -236,20 +224,20 @@ class CoreClient:
                 return None
 
     def _wait(self) -> None:
-        """Sleep until there is something to read, to send, or to check."""
+        """Sleep until a message can be read or sent, or a deadline has passed."""
         deadlines = [self._next_ping]
-        if self._asked_at is not None:
-            deadlines.append(self._asked_at + self._silence_seconds)
+        if self._silent_since is not None:
+            deadlines.append(self._silent_since + self._silence_seconds)
         if self._close_by is not None:
             deadlines.append(self._close_by)
         seconds = max(0.0, min(deadlines) - time.monotonic())
-        if self._link.wait(self._bell_out, seconds, to_send=bool(self._outbox)):
-            os.read(self._bell_out, 1)
-            self._rung = False  # before the outbox is looked at, so that no wake-up is lost
+        if self._link.wait(self._wake_read_fd, seconds, to_send=bool(self._outbox)):
+            os.read(self._wake_read_fd, 1)
+            self._waking = False  # before the outbox is read, so that no wake-up is lost
 
     def _take(self, message: ToFrontend) -> str | None:
-        """Handle one message; the cause, if it ends the connection."""
-        self._asked_at = None
+        """Handle one message. Returns the cause if it ends the connection, else None."""
+        self._silent_since = None
         if isinstance(message, Deltas):
             self._on_deltas(message.deltas)
         elif isinstance(message, CallAnswer):
@@ -262,14 +250,14 @@ class CoreClient:
         return None
 
     def _silent(self, now: float) -> bool:
-        return self._asked_at is not None and now - self._asked_at > self._silence_seconds
+        return self._silent_since is not None and now - self._silent_since > self._silence_seconds
 
     def _send(self, now: float) -> None:
         """Send what can be sent without waiting."""
         if now >= self._next_ping:
             self._next_ping = now + self._ping_seconds
-            if self._asked_at is None:
-                self._asked_at = now
+            if self._silent_since is None:
+                self._silent_since = now
             self._link.send(PING)
         while self._outbox and self._link.send(self._outbox[0]):
             self._outbox.popleft()
@@ -278,8 +266,8 @@ class CoreClient:
         with self._lock:
             self.dead = EngineDeadError(cause or "the engine was shut down")
             self._outbox.clear()
-            os.close(self._bell_in)
-            os.close(self._bell_out)
+            os.close(self._wake_write_fd)
+            os.close(self._wake_read_fd)
         self._link.close(linger_ms=int(FLUSH_SECONDS * 1000) if cause is None else 0)
         for call_id in list(self._calls):
             fail(self._calls.pop(call_id), EngineDeadError(*self.dead.args))
@@ -288,7 +276,9 @@ class CoreClient:
 
 
 class Link:
-    """A DEALER and its monitor. Not for two threads at once.
+    """A DEALER socket that connects to a core, and its monitor. Not thread-safe.
+
+    reached: True once the core has accepted a connection.
 
     Raises:
         ValueError: a bad address, or keys without the server's.
@@ -310,18 +300,21 @@ class Link:
         self._poller = zmq.Poller()
         self._poller.register(self._monitor, zmq.POLLIN)
 
-    def wait(self, bell: int | None, seconds: float, *, to_send: bool = False) -> bool:
-        """Wait until something comes (or may be sent, or the bell rings); true if it was the bell."""
+    def wait(self, wake_fd: int | None, seconds: float, *, to_send: bool = False) -> bool:
+        """Wait until a message has arrived, or `wake_fd` is readable; with `to_send` also until one can be sent.
+
+        Returns True if `wake_fd` is readable.
+        """
         self._poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if to_send else 0))
-        if bell is not None:
-            self._poller.register(bell, zmq.POLLIN)
-        return any(source == bell for source, _ in self._poller.poll(math.ceil(seconds * 1000)))
+        if wake_fd is not None:
+            self._poller.register(wake_fd, zmq.POLLIN)
+        return any(source == wake_fd for source, _ in self._poller.poll(math.ceil(seconds * 1000)))
 
     def messages(self) -> Iterator[ToFrontend]:
-        """All that has come.
+        """The messages that have arrived.
 
         Raises:
-            ProtocolError: it is not of this protocol.
+            ProtocolError: one is invalid.
         """
         while True:
             try:
@@ -331,7 +324,7 @@ class Link:
             yield self._codec.decode(frames)
 
     def send(self, frames: Sequence[Buffer]) -> bool:
-        """Send one message; false if the core takes none at the moment."""
+        """Send one message without waiting. Returns False if the queue to the core is full."""
         try:
             send(self._socket, frames, zmq.NOBLOCK)
         except zmq.Again:
@@ -339,7 +332,7 @@ class Link:
         return True
 
     def lost(self) -> bool:
-        """True if the core went away, or refused the handshake, since this was last asked."""
+        """True if the core closed the connection or refused the handshake since the last call."""
         lost = False
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
@@ -348,7 +341,7 @@ class Link:
         return lost
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close; wait up to `linger_ms` for what was sent to leave."""
+        """Close; wait up to `linger_ms` until queued messages are sent."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._context.destroy(linger=linger_ms)
@@ -358,7 +351,7 @@ PING = Codec[Any](ToFrontend).encode(Ping())
 
 
 def attach(link: Link, name: str, timeout: float | None, child: Child | None) -> Welcome:
-    """Say hello and wait for the welcome.
+    """Send `Hello` and return the core's `Welcome`.
 
     Raises:
         as `CoreClient.connect`.
@@ -374,62 +367,51 @@ def attach(link: Link, name: str, timeout: float | None, child: Child | None) ->
             if isinstance(message, Welcome):
                 return message
             if isinstance(message, Refused):
-                raise refusal(message.error)
+                raise start_error(received_error(message.error, message.error_type))
             if isinstance(message, CoreDying):
-                raise refusal(message.cause)
+                raise start_error(EngineDeadError(message.cause))
         if child is not None and (lost or (exited and not link.reached)):
-            cause = exit_cause(child) or "it closed the connection"
+            cause = core_exit(child) or "it closed the connection"
             raise EngineDeadError(f"the engine core did not start: {cause}; its log tells why")
         if lost:
-            raise EngineDeadError(f"{link.address} hung up: no engine core, or other CURVE keys than ours")
+            raise EngineDeadError(
+                f"{link.address} closed the connection: no engine core, or other CURVE keys"
+            )
         if give_up is not None and not link.reached and time.monotonic() > give_up:
             raise EngineDeadError(f"no engine core answers at {link.address} (waited {timeout:g} s)")
 
 
-def refusal(text: str) -> Exception:
-    """The exception for a core's refusal; `SomeError: text` names its type."""
-    kind, colon, rest = text.partition(": ")
-    if colon and kind in ERROR_TYPES:
-        return ERROR_TYPES[kind](rest)
-    if "protocol" in text:
-        return ProtocolError(text)
-    return EngineDeadError(f"the engine core did not start: {text}")
+def start_error(error: Exception) -> Exception:
+    """The exception for the caller whose core did not start because of `error`; see `START_ERRORS`."""
+    if isinstance(error, START_ERRORS):
+        return error
+    return EngineDeadError(f"the engine core did not start: {error}")
 
 
-def exit_cause(child: Child | None) -> str | None:
-    """How a spawned core ended, waiting a moment for it; None if it did not, or was not spawned."""
+def core_exit(child: Child | None) -> str | None:
+    """How a spawned core has ended, waiting up to `EXIT_SECONDS`; None if it runs, or was not spawned."""
     if child is None:
         return None
     try:
         status = child.process.wait(EXIT_SECONDS)
     except subprocess.TimeoutExpired:
         return None
-    how = f"exited with status {status}" if status >= 0 else f"was killed by {signal_name(-status)}"
-    return f"the engine core (pid {child.pid}) {how}"
-
-
-def signal_name(number: int) -> str:
-    """SIGKILL for 9."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    return f"the engine core (pid {child.pid}) {exit_cause(status)}"
 
 
 def settle(future: Future[Any], reply: CallAnswer) -> None:
-    """Give the waiting caller the result or the error of a call."""
+    """Set the future of a call to its result or error."""
     if reply.error is not None:
-        kind = ERROR_TYPES.get(reply.error_type or "", RuntimeError)
-        fail(future, kind(reply.error))
+        fail(future, received_error(reply.error, reply.error_type))
         return
     try:
         future.set_result(reply.result)
     except InvalidStateError:
-        pass  # the caller gave up
+        pass  # the caller has cancelled it
 
 
 def fail(future: Future[Any], error: Exception) -> None:
-    """Give the waiting caller an error."""
+    """Set the future of a call to an error."""
     try:
         future.set_exception(error)
     except InvalidStateError:

@@ -55,7 +55,8 @@ class LLM(EngineCalls):
     All methods raise `EngineDeadError`, with the cause, once the core is lost.
 
     Raises:
-        ValueError, TypeError: bad options. EngineDeadError: the core did not start; the cause is given.
+        ValueError, TypeError: bad options, or a model that cannot be loaded. ModelNotFoundError: no such model.
+        EngineDeadError: the core failed while it started; the text is the cause.
     """
 
     def __init__(
@@ -111,7 +112,8 @@ class LLM(EngineCalls):
         `reattach_timeout`: see `AsyncLLM.attach`.
 
         Raises:
-            EngineDeadError: no core answers. ProtocolError: it speaks another version. ValueError: a bad address.
+            EngineDeadError: no core answers. ProtocolError: it uses another version. ValueError: a bad address.
+            If the core fails while it starts: as `LLM`.
         """
         llm = cls.__new__(cls)
         llm._use(

@@ -56,7 +56,8 @@ class LLMEngine(EngineCalls):
         restarts: how often to replace the core, should it die.
 
         Raises:
-            ValueError, TypeError: bad options. EngineDeadError: the core did not start; the cause is given.
+            ValueError, TypeError: bad options, or a model that cannot be loaded. ModelNotFoundError: no such model.
+            EngineDeadError: the core failed while it started; the text is the cause.
         """
         ignore_usage_context(usage_context)
         return cls(Session.spawn(engine_args, restarts, checked(stat_loggers)))
@@ -75,7 +76,8 @@ class LLMEngine(EngineCalls):
         `reattach_timeout`: see `AsyncLLM.attach`.
 
         Raises:
-            EngineDeadError: no core answers. ProtocolError: it speaks another version. ValueError: a bad address.
+            EngineDeadError: no core answers. ProtocolError: it uses another version. ValueError: a bad address.
+            If the core fails while it starts: as `from_engine_args`.
         """
         return cls(
             Session.attach(

@@ -197,6 +197,7 @@ class RequestState:
         request: the request as sent to the core. key: the frontend's number of it. request_id: the caller's id.
         error: message of the failure of an output; None if none failed.
         error_type: name of the exception with which the core refused the request; else None.
+        num_prompt_logprobs: prompt positions, from position 1 on, whose log probabilities have arrived.
     """
 
     def __init__(self, request: Request, prompt_text: str | None, tokenizer: Tokenizer | None) -> None:
@@ -205,6 +206,7 @@ class RequestState:
         self.key, self.request_id = request.key, request.request_id
         self.error: str | None = None
         self.error_type: str | None = None
+        self.num_prompt_logprobs = 0
         self._prompt_text = prompt_text
         self._kind = params.output_kind
         self._outputs = [OutputState(index, request, tokenizer) for index in range(params.n)]
@@ -258,6 +260,7 @@ class RequestState:
             return False
         if delta.prompt_logprobs is not None and self._prompt_logprobs is not None:
             add_rows(self._prompt_logprobs, delta.prompt_logprobs, self._texts)
+            self.num_prompt_logprobs += delta.prompt_logprobs.token_ids.shape[0]
         if delta.num_cached_tokens is not None and self._num_cached_tokens is None:
             self._num_cached_tokens = delta.num_cached_tokens
         drop = False

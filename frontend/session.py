@@ -1,10 +1,10 @@
-"""A connection to an engine core and the requests open on it; a lost core is reported or replaced.
+"""A connection to an engine core and the open requests on it; a lost core is reported or replaced.
 
     prepare --> submit --> [client] --> core
     take <-- Outputs <---- [client] <-- core        (deltas are applied on the client's thread)
 
-`LLMEngine`, `LLM` and `AsyncLLM` share it. They differ in how they wait: requests are submitted with a
-mailbox, into which a request is put when it has new output to `take`.
+`LLMEngine`, `LLM` and `AsyncLLM` use it, and differ in how they wait: each request is submitted with a mailbox,
+which receives the request whenever it has new output to `take`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any, Protocol
 
 import msgspec
 
-from pagewire.frontend.client import CoreClient
+from pagewire.frontend.client import START_ERRORS, CoreClient
 from pagewire.frontend.inputs import Intake, Prepared, PromptType
 from pagewire.frontend.metrics import Metric, read_metrics
 from pagewire.frontend.outputs import Outputs, RequestOutput, RequestState
@@ -39,7 +38,7 @@ from pagewire.ipc.sockets import CurveKeys
 logger = logging.getLogger("pagewire.frontend")
 
 Connection = tuple[CoreClient, SpawnedCore | None]
-RETRY_SECONDS = 0.5
+RETRY_SECONDS = 0.5  # between two attempts to attach to another core
 METRICS_SECONDS = 5.0  # for the core's answer, after which the loggers of statistics go without
 
 
@@ -47,7 +46,7 @@ class Mailbox(Protocol):
     """Receives the requests that have new output."""
 
     def put(self, states: list[RequestState]) -> None:
-        """Take requests that have new output. Called on the client's thread: must not wait."""
+        """Receive requests that have new output. Called on the client's thread: must not block."""
 
 
 class Inbox:
@@ -72,11 +71,11 @@ class Inbox:
 
 
 class Session:
-    """A connection to a core, made by `spawn` or `attach`, and the requests open on it.
+    """A connection to a core, made by `spawn` or `attach`, and the open requests on it.
 
     Attributes:
-        info: model and options of the core. tokenizer: the frontend's, None with `skip_tokenizer_init`.
-        dead: the error by which the core was lost, until another has replaced it; None while there is a core.
+        info: model and options of the core. tokenizer: of the frontend; None with `skip_tokenizer_init`.
+        dead: the error with which the core was lost, until another core replaces it; None while there is a core.
         stat_loggers: the program's own loggers of statistics.
     """
 
@@ -89,10 +88,12 @@ class Session:
         replace: Callable[[Session, EngineDeadError], Connection],
         traces_endpoint: str | None = None,
     ) -> None:
-        """`connect` attaches to a core; `replace` to another when it is lost, or it raises the error again."""
+        """connect: attaches to the first core. replace: attaches to another core after one was lost, or raises the
+        error that it is given.
+        """
         self.dead: EngineDeadError | None = None
         self._replace = replace
-        self._lock = threading.RLock()  # guards all below but the client, which guards itself
+        self._lock = threading.RLock()  # guards all below except the client, which is thread-safe
         self._outputs = Outputs()
         self._open: dict[str, RequestState] = {}
         self._mailboxes: dict[int, Mailbox] = {}
@@ -112,15 +113,17 @@ class Session:
     def spawn(
         cls, args: EngineArgs, restarts: int = 0, stat_loggers: Mapping[str, StatLoggerBase] | None = None
     ) -> Session:
-        """Spawn a core, wait until it is ready, and load the tokenizer. `restarts`: how often to replace it.
-        `stat_loggers`: loggers of statistics by name, which get the engine's figures until `close`.
+        """Spawn a core, wait until it is ready, and load the tokenizer.
+
+        restarts: how many cores may replace one that was lost.
+        stat_loggers: loggers of statistics by name, which get the engine's figures until `close`.
 
         Raises:
-            ValueError, TypeError: bad options. EngineDeadError: the core did not start; the cause is given.
+            ValueError, TypeError: bad options, or a model that cannot be loaded. ModelNotFoundError: no such model.
+            EngineDeadError: the core failed while it started; the text is the cause.
         """
         args.check()
-
-        left = itertools.count(restarts, -1)
+        restarts_left = itertools.count(restarts, -1)
 
         def connect(session: Session) -> Connection:
             spawned = spawn_core(args)
@@ -132,9 +135,9 @@ class Session:
             return client, spawned
 
         def replace(session: Session, error: EngineDeadError) -> Connection:
-            if (more := next(left)) <= 0:
+            if (remaining := next(restarts_left)) <= 0:
                 raise error
-            logger.error("%s; starting another (%d more after that)", error, more - 1)
+            logger.error("%s; starting another core (restarts left after this one: %d)", error, remaining - 1)
             if session._spawned is not None:
                 session._spawned.shutdown()
             return connect(session)
@@ -157,12 +160,16 @@ class Session:
         traces_endpoint: str | None = None,
         reattach_timeout: float = 0.0,
     ) -> Session:
-        """Attach to a running core. `tokenizer`: folder or id, if not the core's own. `name`: for its log and
-        metrics. `traces_endpoint`: URL of an OpenTelemetry collector. `reattach_timeout`: seconds to wait for
-        another core to answer there, should it be lost; what is open goes on with that one.
+        """Attach to a running core, and load the tokenizer.
+
+        tokenizer: folder or id; None: the core's. name: of this frontend, for the core's log and metrics.
+        timeout: seconds to wait for a connection. traces_endpoint: URL of an OpenTelemetry collector.
+        reattach_timeout: seconds to wait for another core at the address after this one was lost; open requests
+            continue there.
 
         Raises:
-            EngineDeadError: no core answers. ProtocolError: it speaks another version. ValueError: a bad address.
+            EngineDeadError: no core answers. ProtocolError: it uses another version. ValueError: a bad address.
+            If the core fails while it starts: as `spawn`.
         """
 
         def connect(session: Session, timeout: float | None = timeout) -> Connection:
@@ -172,11 +179,16 @@ class Session:
             if reattach_timeout <= 0:
                 raise error
             give_up = time.monotonic() + reattach_timeout
-            logger.error("%s; waiting %g s for another at %s", error, reattach_timeout, address)
+            failure: Exception = error
+            logger.error("%s; waiting %g s for another core at %s", error, reattach_timeout, address)
             while not session._closing.wait(RETRY_SECONDS) and time.monotonic() < give_up:
-                with suppress(EngineDeadError):
+                try:
                     return connect(session, RETRY_SECONDS)
-            raise error
+                except EngineDeadError:
+                    pass  # no core listens yet
+                except START_ERRORS as start_failure:
+                    failure = start_failure
+            raise failure
 
         # Frontends on one core must not draw the same seeds.
         return cls(connect, replace, traces_endpoint)._with_tokenizer(
@@ -184,10 +196,10 @@ class Session:
         )
 
     def _attach(self, address: str, **options: Any) -> CoreClient:
-        return CoreClient.connect(address, on_deltas=self._take_deltas, on_dead=self._lose_core, **options)
+        return CoreClient.connect(address, on_deltas=self._take_deltas, on_dead=self._core_lost, **options)
 
     def _with_tokenizer(self, name: str | None, salt: int, **source: Any) -> Session:
-        """Load the tokenizer: `name`, or else the engine's; none if the engine goes without one."""
+        """Load the tokenizer, unless `skip_tokenizer_init` is set and no `name` is given. Returns this session."""
         try:
             tokenizer = None
             if name is not None or not self.info.skip_tokenizer_init:
@@ -206,10 +218,10 @@ class Session:
         return self
 
     def set_tokenizer(self, tokenizer: Any) -> None:
-        """Use another tokenizer, ours or one of transformers, for requests from now on.
+        """Use another tokenizer, of pagewire or of transformers, for new requests.
 
         Raises:
-            TypeError: it is no tokenizer.
+            TypeError: `tokenizer` is not a tokenizer.
         """
         self._intake.tokenizer = self.tokenizer = as_tokenizer(tokenizer)
 
@@ -223,7 +235,7 @@ class Session:
         priority: int = 0,
         age: float = 0.0,
     ) -> Prepared:
-        """The request for a prompt: checked, tokenized, and ready for `submit`. `age`: seconds since it arrived.
+        """The request for a prompt, checked, tokenized and ready for `submit`. age: seconds since it arrived.
 
         Raises:
             ValueError, TypeError: a bad prompt or parameter.
@@ -240,7 +252,7 @@ class Session:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The end-of-sequence token; None where there is none."""
+        """The end-of-sequence token; None if the model has none."""
         return self._intake.eos_token_id
 
     def submit(
@@ -249,11 +261,12 @@ class Session:
         mailbox: Mailbox,
         trace_headers: Mapping[str, str] | None = None,
     ) -> list[RequestState]:
-        """Send requests to the core; `mailbox` gets each of them when it has new output. `trace_headers`: W3C trace
-        context of the parent of their spans.
+        """Send requests to the core; returns their states.
+
+        mailbox: receives a request whenever it has new output. trace_headers: W3C trace context of the parent span.
 
         Raises:
-            ValueError: a request id that is in use. EngineDeadError: the core is lost.
+            ValueError: a request id is in use. EngineDeadError: the core is lost.
         """
         states = [RequestState(item.request, item.prompt_text, self.tokenizer) for item in prepared]
         with self._lock:
@@ -275,7 +288,7 @@ class Session:
         return states
 
     def take(self, state: RequestState) -> RequestOutput | None:
-        """The new output of a request; None if there is none.
+        """The new output of a request; None if nothing is new.
 
         Raises:
             EngineDeadError: the core was lost before the request had ended.
@@ -286,12 +299,12 @@ class Session:
             return state.take()
 
     def find(self, request_ids: Iterable[str]) -> list[RequestState]:
-        """The open requests among these ids."""
+        """The open requests with these ids."""
         with self._lock:
             return [self._open[name] for name in request_ids if name in self._open]
 
     def abort(self, states: Iterable[RequestState]) -> None:
-        """End requests with the finish reason "abort"; those that have ended keep their reason."""
+        """End requests with finish reason "abort"; requests that have ended keep their reason."""
         with self._lock:
             live = [state for state in states if self._open.get(state.request_id) is state]
             for state in live:
@@ -304,13 +317,13 @@ class Session:
             mailbox.put([state])
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Send one of `CALLS` to the core; the future gets its answer, or fails with the error that it names.
+        """Send a call to the core; the future gets the answer, or the error that the core reports.
 
-        The arguments are those of the method that declares the call. An unknown name is the core's to refuse.
+        name: one of `CALLS`; the core refuses others. The arguments are those of the method that declares the call.
 
         Raises:
-            EngineDeadError: the core is lost. TypeError: wrong arguments, or such as msgpack cannot hold.
-            ValueError: an argument out of its bounds.
+            EngineDeadError: the core is lost. TypeError: wrong arguments, or a value that msgpack cannot represent.
+            ValueError: an argument is out of bounds.
         """
         if (call := CALLS.get(name)) is None:
             return self._client.call(name, *args, **kwargs)
@@ -325,7 +338,7 @@ class Session:
         return read_metrics(self.call("metrics").result(timeout))
 
     def close(self) -> None:
-        """Detach, and stop a core that was spawned here. May be called twice."""
+        """Detach, and stop the core if this session spawned it. May be called twice."""
         with self._lock:
             if self._closing.is_set():
                 return
@@ -353,40 +366,45 @@ class Session:
         for mailbox, new in ready.items():
             mailbox.put(new)
 
-    def _lose_core(self, error: EngineDeadError) -> None:
-        """Replace the core and resubmit open requests; if there is no other core, they end with the cause."""
-        self.dead = error  # until there is another
+    def _core_lost(self, error: EngineDeadError) -> None:
+        """Replace the core and resubmit open requests; without another core they end with the cause."""
+        self.dead = error  # until another core has been found
         try:
-            client, spawned = self._find_another(error)
+            client, spawned = self._replacement(error)
         except EngineDeadError as cause:
             self.dead = cause
             self._end_all(cause)
             return
         with self._lock:
             self._client, self._spawned = client, spawned
-            if self._closing.is_set():  # meanwhile: `close` has only closed the connection to the lost core
+            if self._closing.is_set():  # `close` was called meanwhile, and has closed the lost client only
                 client.close()
                 return
             self.dead = None
             client.submit([resumed(state) for state in self._open.values()])
             client.abort(sequences=[place for state in self._open.values() for place in ended(state)])
 
-    def _find_another(self, error: EngineDeadError) -> Connection:
+    def _replacement(self, error: EngineDeadError) -> Connection:
+        """A connection to another core of the same model.
+
+        Raises:
+            EngineDeadError: there is none; the text is the cause.
+        """
         if self._closing.is_set():
             raise error
         try:
             client, spawned = self._replace(self, error)
-        except Exception as again:
-            if again is error:
+        except Exception as failure:
+            if failure is error:
                 raise
-            raise EngineDeadError(f"{error}; another did not start: {again}") from again
+            raise EngineDeadError(f"{error}; another core did not start: {failure}") from failure
         if not same_model(client.info, self.info):
             client.close()
             raise EngineDeadError(f"{error}; the new one serves another model, {client.info.model}")
         return client, spawned
 
     def _end_all(self, error: EngineDeadError) -> None:
-        """End every open request with the error by which the core was lost."""
+        """End every open request with the error with which the core was lost."""
         with self._lock:
             self.dead = self.dead or error
             states = self._outputs.fail(error)
@@ -423,17 +441,20 @@ def same_model(first: EngineInfo, second: EngineInfo) -> bool:
 def resumed(state: RequestState) -> Request:
     """The request as a new core gets it, to go on where the lost one was.
 
-    A sequence that has ended is sent without tokens, so that the core takes it, and aborted then.
+    What was delivered is not delivered again: tokens, and log probabilities of the prompt. A sequence that has
+    ended is sent without tokens, so that the core takes it, and is aborted then.
     """
-    done = [
+    token_ids = [
         tokens if reason is None else []
         for tokens, reason in zip(state.output_token_ids, state.finish_reasons, strict=True)
     ]
-    return msgspec.structs.replace(state.request, output_token_ids=done)
+    return msgspec.structs.replace(
+        state.request, output_token_ids=token_ids, num_prompt_logprobs=state.num_prompt_logprobs
+    )
 
 
 def ended(state: RequestState) -> list[tuple[int, int]]:
-    """(key, index) of the request's sequences that have ended."""
+    """(key, index) of each sequence of the request that has ended."""
     return [(state.key, index) for index, reason in enumerate(state.finish_reasons) if reason is not None]
 
 

@@ -16,16 +16,16 @@ from pagewire.ipc.lifeline import Child
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.sockets import private_address
 
-STOP_SECONDS = 10.0
-KILL_SECONDS = 1.0
+STOP_SECONDS = 10.0  # for a core to end after SIGTERM
+KILL_SECONDS = 1.0  # and after its lifeline is closed, before it is killed
 
 
 class SpawnedCore:
-    """A core that belongs to this process. It ends with `shutdown`, when this object is collected, at exit,
-    and (by its lifeline) however else this process ends.
+    """A core process that belongs to this process. It ends with `shutdown`, when this object is collected, at exit,
+    and (by its lifeline) with any other end of this process.
 
     Attributes:
-        child: its process. address: where it listens.
+        child: its process. address: the address at which it listens.
     """
 
     def __init__(self, child: Child, address: str) -> None:
@@ -38,15 +38,15 @@ class SpawnedCore:
         return self.child.pid
 
     def shutdown(self, timeout: float = STOP_SECONDS) -> None:
-        """Ask it to stop, wait up to `timeout` seconds, then kill it. May be called twice."""
+        """Stop the core with SIGTERM; kill it if it runs after `timeout` seconds. May be called twice."""
         if self._stop.detach() is not None:
             stop(self.child, self.address, os.getpid(), timeout)
 
 
 def spawn_core(args: EngineArgs, address: str | None = None) -> SpawnedCore:
-    """Start a core with `args` that listens at `address` (default: a private one); returns at once.
+    """Start a core with `args` that listens at `address` (default: a private one), without waiting for it.
 
-    Its log goes to stderr of this process; a frontend that connects also gets the cause of a failed start.
+    Its log goes to stderr of this process. If it cannot start, a frontend that connects gets the error.
 
     Raises:
         ValueError, PermissionError, OSError: a bad address, or no process could be started.
@@ -57,15 +57,15 @@ def spawn_core(args: EngineArgs, address: str | None = None) -> SpawnedCore:
 
 
 def stop(child: Child, address: str, owner: int, timeout: float = STOP_SECONDS) -> None:
-    """End a core and remove what it may have left of its socket.
+    """End a core, and remove the files of its socket if they are left.
 
-    owner: the process whose child it is; in a fork of that process nothing happens.
+    owner: id of the process that started it; in a fork of that process this does nothing.
     """
     if os.getpid() != owner:
         return
     child.process.terminate()
     try:
-        child.process.wait(timeout)  # the lifeline is cut only then: that would end it on the spot
+        child.process.wait(timeout)  # before its lifeline is closed, which would end it at once
     except subprocess.TimeoutExpired:
         pass
     child.stop(KILL_SECONDS)

@@ -186,8 +186,10 @@ class EngineCalls(Caller):
         wait_for_inflight_requests=Meta(description="wait for those that run (default: they are aborted)"),
         clear_cache=Meta(description="forget cached prefixes as well (default: true)"),
     )
-    def pause_generation(self, wait_for_inflight_requests: bool = False, clear_cache: bool = True) -> None:
-        """Hold new requests back until `resume_generation`; returns once no request of any frontend runs.
+    def pause_generation(self, wait_for_inflight_requests: bool = False, clear_cache: bool = True) -> bool:
+        """Hold new requests back until `resume_generation`; returns True once no request of any frontend runs.
+
+        Returns False if `resume_generation` comes first, from whichever frontend; then nothing is forgotten.
 
         wait_for_inflight_requests: let those that run finish; else they end with the finish reason "abort".
         clear_cache: forget cached prefixes as well.
@@ -219,9 +221,14 @@ class EngineCalls(Caller):
             ValueError: another level. EngineBusyError: requests are unfinished.
         """
 
-    @remote(RunsIn.BOTH, tags=Meta(description="what to take again: weights, kv_cache (default: all)"))
+    @remote(
+        RunsIn.BOTH,
+        tags=Meta(description="what to take again: weights, or kv_cache, which takes both (default: all)"),
+    )
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take the memory again; all of it, or what `tags` name ("weights", "kv_cache").
+        """Take the memory again; all of it, or what `tags` name ("weights"; "kv_cache", which takes both).
+
+        Requests run again once nothing is left to take. Without `sleep` before, nothing happens.
 
         Raises:
             ValueError: an unknown tag. RuntimeError: there is too little memory now.
@@ -229,7 +236,7 @@ class EngineCalls(Caller):
 
     @remote(RunsIn.CORE)
     def is_sleeping(self) -> bool:
-        """True between `sleep` and `wake_up`."""
+        """True from `sleep` until all memory has been taken again by `wake_up`."""
 
     @remote(RunsIn.CORE, name="abort_request")
     def abort_any(self, request_id: str, frontend: int | None = None) -> int:
@@ -253,6 +260,7 @@ class EngineCalls(Caller):
 
         Raises:
             TypeError: a callable (code never crosses a socket), or arguments that msgpack cannot hold.
+            ValueError: no such method, or one in which the core takes part, such as `sleep`: call that itself.
             TimeoutError: no answer within `timeout` seconds. And what the method raises, by name.
         """
 

@@ -1,4 +1,4 @@
-"""Exceptions about other processes, and those that are sent between processes by name."""
+"""Exceptions about other processes, and how an exception crosses a socket: as its text and the name of its type."""
 
 from __future__ import annotations
 
@@ -21,3 +21,48 @@ class ProtocolError(RuntimeError):
 
 class ModelNotFoundError(ValueError):
     """The model folder does not exist, or the hub does not have the model or could not be reached."""
+
+
+# The exceptions that keep their type between processes, by the name that messages carry (`error_type`).
+ERROR_TYPES: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (
+        ValueError,
+        TypeError,
+        KeyError,
+        RuntimeError,
+        NotImplementedError,
+        AttributeError,
+        MemoryError,
+        OSError,
+        PermissionError,
+        FileNotFoundError,
+        TimeoutError,
+        ModelNotFoundError,
+        EngineBusyError,
+        EngineDeadError,
+        RequestError,
+        ProtocolError,
+    )
+}
+
+
+def error_type(error: BaseException) -> str:
+    """The name in `ERROR_TYPES` under which an exception is sent: of its class or the nearest base class there.
+
+    "RuntimeError" if there is none.
+    """
+    for kind in type(error).__mro__:
+        if ERROR_TYPES.get(kind.__name__) is kind:
+            return kind.__name__
+    return RuntimeError.__name__
+
+
+def error_text(error: BaseException) -> str:
+    """The text under which an exception is sent: its message, or the name of its class if it has none."""
+    return str(error) or type(error).__name__
+
+
+def received_error(text: str, name: str | None) -> Exception:
+    """The exception that another process sent as this text and type; RuntimeError if the type is unknown."""
+    return ERROR_TYPES.get(name or "", RuntimeError)(text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import threading
 from collections.abc import Sequence
@@ -83,6 +84,16 @@ class Child:
 
     def __del__(self) -> None:
         self.release()
+
+
+def exit_cause(status: int) -> str:
+    """How a process has ended, as text, given its exit status: "was killed by SIGKILL" for -9."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:  # a real-time signal, most of which have no name
+        return f"was killed by signal {-status}"
 
 
 def wait_for_end(fd: int, milliseconds: int | None = None) -> bool:

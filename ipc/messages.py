@@ -164,6 +164,7 @@ class Request(Item):
     seed: always set (the frontend chooses one if the user gave none); sequence i of n samples with a seed derived
         from (seed, i).
     output_token_ids: the tokens generated so far, for each sequence (a resubmission after the core was lost).
+    num_prompt_logprobs: the prompt positions, from position 1 on, whose log probabilities were delivered before.
     age: seconds between its arrival and its submission; the core dates the arrival back by it.
     """
 
@@ -175,6 +176,7 @@ class Request(Item):
     eos_token_id: int | None = None
     priority: int = 0
     output_token_ids: list[list[int]] | None = None
+    num_prompt_logprobs: int = 0
     age: float = 0.0
 
     @property
@@ -230,9 +232,13 @@ class Welcome(Message, tag="welcome"):
 
 
 class Refused(Message, tag="refused"):
-    """A message was refused; `error` says why. As the answer to `Hello`: the frontend is not attached."""
+    """A message was refused; `error` says why. As the answer to `Hello`: the frontend is not attached.
+
+    error_type: name of the exception (`ipc.errors.ERROR_TYPES`), such as the one for which the core did not start.
+    """
 
     error: str
+    error_type: str = "ProtocolError"
 
 
 class RequestTiming(Item):
@@ -472,11 +478,15 @@ class WorkerReply(Message, tag="reply"):
 
 
 class WorkerFailed(Message, tag="failed"):
-    """The worker exits because of `error`. fatal: starting it again would fail the same way."""
+    """The worker exits because of `error`. fatal: starting it again would fail the same way.
+
+    error_type: name of the exception (`ipc.errors.ERROR_TYPES`).
+    """
 
     error: str
     traceback: str = ""
     fatal: bool = False
+    error_type: str = "RuntimeError"
 
 
 ToCore: TypeAlias = Hello | Submit | Abort | Call | Ping | Goodbye

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from pagewire.ipc.calls import CALLS, RunsIn
+from pagewire.workers.errors import LoadError
 from pagewire.workers.model.loading import Phases, load_model
 from pagewire.workers.runner import Runner
 
@@ -56,15 +57,18 @@ def wake_up(runner: Runner, tags: Sequence[str] | None) -> None:
     """Load the weights if they were dropped, and allocate the KV cache unless `tags` leaves "kv_cache" out.
 
     Raises:
-        ValueError: an unknown tag. LoadError: there is too little memory now.
+        ValueError: an unknown tag. RuntimeError: there is too little memory now.
     """
     if unknown := set(tags or ()) - {"weights", "kv_cache"}:
         raise ValueError(f"wake_up knows the tags weights and kv_cache, not {', '.join(sorted(unknown))}")
-    if runner.loaded is None:
-        runner.loaded = load_model(runner.config, Phases(lambda phase, seconds: None), runner.device)
-    if not runner.caches and (tags is None or "kv_cache" in tags):
-        runner.allocate_kv()
-        runner.warm_up()
+    try:
+        if runner.loaded is None:
+            runner.loaded = load_model(runner.config, Phases(lambda phase, seconds: None), runner.device)
+        if not runner.caches and (tags is None or "kv_cache" in tags):
+            runner.allocate_kv()
+            runner.warm_up()
+    except LoadError as error:  # not the caller's mistake, as a ValueError would be
+        raise RuntimeError(str(error)) from error
 
 
 def start_profile(runner: Runner) -> None:

@@ -21,6 +21,7 @@ import zmq
 
 from pagewire.ipc import logs
 from pagewire.ipc.codec import Codec
+from pagewire.ipc.errors import error_text, error_type
 from pagewire.ipc.lifeline import die_with_parent
 from pagewire.ipc.messages import (
     PROTOCOL,
@@ -190,7 +191,7 @@ def answer(runner: Runner | None, call: WorkerCall) -> WorkerReply:
 
         return WorkerReply(call.call_id, calls.call(runner, call.method, call.args, call.kwargs))
     except Exception as error:
-        return WorkerReply(call.call_id, error=str(error), error_type=type(error).__name__)
+        return WorkerReply(call.call_id, error=error_text(error), error_type=error_type(error))
 
 
 def is_load_error(error: BaseException) -> bool:
@@ -219,7 +220,8 @@ def main() -> int:
     except Exception as error:
         fatal = is_load_error(error)
         cause = str(error) if fatal else f"{type(error).__name__}: {error}"
-        connection.send(WorkerFailed(cause, "" if fatal else traceback.format_exc(), fatal))
+        trace = "" if fatal else traceback.format_exc()
+        connection.send(WorkerFailed(cause, trace, fatal, error_type(error)))
         connection.close()
         return 1
     connection.close()

@@ -16,7 +16,7 @@ import zmq
 
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.ipc.codec import Codec
-from pagewire.ipc.errors import ProtocolError
+from pagewire.ipc.errors import ProtocolError, error_text, error_type
 from pagewire.ipc.messages import CallAnswer, Deltas, LogprobRows, Pong, Refused, ToCore, TokenDelta
 from pagewire.ipc.sockets import receive, send
 
@@ -132,12 +132,16 @@ class Clients:
                 self.detach(client, "its process has ended")
             return False
 
-    def refuse_all(self, error: str, wait_ms: int = 1000) -> None:
+    def refuse_all(self, error: BaseException, wait_ms: int = 1000) -> None:
         """Answer frontends that try to attach within `wait_ms` with `error`, because the core fails to start."""
         while self.socket.poll(wait_ms):
             for identity, _ in self.messages(0.0):
-                self.send(identity, Refused(error=error))
+                self.refuse(identity, error)
             wait_ms = 0
+
+    def refuse(self, identity: bytes, error: BaseException) -> None:
+        """Answer a frontend's message with an error, which keeps its type."""
+        self.send(identity, Refused(error_text(error), error_type(error)))
 
     def deliver(self, client: Client, deltas: list[TokenDelta]) -> None:
         """Send deltas; if the frontend's queue is full, merge them into its backlog."""

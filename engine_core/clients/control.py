@@ -1,23 +1,32 @@
 """The core's side of the calls in `pagewire.ipc.calls`: pausing, sleeping, caches, workers, metrics.
 
-Some of them wait until no step is in flight, or for the worker. Each call is answered exactly once, as soon as its
+Some of them wait until no step is in flight, or for the workers. Each call is answered exactly once, as soon as its
 outcome is known.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, Protocol
 
 from pagewire.engine_core.clients import metrics, reports
+from pagewire.engine_core.clients.calls import PendingCalls
 from pagewire.engine_core.clients.metrics import MeasuredEngine
 from pagewire.engine_core.lobby import Lobby
 from pagewire.engine_core.schedule.sequence import Sequence
+from pagewire.engine_core.workers.group import GroupReply, Outcome
 from pagewire.ipc.calls import CALLS, RunsIn
-from pagewire.ipc.errors import EngineBusyError
-from pagewire.ipc.messages import Call, CallAnswer, WorkerCall, WorkerReply
+from pagewire.ipc.errors import EngineBusyError, error_text, error_type
+from pagewire.ipc.messages import Call, CallAnswer
+
+logger = logging.getLogger("pagewire.core")
+
+# What the workers give back at each level of sleep. The KV cache is of no use without the weights, so `wake_up`
+# takes both for the cache.
+GIVEN_BACK = {1: {"kv_cache"}, 2: {"weights", "kv_cache"}}
+WOKEN_WITH = {"weights": {"weights"}, "kv_cache": {"weights", "kv_cache"}}
 
 
 class ControlledEngine(MeasuredEngine, Protocol):
@@ -55,29 +64,34 @@ class Control:
     """Runs calls, and answers them.
 
     Attributes:
-        paused: new requests are held back. asleep: the worker has given memory back.
+        paused: new requests are held back.
+        asleep: what the workers have given back, of "weights" and "kv_cache"; empty while they are awake.
     """
 
     def __init__(self, core: ControlledEngine) -> None:
         self._core = core
         self._deferred: list[Deferred] = []
-        self._worker_calls: dict[int, tuple[Caller, Callable[[Any], Any]]] = {}
-        self._call_ids = count()
+        self._worker_calls = PendingCalls(core.worker)
+        self._num_memory_calls = 0  # `sleep` and `wake_up` calls that the workers have not answered yet
         self.paused = False
-        self.asleep = False
+        self.asleep: set[str] = set()
         self._methods: dict[str, Callable[..., None]] = {
             name: getattr(self, name) for name, call in CALLS.items() if call.runs_in is not RunsIn.WORKER
         }
 
     @property
     def holds_plans(self) -> bool:
-        """True while no step may be launched: the worker sleeps, or an action waits until no step is in flight."""
-        return self.asleep or any(not deferred.drain for deferred in self._deferred)
+        """True while no step may be launched: the workers sleep or are about to, or an action waits for the last
+        step in flight.
+        """
+        if self.asleep or self._num_memory_calls:
+            return True
+        return any(not deferred.drain for deferred in self._deferred)
 
     def call(self, identity: bytes, call: Call) -> None:
         """Check a call and run its method, which answers it then or later. An error is answered at once."""
         caller = Caller(identity, call.call_id)
-        self._core.deliver()  # what requests gave comes before the answer
+        self._core.deliver()  # earlier output of requests goes before the answer
         try:
             if call.method not in CALLS:
                 raise ValueError(f"no method {call.method!r}; there are {', '.join(sorted(CALLS))}")
@@ -85,15 +99,15 @@ class Control:
             if (method := self._methods.get(call.method)) is not None:
                 method(caller, **arguments)
             else:
-                self._call_worker(caller, call.method, arguments, in_list)
+                self._call_workers(caller, call.method, arguments)
         except Exception as error:  # a caller's mistake must not end the core
             self._refuse(caller, error)
 
     def advance(self) -> None:
-        """Run the deferred actions that need wait no longer."""
+        """Run the deferred actions whose wait is over."""
         if self._core.scheduler.in_flight or not self._deferred:
             return
-        self._core.deliver()  # what requests gave comes before the answer to the call that ended them
+        self._core.deliver()  # the last output of requests goes before the answer to the call that ended them
         pending, self._deferred = self._deferred, []
         for deferred in pending:
             if deferred.drain and self._core.scheduler.num_unfinished:
@@ -104,21 +118,25 @@ class Control:
             except Exception as error:
                 self._refuse(deferred.caller, error)
 
-    def receive(self, reply: WorkerReply) -> None:
-        """Answer the call that the worker has answered."""
-        caller, finish = self._worker_calls.pop(reply.call_id)
-        if reply.error is not None:
-            kind = reply.error_type or "RuntimeError"
-            self._send(caller, CallAnswer(caller.call_id, error=reply.error, error_type=kind))
-        else:
-            self._reply(caller, finish(reply.result))
+    def receive(self, reply: GroupReply) -> None:
+        """Answer the call that all workers have answered."""
+        self._worker_calls.receive(reply)
 
     def worker_lost(self, why: str) -> None:
-        """Answer the calls that the lost worker had not answered with an error. A new worker starts awake."""
-        self.asleep = False
-        lost, self._worker_calls = self._worker_calls, {}
-        for caller, _ in lost.values():
-            self._refuse(caller, RuntimeError(f"the worker was lost: {why}"))
+        """Answer the calls that the lost workers had not answered with an error."""
+        self._worker_calls.workers_lost(why)
+
+    def worker_ready(self) -> None:
+        """Put new workers to sleep if the lost ones slept, then send the calls that have waited for them."""
+
+        def done(outcome: Outcome) -> None:
+            if isinstance(outcome, Exception):
+                logger.error("the new worker does not sleep as the lost one did: %s", outcome)
+
+        if self.asleep:
+            level = min(level for level, parts in GIVEN_BACK.items() if self.asleep <= parts)
+            self._worker_calls.call("sleep", {"level": level}, done)
+        self._worker_calls.workers_ready()
 
     # ------------------------------------------------------------ methods, as `CALLS` declares them
 
@@ -134,7 +152,10 @@ class Control:
         self._deferred.append(Deferred(caller, reset, drain=False))
 
     def pause(self, caller: Caller, wait_for_inflight_requests: bool, clear_cache: bool) -> None:
-        """Hold new requests back; answers once the others have ended, by themselves or by an abort."""
+        """Hold new requests back; answers True once all others have ended, by themselves or by an abort.
+
+        A `resume` that comes first ends the wait: the answer is False, and nothing is reset.
+        """
         self.paused = True
         self._core.lobby.hold()
         if not wait_for_inflight_requests:
@@ -144,14 +165,18 @@ class Control:
         def paused(caller: Caller) -> None:
             if clear_cache:
                 self._core.scheduler.reset_prefix_cache()
-            self._reply(caller, None)
+            self._reply(caller, True)
 
         self._deferred.append(Deferred(caller, paused, drain=True))
 
     def resume(self, caller: Caller) -> None:
-        """Admit the requests that were held back, and new ones."""
+        """Admit the requests that were held back, and new ones; end the pauses that still wait."""
         self.paused = False
         self._core.lobby.release()
+        for deferred in self._deferred:
+            if deferred.drain:
+                self._reply(deferred.caller, False)
+        self._deferred = [deferred for deferred in self._deferred if not deferred.drain]
         self._reply(caller, None)
 
     def is_paused(self, caller: Caller) -> None:
@@ -170,7 +195,7 @@ class Control:
         self._reply(caller, self._core.abort(matching))
 
     def sleep(self, caller: Caller, level: int) -> None:
-        """Let the worker give memory back.
+        """Let the workers give memory back; if one fails, what it still holds is unknown, and all are replaced.
 
         Raises:
             EngineBusyError: requests are unfinished.
@@ -178,31 +203,55 @@ class Control:
         if self._core.scheduler.num_unfinished:
             raise EngineBusyError(f"{self._core.scheduler.num_unfinished} requests are unfinished")
 
-        def asleep(result: Any) -> None:
+        def done(outcome: Outcome) -> None:
+            self._num_memory_calls -= 1
+            if isinstance(outcome, Exception):
+                self._core.worker.kill()
+                return self._refuse(caller, outcome)
+            self.asleep |= GIVEN_BACK[level]
             self._core.scheduler.reset_prefix_cache()
+            self._reply(caller, None)
 
-        self.asleep = True
-        self._call_worker(caller, "sleep", {"level": level}, asleep)
+        self._num_memory_calls += 1
+        self._worker_calls.call("sleep", {"level": level}, done)
 
     def wake_up(self, caller: Caller, tags: list[str] | None) -> None:
-        """Let the worker take its memory again."""
+        """Let the workers take memory again; after an error it still counts as asleep.
 
-        def awake(result: Any) -> None:
-            self.asleep = False
+        Raises:
+            ValueError: an unknown tag, or an empty list.
+        """
+        names = WOKEN_WITH.keys() if tags is None else set(tags)
+        if not names or names - WOKEN_WITH.keys():
+            raise ValueError(f"wake_up: tags must name weights, kv_cache or both, got {tags}")
 
-        if not self.asleep:
+        def done(outcome: Outcome) -> None:
+            self._num_memory_calls -= 1
+            if isinstance(outcome, Exception):
+                return self._refuse(caller, outcome)
+            self.asleep.difference_update(*(WOKEN_WITH[name] for name in names))
+            self._reply(caller, None)
+
+        if not (self.asleep or self._num_memory_calls):
             return self._reply(caller, None)
-        self._call_worker(caller, "wake_up", {"tags": tags}, awake)
+        self._num_memory_calls += 1
+        self._worker_calls.call("wake_up", {"tags": tags}, done)
 
     def is_sleeping(self, caller: Caller) -> None:
-        """Answer whether the worker has given memory back."""
-        self._reply(caller, self.asleep)
+        """Answer whether the workers have given memory back, and not taken all of it again."""
+        self._reply(caller, bool(self.asleep))
 
     def collective_rpc(
         self, caller: Caller, method: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     ) -> None:
-        """Call a method of every worker; answers the list of results."""
-        self._call_worker(caller, method, kwargs or {}, in_list, args)
+        """Call a method of every worker; answers the list of results.
+
+        Raises:
+            ValueError: a method in which the core takes part, such as `sleep`.
+        """
+        if (declared := CALLS.get(method)) is not None and declared.runs_in is RunsIn.BOTH:
+            raise ValueError(f"collective_rpc: the core takes part in {method}: call {method} itself")
+        self._call_workers(caller, method, kwargs or {}, args)
 
     def metrics(self, caller: Caller) -> None:
         """Answer the value of every metric."""
@@ -218,29 +267,24 @@ class Control:
 
     # ------------------------------------------------------------ answers
 
-    def _call_worker(
-        self,
-        caller: Caller,
-        method: str,
-        kwargs: dict[str, Any],
-        finish: Callable[[Any], Any],
-        args: Iterable[Any] = (),
+    def _call_workers(
+        self, caller: Caller, method: str, kwargs: dict[str, Any], args: Iterable[Any] = ()
     ) -> None:
-        """Call a method of the worker; the caller gets what `finish` makes of its result."""
-        call_id = next(self._call_ids)
-        self._worker_calls[call_id] = (caller, finish)
-        self._core.worker.send(WorkerCall(call_id, method, list(args), kwargs))
+        """Call a method of every worker; the caller gets the list of their results."""
+
+        def done(outcome: Outcome) -> None:
+            if isinstance(outcome, Exception):
+                self._refuse(caller, outcome)
+            else:
+                self._reply(caller, outcome)
+
+        self._worker_calls.call(method, kwargs, done, args)
 
     def _reply(self, caller: Caller, result: Any) -> None:
         self._send(caller, CallAnswer(caller.call_id, result))
 
     def _refuse(self, caller: Caller, error: Exception) -> None:
-        self._send(caller, CallAnswer(caller.call_id, error=str(error), error_type=type(error).__name__))
+        self._send(caller, CallAnswer(caller.call_id, error=error_text(error), error_type=error_type(error)))
 
     def _send(self, caller: Caller, reply: CallAnswer) -> None:
         self._core.clients.answer(caller.identity, reply)
-
-
-def in_list(result: Any) -> list[Any]:
-    """The results of all workers, of which there is one."""
-    return [result]

@@ -11,15 +11,15 @@ from pagewire.engine_core.clients.clients import Client, Clients
 from pagewire.engine_core.lobby import Lobby
 from pagewire.engine_core.schedule.scheduler import Scheduler
 from pagewire.engine_core.schedule.sequence import Sequence, State
-from pagewire.engine_core.workers.process import Worker
+from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.ipc.messages import EngineInfo
 
 
 class Switches(Protocol):
-    """paused: new requests are held back. asleep: the worker has given its memory up."""
+    """paused: new requests are held back. asleep: what the workers have given back ("weights", "kv_cache")."""
 
     paused: bool
-    asleep: bool
+    asleep: set[str]
 
 
 class ReportedEngine(Protocol):
@@ -27,7 +27,7 @@ class ReportedEngine(Protocol):
 
     info: EngineInfo
     scheduler: Scheduler
-    worker: Worker
+    worker: WorkerGroup
     clients: Clients
     started_at: float
     worker_busy_us: int
@@ -63,13 +63,13 @@ def status(core: ReportedEngine) -> dict[str, Any]:
         "num_output_tokens": stats.num_output_tokens,
         "num_prefix_queries": stats.num_prefix_queries,
         "num_prefix_hits": stats.num_prefix_hits,
-        "worker_pid": core.worker.pid,
+        "worker_pid": next(iter(core.worker.pids), None),
         "worker_starts": core.worker.num_starts,
         "worker_busy_s": core.worker_busy_us / 1e6,
         "worker_idle_s": core.worker_idle_us / 1e6,  # while requests were unfinished
         "worker_ready": core.worker.ready is not None,
         "paused": core.control.paused,
-        "sleeping": core.control.asleep,
+        "sleeping": bool(core.control.asleep),
         "clients": [
             {
                 "number": client.number,

@@ -226,6 +226,7 @@ def sequences(
             num_prompt_tokens=len(prompt),
             max_output=max_output,
             namespace=namespace,
+            num_prompt_logprobs=request.num_prompt_logprobs if index == 0 else 0,
         )
         for index in range(n)
     ]

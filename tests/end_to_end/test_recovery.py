@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import psutil
@@ -75,6 +76,18 @@ async def collect(
         if progress is not None:
             progress[0] += len(output.outputs[0].token_ids)
     return tokens
+
+
+async def prompt_logprobs(llm: AsyncLLM, progress: list[int] | None = None) -> list[Any]:
+    """The log probabilities of a prompt, gathered from all outputs."""
+    params = sampled(5)
+    params.prompt_logprobs = 1
+    entries: list[Any] = []
+    async for output in llm.generate(list(range(300, 340)), params, "prompt logprobs"):
+        entries += output.prompt_logprobs or []
+        if progress is not None:
+            progress[0] += 1
+    return entries
 
 
 async def status(llm: AsyncLLM) -> dict[str, object]:
@@ -174,13 +187,17 @@ def test_restarts_carry_streams_over_to_a_new_core() -> None:
     async def main() -> None:
         llm = AsyncLLM.from_engine_args(EngineArgs(dtype="float32"), restarts=1)
         expected = await asyncio.gather(*(collect(llm, i, None, mixed) for i in range(4)))
-        progress = [0]
+        expected_logprobs = await prompt_logprobs(llm)
+        assert len(expected_logprobs) == 40
+        progress, outputs = [0], [0]
         tasks = [asyncio.create_task(collect(llm, i, progress, mixed)) for i in range(4)]
-        while progress[0] < 40:
+        with_logprobs = asyncio.create_task(prompt_logprobs(llm, outputs))
+        while progress[0] < 40 or not outputs[0]:
             await asyncio.sleep(0)
         assert llm.session._spawned is not None
         os.kill(llm.session._spawned.pid, signal.SIGKILL)
         assert await asyncio.gather(*tasks) == expected
+        assert await with_logprobs == expected_logprobs
         llm.shutdown()
 
     asyncio.run(main())

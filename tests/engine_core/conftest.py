@@ -15,7 +15,7 @@ import zmq
 from pagewire.engine_core.clients.clients import Clients
 from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.core import EngineCore
-from pagewire.engine_core.workers.process import Worker
+from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.ipc.codec import Codec
 from pagewire.ipc.messages import (
     PROTOCOL,
@@ -90,12 +90,17 @@ class RawFrontend:
             self.take(self.hear())
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> CallAnswer:
-        self.say(Call(1, method, list(args), kwargs))
-        while True:
-            message = self.hear()
-            if isinstance(message, CallAnswer):
-                return message
+        self.begin_call(1, method, *args, **kwargs)
+        return self.answer()
+
+    def begin_call(self, call_id: int, method: str, *args: Any, **kwargs: Any) -> None:
+        self.say(Call(call_id, method, list(args), kwargs))
+
+    def answer(self) -> CallAnswer:
+        """The next answer to a call; deltas before it are taken."""
+        while not isinstance(message := self.hear(), CallAnswer):
             self.take(message)
+        return message
 
     def status(self) -> dict[str, Any]:
         result = self.call("status").result
@@ -107,14 +112,21 @@ class RunningCore:
     """A core in a thread, and the frontends made for it."""
 
     def __init__(
-        self, address: str, args: EngineArgs, worker_options: list[str], silence: float, folder: Path
+        self,
+        address: str,
+        args: EngineArgs,
+        worker_options: list[str],
+        silence: float,
+        folder: Path,
+        num_workers: int,
     ) -> None:
         self.context: zmq.Context[Any] = zmq.Context()
         self.address = address
         self.clients = Clients(bind_router(self.context, address), silence)
         config = EngineConfig(args, folder, {}, 999)
-        worker = Worker(self.context, config.worker_config(), [*FAKE_WORKER, *worker_options])
-        self.core = EngineCore(config, worker, self.clients)
+        command = [*FAKE_WORKER, *worker_options]
+        self.workers = WorkerGroup(self.context, config.worker_config(), command, num_workers)
+        self.core = EngineCore(config, self.workers, self.clients)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -138,18 +150,19 @@ class RunningCore:
 
 @pytest.fixture
 def start_core(tmp_path: Path) -> Iterator[Callable[..., RunningCore]]:
-    """Start a core: `start_core(worker_options=[...], silence=30, folder=..., **engine options)`."""
+    """Start a core: `start_core(worker_options=[...], silence=30, folder=..., num_workers=1, **engine options)`."""
     cores: list[RunningCore] = []
 
     def start(
         worker_options: list[str] | None = None,
         silence: float = 30.0,
         folder: Path = Path("/nowhere"),
+        num_workers: int = 1,
         **options: Any,
     ) -> RunningCore:
         args = EngineArgs(**({"max_model_len": 128, "disable_log_stats": True} | options))
         address = f"ipc://{tmp_path}/core{len(cores)}.sock"
-        cores.append(RunningCore(address, args, worker_options or [], silence, folder))
+        cores.append(RunningCore(address, args, worker_options or [], silence, folder, num_workers))
         return cores[-1]
 
     yield start

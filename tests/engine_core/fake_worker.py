@@ -1,18 +1,22 @@
 """A worker without a model: the next token is a pure function of the tokens so far and the seed.
 
 It keeps slots and the relay as a real one does, so a core that plans wrongly gets wrong tokens. Prompt
-token `CRASH` kills it (as long as the file named by `CRASH_WHILE` exists), token `HANG` stops it.
+token `CRASH` kills it (as long as the file named by `CRASH_WHILE` exists), token `HANG` stops it. A step while
+it is asleep ends it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import zmq
 
 from pagewire.ipc.codec import Codec
@@ -68,8 +72,29 @@ class FakeWorker:
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}
         self.seeds: dict[int, int] = {}
+        self.sampled: list[int] = []
+        self.asleep: set[str] = set()
+
+    def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run a method that the core calls."""
+        if method == "echo":
+            return args
+        if method == "sampled":
+            return self.sampled
+        if method == "asleep":
+            return sorted(self.asleep)
+        if method == "sleep":
+            self.asleep |= {"weights", "kv_cache"} if kwargs["level"] == 2 else {"kv_cache"}
+        elif method == "wake_up":
+            self.asleep -= {"weights"}
+            if kwargs["tags"] is None or "kv_cache" in kwargs["tags"]:
+                self.asleep -= {"kv_cache"}
+        else:
+            raise ValueError(f"no method {method!r}")
+        return None
 
     def step(self, plan: StepPlan, masks: Masks | None) -> StepResult:
+        assert not self.asleep
         allowed = mask_rows(masks)
         for slot in plan.freed_slots:
             self.tokens.pop(slot, None)
@@ -94,6 +119,7 @@ class FakeWorker:
                 if token_id is None:
                     result.error = "nothing is allowed"
             tokens.append(token_id or 0)
+            self.sampled.append(token_id or 0)
             result.token_ids = [token_id or 0]
         return result
 
@@ -113,8 +139,12 @@ def main() -> None:
     parser.add_argument("--lifeline", type=int, required=True)
     parser.add_argument("--num-blocks", type=int, default=64)
     parser.add_argument("--refuse", default="")
+    parser.add_argument("--refuse-as", default="ValueError")
+    parser.add_argument("--rank-1", type=json.loads, default={}, help="other fields of its Ready")
+    parser.add_argument("--fail", nargs=2, action="append", default=[], help="RANK METHOD")
     options = parser.parse_args()
     die_with_parent(options.lifeline)
+    rank = options.identity.rpartition("-")[-1]
     socket = connect_dealer(zmq.Context(), options.connect, options.identity.encode())
     codec: Codec[ToWorker] = Codec(ToWorker)
     worker = FakeWorker()
@@ -124,11 +154,14 @@ def main() -> None:
         message = early.pop(0) if early else codec.decode(receive(socket))
         if isinstance(message, WorkerConfig):
             if options.refuse:
-                send(socket, codec.encode(WorkerFailed(options.refuse, fatal=True)))
+                failed = WorkerFailed(options.refuse, fatal=True, error_type=options.refuse_as)
+                send(socket, codec.encode(failed))
                 socket.close(500)
                 raise SystemExit(1)
             length = message.max_model_len or 128
             ready = Ready("Fake", "float32", "cpu", VOCAB_SIZE, length, options.num_blocks, 1, 1)
+            if rank == "1":
+                ready = msgspec.structs.replace(ready, **options.rank_1)
             send(socket, codec.encode(ready))
         elif isinstance(message, StepPlan):
             masks = None
@@ -141,14 +174,13 @@ def main() -> None:
                     early.append(later)
             send(socket, codec.encode(worker.step(message, masks)))
         elif isinstance(message, WorkerCall):
-            if message.method == "echo":
-                answer = WorkerReply(message.call_id, message.args)
-            elif message.method in ("sleep", "wake_up"):
-                answer = WorkerReply(message.call_id)
-            else:
-                answer = WorkerReply(
-                    message.call_id, error=f"no method {message.method!r}", error_type="ValueError"
-                )
+            try:
+                if [rank, message.method] in options.fail:
+                    raise OSError(f"{message.method} failed in rank {rank}")
+                result = worker.call(message.method, message.args, message.kwargs)
+                answer = WorkerReply(message.call_id, result)
+            except Exception as error:
+                answer = WorkerReply(message.call_id, error=str(error), error_type=type(error).__name__)
             send(socket, codec.encode(answer))
         elif isinstance(message, Shutdown):
             return

@@ -12,6 +12,7 @@ import pytest
 
 from pagewire.engine_core.schedule.sequence import sequence_seed
 from pagewire.ipc.codec import Tensor
+from pagewire.ipc.errors import ModelNotFoundError
 from pagewire.ipc.messages import (
     PROTOCOL,
     Abort,
@@ -273,6 +274,19 @@ def test_resubmitted_requests_go_on_where_they_were(start_core: Callable) -> Non
     assert frontend.outputs[1, 0] == expected[4:]
 
 
+@pytest.mark.parametrize("number", [-1, 2])
+def test_more_prompt_logprobs_than_positions_cannot_have_been_delivered(
+    start_core: Callable, number: int
+) -> None:
+    frontend = start_core().frontend()
+    frontend.attach()
+    params = SamplingParams(max_tokens=10, prompt_logprobs=0)
+    frontend.say(Submit([Request(1, "r", [8, 8], params, 7, num_prompt_logprobs=number)]))
+    frontend.finish((1, 0))
+    assert frontend.ends[1, 0].error_type == "ValueError"
+    assert "num_prompt_logprobs" in frontend.ends[1, 0].error
+
+
 def test_pause_ends_requests_and_holds_new_ones(start_core: Callable) -> None:
     frontend = start_core().frontend()
     frontend.attach()
@@ -384,17 +398,29 @@ def test_methods_by_name(start_core: Callable) -> None:
 
 
 def test_a_worker_that_cannot_start_ends_the_core_with_its_cause(start_core: Callable) -> None:
-    core = start_core(worker_options=["--refuse", "no such model"])
+    core = start_core(worker_options=["--refuse", "no such model", "--refuse-as", "ModelNotFoundError"])
     frontend = core.frontend()
     frontend.say(Hello(PROTOCOL, "test", os.getpid()))
     refusal = frontend.hear()
-    assert isinstance(refusal, Refused) and "no such model" in refusal.error
+    assert refusal == Refused("no such model", "ModelNotFoundError")
     core.thread.join(20)
-    assert "no such model" in str(core.error)
+    assert type(core.error) is ModelNotFoundError and str(core.error) == "no such model"
+
+
+def test_a_worker_that_never_starts_ends_the_core_with_its_cause(start_core: Callable) -> None:
+    core = start_core(worker_options=["--nonsense"])
+    frontend = core.frontend()
+    frontend.say(Hello(PROTOCOL, "test", os.getpid()))
+    text = "the worker did not start: exited with status 2"
+    assert frontend.hear() == Refused(text, "EngineDeadError")
 
 
 def test_too_few_blocks_for_one_request_is_said(start_core: Callable) -> None:
     core = start_core(worker_options=["--num-blocks", "2"])
+    frontend = core.frontend()
+    frontend.say(Hello(PROTOCOL, "test", os.getpid()))
+    refusal = frontend.hear()
+    assert "lower max_model_len to 32" in refusal.error and refusal.error_type == "ValueError"
     core.thread.join(20)
     assert "lower max_model_len to 32" in str(core.error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,10 +10,12 @@ import msgspec
 import pytest
 
 from pagewire.frontend import session as session_module
+from pagewire.frontend.outputs import RequestOutput
 from pagewire.frontend.session import Inbox, Session
+from pagewire.ipc.codec import Tensor
 from pagewire.ipc.errors import EngineDeadError
-from pagewire.ipc.messages import EngineInfo, Request, Submit
-from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.messages import EngineInfo, Hello, LogprobRows, Refused, Request, Submit
+from pagewire.ipc.params import RequestOutputKind, SamplingParams
 
 from .conftest import FakeCore
 
@@ -92,6 +95,68 @@ def test_open_requests_go_on_with_another_core(
     [state] = inbox.get()
     assert (state.output_token_ids, state.finished, session.dead) == ([[7, 8, 9, 10]], True, None)
     begin(session, second, inbox)
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
+def test_prompt_logprobs_are_not_requested_again_of_another_core(
+    new_core: Callable[..., FakeCore], attach: Callable[[float], Session], kind: RequestOutputKind
+) -> None:
+    """Two of three positions have arrived, and an output with them has been taken."""
+    first, inbox = new_core(), Inbox()
+    session = attach(60)
+    params = SamplingParams(max_tokens=4, prompt_logprobs=0, output_kind=kind)
+    session.submit([session.prepare({"prompt_token_ids": [5, 6, 7, 8]}, params, "a request")], inbox)
+    [request] = first.expect(Submit).requests
+    assert request.num_prompt_logprobs == 0
+    first.tokens(request.key, [], prompt_logprobs=logprob_rows([6, 7]))
+    first.tokens(request.key, [9])
+    found: list[int] = []
+    while 9 not in (state := inbox.get()[0]).output_token_ids[0]:
+        pass
+    found += positions(session.take(state))
+    first.close()
+    second = new_core()
+    [request] = second.expect(Submit).requests
+    assert (request.num_prompt_logprobs, request.output_token_ids) == (2, [[9]])
+    second.tokens(request.key, [10], prompt_logprobs=logprob_rows([8]), finish_reason="length")
+    [state] = inbox.get()
+    last = positions(session.take(state))
+    assert (found + last if kind is RequestOutputKind.DELTA else last) == [6, 7, 8]
+
+
+def logprob_rows(token_ids: list[int]) -> LogprobRows:
+    n = len(token_ids)
+    return LogprobRows(
+        Tensor("int32", (n, 1), struct.pack(f"<{n}i", *token_ids)),
+        Tensor("float32", (n, 1), struct.pack(f"<{n}f", *[-1.0] * n)),
+        Tensor("int32", (n,), struct.pack(f"<{n}i", *[1] * n)),
+    )
+
+
+def positions(output: RequestOutput | None) -> list[int]:
+    """The prompt tokens that have a log probability in an output."""
+    assert output is not None
+    return [token_id for entries in output.prompt_logprobs or [] if entries for token_id in entries]
+
+
+def test_a_core_that_does_not_start_is_not_the_last_word(
+    new_core: Callable[..., FakeCore], attach: Callable[[float], Session], tmp_path: Path
+) -> None:
+    first, inbox = new_core(), Inbox()
+    session = attach(60)
+    begin(session, first, inbox)
+    first.close()
+    broken = new_core()
+    broken.welcomes = False
+    broken.expect(Hello)
+    broken.send(Refused("no model folder /x", "ModelNotFoundError"))
+    broken.expect(Hello)  # the next attempt
+    broken.close()
+    second = new_core()
+    [request] = second.expect(Submit).requests
+    second.tokens(request.key, [9, 10], finish_reason="length")
+    [state] = inbox.get()
+    assert state.output_token_ids == [[7, 8, 9, 10]]
 
 
 def test_another_model_is_no_other_core(

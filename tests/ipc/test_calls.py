@@ -52,7 +52,7 @@ class Recorder(EngineCalls):
 
 
 def test_arguments_are_sent_by_position_with_their_defaults() -> None:
-    calls = Recorder()
+    calls = Recorder(True)
     calls.sleep()
     calls.sleep(level=2)
     calls.wake_up(("weights",))  # type: ignore[arg-type]

@@ -58,8 +58,8 @@ def operation(method: str, path: str, endpoint: Any, summary: str, call: str) ->
 
 async def pause(request: Request) -> Response:
     """POST /pause."""
-    await service_of(request).engine.pause_generation(**arguments_of(request, "pause"))
-    return json_response({"paused": True})
+    paused = await service_of(request).engine.pause_generation(**arguments_of(request, "pause"))
+    return json_response({"paused": paused})
 
 
 async def resume(request: Request) -> Response:

@@ -347,6 +347,7 @@ class Simulation:
         media: Collection[Media] = (),
         eos: int | None = None,
         done: list[list[int]] | None = None,
+        num_prompt_logprobs: int = 0,
         pool: PoolingParams | None = None,
         **params: Any,
     ) -> list[Sequence]:
@@ -362,6 +363,7 @@ class Simulation:
             eos_token_id=eos,
             priority=priority,
             output_token_ids=done,
+            num_prompt_logprobs=num_prompt_logprobs,
         )
         group = sequences(
             submitted,
@@ -375,7 +377,8 @@ class Simulation:
         for sequence in group:
             if not sequence.pools:
                 sequence.matcher = matcher_of(sequence.params, sequence.output_token_ids)
-            self.streams[sequence] = Stream(sequence.token_ids[sequence.num_prompt_tokens :])
+            stream = self.streams[sequence] = Stream(sequence.token_ids[sequence.num_prompt_tokens :])
+            stream.prompt_logprobs = list(prompt)[1 : 1 + num_prompt_logprobs]
             self.scheduler.add(sequence)
         self.check()
         return group

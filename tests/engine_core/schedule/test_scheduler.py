@@ -322,6 +322,21 @@ def test_what_was_returned_is_recomputed_in_a_chunk_of_its_own() -> None:
     assert simulation.streams[request].prompt_logprobs == LONG[1:10]
 
 
+@pytest.mark.parametrize("delivered", range(10))
+@pytest.mark.parametrize("depth", [1, 2])
+def test_prompt_logprobs_that_a_lost_core_delivered_are_not_returned_again(
+    depth: int, delivered: int
+) -> None:
+    simulation = Simulation(depth=depth, max_num_batched_tokens=4)
+    fields: dict[str, Any] = {"prompt_logprobs": 0, "n": 2, "max_tokens": 6}
+    first, second = simulation.submit(LONG[:10], num_prompt_logprobs=delivered, **fields)
+    simulation.drain()
+    rows = [delta.prompt_logprobs for delta in simulation.streams[first].deltas if delta.prompt_logprobs]
+    assert [token_id for row in rows for token_id in row.token_ids.tolist()] == LONG[1 + delivered : 10]
+    assert simulation.streams[first].prompt_logprobs == LONG[1:10]
+    assert not any(delta.prompt_logprobs for delta in simulation.streams[second].deltas)
+
+
 def test_a_prompt_of_one_token_has_no_logprobs() -> None:
     simulation = Simulation(depth=1)
     request = simulation.submit([2], prompt_logprobs=0)[0]

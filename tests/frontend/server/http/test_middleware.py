@@ -132,6 +132,8 @@ def test_admin(serve: Callable[..., Client], core: FakeCore) -> None:
     ]
     assert client.post("/sleep?level=3").error["param"] == "level"
     assert client.post("/pause?clear_cache=perhaps").error["param"] == "clear_cache"
+    core.calls["pause"] = lambda *args: False  # a resume came first
+    assert client.post("/pause").json == {"paused": False}
     del core.calls["resume"]
     assert client.post("/resume").status == 500
 

@@ -1,0 +1,72 @@
+"""A core with two real workers, of which rank 1 only follows: the streams are those of a single worker."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from pagewire import LLM, AsyncLLM
+from pagewire.engine_core.clients.clients import Clients
+from pagewire.engine_core.config import EngineConfig
+from pagewire.engine_core.core import EngineCore
+from pagewire.engine_core.workers.group import WorkerGroup
+from pagewire.ipc.options import EngineArgs
+from pagewire.ipc.sockets import bind_router
+
+from .test_recovery import PROMPTS, collect, mixed, status
+
+
+@pytest.fixture
+def core(tmp_path: Path) -> Iterator[EngineCore]:
+    """A core in a thread, with a group of two."""
+    context: zmq.Context[Any] = zmq.Context()
+    clients = Clients(bind_router(context, f"ipc://{tmp_path}/core.sock"), silence_seconds=60.0)
+    args = EngineArgs("demo", dtype="float32", num_threads=1, kv_cache_memory_bytes=32 << 20)
+    config = EngineConfig.resolve(args)
+    core = EngineCore(config, WorkerGroup(context, config.worker_config(), size=2), clients)
+    thread = threading.Thread(target=core.run, daemon=True)
+    thread.start()
+    yield core
+    core.stop(0.0)
+    core.stop(0.0)
+    thread.join(60)
+    assert not thread.is_alive()
+    context.destroy(0)
+
+
+def test_streams_outlive_the_death_of_either_rank(core: EngineCore, llm: LLM, tmp_path: Path) -> None:
+    expected = [
+        output.outputs[0].token_ids
+        for output in llm.generate(PROMPTS, [mixed(i) for i in range(len(PROMPTS))], use_tqdm=False)
+    ]
+
+    async def main() -> None:
+        async with AsyncLLM.attach(f"ipc://{tmp_path}/core.sock", timeout=None) as group:
+            progress = [0]
+            tasks = [asyncio.create_task(collect(group, i, progress, mixed)) for i in range(len(PROMPTS))]
+            for rank in (1, 0):
+                goal = progress[0] + 200
+                while progress[0] < goal:
+                    await asyncio.sleep(0)
+                os.kill(core.worker.pids[rank], signal.SIGKILL)
+            assert await asyncio.gather(*tasks) == expected
+            state = await status(group)
+            assert state["worker_starts"] == 3 and state["num_free_blocks"] == state["num_blocks"]
+            first, second = await group.collective_rpc("model_info")
+            assert first == second
+            await group.sleep(2)
+            assert [memory["weights"] for memory in await group.collective_rpc("memory")] == [0, 0]
+            await group.wake_up(["weights"])
+            assert await group.is_sleeping()
+            await group.wake_up(["kv_cache"])
+            assert await collect(group, 0, None, mixed) == expected[0]
+
+    asyncio.run(main())
