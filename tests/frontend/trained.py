@@ -66,8 +66,8 @@ def llama_2() -> Tokenizer:
     )
     model = json.loads(base.to_str())["model"]
     vocab = dict(model["vocab"])
-    for char in "▁東京abc":
-        vocab.setdefault(char, len(vocab))
+    for name in (*"▁東京abc", "true", "▁true"):
+        vocab.setdefault(name, len(vocab))
     merges = [tuple(merge) for merge in model["merges"]]
     tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
