@@ -16,7 +16,7 @@ from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.exchange import Exchange
 from pagewire.frontend.server.http.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.http.openapi import Operation
-from pagewire.frontend.server.openai.beams import beam_outputs
+from pagewire.frontend.server.openai.beams import beam_outputs, check_beam_fields
 from pagewire.frontend.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from pagewire.frontend.server.openai.protocol import (
     ChatChoice,
@@ -86,6 +86,7 @@ async def answer(service: Service, request: ChatRequest, exchange: Exchange) -> 
     tools = tools_of(service, request)
     writer = ChatWriter(service, request, exchange, tools)
     check_chat(request)
+    check_beam_fields(request)
     prompt = await prompt_of(service, request, tools)
     params = params_of(service, request, tools)
     exchange.prompt = prompt.get("prompt", "")

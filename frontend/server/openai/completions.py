@@ -16,7 +16,7 @@ from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.exchange import Exchange
 from pagewire.frontend.server.http.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.http.openapi import Operation
-from pagewire.frontend.server.openai.beams import beam_outputs
+from pagewire.frontend.server.openai.beams import beam_outputs, check_beam_fields
 from pagewire.frontend.server.openai.logprobs import TokenNames, completion_logprobs, prompt_logprobs
 from pagewire.frontend.server.openai.protocol import (
     Completion,
@@ -64,6 +64,7 @@ async def complete(service: Service, request: CompletionRequest, exchange: Excha
         Exceptions of the engine.
     """
     writer = CompletionWriter(service, request, exchange)
+    check_beam_fields(request)
     prompts = await prompts_in(service, request)
     exchange.prompt = prompts[0] if isinstance(prompts[0], (str, list)) else ""
     params = completion_params(service, request)
