@@ -72,6 +72,20 @@ EXAMPLES: list[tuple[type[Parser], str, str | None, list[Call]]] = [
     (Hermes, '<tool_call>{"name": "f"}</tool_call>', None, [("f", "{}")]),
     (Hermes, '<tool_call>{"name": "f", "arguments": null}</tool_call>', None, [("f", "{}")]),
     (Hermes, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', None, [("f", '{"a": 1}')]),
+    # A string of arguments is the call's, whatever is in it.
+    (Hermes, '<tool_call>{"name": "f", "arguments": ""}</tool_call>', None, [("f", "{}")]),
+    (Hermes, '<tool_call>{"name": "f", "arguments": "[1]"}</tool_call>', None, [("f", "[1]")]),
+    (Hermes, '<tool_call>{"name": "f", "arguments": "Köln"}</tool_call>', None, [("f", "Köln")]),
+    (Hermes, '<tool_call>{"arguments": "{\\"a\\": nope}", "name": "f"}</tool_call>', None, [("f", '{"a": nope}')]),
+    (
+        Hermes,
+        '<tool_call>{"name": "f", "arguments": "' + "[" * 100_000 + '"}</tool_call>',
+        None,
+        [("f", "[" * 100_000)],
+    ),
+    # The closing tag ends arguments whose brackets are open.
+    (Hermes, '<tool_call>{"name": "f", "arguments": {"a": {"": [1</tool_call>', None, [("f", '{"a": {"": [1]}}')]),
+    (Hermes, '<tool_call>{"name": "f", "arguments": {"a": "{["\n</tool_call> so', " so", [("f", '{"a": "{["\n}')]),
     # Arguments that are cut short or not JSON are as the model wrote them.
     (Hermes, '<tool_call>{"name": "f", "arguments": {"a": "\\', None, [("f", '{"a": "\\')]),
     (Hermes, '<tool_call>{"name": "f", "arguments": {"a": nope}}</tool_call>', None, [("f", '{"a": nope}')]),
@@ -79,7 +93,7 @@ EXAMPLES: list[tuple[type[Parser], str, str | None, list[Call]]] = [
         Hermes,
         '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>\n<tool_call>{"name": "g"}</tool_call>',
         None,
-        [("f", '{"a": 1'), ("g", "{}")],
+        [("f", '{"a": 1}'), ("g", "{}")],
     ),
     (Hermes, '<tool_call>{"name": "f", "arguments": {}</tool_call> and', " and", [("f", "{}")]),
     (Hermes, '<tool_call>{"name": "f", "arguments": {}}} </tool_call>', "} </tool_call>", [("f", "{}")]),
@@ -95,9 +109,7 @@ EXAMPLES: list[tuple[type[Parser], str, str | None, list[Call]]] = [
             '<tool_call>{"name": "", "arguments": {}}</tool_call>',
             '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
             '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
-            '<tool_call>{"name": "f", "arguments": "[1]"}</tool_call>',
             '<tool_call>{"name": "f", "arguments": "{\\"\\ud800\\": 1}"}</tool_call>',
-            '<tool_call>{"name": "f", "arguments": "' + "[" * 100_000 + '"}</tool_call>',
             '<tool_call>{"name": "f" "arguments": {}}</tool_call>',
             "<tool_call>{'name': 'f', 'arguments': {}}</tool_call>",
             '<tool_call>{"function": {"name": "f"}}</tool_call>',
@@ -124,6 +136,21 @@ EXAMPLES: list[tuple[type[Parser], str, str | None, list[Call]]] = [
     ),
     (Mistral, '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"na', ' {"na', [("f", "{}")]),
     (Mistral, '[TOOL_CALLS] [{"name": "f", "arguments": {}} {"n', ' {"n', [("f", "{}")]),
+    # A list behind other text.
+    (
+        Mistral,
+        'So [TOOL_CALLS] I call f: [{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"a": 1}}] ok',
+        "So  I call f:  ok",
+        [("f", "{}"), ("g", '{"a": 1}')],
+    ),
+    (Mistral, '[TOOL_CALLS] [1] a[0] [ {"name": "f", "arguments": {"a', " [1] a[0]", [("f", '{"a')]),
+    (
+        Mistral,
+        '[TOOL_CALLS] no [TOOL_CALLS] [{"name": "f", "arguments": {}}]',
+        "[TOOL_CALLS] no",
+        [("f", "{}")],
+    ),
+    *((Mistral, text, text, []) for text in ('[TOOL_CALLS] a [{"name": 3}]', "[TOOL_CALLS] a [TOOL_CALLS] [{}]")),
     *((Mistral, text, text, []) for text in ("[TOOL_CALLS] what", "[TOOL_CALLS][]", "[TOOL_CALLS]f()", "[TOOL")),
     (Llama3JSON, '{"name": "f", "parameters": {"a": {}}}', None, [("f", '{"a": {}}')]),
     (
@@ -167,6 +194,10 @@ EXAMPLES: list[tuple[type[Parser], str, str | None, list[Call]]] = [
     (Pythonic, "[f(a=1)", None, [("f", '{"a": 1}')]),
     (Pythonic, "[f(a=1), g(b=", " g(b=", [("f", '{"a": 1}')]),
     (Pythonic, "[f(a=1), 2]", " 2]", [("f", '{"a": 1}')]),
+    # Calls with other arguments than literals are content; those around them are calls.
+    (Pythonic, "[f(a=b), g(a=1)] ok", "[f(a=b) ok", [("g", '{"a": 1}')]),
+    (Pythonic, "[f(1), g(x=2), h(*y), i()]", "[f(1) h(*y)", [("g", '{"x": 2}'), ("i", "{}")]),
+    (Pythonic, "[f(a=1), g(b(2)),]<|python_end|>", " g(b(2))", [("f", '{"a": 1}')]),
     *(
         (Pythonic, text, text, [])
         for text in (
@@ -174,6 +205,7 @@ EXAMPLES: list[tuple[type[Parser], str, str | None, list[Call]]] = [
             "[1, 2]",
             "[]",
             "[f(1)]",
+            "[f(1), g(2),]<|python_end|> ok",
             "[f(a=1) + 2]",
             "[f(a=1)(b=2)]",
             "[f(**{'a': 1})]",
@@ -260,7 +292,19 @@ def test_what_is_no_call_is_content(kind: Callable[..., Parser], text: str) -> N
     assert all(character in rest for character in content)  # in order: nothing is made up
     if kind is not Pythonic:
         arguments = [call.arguments for call in reply.tool_calls]
-        assert all(part in text or part == "{}" or json.loads(part) is not None for part in arguments)
+        strings = [json_string(part) for part in re.findall(r'"(?:[^"\\]|\\.)*"', text, re.DOTALL)]
+        assert all(
+            part in text or part == "{}" or part in strings or part.rstrip("]}") in text for part in arguments
+        )
+
+
+def json_string(text: str) -> str | None:
+    """The string that JSON text encodes; None if it is invalid."""
+    try:
+        value: str = json.loads(text, strict=False)
+    except ValueError:
+        return None
+    return value
 
 
 # ---------------------------------------------------------------- well-formed replies and their parts
