@@ -332,12 +332,16 @@ class ChatWriter:
         )
 
     def _begin(self, output: RequestOutput) -> bytes:
-        """Return the first events, which have the role of each choice."""
+        """Return the first events, which have the role of each choice. One has the prompt's log probabilities."""
         content = self._opening if self.tools.schema is None else None  # required calls leave no content
         delta = ChatDelta(role=self._role, content=content)
         choices = [ChatChunkChoice(index=index, delta=delta) for index in range(self.request.n or 1)]
         ids = output.prompt_token_ids or [] if self.request.return_token_ids else UNSET
-        return b"".join(self._chunk([choice], self._usage(), ids) for choice in choices)
+        first, *others = choices
+        positions = UNSET if output.prompt_logprobs is None else prompt_logprobs(output.prompt_logprobs)
+        return self._chunk([first], self._usage(), ids, positions) + b"".join(
+            self._chunk([choice], self._usage(), ids) for choice in others
+        )
 
     def _event(self, part: CompletionOutput, prompt: str | None) -> bytes:
         """Return the event for an increment of an output; b"" if the increment is empty."""
@@ -365,7 +369,13 @@ class ChatWriter:
             return UNSET
         return self.exchange.usage() if self.options.continuous_usage_stats else None
 
-    def _chunk(self, choices: list[ChatChunkChoice], usage: Any, prompt_token_ids: Any = UNSET) -> bytes:
+    def _chunk(
+        self,
+        choices: list[ChatChunkChoice],
+        usage: Any,
+        prompt_token_ids: Any = UNSET,
+        positions: Any = UNSET,
+    ) -> bytes:
         return sse.event(
             ChatChunk(
                 id=self.exchange.id,
@@ -374,5 +384,6 @@ class ChatWriter:
                 choices=choices,
                 usage=usage,
                 prompt_token_ids=prompt_token_ids,
+                prompt_logprobs=positions,
             )
         )
