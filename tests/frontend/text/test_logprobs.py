@@ -26,25 +26,25 @@ POSITIONS: list[Any] = [
 
 
 def test_the_token_itself_comes_first() -> None:
-    found: list[Any] = []
-    assert add_rows(found, TWO, TokenTexts(None)) == -5.5
-    assert found == POSITIONS
-    assert [list(position) for position in found] == [[7, 5], [9, 5, 6]]
+    positions: list[Any] = []
+    assert add_rows(positions, TWO, TokenTexts(None)) == -5.5
+    assert positions == POSITIONS
+    assert [list(position) for position in positions] == [[7, 5], [9, 5, 6]]
 
 
 def test_only_the_token_itself() -> None:
-    found: list[Any] = []
-    add_rows(found, rows([[7]], [[-1.0]], [3]), TokenTexts(None))
-    assert found == [{7: Logprob(-1.0, 3)}]
+    positions: list[Any] = []
+    add_rows(positions, rows([[7]], [[-1.0]], [3]), TokenTexts(None))
+    assert positions == [{7: Logprob(-1.0, 3)}]
 
 
 def test_some_rows() -> None:
-    found: list[Any] = []
-    assert add_rows(found, TWO, TokenTexts(None), 1) == -1.5
-    assert found == POSITIONS[:1]
+    positions: list[Any] = []
+    assert add_rows(positions, TWO, TokenTexts(None), 1) == -1.5
+    assert positions == POSITIONS[:1]
 
 
-def test_flat_reads_like_a_list() -> None:
+def test_flat_logprobs_read_like_a_list() -> None:
     flat = FlatLogprobs()
     flat.append(None)
     add_rows(flat, TWO, TokenTexts(None))
@@ -63,7 +63,7 @@ def test_flat_reads_like_a_list() -> None:
     assert copy == flat
 
 
-def test_flat_only_grows() -> None:
+def test_flat_logprobs_can_only_be_appended_to() -> None:
     flat = FlatLogprobs()
     for change in (
         lambda: flat.insert(0, None),
@@ -79,9 +79,9 @@ def test_texts_of_tokens(tokenizers: dict[str, Tokenizer]) -> None:
     for text in ("The", " ", "</s>", "two words"):
         (token_id,) = tokenizer.encode(text, add_special_tokens=False)
         assert token_text(tokenizer, token_id) == text
-    found: list[Any] = []
-    add_rows(found, TWO, TokenTexts(tokenizer))
-    assert found[0][7].decoded_token == tokenizer.decode([7])
+    positions: list[Any] = []
+    add_rows(positions, TWO, TokenTexts(tokenizer))
+    assert positions[0][7].decoded_token == tokenizer.decode([7])
 
 
 @pytest.mark.parametrize("family", ["byte_level", "llama_2"])

@@ -78,7 +78,9 @@ WORDS = st.sampled_from(
 @pytest.mark.parametrize("with_tools", [False, True])
 @settings(deadline=None)
 @given(text=st.lists(WORDS, max_size=12).map("".join), seed=st.integers())
-def test_no_cut_changes_a_reply(begun: bool, with_tools: bool, text: str, seed: int) -> None:
+def test_the_reply_does_not_depend_on_how_the_text_is_split(
+    begun: bool, with_tools: bool, text: str, seed: int
+) -> None:
     chance = random.Random(seed)
     places = sorted(chance.choices(range(len(text) + 1), k=chance.randint(0, len(text) + 2)))
     parser = reader(begun, with_tools)
@@ -90,7 +92,7 @@ def test_no_cut_changes_a_reply(begun: bool, with_tools: bool, text: str, seed: 
         assert (reply.content or "") == text
 
 
-def test_thoughts_come_at_once() -> None:
+def test_reasoning_is_emitted_at_once() -> None:
     parser = reader(False)
     assert parser.feed("<think>\nHm <") == [Reasoning("Hm")]
     assert parser.feed("b> </") == [Reasoning(" <b>")]

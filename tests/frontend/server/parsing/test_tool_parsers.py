@@ -1,4 +1,4 @@
-"""Tool calls in replies: each format as its models write it, cut anywhere, broken anywhere."""
+"""Tool calls in replies: every format as models write it, split and damaged anywhere."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ EXAMPLES: list[tuple[type[Parser], str, str | None, list[Call]]] = [
     ),
     (Hermes, '<tool_call>{"name": "f", "arguments": {}</tool_call> and', " and", [("f", "{}")]),
     (Hermes, '<tool_call>{"name": "f", "arguments": {}}} </tool_call>', "} </tool_call>", [("f", "{}")]),
-    # Heads that are none.
+    # Text that is not a call, though it begins like one.
     *(
         (Hermes, text, text, [])
         for text in (
@@ -262,7 +262,7 @@ TEXTS = st.lists(st.one_of(WORDS, WORDS, WORDS, st.text(max_size=3)), max_size=3
 
 
 def cut(text: str, seed: int) -> list[str]:
-    """The text in pieces, some of them empty."""
+    """Return the text in pieces, some of them empty."""
     chance = random.Random(seed)
     places = sorted(chance.choices(range(len(text) + 1), k=chance.randint(0, len(text) + 2)))
     return [text[a:b] for a, b in itertools.pairwise([0, *places, len(text)])]
@@ -271,7 +271,9 @@ def cut(text: str, seed: int) -> list[str]:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None)
 @given(text=TEXTS, seed=st.integers())
-def test_no_cut_changes_a_reply(kind: Callable[..., Parser], text: str, seed: int) -> None:
+def test_the_reply_does_not_depend_on_how_the_text_is_split(
+    kind: Callable[..., Parser], text: str, seed: int
+) -> None:
     reply = new_parser(kind).parse(text)
     deltas = streamed(new_parser(kind), cut(text, seed))
     assert fold(deltas) == reply
@@ -283,7 +285,7 @@ def test_no_cut_changes_a_reply(kind: Callable[..., Parser], text: str, seed: in
 @pytest.mark.parametrize("kind", KINDS[:-1])
 @settings(deadline=None)
 @given(text=TEXTS)
-def test_what_is_no_call_is_content(kind: Callable[..., Parser], text: str) -> None:
+def test_text_that_is_not_a_call_is_content(kind: Callable[..., Parser], text: str) -> None:
     reply = new_parser(kind).parse(text)
     content = reply.content or ""
     if not reply.tool_calls:
@@ -394,20 +396,20 @@ def test_well_formed_replies(
     part = new_parser(kind).parse(text[:end])
     for short, whole in zip(part.tool_calls, reply.tool_calls, strict=False):
         assert short.name == whole.name and whole.arguments.startswith(short.arguments)
-    one = new_parser(kind, parallel=False).parse(text)
-    assert one.tool_calls == reply.tool_calls[:1] and one.content == reply.content
+    single = new_parser(kind, parallel=False).parse(text)
+    assert single.tool_calls == reply.tool_calls[:1] and single.content == reply.content
 
 
 @settings(deadline=None)
 @given(calls=CALLS, before=PROSE, layout=LAYOUT)
-def test_hermes_as_a_reader_of_whole_texts_finds_it(calls: Any, before: str, layout: Any) -> None:
+def test_hermes_agrees_with_a_pattern_on_the_whole_text(calls: Any, before: str, layout: Any) -> None:
     calls = [
         (name, {k: v for k, v in args.items() if "</tool_call>" not in json.dumps(v)}) for name, args in calls
     ]
     text, _ = hermes_text(calls, before, "", layout)
-    found = [json.loads(part) for part in re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)]
+    bodies = [json.loads(part) for part in re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)]
     reply = new_parser(Hermes).parse(text)
-    assert [(c["name"], c["arguments"]) for c in found] == [(n, json.loads(a)) for n, a in calls_of(reply)]
+    assert [(c["name"], c["arguments"]) for c in bodies] == [(n, json.loads(a)) for n, a in calls_of(reply)]
 
 
 # ---------------------------------------------------------------- as early as is safe
@@ -449,7 +451,7 @@ def test_a_constrained_reply_is_calls_from_the_start() -> None:
     ]
 
 
-def test_ids_look_as_templates_want_them() -> None:
+def test_call_ids_have_the_form_that_templates_accept() -> None:
     text = '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]'
     ids = [call.id for call in Mistral().parse(text).tool_calls]
     assert all(re.fullmatch(r"[A-Za-z0-9]{9}", name) for name in ids) and len(set(ids)) == 2

@@ -1,4 +1,4 @@
-"""Tools over HTTP: a core replays what a model might write, and OpenAI's client reads what comes of it."""
+"""Tools over HTTP: a core replays the text of a model, and OpenAI's client reads the responses."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PYTHONIC = "Let me see.\n[get_weather(city='Köln 🦊'), clock()]"
 
 
 class Replay:
-    """A core that says what it is told to, and a way to serve it."""
+    """A core that answers every request with `text`, and servers on it."""
 
     def __init__(self, core: FakeCore, tokenizer: Tokenizer) -> None:
         self.core, self.tokenizer = core, tokenizer
@@ -63,18 +63,18 @@ class Replay:
 
     @contextmanager
     def serve(self, template: str = TEMPLATE, **options: Any) -> Iterator[str]:
-        """The URL of a server on it, in a thread."""
+        """Return the URL of a server on the core, which runs in a thread."""
         with serving(self.core.address, ServerOptions(port=0, chat_template=template, **options)) as url:
             yield url + "/v1"
 
     @property
     def last(self) -> Any:
-        """The last request that came."""
+        """The last request that the core received."""
         return self.core.submitted[max(self.core.submitted)]
 
     @property
     def prompt(self) -> str:
-        """Its prompt."""
+        """The prompt of the last request."""
         return self.tokenizer.decode(self.last.prompt_token_ids)
 
 
@@ -97,7 +97,7 @@ def calls_of(message: Any) -> list[tuple[str, str]]:
 
 
 def gathered(chunks: Any) -> tuple[str, list[list[str]], list[str], set[str | None]]:
-    """A stream put together: content, [id, name, arguments] of calls, pieces of arguments, finish reasons."""
+    """Join a stream: content, [id, name, arguments] of calls, pieces of arguments, finish reasons."""
     content, calls, pieces, reasons = "", [], [], set()
     for chunk in chunks:
         (choice,) = chunk.choices
@@ -136,8 +136,8 @@ def test_the_model_chooses(replay: Replay, parser: str, text: str) -> None:
         assert len({call[0] for call in calls}) == 2
         assert len(pieces) >= 2  # how many depends on how fast they are read
 
-        one = client.chat.completions.create(**request, parallel_tool_calls=False)
-        assert calls_of(one.choices[0].message) == [weather]
+        single = client.chat.completions.create(**request, parallel_tool_calls=False)
+        assert calls_of(single.choices[0].message) == [weather]
 
         replay.text = "It rains. "
         (choice,) = client.chat.completions.create(**request).choices
@@ -152,7 +152,7 @@ def test_the_model_chooses(replay: Replay, parser: str, text: str) -> None:
         assert choice.finish_reason == "length"
 
 
-def test_a_function_or_any_is_demanded(replay: Replay) -> None:
+def test_a_function_or_any_call_is_required(replay: Replay) -> None:
     request: Any = {"model": "fake", "messages": ASK, "tools": [WEATHER, CLOCK]}
     named = {"type": "function", "function": {"name": "get_weather"}}
     with replay.serve() as url, client_of(url) as client:
@@ -244,7 +244,7 @@ def test_a_conversation_with_calls_and_their_answers(replay: Replay) -> None:
             client.chat.completions.create(model="fake", messages=[*ASK, answers[0]])
 
 
-def test_what_is_refused(replay: Replay) -> None:
+def test_refused_tools_and_choices(replay: Replay) -> None:
     def refused(field: str | None, message: str, **request: Any) -> None:
         with pytest.raises(openai.BadRequestError, match=message) as caught:
             client.chat.completions.create(model="fake", messages=ASK, **request)
