@@ -13,7 +13,7 @@ class TextOffsets:
     """The offset of each token of a growing output: the number of characters of the text before the token's own.
 
     The tokens of a character that is split begin where it begins, and a token without text where the next text
-    begins, so offsets never decrease and never run past the end of the text.
+    begins, so offsets never decrease and never run past the end of the text (before a stop string is cut off).
 
     start: offset of the first token. Other arguments: those of `text_stream`; without a tokenizer there is no text,
     and all offsets are `start`.
