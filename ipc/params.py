@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Sequence
 from enum import Enum, IntEnum
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -382,11 +382,16 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields
 
     Attributes:
         beam_width: beams kept per step, at least 1.
-        max_tokens: most tokens per beam, at least 1.
-        ignore_eos: beams go on past the end-of-sequence token.
+        max_tokens: largest number of tokens per beam, at least 1.
+        ignore_eos: beams go on past end-of-sequence tokens.
         temperature: divides the logits before scores are taken.
         length_penalty: a beam's score is its log probability divided by length ** length_penalty.
-        include_stop_str_in_output: keep the end-of-sequence token's text.
+        include_stop_str_in_output: keep the text of the token that ended a beam.
+        early_stopping: when to end the search, once `beam_width` beams have ended. True: at once. False: when the
+            best running beam, scored at its present length, is no better than the worst of them. "never": when no
+            running beam can become better.
+        min_tokens: no beam ends before it has this number of tokens.
+        stop_token_ids: tokens that end a beam, in addition to the end-of-sequence tokens.
 
     Raises:
         ValueError, TypeError: as `SamplingParams`.
@@ -398,6 +403,17 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields
     temperature: Temperature = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
+    early_stopping: bool | Literal["never"] = False
+    min_tokens: NumTokens = 0
+    stop_token_ids: list[TokenId] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        early: Any = self.early_stopping
+        if not isinstance(early, bool) and early != "never":
+            kind = ValueError if isinstance(early, str) else TypeError
+            raise kind(f"early_stopping must be True, False or 'never', got {early!r}")
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"
+            )

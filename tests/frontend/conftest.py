@@ -23,6 +23,7 @@ from pagewire.ipc.messages import (
     Deltas,
     EngineInfo,
     Hello,
+    LogprobRows,
     Ping,
     Pong,
     Refused,
@@ -53,7 +54,10 @@ class FakeCore:
         self.welcomes = True
         self.pongs = True
         self.answer: Callable[[Request, int], list[int]] = lambda request, index: [2, 3, 4]
-        self.reason = "length"  # that answers end for
+        self.reason = "length"  # finish reason of all answers
+        self.logprobs: Callable[[Request], LogprobRows | None] = lambda request: (
+            None
+        )  # of each token of an answer
         self.calls: dict[str, Callable[..., Any]] = {}
         self.seen: queue.Queue[Any] = queue.Queue()
         self.submitted: dict[int, Request] = {}
@@ -134,14 +138,20 @@ class FakeCore:
     def _generate(self, requests: list[Request]) -> None:
         """All requests token by token, in steps, as a core would."""
         rows = [
-            (request.key, index, self.answer(request, index))
+            (request, index, self.answer(request, index))
             for request in requests
             for index in range(request.params.n)
         ]
         for step in itertools.count():
             deltas = [
-                TokenDelta(key, index, [ids[step]], self.reason if step == len(ids) - 1 else None)
-                for key, index, ids in rows
+                TokenDelta(
+                    request.key,
+                    index,
+                    [ids[step]],
+                    self.reason if step == len(ids) - 1 else None,
+                    logprobs=self.logprobs(request),
+                )
+                for request, index, ids in rows
                 if step < len(ids)
             ]
             if not deltas:

@@ -311,6 +311,7 @@ def test_beam_search_defaults() -> None:
     params = BeamSearchParams(beam_width=2, max_tokens=3)
     assert (params.ignore_eos, params.temperature, params.length_penalty) == (False, 0.0, 1.0)
     assert params.include_stop_str_in_output is False
+    assert (params.early_stopping, params.min_tokens, params.stop_token_ids) == (False, 0, None)
 
 
 @pytest.mark.parametrize(
@@ -326,11 +327,22 @@ def test_beam_search_defaults() -> None:
         ("length_penalty", math.inf, ValueError),
         ("length_penalty", HUGE, ValueError),
         ("length_penalty", None, TypeError),
+        ("early_stopping", "always", ValueError),
+        ("early_stopping", 1, TypeError),
+        ("early_stopping", None, TypeError),
+        ("min_tokens", -1, ValueError),
+        ("min_tokens", 4, ValueError),
+        ("stop_token_ids", [-1], ValueError),
     ],
 )
 def test_beam_search_errors(name: str, value: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=name):
         BeamSearchParams(**{"beam_width": 2, "max_tokens": 3, name: value})
+
+
+@pytest.mark.parametrize("value", [True, False, "never"])
+def test_early_stopping(value: Any) -> None:
+    assert BeamSearchParams(1, 1, early_stopping=value).early_stopping is value
 
 
 @given(st.floats(-10, 10))

@@ -16,7 +16,7 @@ from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.exchange import Exchange
 from pagewire.frontend.server.http.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.http.openapi import Operation
-from pagewire.frontend.server.openai.beams import beam_outputs
+from pagewire.frontend.server.openai.beams import beam_outputs, check_beam_fields
 from pagewire.frontend.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from pagewire.frontend.server.openai.protocol import (
     ChatChoice,
@@ -38,7 +38,7 @@ from pagewire.frontend.server.openai.sampling import (
 )
 from pagewire.frontend.server.parsing.choice import ToolUse, tool_use
 from pagewire.frontend.server.parsing.history import read_history
-from pagewire.frontend.server.parsing.reasoning import thinking
+from pagewire.frontend.server.parsing.reasoning import parser_for, thinking
 from pagewire.frontend.server.parsing.reply import (
     ReplyDelta,
     ReplyParser,
@@ -48,7 +48,7 @@ from pagewire.frontend.server.parsing.reply import (
     read,
 )
 from pagewire.frontend.server.service import LONG_TEXT, Service, off_loop
-from pagewire.frontend.text.chat_template import chat_prompt, check_template
+from pagewire.frontend.text.chat_template import as_text, chat_prompt, check_template
 from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
 
 Outputs: TypeAlias = AsyncGenerator[list[tuple[int, RequestOutput]], None]
@@ -86,6 +86,7 @@ async def answer(service: Service, request: ChatRequest, exchange: Exchange) -> 
     tools = tools_of(service, request)
     writer = ChatWriter(service, request, exchange, tools)
     check_chat(request)
+    check_beam_fields(request)
     prompt = await prompt_of(service, request, tools)
     params = params_of(service, request, tools)
     exchange.prompt = prompt.get("prompt", "")
@@ -218,9 +219,11 @@ async def prompt_of(service: Service, request: ChatRequest, tools: ToolUse) -> T
     return await off_loop(size, make)
 
 
-def reply_parser(tools: ToolUse) -> ReplyParser:
-    """Return a new parser for one output."""
-    return TextReply() if tools.new_parser is None else ReplyWithCalls(tools.new_parser())
+def reply_parser(request: ChatRequest, tools: ToolUse, prompt: str | None) -> ReplyParser:
+    """Return a new parser for one output. prompt: the text to which it is the reply."""
+    continued = as_text(request.messages[-1].get("content")) if request.continue_final_message else None
+    parser = parser_for(tools, prompt or "", continued)
+    return TextReply() if parser is None else ReplyWithCalls(parser)
 
 
 def whole_calls(deltas: list[ToolCall]) -> list[ToolCall]:
@@ -255,7 +258,10 @@ class ChatWriter:
             id=self.exchange.id,
             created=self.exchange.created,
             model=self.model,
-            choices=[self._choice(part) for part in best_outputs(output.outputs, self.request.n or 1)],
+            choices=[
+                self._choice(part, output.prompt)
+                for part in best_outputs(output.outputs, self.request.n or 1)
+            ],
             usage=self.exchange.usage(),
             prompt_logprobs=None
             if output.prompt_logprobs is None
@@ -270,7 +276,7 @@ class ChatWriter:
             async for ((_, output),) in batches:
                 events = self._begin(output) if self.exchange.count(0, output) else b""
                 for part in output.outputs:
-                    events += self._event(part)
+                    events += self._event(part, output.prompt)
                 if events:
                     yield events
         if self.options.include_usage:
@@ -290,10 +296,10 @@ class ChatWriter:
         echoes = self.request.echo and last.get("role") == role and isinstance(content, str)
         return role, str(content) if echoes else ""
 
-    def _read(self, part: CompletionOutput) -> ReplyDelta:
-        """Parse the next text of an output."""
+    def _read(self, part: CompletionOutput, prompt: str | None) -> ReplyDelta:
+        """Parse the next text of an output. prompt: the text to which it is the reply."""
         if part.index not in self._parsers:
-            self._parsers[part.index] = reply_parser(self.tools)
+            self._parsers[part.index] = reply_parser(self.request, self.tools, prompt)
         delta = read(self._parsers[part.index], part.text, part.finished())
         if delta.tool_calls:
             self._called.add(part.index)
@@ -308,8 +314,8 @@ class ChatWriter:
             return None
         return chat_logprobs(self._names, part.token_ids, part.logprobs or (), self.request.top_logprobs or 0)
 
-    def _choice(self, part: CompletionOutput) -> ChatChoice:
-        reply = self._read(part)
+    def _choice(self, part: CompletionOutput, prompt: str | None) -> ChatChoice:
+        reply = self._read(part, prompt)
         content = self._opening + reply.content
         return ChatChoice(
             index=part.index,
@@ -326,16 +332,20 @@ class ChatWriter:
         )
 
     def _begin(self, output: RequestOutput) -> bytes:
-        """Return the first events, which have the role of each choice."""
+        """Return the first events, which have the role of each choice. One has the prompt's log probabilities."""
         content = self._opening if self.tools.schema is None else None  # required calls leave no content
         delta = ChatDelta(role=self._role, content=content)
         choices = [ChatChunkChoice(index=index, delta=delta) for index in range(self.request.n or 1)]
         ids = output.prompt_token_ids or [] if self.request.return_token_ids else UNSET
-        return b"".join(self._chunk([choice], self._usage(), ids) for choice in choices)
+        first, *others = choices
+        positions = UNSET if output.prompt_logprobs is None else prompt_logprobs(output.prompt_logprobs)
+        return self._chunk([first], self._usage(), ids, positions) + b"".join(
+            self._chunk([choice], self._usage(), ids) for choice in others
+        )
 
-    def _event(self, part: CompletionOutput) -> bytes:
+    def _event(self, part: CompletionOutput, prompt: str | None) -> bytes:
         """Return the event for an increment of an output; b"" if the increment is empty."""
-        reply = self._read(part)
+        reply = self._read(part, prompt)
         wants_all = self.request.logprobs or self.request.return_token_ids
         if reply.empty and part.finish_reason is None and not wants_all:
             return b""
@@ -359,7 +369,13 @@ class ChatWriter:
             return UNSET
         return self.exchange.usage() if self.options.continuous_usage_stats else None
 
-    def _chunk(self, choices: list[ChatChunkChoice], usage: Any, prompt_token_ids: Any = UNSET) -> bytes:
+    def _chunk(
+        self,
+        choices: list[ChatChunkChoice],
+        usage: Any,
+        prompt_token_ids: Any = UNSET,
+        positions: Any = UNSET,
+    ) -> bytes:
         return sse.event(
             ChatChunk(
                 id=self.exchange.id,
@@ -368,5 +384,6 @@ class ChatWriter:
                 choices=choices,
                 usage=usage,
                 prompt_token_ids=prompt_token_ids,
+                prompt_logprobs=positions,
             )
         )

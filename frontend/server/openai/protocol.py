@@ -89,6 +89,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
     best_of: number of outputs to generate, of which the n most likely are returned.
     use_beam_search: return n beams, best first, from a search with n (or best_of) beams.
+    length_penalty, early_stopping: those of `BeamSearchParams`; they need `use_beam_search`.
     timeout: seconds that the request may take (also the header X-Request-Timeout); then it ends with status 408.
     cache_salt: share prefix-cache entries only with requests that have the same salt.
     guided_*: older names of `structured_outputs`.
@@ -101,7 +102,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     best_of: NumSequences | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
-    early_stopping: bool | None = None
+    early_stopping: bool | Literal["never"] | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
@@ -367,6 +368,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 # ---------------------------------------------------------------- models, tokens

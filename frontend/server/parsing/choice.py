@@ -48,12 +48,14 @@ class ToolUse:
         schema: JSON schema that constrains the output; None: the output is free.
         new_parser: creates the parser of an output; None: the output has no calls.
         marks_are_special: calls are marked by special tokens, which must be kept in the text.
+        reasoning: format of the reasoning before the answer; None: the output has none.
     """
 
     prompted: list[dict[str, Any]] | None = None
     schema: dict[str, Any] | None = None
     new_parser: Callable[[], Parser] | None = None
     marks_are_special: bool = False
+    reasoning: str | None = None
 
 
 def parser_named(name: str) -> type[Parser]:

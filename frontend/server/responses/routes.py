@@ -257,7 +257,7 @@ class Run:
     ) -> None:
         self.service, self.chat, self.exchange, self.kept, self.store = service, chat, exchange, kept, store
         self.writer = ResponseWriter(kept.response)
-        self._parser = reply_parser(tools)
+        self._tools = tools
         as_ids = service.options.return_tokens_as_token_ids
         self._names = TokenNames(service.engine.session.tokenizer, as_ids)
 
@@ -266,6 +266,7 @@ class Run:
         told.
         """
         begun = False
+        self._parser = reply_parser(self.chat, self._tools, prompt.get("prompt"))
         try:
             async with aclosing(generate(self.service, self.chat, self.exchange, prompt, params)) as news:
                 async for ((_, output),) in news:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pagewire.ipc.messages import Request, Submit, TokenDelta
 
 from ...conftest import FakeCore
+from ...logprob_rows import rows
 from ..client import Client
 
 HELLO = [{"role": "user", "content": "w5 w6"}]
@@ -171,6 +172,37 @@ def test_echo(client: Client) -> None:
     assert "".join(c["text"] for event in events for c in event["choices"]) == "w5 w6w2 w3 w4"
     only = client.post("/v1/completions", body | {"max_tokens": 0}).json
     assert only["choices"][0]["text"] == "w5 w6" and only["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_prompt_logprobs_of_chat(serve: Callable[..., Client], core: FakeCore, n: int) -> None:
+    """A stream has them in its first event, and says what the whole answer says."""
+    client = serve()
+
+    def ask(stream: bool) -> Any:
+        async def play() -> Any:
+            body = {"messages": HELLO, "prompt_logprobs": 1, "stream": stream, "n": n}
+            call = client.call("POST", "/v1/chat/completions", body)
+            (request,) = (await asyncio.to_thread(core.expect, Submit)).requests
+            positions = rows([[6, 9]], [[-2.0, -0.5]], [3])
+            core.tokens(request.key, [7], prompt_logprobs=positions, finish_reason="length")
+            for index in range(1, n):
+                core.tokens(request.key, [8], index, finish_reason="length")
+            return await call.answer()
+
+        return client.run(play)
+
+    expected = [
+        None,
+        {
+            "6": {"logprob": -2.0, "rank": 3, "decoded_token": " w6"},
+            "9": {"logprob": -0.5, "rank": 1, "decoded_token": " w9"},
+        },
+    ]
+    assert ask(False).json["prompt_logprobs"] == expected
+    first, *others = ask(True).events
+    assert first["prompt_logprobs"] == expected and first["choices"][0]["delta"]["role"] == "assistant"
+    assert others and not any("prompt_logprobs" in event for event in others)
 
 
 def test_chat_continues_and_echoes_the_last_message(client: Client, core: FakeCore) -> None:
