@@ -21,7 +21,7 @@ from pagewire.frontend.server.parsing.deltas import (
 )
 from pagewire.frontend.server.parsing.hermes import Hermes
 from pagewire.frontend.server.parsing.parser import Parser
-from pagewire.frontend.server.parsing.reasoning import Text, Thinking, thinking
+from pagewire.frontend.server.parsing.reasoning import Text, Thinking, parser_for, thinking
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 FOUND = [ToolCall("0", "f", '{"a": 1}')]
@@ -90,14 +90,18 @@ def test_thoughts_come_at_once() -> None:
 
 def test_which_parser() -> None:
     tool = {"type": "function", "function": {"name": "f"}}
-    free = thinking(ToolUse(), "deepseek_r1")
-    assert free.new_parser is not None and free.new_parser().parse("a</think>b") == ParsedReply("a", "b")
-    free = thinking(tool_use([tool], "auto", parser="hermes"), "qwen3")
-    assert free.new_parser is not None and free.new_parser().parse("a</think>b") == ParsedReply(
-        None, "a</think>b"
-    )
-    demanded = tool_use([tool], "required")
-    assert thinking(demanded, "deepseek_r1") is demanded
+    hermes = tool_use([tool], "auto", parser="hermes")
+    for tools, name, reply in (
+        (ToolUse(), "deepseek_r1", ParsedReply("a", "b")),
+        (hermes, "qwen3", ParsedReply(None, "a</think>b")),
+    ):
+        parser = parser_for(thinking(tools, name), "")
+        assert parser is not None and parser.parse("a</think>b") == reply
+    required = thinking(tool_use([tool], "required"), "deepseek_r1")
+    parser = parser_for(required, "")
+    assert parser is not None
+    reply = parser.parse('Hm</think>\n\n[{"name": "f", "parameters": {}}]')
+    assert reply.reasoning == "Hm" and [call.name for call in reply.tool_calls] == ["f"]
     with pytest.raises(ValueError, match="must be one of deepseek_r1, qwen3, got 'x'"):
         thinking(ToolUse(), "x")
     with pytest.raises(ValueError, match="must be one of hermes, mistral, llama3_json, pythonic, got 'x'"):
