@@ -66,6 +66,7 @@ class EngineInfo(Message):
     tokenizer_mode: str = "auto"
     skip_tokenizer_init: bool = False
     startup_seconds: dict[str, float] = {}
+    scheduling_policy: str = "fcfs"
 
 
 # ---------------------------------------------------------------- frontend -> core
