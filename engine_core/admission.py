@@ -39,6 +39,7 @@ def check_request(request: Request, info: EngineInfo) -> None:
         raise ValueError("the prompt is empty")
     if num_prompt >= info.max_model_len:
         raise ValueError(
+            f"This model's maximum context length is {info.max_model_len} tokens. However, "
             f"the prompt of {num_prompt} tokens leaves no room to generate: "
             f"max_model_len is {info.max_model_len}"
         )

@@ -128,6 +128,7 @@ class EngineConfig:
             tokenizer_mode=args.tokenizer_mode,
             skip_tokenizer_init=args.skip_tokenizer_init,
             startup_seconds=ready.startup_seconds,
+            scheduling_policy=args.scheduling_policy,
         )
 
 

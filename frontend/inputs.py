@@ -237,6 +237,7 @@ class Intake:
         room = self.info.max_model_len - num_prompt_tokens
         if room < 1:
             raise ValueError(
+                f"This model's maximum context length is {self.info.max_model_len} tokens. However, "
                 f"the prompt has {num_prompt_tokens} tokens, which leaves no room for a new one: "
                 f"max_model_len is {self.info.max_model_len}"
             )

@@ -147,7 +147,7 @@ def check_integer(name: str, value: Any, meta: Meta) -> int:
     if not within(value, meta):
         raise ValueError(f"{name} must be {interval(meta)}, got {value}")
     if not -MAX_INT - 1 <= value <= MAX_INT:
-        raise ValueError(f"{name} must be an integer of 64 bits, got {value}")
+        raise ValueError(f"{name} must be in [-2**63, 2**63 - 1], got {value}")
     return value
 
 

@@ -141,6 +141,7 @@ class EngineInfo(Message):
     skip_tokenizer_init: bool = False
     startup_seconds: dict[str, float] = {}
     tokenizer_revision: str | None = None
+    scheduling_policy: str = "fcfs"
 
 
 # ---------------------------------------------------------------- frontend -> core

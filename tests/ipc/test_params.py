@@ -175,7 +175,7 @@ def test_values_out_of_range_are_named(name: str, value: Any) -> None:
         ({"top_p": 0}, "top_p must be in (0.0, 1.0], got 0"),
         ({"temperature": -1}, "temperature must be in [0.0, inf), got -1"),
         ({"min_tokens": -1}, "min_tokens must be at least 0, got -1"),
-        ({"seed": 2**63}, "seed must be an integer of 64 bits, got 9223372036854775808"),
+        ({"seed": 2**63}, "seed must be in [-2**63, 2**63 - 1], got 9223372036854775808"),
         ({"stop_token_ids": [-1]}, "each of stop_token_ids must be in [0, 2147483647], got -1"),
         ({"logit_bias": {5: 101}}, "logit_bias[5] must be in [-100.0, 100.0], got 101"),
         ({"logit_bias": {-5: 1}}, "each key of logit_bias must be in [0, 2147483647], got -5"),

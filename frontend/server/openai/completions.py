@@ -42,7 +42,7 @@ DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
 
 def routes(service: Service) -> list[Operation]:
     """Return the route of the endpoint."""
-    endpoint = GenerationEndpoint(service, "cmpl", CompletionRequest, complete)
+    endpoint = GenerationEndpoint(service, "cmpl-", CompletionRequest, complete)
     return [
         Operation(
             "POST",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pagewire.frontend.server.parsing.call_formats import Format, optional, sequence, tag
 from pagewire.frontend.server.parsing.choice import ToolUse
 from pagewire.frontend.server.parsing.deltas import CallStart, Content, Delta, Reasoning
 from pagewire.frontend.server.parsing.parser import Parser, Reading
@@ -91,8 +92,6 @@ def thinking(tools: ToolUse, parser: str) -> ToolUse:
     """
     if parser not in BEGUN:
         raise ValueError(f"reasoning_parser must be one of {', '.join(BEGUN)}, got {parser!r}")
-    if tools.schema is not None:
-        return tools  # the schema constrains the whole output, so there is no reasoning
     return replace(tools, reasoning=parser)
 
 
@@ -123,3 +122,16 @@ def begins_within(parser: str, prompt: str, continued: str | None = None) -> boo
     if continued is not None:
         return continued.rfind(OPEN) > continued.rfind(CLOSE)
     return BEGUN[parser]
+
+
+def reasoning_format(parser: str, prompt: str, continued: str | None = None) -> Format | None:
+    """Return the format of the reasoning that comes, or may come, before a constrained answer.
+
+    None: there is none, since the prompt has closed it. Arguments: see `begins_within`.
+    """
+    separator = {"type": "regex", "pattern": r"\s{0,4}"}
+    if begins_within(parser, prompt, continued):
+        return sequence(tag("", {"type": "any_text"}, CLOSE), separator)
+    if prompt.rstrip().endswith(CLOSE):
+        return None
+    return optional(sequence(tag(OPEN, {"type": "any_text"}, CLOSE), separator))

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.ipc.messages import Request, Submit, TokenDelta
 
 from ...conftest import FakeCore
@@ -254,7 +255,8 @@ def test_tokenize(client: Client) -> None:
     assert client.post("/tokenize", {}).status == 400
 
 
-def test_priority_and_salt(client: Client, core: FakeCore) -> None:
+def test_priority_and_salt(client: Client, core: FakeCore, engine: AsyncLLM) -> None:
+    engine.info.scheduling_policy = "priority"
     client.post("/v1/completions", {"prompt": ["w5", [6]], "priority": 3, "cache_salt": "s"})
     requests: list[Request] = core.expect(Submit).requests
     assert [(request.priority, request.prompt.cache_salt) for request in requests] == [(3, "s")] * 2

@@ -106,13 +106,19 @@ def test_reasoning_is_emitted_at_once() -> None:
 def test_which_parser() -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     assert parser_for(ToolUse(), "Hello") is None
-    assert isinstance(parser_for(tool_use([tool], "auto", parser="hermes"), "Hello"), Hermes)
-    free = parser_for(thinking(ToolUse(), "deepseek_r1"), "Hello")
-    assert free is not None and free.parse("a</think>b") == ParsedReply("a", "b")
-    free = parser_for(thinking(tool_use([tool], "auto", parser="hermes"), "qwen3"), "Hello")
-    assert free is not None and free.parse("a</think>b") == ParsedReply(None, "a</think>b")
-    demanded = tool_use([tool], "required")
-    assert thinking(demanded, "deepseek_r1") is demanded
+    hermes = tool_use([tool], "auto", parser="hermes")
+    assert isinstance(parser_for(hermes, "Hello"), Hermes)
+    for tools, name, reply in (
+        (ToolUse(), "deepseek_r1", ParsedReply("a", "b")),
+        (hermes, "qwen3", ParsedReply(None, "a</think>b")),
+    ):
+        parser = parser_for(thinking(tools, name), "Hello")
+        assert parser is not None and parser.parse("a</think>b") == reply
+    required = thinking(tool_use([tool], "required"), "deepseek_r1")
+    parser = parser_for(required, "Hello")
+    assert parser is not None
+    reply = parser.parse('Hm</think>\n\n[{"name": "f", "parameters": {}}]')
+    assert reply.reasoning == "Hm" and [call.name for call in reply.tool_calls] == ["f"]
     with pytest.raises(ValueError, match="must be one of deepseek_r1, qwen3, got 'x'"):
         thinking(ToolUse(), "x")
     with pytest.raises(ValueError, match="must be one of hermes, mistral, llama3_json, pythonic, got 'x'"):

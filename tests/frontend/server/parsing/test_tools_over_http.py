@@ -276,7 +276,7 @@ def test_refused_tools_and_choices(replay: Replay) -> None:
         for parameters in ([], {"type": "string"}):
             refused("tools", "JSON schema of an object",
                     tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}])  # fmt: skip
-        refused("tool_choice", "cannot be constrained in another way", tools=[WEATHER], tool_choice="required",
+        refused("tool_choice", "cannot be constrained by guided_regex", tools=[WEATHER], tool_choice="required",
                 extra_body={"guided_regex": "a"})  # fmt: skip
 
 
