@@ -95,7 +95,7 @@ def test_a_client_that_reads_nothing_is_dropped(start_server: Callable[..., Serv
 
 def test_the_core_is_killed(start_server: Callable[..., Server], start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon()
-    server = start_server("--attach", daemon.address, "--port", "0")
+    server = start_server("--attach", daemon.address, "--port", "0", "--reattach-timeout", "0.5")
     response = server.begin("POST", "/v1/completions", LONG | {"stream": True})
     assert response.readline().startswith(b"data: {")
     daemon.process.kill()

@@ -146,7 +146,8 @@ def test_a_lost_core_ends_the_run_and_leaves_what_is_answered(tmp_path: Path) ->
     )
     source = tmp_path / "in.jsonl"
     source.write_text(quick + endless)
-    batch = start("run-batch", "--attach", address, "-i", str(source), "-o", "-")
+    options = ("-i", str(source), "-o", "-", "--reattach-timeout", "0.5")
+    batch = start("run-batch", "--attach", address, *options)
     assert batch.stdout is not None
     assert json.loads(batch.stdout.readline())["custom_id"] == "quick"
     core.kill()

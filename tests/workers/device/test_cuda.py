@@ -37,8 +37,8 @@ from pagewire.workers.device.open import open_device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.main import Pipeline
 from pagewire.workers.runner import Runner
-from tests.kernels.cuda.emulate.device import EmulatedDevice
-from tests.kernels.cuda.emulate.worker import EmulatedCuda, emulated
+from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
+from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice, emulated
 
 from ..architectures import VOCAB_SIZE, Architecture
 from ..driver import GREEDY, Driver, load_runner, tokens_of, values
@@ -73,15 +73,15 @@ def load(
             pytest.skip("there is no GPU")
         yield lambda folder=llama, **fields: load_runner(folder, **(SIZES | fields))[0]
         return
-    kernels = EmulatedDevice()
-    monkeypatch.setattr(runner_module, "open_device", lambda load: EmulatedCuda(kernels))
-    with emulated(kernels):
+    launcher = EmulatedLauncher()
+    monkeypatch.setattr(runner_module, "open_device", lambda load: EmulatedCudaDevice(launcher))
+    with emulated(launcher):
         yield lambda folder=llama, **fields: load_runner(folder, **(SIZES | fields))[0]
 
 
 def check_recorded(runner: Runner, num_recorded: int, num_replayed: int) -> None:
     """Where that can be counted."""
-    if isinstance(runner.device, EmulatedCuda):
+    if isinstance(runner.device, EmulatedCudaDevice):
         assert (runner.device.num_recorded, runner.device.num_replayed) == (num_recorded, num_replayed)
 
 
@@ -105,7 +105,7 @@ class Core:
         for plan in plans:
             with never_waiting(self.runner):
                 self.steps.launch(plan)
-            if isinstance(self.runner.device, EmulatedCuda):
+            if isinstance(self.runner.device, EmulatedCudaDevice):
                 assert len(self.results) == plan.step_id
         self.steps.finish()
         return self.results
@@ -114,7 +114,7 @@ class Core:
 @contextmanager
 def never_waiting(runner: Runner) -> Iterator[None]:
     """Within, PyTorch raises where it would wait for a GPU. The one wait, for an event, is none of these."""
-    if isinstance(runner.device, EmulatedCuda):
+    if isinstance(runner.device, EmulatedCudaDevice):
         yield
         return
     torch.cuda.set_sync_debug_mode("error")
