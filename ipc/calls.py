@@ -290,7 +290,10 @@ class ReportCalls(Caller):
 
     @remote(RunsIn.CORE)
     def status(self) -> dict[str, Any]:
-        """The state of scheduler, KV cache and worker, and each frontend. Counts begin at the core's start."""
+        """The state of scheduler, KV cache and worker, and each frontend. Counts begin at the core's start.
+
+        running, waiting: sequences, of which a request has n. (The metrics count requests.)
+        """
 
     @remote(RunsIn.CORE)
     def requests(self, limit: int = 1000) -> list[dict[str, Any]]:

@@ -102,7 +102,7 @@ class Screen(App[None]):
         if selected is not None:
             places = [place for place, request in enumerate(self._rows) if same(request, selected)]
             table.move_cursor(row=places[0] if places else 0)
-        table.border_title = f"{len(self._rows)} requests by {self.order}"
+        table.border_title = f"{len(self._rows)} sequences by {self.order}"
 
     @property
     def selected(self) -> dict[str, Any] | None:

@@ -132,8 +132,8 @@ def summary(snapshot: Snapshot) -> Iterator[str]:
         f"worker busy {100 * snapshot.busy:.0f}%, {status['worker_starts'] - 1} restarts"
     )
     yield (
-        f"running {status['running']}, waiting {status['waiting']}; "
-        f"prompt {snapshot.prompt_rate:.0f}, generation {snapshot.output_rate:.0f} tokens/s"
+        f"sequences: {status['running']} running, {status['waiting']} waiting; "
+        f"tokens/s: {snapshot.prompt_rate:.0f} prompt, {snapshot.output_rate:.0f} generated"
     )
     yield (
         f"KV cache {100 * snapshot.kv_usage:.1f}% ({used} of {status['num_blocks']} blocks), prefix hits {hits}, "
