@@ -2,7 +2,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+PIP := $(VENV)/.pip
 STAMP := $(VENV)/.installed
+
+# Sources are compiled to bytecode once, not in each of the hundreds of processes that the tests start.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-fast test-cuda13 lint clean
 
@@ -12,22 +16,22 @@ demo: $(STAMP)
 # The CUDA kernels are compiled for the tests, too, though they need no GPU. CuPy can be installed for one CUDA only, so
 # each lies in a folder of its own.
 CUPY := --quiet --upgrade --no-deps -c constraints.txt cuda-pathfinder
-build/cuda12: $(STAMP)
+build/cuda12: $(PIP)
 	$(BIN)/python -m pip install --target $@ $(CUPY) cupy-cuda12x nvidia-cuda-nvrtc-cu12
 	@touch $@
-build/cuda13: $(STAMP)
+build/cuda13: $(PIP)
 	$(BIN)/python -m pip install --target $@ $(CUPY) cupy-cuda13x nvidia-cuda-nvrtc
 	@touch $@
 
 # Tests of the layers without torch come first, in a process for each processor: they are over soon. The tests of the
-# rest start engines, whose threads use the processors themselves: two files at a time keep the processors busy while an
-# engine starts, compiles or waits.
+# rest start engines, whose threads use the processors themselves: two at a time keep the processors busy while an
+# engine starts, compiles or waits. The process that is done first takes tests from the other.
 LIGHT := tests/test_imports.py tests/ipc tests/engine_core tests/frontend
 HEAVY := tests/kernels tests/workers tests/cli tests/end_to_end
 
 test: build/cuda12 test-fast
 	PYTHONPATH=$(CURDIR)/$< LD_LIBRARY_PATH=$(CURDIR)/$</nvidia/cuda_nvrtc/lib PAGEWIRE_TEST_NVRTC=12.9 \
-		$(BIN)/pytest -n 2 --dist loadfile --durations=30 $(HEAVY)
+		$(BIN)/pytest -n 2 --dist worksteal --durations=30 $(HEAVY)
 
 test-fast: $(STAMP)
 	$(BIN)/pytest -n auto --dist loadfile $(LIGHT)
@@ -46,10 +50,15 @@ lint: $(STAMP)
 	@for file in __init__.py py.typed demo; do ln -sfn ../../../pagewire/$$file build/types/pagewire/$$file; done
 	$(BIN)/mypy -p pagewire
 
-$(STAMP): pyproject.toml setup.py constraints.txt
+# Pip would compile the packages on one processor.
+$(STAMP): $(PIP) pyproject.toml setup.py
+	$(BIN)/python -m pip install --no-compile --progress-bar on -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib
+	@touch $@
+
+$(PIP): constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip -c constraints.txt
-	$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e '.[dev]'
 	@touch $@
 
 clean:

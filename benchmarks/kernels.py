@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from pagewire.kernels import reference
 from pagewire.kernels.cuda import attention, gates, kv, norms, sampling
-from pagewire.kernels.cuda.launch import CudaDevice, Device
+from pagewire.kernels.cuda.launch import CudaLauncher, KernelLauncher
 from pagewire.kernels.cuda.layout import exchange_chunks
 from pagewire.kernels.layer import Activation
 from pagewire.kernels.paging import AttentionBatch, token_view
@@ -77,7 +77,7 @@ def distance(found: Tensor, truth: Tensor) -> float:
 
 
 def attention_case(
-    device: Device,
+    launcher: KernelLauncher,
     on: str,
     name: str,
     queries: int,
@@ -105,11 +105,11 @@ def attention_case(
         queries,
         length,
     )
-    workspace = attention.Workspace.allocate(device.multiprocessors, on)
+    workspace = attention.Workspace.allocate(launcher.multiprocessors, on)
     out, scale = torch.empty_like(q[0]), shape.size**-0.5
 
     def run(i: int) -> Tensor:
-        return attention.paged_attention(device, workspace, q[i], k[i], v[i], batch, scale, out=out)
+        return attention.paged_attention(launcher, workspace, q[i], k[i], v[i], batch, scale, out=out)
 
     def error() -> float:
         found, worst = run(0).clone(), 0.0
@@ -174,7 +174,7 @@ def _flashinfer_decode(
     return lambda i: wrapper.run(q[i], (k[i], v[i]))
 
 
-def decode_cases(device: Device, on: str, quick: bool, shape: Shape = Shape()) -> Iterator[Case]:
+def decode_cases(launcher: KernelLauncher, on: str, quick: bool, shape: Shape = Shape()) -> Iterator[Case]:
     """One new token per request."""
     sizes = [(b, c) for b in (1, 8, 64, 256) for c in (512, 4096, 32768)]
     if quick:
@@ -184,25 +184,27 @@ def decode_cases(device: Device, on: str, quick: bool, shape: Shape = Shape()) -
             if kept != torch.bfloat16 and (requests, length) != (64, 4096):
                 continue
             name = f"decode {requests} x {length} {str(kept).removeprefix('torch.')}"
-            yield attention_case(device, on, name, 1, length - 1, requests, kept, shape)
+            yield attention_case(launcher, on, name, 1, length - 1, requests, kept, shape)
 
 
-def prefill_cases(device: Device, on: str, quick: bool, shape: Shape = Shape()) -> Iterator[Case]:
+def prefill_cases(launcher: KernelLauncher, on: str, quick: bool, shape: Shape = Shape()) -> Iterator[Case]:
     """One request's prompt, alone or after a long context."""
     for queries in (2048,) if quick else (512, 2048, 8192):
         for context in (0, 30720):
             name = f"prefill {queries} after {context}"
-            yield attention_case(device, on, name, queries, context, 1, torch.bfloat16, shape)
+            yield attention_case(launcher, on, name, queries, context, 1, torch.bfloat16, shape)
 
 
-def write_cases(device: Device, on: str, quick: bool, shape: Shape = Shape()) -> Iterator[Case]:
+def write_cases(launcher: KernelLauncher, on: str, quick: bool, shape: Shape = Shape()) -> Iterator[Case]:
     """QKV rows of 64 and 8,192 tokens: rotated, written, also with the norm of heads, also as fp8."""
     for tokens in (64, 8192):
         for kept, normed in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float8_e4m3fn, False)):
-            yield _write_case(device, on, tokens, kept, normed, shape)
+            yield _write_case(launcher, on, tokens, kept, normed, shape)
 
 
-def _write_case(device: Device, on: str, tokens: int, kept: torch.dtype, normed: bool, shape: Shape) -> Case:
+def _write_case(
+    launcher: KernelLauncher, on: str, tokens: int, kept: torch.dtype, normed: bool, shape: Shape
+) -> Case:
     read = tokens * (shape.heads + 2 * shape.kv_heads) * shape.size * 2
     written = tokens * shape.size * (2 * shape.heads + 2 * shape.kv_heads * kept.itemsize)
     copies, pages = num_copies(read + written), -(-tokens // BLOCK_SIZE)
@@ -214,11 +216,11 @@ def _write_case(device: Device, on: str, tokens: int, kept: torch.dtype, normed:
     cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
     slots = torch.randperm(pages * BLOCK_SIZE, device=on)[:tokens]
     weight = torch.rand(shape.size, device=on).bfloat16() + 0.5
-    head_norms = kv.HeadNorms(weight, weight, 1e-6) if normed else None
+    head_norms = kv.HeadNorms(weight, weight, 1e-6) if normed else kv.NO_NORMS
 
     def run(i: int) -> None:
         q, k, v = qkv[i].split(widths, 1)
-        kv.write_kv(device, q, k, v, k_cache[i], v_cache[i], slots, cos=cos, sin=sin, norms=head_norms)
+        kv.write_kv(launcher, q, k, v, k_cache[i], v_cache[i], slots, cos=cos, sin=sin, norms=head_norms)
 
     def error() -> float:
         q, k, v = (x.double() for x in qkv[0].split(widths, 1))
@@ -246,39 +248,39 @@ def _write_case(device: Device, on: str, tokens: int, kept: torch.dtype, normed:
     return Case(name, read + written, 0, copies, run, error, 5e-2 if kept.itemsize == 1 else 1e-2, peers)
 
 
-def row_cases(device: Device, on: str, quick: bool, tokens: int = 8192) -> Iterator[Case]:
+def row_cases(launcher: KernelLauncher, on: str, quick: bool, tokens: int = 8192) -> Iterator[Case]:
     """Norms of rows of 4,096, and gates of 14,336."""
     size = 4096
     for rows in (min(64, tokens), tokens):
         copies = num_copies(8 * rows * size)
         x, residual = (torch.randn(copies, rows, size, device=on).bfloat16() for _ in range(2))
         weight = torch.rand(size, device=on).bfloat16() + 0.5
-        yield _norm_case(device, f"add_rms_norm {rows} x {size}", x, residual, weight)
-        yield _gate_case(device, rows, torch.randn(copies, rows, 28672, device=on).bfloat16())
+        yield _norm_case(launcher, f"add_rms_norm {rows} x {size}", x, residual, weight)
+        yield _gate_case(launcher, rows, torch.randn(copies, rows, 28672, device=on).bfloat16())
 
 
-def _norm_case(device: Device, name: str, x: Tensor, residual: Tensor, weight: Tensor) -> Case:
+def _norm_case(launcher: KernelLauncher, name: str, x: Tensor, residual: Tensor, weight: Tensor) -> Case:
     def error() -> float:
         total = (x[0] + residual[0]).double()
         truth = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-6) * weight.double()
-        return distance(norms.rms_norm(device, x[0], weight, 1e-6, residual=residual[0]), truth)
+        return distance(norms.rms_norm(launcher, x[0], weight, 1e-6, residual=residual[0]), truth)
 
     return Case(
         name,
         8 * x[0].numel(),
         0,
         len(x),
-        lambda i: norms.rms_norm(device, x[i], weight, 1e-6, residual=residual[i]),
+        lambda i: norms.rms_norm(launcher, x[i], weight, 1e-6, residual=residual[i]),
         error,
         1e-2,
         {"torch": lambda i: reference.add_rms_norm(x[i], residual[i], weight, 1e-6)},
     )
 
 
-def _gate_case(device: Device, rows: int, x: Tensor) -> Case:
+def _gate_case(launcher: KernelLauncher, rows: int, x: Tensor) -> Case:
     def error() -> float:
         return distance(
-            gates.activate_and_mul(device, x[0], Activation.SILU), reference.silu_and_mul(x[0].double())
+            gates.activate_and_mul(launcher, x[0], Activation.SILU), reference.silu_and_mul(x[0].double())
         )
 
     return Case(
@@ -286,7 +288,7 @@ def _gate_case(device: Device, rows: int, x: Tensor) -> Case:
         3 * x[0].numel(),
         0,
         len(x),
-        lambda i: gates.activate_and_mul(device, x[i], Activation.SILU),
+        lambda i: gates.activate_and_mul(launcher, x[i], Activation.SILU),
         error,
         1e-2,
         {"torch": lambda i: reference.silu_and_mul(x[i])},
@@ -294,29 +296,36 @@ def _gate_case(device: Device, rows: int, x: Tensor) -> Case:
 
 
 def sampling_cases(
-    device: Device, on: str, quick: bool, rows: int = 64, vocab_sizes: tuple[int, ...] = (32768, 131072)
+    launcher: KernelLauncher,
+    on: str,
+    quick: bool,
+    rows: int = 64,
+    vocab_sizes: tuple[int, ...] = (32768, 131072),
 ) -> Iterator[Case]:
     """Greedy, and top-k, top-p and min-p at once."""
     for vocab_size in vocab_sizes:
         logits = torch.randn(num_copies(4 * rows * vocab_size), rows, vocab_size, device=on) * 3
         for greedy in (True, False):
-            yield _sampling_case(device, on, logits, greedy)
+            yield _sampling_case(launcher, on, logits, greedy)
 
 
-def _sampling_case(device: Device, on: str, logits: Tensor, greedy: bool) -> Case:
+def _sampling_case(launcher: KernelLauncher, on: str, logits: Tensor, greedy: bool) -> Case:
     copies, rows, vocab_size = logits.shape
-    wanted = [
+    parameters = [
         sampling.RowSampling(seed=row)
         if greedy
         else sampling.RowSampling(seed=row, position=7, temperature=0.8, top_k=50, top_p=0.9, min_p=0.01)
         for row in range(rows)
     ]
-    plan, sampler = sampling.plan(wanted), sampling.Sampler(device, rows, vocab_size, on=on)
-    plan = plan.with_tensors([tensor.to(on) for tensor in plan.tensors])
+    request, sampler = (
+        sampling.sampling_request(parameters),
+        sampling.Sampler(launcher, rows, vocab_size, on=on),
+    )
+    request = request.with_tensors([tensor.to(on) for tensor in request.tensors])
 
     def error() -> float:
         """The share of rows whose token is none that may be drawn."""
-        tokens = sampler.sample(logits[0], plan).token_ids
+        tokens = sampler.sample(logits[0], request).token_ids
         if greedy:
             return float((tokens != logits[0].argmax(1)).double().mean())
         values, order = (logits[0].double() / 0.8).sort(1, descending=True)
@@ -334,11 +343,11 @@ def _sampling_case(device: Device, on: str, logits: Tensor, greedy: bool) -> Cas
         return order.gather(1, (masses / noise).argmax(1, keepdim=True))
 
     name = f"sample {rows} x {vocab_size}{' greedy' if greedy else ''}"
-    run: Run = lambda i: sampler.sample(logits[i], plan)  # noqa: E731
+    run: Run = lambda i: sampler.sample(logits[i], request)  # noqa: E731
     return Case(name, logits[0].nbytes, 0, copies, run, error, 0.0, {"torch": in_torch})
 
 
-CASES: dict[str, Callable[[Device, str, bool], Iterator[Case]]] = {
+CASES: dict[str, Callable[[KernelLauncher, str, bool], Iterator[Case]]] = {
     "decode": decode_cases,
     "prefill": prefill_cases,
     "write": write_cases,
@@ -380,13 +389,13 @@ def floors(on: str) -> tuple[float, float]:
     return 2 * source.nbytes / copying, 2 * 8192**3 / seconds(lambda i: a @ b, 1)
 
 
-def launch_overhead(device: Device, on: str, calls: int = 2000) -> dict[str, float]:
+def launch_overhead(launcher: KernelLauncher, on: str, calls: int = 2000) -> dict[str, float]:
     """Seconds that Python takes for a launch of ours, and for one of PyTorch's."""
     x = torch.randn(1, 4096, device=on).bfloat16()
     weight, out = torch.ones(4096, device=on).bfloat16(), torch.empty_like(x)
     result = {}
     for name, run in (
-        ("rms_norm", lambda: norms.rms_norm(device, x, weight, 1e-6, out=out)),
+        ("rms_norm", lambda: norms.rms_norm(launcher, x, weight, 1e-6, out=out)),
         ("torch add", lambda: torch.add(x, x, out=out)),
     ):
         for _ in range(100):
@@ -429,7 +438,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="do not measure (as under compute-sanitizer)")
     parser.add_argument("--out", type=Path, help="folder of a JSON file of all figures")
     options = parser.parse_args()
-    device, on = CudaDevice.at(0), "cuda:0"
+    launcher, on = CudaLauncher.at(0), "cuda:0"
     bandwidth, rate = (1.0, 1.0) if options.check else floors(on)
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name(0),
@@ -440,14 +449,14 @@ def main() -> int:
         report |= {
             "copy_bytes_per_s": bandwidth,
             "product_flops": rate,
-            "launch_s": launch_overhead(device, on),
+            "launch_s": launch_overhead(launcher, on),
         }
         print(f"{report['device']}: copy {bandwidth / 1e12:.2f} TB/s, product {rate / 1e12:.0f} TFLOP/s")
         for name, taken in report["launch_s"].items():
             print(f"launch of {name}: {taken * 1e6:.1f} us of Python")
     wrong = 0
     for group in options.only or CASES:
-        for case in CASES[group](device, on, options.quick):
+        for case in CASES[group](launcher, on, options.quick):
             error = case.error()
             good = error <= case.tolerance
             wrong += not good

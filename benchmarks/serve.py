@@ -1,10 +1,13 @@
-"""Streams over HTTP: ours beside the same load without HTTP, and beside vLLM's server, in turn.
+"""Streams over HTTP: our server beside the same load without HTTP, and beside other servers, in turn.
 
     python -m benchmarks.serve MODEL_FOLDER --peer vllm=/path/to/its/python
 
+`--peer pagewire:before=/path/to/python` is an older version of ours, installed in an environment of its own; it
+spawns its own core.
+
 A closed loop of `--concurrency` streams of random token prompts, greedy, past the end of sequence. "AsyncLLM" is
-the load in Python on the very core that our server is attached to. Servers that are not at their turn are
-stopped. The table gives medians over the runs; everything goes to `benchmarks/results/` as JSON, too.
+the load in Python on the very core that our server is attached to. The table gives medians over the runs;
+everything goes to `benchmarks/results/` as JSON, too.
 """
 
 from __future__ import annotations
@@ -24,10 +27,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from benchmarks.compare import RESULTS
 from benchmarks.daemon import running_core
@@ -40,31 +42,54 @@ from pagewire.frontend import async_llm
 LOWEST_ID, HIGHEST_ID = 10, 31_000
 WARM_UP = 32  # requests
 MAX_MODEL_LEN = 4096
-PEERS: dict[str, tuple[list[str], dict[str, str]]] = {
-    "vllm": (
-        [
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            "{model}",
-            "--dtype",
-            "bfloat16",
-            "--max-num-seqs",
-            "256",
-            "--enable-prefix-caching",
-        ]
-        + ["--max-model-len", str(MAX_MODEL_LEN), "--host", "127.0.0.1", "--port", "{port}"]
-        + ["--disable-uvicorn-access-log", "--disable-log-stats"],
-        {
-            "VLLM_CPU_KVCACHE_SPACE": "4",
-            "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-        },
-    )
+VLLM_OPTIONS = ["--dtype", "bfloat16", "--max-num-seqs", "256", "--enable-prefix-caching"]
+VLLM_OPTIONS += ["--max-model-len", str(MAX_MODEL_LEN), "--host", "127.0.0.1"]
+VLLM_OPTIONS += ["--disable-uvicorn-access-log", "--disable-log-stats"]
+VLLM_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "4",
+    "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
 }
 Send = Callable[[Query], Awaitable[LoadResult]]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another server, as `--peer` names it: `vllm`, or `pagewire:LABEL` for another version of ours.
+
+    python: the interpreter of its environment.
+    """
+
+    name: str
+    python: str
+
+    @classmethod
+    def parse(cls, text: str) -> Peer:
+        """The peer that NAME=PYTHON names.
+
+        Raises:
+            argparse.ArgumentTypeError: the name is unknown, or a part is missing.
+        """
+        name, _, python = text.partition("=")
+        engine, _, label = name.partition(":")
+        if not python or not (name == "vllm" or (engine == "pagewire" and label)):
+            raise argparse.ArgumentTypeError(f"give vllm=PYTHON or pagewire:LABEL=PYTHON, not {text!r}")
+        return cls(name, python)
+
+    @property
+    def is_vllm(self) -> bool:
+        """True for vLLM, whose idle threads look for work: it is stopped while another server is measured."""
+        return self.name == "vllm"
+
+    def command(self, model: str, port: int) -> list[str]:
+        """The command that serves a model folder at a port of loopback."""
+        if self.is_vllm:
+            serve = ["vllm.entrypoints.openai.api_server", "--model", model, *VLLM_OPTIONS]
+        else:
+            serve = ["pagewire.cli.main", "serve", model, "--max-model-len", str(MAX_MODEL_LEN)]
+        return [self.python, "-m", *serve, "--port", str(port)]
 
 
 class Server:
@@ -74,7 +99,11 @@ class Server:
         self.port = port
         begin = time.perf_counter()
         self.process = subprocess.Popen(
-            command, env=os.environ | environment, stdout=sys.stderr, start_new_session=True
+            command,
+            env=os.environ | environment,
+            stdout=sys.stderr,
+            start_new_session=True,
+            cwd=RESULTS,  # not here, where `python -m` would import the version of this folder
         )
         while not self._ready():
             if self.process.poll() is not None:
@@ -105,7 +134,7 @@ class Server:
 
 
 def free_port() -> int:
-    """One that nobody listens on."""
+    """A port of loopback on which nothing listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -113,7 +142,7 @@ def free_port() -> int:
 
 @contextmanager
 def serving(command: list[str], port: int, **environment: str) -> Iterator[Server]:
-    """A server, ready, for the length of the block."""
+    """A server that is ready when the block begins, and is ended with it."""
     server = Server(command, port, environment)
     try:
         yield server
@@ -168,31 +197,24 @@ async def one_run(name: str, target: Any, model: str, work: list[Query], concurr
         return await measure(client.stream, work[WARM_UP:], concurrency)
 
 
-def cpu_seconds(root: int) -> float:
-    """Of a process and all below it, until now."""
-    processes = [psutil.Process(root)]
-    processes += processes[0].children(recursive=True)
-    return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
+def table(runs: dict[str, list[dict[str, Any]]]) -> str:
+    """Markdown: medians over the runs, the spread of the first column, and our server's speed over each."""
 
-
-def table(found: dict[str, list[dict[str, Any]]]) -> str:
-    """Markdown: medians over the runs, the spread of the first column, and ours over each."""
-
-    def middle(name: str, of: Callable[[dict[str, Any]], float]) -> float:
-        return statistics.median(of(one) for one in found[name])
+    def median(name: str, figure: Callable[[dict[str, Any]], float]) -> float:
+        return statistics.median(figure(run) for run in runs[name])
 
     rows = [["", "out/s", "ttft median", "tpot median", "itl p99", "ours over it"], ["---"] * 6]
-    speeds = {name: middle(name, lambda one: one["output_tokens_per_s"]) for name in found}
-    for name, runs in found.items():
-        values = [one["output_tokens_per_s"] for one in runs]
+    speeds = {name: median(name, lambda run: run["output_tokens_per_s"]) for name in runs}
+    for name in runs:
+        values = [run["output_tokens_per_s"] for run in runs[name]]
         spread = 50 * (max(values) - min(values)) / speeds[name]
         rows.append(
             [
                 name,
                 f"{speeds[name]:,.0f} ±{spread:.0f}%",
-                f"{middle(name, lambda one: one['ttft_ms']['median']):,.1f} ms",
-                f"{middle(name, lambda one: one['tpot_ms']['median']):,.2f} ms",
-                f"{middle(name, lambda one: one['itl_ms']['p99']):,.1f} ms",
+                f"{median(name, lambda run: run['ttft_ms']['median']):,.1f} ms",
+                f"{median(name, lambda run: run['tpot_ms']['median']):,.2f} ms",
+                f"{median(name, lambda run: run['itl_ms']['p99']):,.1f} ms",
                 f"{speeds['pagewire'] / speeds[name]:.2f}",
             ]
         )
@@ -200,7 +222,7 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def start(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
-    """What the load is put on, by name: a core's address, or servers."""
+    """What the load is put on, by name: a core's address, or servers. vLLM is stopped."""
     model = str(options.model)
     address = stack.enter_context(running_core("--model", model, "--max-model-len", str(MAX_MODEL_LEN)))
     port = free_port()
@@ -210,12 +232,11 @@ def start(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
         "pagewire": stack.enter_context(serving([*ours, *options.serve_option], port)),
     }
     for peer in options.peer:
-        name, _, python = peer.partition("=")
-        arguments, environment = PEERS[name]
         port = free_port()
-        command = [python, *(word.format(model=model, port=port) for word in arguments)]
-        targets[name] = stack.enter_context(serving(command, port, **environment))
-        targets[name].signal(signal.SIGSTOP)
+        environment = VLLM_ENVIRONMENT if peer.is_vllm else {}
+        targets[peer.name] = stack.enter_context(serving(peer.command(model, port), port, **environment))
+        if peer.is_vllm:
+            targets[peer.name].signal(signal.SIGSTOP)
     return targets
 
 
@@ -223,7 +244,14 @@ def main() -> None:
     """Start, measure in turn, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description="Compare streams over HTTP.")
     parser.add_argument("model", type=Path, help="a model folder")
-    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help="vllm")
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        type=Peer.parse,
+        metavar="NAME=PYTHON",
+        help="vllm, or pagewire:LABEL for another version of ours",
+    )
     parser.add_argument("--serve-option", action="append", default=[], help="more options of pagewire serve")
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--requests", type=int, default=384)
@@ -232,34 +260,37 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--no-save", action="store_true")
     options = parser.parse_args()
-    found: dict[str, list[dict[str, Any]]] = {}
+    options.model = options.model.resolve()
     with ExitStack() as stack:
-        targets = start(options, stack)
-        names = list(targets)
-        for run in range(options.runs):
-            work = queries(WARM_UP + options.requests, options.input_len, options.output_len, seed=run)
-            for name in names[run % len(names) :] + names[: run % len(names)]:
-                if name in PEERS:
-                    targets[name].signal(signal.SIGCONT)
-                one = async_llm.run(
-                    one_run(name, targets[name], str(options.model), work, options.concurrency)
-                )
-                if name in PEERS:
-                    targets[name].signal(signal.SIGSTOP)
-                found.setdefault(name, []).append(one)
-                print(f"{name}: {one['output_tokens_per_s']:,.0f} out/s", file=sys.stderr, flush=True)
-    found = {name: found[name] for name in names}
-    print(table(found))
+        runs = measure_in_turn(options, start(options, stack))
+    print(table(runs))
     if not options.no_save:
-        write(options, found)
+        write(options, runs)
 
 
-def write(options: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> None:
-    """The JSON."""
+def measure_in_turn(options: argparse.Namespace, targets: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The figures of every run by the target's name; each run begins with another target."""
+    names = list(targets)
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for number in range(options.runs):
+        work = queries(WARM_UP + options.requests, options.input_len, options.output_len, seed=number)
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            if name == "vllm":
+                targets[name].signal(signal.SIGCONT)
+            run = async_llm.run(one_run(name, targets[name], str(options.model), work, options.concurrency))
+            if name == "vllm":
+                targets[name].signal(signal.SIGSTOP)
+            runs[name].append(run)
+            print(f"{name}: {run['output_tokens_per_s']:,.0f} out/s", file=sys.stderr, flush=True)
+    return runs
+
+
+def write(options: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]) -> None:
+    """Write the load and the figures of all runs to `benchmarks/results/` as JSON."""
     date = time.strftime("%Y-%m-%d")
     load = {name: getattr(options, name) for name in ("concurrency", "requests", "input_len", "output_len")}
     path = RESULTS / f"serve-{options.model.name}-{date}.json"
-    written = {"date": date, "machine": processor(), "load": load, "runs": found}
+    written = {"date": date, "machine": processor(), "load": load, "runs": runs}
     path.write_text(json.dumps(written, indent=1) + "\n")
     print(f"written to {path}", file=sys.stderr)
 

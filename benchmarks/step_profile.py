@@ -56,13 +56,13 @@ class Steps:
             prompt = [random.randrange(ready.vocab_size) for _ in range(num_tokens)]
             blocks = list(range(slot * per_request, (slot + 1) * per_request))
             init = SlotInit(slot, prompt, num_tokens, blocks, params, 0)
-            self.runner.step(StepPlan(0, [Row(slot, 0, num_tokens, sample=True)], [init]))
+            self.runner.step(StepPlan(0, [Row(slot, 0, num_tokens, num_samples=1)], [init]))
 
     def run(self, num_steps: int) -> list[float]:
         """Seconds of each of so many steps."""
         times = []
         for _ in range(num_steps):
-            rows = [Row(slot, self.length, 1, sample=True) for slot in range(self.num_requests)]
+            rows = [Row(slot, self.length, 1, num_samples=1) for slot in range(self.num_requests)]
             begin = time.perf_counter()
             self.runner.step(StepPlan(0, rows, []))
             times.append(time.perf_counter() - begin)

@@ -8,7 +8,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
-from pagewire.ipc.options import NOT_SUPPORTED_YET, EngineArgs, unknown_option
+from pagewire.ipc.bounds import unknown_name
+from pagewire.ipc.options import NOT_SUPPORTED_YET, EngineArgs
 from pagewire.ipc.params import SamplingParams
 
 
@@ -26,7 +27,7 @@ class Parser(argparse.ArgumentParser):
         parsed, extra = super().parse_known_args(args, namespace or argparse.Namespace())
         for argument in extra:
             if argument.startswith("--"):
-                self.error(unknown_option(argument.split("=")[0], set(self._option_string_actions)))
+                self.error(unknown_name("option", argument.split("=")[0], self._option_string_actions))
         if extra:
             self.error(f"unexpected argument {extra[0]!r}")
         return parsed, extra

@@ -6,11 +6,12 @@ Frontends make the same checks, but the core does not rely on them: a bad value 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
-from pagewire.ipc.bounds import MAX_INT, check_int
+from pagewire.ipc.bounds import MAX_INT, check_int, check_number
 from pagewire.ipc.messages import EngineInfo, Request
-from pagewire.ipc.params import max_n
+from pagewire.ipc.params import PoolingParams, max_n
 
 PRIORITY_LIMIT = 2**31  # priorities lie within +- this
 
@@ -24,17 +25,25 @@ def check_request(request: Request, info: EngineInfo) -> None:
     check_int("key", request.key, 0)
     check_int("seed", request.seed, -MAX_INT - 1)
     check_int("priority", request.priority, -PRIORITY_LIMIT, PRIORITY_LIMIT)
-    if request.params.n > max_n():
-        raise ValueError(f"n must be at most {max_n()}, got {request.params.n}")
-    num_prompt = len(request.prompt_token_ids)
+    check_number("age", request.age, 0.0, math.inf)
+    if isinstance(request.task, PoolingParams):
+        raise ValueError("this engine generates text and does not pool: submit SamplingParams")
+    if request.prompt.media:
+        raise ValueError("this engine takes no media: submit a prompt of tokens alone")
+    if request.prompt.adapter:
+        raise ValueError("this engine has no adapters: submit the prompt without one")
+    if request.task.n > max_n():
+        raise ValueError(f"n must be at most {max_n()}, got {request.task.n}")
+    num_prompt = len(request.prompt.token_ids)
     if num_prompt == 0:
         raise ValueError("the prompt is empty")
     if num_prompt >= info.max_model_len:
         raise ValueError(
+            f"This model's maximum context length is {info.max_model_len} tokens. However, "
             f"the prompt of {num_prompt} tokens leaves no room to generate: "
             f"max_model_len is {info.max_model_len}"
         )
-    check_token_ids("prompt", request.prompt_token_ids, info.vocab_size)
+    check_token_ids("prompt", request.prompt.token_ids, info.vocab_size)
     if request.eos_token_id is not None:
         check_int("eos_token_id", request.eos_token_id, 0, 2**31 - 1)
     check_params(request, info)
@@ -63,7 +72,7 @@ def check_resumed(request: Request, info: EngineInfo) -> None:
     done = request.output_token_ids or []
     if len(done) != request.params.n:
         raise ValueError(f"output_token_ids has {len(done)} sequences, but n is {request.params.n}")
-    limit = info.max_model_len - len(request.prompt_token_ids)
+    limit = info.max_model_len - len(request.prompt.token_ids)
     limit = min(limit, request.params.max_tokens or limit)
     for token_ids in done:
         if len(token_ids) >= limit:

@@ -30,7 +30,8 @@ class EngineConfig:
         """The configuration for `args`; downloads the model if necessary.
 
         Raises:
-            ValueError, TypeError: a bad option. ModelNotFoundError: no such model.
+            ValueError, TypeError: a bad option, such as the revision of a local folder. ModelNotFoundError: no such
+                model.
         """
         args.check()
         path = model_folder(
@@ -49,16 +50,17 @@ class EngineConfig:
         return list(dict.fromkeys(ids))
 
     def tokenizer_folder(self) -> Path:
-        """The folder of the tokenizer, downloaded if necessary; the model's folder unless `tokenizer` is set.
+        """The folder of the tokenizer, downloaded if necessary; the model's own folder unless `tokenizer` or
+        `tokenizer_revision` is set.
 
         Raises:
-            ModelNotFoundError: no such tokenizer.
+            ModelNotFoundError: no such tokenizer. ValueError: a revision of a local folder.
         """
         args = self.args
-        if args.tokenizer is None:
+        if args.tokenizer is None and args.tokenizer_revision is None:
             return self.model_path
         return model_folder(
-            args.tokenizer,
+            args.tokenizer or args.model,
             revision=args.tokenizer_revision,
             token=args.hf_token,
             cache_dir=args.download_dir,
@@ -106,7 +108,8 @@ class EngineConfig:
         return EngineInfo(
             model=args.model,
             model_path=str(self.model_path),
-            tokenizer=args.tokenizer or str(self.model_path),
+            tokenizer=args.tokenizer or (args.model if args.tokenizer_revision else str(self.model_path)),
+            tokenizer_revision=args.tokenizer_revision,
             served_model_names=args.served_names(),
             architecture=ready.architecture,
             dtype=ready.dtype,
@@ -125,6 +128,7 @@ class EngineConfig:
             tokenizer_mode=args.tokenizer_mode,
             skip_tokenizer_init=args.skip_tokenizer_init,
             startup_seconds=ready.startup_seconds,
+            scheduling_policy=args.scheduling_policy,
         )
 
 

@@ -23,16 +23,17 @@ from pagewire.engine_core.clients.metrics import Metrics, summary
 from pagewire.engine_core.clients.outbox import Outbox
 from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.grammar.compile import load_tokenizer
-from pagewire.engine_core.grammar.matcher import GrammarError
-from pagewire.engine_core.grammar.pool import Compilation, Grammars
+from pagewire.engine_core.grammar.pool import Grammars
+from pagewire.engine_core.lobby import Lobby
 from pagewire.engine_core.schedule.scheduler import Scheduler
-from pagewire.engine_core.schedule.sequence import Sequence, State, sequences
+from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.engine_core.workers.group import GroupReply, WorkerGroup
 from pagewire.engine_core.workers.process import Stopwatch
 from pagewire.ipc import messages
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError, error_text, error_type, received_error
 from pagewire.ipc.messages import PROTOCOL, EngineInfo, Ready, Request, StepResult, TokenDelta
 from pagewire.ipc.options import env_float
+from pagewire.ipc.params import PoolingParams
 from pagewire.ipc.version import __version__
 
 logger = logging.getLogger("pagewire.core")
@@ -63,6 +64,7 @@ class EngineCore:
     metrics: Metrics
     outbox: Outbox
     grammars: Grammars
+    lobby: Lobby
     info: EngineInfo
 
     def __init__(
@@ -85,10 +87,8 @@ class EngineCore:
             if fd >= 0:
                 self._poller.register(fd, zmq.POLLIN)
         self._stop_by: float | None = None
-        self._held: dict[Sequence, None] = {}  # in order
-        self._compiling: dict[Sequence, Compilation] = {}
         self._early_hellos: list[tuple[bytes, messages.Hello]] = []
-        self._arrivals = 0
+        self._num_arrivals = 0
         self._failed_starts = 0
         self._stopwatch = Stopwatch(env_float("PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S", 300.0))
         self._next_heartbeat = self._next_stats = 0.0
@@ -133,7 +133,7 @@ class EngineCore:
         if self._stop_by is None:
             return False
         idle = not self.started or not (
-            self.scheduler.num_unfinished or self._compiling or self.clients.behind
+            self.scheduler.num_unfinished or self.lobby.num_compiling or self.clients.behind
         )
         return idle or time.monotonic() >= self._stop_by
 
@@ -159,7 +159,7 @@ class EngineCore:
     def _advance(self) -> None:
         for client in self.clients.lost():
             self._drop(client.live_requests())
-        self._admit_compiled()
+        self._admit()
         self.control.advance()
         self._launch()
         self.deliver()
@@ -182,6 +182,7 @@ class EngineCore:
 
     def _log_stats(self, now: float) -> None:
         """Compute the rates of the last interval, and log them unless the engine was idle."""
+        self.deliver()  # requests count as finished when their end is sent
         self.metrics.rates.update(self.scheduler.stats, now)
         busy = self.scheduler.num_unfinished or self.metrics.rates.prompt or self.metrics.rates.output
         if busy and not self.config.args.disable_log_stats:
@@ -220,6 +221,7 @@ class EngineCore:
             self.info = self.config.engine_info(ready)
             self.grammars = self._open_grammars()
             self.metrics = Metrics(self.info.max_model_len)
+            self.lobby = Lobby(self.grammars, self.config.args.max_waiting, self.metrics.grammar.observe)
             self.outbox = Outbox(self.clients, self.metrics)
             self.started = True
             logger.info(
@@ -255,7 +257,7 @@ class EngineCore:
 
     def _commit(self, result: StepResult) -> None:
         now = time.monotonic()
-        num_tokens = self.scheduler.in_flight[0].num_tokens if self.scheduler.in_flight else 0
+        num_prompt = self.scheduler.in_flight[0].num_prompt_tokens if self.scheduler.in_flight else 0
         try:
             outcomes = self.scheduler.commit(result, now)
         except ValueError as error:
@@ -268,7 +270,7 @@ class EngineCore:
         self.worker_busy_us += result.busy_us
         self.worker_idle_us += result.idle_us if self._was_busy else 0
         self._was_busy = self.scheduler.num_unfinished > 0
-        self.metrics.step(outcomes, num_tokens, result.busy_us, now)
+        self.metrics.step(outcomes, num_prompt, result.busy_us, now)
 
     def _launch(self) -> None:
         while (
@@ -331,39 +333,30 @@ class EngineCore:
         welcome = messages.Welcome(info=self.info, version=__version__, ping_seconds=TICK_SECONDS)
         self.clients.send(identity, welcome)
 
-    def _submit(self, client: Client, submitted: Request) -> None:
+    def _submit(self, client: Client, request: Request) -> None:
+        now = time.monotonic()
         try:
-            if submitted.key in client.requests:
-                raise ValueError(f"request key {submitted.key} is already in use")
+            if request.key in client.requests:
+                raise ValueError(f"request key {request.key} is already in use")
             if self._stop_by is not None:
                 raise EngineBusyError("the engine core is shutting down and accepts no new requests")
-            num_waiting = self.scheduler.num_waiting + len(self._compiling)
-            if num_waiting + submitted.params.n > self.config.args.max_waiting:
-                raise EngineBusyError(f"{num_waiting} requests are already waiting (limit: max_waiting)")
-            check_request(submitted, self.info)
-            structure = submitted.params.structured_outputs
-            compilation = None if structure is None else self.grammars.submit(structure, time.monotonic())
+            check_request(request, self.info)
+            group = sequences(
+                request,
+                client.identity,
+                self._num_arrivals,
+                now,
+                max_model_len=self.info.max_model_len,
+                share_prefixes=self.config.args.enable_prefix_caching,
+            )
+            self.lobby.add(group, self.scheduler.num_waiting, now)
         except (ValueError, TypeError, EngineBusyError) as error:
-            self._reject(client, submitted, error)
+            self._reject(client, request, error)
             return
-        group = sequences(
-            submitted,
-            client.identity,
-            self._arrivals,
-            time.monotonic(),
-            max_model_len=self.info.max_model_len,
-            share_prefixes=self.config.args.enable_prefix_caching,
-        )
-        self._arrivals += len(group)
+        self._num_arrivals += len(group)
         self.metrics.submitted(group)
-        client.requests[submitted.key] = {request.index: request for request in group}
-        if compilation is not None:
-            self._compiling.update(dict.fromkeys(group, compilation))
-            self._admit_compiled()
-            return
-        self._held.update(dict.fromkeys(group))
-        if not self.control.paused:
-            self.admit_held()
+        client.requests[request.key] = {sequence.index: sequence for sequence in group}
+        self._admit()
 
     def _open_grammars(self) -> Grammars:
         config = self.config
@@ -374,43 +367,29 @@ class EngineCore:
             wake=self._wake,
         )
 
-    def _admit_compiled(self) -> None:
-        """Schedule the requests whose grammar has been compiled; end those whose grammar is invalid."""
-        now = time.monotonic()
-        for request, compilation in list(self._compiling.items()):
-            try:
-                grammar = compilation.poll(now)
-                if grammar is None:
-                    continue
-                request.matcher = grammar.matcher(request.output_token_ids, request.params.ignore_eos)
-                self._held[request] = None
-                if request.index == 0:
-                    self.metrics.grammar.observe(now - request.arrival_time)
-            except GrammarError as error:
-                if request.index == 0:
-                    logger.warning("refused request %s: %s", request.request_id, " ".join(str(error).split()))
-                request.state = State.FINISHED
-                refusal = TokenDelta(
-                    *(request.key, request.index, []),
-                    finish_reason="error",
-                    error=str(error),
-                    error_type="ValueError",
+    def _admit(self) -> None:
+        """Schedule the sequences that need wait no longer; end those whose grammar is refused."""
+        ready, refusals = self.lobby.ready(time.monotonic())
+        for sequence in ready:
+            self.scheduler.add(sequence)
+        for sequence, delta in refusals:
+            if sequence.index == 0:
+                logger.warning(
+                    "refused request %s: %s", sequence.request_id, " ".join(str(delta.error).split())
                 )
-                self.outbox.add([(request, refusal)])
-            del self._compiling[request]
-        if self._held and not self.control.paused:
-            self.admit_held()
+        self.outbox.add(refusals)
 
-    def _reject(self, client: Client, submitted: Request, why: Exception) -> None:
+    def _reject(self, client: Client, request: Request, why: Exception) -> None:
         error, kind = error_text(why), error_type(why)
         self.metrics.num_refused["busy" if isinstance(why, EngineBusyError) else "invalid"] += 1
-        logger.warning("refused request %s of %s: %s", submitted.request_id, client.label, error)
-        if submitted.key in client.requests:  # an error delta would end the live request of that key
+        logger.warning("refused request %s of %s: %s", request.request_id, client.label, error)
+        if request.key in client.requests:  # an error delta would end the live request of that key
             self.clients.send(client.identity, messages.Refused(error=error))
             return
+        num_sequences = 1 if isinstance(request.task, PoolingParams) else request.task.n
         deltas = [
-            TokenDelta(submitted.key, index, [], finish_reason="error", error=error, error_type=kind)
-            for index in range(submitted.params.n)
+            TokenDelta(request.key, index, [], finish_reason="error", error=error, error_type=kind)
+            for index in range(num_sequences)
         ]
         self.clients.deliver(client, deltas)
 
@@ -424,48 +403,32 @@ class EngineCore:
                 if not group:
                     del client.requests[key]
 
-    def _drop(self, requests: Iterable[Sequence], reason: str = "abort") -> None:
+    def _drop(self, sequences: Iterable[Sequence], reason: str = "abort") -> None:
         """End sequences that their frontend no longer waits for; no delta is sent."""
         now = time.monotonic()
-        for request in requests:
-            if not request.finished:
-                self._remove(request)
-                self.metrics.finished(request, reason, now)
+        for sequence in sequences:
+            if not sequence.finished:
+                self._remove(sequence)
+                self.metrics.finished(sequence, reason, now)
 
-    def _remove(self, request: Sequence) -> None:
-        if self._compiling.pop(request, None) is not None:
-            request.state = State.FINISHED
-        elif request in self._held:
-            del self._held[request]
-            request.state = State.FINISHED
-        else:
-            self.scheduler.abort([request])
+    def _remove(self, sequence: Sequence) -> None:
+        if not self.lobby.drop(sequence):
+            self.scheduler.abort([sequence])
 
-    def admit_held(self) -> None:
-        """Move requests that were held back, by a pause or for their grammar, to the scheduler's queue."""
-        held, self._held = self._held, {}
-        for request in held:
-            self.scheduler.add(request)
-
-    def abort(self, requests: Iterable[Sequence]) -> int:
+    def abort(self, sequences: Iterable[Sequence]) -> int:
         """End sequences of any frontend with finish reason "abort"; returns how many were unfinished."""
-        live = [request for request in requests if not request.finished]
-        for request in live:
-            self._remove(request)
-            self.outbox.add([(request, TokenDelta(request.key, request.index, [], "abort"))])
+        live = [sequence for sequence in sequences if not sequence.finished]
+        for sequence in live:
+            self._remove(sequence)
+            self.outbox.add([(sequence, TokenDelta(sequence.key, sequence.index, [], "abort"))])
         return len(live)
 
     def requests(self) -> Iterator[tuple[Client, Sequence]]:
         """Every unfinished sequence and the frontend that submitted it."""
         for client in self.clients.attached.values():
-            for request in client.live_requests():
-                if not request.finished:
-                    yield client, request
-
-    @property
-    def held(self) -> list[Sequence]:
-        """Sequences not yet in the scheduler: their grammar is being compiled, or the core is paused."""
-        return [*self._compiling, *self._held]
+            for sequence in client.live_requests():
+                if not sequence.finished:
+                    yield client, sequence
 
     def deliver(self) -> None:
         """Send all queued deltas to the frontends."""

@@ -8,6 +8,7 @@ Nothing queues up behind a slow consumer: its request's state grows, and it take
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import uuid
 import weakref
@@ -19,7 +20,8 @@ from pagewire.frontend.calls import AsyncEngineCalls, timed_out
 from pagewire.frontend.inputs import Prepared, PromptType
 from pagewire.frontend.metrics import Metric, read_metrics
 from pagewire.frontend.outputs import RequestOutput, RequestState
-from pagewire.frontend.session import Session, refuse_unsupported
+from pagewire.frontend.session import Session, ignore_usage_context, refuse_unsupported
+from pagewire.frontend.stat_loggers import StatLoggerBase, checked, status_line
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.calls import RemoteCall
 from pagewire.ipc.errors import EngineDeadError
@@ -30,6 +32,8 @@ from pagewire.ipc.sockets import CurveKeys
 
 T = TypeVar("T")
 
+logger = logging.getLogger("pagewire.frontend")
+
 LONG_PROMPT_CHARACTERS = 8192  # a few milliseconds of tokenizing; longer ones must not hold up the event loop
 PROMPTS_AT_ONCE = 32  # tokenized before others have their turn
 
@@ -39,22 +43,22 @@ class Listener:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._news: set[int] = set()
+        self._ready: set[int] = set()
         self._arrival: asyncio.Future[None] | None = None
 
-    def tell(self, key: int) -> None:
+    def notify(self, key: int) -> None:
         """Record that the request `key` has new output, and wake the task."""
-        self._news.add(key)
+        self._ready.add(key)
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
 
     async def wait(self) -> set[int]:
         """Wait for new output; returns the keys of the requests that have some."""
-        if not self._news:
+        if not self._ready:
             self._arrival = self._loop.create_future()
             await self._arrival
-        news, self._news = self._news, set()
-        return news
+        ready, self._ready = self._ready, set()
+        return ready
 
 
 class LoopMailbox:
@@ -63,7 +67,7 @@ class LoopMailbox:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._listeners: dict[int, Listener] = {}
-        self._news: set[int] = set()
+        self._ready: set[int] = set()
         self._lock = threading.Lock()
 
     def open(self, keys: Iterable[int]) -> Listener:
@@ -80,20 +84,20 @@ class LoopMailbox:
     def put(self, states: list[RequestState]) -> None:
         """Called on the client's thread."""
         with self._lock:
-            asleep = not self._news
-            self._news.update(state.request.key for state in states)
-        if asleep:
+            idle = not self._ready
+            self._ready.update(state.request.key for state in states)
+        if idle:
             try:
-                self._loop.call_soon_threadsafe(self._ring)
+                self._loop.call_soon_threadsafe(self._notify)
             except RuntimeError:
-                pass  # the loop was closed over its requests: nobody listens
+                pass  # the loop was closed with requests open: no task waits for them
 
-    def _ring(self) -> None:
+    def _notify(self) -> None:
         with self._lock:
-            news, self._news = self._news, set()
-        for key in news:
+            ready, self._ready = self._ready, set()
+        for key in ready:
             if (listener := self._listeners.get(key)) is not None:
-                listener.tell(key)
+                listener.notify(key)
 
 
 class AsyncLLM(AsyncEngineCalls):
@@ -111,14 +115,31 @@ class AsyncLLM(AsyncEngineCalls):
         self._close = weakref.finalize(self, session.close)
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, *_: Any, restarts: int = 0, **__: Any) -> AsyncLLM:
-        """Spawn a core and wait until it is ready. `restarts`: how often to replace it, should it die.
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        start_engine_loop: bool = True,
+        usage_context: Any = None,
+        stat_loggers: Mapping[str, StatLoggerBase] | None = None,
+        *,
+        restarts: int = 0,
+    ) -> AsyncLLM:
+        """Spawn a core and wait until it is ready.
+
+        start_engine_loop: must be True: the core runs by itself.
+        usage_context, stat_loggers, restarts: see `LLMEngine.from_engine_args`.
 
         Raises:
             ValueError, TypeError: bad options, or a model that cannot be loaded. ModelNotFoundError: no such model.
             EngineDeadError: the core failed while it started; the text is the cause.
         """
-        return cls(Session.spawn(engine_args, restarts))
+        if start_engine_loop is not True:
+            raise ValueError(
+                f"start_engine_loop={start_engine_loop!r} is not supported: the core runs by itself; "
+                "pause_generation holds requests back"
+            )
+        ignore_usage_context(usage_context)
+        return cls(Session.spawn(engine_args, restarts, checked(stat_loggers)))
 
     @classmethod
     def attach(
@@ -164,7 +185,7 @@ class AsyncLLM(AsyncEngineCalls):
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Stream the outputs of one request, as `sampling_params.output_kind` wants them.
+        """Stream the outputs of a request, in the form that `sampling_params.output_kind` names.
 
         Leaving the loop, closing the generator or cancelling its task aborts the request. A consumer that is
         slower than the engine gets several tokens at once. `trace_headers`: W3C trace context (`traceparent`), of
@@ -177,9 +198,11 @@ class AsyncLLM(AsyncEngineCalls):
         """
         refuse_unsupported(lora_request=lora_request)
         params = SamplingParams() if sampling_params is None else sampling_params
-        news = self.generate_all([prompt], params, request_id, priority=priority, trace_headers=trace_headers)
-        async with aclosing(news):
-            async for outputs in news:
+        stream = self.generate_all(
+            [prompt], params, request_id, priority=priority, trace_headers=trace_headers
+        )
+        async with aclosing(stream):
+            async for outputs in stream:
                 for _, output in outputs:
                     yield output
 
@@ -228,7 +251,7 @@ class AsyncLLM(AsyncEngineCalls):
         """
         outputs = []
         for key in keys:
-            if key not in places:  # it was finished by news that came before
+            if key not in places:  # an earlier output finished it
                 continue
             index, state = places[key]
             output = self.session.take(state)
@@ -273,7 +296,9 @@ class AsyncLLM(AsyncEngineCalls):
         return read_metrics(await asyncio.wrap_future(self.session.call("metrics")))
 
     async def do_log_stats(self) -> None:
-        """Does nothing: the core logs its own statistics."""
+        """Log the core's state in one line, and call the program's own loggers of statistics."""
+        logger.info("%s", status_line(await asyncio.wrap_future(self.session.call("status"))))
+        await asyncio.to_thread(self.session.stat_loggers.log)
 
     async def get_tokenizer(self) -> Tokenizer | None:
         """The light tokenizer of the frontend; None with `skip_tokenizer_init`."""

@@ -8,14 +8,16 @@ Everything that the core would refuse is refused here, so that the exception is 
 from __future__ import annotations
 
 import itertools
+import math
 import operator
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict
 
 from pagewire.frontend.text.tokenizer import Tokenizer
-from pagewire.ipc.bounds import check_int
-from pagewire.ipc.messages import EngineInfo, Request
+from pagewire.ipc.bounds import check_int, check_number, unknown_name
+from pagewire.ipc.messages import EngineInfo, Prompt, Request
 from pagewire.ipc.params import SamplingParams
 
 PRIORITY_LIMIT = 2**31  # priorities lie within plus and minus this value
@@ -27,6 +29,7 @@ class TextPrompt(TypedDict, total=False):
 
     prompt: str
     multi_modal_data: Any
+    multi_modal_uuids: Any
     mm_processor_kwargs: dict[str, Any] | None
     cache_salt: str
 
@@ -36,7 +39,9 @@ class TokensPrompt(TypedDict, total=False):
 
     prompt_token_ids: list[int]
     prompt: str
+    token_type_ids: list[int] | None
     multi_modal_data: Any
+    multi_modal_uuids: Any
     mm_processor_kwargs: dict[str, Any] | None
     cache_salt: str
 
@@ -66,11 +71,18 @@ class ExplicitEncoderDecoderPrompt(TypedDict, total=False):
 SingletonPrompt: TypeAlias = str | TextPrompt | TokensPrompt | EmbedsPrompt
 PromptType: TypeAlias = SingletonPrompt | ExplicitEncoderDecoderPrompt | DataPrompt | list[int]
 
+KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+NO_MEDIA = "multi-modal data is not supported yet"
 NOT_SUPPORTED = {
     "prompt_embeds": "embeddings as a prompt are not supported yet",
     "data": "data prompts are not supported yet",
+    "data_format": "data prompts are not supported yet",
     "encoder_prompt": "encoder-decoder models are not supported",
-    "multi_modal_data": "multi-modal data is not supported yet",
+    "decoder_prompt": "encoder-decoder models are not supported",
+    "multi_modal_data": NO_MEDIA,
+    "multi_modal_uuids": NO_MEDIA,
+    "mm_processor_kwargs": NO_MEDIA,
+    "token_type_ids": "no supported model has token types: leave them out",
 }
 
 
@@ -114,8 +126,11 @@ class Intake:
         request_id: str,
         key: int,
         priority: int = 0,
+        age: float = 0.0,
     ) -> Prepared:
         """Check one prompt and its parameters (None: the model's defaults), and make the request.
+
+        age: seconds since the request arrived.
 
         The parameters are copied. `max_tokens` is limited to the room that the prompt leaves in `max_model_len`.
 
@@ -134,12 +149,12 @@ class Intake:
             Request(
                 key=key,
                 request_id=request_id,
-                prompt_token_ids=token_ids,
-                params=params,
+                prompt=Prompt(token_ids, cache_salt=salt_of(prompt)),
+                task=params,
                 seed=self._seed() if params.seed is None else params.seed,
                 eos_token_id=eos_token_id,
                 priority=priority,
-                cache_salt=salt_of(prompt),
+                age=age,
             ),
             text,
         )
@@ -153,7 +168,7 @@ class Intake:
         text: Any = None
         token_ids: Any = None
         if isinstance(prompt, Mapping):
-            refuse_unsupported_kinds(prompt)
+            check_keys(prompt)
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
             if text is None and token_ids is None:
                 raise ValueError("a prompt needs 'prompt' or 'prompt_token_ids'")
@@ -222,6 +237,7 @@ class Intake:
         room = self.info.max_model_len - num_prompt_tokens
         if room < 1:
             raise ValueError(
+                f"This model's maximum context length is {self.info.max_model_len} tokens. However, "
                 f"the prompt has {num_prompt_tokens} tokens, which leaves no room for a new one: "
                 f"max_model_len is {self.info.max_model_len}"
             )
@@ -312,16 +328,36 @@ def truncated(token_ids: list[int], params: SamplingParams, max_model_len: int) 
     return token_ids[-keep:]
 
 
-def refuse_unsupported_kinds(prompt: Mapping[str, Any]) -> None:
-    """Check that a prompt is of a supported kind.
+def check_keys(prompt: Mapping[str, Any]) -> None:
+    """Check the keys of a prompt; those of features that are not supported may hold None or an empty value.
 
     Raises:
-        ValueError: it is not.
+        ValueError: a key is unknown (the text suggests a similar one), or its feature is not supported.
     """
-    for name, reason in NOT_SUPPORTED.items():
-        value = prompt.get(name)
-        if value is not None and not (isinstance(value, Mapping) and not value):
-            raise ValueError(reason)
+    for name, value in prompt.items():
+        if name in KEYS:
+            continue
+        if name not in NOT_SUPPORTED:
+            raise ValueError(unknown_name("key of a prompt", name, (*KEYS, *NOT_SUPPORTED)))
+        if value is not None and not (isinstance(value, (Mapping, list)) and not value):
+            raise ValueError(f"{name}: {NOT_SUPPORTED[name]}")
+
+
+def age_of(arrival_time: float | None) -> float:
+    """Return the seconds since a time of `time.monotonic()`; 0 for None.
+
+    Raises:
+        TypeError: it is not a number. ValueError: it is negative or still to come.
+    """
+    if arrival_time is None:
+        return 0.0
+    now = time.monotonic()
+    check_number("arrival_time", arrival_time, 0.0, math.inf)
+    if arrival_time > now:
+        raise ValueError(
+            f"arrival_time must be a past time of time.monotonic() (now {now:.0f}), got {arrival_time:.0f}"
+        )
+    return now - arrival_time
 
 
 def salt_of(prompt: PromptType) -> str | None:

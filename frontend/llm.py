@@ -8,7 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-from pagewire.frontend.beam_search import BeamSearchOutput, add_text, beam_search
+from pagewire.frontend.beam_search import (
+    BeamSearchOutput,
+    add_text,
+    beam_search,
+    end_tokens,
+    tokens_prompt,
+)
 from pagewire.frontend.inputs import (
     PromptType,
     TextPrompt,
@@ -155,14 +161,14 @@ class LLM(EngineCalls):
         refuse_unsupported(lora_request=lora_request)
         if (prompts is None) == (prompt_token_ids is None):
             raise ValueError("give prompts")
-        found = prompts_of(prompt_token_ids if prompts is None else prompts)
+        prompts = prompts_of(prompt_token_ids if prompts is None else prompts)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        params = params_for(sampling_params, len(found))
-        if priority is not None and len(priority) != len(found):
-            raise ValueError(f"{len(found)} prompts, but {len(priority)} priorities")
-        with progress_bar(len(found), use_tqdm) as tick:
-            return self._complete(found, params, priority or [0] * len(found), tick)
+        params = params_for(sampling_params, len(prompts))
+        if priority is not None and len(priority) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts, but {len(priority)} priorities")
+        with progress_bar(len(prompts), use_tqdm) as tick:
+            return self._complete(prompts, params, priority or [0] * len(prompts), tick)
 
     def chat(
         self,
@@ -242,34 +248,37 @@ class LLM(EngineCalls):
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The `params.beam_width` best continuations of each prompt, best first.
+        """Return the `params.beam_width` best continuations of each prompt, best first.
 
-        concurrency_limit: most prompts to search for at once; None: all.
+        concurrency_limit: largest number of prompts searched at once; None: all.
 
         Raises:
-            ValueError, TypeError: a bad prompt or parameter, or too few `max_logprobs` in the engine.
+            ValueError, TypeError: a prompt or parameter is invalid, or the engine's `max_logprobs` is too small.
         """
         refuse_unsupported(lora_request=lora_request)
-        token_ids = [self.llm_engine.session.tokenize(prompt) for prompt in prompts_of(prompts)]
-        size = concurrency_limit or max(1, len(token_ids))
-        found: list[BeamSearchOutput] = []
-        with progress_bar(len(token_ids), use_tqdm) as tick:
-            for first in range(0, len(token_ids), size):
-                beams = beam_search(
-                    token_ids[first : first + size],
+        session = self.llm_engine.session
+        batch = [tokens_prompt(prompt, session.tokenize(prompt)) for prompt in prompts_of(prompts)]
+        ends = end_tokens(params, session.eos_token_id, self.info.generation_config)
+        size = concurrency_limit or max(1, len(batch))
+        outputs: list[BeamSearchOutput] = []
+        with progress_bar(len(batch), use_tqdm) as tick:
+            for first in range(0, len(batch), size):
+                groups = beam_search(
+                    batch[first : first + size],
                     params,
                     self._extend,
-                    eos_token_id=self.llm_engine.session.eos_token_id,
+                    ends=ends,
                     max_model_len=self.info.max_model_len,
+                    max_logprobs=self.info.max_logprobs,
                     on_done=lambda: tick(None),
                 )
-                for group in beams:
+                for group in groups:
                     for beam in group:
                         add_text(beam, params, self.llm_engine.get_tokenizer())
-                found += map(BeamSearchOutput, beams)
-        return found
+                outputs += map(BeamSearchOutput, groups)
+        return outputs
 
-    def _extend(self, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
+    def _extend(self, prompts: list[TokensPrompt], params: SamplingParams) -> list[RequestOutput]:
         return self.generate(list(prompts), params, use_tqdm=False)
 
     def encode(self, *args: Any, **kwargs: Any) -> Any:
@@ -341,10 +350,10 @@ class LLM(EngineCalls):
         states: list[RequestState] = []
         try:
             prepared = []
-            for prompt, one, rank in zip(prompts, params, priority, strict=True):
-                one = one.clone()
-                one.output_kind = RequestOutputKind.FINAL_ONLY
-                prepared.append(session.prepare(prompt, one, f"{next(self._request_ids)}", rank))
+            for prompt, own_params, rank in zip(prompts, params, priority, strict=True):
+                own_params = own_params.clone()
+                own_params.output_kind = RequestOutputKind.FINAL_ONLY
+                prepared.append(session.prepare(prompt, own_params, f"{next(self._request_ids)}", rank))
                 if len(prepared) == SUBMIT_CHUNK:
                     states += session.submit(prepared, inbox)
                     prepared = []

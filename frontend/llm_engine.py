@@ -9,10 +9,11 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from pagewire.frontend.calls import timed_out
-from pagewire.frontend.inputs import PromptType
-from pagewire.frontend.metrics import Metric, read_metrics
+from pagewire.frontend.inputs import PromptType, age_of
+from pagewire.frontend.metrics import Metric
 from pagewire.frontend.outputs import RequestOutput, RequestState
-from pagewire.frontend.session import Inbox, Session, refuse_unsupported
+from pagewire.frontend.session import Inbox, Session, ignore_usage_context, refuse_unsupported
+from pagewire.frontend.stat_loggers import StatLoggerBase, checked, status_line
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.calls import EngineCalls, RemoteCall
 from pagewire.ipc.messages import EngineInfo
@@ -39,14 +40,27 @@ class LLMEngine(EngineCalls):
         self._close = weakref.finalize(self, session.close)
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, *_: Any, restarts: int = 0, **__: Any) -> LLMEngine:
-        """Spawn a core and wait until it is ready. `restarts`: how often to replace it, should it die.
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        usage_context: Any = None,
+        stat_loggers: Mapping[str, StatLoggerBase] | None = None,
+        *,
+        restarts: int = 0,
+    ) -> LLMEngine:
+        """Spawn a core and wait until it is ready.
+
+        usage_context: has no effect (a warning says so): usage statistics are never collected.
+        stat_loggers: the program's own loggers of statistics by name, called beside the core's own log line
+            (which `disable_log_stats` turns off).
+        restarts: how often to replace the core, should it die.
 
         Raises:
             ValueError, TypeError: bad options, or a model that cannot be loaded. ModelNotFoundError: no such model.
             EngineDeadError: the core failed while it started; the text is the cause.
         """
-        return cls(Session.spawn(engine_args, restarts))
+        ignore_usage_context(usage_context)
+        return cls(Session.spawn(engine_args, restarts, checked(stat_loggers)))
 
     @classmethod
     def attach(
@@ -91,16 +105,17 @@ class LLMEngine(EngineCalls):
     ) -> None:
         """Send a request to the core, where it starts at once; `step` returns its outputs.
 
-        `arrival_time` is accepted without effect: the core stamps arrivals itself. `trace_headers`: W3C trace
-        context of the parent of the request's span.
+        arrival_time: when the request arrived, a time of `time.monotonic()`; None: now. Latencies in outputs,
+            metrics and traces count from it. Equal priorities run in the order in which they are added, though.
+        trace_headers: W3C trace context of the parent of the request's span.
 
         Raises:
-            ValueError, TypeError: a bad prompt or parameter, or an id that is in use.
+            ValueError, TypeError: a bad prompt or parameter, an id that is in use, or an arrival time to come.
         """
         refuse_unsupported(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         if request_id in self._unfinished:
             raise ValueError(f"request id {request_id!r} is in use")
-        prepared = self.session.prepare(prompt, params, request_id, priority)
+        prepared = self.session.prepare(prompt, params, request_id, priority, age_of(arrival_time))
         (self._unfinished[request_id],) = self.session.submit([prepared], self._inbox, trace_headers)
 
     def step(self) -> list[RequestOutput]:
@@ -137,12 +152,12 @@ class LLMEngine(EngineCalls):
 
     def get_metrics(self) -> list[Metric]:
         """A snapshot of the core's metrics, over all its frontends."""
-        return read_metrics(self.session.call("metrics").result())
+        return self.session.get_metrics(timeout=None)
 
     def do_log_stats(self) -> None:
-        """Log the core's state in one line."""
-        status = self.session.call("status").result()
-        logger.info("engine: %s", ", ".join(f"{k} {v}" for k, v in status.items() if k != "clients"))
+        """Log the core's state in one line, and call the program's own loggers of statistics."""
+        logger.info("%s", status_line(self.session.call("status").result()))
+        self.session.stat_loggers.log()
 
     def get_tokenizer(self) -> Tokenizer | None:
         """The light tokenizer of the frontend; None with `skip_tokenizer_init`."""

@@ -39,11 +39,11 @@ class RequestMetrics(msgspec.Struct):
     """Times of a request, in seconds since the epoch; None: not reached yet.
 
     Attributes:
-        arrival_time: the request was submitted to the frontend.
+        arrival_time: the request was submitted to the frontend, or arrived before that at the caller.
         first_scheduled_time: it was first part of a step.
         first_token_time: its first token was generated. last_token_time: its last token arrived at the frontend.
         finished_time: its end arrived at the frontend.
-        time_in_queue: duration in seconds from arrival at the core to the first step.
+        time_in_queue: duration in seconds from the arrival to the first step.
     """
 
     arrival_time: float
@@ -217,7 +217,7 @@ class RequestState:
             self._prompt_logprobs = no_logprobs(params.flat_logprobs)
             self._prompt_logprobs.append(None)
         self._num_cached_tokens: int | None = None
-        self._metrics = RequestMetrics(arrival_time=time.time())
+        self._metrics = RequestMetrics(arrival_time=time.time() - request.age)
 
     @property
     def finished(self) -> bool:
@@ -240,7 +240,7 @@ class RequestState:
         return [output.finish_reason for output in self._outputs]
 
     @property
-    def ripe(self) -> bool:
+    def has_output(self) -> bool:
         """True if `take` may return an output: with FINAL_ONLY, only at the end or after an error."""
         return self._kind is not RequestOutputKind.FINAL_ONLY or self.error is not None or self.finished
 
@@ -291,7 +291,7 @@ class RequestState:
         return RequestOutput(
             self.request_id,
             self._prompt_text,
-            self.request.prompt_token_ids,
+            self.request.prompt.token_ids,
             self._take_prompt_logprobs(delta),
             [output.take() for output in (changed if delta else self._outputs)],
             finished,

@@ -22,8 +22,10 @@ import msgspec
 
 from pagewire.frontend.client import START_ERRORS, CoreClient
 from pagewire.frontend.inputs import Intake, Prepared, PromptType
+from pagewire.frontend.metrics import Metric, read_metrics
 from pagewire.frontend.outputs import Outputs, RequestOutput, RequestState
 from pagewire.frontend.spawn import SpawnedCore, spawn_core
+from pagewire.frontend.stat_loggers import StatLoggerBase, StatLoggers
 from pagewire.frontend.text.tokenizer import Tokenizer, as_tokenizer, load_tokenizer
 from pagewire.frontend.tracing import Tracer
 from pagewire.ipc.calls import CALLS
@@ -37,6 +39,7 @@ logger = logging.getLogger("pagewire.frontend")
 
 Connection = tuple[CoreClient, SpawnedCore | None]
 RETRY_SECONDS = 0.5  # between two attempts to attach to another core
+METRICS_SECONDS = 5.0  # for the core's answer, after which the loggers of statistics go without
 
 
 class Mailbox(Protocol):
@@ -50,21 +53,21 @@ class Inbox:
     """A mailbox for a thread that blocks until there is new output."""
 
     def __init__(self) -> None:
-        self._updated: dict[int, RequestState] = {}
-        self._changed = threading.Condition()
+        self._ready: dict[int, RequestState] = {}
+        self._arrival = threading.Condition()
 
     def put(self, states: list[RequestState]) -> None:
-        """Add requests that have new output, and wake the waiting thread."""
-        with self._changed:
-            self._updated.update((state.request.key, state) for state in states)
-            self._changed.notify()
+        """Wake the waiting thread."""
+        with self._arrival:
+            self._ready.update((state.request.key, state) for state in states)
+            self._arrival.notify()
 
     def get(self) -> list[RequestState]:
-        """Wait until a request has new output; returns all such requests, each once."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._updated)
-            updated, self._updated = self._updated, {}
-        return list(updated.values())
+        """Wait until a request has new output; returns all that have, each once."""
+        with self._arrival:
+            self._arrival.wait_for(lambda: self._ready)
+            ready, self._ready = self._ready, {}
+        return list(ready.values())
 
 
 class Session:
@@ -73,6 +76,7 @@ class Session:
     Attributes:
         info: model and options of the core. tokenizer: of the frontend; None with `skip_tokenizer_init`.
         dead: the error with which the core was lost, until another core replaces it; None while there is a core.
+        stat_loggers: the program's own loggers of statistics.
     """
 
     info: EngineInfo
@@ -96,6 +100,7 @@ class Session:
         self._keys = itertools.count()
         self._closing = threading.Event()
         self._tracer = None if traces_endpoint is None else Tracer(traces_endpoint)
+        self.stat_loggers = StatLoggers({}, self.get_metrics)
         try:
             self._client, self._spawned = connect(self)
         except BaseException:
@@ -105,10 +110,13 @@ class Session:
         self.info = self._client.info
 
     @classmethod
-    def spawn(cls, args: EngineArgs, restarts: int = 0) -> Session:
+    def spawn(
+        cls, args: EngineArgs, restarts: int = 0, stat_loggers: Mapping[str, StatLoggerBase] | None = None
+    ) -> Session:
         """Spawn a core, wait until it is ready, and load the tokenizer.
 
         restarts: how many cores may replace one that was lost.
+        stat_loggers: loggers of statistics by name, which get the engine's figures until `close`.
 
         Raises:
             ValueError, TypeError: bad options, or a model that cannot be loaded. ModelNotFoundError: no such model.
@@ -134,9 +142,11 @@ class Session:
                 session._spawned.shutdown()
             return connect(session)
 
-        return cls(connect, replace, args.otlp_traces_endpoint)._with_tokenizer(
-            None, salt=0, revision=args.tokenizer_revision, token=args.hf_token, cache_dir=args.download_dir
+        session = cls(connect, replace, args.otlp_traces_endpoint)._with_tokenizer(
+            None, salt=0, token=args.hf_token, cache_dir=args.download_dir
         )
+        session.stat_loggers = StatLoggers(stat_loggers or {}, session.get_metrics)
+        return session
 
     @classmethod
     def attach(
@@ -196,6 +206,7 @@ class Session:
                 tokenizer = load_tokenizer(
                     name or self.info.tokenizer,
                     self.info.tokenizer_mode,
+                    revision=None if name else self.info.tokenizer_revision,
                     trust_remote_code=self.info.trust_remote_code,
                     **source,
                 )
@@ -217,14 +228,19 @@ class Session:
     # -------------------------------------------------------------- requests
 
     def prepare(
-        self, prompt: PromptType, params: SamplingParams | None, request_id: str, priority: int = 0
+        self,
+        prompt: PromptType,
+        params: SamplingParams | None,
+        request_id: str,
+        priority: int = 0,
+        age: float = 0.0,
     ) -> Prepared:
-        """The request for a prompt, checked, tokenized and ready for `submit`.
+        """The request for a prompt, checked, tokenized and ready for `submit`. age: seconds since it arrived.
 
         Raises:
             ValueError, TypeError: a bad prompt or parameter.
         """
-        return self._intake.prepare(prompt, params, request_id, next(self._keys), priority)
+        return self._intake.prepare(prompt, params, request_id, next(self._keys), priority, age)
 
     def tokenize(self, prompt: PromptType) -> list[int]:
         """The token ids of a prompt.
@@ -313,6 +329,14 @@ class Session:
             return self._client.call(name, *args, **kwargs)
         return self._client.call(name, *call.pack(args, kwargs))
 
+    def get_metrics(self, timeout: float | None = METRICS_SECONDS) -> list[Metric]:
+        """A snapshot of the core's metrics, over all its frontends.
+
+        Raises:
+            EngineDeadError: the core is lost. concurrent.futures.TimeoutError: no answer in `timeout` seconds.
+        """
+        return read_metrics(self.call("metrics").result(timeout))
+
     def close(self) -> None:
         """Detach, and stop the core if this session spawned it. May be called twice."""
         with self._lock:
@@ -320,6 +344,7 @@ class Session:
                 return
             self._closing.set()
         self._client.close()
+        self.stat_loggers.stop()
         if self._spawned is not None:
             self._spawned.shutdown()
         self._end_all(EngineDeadError("the engine was shut down"))
@@ -333,13 +358,13 @@ class Session:
             states, sequences = self._outputs.process(deltas)
             if sequences:
                 self._client.abort(sequences=sequences)
-            updated: dict[Mailbox, list[RequestState]] = {}
+            ready: dict[Mailbox, list[RequestState]] = {}
             for state in states:
-                if state.ripe:
-                    updated.setdefault(self._mailboxes[state.key], []).append(state)
+                if state.has_output:
+                    ready.setdefault(self._mailboxes[state.key], []).append(state)
             self._drop([state for state in states if state.finished])
-        for mailbox, changed in updated.items():
-            mailbox.put(changed)
+        for mailbox, new in ready.items():
+            mailbox.put(new)
 
     def _core_lost(self, error: EngineDeadError) -> None:
         """Replace the core and resubmit open requests; without another core they end with the cause."""
@@ -379,6 +404,7 @@ class Session:
         return client, spawned
 
     def _end_all(self, error: EngineDeadError) -> None:
+        """End every open request with the error with which the core was lost."""
         with self._lock:
             self.dead = self.dead or error
             states = self._outputs.fail(error)
@@ -405,7 +431,10 @@ class Session:
 
 def same_model(first: EngineInfo, second: EngineInfo) -> bool:
     """True if requests prepared for one engine are valid for the other."""
-    names = ("model", "architecture", "dtype", "vocab_size", "max_model_len", "tokenizer")
+    names = (
+        *("model", "architecture", "dtype", "vocab_size", "max_model_len"),
+        *("tokenizer", "tokenizer_revision"),
+    )
     return all(getattr(first, name) == getattr(second, name) for name in names)
 
 
@@ -427,6 +456,12 @@ def resumed(state: RequestState) -> Request:
 def ended(state: RequestState) -> list[tuple[int, int]]:
     """(key, index) of each sequence of the request that has ended."""
     return [(state.key, index) for index, reason in enumerate(state.finish_reasons) if reason is not None]
+
+
+def ignore_usage_context(usage_context: Any) -> None:
+    """Log a warning if a usage context is given: no usage statistics are collected."""
+    if usage_context is not None:
+        logger.warning("usage_context has no effect: usage statistics are never collected")
 
 
 def refuse_unsupported(**values: Any) -> None:

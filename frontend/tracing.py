@@ -84,10 +84,10 @@ def request_attributes(state: RequestState) -> Iterator[tuple[str, Any]]:
     yield "gen_ai.request.id", state.request_id
     yield "gen_ai.request.temperature", params.temperature
     yield "gen_ai.request.top_p", params.top_p
-    yield "gen_ai.request.n", params.n
+    yield "gen_ai.request.n", params.num_returned or params.n
     if params.max_tokens is not None:
         yield "gen_ai.request.max_tokens", params.max_tokens
-    yield "gen_ai.usage.prompt_tokens", len(state.request.prompt_token_ids)
+    yield "gen_ai.usage.prompt_tokens", len(state.request.prompt.token_ids)
     yield "gen_ai.usage.completion_tokens", sum(map(len, state.output_token_ids))
     yield "gen_ai.usage.num_sequences", params.n
     yield "gen_ai.response.finish_reasons", [reason or "error" for reason in state.finish_reasons]

@@ -6,9 +6,10 @@ A bound stands once, in the annotation: `Annotated[int, msgspec.Meta(ge=1)]`. ms
 
 from __future__ import annotations
 
+import difflib
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -146,7 +147,7 @@ def check_integer(name: str, value: Any, meta: Meta) -> int:
     if not within(value, meta):
         raise ValueError(f"{name} must be {interval(meta)}, got {value}")
     if not -MAX_INT - 1 <= value <= MAX_INT:
-        raise ValueError(f"{name} must be an integer of 64 bits, got {value}")
+        raise ValueError(f"{name} must be in [-2**63, 2**63 - 1], got {value}")
     return value
 
 
@@ -201,6 +202,15 @@ def check_items(name: str, value: Any, check_key: Check | None, check_value: Che
         for key in value:
             check_key(f"each key of {name}", key)
     return {key: check_value(f"{name}[{key}]", item) for key, item in value.items()}
+
+
+# ---------------------------------------------------------------- names
+
+
+def unknown_name(kind: str, name: Any, known: Iterable[str]) -> str:
+    """The error message for an unknown name, with the nearest known one: unknown option 'a'; did you mean 'b'?"""
+    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.8)
+    return f"unknown {kind} {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 # ---------------------------------------------------------------- single values

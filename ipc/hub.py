@@ -37,17 +37,23 @@ def model_folder(
     """The local folder with the model's files, which are downloaded from the hub if necessary.
 
     name: "demo" (the embedded model), a folder, or a repository of the hub.
-    tokenizer_only: do not download weights.
+    revision: branch, tag or commit of the repository. tokenizer_only: do not download weights.
 
     Raises:
         ModelNotFoundError: there is no such folder, and the hub lacks the model, denies access or is unreachable.
+        ValueError: a revision of a folder.
     """
+    path = Path(os.path.expanduser(name))  # noqa: PTH111 - Path.expanduser fails for an unknown user
+    is_folder = os.path.isdir(path)  # noqa: PTH112 - Path.is_dir fails for a name that is too long
+    if revision is not None and (name == DEMO or is_folder):
+        raise ValueError(
+            f"revision {revision!r}: {name} is a local folder, which has no revisions; leave the revision out"
+        )
     if name == DEMO:
         import pagewire.demo
 
         return Path(pagewire.demo.__path__[0])
-    path = Path(os.path.expanduser(name))  # noqa: PTH111 - Path.expanduser fails for an unknown user
-    if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir fails for a name that is too long
+    if is_folder:
         if not (path / "config.json").is_file() and not tokenizer_only:
             raise ModelNotFoundError(f"{path} holds no config.json: not a Hugging Face model folder")
         return path.resolve()

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from pagewire.ipc.codec import Tensor
-from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.params import PoolingParams, SamplingParams
 
 PROTOCOL = 3
 
@@ -41,9 +41,83 @@ class LogprobRows(Item):
     logprobs: Tensor
     ranks: Tensor
 
+    def first(self, count: int) -> LogprobRows:
+        """The first `count` of the n positions."""
+        if count == self.ranks.shape[0]:
+            return self
+        return LogprobRows(*(_first(tensor, count) for tensor in (self.token_ids, self.logprobs, self.ranks)))
+
+    @staticmethod
+    def join(parts: list[LogprobRows]) -> LogprobRows | None:
+        """The positions of all parts, in order; None if there are no parts. All parts have the same k."""
+        if len(parts) <= 1:
+            return parts[0] if parts else None
+        return LogprobRows(
+            _joined([part.token_ids for part in parts]),
+            _joined([part.logprobs for part in parts]),
+            _joined([part.ranks for part in parts]),
+        )
+
+
+def _first(tensor: Tensor, count: int) -> Tensor:
+    size = len(tensor.data) // tensor.shape[0]
+    return Tensor(tensor.dtype, (count, *tensor.shape[1:]), tensor.data[: count * size])
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    return Tensor(parts[0].dtype, shape, b"".join(bytes(part.data) for part in parts))
+
+
+class Media(Item):
+    """A picture, a sound or the like, which takes the place of some tokens of a prompt.
+
+    start, num_tokens: the tokens that it takes the place of; no step computes only a part of them.
+    name: sha256 of its content, by which its keys and values are shared.
+    data: the content, which the core hands on unopened.
+    """
+
+    start: int
+    num_tokens: int
+    name: bytes
+    data: Tensor
+
+
+class Prompt(Item):
+    """Everything that the keys and values of a request's prompt depend on.
+
+    media: in the order of `start`, apart from each other. adapter: sha256 of the content of an adapter of the
+    model's weights; empty for none. cache_salt: requests share cached prefixes only if their salts are equal.
+    """
+
+    token_ids: list[int]
+    media: list[Media] = []
+    adapter: bytes = b""
+    cache_salt: str | None = None
+
+    def block_keys(self, index: int, block_size: int) -> list[tuple[str | bytes | int, ...]]:
+        """What KV block `index` depends on beside its tokens and the blocks before it.
+
+        Salt and adapter are keys of the first block, and so of all, because names of blocks are chained. A medium
+        is a key of every block that it touches, with its start relative to the block.
+        """
+        keys: list[tuple[str | bytes | int, ...]] = []
+        if index == 0 and self.cache_salt:
+            keys.append(("salt", self.cache_salt))
+        if index == 0 and self.adapter:
+            keys.append(("adapter", self.adapter))
+        begin = index * block_size
+        for medium in self.media:
+            if medium.start < begin + block_size and medium.start + medium.num_tokens > begin:
+                keys.append(("media", medium.name, medium.start - begin))
+        return keys
+
+
+Task: TypeAlias = SamplingParams | PoolingParams
+
 
 class EngineInfo(Message):
-    """The properties of an engine that frontends need."""
+    """The properties of an engine that frontends need. tokenizer: folder or hub repository of its tokenizer."""
 
     model: str
     model_path: str
@@ -66,6 +140,8 @@ class EngineInfo(Message):
     tokenizer_mode: str = "auto"
     skip_tokenizer_init: bool = False
     startup_seconds: dict[str, float] = {}
+    tokenizer_revision: str | None = None
+    scheduling_policy: str = "fcfs"
 
 
 # ---------------------------------------------------------------- frontend -> core
@@ -81,26 +157,34 @@ class Hello(Message, tag="hello"):
 
 
 class Request(Item):
-    """A request for n sequences.
+    """What a frontend submits, once: a prompt, and what to do with it.
 
     key: chosen by the frontend, unique among its unfinished requests; deltas carry it.
     request_id: the public id, for logs.
+    task: parameters of n sequences to generate, or of a pooled result.
     seed: always set (the frontend chooses one if the user gave none); sequence i of n samples with a seed derived
         from (seed, i).
     output_token_ids: the tokens generated so far, for each sequence (a resubmission after the core was lost).
     num_prompt_logprobs: the prompt positions, from position 1 on, whose log probabilities were delivered before.
+    age: seconds between its arrival and its submission; the core dates the arrival back by it.
     """
 
     key: int
     request_id: str
-    prompt_token_ids: list[int]
-    params: SamplingParams
+    prompt: Prompt
+    task: Task
     seed: int
     eos_token_id: int | None = None
     priority: int = 0
-    cache_salt: str | None = None
     output_token_ids: list[list[int]] | None = None
     num_prompt_logprobs: int = 0
+    age: float = 0.0
+
+    @property
+    def params(self) -> SamplingParams:
+        """The parameters of a request that generates."""
+        assert isinstance(self.task, SamplingParams), "the request is for a pooled result"
+        return self.task
 
 
 class Submit(Message, tag="submit"):
@@ -173,6 +257,7 @@ class TokenDelta(Item):
     finish_reason: "stop", "length", "abort" or "error"; None while the sequence continues.
     stop_reason: the stop token, if one of `stop_token_ids` ended the sequence.
     prompt_logprobs: for the next prompt positions (from position 1 on); only for index 0.
+    pooled: the result of a request with `PoolingParams`; its finish_reason is "stop".
     num_cached_tokens, timing: set in the first and in the last delta of the sequence.
     error, error_type: why the sequence failed; if it was refused, also the name of the exception ("ValueError",
         "EngineBusyError").
@@ -185,6 +270,7 @@ class TokenDelta(Item):
     stop_reason: int | None = None
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None
+    pooled: Tensor | None = None
     num_cached_tokens: int | None = None
     timing: RequestTiming | None = None
     error: str | None = None
@@ -245,32 +331,39 @@ class SlotInit(Item):
 
     token_ids: the prompt and the tokens generated so far. num_prompt_tokens: length of the prompt.
     block_ids: its KV blocks, in order. The first row starts after the prefix that is cached in them.
-    seed: of this sequence. stop_ids: EOS and stop tokens, excluded until `min_tokens` are generated.
+    media: those of the prompt. seed: of this sequence.
+    stop_ids: EOS and stop tokens, excluded until `min_tokens` are generated.
     """
 
     slot: int
     token_ids: list[int]
     num_prompt_tokens: int
     block_ids: list[int]
-    params: SamplingParams
+    task: Task
     seed: int
     stop_ids: list[int] = []
+    media: list[Media] = []
 
 
 class Row(Item):
     """A sequence's part of a step: run tokens [start, start + num_tokens) of its slot.
 
     new_block_ids: appended to the slot's blocks before the step.
-    sample: sample the token after the last of these, and append it to the slot.
+    drafts: proposed tokens, which are the last len(drafts) of the row's tokens and are not in the slot.
+    num_samples: 0, or 1 + len(drafts): sample the token after each of the last `num_samples` tokens. The samples up
+        to the first that is no draft are appended to the slot.
     num_prompt_logprobs: return log probabilities of the tokens that follow the first num_prompt_logprobs of these.
+    pool: the row's hidden states go into the sequence's pooled result; the row that ends its prompt returns it.
     """
 
     slot: int
     start: int
     num_tokens: int
     new_block_ids: list[int] = []
-    sample: bool = False
+    drafts: list[int] = []
+    num_samples: int = 0
     num_prompt_logprobs: int = 0
+    pool: bool = False
 
 
 class StepPlan(Message, tag="plan"):
@@ -291,14 +384,14 @@ class StepPlan(Message, tag="plan"):
 
 
 class Masks(Message, tag="masks"):
-    """The allowed tokens of rows with a grammar; sent while the worker runs the step.
+    """The allowed tokens of samples under a grammar; sent while the worker runs the step.
 
-    rows: indices into the plan's rows; the other rows may sample any token.
-    bits: int32 [len(rows), ceil(V / 32)]: bit i % 32 of word i // 32 is set if token i is allowed.
+    samples: indices into the samples of the plan, counted over its rows in order; the others may be any token.
+    bits: int32 [len(samples), ceil(V / 32)]: bit i % 32 of word i // 32 is set if token i is allowed.
     """
 
     step_id: int
-    rows: list[int]
+    samples: list[int]
     bits: Tensor
 
 
@@ -348,20 +441,30 @@ class Ready(Message, tag="ready"):
     memory: dict[str, int] = {}
 
 
+class RowResult(Item):
+    """The result of a row.
+
+    token_ids: 1 to `Row.num_samples` tokens; all but the last are the row's drafts, in order. None without samples.
+    logprobs: of these tokens. prompt_logprobs: as many as the row says. pooled: if the row ends a prompt to pool.
+    error: why the row has no tokens; the other fields are then empty.
+    """
+
+    token_ids: list[int] = []
+    logprobs: LogprobRows | None = None
+    prompt_logprobs: LogprobRows | None = None
+    pooled: Tensor | None = None
+    error: str | None = None
+
+
 class StepResult(Message, tag="result"):
     """The result of a step.
 
-    token_ids: one per row with `sample`, in the order of the rows.
-    logprobs, prompt_logprobs, errors: by index into the plan's rows. The token id of a row with an error is
-        meaningless.
+    rows: one for each of the plan's rows.
     busy_us: duration of the step in the worker, in microseconds. idle_us: time the worker had waited for it.
     """
 
     step_id: int
-    token_ids: list[int]
-    logprobs: dict[int, LogprobRows] = {}
-    prompt_logprobs: dict[int, LogprobRows] = {}
-    errors: dict[int, str] = {}
+    rows: list[RowResult]
     busy_us: int = 0
     idle_us: int = 0
 

@@ -7,7 +7,6 @@ that it spawns; `--help` is generated from it.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import os
 import re
@@ -17,11 +16,11 @@ from typing import Any, Literal, get_type_hints
 
 import msgspec
 
-from pagewire.ipc.bounds import check_int, check_number
+from pagewire.ipc.bounds import check_int, check_number, unknown_name
 
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 KV_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
-DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+DTYPE_ALIASES = {"half": "float16", "float": "float32", "fp8": "fp8_e4m3"}
 
 
 def option(default: Any, group: str, text: str, *, choices: tuple[Any, ...] = (), make: Any = None) -> Any:
@@ -47,7 +46,8 @@ class EngineArgs:
     skip_tokenizer_init: bool = option(False, "Model", "load no tokenizer: token ids in, token ids out")
     trust_remote_code: bool = option(False, "Model", "allow the Python code in the model's repository to run")
     revision: str | None = option(None, "Model", "branch, tag or commit of the model on the hub")
-    tokenizer_revision: str | None = option(None, "Model", "branch, tag or commit of the tokenizer")
+    tokenizer_revision: str | None = option(
+        None, "Model", "branch, tag or commit of the tokenizer on the hub; default: the model's")
     hf_token: str | bool | None = option(None, "Model", "access token for the hub; True: the stored one")
     hf_overrides: dict[str, Any] = option(None, "Model", "JSON merged into the model's config.json", make=dict)
     download_dir: str | None = option(None, "Model", "folder for downloads; default: the hub's cache")
@@ -84,7 +84,7 @@ class EngineArgs:
         "fcfs", "Scheduler", "order of waiting requests: first come, first served, or lowest priority value first",
         choices=("fcfs", "priority"))
     async_scheduling: bool = option(True, "Scheduler", "plan the next step while one runs")
-    max_waiting: int = option(100_000, "Scheduler", "maximum requests that may wait; more are refused")
+    max_waiting: int = option(100_000, "Scheduler", "maximum sequences that may wait; further requests are refused")
     max_logprobs: int = option(20, "Scheduler", "maximum log probabilities per token; -1: no limit")
 
     disable_log_stats: bool = option(False, "Logging", "do not log periodic statistics in the core")
@@ -108,7 +108,7 @@ class EngineArgs:
             if name in names:
                 known[name] = value
             elif name not in NOT_SUPPORTED_YET:
-                raise TypeError(unknown_option(name, names | set(NOT_SUPPORTED_YET)))
+                raise TypeError(unknown_name("option", name, names | set(NOT_SUPPORTED_YET)))
             elif value not in (None, NOT_SUPPORTED_YET[name]) and value != {}:
                 raise ValueError(f"{name}={value!r} is not supported yet")
         args = cls(**known)
@@ -134,6 +134,12 @@ class EngineArgs:
     def resolved_dtype(self) -> str:
         """`dtype` with aliases resolved: "half" is "float16"."""
         return DTYPE_ALIASES.get(self.dtype, self.dtype)
+
+    def resolved_kv_dtype(self, model_dtype: str) -> str:
+        """The type of keys and values: the model's for "auto"; "fp8" is "fp8_e4m3"."""
+        if self.kv_cache_dtype == "auto":
+            return model_dtype
+        return DTYPE_ALIASES.get(self.kv_cache_dtype, self.kv_cache_dtype)
 
     def served_names(self) -> list[str]:
         """The names of the model in the API; metrics use the first."""
@@ -198,12 +204,6 @@ NOT_SUPPORTED_YET: dict[str, Any] = {
     "kv_transfer_config": None,
     "enable_sleep_mode": False,
 }
-
-
-def unknown_option(name: str, names: set[str]) -> str:
-    """The error message for an unknown option, with a similar known one."""
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
-    return f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 def env_float(name: str, default: float) -> float:

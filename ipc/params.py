@@ -1,4 +1,4 @@
-"""What a caller may ask of one request. Validated when built, and so again wherever it is decoded."""
+"""The parameters of a request: validated when they are made, and so again wherever they are decoded."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import json
 import os
 from collections.abc import Sequence
 from enum import Enum, IntEnum
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-from pagewire.ipc.bounds import check_fields, check_text
+from pagewire.ipc.bounds import check_fields, check_text, unknown_name
 
 MAX_STRUCTURE_CHARS = 1 << 18
 MAX_JSON_DEPTH = 100
@@ -36,7 +36,7 @@ class RequestOutputKind(Enum):
 
 
 def max_n() -> int:
-    """Most sequences one request may ask for (`PAGEWIRE_MAX_N_SEQUENCES`, default 64)."""
+    """The maximum of `n`, sequences per request (`PAGEWIRE_MAX_N_SEQUENCES`, default 64)."""
     return int(os.environ.get("PAGEWIRE_MAX_N_SEQUENCES", "64"))
 
 
@@ -67,12 +67,12 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
         regex: the whole output matches this regular expression (of Rust: no look-around, no back-references).
         choice: the output is one of these strings.
         grammar: a context-free grammar, as Lark or llama.cpp (GBNF, EBNF) write it.
-        json_object: the output is a JSON object, whatever is in it.
+        json_object: the output is a JSON object of any content.
         structural_tag: free text with parts between tags that follow schemas: `{"structures": [{"begin": ...,
             "schema": {...}, "end": ...}], "triggers": [...]}`, a dict or its JSON text; kept as text.
         whitespace_pattern: what may stand between the tokens of JSON, a regular expression. Default: a space,
             or a line break with some indentation, so that no model can go on with whitespace for ever.
-        disable_any_whitespace: nothing may.
+        disable_any_whitespace: no whitespace between the tokens of JSON.
         disable_additional_properties: objects have no properties but those that the schema names.
         disable_fallback: accepted, without effect: there is nothing to fall back to.
 
@@ -121,7 +121,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
             return value
         unknown = [name for name in value if name not in cls.__struct_fields__]
         if unknown:
-            raise ValueError(f"structured outputs have no {unknown[0]!r}")
+            raise ValueError(unknown_name("field of structured outputs", unknown[0], cls.__struct_fields__))
         return cls(**value)
 
     def _check_kind(self, kind: str) -> None:
@@ -173,7 +173,7 @@ def json_object_text(name: str, value: Any) -> str:
     return text
 
 
-class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, tag="sampling"):
     """How to sample, when to stop and what to return; the names follow OpenAI's completion API.
 
     Attributes:
@@ -183,16 +183,16 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         repetition_penalty: divides positive, multiplies negative logits of tokens of prompt and output; > 0.
         temperature: divides the logits; 0 is greedy (and then top_p, top_k and min_p do nothing).
         top_p: smallest set of tokens with this much probability, in (0, 1].
-        top_k: only so many most likely tokens; 0 and -1 mean all.
+        top_k: sample from the k most likely tokens only; 0 and -1 mean all.
         min_p: only tokens at least this likely, relative to the most likely one; in [0, 1].
-        seed: 64-bit; the same seed gives the same tokens, whatever else runs. None: the engine picks one.
+        seed: 64-bit; the same seed gives the same tokens, whatever else runs. None: the engine draws a seed.
         stop: strings that end the output; not part of it unless `include_stop_str_in_output`.
         stop_token_ids: tokens that end the output.
         bad_words: strings that must not be generated.
         ignore_eos: generate past the end-of-sequence token.
         max_tokens: most tokens to generate; None: up to the model's length.
-        min_tokens: no end of sequence and no stop token before so many tokens.
-        logprobs: so many most likely tokens per output token (-1: all), beside the sampled one.
+        min_tokens: least number of tokens before an end of sequence or a stop token.
+        logprobs: number of most likely tokens to report per output token (-1: all), beside the sampled one.
         prompt_logprobs: the same per prompt token.
         flat_logprobs: return logprobs as one `FlatLogprobs` rather than a list of dicts.
         detokenize: give text; without it, only token ids (and `stop` is refused).
@@ -200,7 +200,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         spaces_between_special_tokens: put spaces between special tokens in the text.
         logits_processors: functions over logits; code never crosses a socket, so any value is refused.
         include_stop_str_in_output: keep the stop string in the text.
-        truncate_prompt_tokens: keep only the last so many prompt tokens; -1: what fits the model.
+        truncate_prompt_tokens: keep only this many tokens at the end of the prompt; -1: what fits the model.
         output_kind: CUMULATIVE, DELTA or FINAL_ONLY.
         structured_outputs: what the output must look like: `StructuredOutputsParams`, or a dict of its fields.
         guided_decoding: the older name of `structured_outputs`; moved there.
@@ -244,6 +244,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     extra_args: dict[str, Any] | None = None
     # Token sequences of `bad_words`, filled in by the frontend, which has the tokenizer.
     bad_words_token_ids: list[list[TokenId]] | None = None
+    # How many of the n outputs the client gets, filled in by the server for `best_of`; metrics report it.
+    num_returned: NumSequences | None = None
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -345,6 +347,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
             raise ValueError(
                 f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"
             )
+        if self.num_returned is not None and self.num_returned > self.n:
+            raise ValueError(f"num_returned must be at most n={self.n}, got {self.num_returned}")
         if self.stop_strings and not self.detokenize:
             raise ValueError("stop strings need detokenize=True: they are looked for in the text")
         if self.logits_processors:
@@ -356,16 +360,38 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
 
 
+class PoolingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, tag="pooling"):
+    """How to pool the hidden states of a prompt into one result.
+
+    Attributes:
+        all_tokens: the result depends on the hidden states of all tokens (a mean, a vector per token), not only on
+            the last; so no cached prefix can be skipped.
+
+    Raises:
+        TypeError: a value of the wrong type.
+    """
+
+    all_tokens: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
 class BeamSearchParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """Parameters of `LLM.beam_search`.
 
     Attributes:
         beam_width: beams kept per step, at least 1.
-        max_tokens: most tokens per beam, at least 1.
-        ignore_eos: beams go on past the end-of-sequence token.
+        max_tokens: largest number of tokens per beam, at least 1.
+        ignore_eos: beams go on past end-of-sequence tokens.
         temperature: divides the logits before scores are taken.
         length_penalty: a beam's score is its log probability divided by length ** length_penalty.
-        include_stop_str_in_output: keep the end-of-sequence token's text.
+        include_stop_str_in_output: keep the text of the token that ended a beam.
+        early_stopping: when to end the search, once `beam_width` beams have ended. True: at once. False: when the
+            best running beam, scored at its present length, is no better than the worst of them. "never": when no
+            running beam can become better.
+        min_tokens: no beam ends before it has this number of tokens.
+        stop_token_ids: tokens that end a beam, in addition to the end-of-sequence tokens.
 
     Raises:
         ValueError, TypeError: as `SamplingParams`.
@@ -377,6 +403,17 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields
     temperature: Temperature = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
+    early_stopping: bool | Literal["never"] = False
+    min_tokens: NumTokens = 0
+    stop_token_ids: list[TokenId] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        early: Any = self.early_stopping
+        if not isinstance(early, bool) and early != "never":
+            kind = ValueError if isinstance(early, str) else TypeError
+            raise kind(f"early_stopping must be True, False or 'never', got {early!r}")
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"
+            )

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pagewire.frontend.llm import LLM
     from pagewire.frontend.llm_engine import LLMEngine
     from pagewire.frontend.outputs import CompletionOutput, RequestOutput
+    from pagewire.frontend.stat_loggers import StatLoggerBase
     from pagewire.ipc.errors import (
         EngineBusyError,
         EngineDeadError,
@@ -55,6 +56,7 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "SamplingType",
+    "StatLoggerBase",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
@@ -69,6 +71,7 @@ _HOMES = {
     "frontend.llm": ("LLM",),
     "frontend.llm_engine": ("LLMEngine",),
     "frontend.outputs": ("CompletionOutput", "RequestOutput"),
+    "frontend.stat_loggers": ("StatLoggerBase",),
     "ipc.errors": (
         "EngineBusyError",
         "EngineDeadError",

@@ -26,11 +26,11 @@ class Batch:
     """int64 [T]."""
     attention: AttentionBatch
     sample_rows: list[int]
-    """Indices of the plan's rows that sample."""
+    """For each sample, the index of its row in the plan."""
     sample_indices: Tensor
-    """int64 [len(sample_rows)]: index of each such row's last token in the batch."""
+    """int64 [len(sample_rows)]: for each sample, the index in the batch of the token before it."""
     sample_slots: Tensor
-    """int64 [len(sample_rows)]: their slots."""
+    """int64 [len(sample_rows)]: the slot of each sample."""
     starts: list[int]
     """For each row, the index of its first token in the batch."""
     needs_relay: bool
@@ -81,6 +81,10 @@ def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0) -> Batch
     needs_relay = bool(on_device.any())
     if needs_relay:
         input_ids[on_device] = -1 - token_slots[on_device]
+    drafted = any(row.drafts for row in rows)
+    if drafted:
+        for row, end in zip(rows, ends, strict=True):
+            input_ids[end - len(row.drafts) : end] = row.drafts
     blocks = positions // slots.block_size
     # A token is as far into its block in the cache as it is in the request.
     kv_slot_mapping = positions + (slots.block_table[token_slots, blocks] - blocks) * slots.block_size
@@ -88,7 +92,7 @@ def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0) -> Batch
     seq_lens = starts + lengths
     max_seq_len = int(seq_lens.max())
     block_table = slots.block_table[slot_ids, : -(-max_seq_len // slots.block_size)]
-    sample_rows = [i for i, row in enumerate(rows) if row.sample]
+    sample_rows, sample_indices = _samples(rows, ends, drafted)
     more = max(0, num_padded - len(rows))
     return Batch(
         input_ids=_padded(input_ids, more),
@@ -102,11 +106,23 @@ def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0) -> Batch
             max_seq_len=max_seq_len,
         ),
         sample_rows=sample_rows,
-        sample_indices=torch.from_numpy(ends[sample_rows] - 1),
+        sample_indices=torch.from_numpy(sample_indices),
         sample_slots=torch.from_numpy(slot_ids[sample_rows]),
         starts=query_start_loc[:-1].tolist(),
         needs_relay=needs_relay,
     )
+
+
+def _samples(
+    rows: Sequence[Row], ends: NDArray[np.int64], drafted: bool
+) -> tuple[list[int], NDArray[np.int64]]:
+    """`Batch.sample_rows` and `sample_indices`. ends: of the rows in the batch. drafted: some have drafts."""
+    sample_rows = [i for i, row in enumerate(rows) for _ in range(row.num_samples)]
+    indices = ends[sample_rows] - 1
+    if drafted:
+        num_later = [n for row in rows for n in range(row.num_samples)[::-1]]
+        indices -= np.array(num_later, np.int64)
+    return sample_rows, indices
 
 
 def _padded(array: NDArray[Any], more: int, value: int = 0) -> Tensor:

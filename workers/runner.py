@@ -203,7 +203,7 @@ class Runner:
             SlotInit(slot, [0] * length, length, [0] * -(-length // size), params, 0)
             for slot, length in enumerate(lengths)
         ]
-        rows = [Row(slot, 0, length, sample=True) for slot, length in enumerate(lengths)]
+        rows = [Row(slot, 0, length, num_samples=1) for slot, length in enumerate(lengths)]
         self.step(StepPlan(-1, rows, inits))
         self.step(StepPlan(-1, [], [], list(range(len(lengths)))))
 

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagewire.ipc.messages import Row, SlotInit, StepPlan
+from pagewire.ipc.params import PoolingParams
 from pagewire.workers.sample.sampler import SamplingSlot
 
 
@@ -49,13 +50,15 @@ class Slots:
         self.sampling.clear()
 
     def _fill(self, init: SlotInit) -> None:
+        if isinstance(init.task, PoolingParams) or init.media:
+            raise ValueError("this worker generates from tokens: it neither pools nor takes media")
         slot, num_tokens = init.slot, len(init.token_ids)
         self.tokens[slot, :num_tokens] = init.token_ids
         self.num_tokens[slot] = num_tokens
         self.block_table[slot, : len(init.block_ids)] = init.block_ids
         self.num_blocks[slot] = len(init.block_ids)
         self.sampling[slot] = SamplingSlot(
-            init.params,
+            init.task,
             init.seed,
             init.stop_ids,
             self.tokens[slot],

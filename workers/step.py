@@ -7,7 +7,7 @@ the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pagewire.ipc.messages import LogprobRows, Masks, Row, StepPlan, StepResult
+from pagewire.ipc.messages import LogprobRows, Masks, Row, RowResult, StepPlan, StepResult
 from pagewire.workers.batch import Batch
 from pagewire.workers.device.interface import Device, Event, PendingTokens, TokenSampler
 from pagewire.workers.device.kv_size import LOGIT_CHUNK
@@ -67,7 +67,6 @@ class RunningStep:
         self._sampled: PendingTokens | None = None
         self._batch: Batch | None = None
         self._hidden = NOTHING
-        self._rows: list[Row] = []
         self._slots: list[SamplingSlot] = []
         self._prompts: list[PromptLogprobsRequest] = []
 
@@ -75,8 +74,7 @@ class RunningStep:
         """Take over the launched work. batch: on the device. hidden: its final hidden states [T or more, H]."""
         slots = self._runner.slots
         self._batch, self._hidden = batch, hidden
-        self._rows = [self.plan.rows[i] for i in batch.sample_rows]
-        self._slots = [slots.sampling[row.slot] for row in self._rows]
+        self._slots = [slots.sampling[self.plan.rows[i].slot] for i in batch.sample_rows]
         for i, row in enumerate(self.plan.rows):
             if row.num_prompt_logprobs:
                 first = row.start + 1
@@ -89,14 +87,14 @@ class RunningStep:
     def sample(self, masks: Callable[[], Masks | None]) -> None:
         """Launch sampling; all earlier steps must be finished. masks: waits for the masks of a masked plan."""
         runner, batch = self._runner, self._batch
-        if batch is None or not self._rows:
+        if batch is None or not self._slots:
             return
         with runner.span("logits"):
             logits = runner.model.model.logits(self._hidden.index_select(0, batch.sample_indices))
         with runner.span("masks"):
-            allowed = TokenMasks.of(masks() if self.plan.masked else None, batch.sample_rows)
+            allowed = TokenMasks.of(masks() if self.plan.masked else None)
         with runner.span("sample"):
-            self._sampled = runner.sampler.launch(logits, self._slots, allowed)
+            self._sampled = runner.sampler.launch(logits, self._states(), allowed)
             runner.keep_tokens(batch.sample_slots, self._sampled)
         self._end = runner.device.record_event()
 
@@ -106,11 +104,11 @@ class RunningStep:
 
     def finish(self, since: Event | None = None) -> StepResult:
         """Wait for the step and append its tokens to their slots. since: the end of the previous step."""
-        result = StepResult(self.plan.step_id, [])
+        result = StepResult(self.plan.step_id, [RowResult() for _ in self.plan.rows])
         if self._sampled is not None:
             self._take(self._sampled.finish(), result)
         for request in self._prompts:
-            result.prompt_logprobs[request.row] = self._logprobs_of(request)
+            result.rows[request.row].prompt_logprobs = self._logprobs_of(request)
         self._end.wait()
         result.busy_us = int(self._end.seconds_since(self._begin) * 1e6)
         if since is not None:
@@ -122,16 +120,26 @@ class RunningStep:
         """The event behind the step's last work."""
         return self._end
 
+    def _states(self) -> Sequence[SamplingSlot]:
+        """The sampler's state at each sample: that of its slot, with the drafts before the sample appended."""
+        if len(self._slots) <= len(self.plan.rows) and not any(row.drafts for row in self.plan.rows):
+            return self._slots
+        sampling = self._runner.slots.sampling
+        return [
+            sampling[row.slot].ahead(row.drafts[:n]) for row in self.plan.rows for n in range(row.num_samples)
+        ]
+
     def _take(self, output: SampleOutput, result: StepResult) -> None:
-        slots, sample_rows = self._runner.slots, self._batch.sample_rows if self._batch else []
-        for row, slot, token_id in zip(self._rows, self._slots, output.token_ids, strict=True):
-            if (
-                slots.sampling.get(row.slot) is slot
-            ):  # otherwise the slot has a new sequence, and the token is dropped
-                slots.append(row.slot, token_id)
-        result.token_ids = output.token_ids
-        result.logprobs = {sample_rows[i]: rows for i, rows in output.logprobs.items()}
-        result.errors = {sample_rows[i]: error for i, error in output.errors.items()}
+        slots, first = self._runner.slots, 0
+        for i, row in enumerate(self.plan.rows):
+            if not row.num_samples:
+                continue
+            result.rows[i] = row_result(row, output, first)
+            # Otherwise the slot has a new sequence, and the tokens are dropped.
+            if slots.sampling.get(row.slot) is self._slots[first]:
+                for token_id in result.rows[i].token_ids or output.token_ids[first : first + 1]:
+                    slots.append(row.slot, token_id)
+            first += row.num_samples
 
     @torch.inference_mode()
     def _logprobs_of(self, request: PromptLogprobsRequest) -> LogprobRows:
@@ -144,3 +152,18 @@ class RunningStep:
             for start in range(request.start, end, size)
         ]
         return logprob_rows(torch.cat(logits), request.successors, request.num_most_likely)
+
+
+def row_result(row: Row, output: SampleOutput, first: int) -> RowResult:
+    """The result of a row whose samples begin at `first`; they count up to the first that is not the draft."""
+    if first in output.errors:
+        return RowResult(error=output.errors[first])
+    count = 1
+    for draft in row.drafts:
+        sample = first + count
+        if output.token_ids[sample - 1] != draft or sample in output.errors:
+            break
+        count += 1
+    here = range(first, first + count)
+    logprobs = LogprobRows.join([output.logprobs[sample] for sample in here if sample in output.logprobs])
+    return RowResult(output.token_ids[first : first + count], logprobs)

@@ -200,7 +200,7 @@ def check_compile() -> Iterator[Finding]:
     for capability in sorted(capabilities):
         try:
             arch = compile.architecture(capability)
-            cubin = compile.compile_anew(variants()[0], arch)
+            cubin = compile.compile_uncached(variants()[0], arch)
         except compile.CompileError as error:
             raise CheckError(str(error)) from None
         size = f"{len(cubin.image)} bytes, {cubin.registers} registers"
@@ -246,11 +246,11 @@ def silu_and_mul_on(index: int, x: Tensor) -> Tensor:
     import torch
 
     from pagewire.kernels.cuda.gates import activate_and_mul
-    from pagewire.kernels.cuda.launch import CudaDevice
+    from pagewire.kernels.cuda.launch import CudaLauncher
     from pagewire.kernels.layer import Activation
 
     with torch.cuda.device(index):
-        return activate_and_mul(CudaDevice.at(index), x.to(f"cuda:{index}"), Activation.SILU).cpu()
+        return activate_and_mul(CudaLauncher.at(index), x.to(f"cuda:{index}"), Activation.SILU).cpu()
 
 
 CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {

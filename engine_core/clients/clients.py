@@ -15,7 +15,7 @@ from typing import Any
 import zmq
 
 from pagewire.engine_core.schedule.sequence import Sequence
-from pagewire.ipc.codec import Codec, Tensor
+from pagewire.ipc.codec import Codec
 from pagewire.ipc.errors import ProtocolError, error_text, error_type
 from pagewire.ipc.messages import CallAnswer, Deltas, LogprobRows, Pong, Refused, ToCore, TokenDelta
 from pagewire.ipc.sockets import receive, send
@@ -193,6 +193,7 @@ def merge(first: TokenDelta, second: TokenDelta) -> TokenDelta:
         stop_reason=second.stop_reason,
         logprobs=join(first.logprobs, second.logprobs),
         prompt_logprobs=join(first.prompt_logprobs, second.prompt_logprobs),
+        pooled=second.pooled,
         num_cached_tokens=first.num_cached_tokens
         if second.num_cached_tokens is None
         else second.num_cached_tokens,
@@ -204,14 +205,4 @@ def merge(first: TokenDelta, second: TokenDelta) -> TokenDelta:
 
 def join(first: LogprobRows | None, second: LogprobRows | None) -> LogprobRows | None:
     """The rows of both, in order; None if neither has any."""
-    if first is None or second is None:
-        return first or second
-
-    def concatenate(a: Tensor, b: Tensor) -> Tensor:
-        return Tensor(a.dtype, (a.shape[0] + b.shape[0], *a.shape[1:]), bytes(a.data) + bytes(b.data))
-
-    return LogprobRows(
-        concatenate(first.token_ids, second.token_ids),
-        concatenate(first.logprobs, second.logprobs),
-        concatenate(first.ranks, second.ranks),
-    )
+    return LogprobRows.join([rows for rows in (first, second) if rows is not None])

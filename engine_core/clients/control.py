@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from pagewire.engine_core.clients import metrics, reports
 from pagewire.engine_core.clients.calls import PendingCalls
 from pagewire.engine_core.clients.metrics import MeasuredEngine
+from pagewire.engine_core.lobby import Lobby
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.workers.group import GroupReply, Outcome
 from pagewire.ipc.calls import CALLS, RunsIn
@@ -34,8 +35,9 @@ class ControlledEngine(MeasuredEngine, Protocol):
     def deliver(self) -> None:
         """Send each frontend the new tokens and ends of its requests."""
 
-    def admit_held(self) -> None:
-        """Give the requests that were held back to the scheduler."""
+    @property
+    def lobby(self) -> Lobby:
+        """The sequences that are not scheduled yet."""
 
     def abort(self, requests: Iterable[Sequence]) -> int:
         """End requests of any frontend. Returns how many."""
@@ -155,8 +157,9 @@ class Control:
         A `resume` that comes first ends the wait: the answer is False, and nothing is reset.
         """
         self.paused = True
+        self._core.lobby.hold()
         if not wait_for_inflight_requests:
-            core, held = self._core, set(self._core.held)
+            core, held = self._core, set(self._core.lobby)
             core.abort(request for _, request in core.requests() if request not in held)
 
         def paused(caller: Caller) -> None:
@@ -169,11 +172,11 @@ class Control:
     def resume(self, caller: Caller) -> None:
         """Admit the requests that were held back, and new ones; end the pauses that still wait."""
         self.paused = False
+        self._core.lobby.release()
         for deferred in self._deferred:
             if deferred.drain:
                 self._reply(deferred.caller, False)
         self._deferred = [deferred for deferred in self._deferred if not deferred.drain]
-        self._core.admit_held()
         self._reply(caller, None)
 
     def is_paused(self, caller: Caller) -> None:

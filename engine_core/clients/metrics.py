@@ -3,14 +3,17 @@
 Counters and gauges are read from the core on request (`snapshot`). Only histograms are updated while the engine
 runs, once per step: sequences whose tokens are equally far apart are added with one `observe`.
 
-A `vllm:` name means what it means in vLLM; metrics of this engine alone begin with `pagewire:`. Times are in
-seconds.
+A `vllm:` name means what it means in vLLM; metrics of this engine alone begin with `pagewire:`. A request for n
+sequences counts once, from its arrival to the end of its last sequence; only the times between tokens are those of
+each sequence. Times are in seconds.
 """
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -21,6 +24,8 @@ from pagewire.engine_core.schedule.scheduler import Outcome, SchedulerStats
 from pagewire.engine_core.schedule.sequence import Sequence
 
 Row = dict[str, Any]
+
+REASONS = ("stop", "length", "abort", "error")  # a request ended for the last of those of its sequences
 
 # Bucket bounds: seconds, except STEP_TOKENS and SEQUENCES. Those of `vllm:` metrics are vLLM's.
 FIRST_TOKEN = (
@@ -83,11 +88,43 @@ class Rates:
         self._counts, self._time = counts, now
 
 
+@dataclass(slots=True)
+class OpenRequest:
+    """What the metrics keep of a request until the last of its n sequences ends.
+
+    num_open: unfinished sequences. scheduled_time, first_token_time: those of the first sequence that got there; 0
+    until then. reason: why the sequences that have ended did. Times are in seconds on the monotonic clock.
+    """
+
+    num_open: int
+    arrival_time: float
+    num_prompt_tokens: int
+    num_output_tokens: int = 0
+    scheduled_time: float = 0.0
+    first_token_time: float = 0.0
+    reason: str = REASONS[0]
+
+    def end(self, sequence: Sequence, reason: str) -> None:
+        """Add what a sequence that has ended contributes."""
+        self.num_open -= 1
+        self.num_output_tokens += sequence.num_output_tokens
+        self.reason = max(self.reason, reason, key=REASONS.index)
+        if sequence.scheduled_time:
+            self.scheduled_time = min(self.scheduled_time or sequence.scheduled_time, sequence.scheduled_time)
+
+
 class Metrics:
-    """Histograms and counters that are updated while the engine runs."""
+    """Histograms and counters that are updated while the engine runs.
+
+    engine_id: names the engine in the labels of all metrics, for it may report through several servers.
+    num_open: unfinished requests.
+    """
 
     def __init__(self, max_model_len: int) -> None:
         lengths = one_two_five(max_model_len)
+        self.engine_id = os.urandom(4).hex()
+        self.num_open = 0
+        self._requests: dict[Sequence, OpenRequest] = {}  # by unfinished sequence
         self.first_token = Distribution(FIRST_TOKEN)
         self.between_tokens = Distribution(PER_TOKEN)
         self.per_token = Distribution(PER_TOKEN)
@@ -99,6 +136,7 @@ class Metrics:
         self.prompt_tokens = Distribution(lengths)
         self.output_tokens = Distribution(lengths)
         self.params_n = Distribution(SEQUENCES)
+        self.params_best_of = Distribution(SEQUENCES)
         self.params_max_tokens = Distribution(lengths)
         self.step_tokens = Distribution(STEP_TOKENS)
         self.step_seconds = Distribution(STEP)
@@ -106,43 +144,62 @@ class Metrics:
         self.grammar = Distribution(PER_REQUEST)
         self.rates = Rates()
         self.num_refused = {"busy": 0, "invalid": 0}
-        self.num_finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+        self.num_finished = dict.fromkeys(REASONS, 0)
 
     def submitted(self, group: list[Sequence]) -> None:
         """Record a new request, given its n sequences."""
-        self.params_n.observe(len(group))
-        self.params_max_tokens.observe(group[0].max_output)
+        first = group[0]
+        self.num_open += 1
+        request = OpenRequest(len(group), first.arrival_time, first.num_prompt_tokens)
+        self._requests.update(dict.fromkeys(group, request))
+        self.params_n.observe(first.params.num_returned or len(group))
+        self.params_best_of.observe(len(group))
+        self.params_max_tokens.observe(first.max_output)
 
-    def step(self, outcomes: Iterable[Outcome], num_tokens: int, busy_us: int, now: float) -> None:
-        """Record a committed step: its outcomes, its number of tokens and its time in the worker."""
-        self.step_tokens.observe(num_tokens)
+    def step(self, outcomes: Iterable[Outcome], num_prompt_tokens: int, busy_us: int, now: float) -> None:
+        """Record a committed step: its outcomes, its number of prompt tokens and its time in the worker."""
         self.step_seconds.observe(busy_us / 1e6)
         gaps: dict[float, int] = {}
-        for request, delta in outcomes:
+        num_tokens = num_prompt_tokens
+        for sequence, delta in outcomes:
             if delta.token_ids:
-                gap = request.token_gap
+                num_tokens += len(delta.token_ids)
+                gap = sequence.token_gap
                 gaps[gap] = gaps.get(gap, 0) + 1
                 if gap == 0.0:
-                    self.first_token.observe(now - request.arrival_time)
+                    self._first_token(self._requests[sequence], now)
+        self.step_tokens.observe(num_tokens)
         gaps.pop(0.0, None)
         for gap, times in gaps.items():
             self.between_tokens.observe(gap, times)
 
-    def finished(self, request: Sequence, reason: str, now: float) -> None:
-        """Record the end of a sequence. One that never got a token only counts; it has no latencies."""
-        self.num_finished[reason] += 1
+    def _first_token(self, request: OpenRequest, now: float) -> None:
+        """Record the first token of a sequence, which counts if it is the first of its request."""
         if request.first_token_time == 0.0:
-            return
-        decode = now - request.first_token_time
+            request.first_token_time = now
+            self.first_token.observe(now - request.arrival_time)
+
+    def finished(self, sequence: Sequence, reason: str, now: float) -> None:
+        """Record the end of a sequence, and that of its request if it was the last one."""
+        if sequence.num_output_tokens > 1 and sequence.first_token_time:
+            self.per_token.observe((now - sequence.first_token_time) / (sequence.num_output_tokens - 1))
+        request = self._requests.pop(sequence)
+        request.end(sequence, reason)
+        if request.num_open == 0:
+            self._request_finished(request, now)
+
+    def _request_finished(self, request: OpenRequest, now: float) -> None:
+        """Record the end of a request. Without a token it has no phases."""
+        self.num_open -= 1
+        self.num_finished[request.reason] += 1
         self.whole.observe(now - request.arrival_time)
-        self.queued.observe(request.scheduled_time - request.arrival_time)
-        self.inference.observe(now - request.scheduled_time)
-        self.prefill.observe(request.first_token_time - request.scheduled_time)
-        self.decode.observe(decode)
         self.prompt_tokens.observe(request.num_prompt_tokens)
         self.output_tokens.observe(request.num_output_tokens)
-        if request.num_output_tokens > 1:
-            self.per_token.observe(decode / (request.num_output_tokens - 1))
+        if request.first_token_time:
+            self.queued.observe(request.scheduled_time - request.arrival_time)
+            self.prefill.observe(request.first_token_time - request.scheduled_time)
+            self.decode.observe(now - request.first_token_time)
+            self.inference.observe(now - request.scheduled_time)
 
 
 class MeasuredEngine(ReportedEngine, Protocol):
@@ -156,12 +213,13 @@ class MeasuredEngine(ReportedEngine, Protocol):
 def summary(core: MeasuredEngine) -> tuple[str, dict[str, Any]]:
     """The periodic log line as text, and its fields for the JSON log."""
     scheduler, rates = core.scheduler, core.metrics.rates
+    num_running, num_waiting = num_requests(core)
     facts = {
         "message": "stats",
         "prompt_tokens_per_s": rates.prompt,
         "generation_tokens_per_s": rates.output,
-        "running": len(scheduler.running),
-        "waiting": scheduler.num_waiting + len(core.held),
+        "running": num_running,
+        "waiting": num_waiting,
         "kv_cache_usage": scheduler.kv_usage,
         "prefix_cache_hit_rate": hit_rate(scheduler.stats),
     }
@@ -174,20 +232,26 @@ def summary(core: MeasuredEngine) -> tuple[str, dict[str, Any]]:
     return line.format(**facts), facts
 
 
+def num_requests(core: MeasuredEngine) -> tuple[int, int]:
+    """How many requests have a running sequence, and how many wait with all of theirs."""
+    running = len({(sequence.client, sequence.key) for sequence in core.scheduler.running})
+    return running, core.metrics.num_open - running
+
+
 def snapshot(core: MeasuredEngine) -> list[Row]:
     """Every metric as a dict: name, type, documentation, labels, and value or (histograms) buckets, sum, count."""
-    name = {"model_name": core.info.served_model_names[0]}
+    labels = {"model_name": core.info.served_model_names[0], "engine": core.metrics.engine_id}
     rows = [*states(core), *counts(core), *distributions(core.metrics), *own(core)]
-    return [row | {"labels": name | row.get("labels", {})} for row in rows]
+    return [row | {"labels": labels | row.get("labels", {})} for row in rows]
 
 
 def states(core: MeasuredEngine) -> Iterator[Row]:
     """Gauges: the current state."""
     scheduler, rates = core.scheduler, core.metrics.rates
     usage, hits = scheduler.kv_usage, hit_rate(scheduler.stats)
-    yield gauge("vllm:num_requests_running", "Number of running sequences.", len(scheduler.running))
-    num_waiting = scheduler.num_waiting + len(core.held)
-    yield gauge("vllm:num_requests_waiting", "Number of waiting sequences.", num_waiting)
+    num_running, num_waiting = num_requests(core)
+    yield gauge("vllm:num_requests_running", "Requests of which a sequence is running.", num_running)
+    yield gauge("vllm:num_requests_waiting", "Requests of which no sequence is running.", num_waiting)
     yield gauge("vllm:num_requests_swapped", "Always 0: preempted sequences are recomputed.", 0)
     yield gauge("vllm:kv_cache_usage_perc", "Share of KV cache blocks in use; 1 means 100 percent.", usage)
     text = "Same as kv_cache_usage_perc (older name), on any device."
@@ -221,14 +285,17 @@ def counts(core: MeasuredEngine) -> Iterator[Row]:
     for kind in ("accepted", "draft", "emitted"):
         text = f"Speculative tokens, {kind}. Always 0: there is no speculative decoding."
         yield counter(f"vllm:spec_decode_num_{kind}_tokens_total", text, 0)
-    text = "Finished sequences by reason: stop (a stop string or token), length, abort, error."
+    text = (
+        "Finished requests by reason: stop (a stop string or token), length, abort, error. If the n sequences of a "
+        "request ended for different reasons, the last of these in this order counts."
+    )
     for reason, number in core.metrics.num_finished.items():
         yield counter("vllm:request_success_total", text, number, {"finished_reason": reason})
 
 
 def distributions(metrics: Metrics) -> Iterator[Row]:
-    """Histograms. A request for n sequences adds n values, except to `request_params_*`."""
-    text = "Time from a sequence's arrival to its first token."
+    """Histograms. A request for n sequences adds one value, but to the times between tokens."""
+    text = "Time from a request's arrival to its first token."
     yield histogram("vllm:time_to_first_token_seconds", text, metrics.first_token)
     text = "Time between two consecutive tokens of a sequence."
     yield histogram("vllm:inter_token_latency_seconds", text, metrics.between_tokens)
@@ -236,29 +303,29 @@ def distributions(metrics: Metrics) -> Iterator[Row]:
     yield histogram("vllm:time_per_output_token_seconds", text, metrics.between_tokens)
     text = "Mean time per token of each finished sequence, not counting the first token."
     yield histogram("vllm:request_time_per_output_token_seconds", text, metrics.per_token)
-    text = "Time from a sequence's arrival to its end."
+    text = "Time from a request's arrival to the end of its last sequence, also if it was aborted or failed."
     yield histogram("vllm:e2e_request_latency_seconds", text, metrics.whole)
-    text = "Time from a sequence's arrival to its first step."
+    text = "Time from a request's arrival to its first step."
     yield histogram("vllm:request_queue_time_seconds", text, metrics.queued)
     text = "Same as request_queue_time_seconds (older name)."
     yield histogram("vllm:time_in_queue_requests", text, metrics.queued)
-    text = "Time from a sequence's first step to its end."
+    text = "Time from a request's first step to its end."
     yield histogram("vllm:request_inference_time_seconds", text, metrics.inference)
-    text = "Time from a sequence's first step to its first token."
+    text = "Time from a request's first step to its first token."
     yield histogram("vllm:request_prefill_time_seconds", text, metrics.prefill)
-    text = "Time from a sequence's first token to its end."
+    text = "Time from a request's first token to its end."
     yield histogram("vllm:request_decode_time_seconds", text, metrics.decode)
-    text = "Prompt tokens of each finished sequence."
+    text = "Prompt tokens of each finished request."
     yield histogram("vllm:request_prompt_tokens", text, metrics.prompt_tokens)
-    text = "Output tokens of each finished sequence."
+    text = "Output tokens of each finished request, those of its n sequences together."
     yield histogram("vllm:request_generation_tokens", text, metrics.output_tokens)
-    text = "Sequences requested by each request (n)."
+    text = "Sequences that each request returns (n)."
     yield histogram("vllm:request_params_n", text, metrics.params_n)
-    text = "Same as request_params_n: best_of is always n."
-    yield histogram("vllm:request_params_best_of", text, metrics.params_n)
+    text = "Sequences generated for each request, of which the n most likely are returned (best_of)."
+    yield histogram("vllm:request_params_best_of", text, metrics.params_best_of)
     text = "Maximum output tokens of each request: max_tokens, or less if max_model_len leaves less."
     yield histogram("vllm:request_params_max_tokens", text, metrics.params_max_tokens)
-    text = "Tokens computed in each step, prompt and output tokens together."
+    text = "Tokens of each step: prompt tokens computed and output tokens generated."
     yield histogram("vllm:iteration_tokens_total", text, metrics.step_tokens)
 
 
@@ -313,7 +380,7 @@ def cache(core: MeasuredEngine) -> dict[str, str]:
         "num_gpu_blocks": info.num_blocks,
         "gpu_memory_utilization": args.gpu_memory_utilization,
         "enable_prefix_caching": args.enable_prefix_caching,
-        "cache_dtype": "auto",
+        "cache_dtype": args.resolved_kv_dtype(info.dtype),
         "device": info.device,
     }
     return {name: str(value) for name, value in settings.items()}

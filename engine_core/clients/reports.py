@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 from pagewire.engine_core.clients.clients import Client, Clients
+from pagewire.engine_core.lobby import Lobby
 from pagewire.engine_core.schedule.scheduler import Scheduler
 from pagewire.engine_core.schedule.sequence import Sequence, State
 from pagewire.engine_core.workers.group import WorkerGroup
@@ -37,8 +38,8 @@ class ReportedEngine(Protocol):
         """The switches "paused" and "asleep"."""
 
     @property
-    def held(self) -> list[Sequence]:
-        """Requests that wait outside the scheduler."""
+    def lobby(self) -> Lobby:
+        """The sequences that are not scheduled yet."""
 
     def requests(self) -> Iterator[tuple[Client, Sequence]]:
         """Every unfinished sequence, with the frontend that submitted it."""
@@ -52,7 +53,7 @@ def status(core: ReportedEngine) -> dict[str, Any]:
         "model": core.info.served_model_names[0],
         "uptime_s": time.monotonic() - core.started_at,
         "running": len(scheduler.running),
-        "waiting": scheduler.num_waiting + len(core.held),
+        "waiting": scheduler.num_waiting + len(core.lobby),
         "in_flight": len(scheduler.in_flight),
         "num_blocks": len(pool),
         "num_free_blocks": pool.num_free,
@@ -85,15 +86,15 @@ def status(core: ReportedEngine) -> dict[str, Any]:
 def phases(core: ReportedEngine) -> dict[int, dict[str, int]]:
     """By `Client.number`, how many sequences are in each phase. Waiting ones are not visited: they may be many."""
     clients = core.clients.attached
-    found = {
+    numbers = {
         client.number: {"waiting": sum(map(len, client.requests.values())), "prefill": 0, "decode": 0}
         for client in clients.values()
     }
     for request in core.scheduler.running:
         if (client := clients.get(request.client)) is not None:
-            found[client.number]["waiting"] -= 1
-            found[client.number][phase(request)] += 1
-    return found
+            numbers[client.number]["waiting"] -= 1
+            numbers[client.number][phase(request)] += 1
+    return numbers
 
 
 def requests(core: ReportedEngine, limit: int) -> list[dict[str, Any]]:
@@ -122,7 +123,7 @@ def describe(client: Client, request: Sequence, now: float) -> dict[str, Any]:
         "request_id": request.request_id,
         "index": request.index,
         "phase": phase(request),
-        "priority": request.priority,
+        "priority": request.request.priority,
         "num_prompt_tokens": request.num_prompt_tokens,
         "num_cached_tokens": request.num_cached_tokens or 0,
         "num_output_tokens": request.num_output_tokens,

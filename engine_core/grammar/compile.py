@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from pagewire.engine_core.grammar.matcher import Grammar, GrammarError, failure_reason
 from pagewire.engine_core.grammar.schema import json_schema
+from pagewire.engine_core.grammar.structural_tag import structural_tag_grammar
 from pagewire.ipc.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -25,21 +24,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pagewire.core")
 
 MAX_LEXER_STATES = 25_000  # 1 to 2 kB each: bounds the memory of one grammar
-
-
-class Tag(msgspec.Struct):
-    """A tag of a structural tag: JSON that follows `schema`, between the strings `begin` and `end`."""
-
-    begin: str
-    end: str
-    schema: dict[str, Any] = {}
-
-
-class StructuralTag(msgspec.Struct):
-    """Free text in which every trigger starts one of the tags."""
-
-    structures: list[Tag]
-    triggers: list[str]
 
 
 def load_tokenizer(folder: Path, eos_token_ids: Sequence[int]) -> LLTokenizer:
@@ -91,19 +75,24 @@ def grammar_text(structure: StructuredOutputsParams, tokenizer: LLTokenizer) -> 
         GrammarError: it is invalid or not supported. ValueError: the same, raised by llguidance.
     """
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if structure.regex is not None:
         return LLMatcher.grammar_from_regex(structure.regex)
     if structure.grammar is not None:
-        is_lark = "::=" not in structure.grammar
-        return LLMatcher.grammar_from_lark(structure.grammar if is_lark else gbnf_to_lark(structure.grammar))
+        return LLMatcher.grammar_from_lark(lark_text(structure.grammar))
     if structure.choice is not None:
         return LLMatcher.grammar_from_lark("start: " + " | ".join(map(literal, structure.choice)))
     if structure.structural_tag is not None:
-        return LLMatcher.grammar_from_lark(tagged_text(structure, tokenizer))
+        return structural_tag_grammar(structure, tokenizer, lark_text)
     schema = {"type": "object"} if structure.json is None else as_object(structure.json)
     return LLMatcher.grammar_from_json_schema(json_schema(schema, structure))
+
+
+def lark_text(grammar: str) -> str:
+    """The text of a grammar in Lark's notation, converted if it is in GBNF."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    return gbnf_to_lark(grammar) if "::=" in grammar else grammar
 
 
 def literal(text: str) -> str:
@@ -115,33 +104,3 @@ def as_object(text: str | dict[str, Any]) -> dict[str, Any]:
     """A JSON object that may be given as text."""
     value: dict[str, Any] = json.loads(text) if isinstance(text, str) else text
     return value
-
-
-def tagged_text(structure: StructuredOutputsParams, tokenizer: LLTokenizer) -> str:
-    """The Lark grammar of a structural tag: after a trigger, one of the tags that begin with it must follow.
-
-    Raises:
-        GrammarError: the structural tag is malformed.
-    """
-    try:
-        tags = msgspec.convert(as_object(structure.structural_tag or "{}"), StructuralTag)
-    except msgspec.ValidationError as error:
-        raise GrammarError(f"structural_tag: {error}") from None
-    if not tags.structures:
-        raise GrammarError("structural_tag: structures must not be empty")
-    names = [f"tag_{i}" for i in range(len(tags.structures))]
-    lines = ["%llguidance {}", f"start: ({' | '.join(names)})* end", "end: TEXT", r"TEXT: /(.|\n)*/"]
-    for name, tag in zip(names, tags.structures, strict=True):
-        trigger = max((t for t in tags.triggers if tag.begin.startswith(t)), key=len, default="")
-        if not trigger:
-            raise GrammarError(f"structural_tag: {tag.begin!r} does not start with any of the triggers")
-        special = tokenizer.tokenize_str(trigger, parse_special=True)
-        if len(special) == 1 and tokenizer.is_special_token(special[0]):
-            head = f"TEXT <[{special[0]}]>"
-        else:
-            lines.append(f"{name}_head[lazy]: TEXT {literal(trigger)}")
-            head = f"{name}_head"
-        rest, end = (literal(text) if text else "" for text in (tag.begin[len(trigger) :], tag.end))
-        body = json.dumps(json_schema(tag.schema, structure), ensure_ascii=False)
-        lines.append(f"{name}: {head} {rest} %json {body} {end}")
-    return "\n".join(lines)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,24 @@ class Matcher:
         """
         if not self._state.consume_token(token_id):
             raise GrammarError(f"token {token_id} does not fit the grammar: {failure_reason(self._state)}")
+
+    def masks(self, drafts: Sequence[int]) -> list[bytes]:
+        """The mask of the next token, then those behind each of `drafts`, up to the first that is not allowed.
+
+        Raises:
+            GrammarError: as `mask`, for the next token.
+        """
+        masks = [self.mask()]
+        if not drafts:
+            return masks
+        ahead = Matcher(self._state.deep_copy(), 8 * self._mask_bytes, self.eos_token_ids, self._ignore_eos)
+        with suppress(GrammarError):
+            for draft in drafts:
+                ahead.accept(draft)
+                if ahead.complete:
+                    break
+                masks.append(ahead.mask())
+        return masks
 
     def mask(self) -> bytes:
         """The allowed next tokens: bit i % 8 of byte i // 8 is set if token i is. Padded to whole 32-bit words.

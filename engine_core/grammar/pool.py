@@ -35,26 +35,47 @@ NICENESS = 10  # of the threads: the core's loop goes first
 class Compilation:
     """A grammar that is being compiled, or has been.
 
-    begun: monotonic time of the submission. seconds: time limit from then on, queueing included.
+    submitted: monotonic time of the submission. seconds: time limit for the wait for a thread, and then again for
+        the compilation.
+
+    Attributes:
+        started: a thread has begun to compile it. outcome: set once, by that thread.
     """
 
-    def __init__(self, structure: StructuredOutputsParams, begun: float, seconds: float) -> None:
+    def __init__(self, structure: StructuredOutputsParams, submitted: float, seconds: float) -> None:
         self.structure = structure
-        self.outcome: Grammar | Exception | None = None  # set once, by the thread that compiles
-        self._deadline, self._seconds = begun + seconds, seconds
+        self.started = False
+        self.outcome: Grammar | Exception | None = None
+        self._deadline, self._seconds = submitted + seconds, seconds
+
+    def start(self, now: float) -> bool:
+        """Begin to compile; False if it has waited too long for that. Called by the thread that compiles."""
+        if self.expired(now):
+            return False
+        self._deadline, self.started = now + self._seconds, True
+        return True
 
     def expired(self, now: float) -> bool:
         """True if the time limit has passed without an outcome."""
         return self.outcome is None and now > self._deadline
+
+    def abandoned(self, now: float) -> bool:
+        """True if the time limit has passed before a thread was free: that says nothing about the grammar."""
+        return self.expired(now) and not self.started
 
     def poll(self, now: float) -> Grammar | None:
         """The compiled grammar, or None while it is being compiled.
 
         Raises:
             GrammarError: the grammar is invalid, or took too long to compile.
+            EngineBusyError: no thread was free to compile it within the time limit.
         """
         if isinstance(self.outcome, Exception):
             raise GrammarError(*self.outcome.args)
+        if self.abandoned(now):
+            raise EngineBusyError(
+                f"{self.structure.kind}: waited {self._seconds:g} s for other grammars to compile"
+            )
         if self.expired(now):
             raise GrammarError(f"{self.structure.kind}: not compiled within {self._seconds:g} s: too complex")
         return self.outcome
@@ -99,7 +120,7 @@ class Grammars:
         key = msgspec.msgpack.encode(structure)
         known = self._known.get(key)
         self.num_queries += 1
-        if known is not None:
+        if known is not None and not known.abandoned(now):
             self.num_hits += 1
             self._known.move_to_end(key)
             return known
@@ -119,7 +140,7 @@ class Grammars:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while True:
             compilation = self._pending.get()
-            if not compilation.expired(time.monotonic()):
+            if compilation.start(time.monotonic()):
                 compilation.outcome = self._compile(compilation.structure)
                 self._wake()
 

@@ -14,10 +14,10 @@ from hashlib import sha256
 ROOT = bytes(32)  # the parent of a first block; as long as a name, so that the hashed bytes are unambiguous
 
 
-def hash_block(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> bytes:
+def hash_block(parent: bytes, token_ids: Sequence[int], keys: bytes = b"") -> bytes:
     """The name (32 bytes) of a block that holds `token_ids` and follows the block named `parent`.
 
     parent: `ROOT` for the first block of a sequence.
-    extra: what else the content depends on, such as the cache salt (in the first block only).
+    keys: what else the content depends on (`Sequence.block_keys`).
     """
-    return sha256(b"%d|%b%b%b" % (len(token_ids), parent, array("i", token_ids).tobytes(), extra)).digest()
+    return sha256(b"%d|%b%b%b" % (len(token_ids), parent, array("i", token_ids).tobytes(), keys)).digest()

@@ -20,68 +20,71 @@ class KVCache:
         """Number of blocks that hold `num_tokens` tokens, the last one perhaps in part."""
         return -(-num_tokens // self.block_size)
 
-    def cached_prefix(self, request: Sequence) -> list[Block]:
+    def cached_prefix(self, sequence: Sequence) -> list[Block]:
         """Full blocks that already hold the beginning of the sequence, without its last token.
 
         The last token must always be computed, as its logits give the next one. For the same reason there are none
-        if log probabilities of the prompt are requested.
+        if the result needs the hidden states of the whole prompt. A prefix never ends within a medium.
         """
-        if request.wants_prompt_logprobs:
+        if sequence.needs_all_positions:
             return []
-        self._name_blocks(request)
-        usable = request.block_names[: (len(request.token_ids) - 1) // self.block_size]
+        self._name_blocks(sequence)
+        usable = sequence.block_names[: (len(sequence.token_ids) - 1) // self.block_size]
         blocks = takewhile(lambda block: block is not None, map(self.pool.find, usable))
-        return [block for block in blocks if block is not None]
+        cached = [block for block in blocks if block is not None]
+        while (end := len(cached) * self.block_size) != (start := sequence.boundary(end)):
+            del cached[start // self.block_size :]
+        return cached
 
-    def admit(self, request: Sequence, watermark: int) -> bool:
+    def admit(self, sequence: Sequence, watermark: int) -> bool:
         """Give a sequence its cached prefix and new blocks for the rest.
 
         Returns False, and does nothing, if fewer than `watermark` blocks would stay free.
         """
-        cached = self.cached_prefix(request)
-        num_new = self.blocks_for(len(request.token_ids)) - len(cached)
+        cached = self.cached_prefix(sequence)
+        num_new = self.blocks_for(len(sequence.token_ids)) - len(cached)
         num_idle = sum(block.num_refs == 0 for block in cached)
         if num_new + num_idle + watermark > self.pool.num_free:
             return False
         self.pool.share(cached)
-        request.blocks = cached + self.pool.allocate(num_new)
-        request.computed = len(cached) * self.block_size
-        request.num_registered = len(cached)
+        sequence.blocks = cached + self.pool.allocate(num_new)
+        sequence.computed = len(cached) * self.block_size
+        sequence.num_registered = len(cached)
         return True
 
-    def missing(self, request: Sequence, num_tokens: int) -> int:
+    def missing(self, sequence: Sequence, num_tokens: int) -> int:
         """Number of blocks that the sequence still needs for its first `num_tokens` tokens."""
-        return max(0, self.blocks_for(num_tokens) - len(request.blocks))
+        return max(0, -(-num_tokens // self.block_size) - len(sequence.blocks))
 
-    def grow(self, request: Sequence, count: int) -> list[int]:
+    def grow(self, sequence: Sequence, count: int) -> list[int]:
         """Append `count` new blocks to the sequence and return their ids.
 
         Raises:
             ValueError: fewer blocks are free.
         """
         blocks = self.pool.allocate(count)
-        request.blocks += blocks
+        sequence.blocks += blocks
         return [block.block_id for block in blocks]
 
-    def register(self, request: Sequence) -> None:
+    def register(self, sequence: Sequence) -> None:
         """Name the blocks whose tokens are all known and computed (or launched), so that others can share them."""
-        num_full = min(request.computed, len(request.token_ids)) // self.block_size
-        if num_full <= request.num_registered:
+        num_full = min(sequence.computed, len(sequence.token_ids)) // self.block_size
+        if num_full <= sequence.num_registered:
             return
-        self._name_blocks(request)
-        for i in range(request.num_registered, num_full):
-            self.pool.register(request.blocks[i], request.block_names[i])
-        request.num_registered = num_full
+        self._name_blocks(sequence)
+        for i in range(sequence.num_registered, num_full):
+            self.pool.register(sequence.blocks[i], sequence.block_names[i])
+        sequence.num_registered = num_full
 
-    def free(self, request: Sequence) -> None:
+    def free(self, sequence: Sequence) -> None:
         """Return the sequence's blocks to the pool."""
-        self.pool.free(reversed(request.blocks))
-        request.blocks = []
-        request.computed = request.num_registered = 0
+        self.pool.free(reversed(sequence.blocks))
+        sequence.blocks = []
+        sequence.computed = sequence.num_registered = 0
 
-    def _name_blocks(self, request: Sequence) -> None:
-        names, size = request.block_names, self.block_size
-        for i in range(len(names), len(request.token_ids) // size):
+    def _name_blocks(self, sequence: Sequence) -> None:
+        names, size = sequence.block_names, self.block_size
+        for i in range(len(names), len(sequence.token_ids) // size):
             parent = names[-1] if names else ROOT
-            extra = b"" if names else request.namespace
-            names.append(hash_block(parent, request.token_ids[i * size : (i + 1) * size], extra))
+            keys = sequence.block_keys(i, size)
+            names.append(hash_block(parent, sequence.token_ids[i * size : (i + 1) * size], keys))

@@ -1,6 +1,6 @@
 """The scheduler: decides which tokens run in the next step. Pure: no IO, no clock, no torch.
 
-    add(request)   plan() -> StepPlan   commit(StepResult) -> deltas   abort(requests)   fail() -> deltas
+    add(sequence)   plan() -> StepPlan   commit(StepResult) -> deltas   abort(sequences)   fail() -> deltas
 
 Each plan spends one token budget: running sequences first, in order, then waiting ones while budget, slots and
 blocks last. There are no prefill and decode phases: a sequence runs the tokens that it has not computed yet, in
@@ -12,13 +12,15 @@ When blocks run out, the last running sequence is preempted: its blocks are free
 sequence with a step in flight cannot be preempted. So nothing behind the sequence that lacks blocks is planned,
 and one step later the last sequence is idle.
 
+A row may carry drafts: proposed tokens, computed and sampled after in the same step. How many of them count is
+known when the step returns; until then the sequence is not planned again.
+
 The grammar mask of a row depends on the token before, which may still be in flight when the row is planned. So
 `masks` makes it when the step is the oldest in flight, and it is sent after the plan.
 """
 
 from __future__ import annotations
 
-import heapq
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
@@ -26,18 +28,17 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from pagewire.engine_core.grammar.matcher import GrammarError
+from pagewire.engine_core.schedule.drafting import Drafter
 from pagewire.engine_core.schedule.kv_cache import KVCache
 from pagewire.engine_core.schedule.sequence import Sequence, State
 from pagewire.engine_core.schedule.stopping import finish_reason, stop_ids
+from pagewire.engine_core.schedule.waiting import WaitingQueue
 from pagewire.ipc.codec import Tensor
-from pagewire.ipc.messages import Masks, Row, SlotInit, StepPlan, StepResult, TokenDelta
+from pagewire.ipc.messages import Masks, Row, RowResult, SlotInit, StepPlan, StepResult, TokenDelta
 
 Outcome: TypeAlias = tuple[Sequence, TokenDelta]
 
 CRASHES_TO_ISOLATE = 2  # worker crashes after which a sequence runs alone, to find the one that causes them
-MAX_STALE = (
-    64  # finished entries that the heap may hold beyond the number of waiting ones, before it is rebuilt
-)
 
 
 @dataclass(frozen=True)
@@ -68,17 +69,18 @@ class SchedulerConfig:
 
 @dataclass(slots=True)
 class PlannedStep:
-    """A step that is being planned or in flight; `requests[i]` is the sequence of `rows[i]`.
+    """A step that is being planned or in flight; `sequences[i]` is the sequence of `rows[i]`.
 
-    budget: tokens that may still be added. masked: some row samples under a grammar.
+    budget: tokens that may still be added. num_prompt_tokens: prompt tokens among those of the rows.
+    masked: some row samples under a grammar.
     """
 
     step_id: int
     budget: int
-    requests: list[Sequence] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     inits: list[SlotInit] = field(default_factory=list)
-    num_tokens: int = 0
+    num_prompt_tokens: int = 0
     masked: bool = False
 
 
@@ -97,20 +99,18 @@ class SchedulerStats:
 class Scheduler:
     """Owns all unfinished sequences and all KV blocks.
 
-    running: in order of priority, then arrival. suspects: waiting to run alone, see `fail`.
+    drafter: proposes tokens for sequences whose tokens are all known; None: no drafts.
+    running: in order of priority, then arrival. waiting: without a slot, new or preempted.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, drafter: Drafter | None = None) -> None:
         self.config = config
         self.kv = KVCache(config.num_blocks, config.block_size)
         self.stats = SchedulerStats()
         self.running: list[Sequence] = []
+        self.waiting = WaitingQueue(self._order)
         self.in_flight: deque[PlannedStep] = deque()
-        self.suspects: list[Sequence] = []
-        self._waiting: list[
-            tuple[int, int, Sequence]
-        ] = []  # a heap; finished entries are skipped when they come up
-        self._num_waiting = 0
+        self._drafter = drafter
         self._free_slots = list(range(config.max_num_seqs))[::-1]
         self._freed_slots: list[int] = []
         self._next_step_id = 0
@@ -121,27 +121,27 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Number of sequences without a slot: new or preempted."""
-        return self._num_waiting + len(self.suspects)
+        return len(self.waiting)
 
     @property
     def num_unfinished(self) -> int:
         """Number of running and waiting sequences."""
-        return len(self.running) + self.num_waiting
+        return len(self.running) + len(self.waiting)
 
     @property
     def kv_usage(self) -> float:
         """Fraction of the KV blocks in use, 0 to 1."""
         return 1.0 - self.kv.pool.num_free / len(self.kv.pool)
 
-    def add(self, request: Sequence) -> None:
+    def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
-        self._wait(request)
+        self._wait(sequence)
 
-    def abort(self, requests: Iterable[Sequence]) -> None:
+    def abort(self, sequences: Iterable[Sequence]) -> None:
         """End sequences without a delta; their tokens in flight are dropped on return."""
-        for request in requests:
-            if not request.finished:
-                self._finish(request)
+        for sequence in sequences:
+            if not sequence.finished:
+                self._finish(sequence)
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run now (a commit may change that).
@@ -171,40 +171,44 @@ class Scheduler:
         if not self.in_flight or not self.in_flight[0].masked:
             return None, []
         step = self.in_flight[0]
-        rows, bits, outcomes = [], [], []
-        for i, (request, row) in enumerate(zip(step.requests, step.rows, strict=True)):
-            if not row.sample or request.matcher is None or request.finished:
+        samples: list[int] = []
+        bits: list[bytes] = []
+        outcomes = []
+        num_samples = 0
+        for sequence, row in zip(step.sequences, step.rows, strict=True):
+            first, num_samples = num_samples, num_samples + row.num_samples
+            if not row.num_samples or sequence.matcher is None or sequence.finished:
                 continue
             try:
-                bits.append(request.matcher.mask())
-                rows.append(i)
+                masks = sequence.matcher.masks(row.drafts)
+                bits += masks
+                samples += range(first, first + len(masks))
             except GrammarError as error:
-                outcomes.append(self._end_with_error(request, str(error), now))
+                outcomes.append(self._end_with_error(sequence, str(error), now))
         width = len(bits[0]) // 4 if bits else 0
-        return Masks(step.step_id, rows, Tensor("int32", (len(rows), width), b"".join(bits))), outcomes
+        return Masks(step.step_id, samples, Tensor("int32", (len(bits), width), b"".join(bits))), outcomes
 
     def commit(self, result: StepResult, now: float) -> list[Outcome]:
         """Append the tokens of the oldest step in flight; returns the sequences' deltas.
 
         Raises:
-            ValueError: `result` is that of another step, or its number of tokens is wrong.
+            ValueError: `result` is that of another step, or does not fit the step's rows.
         """
         if not self.in_flight or self.in_flight[0].step_id != result.step_id:
             raise ValueError(f"the result of step {result.step_id} is not that of the oldest step in flight")
         step = self.in_flight[0]
-        if len(result.token_ids) != sum(row.sample for row in step.rows):
-            raise ValueError(f"step {step.step_id} returned {len(result.token_ids)} tokens")
+        if len(result.rows) != len(step.rows):
+            raise ValueError(f"step {step.step_id} of {len(step.rows)} rows returned {len(result.rows)}")
+        for sequence, row, row_result in zip(step.sequences, step.rows, result.rows, strict=True):
+            check_result(row, row_result, row.start + row.num_tokens == sequence.num_prompt_tokens)
         self.in_flight.popleft()
-        tokens = iter(result.token_ids)
         outcomes = []
-        for i, (request, row) in enumerate(zip(step.requests, step.rows, strict=True)):
-            token_id = next(tokens) if row.sample else None
-            request.num_in_flight -= 1
-            request.num_pending -= row.sample
-            if not request.finished:
-                delta = self._commit_row(request, row, i, token_id, result, now)
+        for sequence, row, row_result in zip(step.sequences, step.rows, result.rows, strict=True):
+            sequence.land()
+            if not sequence.finished:
+                delta = self._commit_row(sequence, row, row_result, now)
                 if delta is not None:
-                    outcomes.append((request, delta))
+                    outcomes.append((sequence, delta))
         return outcomes
 
     def fail(self, now: float) -> list[Outcome]:
@@ -213,19 +217,17 @@ class Scheduler:
         A sequence that was in flight at `CRASHES_TO_ISOLATE` crashes since its last token runs alone from then on.
         If the worker crashes again, the sequence ends with an error. Returns the deltas of such ends.
         """
-        crashed = {id(request): request for step in self.in_flight for request in step.requests}
-        for request in crashed.values():
-            request.num_crashes += 1
-            request.num_pending = request.num_in_flight = 0
+        for sequence in {sequence for step in self.in_flight for sequence in step.sequences}:
+            sequence.crash()
         self.in_flight.clear()
         outcomes = []
-        for request in list(self.running):
-            if request.num_crashes > CRASHES_TO_ISOLATE:
-                text = f"the worker crashed {request.num_crashes} times while it ran this request"
-                outcomes.append(self._end_with_error(request, text, now))
+        for sequence in list(self.running):
+            if sequence.num_crashes > CRASHES_TO_ISOLATE:
+                text = f"the worker crashed {sequence.num_crashes} times while it ran this request"
+                outcomes.append(self._end_with_error(sequence, text, now))
             else:
-                self._stop_running(request)
-                self._wait(request)
+                self._stop_running(sequence)
+                self._wait(sequence)
         self.kv.pool.forget()
         self._freed_slots.clear()
         return outcomes
@@ -234,8 +236,8 @@ class Scheduler:
         """Preempt every running sequence. Returns False, and does nothing, while steps are in flight."""
         if self.in_flight:
             return False
-        for request in list(self.running):
-            self._preempt(request)
+        for sequence in list(self.running):
+            self._preempt(sequence)
         return True
 
     def reset_prefix_cache(self) -> bool:
@@ -250,193 +252,248 @@ class Scheduler:
     def _plan_running(self, step: PlannedStep) -> bool:
         """Plan running sequences. False if blocks ran out, so that no waiting one may be admitted."""
         num_preemptions = self.stats.num_preemptions
-        for request in list(self.running):
+        for sequence in list(self.running):
             if step.budget == 0:
                 break
-            count = self._chunk(request, step)
-            if count == 0 or request.state is not State.RUNNING:
+            num_left = sequence.num_to_compute
+            if num_left == 0 or sequence.state is not State.RUNNING:
                 continue
-            missing = self.kv.missing(request, request.computed + count)
-            if missing and not self._make_room(request, missing):
+            count = self._chunk(sequence, num_left, step)
+            if count == 0:  # a medium is larger than what is left of the budget, and nothing may pass it
                 return False
-            self._schedule(step, request, count, self.kv.grow(request, missing))
+            missing = self.kv.missing(sequence, sequence.computed + count)
+            if missing and not self._make_room(sequence, missing):
+                return False
+            drafts = [] if self._drafter is None else self._drafts(self._drafter, sequence, count, step)
+            self._schedule(step, sequence, count, drafts)
         return num_preemptions == self.stats.num_preemptions
 
     def _plan_waiting(self, step: PlannedStep, now: float) -> None:
-        if self.suspects:
+        suspects = self.waiting.suspects
+        if suspects:
             if not self.running and not self.in_flight:  # alone means: without leftover rows either
-                self._admit(step, self.suspects[0], now)
+                self._admit(step, suspects[0], now)
             return
         if len(self.running) == 1 and self.running[0].num_crashes >= CRASHES_TO_ISOLATE:
             return
         while step.budget and self._free_slots:
-            request = self._next_waiting()
-            if request is None or not self._admit(step, request, now):
+            sequence = self.waiting.first()
+            if sequence is None or not self._admit(step, sequence, now):
                 break
 
-    def _admit(self, step: PlannedStep, request: Sequence, now: float) -> bool:
+    def _admit(self, step: PlannedStep, sequence: Sequence, now: float) -> bool:
         """Give a waiting sequence blocks and a slot, and plan its first chunk; False if it does not fit."""
-        if not self.kv.admit(request, self._watermark if self.running else 0):
+        if not self.kv.admit(sequence, self._watermark if self.running else 0):
             return False
-        self._leave_waiting(request)
-        request.state, request.slot = State.RUNNING, self._free_slots.pop()
-        insort(self.running, request, key=self._order)
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = request.computed
-            request.scheduled_time = now
-            self.stats.num_prefix_queries += len(request.token_ids)
-            self.stats.num_prefix_hits += request.computed
+        count = self._chunk(sequence, sequence.num_to_compute, step)
+        if count == 0:  # it goes on with a medium that is larger than what is left of the budget
+            self.kv.free(sequence)
+            return False
+        self.waiting.remove(sequence)
+        sequence.state, sequence.slot = State.RUNNING, self._free_slots.pop()
+        insort(self.running, sequence, key=self._order)
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = sequence.computed
+            sequence.scheduled_time = now
+            self.stats.num_prefix_queries += len(sequence.token_ids)
+            self.stats.num_prefix_hits += sequence.computed
         step.inits.append(
             SlotInit(
-                slot=request.slot,
-                token_ids=list(request.token_ids),
-                num_prompt_tokens=request.num_prompt_tokens,
-                block_ids=[block.block_id for block in request.blocks],
-                params=request.params,
-                seed=request.seed,
-                stop_ids=stop_ids(request),
+                slot=sequence.slot,
+                token_ids=list(sequence.token_ids),
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                block_ids=[block.block_id for block in sequence.blocks],
+                task=sequence.request.task,
+                seed=sequence.seed,
+                stop_ids=[] if sequence.pools else stop_ids(sequence),
+                media=sequence.request.prompt.media,
             )
         )
-        self._schedule(step, request, self._chunk(request, step), [])
+        self._schedule(step, sequence, count, [])
         return True
 
-    def _chunk(self, request: Sequence, step: PlannedStep) -> int:
-        """Number of tokens of the sequence to run in this step."""
-        count = min(request.num_to_compute, step.budget)
-        if request.computed < request.num_prompt_logprobs:
+    def _chunk(self, sequence: Sequence, num_left: int, step: PlannedStep) -> int:
+        """Number of tokens of the sequence to run in this step, of `num_left`."""
+        count = min(num_left, step.budget)
+        start, returned = sequence.computed, sequence.num_prompt_logprobs
+        if start >= sequence.num_prompt_tokens:
+            return count
+        if start < returned < sequence.num_prompt_tokens - 1:
             # These prompt log probabilities were returned before a preemption: recompute in a chunk without them.
-            count = min(count, request.num_prompt_logprobs - request.computed)
-        return count
+            count = min(count, returned - start)
+        return sequence.boundary(start + count) - start
 
-    def _schedule(self, step: PlannedStep, request: Sequence, count: int, new_block_ids: list[int]) -> None:
-        start, end = request.computed, request.computed + count
-        row = Row(
-            request.slot, start, count, new_block_ids, end == len(request.token_ids) + request.num_pending
+    def _drafts(self, drafter: Drafter, sequence: Sequence, count: int, step: PlannedStep) -> list[int]:
+        """Drafts to verify behind the next `count` tokens, as far as budget and free blocks reach."""
+        if sequence.pools or sequence.num_pending:
+            return []
+        end = sequence.computed + count
+        num_spare = len(sequence.blocks) * self.config.block_size - end
+        limit = min(
+            step.budget - count,
+            sequence.max_output - sequence.num_output_tokens - 1,
+            num_spare + self.kv.pool.num_free * self.config.block_size,
         )
-        if request.wants_prompt_logprobs and start >= request.num_prompt_logprobs:
-            row.num_prompt_logprobs = max(0, min(end, request.num_prompt_tokens - 1) - start)
-        step.requests.append(request)
-        step.rows.append(row)
-        step.budget -= count
-        step.num_tokens += count
-        step.masked |= row.sample and request.matcher is not None
-        self.stats.num_prompt_tokens += max(0, min(end, request.num_prompt_tokens) - start)
-        request.computed = end
-        request.num_in_flight += 1
-        request.num_pending += row.sample
-        self.kv.register(request)
+        if end < len(sequence.token_ids) or limit < 1:
+            return []
+        return drafter.propose(sequence, limit)[:limit]
 
-    def _make_room(self, request: Sequence, missing: int) -> bool:
-        """Free `missing` blocks by preempting the last sequences; False if `request` must wait."""
+    def _schedule(self, step: PlannedStep, sequence: Sequence, count: int, drafts: list[int]) -> None:
+        start, end = sequence.computed, sequence.computed + count
+        num_tokens, num_samples = count + len(drafts), 0
+        if not sequence.pools and end == len(sequence.token_ids) + sequence.num_pending:
+            num_samples = 1 + len(drafts)
+        missing = self.kv.missing(sequence, start + num_tokens)
+        new_block_ids = self.kv.grow(sequence, missing) if missing else []
+        row = Row(sequence.slot, start, num_tokens, new_block_ids, drafts, num_samples, 0, sequence.pools)
+        if sequence.returns_prompt_logprobs and start >= sequence.num_prompt_logprobs:
+            row.num_prompt_logprobs = max(0, min(end, sequence.num_prompt_tokens - 1) - start)
+        step.sequences.append(sequence)
+        step.rows.append(row)
+        step.budget -= num_tokens
+        if num_samples and sequence.matcher is not None:
+            step.masked = True
+        if start < sequence.num_prompt_tokens:
+            num_prompt_tokens = min(end, sequence.num_prompt_tokens) - start
+            step.num_prompt_tokens += num_prompt_tokens
+            self.stats.num_prompt_tokens += num_prompt_tokens
+        sequence.launch(num_tokens, num_samples)
+        self.kv.register(sequence)
+
+    def _make_room(self, sequence: Sequence, missing: int) -> bool:
+        """Free `missing` blocks by preempting the last sequences; False if `sequence` must wait."""
         while self.kv.pool.num_free < missing:
             victim = self.running[-1]
-            if victim.num_in_flight:
+            if victim.in_flight:
                 return False
             self._preempt(victim)
-            if victim is request:
+            if victim is sequence:
                 return False
         return True
 
     # ------------------------------------------------------------ committing
 
-    def _commit_row(
-        self, request: Sequence, row: Row, index: int, token_id: int | None, result: StepResult, now: float
-    ) -> TokenDelta | None:
-        if index in result.errors:
-            return self._end_with_error(request, result.errors[index], now)[1]
-        prompt_logprobs = result.prompt_logprobs.get(index)
-        if prompt_logprobs is not None:
-            request.num_prompt_logprobs = row.start + row.num_prompt_logprobs
-        if token_id is None:
-            if prompt_logprobs is None:
+    def _commit_row(self, sequence: Sequence, row: Row, result: RowResult, now: float) -> TokenDelta | None:
+        if result.error is not None:
+            return self._end_with_error(sequence, result.error, now)[1]
+        if result.prompt_logprobs is not None:
+            sequence.num_prompt_logprobs = row.start + row.num_prompt_logprobs
+        if result.pooled is not None:
+            return self._end_pooled(sequence, result, now)
+        if not result.token_ids:
+            if result.prompt_logprobs is None:
                 return None
-            return TokenDelta(request.key, request.index, [], prompt_logprobs=prompt_logprobs)
+            return TokenDelta(sequence.key, sequence.index, [], prompt_logprobs=result.prompt_logprobs)
+        if row.drafts:
+            sequence.rewind(row.num_samples - len(result.token_ids))
+        first = sequence.first_token_time == 0.0
         try:
-            if request.matcher is not None:
-                request.matcher.accept(token_id)
+            num_tokens, reason, stop_token = self._append(sequence, result.token_ids, now)
         except GrammarError as error:
-            return self._end_with_error(request, str(error), now)[1]
-        first = request.first_token_time == 0.0
-        self._append(request, token_id, now)
-        reason, stop_token = finish_reason(request)
+            return self._end_with_error(sequence, str(error), now)[1]
         if reason is not None:
-            self._finish(request)
+            self._finish(sequence)
         return TokenDelta(
-            request.key,
-            request.index,
-            [token_id],
+            sequence.key,
+            sequence.index,
+            result.token_ids[:num_tokens],
             finish_reason=reason,
             stop_reason=stop_token,
-            logprobs=result.logprobs.get(index),
-            prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=request.num_cached_tokens if first or reason else None,
-            timing=request.timing(now) if first or reason else None,
+            logprobs=None if result.logprobs is None else result.logprobs.first(num_tokens),
+            prompt_logprobs=result.prompt_logprobs,
+            num_cached_tokens=sequence.num_cached_tokens if first or reason else None,
+            timing=sequence.timing(now) if first or reason else None,
         )
 
-    def _append(self, request: Sequence, token_id: int, now: float) -> None:
-        request.token_ids.append(token_id)
-        request.num_crashes = 0
-        if request.first_token_time == 0.0:
-            request.first_token_time = now
+    def _append(
+        self, sequence: Sequence, token_ids: list[int], now: float
+    ) -> tuple[int, str | None, int | None]:
+        """Append tokens up to one that ends the sequence; returns how many, and as `finish_reason`.
+
+        Raises:
+            GrammarError: a token does not fit the grammar.
+        """
+        num_tokens, reason, stop_token = 0, None, None
+        for token_id in token_ids:
+            if sequence.matcher is not None:
+                sequence.matcher.accept(token_id)
+            sequence.token_ids.append(token_id)
+            num_tokens += 1
+            reason, stop_token = finish_reason(sequence)
+            if reason is not None:
+                break
+        sequence.num_crashes = 0
+        if sequence.first_token_time == 0.0:
+            sequence.first_token_time = now
         else:
-            request.token_gap = now - request.last_token_time
-        request.last_token_time = now
-        self.stats.num_output_tokens += 1
+            sequence.token_gap = (now - sequence.last_token_time) / num_tokens
+        sequence.last_token_time = now
+        self.stats.num_output_tokens += num_tokens
+        return num_tokens, reason, stop_token
 
-    def _end_with_error(self, request: Sequence, text: str, now: float) -> Outcome:
-        self._finish(request)
-        delta = TokenDelta(
-            request.key, request.index, [], finish_reason="error", error=text, timing=request.timing(now)
+    def _end_pooled(self, sequence: Sequence, result: RowResult, now: float) -> TokenDelta:
+        self._finish(sequence)
+        return TokenDelta(
+            sequence.key,
+            sequence.index,
+            [],
+            finish_reason="stop",
+            pooled=result.pooled,
+            num_cached_tokens=sequence.num_cached_tokens,
+            timing=sequence.timing(now),
         )
-        return request, delta
+
+    def _end_with_error(self, sequence: Sequence, text: str, now: float) -> Outcome:
+        self._finish(sequence)
+        delta = TokenDelta(
+            sequence.key, sequence.index, [], finish_reason="error", error=text, timing=sequence.timing(now)
+        )
+        return sequence, delta
 
     # ------------------------------------------------------------ states
 
-    def _order(self, request: Sequence) -> tuple[int, int]:
-        return (request.priority if self.config.policy == "priority" else 0, request.arrival)
+    def _order(self, sequence: Sequence) -> tuple[int, int]:
+        return (sequence.request.priority if self.config.policy == "priority" else 0, sequence.arrival)
 
-    def _wait(self, request: Sequence) -> None:
-        request.state = State.WAITING
-        if request.num_crashes >= CRASHES_TO_ISOLATE:
-            insort(self.suspects, request, key=self._order)
-        else:
-            heapq.heappush(self._waiting, (*self._order(request), request))
-            self._num_waiting += 1
+    def _wait(self, sequence: Sequence) -> None:
+        self.waiting.add(sequence, alone=sequence.num_crashes >= CRASHES_TO_ISOLATE)
 
-    def _next_waiting(self) -> Sequence | None:
-        while self._waiting and self._waiting[0][-1].state is not State.WAITING:
-            heapq.heappop(self._waiting)
-        return self._waiting[0][-1] if self._waiting else None
-
-    def _leave_waiting(self, request: Sequence) -> None:
-        if request in self.suspects:
-            self.suspects.remove(request)
-        else:
-            self._num_waiting -= 1
-            if self._waiting[0][-1] is request:
-                heapq.heappop(self._waiting)  # anywhere else in the heap it is skipped when it comes up
-            elif len(self._waiting) > 2 * self._num_waiting + MAX_STALE:
-                waiting = (entry for entry in self._waiting if entry[-1].state is State.WAITING)
-                self._waiting = [entry for entry in waiting if entry[-1] is not request]
-                heapq.heapify(self._waiting)
-
-    def _preempt(self, request: Sequence) -> None:
+    def _preempt(self, sequence: Sequence) -> None:
         self.stats.num_preemptions += 1
-        self._stop_running(request)
-        self._wait(request)
+        self._stop_running(sequence)
+        self._wait(sequence)
 
-    def _stop_running(self, request: Sequence) -> None:
+    def _stop_running(self, sequence: Sequence) -> None:
         """Free blocks and slot of a running sequence; safe with steps in flight, as workers run plans in order."""
-        self.running.remove(request)
-        self.kv.free(request)
-        self._free_slots.append(request.slot)
-        self._freed_slots.append(request.slot)
-        request.slot = -1
+        self.running.remove(sequence)
+        self.kv.free(sequence)
+        self._free_slots.append(sequence.slot)
+        self._freed_slots.append(sequence.slot)
+        sequence.slot = -1
 
-    def _finish(self, request: Sequence) -> None:
-        if request.state is State.RUNNING:
-            self.kv.register(request)
-            self._stop_running(request)
+    def _finish(self, sequence: Sequence) -> None:
+        if sequence.state is State.RUNNING:
+            self.kv.register(sequence)
+            self._stop_running(sequence)
         else:
-            self._leave_waiting(request)
-        request.state = State.FINISHED
+            self.waiting.remove(sequence)
+        sequence.state = State.FINISHED
+
+
+def check_result(row: Row, result: RowResult, ends_prompt: bool) -> None:
+    """Check that a worker's result fits its row. ends_prompt: the row's tokens are the last of a prompt.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if result.error is not None:
+        return
+    num_tokens = len(result.token_ids)
+    if num_tokens == row.num_samples <= 1 and not row.pool and result.pooled is None:
+        return
+    if num_tokens > row.num_samples or (row.num_samples and not num_tokens):
+        raise ValueError(f"a row of {row.num_samples} samples returned {num_tokens} tokens")
+    if result.token_ids[:-1] != row.drafts[: max(0, num_tokens - 1)]:
+        raise ValueError(f"a row returned {result.token_ids}, but its drafts are {row.drafts}")
+    if (result.pooled is not None) != (row.pool and ends_prompt):
+        raise ValueError("a row returned a pooled result without need, or none where there must be one")

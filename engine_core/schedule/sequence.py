@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
+
+import msgspec
 
 from pagewire.engine_core.grammar.matcher import Matcher
 from pagewire.engine_core.schedule.blocks import Block
 from pagewire.ipc.messages import Request, RequestTiming
-from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.params import PoolingParams, SamplingParams
 
 
 class State(Enum):
@@ -19,6 +23,14 @@ class State(Enum):
     FINISHED = "finished"
 
 
+class Launch(NamedTuple):
+    """A step in flight that runs a sequence: tokens [start, start + num_tokens) and so many samples."""
+
+    start: int
+    num_tokens: int
+    num_samples: int
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One of the n sequences of a request.
@@ -27,26 +39,26 @@ class Sequence:
         computed     ------------------------------->           KV written, or launched
         num_pending                                        ++   sampled in flight, not yet known
 
-    client: the frontend's identity. key: of the request, chosen by the frontend. index: 0 to n - 1.
+    client: the frontend's identity. request: what it submitted. index: 0 to n - 1.
     arrival: position in the order of arrival. max_output: maximum number of output tokens.
-    num_in_flight: steps in flight that run this sequence.
+    in_flight: the steps in flight that run this sequence, oldest first.
     num_crashes: worker crashes with this sequence in flight, since its last token.
-    namespace: prefixes are shared within a namespace only (it holds the cache salt).
+    namespace: prefixes are shared within a namespace only; empty for that of all requests.
     num_cached_tokens: tokens found in the prefix cache on first admission; None before that.
+    num_prompt_logprobs: prompt log probabilities that were returned.
     token_gap: seconds between the last two tokens; 0 until there are two.
     matcher: its position in the grammar of its structured output; None without one.
+    pools: it ends with a pooled result and generates no tokens. params: those of a sequence that generates.
+    returns_prompt_logprobs: they are requested; only the first of n sequences returns them.
+    verifying: a step in flight samples several tokens, of which not all need count.
 
     Times are in seconds on the monotonic clock, 0 until they are known.
     """
 
     client: bytes
-    key: int
+    request: Request
     index: int
-    request_id: str
-    params: SamplingParams
     seed: int
-    eos_token_id: int | None
-    priority: int
     arrival: int
     arrival_time: float
     token_ids: list[int]
@@ -58,9 +70,9 @@ class Sequence:
     state: State = State.WAITING
     computed: int = 0
     num_pending: int = 0
-    num_in_flight: int = 0
     num_crashes: int = 0
     slot: int = -1
+    in_flight: deque[Launch] = field(default_factory=deque)
     blocks: list[Block] = field(default_factory=list)
     block_names: list[bytes] = field(default_factory=list)
     num_registered: int = 0
@@ -70,6 +82,26 @@ class Sequence:
     first_token_time: float = 0.0
     last_token_time: float = 0.0
     token_gap: float = 0.0
+    verifying: bool = False
+    pools: bool = field(init=False)
+    params: SamplingParams = field(init=False)
+    returns_prompt_logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        self.pools = isinstance(self.request.task, PoolingParams)
+        if not self.pools:
+            self.params = self.request.params
+            self.returns_prompt_logprobs = self.params.prompt_logprobs is not None and self.index == 0
+
+    @property
+    def key(self) -> int:
+        """The request's number, chosen by its frontend."""
+        return self.request.key
+
+    @property
+    def request_id(self) -> str:
+        """The request's public id."""
+        return self.request.request_id
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -83,20 +115,62 @@ class Sequence:
 
     @property
     def num_to_compute(self) -> int:
-        """Number of tokens whose KV is still to be computed; 0 if the last output token is already in flight."""
-        if self.num_output_tokens + self.num_pending >= self.max_output:
+        """Number of tokens that the next steps must compute.
+
+        0 if nothing is left to compute, and while the sequence is `verifying`: where it goes on is not known before
+        that step returns.
+        """
+        length = len(self.token_ids) + self.num_pending
+        if not self.pools and (length - self.num_prompt_tokens >= self.max_output or self.verifying):
             return 0
-        return len(self.token_ids) + self.num_pending - self.computed
+        return length - self.computed
 
     @property
-    def wants_prompt_logprobs(self) -> bool:
-        """True if prompt log probabilities are requested. Only the first of n sequences returns them."""
-        return self.params.prompt_logprobs is not None and self.index == 0
+    def needs_all_positions(self) -> bool:
+        """True if the result depends on the hidden states of all prompt tokens, so that none may be cached."""
+        task = self.request.task
+        return task.all_tokens if isinstance(task, PoolingParams) else self.returns_prompt_logprobs
 
     @property
     def finished(self) -> bool:
         """True if the sequence has ended."""
         return self.state is State.FINISHED
+
+    def launch(self, num_tokens: int, num_samples: int) -> None:
+        """Record that a step runs the next `num_tokens` tokens and samples `num_samples`."""
+        self.in_flight.append(Launch(self.computed, num_tokens, num_samples))
+        self.computed += num_tokens
+        self.num_pending += num_samples
+        self.verifying = num_samples > 1
+
+    def land(self) -> None:
+        """Record that the oldest step in flight has returned."""
+        self.num_pending -= self.in_flight.popleft().num_samples
+        self.verifying = self.verifying and bool(self.in_flight)
+
+    def crash(self) -> None:
+        """Record that the worker was lost with steps of this sequence in flight."""
+        self.num_crashes += 1
+        self.in_flight.clear()
+        self.num_pending, self.verifying = 0, False
+
+    def rewind(self, num_tokens: int) -> None:
+        """Take `computed` back by the last `num_tokens`: their KV is that of drafts which were not accepted."""
+        self.computed -= num_tokens
+
+    def boundary(self, end: int) -> int:
+        """The last position up to `end` at which a step may end: `end`, or the start of a medium around it."""
+        for medium in self.request.prompt.media:
+            if medium.start < end < medium.start + medium.num_tokens:
+                return medium.start
+        return end
+
+    def block_keys(self, index: int, block_size: int) -> bytes:
+        """Everything that names of blocks must depend on, beside tokens and the block before; empty for nothing."""
+        keys = self.request.prompt.block_keys(index, block_size)
+        if index == 0 and self.namespace:
+            keys.append(("namespace", self.namespace))
+        return msgspec.msgpack.encode(keys) if keys else b""
 
     def timing(self, now: float) -> RequestTiming:
         """The timing to report, with `now` as the end."""
@@ -119,7 +193,7 @@ def sequence_seed(seed: int, index: int) -> int:
 
 
 def sequences(
-    submitted: Request,
+    request: Request,
     client: bytes,
     arrival: int,
     now: float,
@@ -132,29 +206,27 @@ def sequences(
     Without `share_prefixes` each request gets a namespace of its own, so that only its own n sequences share the
     prompt.
     """
-    prompt, params = submitted.prompt_token_ids, submitted.params
-    namespace = (submitted.cache_salt or "").encode()
-    if not share_prefixes:
-        namespace += b"|%b|%d" % (client, arrival)
+    prompt, task = request.prompt.token_ids, request.task
+    namespace = b"" if share_prefixes else b"%b|%d" % (client, arrival)
     limit = max_model_len - len(prompt)
-    done = submitted.output_token_ids or [[] for _ in range(params.n)]
+    if isinstance(task, PoolingParams):
+        n, max_output = 1, 0
+    else:
+        n, max_output = task.n, min(task.max_tokens or limit, limit)
+    done = request.output_token_ids or [[] for _ in range(n)]
     return [
         Sequence(
             client=client,
-            key=submitted.key,
+            request=request,
             index=index,
-            request_id=submitted.request_id,
-            params=params,
-            seed=sequence_seed(submitted.seed, index),
-            eos_token_id=submitted.eos_token_id,
-            priority=submitted.priority,
+            seed=sequence_seed(request.seed, index),
             arrival=arrival + index,
-            arrival_time=now,
+            arrival_time=now - request.age,
             token_ids=[*prompt, *done[index]],
             num_prompt_tokens=len(prompt),
-            max_output=min(params.max_tokens or limit, limit),
+            max_output=max_output,
             namespace=namespace,
-            num_prompt_logprobs=submitted.num_prompt_logprobs if index == 0 else 0,
+            num_prompt_logprobs=request.num_prompt_logprobs if index == 0 else 0,
         )
-        for index in range(params.n)
+        for index in range(n)
     ]

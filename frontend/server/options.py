@@ -65,6 +65,8 @@ class ServerOptions:
         " (tool_choice: auto)")
     reasoning_parser: str | None = option(None, "Chat", "format in which the model marks its reasoning",
         choices=REASONING_PARSERS)
+    enable_in_reasoning: bool = option(False, "Chat", "constrain structured output from its first token on, so"
+        " that the model cannot reason before it (default: the constraint begins after the reasoning)")
     prompt_unused_tools: bool = option(False, "Chat", "keep tools in the prompt even with tool_choice: none")
     tool_call_parser: str | None = option(None, "Chat", "format in which the model writes tool"
         " calls", choices=TOOL_PARSERS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, MutableSequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeAlias, overload
 
 from pagewire.frontend.text.steps import REPLACEMENT, byte_level_bytes, byte_token
@@ -128,16 +129,57 @@ class TokenTexts:
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """Return the text of one token; a part of a character is written as bytes: "<0xE4><0xBD>"."""
-    text = tokenizer.decode([token_id], skip_special_tokens=False)
+    """Return the text that a token adds; a part of a character is written as bytes: "<0xE4><0xBD>"."""
+    data = token_bytes(tokenizer, token_id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "".join(f"<0x{byte:02X}>" for byte in data)
+
+
+def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    """Return the UTF-8 bytes that a token adds to a text, which may be a part of a character."""
+    text = text_within(tokenizer, token_id)
     if REPLACEMENT not in text:
-        return text
+        return text.encode()
     (name,) = tokenizer.convert_ids_to_tokens([token_id])
     if name is None or REPLACEMENT in name:
-        return text
-    if byte_token(name) is not None:
-        return name
-    return "".join(f"<0x{byte:02X}>" for byte in byte_level_bytes(name))
+        return text.encode()
+    return byte_token(name) or byte_level_bytes(name)
+
+
+def text_within(tokenizer: Tokenizer, token_id: int) -> str:
+    """Return the text that a token adds between two others.
+
+    There it has the space that decoders drop at the start or the end of a text.
+    """
+    near, before, after = neighbour(tokenizer)
+    whole = decoded(tokenizer, [*near, token_id, *near])
+    if whole.startswith(before) and whole.endswith(after) and len(whole) >= len(before) + len(after):
+        return whole[len(before) : len(whole) - len(after)]
+    return decoded(tokenizer, [token_id])
+
+
+@lru_cache(maxsize=16)
+def neighbour(tokenizer: Tokenizer) -> tuple[list[int], str, str]:
+    """Return an ordinary token, the text that it adds at the start of a text, and the text that it adds at its end.
+
+    The token is one that has no space beside it, if there is such a token.
+    """
+    token_ids = tokenizer.encode("xx", add_special_tokens=False) + tokenizer.encode("x", False)
+    for near in ([token_id] for token_id in token_ids):
+        first, both = decoded(tokenizer, near), decoded(tokenizer, near * 2)
+        if both == first * 2:
+            break
+    else:
+        near = token_ids[-1:]
+        first, both = decoded(tokenizer, near), decoded(tokenizer, near * 2)
+    return near, first, both.removeprefix(first)
+
+
+def decoded(tokenizer: Tokenizer, token_ids: list[int]) -> str:
+    """Return the text of tokens, special ones included."""
+    return tokenizer.decode(token_ids, skip_special_tokens=False, spaces_between_special_tokens=False)
 
 
 def add_rows(

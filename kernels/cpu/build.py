@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagewire.kernels.cache import cache_folder
+from pagewire.kernels.cache import cache_folder, locked
 
 logger = logging.getLogger("pagewire.kernels")
 
@@ -118,7 +118,8 @@ def compiler_command() -> list[str]:
 def build(isa: InstructionSet) -> Path:
     """The library for an instruction set, compiled if it is not in the cache.
 
-    Any number of processes may build at once: each compiles to a file of its own and renames it.
+    If several processes need the library at once, one of them compiles it and the others wait. The file is complete
+    before it gets its name.
 
     Raises:
         BuildError: no compiler, the compiler failed, or the cache cannot be written.
@@ -135,16 +136,23 @@ def build(isa: InstructionSet) -> Path:
     if library.exists():
         return library
 
-    logger.info("compiling the CPU kernels for %s", isa.name)
     try:
         library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as directory:
-            compiled = Path(directory) / library.name
-            _compile([*compiler, *flags], [here / source for source in SOURCES], compiled)
-            compiled.rename(library)
+        with locked(library.parent):
+            if not library.exists():
+                logger.info("compiling the CPU kernels for %s", isa.name)
+                _compile_to(library, [*compiler, *flags])
     except OSError as error:
         raise BuildError(f"cannot write {library}: {error}") from error
     return library
+
+
+def _compile_to(library: Path, command: list[str]) -> None:
+    sources = [Path(__file__).parent / source for source in SOURCES]
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as directory:
+        compiled = Path(directory) / library.name
+        _compile(command, sources, compiled)
+        compiled.rename(library)
 
 
 def _compile(command: list[str], sources: list[Path], library: Path) -> None:

@@ -1,19 +1,19 @@
-// What decode and prefill attention have in common: from pages to fragments, one step of the softmax, the sums.
+// The common parts of decode and prefill attention: from pages to fragments, a step of the softmax, the sums.
 //
-// The query heads that share a KV head are packed: row r of a request is its query token r / group, head r % group
-// of the KV head's own. A warp holds one or more tiles of 16 rows, and takes 16 keys or more at each step: it
+// The query heads of a KV head are packed: row r of a request is query token r / group, and head r % group of the KV
+// head's query heads. A warp holds one or more tiles of 16 rows and processes 16 or more keys at each step: it
 // multiplies rows by keys, folds the logits into a running softmax, and adds the weighted values, all in registers.
 #pragma once
 
 #include "ptx.cuh"
 #include "layout.cuh"
 
-// One launch. Strides count elements.
+// The parameters of a launch. Strides count elements.
 struct AttentionParameters {
     void* out;                 // [tokens, heads, D], contiguous
     const void* q;             // [tokens, heads, D]
-    const u8* k;               // [blocks, kv_heads, block_size, D], as layout.cuh says
-    const u8* v;               // likewise
+    const u8* k;               // [blocks, kv_heads, block_size, D], in the layout of layout.cuh
+    const u8* v;               // as k
     const int* query_starts;   // [requests + 1]
     const int* lengths;        // [requests]
     const int* block_table;    // [requests, table_width]
@@ -24,24 +24,24 @@ struct AttentionParameters {
     u32* arrivals;             // decode: [requests, row tiles], all 0 before and after
     i64 q_token_stride;
     i64 q_head_stride;
-    int tokens;                // rows of q and out; those beyond the last request's are padding
+    int tokens;                // rows of q and out; rows after the last request's are padding
     int requests;
     int heads;
     int kv_heads;
     int block_shift;           // log2 of block_size
     int table_width;
-    int window;                // keys that a query sees, its own included
+    int window;                // keys that a query attends to, including its own
     int short_queries;         // requests with more query tokens than this go to prefill, the others to decode
-    int sinks_are_float;       // or of q's type
+    int sinks_are_float;       // otherwise they have q's type
     int alibi_is_float;
     float scale;
     float softcap;             // 0: none
 };
 
 #define MINUS_INFINITY __uint_as_float(0xff800000u)
-constexpr int PAGE_ROWS = 16;  // copied at once: every block size is a multiple
+constexpr int PAGE_ROWS = 16;  // rows per copy: every block size is a multiple
 
-// What a kernel is compiled for. M tiles of 16 rows per warp, KEYS keys at each step.
+// The compile-time sizes of a kernel: M tiles of 16 rows per warp, KEYS keys at each step.
 template <class Type, class Cache, int HEAD_DIM, int TILES, int STEP>
 struct Shape {
     using T = Type;
@@ -56,8 +56,8 @@ struct Shape {
 
 // ---------------------------------------------------------------- fp8 to 16 bits
 
-// The four fp8 of a word as two pairs: elements 0 and 2, elements 1 and 3. Sign and magnitude are moved to where T
-// has them; the product makes up for T's larger exponent bias. Exact, subnormal numbers included.
+// The four fp8 of a word as two pairs: elements 0 and 2, elements 1 and 3. Sign and magnitude are shifted to their
+// place in T; the product corrects for T's larger exponent bias. Exact, also for subnormal numbers.
 template <class T, class F8> DEVICE void widen_word(u32 word, u32& even, u32& odd) {
     constexpr int MANTISSA = is_same<T, bf16> ? 7 : 10, F8_MANTISSA = is_same<F8, e4m3> ? 3 : 2;
     constexpr int BIAS = is_same<T, bf16> ? 127 : 15, F8_BIAS = is_same<F8, e4m3> ? 7 : 15;
@@ -74,14 +74,14 @@ template <class T, class F8> DEVICE void widen_word(u32 word, u32& even, u32& od
 
 // ---------------------------------------------------------------- from pages to shared memory
 
-// The block that holds a request's PAGE_ROWS tokens from `token` on; 0 if none of them is in [begin, end).
+// The block of a request's PAGE_ROWS tokens that begin at `token`; 0 if none of them is in [begin, end).
 DEVICE int find_block(const AttentionParameters& a, int request, int token, int begin, int end) {
     if (token + PAGE_ROWS <= begin || token >= end) return 0;
     return __ldg(a.block_table + i64(request) * a.table_width + (token >> a.block_shift));
 }
 
-// A warp copies the PAGE_ROWS rows from `token` on, which are in `block`. Those of tokens not in [begin, end) become
-// zeros, for what the page holds there may be anything, and a weight of 0 does not make it 0.
+// A warp copies the PAGE_ROWS rows that begin at `token` from `block`. Rows of tokens outside [begin, end) become zeros:
+// the page's contents there are undefined, and a weight of 0 does not make NaN 0.
 template <class S>
 DEVICE void copy_rows(u8* target, const u8* cache, const AttentionParameters& a, int kv_head, int block, int token,
                       int begin, int end, int lane) {
@@ -89,18 +89,18 @@ DEVICE void copy_rows(u8* target, const u8* cache, const AttentionParameters& a,
     const u8* source = cache + row * S::ROW_BYTES + lane * CHUNK_BYTES;
     target += lane * CHUNK_BYTES;
     const int skipped = max(begin - token, 0), last = min(end - token, PAGE_ROWS);
-    const u32 first = skipped * S::CHUNKS - lane, wanted = max(last - skipped, 0) * S::CHUNKS;
+    const u32 first = skipped * S::CHUNKS - lane, num_chunks = max(last - skipped, 0) * S::CHUNKS;
 #pragma unroll
     for (int i = 0; i < PAGE_ROWS * S::CHUNKS; i += 32)
         if (i + 32 <= PAGE_ROWS * S::CHUNKS || i + lane < PAGE_ROWS * S::CHUNKS)
-            copy_async_16(target + i * CHUNK_BYTES, source + i * CHUNK_BYTES, u32(i) - first < wanted);
+            copy_async_16(target + i * CHUNK_BYTES, source + i * CHUNK_BYTES, u32(i) - first < num_chunks);
 }
 
 // ---------------------------------------------------------------- queries
 
-// A request's queries of one KV head, as rows.
+// The queries of one request and KV head, as rows.
 struct Queries {
-    int request, kv_head, group, start, length, rows, position;  // position of the first query
+    int request, kv_head, group, start, length, rows, position;  // position: of the first query
 
     DEVICE Queries(const AttentionParameters& a, int request, int kv_head)
         : request(request), kv_head(kv_head), group(a.heads / a.kv_heads), start(__ldg(a.query_starts + request)) {
@@ -114,8 +114,8 @@ struct Queries {
     DEVICE int token_of(int row) const { return start + row / group; }
 };
 
-// Copies rows `first` to `first + count` into shared memory, swizzled; rows beyond the last become zeros. With fp8
-// keys the elements of 16 trade places as widen_word has them trade theirs: the dot product is the same.
+// Copies rows `first` to `first + count` into shared memory, swizzled; rows after the last become zeros. For fp8 keys,
+// each 16 elements are permuted as widen_word permutes the keys' elements, so the dot product is the same.
 template <class S>
 DEVICE void load_queries(u8* target, const AttentionParameters& a, const Queries& queries, int first, int count,
                          int thread, int threads) {
@@ -142,7 +142,7 @@ DEVICE void load_queries(u8* target, const AttentionParameters& a, const Queries
     }
 }
 
-// The fragment of 16 rows, elements 16 k and on.
+// The fragment of elements 16 k to 16 k + 15 of 16 rows.
 template <class S> DEVICE void query_fragment(u32 a[4], const u8* queries, int first_row, int k, int lane) {
     const int row = first_row + (lane & 15), chunk = 2 * k + (lane >> 4);
     ldmatrix_x4(a, queries + (row * S::Q_CHUNKS + swizzle(S::Q_CHUNKS, row, chunk)) * CHUNK_BYTES);
@@ -150,7 +150,7 @@ template <class S> DEVICE void query_fragment(u32 a[4], const u8* queries, int f
 
 // ---------------------------------------------------------------- keys and values
 
-// Of GROUP keys, elements 16 k and on: the fragments for each 8 keys.
+// The fragments of elements 16 k to 16 k + 15 of GROUP keys, one for each 8 keys.
 template <class S>
 DEVICE void key_fragments(u32 (&b)[S::GROUP / 8][2], const u8* keys, int first_row, int k, int lane) {
     u32 loaded[4];
@@ -170,8 +170,8 @@ DEVICE void key_fragments(u32 (&b)[S::GROUP / 8][2], const u8* keys, int first_r
     }
 }
 
-// Of the values of GROUP keys, elements 16 j and on: for each 16 keys the fragments of two sets of 8 elements. The
-// sets are the lower and the upper half, or with fp8 the even and the odd elements.
+// The fragments of elements 16 j to 16 j + 15 of the values of GROUP keys: for each 16 keys two sets of 8 elements. The
+// sets are the lower and the upper half, or for fp8 the even and the odd elements.
 template <class S>
 DEVICE void value_fragments(u32 (&b)[S::GROUP / 16][2][2], const u8* values, int first_row, int j, int lane) {
     u32 loaded[4];
@@ -192,23 +192,23 @@ DEVICE void value_fragments(u32 (&b)[S::GROUP / 16][2][2], const u8* values, int
     }
 }
 
-// Which element of a row a lane's out[2 j + half][.. i] is.
+// The element of a row that a lane holds in out[2 j + half][.. i].
 template <class S> DEVICE constexpr int out_element(int j, int half, int i, int lane) {
     return 16 * j + (S::NARROW ? 4 * (lane & 3) + 2 * i + half : 8 * half + 2 * (lane & 3) + i);
 }
 
 // ---------------------------------------------------------------- softmax
 
-// The row i of tile m that a lane holds; beyond the last row, the last.
+// A lane's row i of tile m, or the last row if there are fewer.
 DEVICE int lane_row(const Queries& queries, int first_row, int m, int i, int lane) {
     return min(first_row + 16 * m + 8 * i + (lane >> 2), queries.rows - 1);
 }
 
-// What a lane holds of its warp's rows. Of tile m it has rows g and g + 8, g being lane / 4: i = 0 and 1 below.
+// A lane's share of its warp's rows: rows g and g + 8 of tile m, where g is lane / 4 (i = 0 and 1 below).
 template <class S> struct Rows {
     float out[S::M][S::D / 8][4];  // weighted sums of values
     float top[S::M][2];            // the largest logit so far
-    float sum[S::M][2];            // of the weights: this lane's share
+    float sum[S::M][2];            // this lane's share of the sum of weights
 
     DEVICE Rows() {
 #pragma unroll
@@ -231,7 +231,7 @@ template <class T> DEVICE float head_number(const void* array, int is_float, int
     return is_float ? static_cast<const float*>(array)[head] : to_float(static_cast<const T*>(array)[head]);
 }
 
-// Logits with a softcap or a bias are scaled at once; others stay as they are until they become exponents of 2.
+// Logits with a softcap or a bias are scaled immediately; others when they become exponents of 2.
 DEVICE bool is_biased(const AttentionParameters& a) { return a.softcap > 0.0f || a.alibi; }
 DEVICE float exponent_scale(const AttentionParameters& a) { return is_biased(a) ? LOG2_E : a.scale * LOG2_E; }
 
@@ -240,7 +240,7 @@ DEVICE float soft_cap(float x, float softcap) {
     return softcap - __fdividef(2.0f * softcap, exp2_approx(2.0f * LOG2_E * __fdividef(x, softcap)) + 1.0f);
 }
 
-// The dot products of the warp's rows with KEYS keys. `query(a, m, k, lane)` gives a fragment of tile m.
+// The dot products of the warp's rows with KEYS keys. `query(a, m, k, lane)` loads a fragment of tile m.
 template <class S, class Query>
 DEVICE void multiply_keys(float (&logits)[S::M][S::KEYS / 8][4], Query query, const u8* keys, int lane) {
 #pragma unroll
@@ -266,7 +266,7 @@ DEVICE void multiply_keys(float (&logits)[S::M][S::KEYS / 8][4], Query query, co
     }
 }
 
-// Softcap and ALiBi.
+// Applies softcap and ALiBi.
 template <class S>
 DEVICE void bias_logits(float (&logits)[S::M][S::KEYS / 8][4], const AttentionParameters& a, const Queries& queries,
                         int first_row, int first_key, int lane) {
@@ -293,7 +293,7 @@ DEVICE void bias_logits(float (&logits)[S::M][S::KEYS / 8][4], const AttentionPa
         }
 }
 
-// Keys after the query, and keys that left its window, count nothing.
+// Masks the keys after the query and those before its window.
 template <class S>
 DEVICE void mask_logits(float (&logits)[S::M][S::KEYS / 8][4], int window, const Queries& queries, int first_row,
                         int first_key, int lane) {
@@ -312,7 +312,7 @@ DEVICE void mask_logits(float (&logits)[S::M][S::KEYS / 8][4], int window, const
         }
 }
 
-// Logits become weights, relative to the largest logit so far; what was summed before shrinks accordingly.
+// Turns logits into weights relative to the largest logit so far, and scales the earlier sums accordingly.
 template <class S>
 DEVICE void fold_logits(float (&logits)[S::M][S::KEYS / 8][4], Rows<S>& rows, float scale) {
 #pragma unroll
@@ -345,7 +345,7 @@ DEVICE void fold_logits(float (&logits)[S::M][S::KEYS / 8][4], Rows<S>& rows, fl
     }
 }
 
-// Adds the values of KEYS keys by their weights.
+// Adds the weighted values of KEYS keys.
 template <class S>
 DEVICE void add_values(Rows<S>& rows, const float (&weights)[S::M][S::KEYS / 8][4], const u8* values, int lane) {
     u32 a[S::M][S::KEYS / 16][4];
@@ -372,8 +372,8 @@ DEVICE void add_values(Rows<S>& rows, const float (&weights)[S::M][S::KEYS / 8][
         }
 }
 
-// One step: KEYS keys, of which row 0 of `keys` and `values` is `first_key`. `query` as for multiply_keys; `partly`
-// says that some row does not see some key.
+// One step: attention to KEYS keys, the first of which is `first_key`. `query`: as for multiply_keys. `partly`: some key
+// is masked for some row.
 template <class S, class Query>
 DEVICE void attend(Rows<S>& rows, Query query, const u8* keys, const u8* values, const AttentionParameters& a,
                    const Queries& queries, int first_row, int first_key, bool partly, int lane) {
@@ -390,7 +390,7 @@ template <class T> DEVICE float sink_exponent(const AttentionParameters& a, int 
     return a.sinks ? head_number<T>(a.sinks, a.sinks_are_float, head) * LOG2_E : MINUS_INFINITY;
 }
 
-// The tokens beyond the last request's are padding: their rows of `out` become 0. `part` of `parts` of the work.
+// Tokens after the last request's are padding: sets their rows of `out` to 0. Does part `part` of `parts`.
 template <class S>
 DEVICE void clear_padding(const AttentionParameters& a, int part, int parts, int thread, int threads) {
     const i64 row_chunks = i64(a.heads) * S::Q_CHUNKS, end = a.tokens * row_chunks;

@@ -1,4 +1,4 @@
-"""Paged attention on a GPU: which kernels serve a batch, and what they are given. See `kernels.attention`."""
+"""Paged attention on a GPU: chooses the kernels for a batch and launches them. See `kernels.attention`."""
 
 import functools
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagewire.kernels.cuda.launch import Device, pack
+from pagewire.kernels.cuda.launch import KernelLauncher, pack
 from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.paging import AttentionBatch
 
@@ -18,21 +18,21 @@ FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 256)
 BLOCK_SIZES = (16, 32, 64)
 TILE_ROWS = 16
-"""Rows of a tile. A row is a query token with one of the query heads that share a KV head."""
+"""Rows of a tile. A row is a query token of one query head; the query heads of a KV head share tiles."""
 PARTS = 16
-"""Parts of tiles that the workspace holds, per multiprocessor."""
+"""Partial results of tiles that the workspace can hold, per multiprocessor."""
 RESIDENT = 2
-"""Blocks of decode that a multiprocessor runs at once, at least."""
+"""Minimum number of decode blocks that a multiprocessor runs at once."""
 PART_KEYS = 256
-"""Keys in a part, at least (`LEAST_GROUPS` in decode_attention.cu)."""
+"""Minimum number of keys in a part (`LEAST_GROUPS` in decode_attention.cu)."""
 NO_WINDOW = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """What decode attention needs beside its arguments. Made once; one launch at a time may use it.
+    """Device memory for the partial results of decode attention, whose blocks each process a part of the keys.
 
-    The parts of a request's keys are attended to by different blocks; this is where they leave their results.
+    Allocated once; one launch at a time may use it.
     """
 
     outputs: Tensor
@@ -40,10 +40,11 @@ class Workspace:
     sums: Tensor
     """float32 [parts, 16, 2]: the largest logit, and the sum of weights relative to it."""
     arrivals: Tensor
-    """int32 [parts], 0 whenever no kernel runs."""
+    """int32 [parts], all 0 while no kernel runs."""
 
     @classmethod
     def allocate(cls, multiprocessors: int, device: torch.device | str) -> "Workspace":
+        """A workspace for a device with this many multiprocessors."""
         parts = PARTS * multiprocessors
         return cls(
             torch.empty(parts, TILE_ROWS, max(HEAD_DIMS), dtype=torch.float32, device=device),
@@ -54,18 +55,18 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A variant, and how it is launched."""
+    """A variant and the shape of its launches."""
 
     variant: Variant
     threads: int
     shared_bytes: int
     rows: int
-    """That a block serves."""
+    """Rows per block."""
 
 
 @functools.cache
 def decode_instance(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> Instance:
-    """A ring of 64 KB at most, so that three blocks of an H200 and one of an sm_89 find room."""
+    """The decode kernel. Its ring has at most 64 KB: three blocks fit an H200's multiprocessor, one an sm_89's."""
     step = 64 * head_dim  # 16 keys and values of a warp; 32 in fp8
     warps = 4 if head_dim <= 128 else 2
     stages = min(4, 65536 // (warps * step))
@@ -76,7 +77,7 @@ def decode_instance(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int)
 
 @functools.cache
 def prefill_instance(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> Instance:
-    """As many rows and keys as registers hold: two blocks of an H200 and one of an sm_89 find room."""
+    """The prefill kernel. Registers limit rows and keys: an H200's multiprocessor runs two, an sm_89's one."""
     tiles, keys = (2, 64) if head_dim <= 128 else (1, 32)
     step = 64 if head_dim <= 64 else 32
     variant = _variant("prefill_attention", dtype, cache_dtype, f"{head_dim}, {tiles}, {keys}, {step}")
@@ -90,7 +91,7 @@ def _variant(kernel: str, dtype: torch.dtype, cache_dtype: torch.dtype, numbers:
 
 
 def variants() -> list[Variant]:
-    """The decode and the prefill kernel for each dtype, dtype of the cache, and size of a head."""
+    """The decode and the prefill kernel for each dtype, cache dtype and head size."""
     return [
         instance(dtype, cache_dtype, head_dim).variant
         for instance in (decode_instance, prefill_instance)
@@ -101,16 +102,16 @@ def variants() -> list[Variant]:
 
 
 def choose_splits(tiles: int, multiprocessors: int, longest: int) -> int:
-    """Into how many parts decode cuts the keys of each tile.
+    """The number of parts into which decode splits the keys of each tile.
 
-    It depends on nothing but the padded shape of the batch, so a recorded graph stays right whatever the lengths
-    that it is replayed with. Of the numbers that leave few multiprocessors idle at the end, the smallest: parts
-    cost a merge.
+    It depends only on the padded shape of the batch, so a recorded graph is valid for all lengths that it is
+    replayed with. The result is the smallest number that keeps nearly all multiprocessors busy in the last round,
+    because every part adds work to the merge.
 
     Args:
-        tiles: of all requests and KV heads.
-        multiprocessors: of the device.
-        longest: keys of the longest request.
+        tiles: number of tiles, of all requests and KV heads.
+        multiprocessors: number of the device's multiprocessors.
+        longest: number of keys of the longest request.
     """
     slots = RESIDENT * multiprocessors
     most = min(-(-longest // PART_KEYS), PARTS * multiprocessors // tiles)
@@ -122,7 +123,7 @@ def choose_splits(tiles: int, multiprocessors: int, longest: int) -> int:
 
 
 def paged_attention(
-    device: Device,
+    launcher: KernelLauncher,
     workspace: Workspace,
     q: Tensor,
     k_cache: Tensor,
@@ -136,22 +137,22 @@ def paged_attention(
     alibi: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `pagewire.kernels.attention.paged_attention`; the caches are as `layout.cuh` says.
+    """See `pagewire.kernels.attention.paged_attention`; the caches have the layout of `layout.cuh`.
 
-    Lengths, starts and block tables lie on the device and are not checked. Sums are cut by the padded batch, so
-    the last bits of a token's output depend on it.
+    Lengths, starts and block tables are on the device and are not checked. The padded batch decides where sums
+    are split, so the last bits of a token's output depend on the batch.
 
     Args:
         q: bfloat16 or float16, aligned to 16 bytes, strides multiples of 8.
-        k_cache: in q's dtype, float8_e4m3fn or float8_e5m2.
+        k_cache: of q's dtype, float8_e4m3fn or float8_e5m2.
         v_cache: of k_cache's shape and dtype.
         scale: above 0.
-        sinks: float32, or in q's dtype.
-        alibi: likewise.
+        sinks: float32 or q's dtype.
+        alibi: float32 or q's dtype.
 
     Raises:
-        TypeError: a dtype is not served.
-        ValueError: shapes disagree or are not served.
+        TypeError: no kernel supports a dtype.
+        ValueError: shapes disagree, or no kernel supports them.
     """
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -163,30 +164,26 @@ def paged_attention(
         return out
     if requests == 0:
         return out.zero_()
-    seen, short_queries = window or NO_WINDOW, max(1, TILE_ROWS // group)
-    fields = _fields(workspace, q, k_cache, v_cache, batch, out)
-    fields |= {"sinks": sinks, "alibi": alibi, "scale": scale, "softcap": softcap or 0.0}
-    fields |= {"window": seen, "short_queries": short_queries}
-    fields["sinks_are_float"] = sinks is not None and sinks.dtype == torch.float32
-    fields["alibi_is_float"] = alibi is not None and alibi.dtype == torch.float32
+    window, short_queries = window or NO_WINDOW, max(1, TILE_ROWS // group)
+    fields = _fields(workspace, q, k_cache, v_cache, batch, out) | _head_fields(sinks, alibi)
+    fields |= {"scale": scale, "softcap": softcap or 0.0, "window": window, "short_queries": short_queries}
     if batch.max_query_len > short_queries:
         prefill = prefill_instance(q.dtype, k_cache.dtype, head_dim)
         row_tiles = tokens * group // prefill.rows + requests + 1  # see prefill_attention.cu
-        _launch(device, prefill, (row_tiles, kv_heads), fields)
-    if batch.max_query_len <= short_queries or requests > 1:  # only the device knows which requests are short
+        _launch(launcher, prefill, (row_tiles, kv_heads), fields)
+    if batch.max_query_len <= short_queries or requests > 1:  # a longer batch may have short requests, too
         row_tiles = kv_heads * -(-short_queries * group // TILE_ROWS)
-        longest = min(batch.max_seq_len, seen + short_queries)
-        splits = choose_splits(requests * row_tiles, device.multiprocessors, longest)
-        _launch(
-            device, decode_instance(q.dtype, k_cache.dtype, head_dim), (splits, row_tiles, requests), fields
-        )
+        longest = min(batch.max_seq_len, window + short_queries)
+        splits = choose_splits(requests * row_tiles, launcher.multiprocessors, longest)
+        decode = decode_instance(q.dtype, k_cache.dtype, head_dim)
+        _launch(launcher, decode, (splits, row_tiles, requests), fields)
     return out
 
 
 def _fields(
     workspace: Workspace, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, out: Tensor
 ) -> dict[str, Any]:
-    """The fields of the kernels' struct that describe tensors and sizes."""
+    """The fields of the kernels' struct for tensors and sizes."""
     return {
         "out": out,
         "q": q,
@@ -209,9 +206,21 @@ def _fields(
     }
 
 
-def _launch(device: Device, instance: Instance, grid: tuple[int, ...], fields: dict[str, Any]) -> None:
+def _head_fields(sinks: Tensor | None, alibi: Tensor | None) -> dict[str, Any]:
+    """The fields of the kernels' struct for the numbers that each head has."""
+    return {
+        "sinks": sinks,
+        "alibi": alibi,
+        "sinks_are_float": sinks is not None and sinks.dtype == torch.float32,
+        "alibi_is_float": alibi is not None and alibi.dtype == torch.float32,
+    }
+
+
+def _launch(
+    launcher: KernelLauncher, instance: Instance, grid: tuple[int, ...], fields: dict[str, Any]
+) -> None:
     parameters = pack(instance.variant, **fields)
-    device.launch(instance.variant, grid, (instance.threads,), parameters, instance.shared_bytes)
+    launcher.launch(instance.variant, grid, (instance.threads,), parameters, instance.shared_bytes)
 
 
 def _check(
@@ -228,7 +237,7 @@ def _check(
     if q.dtype not in DTYPES or k_cache.dtype not in (q.dtype, *FP8):
         raise TypeError(f"attention: no kernel for queries of {q.dtype} and keys of {k_cache.dtype}")
     if v_cache.dtype != k_cache.dtype or v_cache.shape != k_cache.shape:
-        raise ValueError("attention: K and V must have one shape and dtype")
+        raise ValueError("attention: K and V must have the same shape and dtype")
     heads, head_dim = q.shape[1:]
     kv_heads, block_size, cached_dim = k_cache.shape[1:]
     if (
@@ -248,7 +257,7 @@ def _check(
         raise ValueError("attention: tensors must be aligned to 16 bytes")
     requests = len(batch.seq_lens)
     if batch.query_start_loc.shape != (requests + 1,) or len(batch.block_table) != requests:
-        raise ValueError("attention: query_start_loc, seq_lens and block_table are of different batches")
+        raise ValueError("attention: query_start_loc, seq_lens and block_table are not of the same batch")
     for tensor in (batch.query_start_loc, batch.seq_lens, batch.block_table):
         if tensor.dtype != torch.int32:
             raise TypeError("attention: index tensors must be int32")
@@ -258,6 +267,8 @@ def _check(
         if numbers is not None and (numbers.shape != (heads,) or not numbers.is_contiguous()):
             raise ValueError(f"attention: sinks and slopes must be [{heads}]")
         if numbers is not None and numbers.dtype not in (torch.float32, q.dtype):
-            raise TypeError(f"attention: sinks and slopes of {numbers.dtype}; float32 or q's dtype is served")
+            raise TypeError(
+                f"attention: sinks and slopes must be float32 or of q's dtype, not {numbers.dtype}"
+            )
     if scale <= 0 or (window is not None and window < 1):
         raise ValueError(f"attention: scale {scale} and window {window} must be above 0")

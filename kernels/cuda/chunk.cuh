@@ -1,15 +1,15 @@
-// Eight 16-bit floats at once: what a thread loads and stores in one go.
+// Operations on chunks of eight 16-bit floats, which a thread loads and stores in one instruction.
 #pragma once
 
 #include "ptx.cuh"
 
-// `f` of the pairs of two chunks, each pair packed again.
+// The chunk of `f(pair of a, pair of b)` for the four pairs of two chunks.
 template <class F>
 DEVICE uint4 zip(uint4 a, uint4 b, F f) {
     return make_uint4(f(a.x, b.x), f(a.y, b.y), f(a.z, b.z), f(a.w, b.w));
 }
 
-// Sums, rounded to T.
+// The sums of two chunks, rounded to T.
 template <class T>
 DEVICE uint4 add(uint4 a, uint4 b) {
     return zip(a, b, [](u32 a, u32 b) {

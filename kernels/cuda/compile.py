@@ -1,7 +1,7 @@
 """Compiles kernels with NVRTC, through CuPy. Needs neither a driver nor a device, nor CUDA's headers.
 
-A cubin holds one variant for one architecture. Its file name is the hash of everything that went into it, so a
-changed source, compiler or option gives another file, and a file once there is never written again.
+A cubin holds one variant for one architecture. Its file name is the hash of its inputs (source, compiler, options),
+so changed inputs give another file, and an existing file is never overwritten.
 """
 
 import functools
@@ -25,27 +25,27 @@ OLDEST = (8, 0)
 
 
 class CompileError(RuntimeError):
-    """There is no compiler, it does not fit, or it failed."""
+    """There is no compiler, the compiler does not support the device, or it failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cubin:
-    """One variant, compiled."""
+    """A compiled variant."""
 
     symbol: str
-    """What the kernel is called in it."""
+    """The kernel's mangled name."""
     registers: int
-    """Per thread."""
+    """Registers per thread."""
     local_bytes: int
-    """Local memory per thread: what is indexed in no register, and what is spilled."""
+    """Local memory per thread: arrays that are not in registers, and spilled registers."""
     spilled_bytes: int
-    """Stored and loaded again for want of registers."""
+    """Spill stores and loads per thread, because registers did not suffice."""
     image: bytes
-    """What the driver loads."""
+    """The cubin, as the driver loads it."""
 
 
 def install_command(cuda: int | None = None) -> str:
-    """What to type to get the compiler for a major version of CUDA, or for either."""
+    """The shell command that installs the compiler for a major version of CUDA; None names both commands."""
     if cuda is None:
         return f"{install_command(12)}, or with a driver for CUDA 13: {install_command(13)}"
     return f"pip install 'cupy-cuda{cuda}x>=14' 'cuda-toolkit[nvrtc]=={cuda}.*'"
@@ -56,7 +56,7 @@ def nvrtc() -> Any:
     """CuPy's binding of NVRTC.
 
     Raises:
-        CompileError: CuPy or NVRTC is missing, or they do not match; says which command mends it.
+        CompileError: CuPy or NVRTC is missing, or their versions differ; the message names the command to install.
     """
     try:
         import cupy
@@ -66,7 +66,7 @@ def nvrtc() -> Any:
     cuda = cupy.cuda.runtime.runtimeGetVersion() // 1000
     try:
         version = nvrtc.getVersion()
-    except Exception as error:  # whatever it is that the search for the library raises
+    except Exception as error:  # CuPy's search for the library raises many types
         lines = str(error).splitlines() or [type(error).__name__]
         raise CompileError(
             f"CuPy for CUDA {cuda} finds no NVRTC ({lines[0]}): {install_command(cuda)}"
@@ -79,40 +79,41 @@ def nvrtc() -> Any:
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """What to compile for, for a device of a compute capability: `sm_90` for (9, 0).
+    """The architecture to compile for, for a device's compute capability: `sm_90` for (9, 0).
 
     A compiler older than the device compiles for the nearest older device of its generation.
 
     Raises:
-        CompileError: the device is too old, or of a generation that this NVRTC does not know.
+        CompileError: the device is too old, or this NVRTC does not support its generation.
     """
     if capability < OLDEST:
         raise CompileError(
             f"kernels need compute capability {OLDEST[0]}.{OLDEST[1]}, not {_dotted(capability)}"
         )
-    known = [divmod(arch, 10) for arch in nvrtc().getSupportedArchs()]
-    fitting = [arch for arch in known if arch[0] == capability[0] and arch <= capability]
-    if not fitting:
+    supported = [divmod(arch, 10) for arch in nvrtc().getSupportedArchs()]
+    usable = [arch for arch in supported if arch[0] == capability[0] and arch <= capability]
+    if not usable:
         version = _dotted(nvrtc().getVersion())
         raise CompileError(
-            f"NVRTC {version} does not know compute capability {_dotted(capability)}: take a newer"
+            f"NVRTC {version} does not support compute capability {_dotted(capability)}: install a newer NVRTC"
         )
-    major, minor = max(fitting)
+    major, minor = max(usable)
     return f"sm_{major}{minor}"
 
 
 def runs_on(variant: Variant, arch: str) -> bool:
-    """Whether an architecture (`sm_90`) has what a variant needs."""
+    """True if devices of an architecture (`sm_90`) can run a variant."""
     return variant.needs in ("", f"{arch}a")
 
 
 def compile_variant(variant: Variant, arch: str) -> Cubin:
-    """A variant for an architecture (`sm_90`), from the cache or compiled.
+    """The cubin of a variant for an architecture (`sm_90`), from the cache or compiled.
 
-    Any number of processes may compile at once: each writes a file of its own and renames it.
+    Any number of processes may compile at once: each writes its own file, then renames it.
 
     Raises:
-        CompileError: no compiler, or it failed; holds its log. Or the architecture lacks what the variant needs.
+        CompileError: there is no compiler; it failed (the message has its log); or the architecture cannot run the
+            variant.
         OSError: the cache cannot be written.
     """
     if not runs_on(variant, arch):
@@ -120,21 +121,21 @@ def compile_variant(variant: Variant, arch: str) -> Cubin:
     file = _cached_file(variant, arch)
     try:
         return _read(file)
-    except (OSError, ValueError):  # not there, or cut short by a full disk
+    except (OSError, ValueError):  # missing, or truncated by a full disk
         pass
-    cubin = compile_anew(variant, arch)
+    cubin = compile_uncached(variant, arch)
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent, prefix="build-") as directory:
         written = Path(directory) / file.name
-        facts = {key: value for key, value in asdict(cubin).items() if key != "image"}
-        facts["size"] = len(cubin.image)
-        written.write_bytes(json.dumps(facts).encode() + b"\n" + cubin.image)
+        header = {key: value for key, value in asdict(cubin).items() if key != "image"}
+        header["size"] = len(cubin.image)
+        written.write_bytes(json.dumps(header).encode() + b"\n" + cubin.image)
         written.rename(file)
     return cubin
 
 
-def compile_anew(variant: Variant, arch: str) -> Cubin:
-    """A variant for an architecture (`sm_90`), whatever is in the cache.
+def compile_uncached(variant: Variant, arch: str) -> Cubin:
+    """The cubin of a variant for an architecture (`sm_90`), compiled even if the cache has it.
 
     Raises:
         CompileError: see `compile_variant`.
@@ -155,7 +156,7 @@ def compile_anew(variant: Variant, arch: str) -> Cubin:
             log = compiler.getProgramLog(program)
             raise CompileError(f"{variant.name} for {arch}: {error}\n{log}") from error
         symbol = compiler.getLoweredName(program, variant.name)
-        image = compiler.getCUBIN(program) + b"\0"  # CuPy takes the last byte for a string's end
+        image = compiler.getCUBIN(program) + b"\0"  # CuPy drops the last byte as a string's terminator
         return Cubin(symbol, *_resources(compiler.getProgramLog(program), symbol), image)
     finally:
         compiler.destroyProgram(program)
@@ -170,11 +171,11 @@ def build(
     """Compile variants for an architecture, several at a time.
 
     Args:
-        progress: called after each, with how many are done, of how many, and which.
-        num_threads: as many as this process has cores by default.
+        progress: called after each variant with (number done, total, variant).
+        num_threads: variants compiled at a time; by default the number of this process's cores.
 
     Raises:
-        CompileError: see `compile_variant`; what has not been begun is dropped.
+        CompileError: see `compile_variant`; variants that wait for a thread are then not compiled.
     """
     nvrtc()  # a missing compiler is reported once, not for each variant
     pool = ThreadPoolExecutor(num_threads or len(os.sched_getaffinity(0)), "compile")
@@ -199,19 +200,19 @@ def _cached_file(variant: Variant, arch: str) -> Path:
 
 
 def _read(file: Path) -> Cubin:
-    facts, _, image = file.read_bytes().partition(b"\n")
-    fields = json.loads(facts)
+    header, _, image = file.read_bytes().partition(b"\n")
+    fields = json.loads(header)
     if fields.pop("size") != len(image):
-        raise ValueError(f"{file} is cut short")
+        raise ValueError(f"{file} is truncated")
     return Cubin(**fields, image=image)
 
 
 def _resources(log: str, symbol: str) -> tuple[int, int, int]:
-    """Registers, bytes of local memory and bytes spilled, from the log of ptxas -v."""
-    _, found, entry = log.partition(f"Compiling entry function '{symbol}'")
+    """Registers, bytes of local memory and bytes spilled, from the log of `ptxas -v`."""
+    _, separator, entry = log.partition(f"Compiling entry function '{symbol}'")
     entry = entry.partition("Compiling entry function")[0]
     registers = re.search(r"Used (\d+) registers", entry)
     local = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", entry)
-    if not found or registers is None or local is None:
-        raise CompileError(f"the compiler's log does not tell what {symbol} uses:\n{log}")
+    if not separator or registers is None or local is None:
+        raise CompileError(f"the compiler's log has no resource usage of {symbol}:\n{log}")
     return int(registers[1]), int(local[1]), int(local[2]) + int(local[3])

@@ -1,13 +1,13 @@
-// Attention of few queries to many keys, bound by the bandwidth of memory.
+// Attention of few queries to many keys, limited by memory bandwidth.
 //
-// A block serves 16 rows of one request and KV head, and one split of its keys. Its warps never wait for each other:
-// each takes every WARPS-th group of keys, through its own ring of STAGES buffers, and keeps its own softmax. At the
-// end they are merged; and the last split's block to arrive merges the splits.
+// A block computes 16 rows of one request and KV head over one split of the keys. Its warps do not wait for each other:
+// each processes every WARPS-th group of keys, through its own ring of STAGES buffers and with its own softmax. At the
+// end the block merges its warps, and the last block of the rows to finish merges the splits.
 #include "attention.cuh"
 
-constexpr int LEAST_GROUPS = 4;  // that a warp of a split takes, so that merging stays cheap
+constexpr int LEAST_GROUPS = 4;  // minimum groups per warp of a split, so that merging stays cheap
 
-// Copies of one split's keys and values: a warp's.
+// A warp's copies of its keys and values to shared memory.
 template <class S, int STAGES>
 struct Ring {
     static constexpr int PAGES = S::GROUP / PAGE_ROWS, HALF = S::GROUP * S::ROW_BYTES, STAGE = 2 * HALF;
@@ -15,11 +15,11 @@ struct Ring {
     const AttentionParameters& a;
     const Queries& queries;
     u8* buffers;
-    int begin, end;    // keys that some row sees
-    int next, finish;  // groups, of the copies to come
-    int step, lane;    // from a group to the warp's next
+    int begin, end;    // keys that some row attends to
+    int next, finish;  // range of groups still to be copied
+    int step, lane;    // step: from a group to the warp's next
     int filling = 0;
-    int blocks[PAGES];  // of `next`, looked up one copy ahead
+    int blocks[PAGES];  // blocks of group `next`, looked up one copy ahead
 
     DEVICE Ring(const AttentionParameters& a, const Queries& queries, u8* buffers, int begin, int end, int next,
                 int finish, int step, int lane)
@@ -51,8 +51,8 @@ struct Ring {
     }
 };
 
-// Merges parts of a softmax, `stride` floats or sums apart, for element `element` of a row. Returns the maximum,
-// the sum of weights and the weighted sum.
+// Merges parts of a softmax, for one element of a row: the maximum, the sum of weights and the weighted sum. The
+// strides are those between parts.
 struct Merged {
     float top = MINUS_INFINITY, sum = 0.0f, out = 0.0f;
 
@@ -61,9 +61,9 @@ struct Merged {
         const float offset = top == MINUS_INFINITY ? 0.0f : top;
 #pragma unroll 4
         for (int part = 0; part < parts; part++) {
-            const float2 one = sums[i64(part) * sums_stride];
-            const float weight = exp2_approx(one.x - offset);
-            sum += weight * one.y;
+            const float2 part_sum = sums[i64(part) * sums_stride];
+            const float weight = exp2_approx(part_sum.x - offset);
+            sum += weight * part_sum.y;
             out += weight * outs[part * outs_stride];
         }
     }
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(WARPS * 32, WARPS == 4 ? 3 : 1)
     wait_for_copies<0>();
     __syncthreads();
 
-    // Of every warp, for each row: the sums, then the outputs.
+    // Each warp's outputs and sums, for each row.
     float* const outs = reinterpret_cast<float*>(buffers);
     float2* const sums = reinterpret_cast<float2*>(outs + WARPS * 16 * D);
 #pragma unroll

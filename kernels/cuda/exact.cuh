@@ -1,5 +1,5 @@
-// Arithmetic that gives the same bits here, in PyTorch and on any device: rounded to nearest after every operation,
-// never contracted, subnormals kept whatever the compiler is told to do with others.
+// Arithmetic with the same bits on every device and in PyTorch: rounded to nearest after every operation, never
+// contracted, and with subnormal numbers, independently of the compiler's options.
 #pragma once
 
 #include "ptx.cuh"

@@ -5,14 +5,14 @@ import functools
 import torch
 from torch import Tensor
 
-from pagewire.kernels.cuda.launch import Device, pack
+from pagewire.kernels.cuda.launch import KernelLauncher, pack
 from pagewire.kernels.cuda.norms import DTYPES
 from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.layer import Activation
 
 THREADS = 256
 BLOCKS = 8
-"""Per multiprocessor: as many as run at once."""
+"""Blocks of the grid per multiprocessor: the number that runs at once."""
 
 
 @functools.cache
@@ -26,15 +26,15 @@ def variants() -> list[Variant]:
     return [variant(dtype, activation) for dtype in DTYPES for activation in Activation]
 
 
-def activate_and_mul(device: Device, x: Tensor, activation: Activation) -> Tensor:
+def activate_and_mul(launcher: KernelLauncher, x: Tensor, activation: Activation) -> Tensor:
     """[..., 2 I] to [..., I]: `activation(first half) * second half`, the activation rounded before the product.
 
     Args:
-        x: rows any number of elements apart, if that is a multiple of 8; I a multiple of 8.
+        x: bfloat16 or float16; I and the stride of the rows are multiples of 8.
 
     Raises:
-        TypeError: another dtype than bfloat16 or float16.
-        ValueError: another size, or rows are not aligned to 16 bytes.
+        TypeError: another dtype.
+        ValueError: another size or stride, or rows are not aligned to 16 bytes.
     """
     if x.dtype not in DTYPES:
         raise TypeError(f"activate_and_mul: bfloat16 or float16, not {x.dtype}")
@@ -46,6 +46,6 @@ def activate_and_mul(device: Device, x: Tensor, activation: Activation) -> Tenso
     if out.numel():
         kernel = variant(x.dtype, activation)
         parameters = pack(kernel, x=rows, out=out, row_stride=rows.stride(0), num_rows=len(rows), size=size)
-        needed = -(-out.numel() // (8 * THREADS))
-        device.launch(kernel, (min(needed, BLOCKS * device.multiprocessors),), (THREADS,), parameters)
+        num_blocks = min(-(-out.numel() // (8 * THREADS)), BLOCKS * launcher.multiprocessors)
+        launcher.launch(kernel, (num_blocks,), (THREADS,), parameters)
     return out

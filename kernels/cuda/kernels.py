@@ -1,4 +1,4 @@
-"""The CUDA kernels behind the signatures that every device has."""
+"""The CUDA kernels, with the signatures of `pagewire.kernels`."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from pagewire.kernels import reference
 from pagewire.kernels.cuda import attention, gates, kv, norms, sampling
-from pagewire.kernels.cuda.launch import CudaDevice, Device
+from pagewire.kernels.cuda.launch import CudaLauncher, KernelLauncher
 from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.layer import Activation, Layer, Norm
 from pagewire.kernels.paging import AttentionBatch
@@ -20,41 +20,42 @@ def load(index: int) -> "CudaKernels":
     """The kernels for the device `cuda:index`, compiled at first use.
 
     Raises:
-        LaunchError, CompileError: see `CudaDevice.at`.
+        LaunchError, CompileError: see `CudaLauncher.at`.
     """
-    return CudaKernels(CudaDevice.at(index), f"cuda:{index}")
+    return CudaKernels(CudaLauncher.at(index), f"cuda:{index}")
 
 
 def serves(tensors: Sequence[Tensor]) -> bool:
-    """Whether there are kernels for these dtypes: 16-bit floats, and 8-bit ones for what is cached."""
+    """True if kernels support these tensors: one 16-bit float dtype, and 8-bit floats for cached K and V."""
     dtype = tensors[0].dtype
     return dtype in norms.DTYPES and all(tensor.dtype in (dtype, *kv.FP8) for tensor in tensors)
 
 
 def variants(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> list[Variant]:
-    """The kernels that a model may launch, whose KV cache holds its own dtype or another; few for other dtypes."""
-    found = [sampling.variant(kernel, dtype) for kernel in sampling.SHARED_BYTES if dtype in sampling.DTYPES]
+    """The kernels that a model may launch. kv_dtype: of its KV cache. Float32 models have sampling kernels only."""
+    result = [sampling.variant(kernel, dtype) for kernel in sampling.SHARED_BYTES if dtype in sampling.DTYPES]
     if dtype not in norms.DTYPES:
-        return found
-    found += [gates.variant(dtype, activation) for activation in Activation]
-    found += [norms.variant(dtype, shape, add) for shape in norms.SHAPES for add in (False, True)]
-    for kept in dict.fromkeys((dtype, kv_dtype)):
-        found.append(kv.variant(dtype, kept))
+        return result
+    result += [gates.variant(dtype, activation) for activation in Activation]
+    result += [norms.variant(dtype, shape, add) for shape in norms.SHAPES for add in (False, True)]
+    for cache_dtype in dict.fromkeys((dtype, kv_dtype)):
+        result.append(kv.variant(dtype, cache_dtype))
         if head_dim in attention.HEAD_DIMS:
             instances = (attention.decode_instance, attention.prefill_instance)
-            found += [instance(dtype, kept, head_dim).variant for instance in instances]
-    return found
+            result += [instance(dtype, cache_dtype, head_dim).variant for instance in instances]
+    return result
 
 
 class CudaKernels:
     """The kernels of one device. Signatures and meaning as in `pagewire.kernels`.
 
-    What is not worth a kernel, or is done within another on the path that matters, PyTorch does.
+    PyTorch computes what has no kernel of its own: rare operations, and those that the fast path fuses into others.
+    on: the device's memory, where the workspace of attention is allocated.
     """
 
-    def __init__(self, device: Device, on: torch.device | str) -> None:
-        self.device = device
-        self._workspace = attention.Workspace.allocate(device.multiprocessors, on)
+    def __init__(self, launcher: KernelLauncher, on: torch.device | str) -> None:
+        self.launcher = launcher
+        self._workspace = attention.Workspace.allocate(launcher.multiprocessors, on)
 
     def paged_attention(
         self,
@@ -72,7 +73,7 @@ class CudaKernels:
     ) -> Tensor:
         """See `pagewire.kernels.attention.paged_attention`."""
         return attention.paged_attention(
-            self.device,
+            self.launcher,
             self._workspace,
             *(q, k_cache, v_cache, batch, scale),
             window=window,
@@ -83,35 +84,35 @@ class CudaKernels:
         )
 
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-        """See `pagewire.kernels.attention.store_kv`; slots lie on the device and are not checked."""
-        kv.write_kv(self.device, None, k, v, k_cache, v_cache, slot_mapping)
+        """See `pagewire.kernels.attention.store_kv`; slots are on the device and are not checked."""
+        kv.write_kv(self.launcher, None, k, v, k_cache, v_cache, slot_mapping)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, out: Tensor | None = None
     ) -> Tensor:
         """See `pagewire.kernels.layers.rms_norm`."""
-        return norms.rms_norm(self.device, x, weight, eps, offset=offset, out=out)
+        return norms.rms_norm(self.launcher, x, weight, eps, offset=offset, out=out)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
     ) -> Tensor:
         """See `pagewire.kernels.layers.add_rms_norm`."""
-        return norms.rms_norm(self.device, x, weight, eps, offset=offset, residual=residual)
+        return norms.rms_norm(self.launcher, x, weight, eps, offset=offset, residual=residual)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """See `pagewire.kernels.layers.silu_and_mul`."""
-        return gates.activate_and_mul(self.device, x, Activation.SILU)
+        return gates.activate_and_mul(self.launcher, x, Activation.SILU)
 
     def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
         """See `pagewire.kernels.layers.gelu_tanh_and_mul`."""
-        return gates.activate_and_mul(self.device, x, Activation.GELU_TANH)
+        return gates.activate_and_mul(self.launcher, x, Activation.GELU_TANH)
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """See `pagewire.kernels.layers.rotary`. By PyTorch: a stack rotates within `kv.write_kv`."""
+        """See `pagewire.kernels.layers.rotary`. Computed by PyTorch; a stack rotates in `kv.write_kv`."""
         reference.rotary(q, k, cos, sin)
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-        """See `pagewire.kernels.linear.pack`. The weight stays as it is; a row's bits may depend on the batch."""
+        """See `pagewire.kernels.linear.pack`. The weight is used as it is. A row's bits may depend on the batch."""
         return functools.partial(functional.linear, weight=weight, bias=bias)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -119,7 +120,7 @@ class CudaKernels:
         return functional.linear(x, weight, bias)
 
     def stack(self, input_norm: Norm, layers: Sequence[Layer]) -> Callable[..., Tensor]:
-        """A norm, then all layers, each in ten launches."""
+        """A function that runs a norm and all layers, with ten launches per layer. See `kernels.decoder`."""
         return functools.partial(self._run_layers, input_norm, layers)
 
     def largest(self, x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -149,14 +150,14 @@ class CudaKernels:
             x = layer.out(self._attend(layer, x, cos, sin, batch, k_cache, v_cache))
             norm = layer.attention_norm
             x = self.add_rms_norm(x, residual, norm.weight, norm.eps, offset=norm.offset)
-            x = layer.down(gates.activate_and_mul(self.device, layer.gate_up(x), layer.activation))
+            x = layer.down(gates.activate_and_mul(self.launcher, layer.gate_up(x), layer.activation))
             norm = layer.next_norm
             x = self.add_rms_norm(x, residual, norm.weight, norm.eps, offset=norm.offset)
         return x
 
     def _attend(
         self,
-        layer: "Layer",
+        layer: Layer,
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
@@ -167,13 +168,15 @@ class CudaKernels:
         num_tokens = len(x)
         qkv = layer.qkv(x).view(num_tokens, -1, layer.head_dim)
         q, k, v = torch.split(qkv, [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], 1)
-        head_norms = None
+        head_norms = kv.NO_NORMS
         if layer.head_norms is not None:
-            of_q, of_k = layer.head_norms
-            if of_q.eps != of_k.eps:
-                raise ValueError(f"norms of query and key heads with one eps, not {of_q.eps} and {of_k.eps}")
-            head_norms = kv.HeadNorms(of_q.weight, of_k.weight, of_q.eps, of_q.offset, of_k.offset)
+            q_norm, k_norm = layer.head_norms
+            if q_norm.eps != k_norm.eps:
+                raise ValueError(
+                    f"the norms of query and key heads must have equal eps, not {q_norm.eps} and {k_norm.eps}"
+                )
+            head_norms = kv.HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps, q_norm.offset, k_norm.offset)
         slots = batch.slot_mapping
-        kv.write_kv(self.device, q, k, v, k_cache, v_cache, slots, cos=cos, sin=sin, norms=head_norms)
+        kv.write_kv(self.launcher, q, k, v, k_cache, v_cache, slots, cos=cos, sin=sin, norms=head_norms)
         attended = self.paged_attention(q, k_cache, v_cache, batch, layer.scale, window=layer.window)
         return attended.view(num_tokens, -1)

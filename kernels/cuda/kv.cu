@@ -1,4 +1,4 @@
-// What follows the QKV product: norm of each head, rotation, and the write of keys and values into their pages.
+// The work after the QKV product: norm of each head, rotation, and the write of keys and values into their pages.
 #include "chunk.cuh"
 #include "layout.cuh"
 
@@ -6,7 +6,7 @@ struct WriteKv {
     void* q;                // [T, num_heads, size], normed and rotated in place
     const void* k;          // [T, num_kv_heads, size]
     const void* v;          // [T, num_kv_heads, v_size]
-    const void* cos;        // [T, rotated], a multiple of 16; not read if that is 0
+    const void* cos;        // [T, rotated], rotated a multiple of 16; not read if it is 0
     const void* sin;
     const void* q_weight;   // [size]; null: heads are not normed
     const void* k_weight;
@@ -16,7 +16,7 @@ struct WriteKv {
     i64 q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride;  // elements
     i64 cos_stride, sin_stride;
     int num_tokens, num_heads, num_kv_heads, size, v_size, rotated, block_size;
-    int lanes;              // that share a head, a chunk of 8 elements each: 4, 8, 16 or 32
+    int lanes;              // lanes per head, each with a chunk of 8 elements: 4, 8, 16 or 32
     float eps, q_offset, k_offset;
 };
 
@@ -27,7 +27,7 @@ DEVICE uint4 shuffle(uint4 chunk, int lane) {
                       __shfl_sync(ALL_LANES, chunk.z, lane), __shfl_sync(ALL_LANES, chunk.w, lane));
 }
 
-// x cos + turned sin, both products and the sum rounded, as PyTorch does.
+// x cos + turned sin, both products and the sum rounded, as in PyTorch.
 template <class T>
 DEVICE u32 turn(u32 x, u32 turned, float sign, u32 cos, u32 sin) {
     const float2 a = unpack<T>(x), b = unpack<T>(turned), c = unpack<T>(cos), s = unpack<T>(sin);
@@ -48,7 +48,7 @@ DEVICE u32 narrow(u32 first, u32 second) {
            u32(from_float<F8>(b.y).bits) << 24;
 }
 
-// Eight elements of a row of a page, where the layout puts them.
+// Stores eight elements of a row of a page, at their place in the layout.
 template <class T, class C>
 DEVICE void store_chunk(void* cache, i64 page_row, int row, int size, int chunk, uint4 held) {
     const int row_bytes = size * int(sizeof(C)), chunks = row_bytes / CHUNK_BYTES;
@@ -61,18 +61,18 @@ DEVICE void store_chunk(void* cache, i64 page_row, int row, int size, int chunk,
     }
 }
 
-// A few lanes per head of a token: its query heads, then its keys, then its values. All lanes of a warp stay to the
-// end of the shuffles, also those that have nothing to do.
+// `lanes` lanes per head of a token: its query heads, then its keys, then its values. All lanes of a warp take part in
+// the shuffles, also those without a head.
 template <class T, class C>
 __global__ void __launch_bounds__(32 * WARPS) write_kv(const __grid_constant__ WriteKv p) {
     const int lane = threadIdx.x % 32, chunk = lane % p.lanes, heads = p.num_heads + 2 * p.num_kv_heads;
     const i64 item = (i64(blockIdx.x) * WARPS * 32 + threadIdx.x) / p.lanes;
-    const bool there = item < i64(p.num_tokens) * heads;
-    const int token = there ? int(item / heads) : 0, head = there ? int(item % heads) : 0;
+    const bool in_range = item < i64(p.num_tokens) * heads;
+    const int token = in_range ? int(item / heads) : 0, head = in_range ? int(item % heads) : 0;
     const bool is_query = head < p.num_heads, is_value = head >= p.num_heads + p.num_kv_heads;
     const int kv_head = is_query ? 0 : (head - p.num_heads) % p.num_kv_heads, size = is_value ? p.v_size : p.size;
     const i64 slot = p.slots[token];
-    const bool active = there && chunk < size / 8 && (is_query || slot >= 0);
+    const bool active = in_range && chunk < size / 8 && (is_query || slot >= 0);
 
     T* q = static_cast<T*>(p.q) + token * p.q_token_stride + head * p.q_head_stride;
     const T* k = static_cast<const T*>(p.k) + token * p.k_token_stride + kv_head * p.k_head_stride;

@@ -1,12 +1,13 @@
-"""Keys and values on their way into the cache: normed, rotated, rounded, written; queries on the way."""
+"""Writing keys and values into the KV cache: norm, rotation, rounding and store in one kernel."""
 
 import functools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pagewire.kernels.cuda.launch import Device, pack
+from pagewire.kernels.cuda.launch import KernelLauncher, pack
 from pagewire.kernels.cuda.norms import DTYPES
 from pagewire.kernels.cuda.source import Variant
 
@@ -21,7 +22,7 @@ class HeadNorms(NamedTuple):
     q_weight: Tensor | None
     """[D]; None norms no heads."""
     k_weight: Tensor | None
-    """[D]."""
+    """[D]; None norms no heads."""
     eps: float
     q_offset: float = 0.0
     """See `layers.rms_norm`."""
@@ -31,20 +32,43 @@ class HeadNorms(NamedTuple):
 NO_NORMS = HeadNorms(None, None, 0.0)
 
 
+class _Sizes(NamedTuple):
+    """The sizes of a launch, named as in the kernel's struct."""
+
+    num_tokens: int
+    num_heads: int
+    """Query heads; 0 without queries."""
+    num_kv_heads: int
+    size: int
+    """Elements of a query or key head."""
+    v_size: int
+    rotated: int
+    """Elements of a head that are rotated."""
+    block_size: int
+
+    @classmethod
+    def of(cls, q: Tensor | None, k: Tensor, v_cache: Tensor, cos: Tensor | None) -> "_Sizes":
+        num_heads = 0 if q is None else q.shape[1]
+        rotated = 0 if cos is None else cos.shape[1]
+        num_tokens, num_kv_heads, size = k.shape
+        block_size, v_size = v_cache.shape[2:]
+        return cls(num_tokens, num_heads, num_kv_heads, size, v_size, rotated, block_size)
+
+
 @functools.cache
 def variant(dtype: torch.dtype, cache_dtype: torch.dtype) -> Variant:
-    """The kernel for a model's and a cache's dtype."""
-    kept = FP8.get(cache_dtype) or DTYPES[cache_dtype]
-    return Variant("kv.cu", f"write_kv<{DTYPES[dtype]}, {kept}>", "WriteKv")
+    """The kernel for a model's dtype and its cache's dtype."""
+    cached = FP8.get(cache_dtype) or DTYPES[cache_dtype]
+    return Variant("kv.cu", f"write_kv<{DTYPES[dtype]}, {cached}>", "WriteKv")
 
 
 def variants() -> list[Variant]:
-    """The kernel for each dtype of a model, and each dtype that its cache may have."""
-    return [variant(dtype, kept) for dtype in DTYPES for kept in (dtype, *FP8)]
+    """The kernel for each dtype of a model and each dtype that its cache may have."""
+    return [variant(dtype, cache_dtype) for dtype in DTYPES for cache_dtype in (dtype, *FP8)]
 
 
 def write_kv(
-    device: Device,
+    launcher: KernelLauncher,
     q: Tensor | None,
     k: Tensor,
     v: Tensor,
@@ -54,54 +78,44 @@ def write_kv(
     *,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
-    norms: HeadNorms | None = None,
+    norms: HeadNorms = NO_NORMS,
 ) -> None:
-    """Norms and rotates queries in place; norms and rotates keys, and writes them and the values into the cache.
+    """Norm and rotate queries in place; norm and rotate keys, and write them and the values into the cache.
 
-    In one kernel what `layers.rms_norm`, `layers.rotary` and `attention.store_kv` do one after another, but k is
-    left as it is.
+    One kernel for `layers.rms_norm`, `layers.rotary` and `attention.store_kv`, except that k is not changed.
 
     Args:
-        q: [T, Hq, D], any strides as long as D is contiguous; None leaves queries alone.
-        k: [T, Hkv, D], likewise.
-        v: [T, Hkv, Dv], likewise.
+        q: [T, Hq, D], any strides as long as D is contiguous; None for no queries.
+        k: [T, Hkv, D], with strides as for q.
+        v: [T, Hkv, Dv], with strides as for q.
         k_cache: [num_blocks, Hkv, block_size, D], contiguous, in pages (`layout.py`), of k's dtype or an 8-bit
-            float, which gets its largest value for what is beyond it.
-        v_cache: [num_blocks, Hkv, block_size, Dv], likewise.
+            float; larger values than an 8-bit float has become its largest.
+        v_cache: [num_blocks, Hkv, block_size, Dv], of k_cache's layout and dtype.
         slot_mapping: int64 [T], `block * block_size + row` inside the cache; -1 writes nothing.
-        cos: [T, rot_dim], see `layers.rotary`, rot_dim a multiple of 16; None rotates nothing.
-        sin: likewise.
-        norms: None norms nothing.
+        cos: [T, rot_dim], see `layers.rotary`, rot_dim a multiple of 16; None for no rotation.
+        sin: as cos.
 
     Raises:
-        TypeError: dtypes that no kernel serves.
+        TypeError: no kernel supports the dtypes.
         ValueError: shapes disagree or are no multiples of 8 (16 for 8-bit caches), heads are longer than 256, or
-            something is not aligned to 16 bytes.
+            a tensor is not aligned to 16 bytes.
     """
-    _check(q, k, v, k_cache, v_cache, slot_mapping, cos, sin, norms)
-    num_tokens, num_kv_heads, size = k.shape
-    block_size, v_size = v_cache.shape[2:]
-    num_heads = 0 if q is None else q.shape[1]
-    if num_tokens == 0:
+    sizes = _Sizes.of(q, k, v_cache, cos)
+    tensors = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "q_weight": norms.q_weight}
+    tensors |= {"k_weight": norms.k_weight, "k_cache": k_cache, "v_cache": v_cache, "slots": slot_mapping}
+    _check_dtypes(tensors, k.dtype, k_cache.dtype)
+    _check_shapes(tensors, sizes, len(v_cache))
+    _check_write(tensors, sizes, 16 // k_cache.dtype.itemsize)
+    if sizes.num_tokens == 0:
         return
-    lanes = next(lanes for lanes in (4, 8, 16, 32) if max(size, v_size) <= 8 * lanes)
     kernel = variant(k.dtype, k_cache.dtype)
-    tensors = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "k_cache": k_cache, "v_cache": v_cache}
-    numbers = {"num_tokens": num_tokens, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "size": size}
-    numbers |= {"v_size": v_size, "rotated": 0 if cos is None else cos.shape[1], "block_size": block_size}
-    parameters = pack(
-        kernel,
-        **tensors,
-        slots=slot_mapping,
-        **_strides(("token", "head"), q=q, k=k, v=v),
-        **_strides(("",), cos=cos, sin=sin),
-        **numbers,
-        lanes=lanes,
-        **(norms or NO_NORMS)._asdict(),
-    )
+    lanes = next(lanes for lanes in (4, 8, 16, 32) if max(sizes.size, sizes.v_size) <= 8 * lanes)
+    strides = _strides(("token", "head"), q=q, k=k, v=v) | _strides(("",), cos=cos, sin=sin)
+    numbers = {"eps": norms.eps, "q_offset": norms.q_offset, "k_offset": norms.k_offset, "lanes": lanes}
+    parameters = pack(kernel, **tensors, **strides, **sizes._asdict(), **numbers)
+    num_heads = sizes.num_tokens * (sizes.num_heads + 2 * sizes.num_kv_heads)
     heads_per_block = 32 * WARPS // lanes
-    blocks = -(-num_tokens * (num_heads + 2 * num_kv_heads) // heads_per_block)
-    device.launch(kernel, (blocks,), (32 * WARPS,), parameters)
+    launcher.launch(kernel, (-(-num_heads // heads_per_block),), (32 * WARPS,), parameters)
 
 
 def _strides(axes: tuple[str, ...], **tensors: Tensor | None) -> dict[str, int]:
@@ -113,57 +127,66 @@ def _strides(axes: tuple[str, ...], **tensors: Tensor | None) -> dict[str, int]:
     }
 
 
-def _check(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    norms: HeadNorms | None,
-) -> None:
-    num_tokens, num_kv_heads, size = k.shape
-    num_blocks, _, block_size, v_size = v_cache.shape
-    if k.dtype not in DTYPES or k_cache.dtype not in (k.dtype, *FP8) or v_cache.dtype != k_cache.dtype:
-        raise TypeError(f"write_kv: no kernel from {k.dtype} to {k_cache.dtype} and {v_cache.dtype}")
-    if slot_mapping.dtype != torch.int64:
-        raise TypeError(f"slots are int64, not {slot_mapping.dtype}")
-    weights = () if norms is None else (norms.q_weight, norms.k_weight)
-    inputs = [tensor for tensor in (q, k, v, cos, sin, *weights) if tensor is not None]
-    if any(tensor.dtype != k.dtype for tensor in inputs):
-        raise TypeError(f"write_kv: {k.dtype} expected, not {', '.join(str(t.dtype) for t in inputs)}")
-    rotated = 0 if cos is None else cos.shape[1]
-    if (
-        v.shape != (num_tokens, num_kv_heads, v_size)
-        or k_cache.shape != (num_blocks, num_kv_heads, block_size, size)
-        or (q is not None and (q.shape[0], q.shape[2]) != (num_tokens, size))
-        or slot_mapping.shape != (num_tokens,)
-        or (cos is None) != (sin is None)
-        or (cos is not None and sin is not None and not cos.shape == sin.shape == (num_tokens, rotated))
-        or rotated > size
-        or any(weight is None or weight.shape != (size,) for weight in weights)
-    ):
-        raise ValueError(
-            f"write_kv: shapes disagree: q {None if q is None else tuple(q.shape)}, k {tuple(k.shape)}, "
-            f"v {tuple(v.shape)}, K {tuple(k_cache.shape)}, V {tuple(v_cache.shape)}, "
-            f"slots {tuple(slot_mapping.shape)}, cos {None if cos is None else tuple(cos.shape)}"
-        )
-    chunk = 16 // k_cache.dtype.itemsize
-    if max(size, v_size) > LARGEST_HEAD or size % chunk or v_size % chunk or rotated % 16:
+_CACHED = ("k_cache", "v_cache", "slots")
+
+
+def _inputs(tensors: Mapping[str, Tensor | None]) -> list[Tensor]:
+    """The tensors of the model's dtype."""
+    return [tensor for name, tensor in tensors.items() if tensor is not None and name not in _CACHED]
+
+
+def _check_dtypes(tensors: Mapping[str, Tensor | None], dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
+    if dtype not in DTYPES or cache_dtype not in (dtype, *FP8) or dtypes["v_cache"] != cache_dtype:
+        raise TypeError(f"write_kv: no kernel from {dtype} to {cache_dtype} and {dtypes['v_cache']}")
+    if dtypes["slots"] != torch.int64:
+        raise TypeError(f"write_kv: slots must be int64, not {dtypes['slots']}")
+    if any(tensor.dtype != dtype for tensor in _inputs(tensors)):
+        listed = ", ".join(f"{name} {dtypes[name]}" for name in dtypes if name not in _CACHED)
+        raise TypeError(f"write_kv: inputs must be of k's dtype: {listed}")
+
+
+def _check_shapes(tensors: Mapping[str, Tensor | None], sizes: _Sizes, num_blocks: int) -> None:
+    tokens, heads, kv_heads, size, v_size, rotated, block_size = sizes
+    expected = {
+        "q": (tokens, heads, size),
+        "k": (tokens, kv_heads, size),
+        "v": (tokens, kv_heads, v_size),
+        "cos": (tokens, rotated),
+        "sin": (tokens, rotated),
+        "q_weight": (size,),
+        "k_weight": (size,),
+        "k_cache": (num_blocks, kv_heads, block_size, size),
+        "v_cache": (num_blocks, kv_heads, block_size, v_size),
+        "slots": (tokens,),
+    }
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape != expected[name]:
+            raise ValueError(
+                f"write_kv: shapes disagree: {name} {tuple(tensor.shape)}, expected {expected[name]}"
+            )
+    for first, second in (("cos", "sin"), ("q_weight", "k_weight")):
+        if (tensors[first] is None) != (tensors[second] is None):
+            raise ValueError(f"write_kv: {first} and {second} must be given together")
+
+
+def _check_write(tensors: Mapping[str, Tensor | None], sizes: _Sizes, chunk: int) -> None:
+    """Check sizes and alignment. chunk: elements of the cache in 16 bytes."""
+    size, v_size, rotated = sizes.size, sizes.v_size, sizes.rotated
+    too_large = max(size, v_size) > LARGEST_HEAD or rotated > size
+    if too_large or size % chunk or v_size % chunk or rotated % 16:
         raise ValueError(
             f"write_kv: no kernel for heads of {size} and {v_size}, {rotated} of them rotated: multiples of {chunk}"
             f" up to {LARGEST_HEAD}, and of 16"
         )
-    contiguous = all(tensor.is_contiguous() for tensor in (k_cache, v_cache, slot_mapping))
-    if not contiguous or not all(map(_aligned, inputs)):
+    cached = [tensor for name in _CACHED if (tensor := tensors[name]) is not None]
+    if not all(tensor.is_contiguous() for tensor in cached) or not all(map(_is_aligned, _inputs(tensors))):
         raise ValueError(
             "write_kv: heads must be contiguous and aligned to 16 bytes, caches and slots contiguous"
         )
 
 
-def _aligned(tensor: Tensor) -> bool:
+def _is_aligned(tensor: Tensor) -> bool:
     return (
         tensor.stride(-1) == 1
         and tensor.data_ptr() % 16 == 0

@@ -1,4 +1,4 @@
-"""Launches kernels: one parameter struct each, on torch's current stream."""
+"""Launching kernels: each takes one parameter struct and runs on torch's current stream."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ Function = Callable[..., None]
 """A loaded kernel: called with grid, block, arguments, bytes of shared memory, and stream."""
 
 DEFAULT_SHARED_BYTES = 48 << 10
-"""A kernel that wants more dynamic shared memory must say so before its launch."""
+"""Dynamic shared memory that every kernel may use; more must be allowed before the launch."""
 
 
 class LaunchError(RuntimeError):
     """A device cannot run kernels."""
 
 
-class Device(Protocol):
-    """What the kernels' Python faces need of a device. Tests put an emulation in its place."""
+class KernelLauncher(Protocol):
+    """Launches kernels on one device, and says what the device is. Tests use an emulation of it."""
 
     capability: tuple[int, int]
-    """Compute capability."""
+    """The device's compute capability."""
     multiprocessors: int
+    """The device's number of multiprocessors."""
 
     def launch(
         self,
@@ -42,8 +43,8 @@ class Device(Protocol):
         """Start a kernel on the current stream.
 
         Args:
-            grid: how many blocks, along one to three axes; none of them 0.
-            block: how many threads, likewise.
+            grid: number of blocks along each of one to three axes; none of them 0.
+            block: number of threads along each of one to three axes.
             parameters: from `pack`.
             shared_bytes: dynamic shared memory per block.
         """
@@ -51,11 +52,11 @@ class Device(Protocol):
     def load(
         self, variants: Sequence[Variant], progress: Callable[[int, int, Variant], object] | None = None
     ) -> None:
-        """Prepare variants ahead of their first launch, see `CudaDevice.load`."""
+        """Prepare variants ahead of their first launch, see `CudaLauncher.load`."""
 
 
 def pack(variant: Variant, **fields: Any) -> Parameters:
-    """A variant's parameter struct: tensors give their address, None is a null pointer.
+    """A variant's parameter struct: a tensor becomes its address, None a null pointer.
 
     Raises:
         TypeError: the fields are not those of the struct.
@@ -63,38 +64,38 @@ def pack(variant: Variant, **fields: Any) -> Parameters:
     dtype = parameter_dtype(variant.source, variant.parameters)
     names = dtype.names or ()
     if fields.keys() != set(names):
-        odd = ", ".join(sorted(fields.keys() ^ set(names)))
-        raise TypeError(f"{variant.parameters}: missing or unknown fields: {odd}")
-    return np.array([tuple(_number(fields[name]) for name in names)], dtype)
+        mismatch = ", ".join(sorted(fields.keys() ^ set(names)))
+        raise TypeError(f"{variant.parameters}: missing or unknown fields: {mismatch}")
+    return np.array([tuple(_field_value(fields[name]) for name in names)], dtype)
 
 
-def _number(value: Any) -> Any:
+def _field_value(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.data_ptr()
     return 0 if value is None else value
 
 
 class Driver(Protocol):
-    """The calls that need a device at hand."""
+    """The driver calls of a launcher: those that need a device."""
 
     def load(self, image: bytes, symbol: str) -> Function:
-        """A kernel of a cubin."""
+        """Load a cubin and return the kernel named `symbol`."""
 
     def allow_shared(self, function: Function, num_bytes: int) -> None:
-        """Let a kernel have so much dynamic shared memory."""
+        """Raise a kernel's limit of dynamic shared memory to `num_bytes` per block."""
 
     def stream(self) -> Any:
-        """Torch's current stream, as `Function` takes it."""
+        """Torch's current stream, in the form that `Function` takes."""
 
 
-class CudaDevice:
-    """A device of this process, which must be torch's current one. Kernels are compiled and loaded at first use."""
+class CudaLauncher:
+    """Launches kernels on one GPU, torch's current device. Kernels are compiled and loaded at first use."""
 
     def __init__(self, capability: tuple[int, int], multiprocessors: int, driver: Driver) -> None:
-        """`CudaDevice.at` finds out the arguments.
+        """Use `CudaLauncher.at` for a device of this machine.
 
         Raises:
-            compile.CompileError: no compiler, or none for this capability.
+            compile.CompileError: there is no compiler, or it does not support this capability.
         """
         self.capability, self.multiprocessors = capability, multiprocessors
         self.arch = compile.architecture(capability)
@@ -103,25 +104,25 @@ class CudaDevice:
         self._allowed: dict[Variant, int] = {}
 
     @classmethod
-    def at(cls, index: int) -> CudaDevice:
-        """The device `cuda:index`.
+    def at(cls, index: int) -> CudaLauncher:
+        """The launcher for the device `cuda:index`.
 
         Raises:
-            LaunchError: torch sees no such device.
+            LaunchError: torch finds no such device.
             compile.CompileError: see `__init__`.
         """
         if index >= torch.cuda.device_count():
             raise LaunchError(
-                f"no device cuda:{index}: torch {torch.__version__} sees {torch.cuda.device_count()}"
+                f"no device cuda:{index}: torch {torch.__version__} finds {torch.cuda.device_count()}"
             )
-        facts = torch.cuda.get_device_properties(index)
-        compile.nvrtc()  # says what is missing before CuPy is imported
-        return cls((facts.major, facts.minor), facts.multi_processor_count, CupyDriver(index))
+        properties = torch.cuda.get_device_properties(index)
+        compile.nvrtc()  # raises a clear error where CuPy is missing, before CupyDriver imports it
+        return cls((properties.major, properties.minor), properties.multi_processor_count, CupyDriver(index))
 
     def load(
         self, variants: Sequence[Variant], progress: Callable[[int, int, Variant], object] | None = None
     ) -> None:
-        """Compile and load variants ahead of their first launch; nothing may be loaded while a graph is captured.
+        """Compile and load variants ahead of their first launch; during a graph's capture nothing may be loaded.
 
         Args:
             progress: see `compile.build`.
@@ -141,7 +142,7 @@ class CudaDevice:
         parameters: Parameters,
         shared_bytes: int = 0,
     ) -> None:
-        """See `Device.launch`."""
+        """See `KernelLauncher.launch`."""
         if (function := self._functions.get(variant)) is None:
             self.load([variant])
             function = self._functions[variant]
@@ -152,7 +153,7 @@ class CudaDevice:
 
 
 class CupyDriver:
-    """The driver through CuPy."""
+    """The driver calls, through CuPy."""
 
     def __init__(self, index: int) -> None:
         import cupy

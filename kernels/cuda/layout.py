@@ -1,4 +1,4 @@
-"""How a page keeps K and V on a GPU, in PyTorch: `layout.cuh` says what and why."""
+"""The layout of K and V in a page of a GPU's cache, in PyTorch; `layout.cuh` explains it."""
 
 import torch
 from torch import Tensor
@@ -7,13 +7,13 @@ CHUNK_BYTES = 16
 
 
 def swizzle(chunks: int, row: Tensor, chunk: Tensor) -> Tensor:
-    """The place of `chunk` in `row`, where rows have `chunks` of 16 bytes. Its own inverse."""
+    """The place of `chunk` in `row`, in rows of `chunks` chunks of 16 bytes. Its own inverse."""
     p = min(chunks & -chunks, 8)
     return chunk ^ (row // (8 // p) & (p - 1))
 
 
 def exchange_chunks(cache: Tensor) -> Tensor:
-    """A copy of a K or V cache whose chunks have traded places: from rows to pages, and from pages to rows.
+    """A copy of a K or V cache with its chunks exchanged: from rows to pages, or from pages to rows.
 
     Args:
         cache: [num_blocks, num_kv_heads, block_size, head_dim], contiguous.

@@ -1,4 +1,4 @@
-// RMS norm of rows, and the same after adding to a residual. A row stays in registers between its two passes.
+// RMS norm of rows, optionally after adding them to a residual. A row stays in registers between its two passes.
 #include "chunk.cuh"
 
 struct RmsNorm {
@@ -26,7 +26,7 @@ DEVICE float sum_block(float x) {
     return x;
 }
 
-// One block per row. A thread holds CHUNKS runs of 8 elements, THREADS runs apart.
+// A block computes one row. A thread holds CHUNKS runs of 8 elements, THREADS runs apart.
 // size is a multiple of 8 and at most 8 * THREADS * CHUNKS; rows are aligned to 16 bytes.
 template <class T, int THREADS, int CHUNKS, bool ADD>
 __global__ void __launch_bounds__(THREADS) rms_norm(const __grid_constant__ RmsNorm p) {

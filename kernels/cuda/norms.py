@@ -5,17 +5,17 @@ import functools
 import torch
 from torch import Tensor
 
-from pagewire.kernels.cuda.launch import Device, pack
+from pagewire.kernels.cuda.launch import KernelLauncher, pack
 from pagewire.kernels.cuda.source import Variant
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SHAPES = ((32, 1), (32, 2), (128, 1), (128, 2), (256, 2), (512, 2), (512, 4), (512, 8))
-"""Threads of a block, and runs of 8 elements that each holds: up to 32,768 elements a row."""
+"""Threads of a block, and runs of 8 elements per thread: up to 32,768 elements per row."""
 
 
 @functools.cache
 def variant(dtype: torch.dtype, shape: tuple[int, int], add: bool) -> Variant:
-    """The kernel for rows that fit a shape."""
+    """The kernel for rows that fit a shape. add: add the row to a residual first."""
     name = f"rms_norm<{DTYPES[dtype]}, {shape[0]}, {shape[1]}, {str(add).lower()}>"
     return Variant("norms.cu", name, "RmsNorm")
 
@@ -26,7 +26,7 @@ def variants() -> list[Variant]:
 
 
 def rms_norm(
-    device: Device,
+    launcher: KernelLauncher,
     x: Tensor,
     weight: Tensor,
     eps: float,
@@ -38,7 +38,7 @@ def rms_norm(
     """See `layers.rms_norm`, and with a residual `layers.add_rms_norm`.
 
     Raises:
-        TypeError: another dtype than bfloat16 or float16, or they differ.
+        TypeError: another dtype than bfloat16 or float16, or the dtypes differ.
         ValueError: shapes disagree, or a row is not aligned to 16 bytes or too long.
     """
     size = x.shape[-1]
@@ -70,7 +70,7 @@ def rms_norm(
             eps=eps,
             offset=offset,
         )
-        device.launch(kernel, (rows.shape[0] * rows.shape[1],), (shape[0],), parameters)
+        launcher.launch(kernel, (rows.shape[0] * rows.shape[1],), (shape[0],), parameters)
     return out
 
 

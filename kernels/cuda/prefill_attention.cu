@@ -1,27 +1,27 @@
-// Attention of many queries, bound by the tensor cores: prompts and chunks of them, also in a batch with decode.
+// Attention of many queries, limited by the tensor cores: prompts and chunks of prompts, also in batches with decode.
 //
-// A block serves 64 M rows of one request and KV head, 16 M in each of its four warps. All of them take the same KEYS
-// keys, STEP at a time, while the next ones are copied to the other buffer. Keys that no row of the block sees are
-// never read, and a warp skips those that none of its own sees.
+// A block computes 64 M rows of one request and KV head, 16 M in each of its four warps. The warps process the same KEYS
+// keys, STEP at a time, while the next keys are copied to the other buffer. Keys that no row of the block attends to are
+// never read, and a warp skips the keys that none of its own rows attends to.
 //
-// No list of work is made. Request r begins at tile `starts[r] * group / ROWS + r`, which leaves it at least as many
-// tiles as it has use for; a block finds its request by bisection. What lies beyond the last request is padding.
+// There is no list of work. Request r begins at tile `starts[r] * group / ROWS + r`, which gives it at least the tiles
+// that it needs; a block finds its request by bisection. Tiles after the last request are padding.
 #include "attention.cuh"
 
 constexpr int WARPS = 4;
 
-// What a block's threads all know: in shared memory, since registers are short.
+// Values that all threads of a block use: in shared memory, to save registers.
 struct Task {
     Queries queries;
-    int begin, end;                                     // keys that some row sees
-    int first_positions[WARPS], last_positions[WARPS];  // of each warp's rows; the last is -1 where there are none
+    int begin, end;                                     // keys that some row attends to
+    int first_positions[WARPS], last_positions[WARPS];  // of each warp's rows; last is -1 for a warp without rows
 };
 
 DEVICE int first_tile(const AttentionParameters& a, int request, int tile_rows) {
     return __ldg(a.query_starts + request) * (a.heads / a.kv_heads) / tile_rows + request;
 }
 
-// The last request that begins at `tile` or before.
+// The last request that begins at or before `tile`.
 DEVICE int request_of(const AttentionParameters& a, int tile, int tile_rows) {
     int low = 0, high = a.requests;
     while (low < high) {
@@ -34,7 +34,7 @@ DEVICE int request_of(const AttentionParameters& a, int tile, int tile_rows) {
     return low;
 }
 
-// Writes a warp's rows, through its part of shared memory: `staged` has room for 16 M rows.
+// Writes a warp's rows through shared memory: `staged` has room for its 16 M rows.
 template <class S>
 DEVICE void write_rows(u8* staged, Rows<S>& rows, const AttentionParameters& a, const Queries& queries, int first_row,
                        int lane) {
@@ -74,11 +74,11 @@ template <class T, class KV, int D, int M, int KEYS, int STEP>
 __global__ void __launch_bounds__(WARPS * 32) prefill_attention(const __grid_constant__ AttentionParameters a) {
     using S = Shape<T, KV, D, M, STEP>;
     constexpr int WARP_ROWS = 16 * M, ROWS = WARPS * WARP_ROWS, PAGES = KEYS / PAGE_ROWS, HALF = KEYS * S::ROW_BYTES;
-    constexpr bool COPIES_BOTH = PAGES == WARPS;  // a warp copies a page of keys and of values; else one of either
+    constexpr bool COPIES_BOTH = PAGES == WARPS;  // a warp copies a page of keys and one of values, not only one
     static_assert(COPIES_BOTH || 2 * PAGES == WARPS);
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
 
-    const int tile = gridDim.x - 1 - blockIdx.x;  // the last tiles see the most keys: they begin first
+    const int tile = gridDim.x - 1 - blockIdx.x;  // the last tiles attend to the most keys: they start first
     const int request = request_of(a, tile, ROWS);
     const int request_tile = tile - first_tile(a, request, ROWS);
     if (request == a.requests) {
@@ -86,26 +86,26 @@ __global__ void __launch_bounds__(WARPS * 32) prefill_attention(const __grid_con
         clear_padding<S>(a, request_tile * gridDim.y + blockIdx.y, parts, thread, WARPS * 32);
         return;
     }
-    const Queries found(a, request, blockIdx.y);
+    const Queries queries(a, request, blockIdx.y);
     const int first_row = request_tile * ROWS, warp_row = first_row + warp * WARP_ROWS;
-    if (first_row >= found.rows || found.rows <= a.short_queries * found.group) return;
+    if (first_row >= queries.rows || queries.rows <= a.short_queries * queries.group) return;
 
     u8* const staged = shared_memory();
     u8* const buffers = staged + ROWS * S::Q_CHUNKS * CHUNK_BYTES;
     Task& task = *reinterpret_cast<Task*>(buffers + 4 * HALF);
     if (lane == 0) {
-        task.first_positions[warp] = found.position_of(min(warp_row, found.rows - 1));
+        task.first_positions[warp] = queries.position_of(min(warp_row, queries.rows - 1));
         task.last_positions[warp] =
-            warp_row < found.rows ? found.position_of(min(warp_row + WARP_ROWS, found.rows) - 1) : -1;
+            warp_row < queries.rows ? queries.position_of(min(warp_row + WARP_ROWS, queries.rows) - 1) : -1;
     }
     if (thread == 0) {
-        task.queries = found;
-        task.begin = max(found.position_of(first_row) - a.window + 1, 0);
-        task.end = found.position_of(min(first_row + ROWS, found.rows) - 1) + 1;
+        task.queries = queries;
+        task.begin = max(queries.position_of(first_row) - a.window + 1, 0);
+        task.end = queries.position_of(min(first_row + ROWS, queries.rows) - 1) + 1;
     }
     __syncthreads();
 
-    int first_key = task.begin / KEYS * KEYS, block;  // the one that holds the warp's page of the keys to copy next
+    int first_key = task.begin / KEYS * KEYS, block;  // block: of the warp's page in the next copy
     auto find = [&](int key) {
         const int page = threadIdx.x / 32 % PAGES * PAGE_ROWS;
         block = find_block(a, task.queries.request, key + page, task.begin, task.end);
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(WARPS * 32) prefill_attention(const __grid_con
     find(first_key);
     copy(buffers, first_key);
     find(first_key + KEYS);
-    load_queries<S>(staged, a, found, first_row, ROWS, thread, WARPS * 32);
+    load_queries<S>(staged, a, queries, first_row, ROWS, thread, WARPS * 32);
 
     auto query = [&](u32* fragment, int m, int k, int lane) {
         query_fragment<S>(fragment, staged, warp * WARP_ROWS + 16 * m, k, lane);
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(WARPS * 32) prefill_attention(const __grid_con
     Rows<S> rows;
     for (int buffer = 0; first_key < task.end; first_key += KEYS, buffer ^= 1) {
         wait_for_copies<0>();
-        __syncthreads();  // these keys are there, and nobody reads the ones before any more
+        __syncthreads();  // these keys have arrived, and no warp still reads the previous ones
         if (first_key + KEYS < task.end) {
             copy(buffers + (buffer ^ 1) * 2 * HALF, first_key + KEYS);
             find(first_key + 2 * KEYS);
@@ -139,9 +139,9 @@ __global__ void __launch_bounds__(WARPS * 32) prefill_attention(const __grid_con
 #pragma unroll 1
         for (int key = first_key; key < first_key + KEYS; key += STEP, keys += STEP * S::ROW_BYTES) {
             const int first = task.first_positions[warp], last = task.last_positions[warp];
-            const bool seen = key <= last && key + STEP > first - a.window + 1;
+            const bool attends = key <= last && key + STEP > first - a.window + 1;
             const bool partly = key + STEP > first + 1 || key <= last - a.window;
-            if (seen) attend<S>(rows, query, keys, keys + HALF, a, task.queries, warp_row, key, partly, lane);
+            if (attends) attend<S>(rows, query, keys, keys + HALF, a, task.queries, warp_row, key, partly, lane);
         }
     }
     if (warp_row < task.queries.rows)

@@ -1,6 +1,6 @@
-// Element types, and every PTX instruction that the kernels use, each with a twin for the CPU that tests run.
+// Element types, and every PTX instruction that the kernels use, each with an equivalent for the tests' emulation.
 //
-// No header of CUDA is included: NVRTC alone compiles the kernels.
+// No CUDA header is included, so NVRTC alone can compile the kernels.
 #pragma once
 
 #define DEVICE __device__ __forceinline__
@@ -23,7 +23,7 @@ template <class T> constexpr bool is_fp8 = sizeof(T) == 1;
 constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// ---------------------------------------------------------------- one element to and from float32
+// ---------------------------------------------------------------- conversion of an element from and to float32
 
 #ifdef EMULATED
 
@@ -64,7 +64,7 @@ DEVICE float fp16_value(u16 bits) {
 
 #endif
 
-// Rounds to a float of 8 bits, to nearest even; what is too large becomes the largest. NaN stays NaN.
+// Rounds to an 8-bit float, to nearest even. Larger values become the largest; NaN stays NaN.
 template <int EXPONENT_BITS>
 DEVICE u8 fp8_bits(float x) {
     constexpr int MANTISSA_BITS = 7 - EXPONENT_BITS, BIAS = (1 << (EXPONENT_BITS - 1)) - 1;
@@ -72,7 +72,7 @@ DEVICE u8 fp8_bits(float x) {
     const u32 bits = __float_as_uint(x), sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
     if (magnitude > 0x7f800000) return u8(sign | NOT_A_NUMBER);
     u32 result;
-    if (magnitude < u32(127 - BIAS + 1) << 23) {  // subnormal: adding a power of two rounds at the last place
+    if (magnitude < u32(127 - BIAS + 1) << 23) {  // subnormal: adding a power of two rounds at the last bit
         const float place = __uint_as_float(u32(127 - BIAS + 1 - MANTISSA_BITS + 23) << 23);
         result = __float_as_uint(__fadd_rn(__uint_as_float(magnitude), place)) - __float_as_uint(place);
     } else {
@@ -83,8 +83,8 @@ DEVICE u8 fp8_bits(float x) {
     return u8(sign | (result < LARGEST ? result : LARGEST));
 }
 
-// The fp16 of the same value: the bits of an e5m2 are its upper half; an e4m3 lacks an exponent bit, which a
-// product with 2^8 makes up for.
+// The value through fp16: an e5m2 is the upper half of an fp16; an e4m3 has one exponent bit less, which a product with
+// 2^8 corrects.
 DEVICE float fp8_value(e5m2 x) { return fp16_value(u16(x.bits << 8)); }
 DEVICE float fp8_value(e4m3 x) {
     const u32 bits = x.bits;
@@ -105,7 +105,7 @@ template <> DEVICE fp16 from_float<fp16>(float x) { return {fp16_bits(x)}; }
 template <> DEVICE e4m3 from_float<e4m3>(float x) { return {fp8_bits<4>(x)}; }
 template <> DEVICE e5m2 from_float<e5m2>(float x) { return {fp8_bits<5>(x)}; }
 
-// x as a T holds it.
+// x rounded to T.
 template <class T> DEVICE float rounded(float x) { return to_float(from_float<T>(x)); }
 
 // ---------------------------------------------------------------- pairs: the first element in the lower half
@@ -155,7 +155,7 @@ DEVICE u32 multiply_pairs(u32 x, u32 y) {
 #endif
 }
 
-// Two fp8, in the lower 16 bits of `two`, as a pair of 16-bit floats. Exact: both hold every value of an fp8.
+// Two fp8, in the lower 16 bits of `two`, as a pair of 16-bit floats. Exact: T has every value of an fp8.
 template <class T, class F8>
 DEVICE u32 widen(u32 two) {
     const float first = to_float(F8{u8(two)}), second = to_float(F8{u8(two >> 8)});
@@ -187,7 +187,7 @@ DEVICE float tanh_approx(float x) {
 #endif
 }
 
-// x, but the compiler does not know: what follows from it is computed anew, not kept in registers through a loop.
+// x, hidden from the optimizer: values derived from it are recomputed instead of kept in registers through a loop.
 DEVICE int opaque(int x) {
 #ifndef EMULATED
     asm volatile("" : "+r"(x));
@@ -285,21 +285,21 @@ DEVICE void ldmatrix_x2_transposed(u32 out[2], const void* row) {
 
 #endif
 
-// ---------------------------------------------------------------- copies that go on while the thread computes
-// A thread's copies since its last commit are one group. After wait<N> all but its last N groups have arrived, for
-// this thread: others see them after a barrier. Where `wanted` is false, nothing is read and zeros arrive.
+// ---------------------------------------------------------------- asynchronous copies to shared memory
+// A thread's copies since its last commit form a group. After wait_for_copies<N> all but its last N groups are visible to
+// this thread, and after a barrier to others. If `reads` is false, the source is not read and zeros are written.
 
 #ifdef EMULATED
 
-DEVICE void copy_async(void* target, const void* source, int bytes, bool wanted) {
+DEVICE void copy_async(void* target, const void* source, int bytes, bool reads) {
     emulated::check_aligned(target, bytes, "cp.async");
     emulated::check_aligned(source, bytes, "cp.async");
-    memset(target, 0xFF, bytes);  // NaN, until it is waited for
-    emulated::current->open.push_back({target, source, bytes, wanted ? bytes : 0});
+    memset(target, 0xFF, bytes);  // NaN until the thread waits for it
+    emulated::current->open.push_back({target, source, bytes, reads ? bytes : 0});
 }
-DEVICE void copy_async_16(void* target, const void* source, bool wanted) { copy_async(target, source, 16, wanted); }
-DEVICE void copy_async_8(void* target, const void* source, bool wanted) { copy_async(target, source, 8, wanted); }
-DEVICE void copy_async_4(void* target, const void* source, bool wanted) { copy_async(target, source, 4, wanted); }
+DEVICE void copy_async_16(void* target, const void* source, bool reads) { copy_async(target, source, 16, reads); }
+DEVICE void copy_async_8(void* target, const void* source, bool reads) { copy_async(target, source, 8, reads); }
+DEVICE void copy_async_4(void* target, const void* source, bool reads) { copy_async(target, source, 4, reads); }
 DEVICE void commit_copies() {
     emulated::current->groups.push_back(emulated::current->open);
     emulated::current->open.clear();
@@ -316,17 +316,17 @@ DEVICE void wait_for_copies() {
 
 #else
 
-DEVICE void copy_async_16(void* target, const void* source, bool wanted) {
+DEVICE void copy_async_16(void* target, const void* source, bool reads) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
-                 :: "r"(shared_address(target)), "l"(source), "r"(wanted ? 16 : 0) : "memory");
+                 :: "r"(shared_address(target)), "l"(source), "r"(reads ? 16 : 0) : "memory");
 }
-DEVICE void copy_async_8(void* target, const void* source, bool wanted) {
+DEVICE void copy_async_8(void* target, const void* source, bool reads) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;"
-                 :: "r"(shared_address(target)), "l"(source), "r"(wanted ? 8 : 0) : "memory");
+                 :: "r"(shared_address(target)), "l"(source), "r"(reads ? 8 : 0) : "memory");
 }
-DEVICE void copy_async_4(void* target, const void* source, bool wanted) {
+DEVICE void copy_async_4(void* target, const void* source, bool reads) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
-                 :: "r"(shared_address(target)), "l"(source), "r"(wanted ? 4 : 0) : "memory");
+                 :: "r"(shared_address(target)), "l"(source), "r"(reads ? 4 : 0) : "memory");
 }
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
@@ -336,7 +336,7 @@ DEVICE void wait_for_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(N)
 
 // ---------------------------------------------------------------- barriers and shared memory
 
-// A barrier of the first `num_threads` threads (a multiple of 32) that come to this number, 1 to 15.
+// A barrier, number 1 to 15, for `num_threads` threads, a multiple of 32.
 DEVICE void barrier(int number, int num_threads) {
 #ifdef EMULATED
     emulated::barrier(number, num_threads, "barrier");
@@ -357,7 +357,7 @@ DEVICE unsigned char* shared_memory() {
 
 // ---------------------------------------------------------------- sums over lanes
 
-// Over groups of WIDTH neighbouring lanes; every lane gets the result.
+// The sum over each WIDTH neighbouring lanes, in every lane.
 template <int WIDTH = 32>
 DEVICE float sum_lanes(float x) {
 #pragma unroll

@@ -1,26 +1,26 @@
-// From logits to tokens: what workers/sample/sampler.py does on a CPU, to the bit.
+// From logits to tokens, with the same bits as workers/sample/sampler.py on a CPU.
 //
 //     find_peaks        edits -> the largest logit; greedy tokens
-//     add_masses        masses above min_p -> tokens of rows without top_k and top_p; for others, histograms of depths,
-//                       which say in which bins the k most likely and the nucleus end
-//     choose_tokens     only the logits in those bins are looked at one by one -> tokens of rows with top_k or top_p
+//     add_masses        masses above min_p -> tokens of rows without top_k and top_p; for other rows histograms of
+//                       depths, which give the bins where the k most likely tokens and the nucleus end
+//     choose_tokens     single logits of those bins only -> tokens of rows with top_k or top_p
 //
-// A draw inverts the cumulative distribution of the masses that are left at one Philox number, a function of seed and
-// position. Edits are made anew in each kernel, in shared memory: no copy of the logits is ever written.
+// A draw inverts the cumulative distribution of the remaining masses at one Philox number, a function of seed and
+// position. Each kernel repeats the edits in shared memory: no copy of the logits is ever written.
 #include "vocabulary.cuh"
 
-// One row's parameters, as kernels/cuda/sampling.py fills them in. Lists of ids lie in arrays that all rows share; what
-// is not an id of the vocabulary in them does nothing.
+// The parameters of one row, filled in by kernels/cuda/sampling.py. Lists of ids are parts of arrays that all rows share;
+// ids outside the vocabulary have no effect.
 struct SamplingRow {
     u64 seed, position;
-    double top_p;     // 1: all
-    u64 least_mass;   // of min_p, at least 1
+    double top_p;     // 1: no limit
+    u64 least_mass;   // the mass of min_p, at least 1
     i64 counts_start, biases_start, allowed_start, forbidden_start;
-    int num_counts, num_biases;  // each token once
+    int num_counts, num_biases;  // ids without repetition
     int num_allowed;             // -1: all are allowed
     int num_forbidden;
     int mask;           // row of the masks; -1: all are allowed
-    int top_k;          // 0: all
+    int top_k;          // 0: no limit
     float temperature;  // 0: greedy
     float repetition, frequency, presence;
 };
@@ -30,7 +30,7 @@ struct SamplingCall {
     const SamplingRow* rows;
     const u32* masks;        // [any, mask_stride]: bit i % 32 of word i // 32 is set if token i is allowed
     const int* count_ids;
-    const float* counts;     // how often each was generated; 0: it is only in the prompt
+    const float* counts;     // number of times that each was generated; 0: it is only in the prompt
     const int* bias_ids;
     const float* biases;
     const int* allowed_ids;
@@ -56,12 +56,12 @@ DEVICE bool has_edits(const SamplingRow& row) {
     return row.mask >= 0 || row.num_allowed >= 0 || row.num_counts || row.num_biases || row.num_forbidden;
 }
 
-// The row's mask from column `first` on, a multiple of 32; null if it has none.
+// The row's mask from column `first` on, a multiple of 32; null for a row without a mask.
 DEVICE const u32* mask_from(const SamplingCall& call, const SamplingRow& row, int first) {
     return row.mask >= 0 ? call.masks + row.mask * call.mask_stride + first / 32 : nullptr;
 }
 
-// visit(i, column) for the ids of a list that lie in this slice: i counts from the list's start.
+// Calls visit(i, column) for the ids of a list that are in this slice: i counts from the list's start.
 template <class Visit>
 DEVICE void visit_ids(const int* ids, int num_ids, int first, int size, const Visit& visit) {
 #pragma unroll 1
@@ -69,7 +69,7 @@ DEVICE void visit_ids(const int* ids, int num_ids, int first, int size, const Vi
         if (const u32 column = u32(ids[i]) - u32(first); column < u32(size)) visit(i, int(column));
 }
 
-// What is not allowed becomes -inf.
+// Sets the logits of tokens that are not allowed to -inf.
 DEVICE void keep_allowed(const SamplingCall& call, const SamplingRow& row, int first, int size, Slice& slice) {
     const u32* mask = mask_from(call, row, first);
 #pragma unroll 1
@@ -89,7 +89,7 @@ DEVICE void keep_allowed(const SamplingCall& call, const SamplingRow& row, int f
     __syncthreads();
 }
 
-// Repetition penalty on prompt and output; frequency and presence on output. An overflow stays finite.
+// Repetition penalty for prompt and output; frequency and presence penalty for output. An overflow stays finite.
 DEVICE float penalised(float x, float times, const SamplingRow& row) {
     const bool negative = rising(x) < rising(0.0f);
     x = negative ? multiply_exact(x, row.repetition) : divide_exact(x, row.repetition);
@@ -98,7 +98,7 @@ DEVICE float penalised(float x, float times, const SamplingRow& row) {
     return x > __uint_as_float(LARGEST_FLOAT) ? __uint_as_float(LARGEST_FLOAT) : x;
 }
 
-// The order is that of workers/sample/logit_edits.py: allowed tokens, bias, penalties, forbidden tokens.
+// The edits in the order of workers/sample/logit_edits.py: allowed tokens, bias, penalties, forbidden tokens.
 DEVICE void edit(const SamplingCall& call, const SamplingRow& row, int first, int size, Slice& slice) {
     if (row.mask >= 0 || row.num_allowed >= 0) keep_allowed(call, row, first, size, slice);
     if (row.num_biases) {
@@ -150,13 +150,13 @@ DEVICE u64 first_in_order(const Slice& slice, int first, int size) {
     return best;
 }
 
-// What is known of a row when all its logits have been seen. best: first in the order of the edited logits. raw: the
-// largest logit as a rising key, all ones if there is a NaN; masked: the same of what the row's mask allows.
+// Writes a row's status, peak and greedy token. best: first in the order of the edited logits. raw: the largest logit as
+// a rising key, all ones if the row has a NaN. masked: the same over the tokens that the row's mask allows.
 DEVICE void settle(const SamplingCall& call, const SamplingRow& row, u64 best, u32 raw, u32 masked) {
     const u32 none = rising(__uint_as_float(MINUS_INFINITY));
     const bool usable = masked < rising(__uint_as_float(INFINITE)) && (masked != none || row.mask >= 0);
-    const bool left = masked != none && logit_of(best) != __uint_as_float(MINUS_INFINITY);
-    const int status = !usable ? UNUSABLE_LOGITS : !left ? NOTHING_LEFT : SAMPLED;
+    const bool possible = masked != none && logit_of(best) != __uint_as_float(MINUS_INFINITY);
+    const int status = !usable ? UNUSABLE_LOGITS : !possible ? NOTHING_LEFT : SAMPLED;
     const u32 largest = status == SAMPLED ? raw : masked;
     RowState& state = call.states[blockIdx.y];
     state.peak = logit_of(best);
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) find_peaks(const __grid_const
 
 // ---------------------------------------------------------------- the draw
 
-// Philox4x32-10 at (position, stage 0) under the seed: a multiple of 2^-53, odd, as an integer. See
+// Philox4x32-10 of (position, stage 0) with the seed as key: an odd multiple of 2^-53, as an integer. See
 // workers/sample/random.py.
 DEVICE u64 random_fraction(u64 seed, u64 position) {
     u32 c0 = u32(position), c1 = u32(position >> 32), c2 = 0, c3 = 0;
@@ -219,7 +219,7 @@ DEVICE u64 random_fraction(u64 seed, u64 position) {
 }
 
 // The first token by id whose cumulative mass exceeds the random fraction of the total, among those up to `limit` in
-// the order. slices: the mass that is left in each slice, in shared memory.
+// the order. slices: the remaining mass of each slice, in shared memory.
 template <class T>
 DEVICE void draw(const SamplingCall& call, const SamplingRow& row, u64 limit, const u64* slices, Slice& slice,
                  Scratch& scratch) {
@@ -233,14 +233,14 @@ DEVICE void draw(const SamplingCall& call, const SamplingRow& row, u64 limit, co
     const u64 need = target - scratch.before + 1;
     const float peak = call.states[blockIdx.y].peak;
     const int first = number * SLICE, size = load_edited<T>(call, row, number, slice);
-    const u64 found = select(need, scratch, [&](Range& range) {
+    const u64 token_id = select(need, scratch, [&](Range& range) {
 #pragma unroll 1
         for (int i = threadIdx.x; i < size; i += THREADS) {
             const u64 mass = mass_of(depth_below(peak, slice.x[i], row.temperature));
             if (mass >= row.least_mass && order_of(slice.x[i], first + i) <= limit) range.take(first + i, mass);
         }
     });
-    if (threadIdx.x == 0) call.token_ids[blockIdx.y] = found;
+    if (threadIdx.x == 0) call.token_ids[blockIdx.y] = token_id;
 }
 
 // ---------------------------------------------------------------- masses
@@ -255,14 +255,15 @@ struct MassesShared {
 
 DEVICE bool limits_tokens(const SamplingRow& row, int vocab_size) { return row.top_k > 0 && row.top_k < vocab_size; }
 
-// How much of a mass makes top_p of it: at least one token, at most all.
+// The part top_p of a total mass: at least 1, at most all.
 DEVICE u64 nucleus(double top_p, u64 total) {
     const u64 mass = u64(round_up(multiply_exact(top_p, double(total))));
     return mass < 1 ? 1 : mass < total ? mass : total;
 }
 
-// In which bins the k most likely tokens and the nucleus end. How much the k most likely weigh is not known yet, only
-// in which bin they end: hence a first and a last bin for the nucleus. A larger total never has a smaller nucleus.
+// Finds the bins where the k most likely tokens and the nucleus end. The mass of the k most likely tokens is not known
+// yet, only the bin where they end: hence a first and a last bin for the nucleus, since a larger total never has a
+// smaller nucleus.
 DEVICE void find_ends(const SamplingCall& call, const SamplingRow& row, Scratch& scratch) {
     u32* counts = call.bin_counts + u64(blockIdx.y) * NUM_BINS;
     u64* masses = call.bin_masses + u64(blockIdx.y) * NUM_BINS;
@@ -342,12 +343,12 @@ struct ChooseShared {
     u64 slices[MAX_SLICES];
 };
 
-// May a token of this bin be the last of the k most likely or of the nucleus?
+// True if a token of this bin may be the last of the k most likely tokens or of the nucleus.
 DEVICE bool is_candidate(const RowState& state, int bin) {
     return bin == state.k_bin || (state.first_bin <= bin && bin <= state.last_bin);
 }
 
-// visit(order, depth, mass) for every candidate, spread over the block's threads: from the list, or where it was too
+// Calls visit(order, bin, mass) for every candidate, spread over the block's threads: from the list, or if it was too
 // short, from the row's logits.
 template <class T, class Visit>
 DEVICE void visit_candidates(const SamplingCall& call, const SamplingRow& row, const RowState& state, Slice& slice,
@@ -372,7 +373,7 @@ DEVICE void visit_candidates(const SamplingCall& call, const SamplingRow& row, c
     }
 }
 
-// The last token, in the order, that top_k and top_p leave.
+// The last token, in the order, within top_k and top_p.
 template <class T>
 DEVICE u64 find_limit(const SamplingCall& call, const SamplingRow& row, const RowState& state, Slice& slice,
                       Scratch& scratch) {

@@ -1,8 +1,8 @@
-"""Sampling and log probabilities on a device, with the tokens of `pagewire.workers.sample.sampler`, to the bit.
+"""Sampling and log probabilities on a GPU: the same bits as `pagewire.workers.sample.sampler` gives on the CPU.
 
-A `SamplingPlan` says what each row wants: arrays, on the device before the launch. A `Sampler` owns all memory that
-kernels write, so that nothing is allocated at a launch, nothing waits for the device, and launches can be
-captured in a graph.
+A `SamplingRequest` holds the parameters of each row in tensors, which are copied to the device before the launch.
+A `Sampler` owns all memory that the kernels write, so a launch allocates nothing, does not wait for the device, and
+can be captured in a graph.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagewire.kernels.cuda.launch import Device, pack
+from pagewire.kernels.cuda.launch import KernelLauncher, pack
 from pagewire.kernels.cuda.source import Variant, parameter_dtype
 from pagewire.kernels.reference import FRACTION_BITS
 
 SOURCE, LOGPROB_SOURCE = "sampling.cu", "sampling_logprobs.cu"
 DTYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
-# As in vocabulary.cuh.
+# The constants of vocabulary.cuh.
 THREADS, SLICE, MAX_SLICES, CANDIDATES, NUM_BINS = 256, 4096, 64, 4096, 18 << 6
 MOST_TOKENS = 1024
-"""How many of a row's most likely tokens a request may ask for at most."""
+"""The limit of a row's most likely tokens."""
 MAX_VOCAB_SIZE = SLICE * MAX_SLICES
 
 SHARED_BYTES = {
@@ -38,10 +38,10 @@ SHARED_BYTES = {
     "weigh_tokens": 24 << 10,
     "take_most_likely": 28 << 10,
 }
-"""At least the structs that the kernels keep in shared memory; below 48 KB, which needs no permission."""
+"""Room for the structs that the kernels keep in shared memory; less than `launch.DEFAULT_SHARED_BYTES`."""
 
 SAMPLED, UNUSABLE_LOGITS, NOTHING_LEFT = range(3)
-"""Statuses of a row: a token; the largest logit that its mask allows is not finite; nothing is allowed."""
+"""Statuses of a row: it has a token; the largest logit that its mask allows is not finite; no token is possible."""
 
 _NO_IDS: NDArray[np.int64] = np.empty(0, np.int64)
 _NO_VALUES: NDArray[np.float32] = np.empty(0, np.float32)
@@ -49,7 +49,7 @@ _NO_VALUES: NDArray[np.float32] = np.empty(0, np.float32)
 
 @functools.cache
 def variant(kernel: str, dtype: torch.dtype) -> Variant:
-    """A kernel for logits of a dtype."""
+    """The variant of a kernel for logits of a dtype."""
     if kernel in ("weigh_tokens", "take_most_likely"):
         return Variant(LOGPROB_SOURCE, f"{kernel}<{DTYPES[dtype]}>", "LogprobCall")
     return Variant(SOURCE, f"{kernel}<{DTYPES[dtype]}>", "SamplingCall")
@@ -62,17 +62,14 @@ def variants() -> list[Variant]:
 
 @dataclass(frozen=True)
 class RowSampling:
-    """What one row wants. Values that do nothing are the defaults.
-
-    Ids that are not in the vocabulary do nothing.
-    """
+    """The sampling parameters of one row. The defaults have no effect, nor have ids outside the vocabulary."""
 
     seed: int = 0
     """Taken modulo 2**64."""
     position: int = 0
-    """Number of tokens so far: with the seed, what the draw depends on."""
+    """Number of tokens so far. The draw depends on it and the seed alone."""
     temperature: float = 0.0
-    """0: greedy. Others within float32's normal range."""
+    """0: greedy; others must be in float32's normal range."""
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
@@ -80,24 +77,24 @@ class RowSampling:
     frequency: float = 0.0
     presence: float = 0.0
     count_ids: NDArray[np.int64] = field(default_factory=lambda: _NO_IDS)
-    """Tokens that penalties touch, [n], each once."""
+    """Tokens with a penalty, [n], without repetition."""
     counts: NDArray[np.float32] = field(default_factory=lambda: _NO_VALUES)
-    """How often each was generated, [n]; 0: it is only in the prompt."""
+    """Number of times that each was generated, [n]; 0: it is only in the prompt."""
     bias_ids: NDArray[np.int64] = field(default_factory=lambda: _NO_IDS)
-    """Tokens with a bias, [n], each once."""
+    """Tokens with a bias, [n], without repetition."""
     biases: NDArray[np.float32] = field(default_factory=lambda: _NO_VALUES)
     allowed_ids: NDArray[np.int64] | None = None
-    """None: all."""
+    """Allowed tokens; None: all."""
     forbidden_ids: Sequence[int] = ()
     mask: int = -1
-    """Row of the plan's masks; -1: all tokens."""
+    """Row of the request's masks; -1: no mask."""
     num_most_likely: int = -1
-    """How many most likely tokens to give log probabilities of, beside the one drawn; -1: none at all."""
+    """Number of most likely tokens with log probabilities, besides the sampled token; -1: no log probabilities."""
 
 
 @dataclass(frozen=True)
-class SamplingPlan:
-    """What the rows of a batch want, as the kernels read it. Copies of the tensors may be on any device."""
+class SamplingRequest:
+    """The sampling parameters of a batch, in the form that the kernels read. R rows."""
 
     rows: Tensor
     """uint8 [R, bytes of `SamplingRow` in sampling.cu]."""
@@ -106,41 +103,39 @@ class SamplingPlan:
     masks: Tensor
     """int32 [any, words]: bit i % 32 of word i // 32 is set if token i is allowed."""
     count_ids: Tensor
-    """int32 [all rows' tokens]; likewise the next five, float32 where they are no ids."""
+    """The lists of all rows, joined: int32 [n] for ids, float32 [n] for counts and biases."""
     counts: Tensor
     bias_ids: Tensor
     biases: Tensor
     allowed_ids: Tensor
     forbidden_ids: Tensor
-    draws: bool
-    """Is any row not greedy?"""
-    narrows: bool
-    """Has any of those a top_k or top_p?"""
-    most_likely: int
+    has_random: bool
+    """True if a row is not greedy."""
+    has_truncated: bool
+    """True if a row that is not greedy has a top_k or top_p."""
+    max_most_likely: int
     """The largest of `nums_most_likely`; -1: no log probabilities."""
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that the kernels read."""
+        """The tensors, to be copied to the device."""
         return [getattr(self, name) for name in _TENSORS]
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> SamplingPlan:
-        """The same with other `tensors`."""
+    def with_tensors(self, tensors: Sequence[Tensor]) -> SamplingRequest:
+        """This request with other tensors: the copies of `tensors` on the device."""
         replaced: dict[str, Any] = dict(zip(_TENSORS, tensors, strict=True))
         return replace(self, **replaced)
 
 
-_TENSORS = [item.name for item in fields(SamplingPlan) if item.type == "Tensor"]
+_TENSORS = [item.name for item in fields(SamplingRequest) if item.type == "Tensor"]
 
 
-def plain_plan(rows: NDArray[np.void], nums_most_likely: Sequence[int]) -> SamplingPlan:
-    """What rows want that neither edit their logits nor have masks. rows: of `SamplingRow` in sampling.cu."""
-    narrows = (rows["temperature"] > 0) & ((rows["top_k"] > 0) | (rows["top_p"] < 1))
+def plain_request(records: NDArray[np.void], nums_most_likely: Sequence[int]) -> SamplingRequest:
+    """The sampling parameters of a batch without edits and masks. records: from `sampling_rows`."""
     no_ids = torch.empty(0, dtype=torch.int32)
     no_values = torch.empty(0, dtype=torch.float32)
-    return SamplingPlan(
-        rows=torch.from_numpy(rows.view(np.uint8).reshape(len(rows), rows.itemsize)),
-        nums_most_likely=torch.tensor(nums_most_likely, dtype=torch.int32),
+    return SamplingRequest(
+        **_flags(records, nums_most_likely),
         masks=torch.empty(0, 0, dtype=torch.int32),
         count_ids=no_ids,
         counts=no_values,
@@ -148,65 +143,78 @@ def plain_plan(rows: NDArray[np.void], nums_most_likely: Sequence[int]) -> Sampl
         biases=no_values,
         allowed_ids=no_ids,
         forbidden_ids=no_ids,
-        draws=bool((rows["temperature"] > 0).any()),
-        narrows=bool(narrows.any()),
-        most_likely=max(nums_most_likely, default=-1),
     )
 
 
-def plan(wanted: Sequence[RowSampling], masks: Tensor | None = None) -> SamplingPlan:
-    """What rows want, as tensors of the CPU.
+def sampling_request(rows: Sequence[RowSampling], masks: Tensor | None = None) -> SamplingRequest:
+    """The sampling parameters of a batch, as tensors on the CPU.
+
+    Args:
+        masks: int32 [any, words], see `SamplingRequest.masks`.
 
     Raises:
-        ValueError: more of the most likely tokens than `MOST_TOKENS`, a temperature that is none, or a mask that
-            is not there.
+        ValueError: more most likely tokens than `MOST_TOKENS`, an invalid temperature, or a mask that is not in
+            `masks`.
     """
     masks = torch.empty(0, 0, dtype=torch.int32) if masks is None else masks
-    for row in wanted:
-        if not (row.temperature >= 0 and math.isfinite(row.temperature)):
-            raise ValueError(f"a temperature is a finite number from 0, not {row.temperature}")
-        if not -1 <= row.num_most_likely <= MOST_TOKENS:
-            raise ValueError(f"at most {MOST_TOKENS} most likely tokens, not {row.num_most_likely}")
-        if not -1 <= row.mask < len(masks):
-            raise ValueError(f"mask {row.mask} of {len(masks)}")
-    rows = sampling_rows(wanted)
+    _check_rows(rows, len(masks))
+    records = sampling_rows(rows)
     lists = {
-        "counts": [row.count_ids for row in wanted],
-        "biases": [row.bias_ids for row in wanted],
-        "allowed": [_NO_IDS if row.allowed_ids is None else row.allowed_ids for row in wanted],
-        "forbidden": [np.array(row.forbidden_ids, np.int64) for row in wanted],
+        "counts": [row.count_ids for row in rows],
+        "biases": [row.bias_ids for row in rows],
+        "allowed": [_NO_IDS if row.allowed_ids is None else row.allowed_ids for row in rows],
+        "forbidden": [np.array(row.forbidden_ids, np.int64) for row in rows],
     }
-    for name, ids in lists.items():
-        rows[f"num_{name}"] = [len(of_row) for of_row in ids]
-        rows[f"{name}_start"] = np.cumsum(rows[f"num_{name}"]) - rows[f"num_{name}"]
-    rows["num_allowed"][[row.allowed_ids is None for row in wanted]] = -1
-    drawing = [row for row in wanted if row.temperature > 0]
-    nums_most_likely = [row.num_most_likely for row in wanted]
-    return SamplingPlan(
-        rows=torch.from_numpy(rows.view(np.uint8).reshape(len(wanted), rows.itemsize)),
-        nums_most_likely=torch.tensor(nums_most_likely, dtype=torch.int32),
+    for name, id_lists in lists.items():
+        lengths = np.array([len(ids) for ids in id_lists], np.int64)
+        records[f"num_{name}"], records[f"{name}_start"] = lengths, np.cumsum(lengths) - lengths
+    records["num_allowed"][[row.allowed_ids is None for row in rows]] = -1
+    nums_most_likely = [row.num_most_likely for row in rows]
+    return SamplingRequest(
+        **_flags(records, nums_most_likely),
         masks=masks.contiguous(),
         count_ids=_joined_ids(lists["counts"]),
-        counts=_joined([row.counts for row in wanted]),
+        counts=_joined([row.counts for row in rows]),
         bias_ids=_joined_ids(lists["biases"]),
-        biases=_joined([row.biases for row in wanted]),
+        biases=_joined([row.biases for row in rows]),
         allowed_ids=_joined_ids(lists["allowed"]),
         forbidden_ids=_joined_ids(lists["forbidden"]),
-        draws=bool(drawing),
-        narrows=any(row.top_k > 0 or row.top_p < 1 for row in drawing),
-        most_likely=max(nums_most_likely, default=-1),
     )
 
 
-def sampling_rows(wanted: Sequence[RowSampling]) -> NDArray[np.void]:
-    """`SamplingRow` of sampling.cu of each row [R], without its lists of tokens."""
-    rows = np.zeros(len(wanted), parameter_dtype(SOURCE, "SamplingRow"))
+def _check_rows(rows: Sequence[RowSampling], num_masks: int) -> None:
+    for row in rows:
+        if not (row.temperature >= 0 and math.isfinite(row.temperature)):
+            raise ValueError(f"the temperature must be finite and at least 0, not {row.temperature}")
+        if not -1 <= row.num_most_likely <= MOST_TOKENS:
+            raise ValueError(
+                f"the most likely tokens are limited to {MOST_TOKENS}, not {row.num_most_likely}"
+            )
+        if not -1 <= row.mask < num_masks:
+            raise ValueError(f"mask {row.mask} is not one of {num_masks}")
+
+
+def sampling_rows(rows: Sequence[RowSampling]) -> NDArray[np.void]:
+    """The struct `SamplingRow` of sampling.cu for each row, without its lists of tokens: records [R]."""
+    records = np.zeros(len(rows), parameter_dtype(SOURCE, "SamplingRow"))
     for name in ("position", "top_p", "mask", "top_k", "temperature", "repetition", "frequency", "presence"):
-        rows[name] = [getattr(row, name) for row in wanted]
-    rows["seed"] = np.array([row.seed % 2**64 for row in wanted], np.uint64)
-    rows["least_mass"] = [max(1, math.ceil(row.min_p * 2**FRACTION_BITS)) for row in wanted]
-    rows["num_allowed"] = -1
-    return rows
+        records[name] = [getattr(row, name) for row in rows]
+    records["seed"] = np.array([row.seed % 2**64 for row in rows], np.uint64)
+    records["least_mass"] = [max(1, math.ceil(row.min_p * 2**FRACTION_BITS)) for row in rows]
+    records["num_allowed"] = -1
+    return records
+
+
+def _flags(records: NDArray[np.void], nums_most_likely: Sequence[int]) -> dict[str, Any]:
+    """The fields of a `SamplingRequest` that follow from its rows alone."""
+    random = records["temperature"] > 0
+    return {
+        "rows": torch.from_numpy(records.view(np.uint8).reshape(len(records), records.itemsize)),
+        "nums_most_likely": torch.tensor(nums_most_likely, dtype=torch.int32),
+        "has_random": bool(random.any()),
+        "has_truncated": bool((random & ((records["top_k"] > 0) | (records["top_p"] < 1))).any()),
+        "max_most_likely": max(nums_most_likely, default=-1),
+    }
 
 
 def _joined(arrays: Sequence[NDArray[np.generic]]) -> Tensor:
@@ -214,41 +222,41 @@ def _joined(arrays: Sequence[NDArray[np.generic]]) -> Tensor:
 
 
 def _joined_ids(arrays: Sequence[NDArray[np.int64]]) -> Tensor:
-    """As int32; numbers that are too large for it stay too large for any vocabulary."""
+    """The ids as int32; numbers beyond int32 become its largest, which is in no vocabulary."""
     return torch.from_numpy(np.concatenate([_NO_IDS, *arrays]).clip(-1, 2**31 - 1).astype(np.int32))
 
 
 @dataclass(frozen=True)
 class SamplingResult:
-    """What a launch gave, as views of one piece of memory, so that one copy takes all of it elsewhere.
+    """The results of a launch, as views of one tensor, so that one copy moves all of them to the host.
 
-    A sampler's own memory is written to by its next launch.
+    The next launch of the same sampler overwrites them.
     """
 
     memory: Tensor
-    """uint8 [bytes of all that follows, for `max_rows` rows]."""
+    """uint8 [`result_bytes`]: the memory of all views."""
     max_rows: int
     token_ids: Tensor
     """int64 [R]; 0 where the status is not `SAMPLED`."""
     statuses: Tensor
-    """int32 [R]."""
+    """int32 [R]: `SAMPLED`, `UNUSABLE_LOGITS` or `NOTHING_LEFT`."""
     peaks: Tensor
-    """float32 [R]: the largest raw logits; NaN where there is a NaN. Without a token, of what the mask allows."""
+    """float32 [R]: the largest raw logit (without a token, the largest that the mask allows), or NaN."""
     ranks: Tensor
-    """int32 [R]: 1 + the number of larger raw logits than the token's. This and what follows means nothing for
-    rows that want no log probabilities, or have another status than `SAMPLED`."""
+    """int32 [R]: 1 + the number of larger raw logits than the token's. Ranks, totals, ids and logits are undefined
+    in rows without log probabilities and in rows whose status is not `SAMPLED`."""
     totals: Tensor
-    """int64 [R]: sums of masses."""
+    """int64 [R]: the sum of the fixed-point probabilities."""
     ids: Tensor
-    """int32 [R, 1 + most]: the token, then the most likely in order, ties by lower id."""
+    """int32 [R, 1 + max_most_likely]: the token, then the most likely tokens in order, ties by lower id."""
     logits: Tensor
-    """float32 [R, 1 + most], of `ids`."""
+    """float32 [R, 1 + max_most_likely]: the raw logits of `ids`."""
 
     @classmethod
-    def within(cls, memory: Tensor, num_rows: int, max_rows: int, most: int) -> SamplingResult:
-        """Of the first rows, in `memory` of `result_bytes(max_rows, most)`."""
+    def within(cls, memory: Tensor, num_rows: int, max_rows: int, max_most_likely: int) -> SamplingResult:
+        """Views of the first rows in `memory`, uint8 [`result_bytes(max_rows, max_most_likely)`]."""
         views, start = [], 0
-        for size, dtype in _result_parts(most):
+        for size, dtype in _result_parts(max_most_likely):
             end = start + max_rows * size * dtype.itemsize
             view = memory[start:end].view(dtype)
             views.append((view if size == 1 else view.view(max_rows, size))[:num_rows])
@@ -257,11 +265,11 @@ class SamplingResult:
         return cls(memory, max_rows, token_ids, statuses, peaks, ranks, totals, ids, logits)
 
     def within_memory(self, memory: Tensor) -> SamplingResult:
-        """The same views of other memory, as large."""
+        """The same views of another memory of the same size."""
         return self.within(memory, len(self.token_ids), self.max_rows, self.ids.shape[1] - 1)
 
     def logprobs(self) -> NDArray[np.float32]:
-        """float32 [R, 1 + most], of `ids`. The logarithm is taken here, in float64, as on the CPU path."""
+        """The log probabilities of `ids`: float32 [R, 1 + max_most_likely]. Computed in float64, as on the CPU."""
         peaks, totals = self.peaks.tolist(), self.totals.tolist()
         logs = [
             peak + math.log(total / 2**FRACTION_BITS) if total > 0 else math.nan
@@ -272,42 +280,47 @@ class SamplingResult:
             return np.asarray(logprobs, np.float32)
 
 
-def _result_parts(most: int) -> tuple[tuple[int, torch.dtype], ...]:
-    """How many numbers of what kind a row has of each part: the widest first, which keeps all of them aligned."""
+def _result_parts(max_most_likely: int) -> tuple[tuple[int, torch.dtype], ...]:
+    """Numbers per row and dtype of each view; the widest dtypes come first, so all are aligned."""
     return (
         (1, torch.int64),
         (1, torch.int64),
         (1, torch.int32),
         (1, torch.float32),
         (1, torch.int32),
-        (1 + most, torch.int32),
-        (1 + most, torch.float32),
+        (1 + max_most_likely, torch.int32),
+        (1 + max_most_likely, torch.float32),
     )
 
 
-def result_bytes(max_rows: int, most: int) -> int:
-    """How much memory a `SamplingResult` takes."""
-    return max_rows * sum(size * dtype.itemsize for size, dtype in _result_parts(most))
+def result_bytes(max_rows: int, max_most_likely: int) -> int:
+    """Bytes of a `SamplingResult`."""
+    return max_rows * sum(size * dtype.itemsize for size, dtype in _result_parts(max_most_likely))
 
 
 class Sampler:
-    """Launches the kernels, and owns what they write: one launch at a time.
+    """Launches the sampling kernels and owns the memory that they write. One launch at a time may use it.
 
-    max_rows: of a launch. most: the most likely tokens that a row may ask for. on: where the memory is.
+    max_rows: limit of a launch. max_most_likely: limit of a row's most likely tokens. on: device of the memory.
 
     Raises:
-        ValueError: a vocabulary that is too large, or `most` is.
+        ValueError: vocab_size or max_most_likely is too large for the kernels.
     """
 
     def __init__(
-        self, device: Device, max_rows: int, vocab_size: int, most: int = 20, on: torch.device | str = "cuda"
+        self,
+        launcher: KernelLauncher,
+        max_rows: int,
+        vocab_size: int,
+        max_most_likely: int = 20,
+        on: torch.device | str = "cuda",
     ) -> None:
         if not 0 < vocab_size <= MAX_VOCAB_SIZE:
-            raise ValueError(f"a vocabulary of 1 to {MAX_VOCAB_SIZE} tokens, not {vocab_size}")
-        if not 0 <= most <= MOST_TOKENS:
-            raise ValueError(f"at most {MOST_TOKENS} most likely tokens, not {most}")
-        self.max_rows, self.vocab_size, self.most = max_rows, vocab_size, most
-        self._device, self._num_slices = device, -(-vocab_size // SLICE)
+            raise ValueError(f"the vocabulary must have 1 to {MAX_VOCAB_SIZE} tokens, not {vocab_size}")
+        if not 0 <= max_most_likely <= MOST_TOKENS:
+            raise ValueError(f"the most likely tokens are limited to {MOST_TOKENS}, not {max_most_likely}")
+        self.max_rows, self.vocab_size, self.max_most_likely = max_rows, vocab_size, max_most_likely
+        self._launcher, self._num_slices = launcher, -(-vocab_size // SLICE)
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(max_rows, *shape, dtype=dtype, device=on)
@@ -320,87 +333,90 @@ class Sampler:
             "candidates": zeros(CANDIDATES, dtype=torch.int64),
         }
         self._bin_masses = zeros(NUM_BINS, dtype=torch.int64)
-        memory = torch.zeros(result_bytes(max_rows, most), dtype=torch.uint8, device=on)
-        self._result = SamplingResult.within(memory, max_rows, max_rows, most)
+        memory = torch.zeros(result_bytes(max_rows, max_most_likely), dtype=torch.uint8, device=on)
+        self._result = SamplingResult.within(memory, max_rows, max_rows, max_most_likely)
 
-    def sample(self, logits: Tensor, plan: SamplingPlan) -> SamplingResult:
-        """One token per row of `logits` [R, V], float32, bfloat16 or float16, V contiguous.
+    def sample(self, logits: Tensor, request: SamplingRequest) -> SamplingResult:
+        """Sample one token per row of `logits` [R, V], float32, bfloat16 or float16, V contiguous.
 
-        Rows that cannot be sampled get a status, the others their tokens. The logits are not changed.
+        A row that cannot be sampled has another status than `SAMPLED`. The logits are not changed.
 
         Raises:
             TypeError: another dtype.
-            ValueError: shapes disagree, or there are more rows, or more of the most likely tokens asked for, than
-                this sampler has room for.
+            ValueError: shapes disagree, or the request exceeds this sampler's `max_rows` or `max_most_likely`.
         """
-        self._check(logits, plan)
+        self._check(logits, request)
         if len(logits):
-            self._launch("find_peaks", logits, plan)
-            if plan.draws:
-                self._launch("add_masses", logits, plan)
-            if plan.narrows:
-                self._launch("choose_tokens", logits, plan)
-            if plan.most_likely >= 0:
-                self._launch_logprobs(logits, plan, self._result.token_ids)
+            self._launch("find_peaks", logits, request)
+            if request.has_random:
+                self._launch("add_masses", logits, request)
+            if request.has_truncated:
+                self._launch("choose_tokens", logits, request)
+            if request.max_most_likely >= 0:
+                self._launch_logprobs(logits, request, self._result.token_ids)
         return self._rows(len(logits))
 
-    def logprobs(self, logits: Tensor, token_ids: Tensor, plan: SamplingPlan) -> SamplingResult:
+    def logprobs(self, logits: Tensor, token_ids: Tensor, request: SamplingRequest) -> SamplingResult:
         """Log probabilities of `token_ids` (int64 [R], each in the vocabulary) under `logits` [R, V].
 
         Args:
-            plan: of rows that say nothing but `num_most_likely`.
+            request: its `nums_most_likely` count, all else is ignored.
 
         Raises:
-            TypeError, ValueError: as `sample`; or there are not as many tokens as rows.
+            TypeError, ValueError: as `sample`; or token_ids has another dtype or length.
         """
-        self._check(logits, plan)
+        self._check(logits, request)
         if token_ids.shape != (len(logits),) or token_ids.dtype != torch.int64:
-            raise ValueError(f"int64 [{len(logits)}] expected: {token_ids.dtype} {tuple(token_ids.shape)}")
+            raise ValueError(
+                f"token_ids must be int64 [{len(logits)}], not {token_ids.dtype} {tuple(token_ids.shape)}"
+            )
         if len(logits):
-            self._launch("find_peaks", logits, plan)
-            self._launch_logprobs(logits, plan, token_ids.contiguous())
+            self._launch("find_peaks", logits, request)
+            self._launch_logprobs(logits, request, token_ids.contiguous())
         return replace(self._rows(len(logits)), token_ids=token_ids)
 
-    def _check(self, logits: Tensor, plan: SamplingPlan) -> None:
+    def _check(self, logits: Tensor, request: SamplingRequest) -> None:
         if logits.dtype not in DTYPES:
-            raise TypeError(f"logits are float32, bfloat16 or float16, not {logits.dtype}")
+            raise TypeError(f"logits must be float32, bfloat16 or float16, not {logits.dtype}")
         num_rows, vocab_size = logits.shape
         if vocab_size != self.vocab_size or num_rows > self.max_rows or logits.stride(1) != 1:
             raise ValueError(
                 f"logits {tuple(logits.shape)}, strides {logits.stride()}, for a sampler of at most "
                 f"{self.max_rows} rows of {self.vocab_size}"
             )
-        if len(plan.rows) != num_rows:
-            raise ValueError(f"{num_rows} rows of logits, a plan of {len(plan.rows)}")
-        if plan.most_likely > self.most:
-            raise ValueError(f"at most {self.most} most likely tokens, not {plan.most_likely}")
-        if len(plan.masks) and plan.masks.shape[1] != -(-vocab_size // 32):
-            raise ValueError(f"masks {tuple(plan.masks.shape)} for a vocabulary of {vocab_size}")
+        if len(request.rows) != num_rows:
+            raise ValueError(f"{num_rows} rows of logits, but parameters of {len(request.rows)} rows")
+        if request.max_most_likely > self.max_most_likely:
+            raise ValueError(
+                f"the most likely tokens are limited to {self.max_most_likely}, not {request.max_most_likely}"
+            )
+        if len(request.masks) and request.masks.shape[1] != -(-vocab_size // 32):
+            raise ValueError(f"masks {tuple(request.masks.shape)} for a vocabulary of {vocab_size}")
 
     def _rows(self, num_rows: int) -> SamplingResult:
-        return SamplingResult.within(self._result.memory, num_rows, self.max_rows, self.most)
+        return SamplingResult.within(self._result.memory, num_rows, self.max_rows, self.max_most_likely)
 
-    def _launch(self, kernel: str, logits: Tensor, plan: SamplingPlan) -> None:
+    def _launch(self, kernel: str, logits: Tensor, request: SamplingRequest) -> None:
         names = ("rows", "masks", "count_ids", "counts", "bias_ids", "biases", "allowed_ids", "forbidden_ids")
         parameters = pack(
-            chosen := variant(kernel, logits.dtype),
-            **{name: getattr(plan, name) for name in names},
+            kernel_variant := variant(kernel, logits.dtype),
+            **{name: getattr(request, name) for name in names},
             **{name: getattr(self._result, name) for name in ("token_ids", "statuses", "peaks")},
             **self._workspace,
             logits=logits,
             bin_masses=self._bin_masses,
             row_stride=logits.stride(0),
-            mask_stride=plan.masks.shape[1],
+            mask_stride=request.masks.shape[1],
             vocab_size=self.vocab_size,
             num_slices=self._num_slices,
         )
         grid = (self._num_slices, len(logits))
-        self._device.launch(chosen, grid, (THREADS,), parameters, SHARED_BYTES[kernel])
+        self._launcher.launch(kernel_variant, grid, (THREADS,), parameters, SHARED_BYTES[kernel])
 
-    def _launch_logprobs(self, logits: Tensor, plan: SamplingPlan, token_ids: Tensor) -> None:
-        for kernel in ("weigh_tokens", "take_most_likely")[: 2 if plan.most_likely > 0 else 1]:
+    def _launch_logprobs(self, logits: Tensor, request: SamplingRequest, token_ids: Tensor) -> None:
+        for kernel in ("weigh_tokens", "take_most_likely")[: 2 if request.max_most_likely > 0 else 1]:
             parameters = pack(
-                chosen := variant(kernel, logits.dtype),
+                kernel_variant := variant(kernel, logits.dtype),
                 **{
                     name: getattr(self._result, name)
                     for name in ("statuses", "peaks", "totals", "ranks", "ids")
@@ -409,11 +425,11 @@ class Sampler:
                 logits=logits,
                 values=self._result.logits,
                 token_ids=token_ids,
-                nums_most_likely=plan.nums_most_likely,
+                nums_most_likely=request.nums_most_likely,
                 row_stride=logits.stride(0),
                 vocab_size=self.vocab_size,
                 num_slices=self._num_slices,
-                out_stride=1 + self.most,
+                out_stride=1 + self.max_most_likely,
             )
             grid = (self._num_slices, len(logits))
-            self._device.launch(chosen, grid, (THREADS,), parameters, SHARED_BYTES[kernel])
+            self._launcher.launch(kernel_variant, grid, (THREADS,), parameters, SHARED_BYTES[kernel])

@@ -1,21 +1,21 @@
-// Log probabilities of one token per row, its rank, and the most likely tokens, from raw logits: what
-// workers/sample/logprobs.py does on a CPU. The kernels give logits and the total of masses; the logarithm is the
-// host's, in float64, for the same bits.
+// Log probabilities of one token per row, its rank, and the most likely tokens, from raw logits, as
+// workers/sample/logprobs.py computes them on a CPU. The kernels compute logits and the total of masses; the host takes
+// the logarithm in float64, for the same bits.
 //
-//     weigh_tokens      total, rank; a histogram of depths says in which bin the most likely tokens end
-//     take_most_likely  only the logits down to that bin are looked at one by one
+//     weigh_tokens      total, rank; a histogram of depths gives the bin where the most likely tokens end
+//     take_most_likely  reads single logits down to that bin only
 #include "vocabulary.cuh"
 
 struct LogprobCall {
     const void* logits;          // [rows, vocab_size], rows row_stride apart
     const float* peaks;          // [rows], the largest of the logits
-    const int* statuses;         // [rows]: a row that is not 0 is left out
+    const int* statuses;         // [rows]: a row with another status than 0 is skipped
     const i64* token_ids;        // [rows]
-    const int* nums_most_likely; // [rows]: how many most likely tokens; -1: the row is left out
+    const int* nums_most_likely; // [rows]: number of most likely tokens; -1: the row is skipped
     u64* totals;                 // [rows]: the sum of masses
     int* ranks;                  // [rows]: 1 + the number of larger logits
-    int* ids;                    // [rows, out_stride]: the token, then the most likely, in order
-    float* values;               // [rows, out_stride], their logits
+    int* ids;                    // [rows, out_stride]: the token, then the most likely tokens in order
+    float* values;               // [rows, out_stride]: the logits of ids
     RowState* states;
     u64* slices;
     u32* bin_counts;
@@ -90,7 +90,7 @@ struct MostLikelyShared {
     int num_taken;
 };
 
-// visit(order) for every token down to k_bin, spread over the block's threads.
+// Calls visit(order) for every token down to k_bin, spread over the block's threads.
 template <class T, class Visit>
 DEVICE void visit_most_likely(const LogprobCall& call, int k_bin, u32 num_candidates, float peak, float* x,
                               const Visit& visit) {

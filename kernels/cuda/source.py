@@ -1,4 +1,4 @@
-"""The kernels' C++: its text, and the parameter structs declared in it."""
+"""The kernels' C++ sources, and the parameter structs declared in them."""
 
 import functools
 import re
@@ -27,25 +27,25 @@ class Variant:
     """One instance of a kernel template. It takes one parameter, a struct by value."""
 
     source: str
-    """File in this folder, or with a path."""
+    """A file name in this folder, or a path."""
     name: str
-    """As C++ names it, `rms_norm<bf16, 8>`."""
+    """The instance in C++, `rms_norm<bf16, 8>`."""
     parameters: str
-    """Name of the struct, declared in the source."""
+    """Name of the parameter struct, which the source declares."""
     needs: str = ""
-    """Features that only one architecture has: `sm_90a`. Empty: sm_80 and all later ones run it."""
+    """The only architecture that can run it, such as `sm_90a`. Empty: sm_80 and all later architectures."""
 
 
 @functools.cache
 def read_source(name: str) -> tuple[tuple[str, str], ...]:
-    """A source and all that it includes, as (file, text), itself first, each once. Includes are in this folder."""
+    """The texts of a source and of all its includes (files of this folder): (file, text), the source first."""
     texts = {name: (HERE / name).read_text()}
-    waiting = [name]
-    while waiting:
-        for included in re.findall(r'^#include "(.+)"$', texts[waiting.pop()], re.MULTILINE):
+    unread = [name]
+    while unread:
+        for included in re.findall(r'^#include "(.+)"$', texts[unread.pop()], re.MULTILINE):
             if included not in texts:
                 texts[included] = (HERE / included).read_text()
-                waiting.append(included)
+                unread.append(included)
     return tuple(texts.items())
 
 
@@ -56,7 +56,7 @@ def parameter_dtype(source: str, struct: str) -> np.dtype[np.void]:
     A field is a pointer (as an unsigned number), int, u32, float, double, i64 or u64.
 
     Raises:
-        ValueError: there is no such struct, or a field is of another type.
+        ValueError: the source declares no such struct, or a field is of another type.
     """
     text = "\n".join(text for _, text in read_source(source))
     try:

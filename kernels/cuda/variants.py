@@ -1,4 +1,4 @@
-"""All variants of all kernels: what is compiled ahead of time, and what tests compile."""
+"""All variants of all kernels: `pagewire kernels build` and the tests compile them."""
 
 from pagewire.kernels.cuda import attention, gates, kv, norms, sampling
 from pagewire.kernels.cuda.source import Variant

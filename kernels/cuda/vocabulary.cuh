@@ -1,33 +1,32 @@
-// What the kernels over [rows, vocabulary] share: slices of a row, the order of tokens, their masses, and exact
+// The common parts of the kernels over [rows, vocabulary]: slices of a row, the order of tokens, their masses, and exact
 // selection by sums of integers.
 //
-// A grid is (slices, rows): a block works on one slice of one row, and the last block of a row to finish goes on with
-// what needs the whole row. All sums are of integers, so no result depends on the order in which blocks or threads
-// come. workers/sample/fixed_point.py says what masses (fixed-point probabilities), depths and bins are, and defines
-// every result.
+// A grid is (slices, rows): a block processes one slice of one row, and the last block of a row to finish continues with
+// the work that needs the whole row. All sums are of integers, so no result depends on the order of blocks or threads.
+// workers/sample/fixed_point.py defines masses (fixed-point probabilities), depths, bins, and every result.
 #pragma once
 
 #include "exact.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
-constexpr int BLOCKS = 4;        // at once on a multiprocessor, at least: 64 registers
-constexpr int SLICE = 4096;      // logits of a block
-constexpr int MAX_SLICES = 64;   // of a row: masses of 2^18 tokens cannot overflow
-constexpr int CANDIDATES = 4096; // of a row that are kept in a list; where there are more, the row is read again
+constexpr int BLOCKS = 4;        // minimum blocks at once on a multiprocessor: 64 registers
+constexpr int SLICE = 4096;      // logits per block
+constexpr int MAX_SLICES = 64;   // per row: the masses of 2^18 tokens cannot overflow
+constexpr int CANDIDATES = 4096; // room of a row's list; a row with more candidates is read again
 constexpr int FRACTION_BITS = 44;
 constexpr int BIN_SHIFT = 17, FIRST_BIN = (127 - 12) << 6, NUM_BINS = 18 << 6;
 constexpr int BINS_PER_THREAD = (NUM_BINS + THREADS - 1) / THREADS;
 constexpr u32 MINUS_INFINITY = 0xff800000u, INFINITE = 0x7f800000u, LARGEST_FLOAT = 0x7f7fffffu;
 constexpr u64 NO_LIMIT = ~0ull;
 
-// What a row's blocks leave for one another and for the next kernel.
+// The state of a row, which its blocks and kernels pass on.
 struct RowState {
     u64 k_before;  // mass before k_bin
-    u64 k_need;    // how many tokens of k_bin belong to the k most likely
+    u64 k_need;    // number of tokens of k_bin that belong to the k most likely
     float peak;    // the largest logit after edits
     int k_bin;     // the bin in which the k most likely end
     int first_bin, last_bin;  // top_p ends in one of these
-    int narrowed;  // is there still something to be done for the row?
+    int narrowed;  // 1 if choose_tokens must still sample the row
     u32 num_candidates;
     u32 ticket;
     u32 unused;
@@ -35,7 +34,7 @@ struct RowState {
 
 // ---------------------------------------------------------------- the order of tokens
 
-// Rises with x. NaN has no place in it; -0 and +0 have one.
+// A key that rises with x, equal for -0 and +0; undefined for NaN.
 DEVICE u32 rising(float x) {
     u32 bits = __float_as_uint(x);
     if (bits == 0x80000000u) bits = 0;
@@ -43,7 +42,7 @@ DEVICE u32 rising(float x) {
 }
 DEVICE float from_rising(u32 key) { return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key); }
 
-// Most likely first, ties by lower id.
+// A key for the order of tokens: most likely first, ties by lower id.
 DEVICE u64 order_of(float x, u32 id) { return u64(~rising(x)) << 32 | id; }
 DEVICE float logit_of(u64 order) { return from_rising(~u32(order >> 32)); }
 DEVICE u32 id_of(u64 order) { return u32(order); }
@@ -59,7 +58,7 @@ DEVICE int bin_of(float depth) {
     return bin < 0 ? 0 : bin < NUM_BINS ? bin : NUM_BINS - 1;
 }
 
-// exp(-depth) * 2^44 rounded down, as `pagewire.kernels.sampling.fixed_point_probabilities` defines it.
+// exp(-depth) * 2^44, rounded down: as `pagewire.kernels.sampling.fixed_point_probabilities` defines it.
 DEVICE u64 mass_of(float depth) {
     if (!(depth < 32.0f)) return 0;
     constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
@@ -89,7 +88,7 @@ struct Sum { DEVICE static u64 of(u64 a, u64 b) { return a + b; } };
 struct Least { DEVICE static u64 of(u64 a, u64 b) { return a < b ? a : b; } };
 struct Most { DEVICE static u64 of(u64 a, u64 b) { return a < b ? b : a; } };
 
-// Of all threads' values, to all threads.
+// Combines the values of all threads; every thread gets the result.
 template <class Combine>
 DEVICE u64 reduce_block(u64 value, Scratch& scratch) {
 #pragma unroll
@@ -121,7 +120,7 @@ DEVICE u64 sum_before(u64 value, Scratch& scratch) {
     return before;
 }
 
-// Is this block the last of `count` to come here? If so, it sees what the others wrote to memory before.
+// True in the last of `count` blocks to come here, which then sees what the others wrote to memory before.
 DEVICE bool comes_last(u32* ticket, u32 count, Scratch& scratch) {
     __threadfence();
     __syncthreads();
@@ -131,8 +130,8 @@ DEVICE bool comes_last(u32* ticket, u32 count, Scratch& scratch) {
     return scratch.last;
 }
 
-// Adds to a sum in shared memory, where devices add 32 bits at once and 64 only by trying again and again. Who makes
-// the lower half wrap around carries; most masses are small, and end there.
+// Adds to a sum in shared memory, where atomic additions of 32 bits are native and those of 64 bits are retry loops. The
+// thread whose addition overflows the lower half carries; most masses are small and need no second addition.
 DEVICE void add_shared(u64* sum, u64 value) {
     u32* halves = reinterpret_cast<u32*>(sum);
     const u32 low = u32(value), old = atomicAdd(halves, low);
@@ -152,15 +151,15 @@ DEVICE int slice_size(int slice, int vocab_size) { return min(SLICE, vocab_size 
 // Loads `size` logits. Complete after a barrier.
 template <class T>
 DEVICE void load_slice(const T* from, int size, float* x) {
-    constexpr int AT_ONCE = 16 / sizeof(T), TURNS = SLICE / THREADS / AT_ONCE;
+    constexpr int WIDTH = 16 / sizeof(T), TURNS = SLICE / THREADS / WIDTH;
     int whole = 0;
     if (reinterpret_cast<u64>(from) % 16 == 0) {
-        whole = size / AT_ONCE * AT_ONCE;
+        whole = size / WIDTH * WIDTH;
 #pragma unroll TURNS
-        for (int i = threadIdx.x * AT_ONCE; i < whole; i += THREADS * AT_ONCE) {
+        for (int i = threadIdx.x * WIDTH; i < whole; i += THREADS * WIDTH) {
             const uint4 words = *reinterpret_cast<const uint4*>(from + i);
             const u32 four[4] = {words.x, words.y, words.z, words.w};
-            float values[AT_ONCE];
+            float values[WIDTH];
             if constexpr (sizeof(T) == 4) {
 #pragma unroll
                 for (int k = 0; k < 4; k++) values[k] = __uint_as_float(four[k]);
@@ -172,7 +171,7 @@ DEVICE void load_slice(const T* from, int size, float* x) {
                 }
             }
 #pragma unroll
-            for (int k = 0; k < AT_ONCE; k += 4)
+            for (int k = 0; k < WIDTH; k += 4)
                 *reinterpret_cast<float4*>(x + i + k) = make_float4(values[k], values[k + 1], values[k + 2], values[k + 3]);
         }
     }
@@ -224,11 +223,11 @@ DEVICE void clear_bins(Count* bins) {
 
 // ---------------------------------------------------------------- selection
 
-// Keys between low and high: the ends of those that there are, and after that, sums of weights by digit.
+// The keys between low and high: first their least and largest key are found, then sums of weights by digit.
 struct Range {
     u64 low = 0, high = NO_LIMIT;
     u64 least, most;
-    u64* digits;  // null while the ends are looked for
+    u64* digits;  // null while least and most are searched
     int shift;
 
     DEVICE void take(u64 key, u64 weight) {
@@ -245,8 +244,8 @@ struct Range {
 // The least key up to which the weights of all keys sum to `need`, at least 1 and at most the sum of all.
 //
 // visit(range) calls range.take(key, weight) once for every key, all different, spread over the block's threads. Radix
-// selection: each round looks for the ends of the keys that are still possible, then takes the 256 digits that these
-// span and keeps one of them.
+// selection: each round finds the least and the largest key that are still possible, divides the keys between them into
+// 256 digits, and keeps one digit.
 template <class Visit>
 DEVICE u64 select(u64 need, Scratch& scratch, const Visit& visit) {
     Range range;

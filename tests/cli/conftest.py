@@ -14,7 +14,7 @@ from .command import PROMPT, start_core
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """A command that runs in this process tells those that it starts how to log, by its environment."""
+    """A command that runs in this process sets the logging of those that it starts by its environment."""
     before = dict(os.environ)
     yield
     os.environ.clear()
@@ -23,7 +23,7 @@ def environment() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A running core's address. It is told its options by a file, one of them overridden."""
+    """A running core's address. Its options come from a file, one of them overridden."""
     folder = tmp_path_factory.mktemp("cli")
     (folder / "engine.yaml").write_text("dtype: float32\nmax-num-seqs: 3\nkv_cache_memory_bytes: 67108864\n")
     address = f"ipc://{folder}/core.sock"

@@ -1,4 +1,4 @@
-"""A server that speaks enough of OpenAI's API to be measured, on a thread of its own. It tells what it was sent."""
+"""A server that speaks enough of OpenAI's API to be measured, on a thread of its own. It keeps what it was sent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEY = "secret"
 class FakeServer:
     """Answers every request with `max_tokens` words, in chunks cut at odd places.
 
-    gather: requests wait until so many have come. misbehave: by number of request, how it goes wrong.
+    gather: requests wait until this many have come. misbehave: by number of request, how it goes wrong.
     """
 
     def __init__(self, gather: int = 1, misbehave: dict[int, str] | None = None) -> None:

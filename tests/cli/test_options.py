@@ -1,4 +1,4 @@
-"""Options: help for people, one definition for all, files behind the command line, mistakes told in a line."""
+"""Options: help for people, one definition for all, files behind the command line, mistakes reported in a line."""
 
 from __future__ import annotations
 

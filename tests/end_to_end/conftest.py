@@ -14,16 +14,18 @@ from pagewire import LLM
 
 from .http_server import Server
 
+KV_BYTES = 64 << 20
+"""Of the KV cache. A core pre-faults the default 4 GiB, which costs a second of a processor."""
+SMALL_CORE = ("--dtype", "float32", "--kv-cache-memory-bytes", str(KV_BYTES))
+
 
 class Daemon:
-    """`pagewire core` as a process."""
+    """`pagewire core` as a process, with a small KV cache."""
 
     def __init__(self, address: str, *options: str) -> None:
         self.address = address
-        command = [sys.executable, "-m", "pagewire.cli.main", "core", "--listen", address]
-        self.process = subprocess.Popen(
-            [*command, "--dtype", "float32", *options], stdout=subprocess.PIPE, text=True
-        )
+        command = [sys.executable, "-m", "pagewire.cli.main", "core", "--listen", address, *SMALL_CORE]
+        self.process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == f"ready {address}\n"
 
@@ -57,9 +59,7 @@ def start_daemon(tmp_path: Path) -> Iterator[Callable[..., Daemon]]:
 @pytest.fixture(scope="session")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """One daemon for all tests that leave it as it was."""
-    daemon = Daemon(
-        f"ipc://{tmp_path_factory.mktemp('core')}/core.sock", "--kv-cache-memory-bytes", "67108864"
-    )
+    daemon = Daemon(f"ipc://{tmp_path_factory.mktemp('core')}/core.sock")
     yield daemon.address
     assert daemon.stop() == 0
 
@@ -67,7 +67,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def llm() -> Iterator[LLM]:
     """One engine for all tests that change nothing of it."""
-    with LLM("demo", dtype="float32", kv_cache_memory_bytes=64 << 20, max_logprobs=50) as engine:
+    with LLM("demo", dtype="float32", kv_cache_memory_bytes=KV_BYTES, max_logprobs=50) as engine:
         yield engine
 
 
@@ -90,7 +90,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One server with an engine of its own, for all tests that leave it as it was."""
     server = Server(
         tmp_path_factory.mktemp("server"),
-        *("demo", "--port", "0", "--dtype", "float32", "--kv-cache-memory-bytes", "67108864"),
+        *("demo", "--port", "0", *SMALL_CORE),
         *("--enable-admin", "--served-model-name", "demo", "second-name"),
     )
     yield server

@@ -102,15 +102,15 @@ def test_sequences_and_stop_strings_in_deltas(address: str) -> None:
             params = streamed(
                 RequestOutputKind.DELTA, temperature=1.0, seed=5, n=3, ignore_eos=True, stop=stop
             )
-            found = await outputs_of(llm, params)
-            first = "".join(c.text for output in found for c in output.outputs if c.index == 0)
+            outputs = await outputs_of(llm, params)
+            first = "".join(c.text for output in outputs for c in output.outputs if c.index == 0)
             assert first == whole[: whole.index(stop)]
             await until(lambda: all_blocks_back(llm))
 
     run(main())
 
 
-def test_whoever_stops_listening_frees_the_blocks(address: str) -> None:
+def test_blocks_are_freed_when_a_consumer_stops_reading(address: str) -> None:
     async def main() -> None:
         async with AsyncLLM.attach(address) as llm:
 

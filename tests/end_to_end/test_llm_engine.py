@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +15,16 @@ import pytest
 from transformers import AutoTokenizer
 
 import pagewire.demo
-from pagewire import LLM, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
+from pagewire import (
+    LLM,
+    EngineArgs,
+    LLMEngine,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    StatLoggerBase,
+)
+from pagewire.frontend.stat_loggers import Stats
 
 PROMPT = 'The "with" statement is used to'
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
@@ -36,11 +47,11 @@ def engine(address: str) -> Iterator[LLMEngine]:
 
 
 def run_all(engine: LLMEngine) -> dict[str, list[RequestOutput]]:
-    found: dict[str, list[RequestOutput]] = {}
+    outputs: dict[str, list[RequestOutput]] = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
-            found.setdefault(output.request_id, []).append(output)
-    return found
+            outputs.setdefault(output.request_id, []).append(output)
+    return outputs
 
 
 def test_steps_give_what_generate_gives(engine: LLMEngine, llm: LLM) -> None:
@@ -50,11 +61,11 @@ def test_steps_give_what_generate_gives(engine: LLMEngine, llm: LLM) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=20, output_kind=kind)
         engine.add_request(kind.name, PROMPT, params)
     assert engine.get_num_unfinished_requests() == 3
-    found = run_all(engine)
+    outputs = run_all(engine)
     assert engine.get_num_unfinished_requests() == 0
-    assert "".join(output.outputs[0].text for output in found["DELTA"]) == expected.text
-    assert found["CUMULATIVE"][-1].outputs[0].text == expected.text
-    assert [output.outputs[0].text for output in found["FINAL_ONLY"]] == [expected.text]
+    assert "".join(output.outputs[0].text for output in outputs["DELTA"]) == expected.text
+    assert outputs["CUMULATIVE"][-1].outputs[0].text == expected.text
+    assert [output.outputs[0].text for output in outputs["FINAL_ONLY"]] == [expected.text]
 
 
 def test_ids_in_use_and_aborts(engine: LLMEngine) -> None:
@@ -69,6 +80,39 @@ def test_ids_in_use_and_aborts(engine: LLMEngine) -> None:
     assert set(run_all(engine)) == {"short"}
     engine.add_request("long", PROMPT, GREEDY)  # the id is free again
     assert run_all(engine)["long"][-1].finished
+
+
+def test_latencies_count_from_the_time_of_arrival(engine: LLMEngine) -> None:
+    engine.add_request("late", PROMPT, GREEDY, arrival_time=time.monotonic() - 1000)
+    metrics = run_all(engine)["late"][-1].metrics
+    assert metrics is not None and metrics.finished_time is not None and metrics.time_in_queue is not None
+    assert 1000 <= metrics.time_in_queue < 1100
+    assert metrics.finished_time - metrics.arrival_time >= metrics.time_in_queue
+    for wrong, error in ((time.monotonic() + 1000, ValueError), (-1.0, ValueError), ("now", TypeError)):
+        with pytest.raises(error, match="arrival_time must be"):
+            engine.add_request("early", PROMPT, GREEDY, arrival_time=wrong)  # type: ignore[arg-type]
+
+
+def test_own_loggers_get_the_statistics_of_the_engine() -> None:
+    class Counting(StatLoggerBase):
+        """Counts tokens until it has got all that are expected."""
+
+        num_tokens, done = 0, threading.Event()
+
+        def log(self, stats: Stats) -> None:
+            self.num_tokens += stats.num_generation_tokens_iter
+            if self.num_tokens >= 20:
+                self.done.set()
+
+    counting = Counting(0.1)
+    args = EngineArgs("demo", dtype="float32", kv_cache_memory_bytes=16 << 20)
+    engine = LLMEngine.from_engine_args(args, stat_loggers={"own": counting})
+    try:
+        engine.add_request("one", PROMPT, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+        run_all(engine)
+        assert counting.done.wait(60) and counting.num_tokens == 20
+    finally:
+        engine.shutdown()
 
 
 def test_every_form_of_prompt(llm: LLM) -> None:
@@ -86,9 +130,9 @@ def test_every_form_of_prompt(llm: LLM) -> None:
 
 
 def test_chat_goes_on_with_a_message(llm: LLM) -> None:
-    asked = {"role": "user", "content": "What is the with statement?"}
-    whole = llm.chat([asked], GREEDY, use_tqdm=False)[0].outputs[0].text
-    begun = [asked, {"role": "assistant", "content": whole[:10]}]
+    question = {"role": "user", "content": "What is the with statement?"}
+    whole = llm.chat([question], GREEDY, use_tqdm=False)[0].outputs[0].text
+    begun = [question, {"role": "assistant", "content": whole[:10]}]
     prompt = llm.preprocess_chat(begun, add_generation_prompt=False, continue_final_message=True)[0]
     tokenizer = llm.get_tokenizer()
     assert tokenizer is not None

@@ -36,7 +36,7 @@ PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
 
 @pytest.fixture(scope="module")
 def url(address: str) -> Iterator[str]:
-    """A server that wants a key."""
+    """A server that needs a key."""
     command = [sys.executable, "-m", "pagewire.cli.main", "serve", "--attach", address]
     process = subprocess.Popen(
         [*command, "--port", "0"],
@@ -45,9 +45,9 @@ def url(address: str) -> Iterator[str]:
         text=True,
     )
     assert process.stdout is not None
-    word, _, found = process.stdout.readline().strip().partition(" ")
+    word, _, url = process.stdout.readline().strip().partition(" ")
     assert word == "ready"
-    yield found
+    yield url
     process.terminate()
     process.stdout.close()
     assert process.wait(60) == 0
@@ -141,7 +141,7 @@ def write_much(page: Page, tokens: int) -> None:
     )
 
 
-def test_an_answer_streams_in_and_is_told_about(page: Page) -> None:
+def test_an_answer_streams_in_and_is_announced(page: Page) -> None:
     open_settings(page)
     write_much(page, 120)
     # Each change of the answer's text is written down: it comes in pieces, and each one goes on from the last.
@@ -197,7 +197,7 @@ def test_stop_ends_the_answer_and_frees_the_engine(page: Page) -> None:
     page.answered()
 
 
-def test_a_setting_changes_the_answer_and_asking_again_repeats_it(page: Page) -> None:
+def test_a_setting_changes_the_answer_and_a_retry_repeats_it(page: Page) -> None:
     open_settings(page)
     page.set("max_tokens", "1")
     page.ask("What is a tuple?")
@@ -223,7 +223,7 @@ def test_a_setting_changes_the_answer_and_asking_again_repeats_it(page: Page) ->
     assert page.all("#messages > li") == [] and page.find("#welcome").is_displayed()
 
 
-def test_what_the_server_refuses_is_told_plainly(page: Page) -> None:
+def test_what_the_server_refuses_is_shown_plainly(page: Page) -> None:
     open_settings(page)
     page.set("top_p", "7")
     page.ask("What is a list?")
@@ -318,15 +318,15 @@ def test_text_can_be_read_and_controls_have_names(page: Page, scheme: str) -> No
                 if (a === 1 || !node.parentElement) return [r, g, b];
             }
         };
-        const found = [];
+        const weak = [];
         for (const node of document.querySelectorAll("body *")) {
             const written = [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim());
             if (!written || !node.checkVisibility({ opacityProperty: true, visibilityProperty: true })) continue;
             const both = [light(numbers(getComputedStyle(node).color)), light(behind(node))];
             const ratio = (Math.max(...both) + 0.05) / (Math.min(...both) + 0.05);
-            if (ratio < 4.5) found.push(`${node.outerHTML.slice(0, 60)} ${ratio}`);
+            if (ratio < 4.5) weak.push(`${node.outerHTML.slice(0, 60)} ${ratio}`);
         }
-        return found;
+        return weak;
         """
     )
     page.chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
@@ -336,8 +336,8 @@ def test_text_can_be_read_and_controls_have_names(page: Page, scheme: str) -> No
 # ---------------------------------------------------------------- the parts of the scripts that are pure
 
 
-def test_events_are_the_same_in_whatever_pieces_they_come(page: Page) -> None:
-    found = page.run(
+def test_events_are_the_same_however_they_are_cut(page: Page) -> None:
+    result = page.run(
         """
         const { EventParser } = await import("/page/sse.js");
         const text = ": hello\\r\\ndata: {\\"a\\": 1}\\r\\n\\r\\nevent: x\\rdata:one\\rdata: two\\r\\r" +
@@ -351,8 +351,8 @@ def test_events_are_the_same_in_whatever_pieces_they_come(page: Page) -> None:
         return [...Array(text.length).keys()].map((n) => pieces(n + 1));
         """
     )
-    assert len(set(found)) == 1
-    assert [(event["event"], event["data"]) for event in json.loads(found[0])] == [
+    assert len(set(result)) == 1
+    assert [(event["event"], event["data"]) for event in json.loads(result[0])] == [
         ("message", '{"a": 1}'),
         ("x", "one\ntwo"),
         ("message", ""),
@@ -362,7 +362,7 @@ def test_events_are_the_same_in_whatever_pieces_they_come(page: Page) -> None:
 
 
 def test_metrics_are_read_and_counted(page: Page) -> None:
-    found = page.run(
+    result = page.run(
         """
         const { History, parse, quantile, read } = await import("/page/metrics.js");
         const scrape = (tokens, fast, slow) => `# HELP vllm:x A comment.
@@ -394,17 +394,17 @@ vllm:time_to_first_token_seconds_bucket{le="+Inf"} ${fast + slow}
         };
         """
     )
-    assert found["before"] == [150, 0.5, pytest.approx(0.05), 5, 0.25]
-    assert found["anew"] == 1
-    assert found["label"] == 'a "quoted" {name}'
-    assert found["missing"] is None
-    assert found["quantiles"] == [0, 0.5, 1, 1.9, 2]
-    assert found["beyond"] == 1
-    assert found["nothing"] is True
+    assert result["before"] == [150, 0.5, pytest.approx(0.05), 5, 0.25]
+    assert result["anew"] == 1
+    assert result["label"] == 'a "quoted" {name}'
+    assert result["missing"] is None
+    assert result["quantiles"] == [0, 0.5, 1, 1.9, 2]
+    assert result["beyond"] == 1
+    assert result["nothing"] is True
 
 
 def test_markdown_makes_few_elements_and_no_others(page: Page) -> None:
-    found = page.run(
+    result = page.run(
         """
         const { show } = await import("/page/markdown.js");
         const text = given[0];
@@ -427,12 +427,12 @@ def test_markdown_makes_few_elements_and_no_others(page: Page) -> None:
         "<img src=x onerror=alert(1)><script>alert(2)</script>\n"
         "[good](https://example.org/a) [bad](javascript:alert(3)) [data](data:text/html,x)",
     )
-    assert found["same"] is True
-    assert " ".join(found["tags"]) == "a blockquote button code div em h3 li ol p pre span strong svg ul use"
-    assert found["links"] == ["https://example.org/a"]
-    assert found["code"] == "if a < b:\n    <b>x</b>"
-    assert found["items"] == ["one", "two"]
-    assert found["nested"] == "inner"
+    assert result["same"] is True
+    assert " ".join(result["tags"]) == "a blockquote button code div em h3 li ol p pre span strong svg ul use"
+    assert result["links"] == ["https://example.org/a"]
+    assert result["code"] == "if a < b:\n    <b>x</b>"
+    assert result["items"] == ["one", "two"]
+    assert result["nested"] == "inner"
     for literal in (
         "2 * 3 * 4",
         "snake_case_name",
@@ -440,4 +440,4 @@ def test_markdown_makes_few_elements_and_no_others(page: Page) -> None:
         "<img src=x onerror=alert(1)>",
         "[bad](javascript:",
     ):
-        assert literal in found["text"]
+        assert literal in result["text"]

@@ -14,7 +14,7 @@ import pytest
 
 from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import sequences
-from pagewire.ipc.messages import Request, StepPlan
+from pagewire.ipc.messages import Prompt, Request, StepPlan
 from pagewire.ipc.params import SamplingParams
 from pagewire.workers.runner import Runner
 
@@ -63,7 +63,7 @@ def run(runner: Runner, setting: Setting, prompts: list[list[int]]) -> tuple[lis
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     outputs: list[list[int]] = [[] for _ in range(2 * len(prompts))]
     for key, prompt in enumerate(prompts + prompts):
-        submitted = Request(key, str(key), prompt, params, seed=0)
+        submitted = Request(key, str(key), Prompt(prompt), params, seed=0)
         (request,) = sequences(
             submitted,
             b"test",

@@ -26,7 +26,7 @@ from pagewire import (
     StructuredOutputsParams,
 )
 
-from .conftest import Daemon
+from .conftest import KV_BYTES, Daemon
 
 PROMPTS = [[300 + i, 400, 500 + i] * (1 + i % 5) for i in range(24)]
 
@@ -185,7 +185,9 @@ def test_a_killed_core_is_told_to_every_request(start_daemon: Callable) -> None:
 
 def test_restarts_carry_streams_over_to_a_new_core() -> None:
     async def main() -> None:
-        llm = AsyncLLM.from_engine_args(EngineArgs(dtype="float32"), restarts=1)
+        llm = AsyncLLM.from_engine_args(
+            EngineArgs(dtype="float32", kv_cache_memory_bytes=KV_BYTES), restarts=1
+        )
         expected = await asyncio.gather(*(collect(llm, i, None, mixed) for i in range(4)))
         expected_logprobs = await prompt_logprobs(llm)
         assert len(expected_logprobs) == 40

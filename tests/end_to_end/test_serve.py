@@ -81,7 +81,7 @@ def test_a_client_that_leaves_frees_its_blocks(start_server: Callable[..., Serve
 
 
 def test_a_client_that_reads_nothing_is_dropped(start_server: Callable[..., Server], address: str) -> None:
-    """Its connection is cut by the kernel; what it asked for is not generated for nobody."""
+    """Its connection is cut by the kernel; what it requested is not generated to the end."""
     server = start_server("--attach", address, "--port", "0", "--stall-seconds", "0.5")
     body = json.dumps(LONG | {"stream": True, "n": 32, "logprobs": 20}).encode()
     with socket.socket() as client:
@@ -95,7 +95,7 @@ def test_a_client_that_reads_nothing_is_dropped(start_server: Callable[..., Serv
 
 def test_the_core_is_killed(start_server: Callable[..., Server], start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon()
-    server = start_server("--attach", daemon.address, "--port", "0")
+    server = start_server("--attach", daemon.address, "--port", "0", "--reattach-timeout", "0.5")
     response = server.begin("POST", "/v1/completions", LONG | {"stream": True})
     assert response.readline().startswith(b"data: {")
     daemon.process.kill()

@@ -33,15 +33,15 @@ class Collector(ThreadingHTTPServer):
         self.endpoint = f"http://127.0.0.1:{self.server_address[1]}/v1/traces"
 
     def spans(self) -> dict[str, Span]:
-        """By request id."""
-        found = [
+        """The spans received so far, by request id."""
+        spans = [
             span
             for message in self.received
             for resource in message.resource_spans
             for scope in resource.scope_spans
             for span in scope.spans
         ]
-        return {attributes(span)["gen_ai.request.id"]: span for span in found}
+        return {attributes(span)["gen_ai.request.id"]: span for span in spans}
 
 
 class Receiver(BaseHTTPRequestHandler):
@@ -53,7 +53,7 @@ class Receiver(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -67,13 +67,13 @@ def collector() -> Iterator[Collector]:
 
 
 def attributes(span: Any) -> dict[str, Any]:
-    """Plain values."""
-    found = {}
+    """The attributes of a span by name, as plain values."""
+    values = {}
     for item in span.attributes:
         kind = item.value.WhichOneof("value")
         value = getattr(item.value, kind)
-        found[item.key] = [one.string_value for one in value.values] if kind == "array_value" else value
-    return found
+        values[item.key] = [each.string_value for each in value.values] if kind == "array_value" else value
+    return values
 
 
 def test_a_span_per_request(address: str, collector: Collector) -> None:
@@ -96,9 +96,13 @@ def test_a_span_per_request(address: str, collector: Collector) -> None:
     assert (child.name, child.kind) == ("llm_request", Span.SPAN_KIND_SERVER)
     assert (child.trace_id.hex(), child.parent_span_id.hex()) == (TRACE, PARENT)
     assert left.parent_span_id == b"" and left.trace_id != child.trace_id
-    told = attributes(child)
-    times = {name.removeprefix("gen_ai.latency."): told.pop(name) for name in list(told) if "latency" in name}
-    assert told == {
+    recorded = attributes(child)
+    times = {
+        name.removeprefix("gen_ai.latency."): recorded.pop(name)
+        for name in list(recorded)
+        if "latency" in name
+    }
+    assert recorded == {
         "gen_ai.request.id": "child",
         "gen_ai.request.temperature": 0.5,
         "gen_ai.request.top_p": 0.9,
@@ -106,11 +110,11 @@ def test_a_span_per_request(address: str, collector: Collector) -> None:
         "gen_ai.request.max_tokens": 6,
         "gen_ai.response.model": "demo",
         "gen_ai.response.finish_reasons": ["length", "length"],
-        "gen_ai.usage.prompt_tokens": told["gen_ai.usage.prompt_tokens"],
+        "gen_ai.usage.prompt_tokens": recorded["gen_ai.usage.prompt_tokens"],
         "gen_ai.usage.completion_tokens": 12,
         "gen_ai.usage.num_sequences": 2,
     }
-    assert told["gen_ai.usage.prompt_tokens"] > 0
+    assert recorded["gen_ai.usage.prompt_tokens"] > 0
     assert 0 <= times["time_in_queue"] <= times["time_to_first_token"] <= times["e2e"]
     prefill, decode = times["time_in_model_prefill"], times["time_in_model_decode"]
     assert times["time_in_model_inference"] == pytest.approx(prefill + decode) and decode > 0
@@ -137,7 +141,7 @@ def test_an_engine_of_our_own_and_a_dead_one(collector: Collector) -> None:
     assert "shut down" in spans["lost"].status.message
 
 
-def test_a_collector_that_is_not_there_harms_nobody(address: str) -> None:
+def test_requests_run_without_their_collector(address: str) -> None:
     with LLM.attach(address) as plain:
         expected = plain.generate("with", PARAMS, use_tqdm=False)[0].outputs[0].text
 

@@ -25,6 +25,7 @@ from pagewire.ipc.messages import (
     Hello,
     Ping,
     Pong,
+    Prompt,
     Request,
     Submit,
     ToFrontend,
@@ -70,7 +71,7 @@ class RawFrontend:
 
     def submit(self, key: int, prompt: list[int], seed: int = 7, **params: Any) -> None:
         params.setdefault("max_tokens", 8)
-        request = Request(key, f"r{key}", prompt, SamplingParams(**params), seed, eos_token_id=999)
+        request = Request(key, f"r{key}", Prompt(prompt), SamplingParams(**params), seed, eos_token_id=999)
         self.say(Submit([request]))
 
     def take(self, message: ToFrontend) -> None:

@@ -25,6 +25,8 @@ from pagewire.ipc.messages import (
     PROTOCOL,
     Masks,
     Ready,
+    Row,
+    RowResult,
     Shutdown,
     StepPlan,
     StepResult,
@@ -57,11 +59,11 @@ def allowed_from(token_id: int, mask: bytes) -> int | None:
 
 
 def mask_rows(masks: Masks | None) -> dict[int, bytes]:
-    """The mask of each row of the plan that has one."""
+    """The mask of each sample of the plan that has one."""
     if masks is None:
         return {}
     data, width = bytes(masks.bits.data), 4 * masks.bits.shape[1]
-    return {row: data[i * width : (i + 1) * width] for i, row in enumerate(masks.rows)}
+    return {sample: data[i * width : (i + 1) * width] for i, sample in enumerate(masks.samples)}
 
 
 class FakeWorker:
@@ -100,28 +102,34 @@ class FakeWorker:
             self.tokens[init.slot] = list(init.token_ids)
             self.seeds[init.slot] = init.seed
         result = StepResult(plan.step_id, [])
-        for i, row in enumerate(plan.rows):
-            tokens = self.tokens[row.slot]
-            self.obey(tokens[row.start : row.start + row.num_tokens], i, result)
-            if row.sample:
-                token_id = next_token(tokens[: row.start + row.num_tokens], self.seeds[row.slot])
-                if i in allowed:
-                    found = allowed_from(token_id, allowed[i])
-                    if found is None:
-                        result.errors[i] = "nothing is allowed"
-                    token_id = found or 0
-                tokens.append(token_id)
-                self.sampled.append(token_id)
-                result.token_ids.append(token_id)
+        num_samples = 0
+        for row in plan.rows:
+            mask = allowed.get(num_samples)
+            num_samples += row.num_samples
+            result.rows.append(self.run(row, mask))
         return result
 
-    def obey(self, token_ids: Sequence[int], row: int, result: StepResult) -> None:
+    def run(self, row: Row, mask: bytes | None) -> RowResult:
+        tokens, result = self.tokens[row.slot], RowResult()
+        self.obey(tokens[row.start : row.start + row.num_tokens], result)
+        if row.num_samples:
+            token_id: int | None = next_token(tokens[: row.start + row.num_tokens], self.seeds[row.slot])
+            if mask is not None and token_id is not None:
+                token_id = allowed_from(token_id, mask)
+                if token_id is None:
+                    result.error = "nothing is allowed"
+            tokens.append(token_id or 0)
+            self.sampled.append(token_id or 0)
+            result.token_ids = [token_id or 0]
+        return result
+
+    def obey(self, token_ids: Sequence[int], result: RowResult) -> None:
         if CRASH in token_ids and Path(os.environ.get("CRASH_WHILE", "/")).exists():
             os.kill(os.getpid(), signal.SIGKILL)
         if HANG in token_ids:
             os.kill(os.getpid(), signal.SIGSTOP)
         if FAIL in token_ids:
-            result.errors[row] = "token 996 is unlucky"
+            result.error = "token 996 is unlucky"
 
 
 def main() -> None:

@@ -11,9 +11,21 @@ import msgspec
 import pytest
 
 from pagewire.engine_core.schedule.sequence import sequence_seed
+from pagewire.ipc.codec import Tensor
 from pagewire.ipc.errors import ModelNotFoundError
-from pagewire.ipc.messages import PROTOCOL, Abort, CoreDying, Goodbye, Hello, Refused, Request, Submit
-from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.messages import (
+    PROTOCOL,
+    Abort,
+    CoreDying,
+    Goodbye,
+    Hello,
+    Media,
+    Prompt,
+    Refused,
+    Request,
+    Submit,
+)
+from pagewire.ipc.params import PoolingParams, SamplingParams
 
 from .fake_worker import CRASH, FAIL, HANG, next_token
 
@@ -231,12 +243,33 @@ def test_a_slow_reader_gets_everything_in_the_end(
         assert slow.outputs[key, index] == roll_out([key] * 3, 120, sequence_seed(7, index))
 
 
+@pytest.mark.parametrize(
+    ("prompt", "task", "text"),
+    [
+        (Prompt([8]), PoolingParams(), "does not pool"),
+        (Prompt([8], [Media(0, 1, b"cat", Tensor("uint8", (0,), b""))]), SamplingParams(), "takes no media"),
+        (Prompt([8], adapter=b"a"), SamplingParams(), "has no adapters"),
+    ],
+)
+def test_what_the_engine_cannot_do_yet_is_refused_by_name(
+    start_core: Callable, prompt: Prompt, task: SamplingParams | PoolingParams, text: str
+) -> None:
+    frontend = start_core().frontend()
+    frontend.attach()
+    frontend.say(Submit([Request(1, "r", prompt, task, 7)]))
+    frontend.finish((1, 0))
+    end = frontend.ends[1, 0]
+    assert text in (end.error or "") and end.error_type == "ValueError"
+    frontend.submit(2, [8])
+    frontend.finish((2, 0))  # and nothing else is disturbed
+
+
 def test_resubmitted_requests_go_on_where_they_were(start_core: Callable) -> None:
     frontend = start_core().frontend()
     frontend.attach()
     expected = roll_out([8, 8], 10)
     params = SamplingParams(max_tokens=10)
-    frontend.say(Submit([Request(1, "r", [8, 8], params, 7, output_token_ids=[expected[:4]])]))
+    frontend.say(Submit([Request(1, "r", Prompt([8, 8]), params, 7, output_token_ids=[expected[:4]])]))
     frontend.finish((1, 0))
     assert frontend.outputs[1, 0] == expected[4:]
 

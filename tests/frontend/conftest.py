@@ -1,4 +1,4 @@
-"""A core that does nothing but speak its messages, for tests of whatever attaches to one."""
+"""A fake core that speaks the protocol of a real one, for tests of frontends."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from pagewire.ipc.messages import (
     Deltas,
     EngineInfo,
     Hello,
+    LogprobRows,
     Ping,
     Pong,
     Refused,
@@ -44,7 +45,7 @@ VOCAB = {"</s>": EOS, "<unk>": 1} | {f"w{i}": i for i in range(2, 64)}
 class FakeCore:
     """A thread with a bound ROUTER. `auto`: it answers each request by itself with `answer(request, index)`.
 
-    seen: every message that came, in order, but for pings. What a test wants sent goes through `send`.
+    seen: every message that came, in order, but for pings. A test sends messages with `send`.
     """
 
     def __init__(self, address: str, info: EngineInfo, curve: CurveKeys | None = None) -> None:
@@ -53,7 +54,10 @@ class FakeCore:
         self.welcomes = True
         self.pongs = True
         self.answer: Callable[[Request, int], list[int]] = lambda request, index: [2, 3, 4]
-        self.reason = "length"  # that answers end for
+        self.reason = "length"  # finish reason of all answers
+        self.logprobs: Callable[[Request], LogprobRows | None] = lambda request: (
+            None
+        )  # of each token of an answer
         self.calls: dict[str, Callable[..., Any]] = {}
         self.seen: queue.Queue[Any] = queue.Queue()
         self.submitted: dict[int, Request] = {}
@@ -100,7 +104,7 @@ class FakeCore:
 
     def _reply(self, message: Any) -> None:
         if self._stop.is_set():
-            return  # what has vanished says nothing more
+            return  # a core that has vanished sends nothing
         with contextlib.suppress(zmq.ZMQError):  # the frontend has gone meanwhile
             send(self._socket, [self.client, *self._codec.encode(message)])
 
@@ -110,7 +114,7 @@ class FakeCore:
                 self._reply(Pong())
             return
         if isinstance(message, Hello):
-            self._greet(message)
+            self._handshake(message)
         elif isinstance(message, Call):
             self._reply(self._called(message))
         elif isinstance(message, Submit):
@@ -119,7 +123,7 @@ class FakeCore:
                 self._generate(message.requests)
         self.seen.put(message)
 
-    def _greet(self, hello: Hello) -> None:
+    def _handshake(self, hello: Hello) -> None:
         if hello.protocol != PROTOCOL:
             self._reply(Refused(f"you speak protocol {hello.protocol}, this core {PROTOCOL}"))
         elif self.welcomes:
@@ -134,14 +138,20 @@ class FakeCore:
     def _generate(self, requests: list[Request]) -> None:
         """All requests token by token, in steps, as a core would."""
         rows = [
-            (request.key, index, self.answer(request, index))
+            (request, index, self.answer(request, index))
             for request in requests
             for index in range(request.params.n)
         ]
         for step in itertools.count():
             deltas = [
-                TokenDelta(key, index, [ids[step]], self.reason if step == len(ids) - 1 else None)
-                for key, index, ids in rows
+                TokenDelta(
+                    request.key,
+                    index,
+                    [ids[step]],
+                    self.reason if step == len(ids) - 1 else None,
+                    logprobs=self.logprobs(request),
+                )
+                for request, index, ids in rows
                 if step < len(ids)
             ]
             if not deltas:
@@ -168,7 +178,7 @@ def word_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine_info(word_tokenizer: Path) -> EngineInfo:
-    """What the fake core says of itself."""
+    """The properties of the fake core's engine."""
     return EngineInfo(
         model="fake",
         model_path=str(word_tokenizer),

@@ -1,4 +1,4 @@
-"""Beam search against exhaustive search over a toy model, and against Hugging Face's."""
+"""Beam search against exhaustive search over a toy model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from pagewire.frontend.beam_search import Beams, BeamSearchSequence, beam_search
+from pagewire.frontend.beam_search import (
+    Beams,
+    BeamSearchSequence,
+    beam_search,
+    end_tokens,
+    tokens_prompt,
+)
+from pagewire.frontend.inputs import TokensPrompt
 from pagewire.ipc.params import BeamSearchParams, SamplingParams
 
 EOS = 0
@@ -30,23 +37,36 @@ class Model:
 
     def __init__(self) -> None:
         self.batches: list[int] = []
+        self.prompts: list[TokensPrompt] = []
 
-    def extend(self, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
+    def extend(self, prompts: list[TokensPrompt], params: SamplingParams) -> list[Any]:
         self.batches.append(len(prompts))
+        self.prompts += prompts
         assert params.max_tokens == 1 and params.logprobs is not None
         outputs = []
         for prompt in prompts:
-            ranked = sorted(enumerate(distribution(tuple(prompt))), key=lambda pair: -pair[1])
+            ranked = sorted(
+                enumerate(distribution(tuple(prompt["prompt_token_ids"]))), key=lambda pair: -pair[1]
+            )
             top = ranked if params.logprobs == -1 else ranked[: params.logprobs]
             entries = {token: SimpleNamespace(logprob=logprob) for token, logprob in top}
             outputs.append(SimpleNamespace(outputs=[SimpleNamespace(logprobs=[entries])]))
         return outputs
 
 
-def search(prompt: list[int], **options: Any) -> list[BeamSearchSequence]:
+def search(
+    prompt: list[int], model: Model | None = None, eos_token_ids: tuple[int, ...] = (EOS,), **options: Any
+) -> list[BeamSearchSequence]:
     params = BeamSearchParams(**options)
-    found = beam_search([prompt], params, Model().extend, eos_token_id=EOS, max_model_len=100)
-    return found[0]
+    ends = end_tokens(params, eos_token_ids[0], {"eos_token_id": list(eos_token_ids)})
+    (beams,) = beam_search(
+        [TokensPrompt(prompt_token_ids=prompt)],
+        params,
+        (model or Model()).extend,
+        ends=ends,
+        max_model_len=100,
+    )
+    return beams
 
 
 def exhaustive(prompt: tuple[int, ...], max_tokens: int, length_penalty: float, eos: int | None) -> list[Any]:
@@ -67,7 +87,12 @@ def exhaustive(prompt: tuple[int, ...], max_tokens: int, length_penalty: float, 
 def test_a_wide_beam_is_exhaustive(length_penalty: float, ignore_eos: bool) -> None:
     width = VOCAB**3
     beams = search(
-        [1, 2], beam_width=width, max_tokens=4, length_penalty=length_penalty, ignore_eos=ignore_eos
+        [1, 2],
+        beam_width=width,
+        max_tokens=4,
+        length_penalty=length_penalty,
+        ignore_eos=ignore_eos,
+        early_stopping="never",
     )
     expected = exhaustive((1, 2), 4, length_penalty, None if ignore_eos else EOS)[:width]
     assert [beam.score(length_penalty) for beam in beams] == pytest.approx([score for score, _ in expected])
@@ -83,34 +108,122 @@ def test_beams_know_how_they_ended() -> None:
         assert beam.cum_logprob == beam.cumulative_logprob
 
 
-def test_stopping_early_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = [([p], w, penalty) for p in range(1, 5) for w in (1, 2, 3) for penalty in (0.0, 1.0, -0.5)]
+CASES = [([p], w, penalty) for p in range(1, 5) for w in (1, 2, 3) for penalty in (0.0, 1.0, -0.5)]
 
-    def run() -> list[list[list[int]]]:
-        return [
-            [b.token_ids for b in search(p, beam_width=w, max_tokens=12, length_penalty=penalty)]
-            for p, w, penalty in cases
-        ]
 
-    early = run()
+def all_cases(**options: Any) -> tuple[list[list[list[int]]], list[int]]:
+    """The beams of all cases, and the number of steps of each."""
+    beams, steps = [], []
+    for prompt, width, penalty in CASES:
+        model = Model()
+        best = search(prompt, model, beam_width=width, max_tokens=12, length_penalty=penalty, **options)
+        beams.append([beam.token_ids for beam in best])
+        steps.append(len(model.batches))
+    return beams, steps
+
+
+def test_never_stopping_early_is_stopping_when_nothing_can_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    beams, steps = all_cases(early_stopping="never")
     monkeypatch.setattr(Beams, "_settled", lambda self: False)
-    assert early == run()
+    assert (beams, [12] * len(CASES)) == all_cases(early_stopping="never")
+    assert any(count < 12 for count in steps)
+
+
+def test_early_stopping_is_in_the_order_of_its_values() -> None:
+    _, at_once = all_cases(early_stopping=True)
+    _, likely = all_cases(early_stopping=False)
+    _, never = all_cases(early_stopping="never")
+    assert all(a <= b <= c for a, b, c in zip(at_once, likely, never, strict=True))
+    assert at_once != likely and likely != never
+    assert likely == all_cases()[1]
+
+
+def test_a_search_that_stops_early_has_the_first_beams_that_end() -> None:
+    model = Model()
+    beams = search([1], model, beam_width=2, max_tokens=12, early_stopping=True)
+    assert len(beams) == 2 and all(beam.finish_reason == "stop" for beam in beams)
+    assert len(model.batches) == max(len(beam.token_ids) for beam in beams)
+
+
+def test_any_end_of_sequence_token_ends_a_beam() -> None:
+    beams = search([1], beam_width=4, max_tokens=6, eos_token_ids=(EOS, 3), stop_token_ids=[4])
+    last = {beam.token_ids[-1]: beam for beam in beams if beam.finish_reason == "stop"}
+    assert {EOS, 3, 4} >= set(last) and len(last) > 1
+    for token_id, beam in last.items():
+        assert beam.stop_reason == (None if token_id == EOS else token_id)
+        assert not {EOS, 3, 4} & set(beam.token_ids[:-1])
+    only = search(
+        [1],
+        beam_width=8,
+        max_tokens=6,
+        eos_token_ids=(EOS, 3),
+        ignore_eos=True,
+        stop_token_ids=[4],
+        length_penalty=0.5,
+    )
+    ended = [beam for beam in only if beam.finish_reason == "stop"]
+    assert ended and all(beam.token_ids[-1] == 4 and 4 not in beam.token_ids[:-1] for beam in ended)
+    assert any({EOS, 3} & set(beam.token_ids) for beam in only)
+
+
+@pytest.mark.parametrize("min_tokens", [1, 3, 6])
+def test_no_beam_ends_before_min_tokens(min_tokens: int) -> None:
+    early = search([2], beam_width=3, max_tokens=6, length_penalty=-1.0)
+    assert min(len(beam.token_ids) for beam in early) == 1
+    beams = search([2], beam_width=3, max_tokens=6, length_penalty=-1.0, min_tokens=min_tokens)
+    assert len(beams) == 3 and all(EOS not in beam.token_ids[:min_tokens] for beam in beams)
 
 
 def test_prompts_are_one_batch_and_the_model_length_is_kept() -> None:
     model = Model()
     done: list[int] = []
-    found = beam_search(
-        [[1], [1, 2, 3]],
+    groups = beam_search(
+        [TokensPrompt(prompt_token_ids=[1]), TokensPrompt(prompt_token_ids=[1, 2, 3])],
         BeamSearchParams(beam_width=2, max_tokens=10, ignore_eos=True),
         model.extend,
-        eos_token_id=EOS,
+        ends={},
         max_model_len=5,
         on_done=lambda: done.append(1),
     )
     assert model.batches == [2, 4, 2, 2]
-    assert [[len(beam.tokens) for beam in beams] for beams in found] == [[5, 5], [5, 5]]
+    assert [[len(beam.tokens) for beam in beams] for beams in groups] == [[5, 5], [5, 5]]
     assert len(done) == 2
+
+
+def test_every_step_has_the_cache_salt_of_its_prompt() -> None:
+    model = Model()
+    prompts = [tokens_prompt({"prompt": "x", "cache_salt": "s"}, [1]), tokens_prompt("x", [2])]
+    beam_search(prompts, BeamSearchParams(2, 3), model.extend, ends={}, max_model_len=100)
+    salts = {prompt["prompt_token_ids"][0]: prompt.get("cache_salt") for prompt in model.prompts}
+    assert salts == {1: "s", 2: None} and sum(model.batches) == len(model.prompts) == 10
+    with pytest.raises(ValueError, match="cache_salt must not be empty"):
+        tokens_prompt({"prompt": "x", "cache_salt": ""}, [1])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([1] * 5, {}, "5 tokens, which leaves room for 0 of at least 1: max_model_len is 5"),
+        ([1] * 3, {"min_tokens": 3}, "3 tokens, which leaves room for 2 of at least 3"),
+        ([1], {"beam_width": 4}, "beam_width=4 needs the log probabilities of 5 tokens per step.* is 4"),
+        ([1], {"temperature": 0.5}, "temperature=0.5 needs the log probabilities of all tokens.* is 4"),
+    ],
+)
+def test_a_search_that_cannot_be_run_is_an_error(
+    prompt: list[int], options: dict[str, Any], message: str
+) -> None:
+    model = Model()
+    params = BeamSearchParams(**({"beam_width": 2, "max_tokens": 4} | options))
+    with pytest.raises(ValueError, match=message):
+        beam_search(
+            [TokensPrompt(prompt_token_ids=prompt)],
+            params,
+            model.extend,
+            ends={EOS: None},
+            max_model_len=5,
+            max_logprobs=4,
+        )
+    assert not model.batches
 
 
 def test_temperature_reshapes_the_scores() -> None:

@@ -16,7 +16,7 @@ import zmq
 from pagewire.frontend.client import CoreClient
 from pagewire.ipc.errors import EngineDeadError, ModelNotFoundError, ProtocolError
 from pagewire.ipc.lifeline import Child
-from pagewire.ipc.messages import Abort, CoreDying, Goodbye, Refused, Request, Submit, TokenDelta
+from pagewire.ipc.messages import Abort, CoreDying, Goodbye, Prompt, Refused, Request, Submit, TokenDelta
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.sockets import CurveKeys
 
@@ -49,7 +49,7 @@ def attach() -> Iterator[Callable[..., Watched]]:
 
 
 def request(key: int) -> Request:
-    return Request(key, f"r{key}", [2, 3], SamplingParams(), seed=0)
+    return Request(key, f"r{key}", Prompt([2, 3]), SamplingParams(), seed=0)
 
 
 def test_submit_deltas_abort_goodbye(core: Any, attach: Callable[..., Watched]) -> None:

@@ -59,22 +59,33 @@ def test_a_text(intake: Intake, prepare: Callable[..., Prepared]) -> None:
     request = prepared.request
     assert prepared.prompt_text == "The fox"
     assert intake.tokenizer is not None
-    assert request.prompt_token_ids == intake.tokenizer.encode("The fox")
-    assert request.prompt_token_ids[0] == intake.tokenizer.bos_token_id
+    assert request.prompt.token_ids == intake.tokenizer.encode("The fox")
+    assert request.prompt.token_ids[0] == intake.tokenizer.bos_token_id
     assert (request.key, request.request_id, request.eos_token_id, request.priority) == (3, "id", 2, 0)
-    assert prepare(TextPrompt(prompt="The fox")).request.prompt_token_ids == request.prompt_token_ids
+    assert prepare(TextPrompt(prompt="The fox")).request.prompt.token_ids == request.prompt.token_ids
 
 
 def test_token_ids(prepare: Callable[..., Prepared]) -> None:
     for prompt in ([5, 6], (5, 6), TokensPrompt(prompt_token_ids=[5, 6])):
         prepared = prepare(prompt)
-        assert (prepared.request.prompt_token_ids, prepared.prompt_text) == ([5, 6], None)
+        assert (prepared.request.prompt.token_ids, prepared.prompt_text) == ([5, 6], None)
     known = prepare(TokensPrompt(prompt_token_ids=[5, 6], prompt="ab", cache_salt="mine"))
-    assert (known.request.prompt_token_ids, known.prompt_text, known.request.cache_salt) == (
+    assert (known.request.prompt.token_ids, known.prompt_text, known.request.prompt.cache_salt) == (
         [5, 6],
         "ab",
         "mine",
     )
+
+
+def test_a_prompt_may_have_empty_values_for_what_is_not_supported(prepare: Callable[..., Prepared]) -> None:
+    prompt = {
+        "prompt_token_ids": [5, 6],
+        "token_type_ids": None,
+        "multi_modal_data": {},
+        "multi_modal_uuids": None,
+        "mm_processor_kwargs": {},
+    }
+    assert prepare(prompt).request.prompt.token_ids == [5, 6]
 
 
 def test_integers_of_other_libraries(prepare: Callable[..., Prepared]) -> None:
@@ -82,7 +93,7 @@ def test_integers_of_other_libraries(prepare: Callable[..., Prepared]) -> None:
         def __index__(self) -> int:
             return 5
 
-    ids = prepare([Int64(), 6]).request.prompt_token_ids
+    ids = prepare([Int64(), 6]).request.prompt.token_ids
     assert ids == [5, 6] and type(ids[0]) is int
     assert prompts_of([Int64(), Int64()]) != []
 
@@ -111,6 +122,17 @@ def test_integers_of_other_libraries(prepare: Callable[..., Prepared]) -> None:
             ValueError,
             "multi-modal data is not supported yet",
         ),
+        (
+            {"prompt": "a", "multi_modal_uuids": {"image": ["a"]}},
+            ValueError,
+            "multi_modal_uuids: multi-modal",
+        ),
+        ({"prompt": "a", "mm_processor_kwargs": {"size": 1}}, ValueError, "mm_processor_kwargs: multi-modal"),
+        ({"prompt": "a", "data_format": "x"}, ValueError, "data_format: data prompts are not supported yet"),
+        ({"prompt_token_ids": [1], "token_type_ids": [0]}, ValueError, "token_type_ids: no supported model"),
+        ({"prompt": "a", "cache_slat": "b"}, ValueError, r"'cache_slat'; did you mean 'cache_salt'\?"),
+        ({"promt": "a"}, ValueError, r"unknown key of a prompt 'promt'; did you mean 'prompt'\?"),
+        ({"prompt": "a", 7: "b"}, ValueError, "unknown key of a prompt 7$"),
         ({"prompt": "a", "cache_salt": 1}, TypeError, "cache_salt must be a string"),
         ({"prompt": "a", "cache_salt": ""}, ValueError, "cache_salt must not be empty"),
         ([1] * LENGTH, ValueError, f"the prompt has {LENGTH} tokens, which leaves no room"),
@@ -194,14 +216,14 @@ def test_truncation_keeps_the_last_tokens(
 ) -> None:
     prompt = list(range(30))
     request = prepare(prompt, truncate_prompt_tokens=keep, max_tokens=max_tokens).request
-    assert request.prompt_token_ids == prompt[-left:]
+    assert request.prompt.token_ids == prompt[-left:]
     assert request.params.max_tokens == room
 
 
 def test_truncation_saves_a_long_prompt(prepare: Callable[..., Prepared]) -> None:
     prompt = list(range(100))
     request = prepare(prompt, truncate_prompt_tokens=-1, max_tokens=None).request
-    assert (request.prompt_token_ids, request.params.max_tokens) == (prompt[-31:], 1)
+    assert (request.prompt.token_ids, request.params.max_tokens) == (prompt[-31:], 1)
     with pytest.raises(ValueError, match="leaves no room"):
         prepare(prompt, truncate_prompt_tokens=50)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pagewire.frontend.outputs import CompletionOutput, Outputs, RequestOutput, RequestState
 from pagewire.frontend.text.logprobs import FlatLogprobs
 from pagewire.frontend.text.tokenizer import Tokenizer
-from pagewire.ipc.messages import Request, RequestTiming, TokenDelta
+from pagewire.ipc.messages import Prompt, Request, RequestTiming, TokenDelta
 from pagewire.ipc.params import RequestOutputKind, SamplingParams
 
 from . import trained
@@ -24,7 +24,9 @@ PROMPT = [5, 6, 7]
 
 
 def new_state(tokenizer: Tokenizer | None, key: int = 0, **params: Any) -> RequestState:
-    request = Request(key, f"r{key}", PROMPT, SamplingParams(**{"max_tokens": 1000, **params}), seed=0)
+    request = Request(
+        key, f"r{key}", Prompt(PROMPT), SamplingParams(**{"max_tokens": 1000, **params}), seed=0
+    )
     return RequestState(request, "prompt", tokenizer)
 
 
@@ -71,7 +73,9 @@ def deltas_of(
 @pytest.mark.parametrize("family", ["byte_level", "llama_2", "unigram", "word_piece", "unknown_decoder"])
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_all_kinds_tell_the_same(family: str, tokenizers: dict[str, Tokenizer], data: st.DataObject) -> None:
+def test_all_output_kinds_add_up_to_the_same(
+    family: str, tokenizers: dict[str, Tokenizer], data: st.DataObject
+) -> None:
     tokenizer = tokenizers[family]
     draw = random.Random(data.draw(st.integers(0, 2**32)))
     text = tokenizer.encode(draw.choice(trained.TEXT), add_special_tokens=False)
@@ -108,18 +112,18 @@ def test_all_kinds_tell_the_same(family: str, tokenizers: dict[str, Tokenizer], 
         assert len(set(dropped)) == len(dropped)
         outcomes.append(merged([output for output in taken if output is not None], kind))
     assert outcomes[0] == outcomes[1] == outcomes[2]
-    for (index, found, ids, logprobs, _, reason, why), sequence in zip(outcomes[0], sequences, strict=True):
+    for (index, text, ids, logprobs, _, reason, why), sequence in zip(outcomes[0], sequences, strict=True):
         assert sequence[: len(ids)] == ids and (len(logprobs) == len(ids) or not with_logprobs)
         if reason == "length":
-            assert (ids, found) == (sequence, tokenizer.decode(sequence))
+            assert (ids, text) == (sequence, tokenizer.decode(sequence))
         else:
             assert (reason, why in stop) == ("stop", True)
-            assert tokenizer.decode(ids).startswith(found)
+            assert tokenizer.decode(ids).startswith(text)
         assert index < 3
 
 
 def merged(taken: list[RequestOutput], kind: RequestOutputKind) -> list[Any]:
-    """What all outputs of a request together tell: (index, text, tokens, log probabilities, ...) per sequence."""
+    """What all outputs of a request together hold: (index, text, tokens, log probabilities, ...) per sequence."""
     assert [output.finished for output in taken] == [False] * (len(taken) - 1) + [True]
     if kind is not DELTA:
         if kind is FINAL_ONLY:
@@ -258,7 +262,7 @@ def test_an_aborted_request_keeps_what_it_has(tokenizer: Tokenizer, ids: list[in
     assert state.output_token_ids == [ids, ids[:1]]
 
 
-def test_deltas_tell_only_of_news(tokenizer: Tokenizer, ids: list[int]) -> None:
+def test_a_delta_output_holds_only_what_is_new(tokenizer: Tokenizer, ids: list[int]) -> None:
     state = new_state(tokenizer, n=3, output_kind=DELTA)
     state.apply(TokenDelta(0, 2, ids[:1]))
     state.apply(TokenDelta(0, 0, ids[:2]))
@@ -279,14 +283,18 @@ def test_logprobs_of_the_prompt(flat: bool, tokenizer: Tokenizer, ids: list[int]
         state.apply(TokenDelta(0, 0, [], prompt_logprobs=some))
         assert state.take() is None
         state.apply(TokenDelta(0, 0, ids[:1], prompt_logprobs=more))
-        found = take(state).prompt_logprobs
-        assert found is not None and isinstance(found, FlatLogprobs) == flat and len(found) == len(PROMPT)
-        assert found[0] is None and found[1] is not None and found[2] is not None
-        assert list(found[1]) == [6, 1] and found[2][7].rank == 3
-        assert found[1][6].decoded_token == tokenizer.decode([6])
+        logprobs = take(state).prompt_logprobs
+        assert (
+            logprobs is not None
+            and isinstance(logprobs, FlatLogprobs) == flat
+            and len(logprobs) == len(PROMPT)
+        )
+        assert logprobs[0] is None and logprobs[1] is not None and logprobs[2] is not None
+        assert list(logprobs[1]) == [6, 1] and logprobs[2][7].rank == 3
+        assert logprobs[1][6].decoded_token == tokenizer.decode([6])
         state.apply(TokenDelta(0, 0, ids[1:2]))
         again = take(state).prompt_logprobs
-        assert again == (None if kind is DELTA else found)
+        assert again == (None if kind is DELTA else logprobs)
 
 
 def test_an_output_does_not_change_afterwards(tokenizer: Tokenizer, ids: list[int]) -> None:
@@ -329,10 +337,10 @@ def test_outputs_can_be_read(tokenizer: Tokenizer, ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "keep", "said"), [("stop", False, 1), ("stop", True, 2), ("length", False, 2)]
+    ("reason", "keep", "count"), [("stop", False, 1), ("stop", True, 2), ("length", False, 2)]
 )
 def test_a_special_token_that_ends_an_output_is_not_in_its_text(
-    reason: str, keep: bool, said: int, tokenizer: Tokenizer, ids: list[int]
+    reason: str, keep: bool, count: int, tokenizer: Tokenizer, ids: list[int]
 ) -> None:
     special = min(tokenizer.special_ids)
     for cut in range(len(ids) + 1):
@@ -341,5 +349,5 @@ def test_a_special_token_that_ends_an_output_is_not_in_its_text(
         state.apply(TokenDelta(0, 0, [*ids[cut:], special], reason))
         (output,) = take(state).outputs
         assert output.token_ids == [special, *ids, special]
-        assert output.text.count(tokenizer.decode([special], False)) == said
+        assert output.text.count(tokenizer.decode([special], False)) == count
         assert output.text.startswith(tokenizer.decode([special, *ids], False))

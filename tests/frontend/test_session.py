@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from pagewire.frontend import session as session_module
 from pagewire.frontend.outputs import RequestOutput
 from pagewire.frontend.session import Inbox, Session
 from pagewire.ipc.codec import Tensor
@@ -39,6 +40,30 @@ def attach(tmp_path: Path) -> Iterator[Callable[[float], Session]]:
     yield attach
     for session in sessions:
         session.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "loaded", "revision"), [(None, "org/model", "v2"), ("org/tokenizer", "org/tokenizer", None)]
+)
+def test_the_revision_is_that_of_the_engines_tokenizer(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    engine_info: EngineInfo,
+    given: str | None,
+    loaded: str,
+    revision: str | None,
+) -> None:
+    calls: list[tuple[str, str | None]] = []
+
+    def load(name: str, mode: str, *, revision: str | None, trust_remote_code: bool) -> None:
+        calls.append((name, revision))
+
+    monkeypatch.setattr(session_module, "load_tokenizer", load)
+    info = msgspec.structs.replace(engine_info, tokenizer="org/model", tokenizer_revision="v2")
+    core = FakeCore(f"ipc://{tmp_path}/core.sock", info)
+    Session.attach(core.address, curve=None, tokenizer=given, timeout=10).close()
+    core.close()
+    assert calls == [(loaded, revision)]
 
 
 def begin(session: Session, core: FakeCore, inbox: Inbox) -> Request:
@@ -152,7 +177,7 @@ def test_another_model_is_no_other_core(
 
 
 @pytest.mark.parametrize("reattach_timeout", [0, 0.1])
-def test_nobody_comes(
+def test_no_other_core_comes(
     new_core: Callable[..., FakeCore], attach: Callable[[float], Session], reattach_timeout: float
 ) -> None:
     core, inbox = new_core(), Inbox()
@@ -166,7 +191,7 @@ def test_nobody_comes(
         begin(session, core, inbox)
 
 
-def test_who_closes_need_not_wait_for_another_core(
+def test_closing_does_not_wait_for_another_core(
     new_core: Callable[..., FakeCore], attach: Callable[[float], Session]
 ) -> None:
     core, inbox = new_core(), Inbox()

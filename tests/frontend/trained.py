@@ -66,8 +66,8 @@ def llama_2() -> Tokenizer:
     )
     model = json.loads(base.to_str())["model"]
     vocab = dict(model["vocab"])
-    for char in "▁東京abc":
-        vocab.setdefault(char, len(vocab))
+    for name in (*"▁東京abc", "true", "▁true"):
+        vocab.setdefault(name, len(vocab))
     merges = [tuple(merge) for merge in model["merges"]]
     tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -139,7 +139,7 @@ def end_of_word() -> Tokenizer:
 
 
 def unknown_decoder() -> Tokenizer:
-    """A decoder that is not known as steps: only `decode` knows."""
+    """A decoder without steps: text can only be obtained by `decode`."""
     tokenizer = byte_level()
     tokenizer.decoder = decoders.Sequence(
         [decoders.ByteLevel(), decoders.Replace(_regex("q"), "k"), decoders.Fuse()]
@@ -167,7 +167,7 @@ CLEANED = ("word_piece", "word_level", "unigram")
 
 
 def save(tokenizer: Tokenizer, folder: Path, **config: Any) -> Path:
-    """A tokenizer folder as models have it."""
+    """Write the folder of a tokenizer with the files that models have."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE, **NAMED, **config}
@@ -176,7 +176,7 @@ def save(tokenizer: Tokenizer, folder: Path, **config: Any) -> Path:
 
 
 def save_all(folder: Path) -> dict[str, Path]:
-    """A folder for each family."""
+    """Write a folder for each family."""
     return {
         name: save(make(), folder / name, clean_up_tokenization_spaces=name in CLEANED)
         for name, make in FAMILIES.items()

@@ -95,6 +95,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         "allowed_token_ids": st.none() | token_ids.filter(bool),
         "extra_args": st.none() | st.dictionaries(words, plain, max_size=3),
         "bad_words_token_ids": st.none() | st.lists(token_ids, max_size=3),
+        "num_returned": st.sampled_from([None, 1]),
     }
     given = draw(st.sets(st.sampled_from(sorted(fields)), max_size=8))
     values = {name: draw(fields[name]) for name in sorted(given)}
@@ -105,6 +106,7 @@ SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
     int: int64,
     float: floats,
     str: words,
+    bytes: st.binary(max_size=8),
     bool: st.booleans(),
     type(None): st.none(),
     Any: plain,

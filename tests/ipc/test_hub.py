@@ -14,16 +14,16 @@ from pagewire.ipc.hub import model_folder, read_json
 
 
 def repository(tmp_path: Path, *files: str) -> tuple[list[dict[str, Any]], Callable[..., str]]:
-    """A hub with one repository; what was asked of it, and how to ask."""
-    asked: list[dict[str, Any]] = []
+    """The calls that are made of a hub with one repository, and its function that takes them."""
+    calls: list[dict[str, Any]] = []
 
     def snapshot_download(name: str, **options: Any) -> str:
-        asked.append({"name": name, **options})
+        calls.append({"name": name, **options})
         for file in files:
             (tmp_path / file).touch()
         return str(tmp_path)
 
-    return asked, snapshot_download
+    return calls, snapshot_download
 
 
 def refusing(error: Exception) -> Callable[..., str]:
@@ -34,7 +34,7 @@ def refusing(error: Exception) -> Callable[..., str]:
 
 
 def hub_error(kind: type[Exception]) -> Exception:
-    """An error of the hub's client, which wants a response that a test has not."""
+    """An error of the hub's client, which needs a response that a test has not."""
     error = kind.__new__(kind)
     Exception.__init__(error, "from the hub")
     return error
@@ -107,10 +107,10 @@ def test_each_refusal_of_the_hub_has_its_remedy(
 
 
 def test_weights_are_taken_as_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, download = repository(tmp_path, "config.json", "model.safetensors")
+    calls, download = repository(tmp_path, "config.json", "model.safetensors")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert model_folder("a/b", revision="v1", token="secret", cache_dir="/cache") == tmp_path
-    (call,) = asked
+    (call,) = calls
     assert (call["name"], call["revision"], call["token"], call["cache_dir"]) == (
         "a/b",
         "v1",
@@ -123,18 +123,26 @@ def test_weights_are_taken_as_safetensors(tmp_path: Path, monkeypatch: pytest.Mo
 def test_older_weights_only_where_there_are_no_safetensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, download = repository(tmp_path, "config.json")
+    calls, download = repository(tmp_path, "config.json")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     model_folder("a/b")
-    assert ["*.bin" in call["allow_patterns"] for call in asked] == [False, True]
+    assert ["*.bin" in call["allow_patterns"] for call in calls] == [False, True]
 
 
 def test_a_tokenizer_comes_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, download = repository(tmp_path, "tokenizer.json")
+    calls, download = repository(tmp_path, "tokenizer.json")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     model_folder("a/b", tokenizer_only=True)
-    (call,) = asked
+    (call,) = calls
     assert not {"*.safetensors", "*.bin"} & set(call["allow_patterns"])
+
+
+@pytest.mark.parametrize("tokenizer_only", [False, True])
+def test_a_folder_has_no_revisions(tmp_path: Path, tokenizer_only: bool) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for name in ("demo", str(tmp_path)):
+        with pytest.raises(ValueError, match=r"'v1': .* is a local folder, which has no revisions"):
+            model_folder(name, revision="v1", tokenizer_only=tokenizer_only)
 
 
 def test_reading_json(tmp_path: Path) -> None:

@@ -47,8 +47,8 @@ def test_text_is_one_line_with_level_time_and_name() -> None:
 
 @pytest.mark.parametrize("by_option", [True, False])
 def test_json_is_one_object_per_record(by_option: bool) -> None:
-    found = lines("json") if by_option else lines(PAGEWIRE_LOG_FORMAT="json")
-    info, facts, error = map(json.loads, found)
+    written = lines("json") if by_option else lines(PAGEWIRE_LOG_FORMAT="json")
+    info, facts, error = map(json.loads, written)
     assert info.pop("pid") and re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", info.pop("time"))
     assert info == {"level": "INFO", "logger": "pagewire.core", "message": "a ü\nb"}
     assert (facts["tokens"], facts["level"], "message" in facts) == (3, "INFO", False)
@@ -79,7 +79,7 @@ def test_a_file_may_configure_all_and_nothing_may(tmp_path: Path) -> None:
         ({"PAGEWIRE_LOGGING_CONFIG_PATH": "x", "PAGEWIRE_CONFIGURE_LOGGING": "0"}, "has no effect"),
     ],
 )
-def test_a_mistake_is_told(
+def test_a_mistake_is_reported(
     environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environment.items():

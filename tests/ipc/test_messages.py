@@ -19,7 +19,9 @@ from pagewire.ipc.messages import (
     Hello,
     LogprobRows,
     Ping,
+    Prompt,
     Request,
+    RowResult,
     StepResult,
     Submit,
     ToCore,
@@ -82,19 +84,20 @@ def test_a_large_tensor_is_not_copied() -> None:
 
 def rows_of(tensor: Tensor) -> StepResult:
     """A message with a tensor in it."""
-    return StepResult(1, [2], logprobs={0: LogprobRows(tensor, tensor, tensor)})
+    return StepResult(1, [RowResult([2], LogprobRows(tensor, tensor, tensor))])
 
 
 @given(tensors())
 @relaxed
 def test_a_decoded_tensor_is_read_only(tensor: Tensor) -> None:
     result = CODECS["FromWorker"].decode(received(Codec(ToCore).encode(rows_of(tensor))))
-    assert memoryview(result.logprobs[0].token_ids.data).readonly
+    assert memoryview(result.rows[0].logprobs.token_ids.data).readonly
 
 
 def test_a_message_with_several_tensors_keeps_them_apart() -> None:
     arrays = [Tensor("uint8", (INLINE_BYTES,), bytes([i]) * INLINE_BYTES) for i in range(3)]
-    message = StepResult(1, [], prompt_logprobs={0: LogprobRows(*arrays), 3: LogprobRows(*arrays[::-1])})
+    rows = [RowResult(prompt_logprobs=LogprobRows(*ordered)) for ordered in (arrays, arrays[::-1])]
+    message = StepResult(1, rows)
     frames = CODECS["FromWorker"].encode(message)
     assert len(frames) == 7 and CODECS["FromWorker"].decode(frames) == message
 
@@ -128,7 +131,7 @@ def test_an_unknown_field_is_refused() -> None:
 
 
 def test_parameters_are_checked_again_where_they_arrive() -> None:
-    message = {"type": "submit", "requests": [[1, "r", [1], {"temperature": -1.0}, 0]]}
+    message = {"type": "submit", "requests": [[1, "r", [[1]], {"type": "sampling", "temperature": -1.0}, 0]]}
     with pytest.raises(ProtocolError, match=r">= 0.0 - at .*temperature`, got -1.0"):
         CODECS["ToCore"].decode(pack(message))
 
@@ -141,9 +144,9 @@ def test_a_message_of_another_direction_is_refused() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Submit([Request(1, "r", [1], SamplingParams(), seed=2**64)]),
-        Submit([Request(1, "r", [2**64], SamplingParams(), seed=0)]),
-        Submit([Request(-(2**63) - 1, "r", [1], SamplingParams(), seed=0)]),
+        Submit([Request(1, "r", Prompt([1]), SamplingParams(), seed=2**64)]),
+        Submit([Request(1, "r", Prompt([2**64]), SamplingParams(), seed=0)]),
+        Submit([Request(-(2**63) - 1, "r", Prompt([1]), SamplingParams(), seed=0)]),
         Call(1, "m", [2**64]),
     ],
     ids=["seed", "token id", "key", "argument"],
@@ -155,7 +158,7 @@ def test_integers_beyond_64_bits_are_never_sent(message: Any) -> None:
 
 def test_unsigned_integers_do_not_pass_as_signed_ones() -> None:
     """msgpack holds 64 bits of either kind; the parameters refuse what int64 cannot hold."""
-    message = {"type": "submit", "requests": [[1, "r", [1], {"seed": 2**63}, 0]]}
+    message = {"type": "submit", "requests": [[1, "r", [[1]], {"type": "sampling", "seed": 2**63}, 0]]}
     with pytest.raises(ProtocolError, match="seed must be"):
         CODECS["ToCore"].decode(pack(message))
 

@@ -61,7 +61,7 @@ def test_mutable_defaults_are_not_shared() -> None:
         ("tensor_paralel_size", "tensor_parallel_size"),
     ],
 )
-def test_a_misspelt_option_is_told_the_nearest(name: str, near: str) -> None:
+def test_the_error_for_a_misspelt_option_names_the_nearest(name: str, near: str) -> None:
     with pytest.raises(TypeError, match=f"unknown option '{name}'; did you mean '{near}'?"):
         EngineArgs.from_kwargs({name: 1})
 

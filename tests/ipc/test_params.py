@@ -63,7 +63,7 @@ DEFAULTS = {
 def test_defaults() -> None:
     params = SamplingParams()
     assert {name: getattr(params, name) for name in DEFAULTS} == DEFAULTS
-    assert set(SamplingParams.__struct_fields__) - set(DEFAULTS) == {"bad_words_token_ids"}
+    assert set(SamplingParams.__struct_fields__) - set(DEFAULTS) == {"bad_words_token_ids", "num_returned"}
 
 
 def test_output_kinds_and_sampling_types() -> None:
@@ -104,6 +104,7 @@ def test_edges_of_the_ranges(name: str, value: Any) -> None:
 
 
 OUT_OF_RANGE: dict[str, list[Any]] = {
+    "num_returned": [0, 2],
     "n": [0, -1, 65, BIG],
     "presence_penalty": [-2.1, 2.1, math.nan, math.inf, BIG],
     "frequency_penalty": [-2.1, 2.1, math.nan, -math.inf],
@@ -128,6 +129,7 @@ OUT_OF_RANGE: dict[str, list[Any]] = {
     "logits_processors": [[print]],
 }
 OF_ANOTHER_TYPE: dict[str, list[Any]] = {
+    "num_returned": [1.0, True, "1"],
     "n": ["1", 1.0, None, True],
     "presence_penalty": ["0", None, True],
     "frequency_penalty": ["0", None],
@@ -173,7 +175,7 @@ def test_values_out_of_range_are_named(name: str, value: Any) -> None:
         ({"top_p": 0}, "top_p must be in (0.0, 1.0], got 0"),
         ({"temperature": -1}, "temperature must be in [0.0, inf), got -1"),
         ({"min_tokens": -1}, "min_tokens must be at least 0, got -1"),
-        ({"seed": 2**63}, "seed must be an integer of 64 bits, got 9223372036854775808"),
+        ({"seed": 2**63}, "seed must be in [-2**63, 2**63 - 1], got 9223372036854775808"),
         ({"stop_token_ids": [-1]}, "each of stop_token_ids must be in [0, 2147483647], got -1"),
         ({"logit_bias": {5: 101}}, "logit_bias[5] must be in [-100.0, 100.0], got 101"),
         ({"logit_bias": {-5: 1}}, "each key of logit_bias must be in [0, 2147483647], got -5"),
@@ -309,6 +311,7 @@ def test_beam_search_defaults() -> None:
     params = BeamSearchParams(beam_width=2, max_tokens=3)
     assert (params.ignore_eos, params.temperature, params.length_penalty) == (False, 0.0, 1.0)
     assert params.include_stop_str_in_output is False
+    assert (params.early_stopping, params.min_tokens, params.stop_token_ids) == (False, 0, None)
 
 
 @pytest.mark.parametrize(
@@ -324,11 +327,22 @@ def test_beam_search_defaults() -> None:
         ("length_penalty", math.inf, ValueError),
         ("length_penalty", HUGE, ValueError),
         ("length_penalty", None, TypeError),
+        ("early_stopping", "always", ValueError),
+        ("early_stopping", 1, TypeError),
+        ("early_stopping", None, TypeError),
+        ("min_tokens", -1, ValueError),
+        ("min_tokens", 4, ValueError),
+        ("stop_token_ids", [-1], ValueError),
     ],
 )
 def test_beam_search_errors(name: str, value: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=name):
         BeamSearchParams(**{"beam_width": 2, "max_tokens": 3, name: value})
+
+
+@pytest.mark.parametrize("value", [True, False, "never"])
+def test_early_stopping(value: Any) -> None:
+    assert BeamSearchParams(1, 1, early_stopping=value).early_stopping is value
 
 
 @given(st.floats(-10, 10))
@@ -387,7 +401,7 @@ def test_a_schema_is_a_dict_or_text_or_a_model_class_and_keeps_its_order() -> No
         ({}, "exactly one of json, regex.* got none"),
         ({"json_object": False}, "got none"),
         ({"regex": "a", "choice": ["b"]}, "got regex and choice"),
-        ({"jsn": "{}"}, "no 'jsn'"),
+        ({"jsn": "{}"}, r"unknown field of structured outputs 'jsn'; did you mean 'json'\?"),
         ({"json": "{"}, "json is not valid JSON"),
         ({"json": "[1]"}, "json must be a JSON object"),
         ({"json": {"a": math.nan}}, "not valid JSON"),

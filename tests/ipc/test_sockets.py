@@ -16,7 +16,7 @@ import zmq.auth
 
 from pagewire.ipc import sockets
 from pagewire.ipc.codec import INLINE_BYTES, MAX_MESSAGE_BYTES, Codec, Tensor
-from pagewire.ipc.messages import CallAnswer, LogprobRows, StepResult
+from pagewire.ipc.messages import CallAnswer, LogprobRows, RowResult, StepResult
 from pagewire.ipc.sockets import (
     MAX_IPC_PATH,
     SEND_HIGH_WATER,
@@ -266,7 +266,7 @@ def test_tcp_needs_no_lock() -> None:
 
 def message(num_values: int) -> StepResult:
     tensor = Tensor("int32", (num_values,), bytes(range(256)) * (num_values // 64))
-    return StepResult(3, [1], logprobs={0: LogprobRows(tensor, tensor, tensor)})
+    return StepResult(3, [RowResult([1], LogprobRows(tensor, tensor, tensor))])
 
 
 @pytest.mark.parametrize("num_values", [64, INLINE_BYTES // 4, 100 * INLINE_BYTES])

@@ -4,6 +4,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,19 @@ def test_second_build_does_not_compile(cache: Path, tmp_path: Path, monkeypatch:
     assert len(compiled) == len(build_module.SOURCES)
     assert sum("-shared" in call.split() for call in calls) == 1
     assert [path.name for path in cache.iterdir()] == [library.name]
+
+
+def test_processes_that_need_a_library_at_once_compile_it_once(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The compiler begins when all three builds have asked for its version, just before they look into the cache.
+    begin = f"until [ $(grep -c -e --version {tmp_path}/calls) = 3 ]; do sleep 0.01; done"
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, f'[ "$1" = --version ] || {begin}\n{WRITES}')))
+    with ThreadPoolExecutor(3) as pool:
+        libraries = list(pool.map(build, [PORTABLE] * 3))
+    assert len(set(libraries)) == 1
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert sum("-c" in call.split() for call in calls) == len(build_module.SOURCES)
 
 
 def test_the_key_covers_compiler_flags_and_source(

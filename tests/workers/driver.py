@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pagewire.ipc.messages import LogprobRows, Ready, Row, SlotInit, StepPlan, StepResult, WorkerConfig
+from pagewire.ipc.messages import (
+    LogprobRows,
+    Ready,
+    Row,
+    RowResult,
+    SlotInit,
+    StepPlan,
+    StepResult,
+    WorkerConfig,
+)
 from pagewire.ipc.params import SamplingParams
 from pagewire.workers.runner import Runner
 
@@ -39,14 +48,16 @@ class Request:
     def length(self) -> int:
         return len(self.prompt) + len(self.output)
 
-    def take(self, row: int, result: StepResult) -> None:
-        """Keep what came beside the token."""
-        if row in result.logprobs:
-            self.logprobs.append(values(result.logprobs[row]))
-        if row in result.prompt_logprobs:
-            self.prompt_logprobs.append(result.prompt_logprobs[row])
-        if row in result.errors:
-            self.errors.append(result.errors[row])
+    def take(self, result: RowResult) -> None:
+        """Keep the result of a row."""
+        self.output += result.token_ids
+        if result.logprobs is not None:
+            self.logprobs.append(values(result.logprobs))
+        if result.prompt_logprobs is not None:
+            self.prompt_logprobs.append(result.prompt_logprobs)
+        if result.error is not None:
+            self.errors.append(result.error)
+            self.output.append(0)  # so that the request ends
 
 
 class Driver:
@@ -97,7 +108,8 @@ class Driver:
             s.num_blocks += needed
             asked = s.params.prompt_logprobs is not None
             known = max(0, min(s.computed + n, len(s.prompt) - 1) - s.computed) if asked else 0
-            rows.append(Row(s.slot, s.computed, n, blocks, s.computed + n == s.length, known))
+            last = s.computed + n == s.length
+            rows.append(Row(s.slot, s.computed, n, blocks, [], int(last), known))
             scheduled.append(s)
         return rows, scheduled
 
@@ -105,13 +117,15 @@ class Driver:
         self.step_id += 1
         result = self.runner.step(StepPlan(self.step_id, rows, inits))
         assert result.step_id == self.step_id
-        assert len(result.token_ids) == sum(row.sample for row in rows)
-        tokens = iter(result.token_ids)
-        for i, (row, s) in enumerate(zip(rows, scheduled, strict=True)):
+        for row, row_result, s in zip(rows, result.rows, scheduled, strict=True):
+            assert row_result.error is not None or len(row_result.token_ids) == row.num_samples
             s.computed += row.num_tokens
-            s.take(i, result)
-            if row.sample:
-                s.output.append(next(tokens))
+            s.take(row_result)
+
+
+def tokens_of(result: StepResult) -> list[int]:
+    """All tokens of a step, in the order of its rows."""
+    return [token_id for row in result.rows for token_id in row.token_ids]
 
 
 def values(rows: LogprobRows) -> tuple[list[int], list[float], list[int]]:

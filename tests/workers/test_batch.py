@@ -16,7 +16,7 @@ def test_rows_lie_one_behind_the_other() -> None:
         for slot, tokens, blocks in ((2, first, [5, 1, 3]), (0, second, [9]))
     ]
     slots.apply(StepPlan(1, [], inits))
-    batch = build_batch([Row(2, 4, 31, sample=False), Row(0, 0, 3, sample=True)], slots)
+    batch = build_batch([Row(2, 4, 31, num_samples=0), Row(0, 0, 3, num_samples=1)], slots)
     assert batch.input_ids.tolist() == first[4:35] + second
     assert batch.positions.tolist() == [*range(4, 35), 0, 1, 2]
     assert batch.attention.query_start_loc.tolist() == [0, 31, 34]

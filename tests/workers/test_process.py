@@ -32,7 +32,7 @@ from pagewire.ipc.messages import (
 )
 from pagewire.ipc.sockets import bind_router, receive, send
 
-from .driver import GREEDY
+from .driver import GREEDY, tokens_of
 
 WAIT_MS = 60_000
 
@@ -87,10 +87,10 @@ def test_a_life(core: Core, llama: Path) -> None:
     core.say(load_message(llama))
     ready = core.hear_after_progress()
     assert isinstance(ready, Ready)
-    core.say(StepPlan(5, [Row(0, 0, 3, sample=True)], [SlotInit(0, [3, 4, 5], 3, [0], GREEDY, 0)]))
+    core.say(StepPlan(5, [Row(0, 0, 3, num_samples=1)], [SlotInit(0, [3, 4, 5], 3, [0], GREEDY, 0)]))
     result = core.hear()
     assert isinstance(result, StepResult)
-    assert result.step_id == 5 and len(result.token_ids) == 1 and result.busy_us > 0
+    assert result.step_id == 5 and len(tokens_of(result)) == 1 and result.busy_us > 0
 
     core.say(WorkerCall(2, "ping"))
     assert core.hear() == WorkerReply(2, "pong")
@@ -106,7 +106,7 @@ def test_a_life(core: Core, llama: Path) -> None:
 def test_a_failed_step_ends_the_worker(core: Core, llama: Path) -> None:
     core.say(load_message(llama))
     assert isinstance(core.hear_after_progress(), Ready)
-    core.say(StepPlan(1, [Row(2, 0, 3, sample=True)]))  # nobody took slot 2
+    core.say(StepPlan(1, [Row(2, 0, 3, num_samples=1)]))  # nobody took slot 2
     failed = core.hear()
     assert isinstance(failed, WorkerFailed)
     assert not failed.fatal and "KeyError" in failed.error and "Traceback" in failed.traceback
@@ -131,19 +131,20 @@ def test_a_masked_step_waits_for_its_masks(core: Core, llama: Path) -> None:
     ready = core.hear_after_progress()
     assert isinstance(ready, Ready)
     words = -(-ready.vocab_size // 32)
-    rows = [Row(0, 0, 3, sample=True), Row(1, 0, 2), Row(2, 0, 3, sample=True)]
+    rows = [Row(0, 0, 3, num_samples=1), Row(1, 0, 2), Row(2, 0, 3, num_samples=1)]
     inits = [SlotInit(slot, [3, 4, 5], 3, [slot], GREEDY, 0) for slot in range(3)]
     core.say(StepPlan(1, rows, inits, masked=True))
-    core.say(StepPlan(2, [Row(0, 3, 1, sample=True)]))
+    core.say(StepPlan(2, [Row(0, 3, 1, num_samples=1)]))
     core.say(WorkerCall(1, "ping"))
     only = 9
     bits = (1 << only).to_bytes(4 * words, "little")
-    core.say(Masks(1, [2], Tensor("int32", (1, words), bits)))
+    core.say(Masks(1, [1], Tensor("int32", (1, words), bits)))
     first, second, reply = core.hear(), core.hear(), core.hear()
     assert isinstance(first, StepResult) and isinstance(second, StepResult)
     assert (first.step_id, second.step_id, reply) == (1, 2, WorkerReply(1, "pong"))
-    assert first.token_ids[1] == only and first.token_ids[0] != only and not first.errors
+    assert [row.token_ids == [only] for row in first.rows] == [False, False, True]
+    assert not any(row.error for row in first.rows)
 
-    core.say(StepPlan(3, [Row(2, 3, 1, sample=True)], masked=True))
+    core.say(StepPlan(3, [Row(2, 3, 1, num_samples=1)], masked=True))
     core.say(Shutdown())  # rather than the masks
     assert core.child.process.wait(20) == 0

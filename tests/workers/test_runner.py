@@ -21,7 +21,7 @@ from pagewire.workers.slots import Slots
 
 from .architectures import VOCAB_SIZE
 from .conftest import LLAMA
-from .driver import GREEDY, Driver, load_runner, values
+from .driver import GREEDY, Driver, load_runner, tokens_of, values
 from .parity import make_prompts, transformers_tokens
 
 
@@ -32,7 +32,7 @@ def init(slot: int, token_ids: list[int], block_ids: list[int], params: Sampling
 def test_batch_of_mixed_rows() -> None:
     slots = Slots(max_num_seqs=3, max_model_len=16, block_size=4, vocab_size=100)
     inits = [init(2, [10, 11, 12, 13, 14], [7]), init(0, [20, 21], [3])]
-    rows = [Row(2, 1, 4, [5], sample=True), Row(0, 0, 1)]
+    rows = [Row(2, 1, 4, [5], num_samples=1), Row(0, 0, 1)]
     slots.apply(StepPlan(0, rows, inits))
     batch = build_batch(rows, slots)
     assert batch.input_ids.tolist() == [11, 12, 13, 14, 20]
@@ -60,9 +60,9 @@ def test_slots_take_blocks_and_tokens_as_they_come() -> None:
 def test_a_plan_may_run_a_token_that_its_planner_has_not_seen(runner: Runner, llama: Path) -> None:
     """The relay: all plans are written before the first result is read."""
     [prompt] = make_prompts(VOCAB_SIZE, [6])
-    plans = [StepPlan(0, [Row(3, 0, 6, sample=True)], [init(3, prompt, [9, 2, 5])])]
-    plans += [StepPlan(i, [Row(3, 5 + i, 1, sample=True)]) for i in range(1, 5)]
-    found = [runner.step(plan).token_ids[0] for plan in plans]
+    plans = [StepPlan(0, [Row(3, 0, 6, num_samples=1)], [init(3, prompt, [9, 2, 5])])]
+    plans += [StepPlan(i, [Row(3, 5 + i, 1, num_samples=1)]) for i in range(1, 5)]
+    found = [tokens_of(runner.step(plan))[0] for plan in plans]
     assert [found] == transformers_tokens(llama, [prompt], 5)
 
 
@@ -71,16 +71,54 @@ def test_a_preempted_request_goes_on_as_if_nothing_had_happened(runner: Runner) 
     [prompt] = make_prompts(VOCAB_SIZE, [9])
     [whole] = Driver(runner).generate([prompt], 8, params, seeds=[5])
     again = SlotInit(6, prompt + whole[:4], 9, [40, 41, 42, 43, 44], params, seed=5)
-    found = [runner.step(StepPlan(0, [Row(6, 0, 13, sample=True)], [again])).token_ids[0]]
-    found += [runner.step(StepPlan(i, [Row(6, 12 + i, 1, sample=True)])).token_ids[0] for i in range(1, 4)]
+    found = tokens_of(runner.step(StepPlan(0, [Row(6, 0, 13, num_samples=1)], [again])))
+    for i in range(1, 4):
+        found += tokens_of(runner.step(StepPlan(i, [Row(6, 12 + i, 1, num_samples=1)])))
     assert found == whole[4:]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0, logprobs=1),
+        SamplingParams(temperature=1.0, logprobs=2),
+        SamplingParams(
+            temperature=1.0, repetition_penalty=1.5, presence_penalty=1.0, min_tokens=4, logprobs=1
+        ),
+    ],
+    ids=["greedy", "random", "penalties"],
+)
+@pytest.mark.parametrize("num_right", range(4))
+def test_drafts_change_no_token(runner: Runner, params: SamplingParams, num_right: int) -> None:
+    """The tokens, and the bits of their log probabilities, are those of one token at a time."""
+    [prompt] = make_prompts(VOCAB_SIZE, [9])
+    [alone] = Driver(runner).run([prompt], 6, params, seeds=[5])
+    begin = SlotInit(2, prompt, 9, [20, 21, 22, 23], params, seed=5)
+    drafts = alone.output[1 : 1 + num_right]
+    drafts += [(token_id + 1) % VOCAB_SIZE for token_id in alone.output[len(drafts) + 1 : 4]]
+    plans = [
+        StepPlan(0, [Row(2, 0, 9, num_samples=1)], [begin]),
+        StepPlan(1, [Row(2, 9, 4, [], drafts, 4)]),
+        StepPlan(2, [Row(2, 10 + num_right, 1, num_samples=1)]),
+    ]
+    results = [runner.step(plan).rows[0] for plan in plans]
+    assert [len(result.token_ids) for result in results] == [1, 1 + num_right, 1]
+    tokens = [token_id for result in results for token_id in result.token_ids]
+    assert tokens == alone.output[: len(tokens)]
+    for result, first in zip(results, (0, 1, 2 + num_right), strict=True):
+        assert result.logprobs is not None
+        for i in range(len(result.token_ids)):
+            ids, logprobs, ranks = values(result.logprobs)
+            k = len(ids) // len(ranks)
+            here = slice(k * i, k * i + k)
+            assert (ids[here], logprobs[here], ranks[i : i + 1]) == alone.logprobs[first + i]
 
 
 def test_prompts_may_share_blocks_that_this_step_fills(runner: Runner, llama: Path) -> None:
     [prompt] = make_prompts(VOCAB_SIZE, [10])
     first, second = init(0, prompt, [1, 2, 3]), init(1, prompt, [1, 2, 4])
-    rows = [Row(1, 8, 2, sample=True), Row(0, 0, 10, sample=True)]
-    found = runner.step(StepPlan(0, rows, [first, second])).token_ids
+    rows = [Row(1, 8, 2, num_samples=1), Row(0, 0, 10, num_samples=1)]
+    found = tokens_of(runner.step(StepPlan(0, rows, [first, second])))
     assert [found] == [transformers_tokens(llama, [prompt], 1)[0] * 2]
 
 
@@ -128,7 +166,7 @@ def test_an_empty_plan_and_timing(runner: Runner) -> None:
     step = runner.launch(StepPlan(4, []))
     result = step.finish(since)
     assert step.reached() and step.end.seconds_since(since) >= 0
-    assert (result.step_id, result.token_ids) == (4, [])
+    assert (result.step_id, result.rows) == (4, [])
     assert result.busy_us >= 0
     assert result.idle_us >= 0
 

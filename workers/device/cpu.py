@@ -73,7 +73,7 @@ class CpuTokenSampler:
         return CpuPendingTokens(sample(logits.cpu(), slots, masks))
 
 
-class Cpu:
+class CpuDevice:
     """The CPU; methods as in `interface.Device`."""
 
     name = "cpu"
@@ -86,7 +86,7 @@ class Cpu:
         self.num_threads = num_threads
 
     @classmethod
-    def open(cls, num_threads: int | None) -> Cpu:
+    def open(cls, num_threads: int | None) -> CpuDevice:
         """Configure threads and the memory allocator of this process.
 
         Raises:

@@ -14,7 +14,7 @@ from pagewire.ipc.messages import WorkerConfig
 from pagewire.kernels.cuda import kernels as cuda_kernels
 from pagewire.kernels.cuda.compile import CompileError
 from pagewire.kernels.cuda.kv import FP8
-from pagewire.kernels.cuda.launch import Device
+from pagewire.kernels.cuda.launch import KernelLauncher
 from pagewire.kernels.cuda.norms import DTYPES as KERNEL_DTYPES
 from pagewire.kernels.cuda.sampling import MAX_VOCAB_SIZE
 from pagewire.kernels.cuda.source import Variant
@@ -50,18 +50,18 @@ class CudaEvent:
         return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
-class Cuda:
+class CudaDevice:
     """One GPU, torch's current device. Methods as in `interface.Device`.
 
-    kernels: launches kernels on it.
+    launcher: launches kernels on it.
     """
 
     batch_invariant = False
     asynchronous = True
     activities = (torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA)
 
-    def __init__(self, name: str, kernels: Device) -> None:
-        self.name, self.torch_device, self.kernels = name, torch.device(name), kernels
+    def __init__(self, name: str, launcher: KernelLauncher) -> None:
+        self.name, self.torch_device, self.launcher = name, torch.device(name), launcher
         self.num_threads = torch.get_num_threads()
         self._downloads = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._pool: Any = None
@@ -69,7 +69,7 @@ class Cuda:
         self._others = self._used_beside_torch()
 
     @classmethod
-    def open(cls, index: int) -> Cuda:
+    def open(cls, index: int) -> CudaDevice:
         """Take `cuda:index`.
 
         Raises:
@@ -80,10 +80,10 @@ class Cuda:
             raise LoadError(f"torch {torch.__version__}, built {built}, finds no GPU: see `pagewire doctor`")
         try:
             torch.cuda.set_device(index)
-            kernels = cuda_kernels.load(index).device
+            launcher = cuda_kernels.load(index).launcher
         except (CompileError, RuntimeError) as error:  # LaunchError is one, as are PyTorch's
             raise LoadError(f"cuda:{index} cannot be used: {error}; see `pagewire doctor`") from error
-        return cls(f"cuda:{index}", kernels)
+        return cls(f"cuda:{index}", launcher)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See `Device.zeros`."""
@@ -109,7 +109,7 @@ class Cuda:
                 logger.info("kernels for %s: %d of %d", self.name, done, total)
 
         try:
-            self.kernels.load(variants, progress)
+            self.launcher.load(variants, progress)
         except CompileError as error:
             raise LoadError(f"the kernels cannot be compiled: {error}; see `pagewire doctor`") from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pagewire.ipc.messages import WorkerConfig
-from pagewire.workers.device.cpu import Cpu
+from pagewire.workers.device.cpu import CpuDevice
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
 
@@ -20,12 +20,11 @@ def open_device(config: WorkerConfig) -> Device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
-        return Cpu.open(config.num_threads)
-    from pagewire.workers.device.cuda import (
-        Cuda,
-    )  # imports the CUDA kernels, which a CPU worker does not need
+        return CpuDevice.open(config.num_threads)
+    # It imports the CUDA kernels, which a CPU worker does not need.
+    from pagewire.workers.device.cuda import CudaDevice
 
     kind, _, index = name.partition(":")
     if kind != "cuda" or not (index or "0").isdecimal():
         raise LoadError(f"device {config.device!r} is not supported: use auto, cpu, cuda or cuda:N")
-    return Cuda.open(int(index or 0))
+    return CudaDevice.open(int(index or 0))

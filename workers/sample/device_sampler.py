@@ -17,18 +17,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagewire.ipc.messages import LogprobRows
-from pagewire.kernels.cuda.launch import Device
+from pagewire.kernels.cuda.launch import KernelLauncher
 from pagewire.kernels.cuda.sampling import (
     MOST_TOKENS,
     SAMPLED,
     UNUSABLE_LOGITS,
     RowSampling,
     Sampler,
-    SamplingPlan,
+    SamplingRequest,
     SamplingResult,
-    plain_plan,
-    plan,
+    plain_request,
     result_bytes,
+    sampling_request,
     sampling_rows,
 )
 from pagewire.workers.device.interface import Event
@@ -75,10 +75,10 @@ def row_sampling(slot: SamplingSlot, mask: int = -1, max_most_likely: int = MOST
 
 
 class Transfers(Protocol):
-    """The part of `cuda.Cuda` that the sampler uses."""
+    """The part of `cuda.CudaDevice` that the sampler uses."""
 
     torch_device: torch.device
-    kernels: Device
+    launcher: KernelLauncher
     """Launches kernels on the device."""
 
     def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
@@ -100,7 +100,7 @@ class CudaTokenSampler:
 
     def __init__(self, device: Transfers, max_rows: int, vocab_size: int, max_most_likely: int) -> None:
         self._device = device
-        self._sampler = Sampler(device.kernels, max_rows, vocab_size, max_most_likely, device.torch_device)
+        self._sampler = Sampler(device.launcher, max_rows, vocab_size, max_most_likely, device.torch_device)
         self._host = device.pinned(result_bytes(max_rows, max_most_likely))
         self._plain: WeakKeyDictionary[SamplingSlot, tuple[NDArray[np.void], int]] = WeakKeyDictionary()
 
@@ -109,26 +109,26 @@ class CudaTokenSampler:
     ) -> CudaPendingTokens:
         """Start to sample one token per row; arguments as for `sampler.sample`. The logits must not change until
         `finish` has returned."""
-        request = self._plan(slots, masks or TokenMasks())
+        request = self._request(slots, masks or TokenMasks())
         request = request.with_tensors(self._device.upload(request.tensors))
         result = self._sampler.sample(logits, request)
         copied = self._device.download(result.memory, self._host)
         return CudaPendingTokens(logits, slots, result.token_ids, result.within_memory(self._host), copied)
 
-    def _plan(self, slots: Sequence[SamplingSlot], masks: TokenMasks) -> SamplingPlan:
+    def _request(self, slots: Sequence[SamplingSlot], masks: TokenMasks) -> SamplingRequest:
         if masks.mask_rows or any(slot.edits.active for slot in slots):
-            limit = self._sampler.most
+            limit = self._sampler.max_most_likely
             sampling = [row_sampling(slot, masks.mask_rows.get(i, -1), limit) for i, slot in enumerate(slots)]
-            return plan(sampling, masks.bits)
+            return sampling_request(sampling, masks.bits)
         values, nums = zip(*map(self._plain_row, slots), strict=True)
         rows = np.concatenate(values)
         rows["position"] = [slot.num_tokens for slot in slots]
-        return plain_plan(rows, nums)
+        return plain_request(rows, nums)
 
     def _plain_row(self, slot: SamplingSlot) -> tuple[NDArray[np.void], int]:
         """A slot's constant parameters, cached: `SamplingRow` [1], and its number of most likely tokens."""
         if (cached := self._plain.get(slot)) is None:
-            row = row_sampling(slot, max_most_likely=self._sampler.most)
+            row = row_sampling(slot, max_most_likely=self._sampler.max_most_likely)
             cached = self._plain[slot] = sampling_rows([row]), row.num_most_likely
         return cached
 

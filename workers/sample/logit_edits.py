@@ -6,6 +6,7 @@ sparse pass. It uses elementwise operations only, so a row never depends on the 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -129,6 +130,12 @@ class LogitEdits:
             self.counts.add(token_id)
         if self.bad_words is not None:
             self.bad_words.add(token_id)
+
+    def copy(self) -> LogitEdits:
+        """A copy to which tokens can be added while this one stays as it is."""
+        other = copy.copy(self)
+        other.counts, other.bad_words = copy.deepcopy(self.counts), copy.deepcopy(self.bad_words)
+        return other
 
     @property
     def active(self) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -116,6 +117,16 @@ class SamplingSlot:
         """Update the state with the sequence's next token."""
         self.num_tokens += 1
         self.edits.add(token_id)
+
+    def ahead(self, token_ids: Sequence[int]) -> SamplingSlot:
+        """The state after these tokens, as a copy; this one does not change."""
+        if not token_ids:
+            return self
+        state = copy(self)
+        state.edits = self.edits.copy()
+        for token_id in token_ids:
+            state.append(token_id)
+        return state
 
     @property
     def stages(self) -> Stages:

@@ -33,7 +33,9 @@ class ClientLeftError(APIError):
 
 
 class Decoder(Generic[T]):
-    """Decodes bodies into one struct type. Unknown fields are ignored, and named in a warning.
+    """Decodes bodies into one struct type.
+
+    Unknown fields are ignored, and named in a warning, as are those in the type's `WITHOUT_EFFECT`, if it has that.
 
     Attributes:
         fields: names of the struct's fields.
@@ -43,6 +45,7 @@ class Decoder(Generic[T]):
         self.fields: tuple[str, ...] = tuple(field.encode_name for field in msgspec.structs.fields(kind))  # type: ignore[arg-type]
         self._kind: Any = kind
         self._known = frozenset(self.fields)
+        self._without_effect: tuple[str, ...] = getattr(kind, "WITHOUT_EFFECT", ())
         self._typed = msgspec.json.Decoder(kind)
         self._names = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -61,6 +64,8 @@ class Decoder(Generic[T]):
             raise
         if unknown := self._names.decode(body).keys() - self._known:
             logger.warning("request %s: unknown fields are ignored: %s", request_id, shortened(unknown))
+        if ignored := [name for name in self._without_effect if getattr(request, name)]:
+            logger.warning("request %s: fields without effect here: %s", request_id, shortened(ignored))
         return request
 
     def _check_bounds(self, body: bytes, name: str) -> None:

@@ -9,7 +9,9 @@ import msgspec
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError
 
 RETRY_SECONDS = 1  # Retry-After header when too many requests are waiting
-TOO_LONG = re.compile(r"max_model_len|leaves no room")  # in messages about prompts over the context length
+# In messages about prompts over the context length. Clients look for the first of these phrases.
+TOO_LONG = re.compile(r"maximum context length|max_model_len|leaves no room")
+NO_RETRY = {"x-should-retry": "false"}  # header that OpenAI's clients obey; else they retry every 408
 TYPES = {
     401: "authentication_error",
     403: "permission_error",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 import uuid
 from asyncio import FIRST_COMPLETED
@@ -16,24 +17,31 @@ from starlette.types import Receive, Scope
 
 from pagewire.frontend.outputs import RequestOutput
 from pagewire.frontend.server.http.body import ClientLeftError
-from pagewire.frontend.server.http.errors import APIError
+from pagewire.frontend.server.http.errors import NO_RETRY, APIError
 from pagewire.frontend.server.openai.protocol import PromptTokensDetails, Usage
 
 logger = logging.getLogger("pagewire.server")
+
+NOT_IN_IDS = re.compile(r"[^A-Za-z0-9_.-]")  # ids are parts of URLs
+MAX_NAME = 64  # characters of a client's name of a request that become a part of its id
 
 
 class Exchange:
     """State of one generation request.
 
     Attributes:
-        id: unique id, used in the response and in the engine. given_id: value of the X-Request-Id header.
+        id: unique id, used in the response and in the engine. given_id: value of the X-Request-Id header of the
+            response, which is the client's own if it sent one.
+        client_id: value of the X-Request-Id header of the request; "": none.
         headers: the request's headers. created: time of arrival, in seconds since the epoch.
         num_prompt, num_cached, num_output: token counts. reasons: finish reasons, in order of arrival.
-        prompt: text or token ids of the first prompt, for the log.
+        prompt: text or token ids of the first prompt, for the log. user: the request's `user`, for the log.
     """
 
     def __init__(self, prefix: str, scope: Scope) -> None:
-        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self._prefix, self._random = prefix, uuid.uuid4().hex
+        self.client_id: str = scope["client_request_id"]
+        self.id = self._id(self.client_id)
         self.path: str = scope["path"]
         self.headers = Headers(scope=scope)
         self.given_id: str = scope["request_id"]
@@ -42,9 +50,19 @@ class Exchange:
         self.num_prompt = self.num_cached = self.num_output = 0
         self.reasons: list[str] = []
         self.prompt: str | list[int] = ""
+        self.user: str | None = None
         self._stopped: asyncio.Future[APIError] = asyncio.get_running_loop().create_future()
         self._first_token: float | None = None
         self._answered: set[int] = set()
+
+    def use_name(self, name: str) -> None:
+        """Make the client's name of the request a part of its id."""
+        self.id = self._id(name)
+
+    def _id(self, name: str) -> str:
+        """Return a unique id with the client's name in it, which need not be unique; "": without one."""
+        plain = NOT_IN_IDS.sub("_", name)[:MAX_NAME]
+        return f"{self._prefix}{plain}-{self._random}" if plain else self._prefix + self._random
 
     def count(self, index: int, output: RequestOutput) -> bool:
         """Add an output of prompt `index` to the counts; return True if it is the first one of that prompt.
@@ -90,7 +108,8 @@ class Exchange:
             raise self._stopped.result()
         if left.done() and not left.cancelled():
             raise ClientLeftError
-        raise APIError(408, f"the request took longer than {seconds:g} s", code="deadline_passed")
+        message = f"the request took longer than {seconds:g} s"
+        raise APIError(408, message, code="deadline_passed", headers=NO_RETRY)
 
     def stop(self, error: APIError) -> None:
         """End the request with an error; has no effect after its end."""
@@ -108,6 +127,7 @@ class Exchange:
         facts = {
             "id": self.id,
             "request_id": self.given_id,
+            "user": self.user,
             "path": self.path,
             "status": status,
             "tokens_in": self.num_prompt,

@@ -32,6 +32,7 @@ class GenerationEndpoint(Generic[T]):
     """An ASGI application that handles generation requests of one type.
 
     answer: returns the JSON of the response, or the encoded events of a stream. prefix: prefix of request ids.
+    translate: returns an error in the terms of the request's type.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class GenerationEndpoint(Generic[T]):
         prefix: str,
         kind: type[T],
         answer: Callable[[Service, T, Exchange], Awaitable[bytes | Events]],
+        translate: Callable[[APIError], APIError] | None = None,
     ) -> None:
         self.service, self.prefix, self.answer = service, prefix, answer
+        self._translate = translate
         self.decoder = Decoder(kind)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -52,6 +55,7 @@ class GenerationEndpoint(Generic[T]):
         self.service.open[exchange.id] = exchange
         try:
             request = self.decoder.decode(await read_body(scope, receive, self.service.options), exchange.id)
+            self._name(exchange, request)
             seconds = deadline(request, exchange.headers)
             await exchange.run(self._serve(request, exchange, response), receive, seconds)
         except (Exception, asyncio.CancelledError) as error:
@@ -63,6 +67,15 @@ class GenerationEndpoint(Generic[T]):
             if not self.service.options.disable_log_requests:
                 exchange.log(status, why, self.service.options.max_log_len)
 
+    def _name(self, exchange: Exchange, request: T) -> None:
+        """Take over a request's `user`, and its `request_id` if there is no header X-Request-Id."""
+        exchange.user = getattr(request, "user", None) or getattr(request, "safety_identifier", None)
+        name = getattr(request, "request_id", None)
+        if name and not exchange.client_id:
+            del self.service.open[exchange.id]
+            exchange.use_name(name)
+            self.service.open[exchange.id] = exchange
+
     def _reported(self, error: BaseException, exchange: Exchange) -> APIError:
         """Map an exception to an APIError; log it with its traceback if it is a server error."""
         if isinstance(
@@ -70,6 +83,8 @@ class GenerationEndpoint(Generic[T]):
         ):  # uvicorn cancels requests when `drain_seconds` have passed
             return APIError(503, "the server is shutting down", code="shutting_down")
         reported = api_error(error, self.decoder.fields)
+        if self._translate is not None:
+            reported = self._translate(reported)
         if reported.status == 500 and not isinstance(error, RequestError):
             logger.error("request %s failed", exchange.id, exc_info=error)
         return reported

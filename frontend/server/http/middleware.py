@@ -84,5 +84,10 @@ class RequestId:
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
             await send(message)
 
-        changes = {"request_id": request_id.decode("latin-1"), "root_path": self._root_path}
+        name = request_id.decode("latin-1")
+        changes = {
+            "request_id": name,
+            "client_request_id": name if request_id == given else "",
+            "root_path": self._root_path,
+        }
         await self.app({**scope, **changes}, receive, send_with_id)

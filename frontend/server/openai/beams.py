@@ -2,77 +2,155 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 
-from pagewire.frontend.beam_search import BeamSearchSequence, add_text, beam_steps
+from pagewire.frontend.beam_search import (
+    BeamSearchSequence,
+    add_text,
+    beam_steps,
+    end_tokens,
+    tokens_prompt,
+)
+from pagewire.frontend.inputs import PromptType, TokensPrompt, truncated
 from pagewire.frontend.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.exchange import check_aborted
 from pagewire.frontend.server.openai.protocol import SamplingFields
+from pagewire.frontend.server.openai.sampling import salted, structure
 from pagewire.frontend.server.service import Service
 from pagewire.ipc.params import BeamSearchParams, SamplingParams
 
-UNSUPPORTED = (
-    "logprobs",
-    "prompt_logprobs",
-    "stop",
-    "stop_token_ids",
-    "bad_words",
-    "logit_bias",
-    "allowed_token_ids",
-)
+DRAWS = "beam search draws no tokens; sample with best_of instead"
+RANKS = "beams are ranked by the model's own probabilities; sample with best_of instead"
+UNSEARCHED = "beams are extended by tokens, not by text; give stop_token_ids instead"
+UNREPORTED = "a search keeps the score of a beam only; sample with best_of instead"
+UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {  # by field: values that say nothing, and the reason
+    "top_p": ((1.0,), DRAWS),
+    "top_k": ((0, -1), DRAWS),
+    "min_p": ((0.0,), DRAWS),
+    "seed": ((-1,), DRAWS),
+    "presence_penalty": ((0.0,), RANKS),
+    "frequency_penalty": ((0.0,), RANKS),
+    "repetition_penalty": ((1.0,), RANKS),
+    "logit_bias": (({},), RANKS),
+    "allowed_token_ids": ((), RANKS),
+    "bad_words": (([],), RANKS),
+    "stop": (([],), UNSEARCHED),
+    "logprobs": ((False,), UNREPORTED),
+    "prompt_logprobs": ((), UNREPORTED),
+}
+BEAMS_ONLY: dict[str, Any] = {"length_penalty": 1.0, "early_stopping": False}  # by field: the default
 
 
-async def beam_outputs(
-    service: Service, request: SamplingFields, prompts: list[Any], params: SamplingParams, request_id: str
-) -> list[RequestOutput]:
-    """Run a beam search for each prompt, and return one output per prompt, with a completion for each beam.
+def check_beam_fields(request: SamplingFields) -> None:
+    """Check that a request's fields fit its `use_beam_search`.
 
     Raises:
-        APIError: the request has fields that beam search does not support.
-        ValueError: the engine's `max_logprobs` is too small.
+        APIError: a field has no meaning in beam search, or has one only there.
     """
+    if not request.use_beam_search:
+        for name, default in BEAMS_ONLY.items():
+            if getattr(request, name) not in (None, default):
+                raise APIError(400, f"{name} is a parameter of beam search: set use_beam_search", param=name)
+        return
     if request.stream:
         raise APIError(
             400,
             "use_beam_search cannot be streamed: the best beams are known only at the end",
             param="use_beam_search",
         )
-    for name in UNSUPPORTED:
-        if getattr(params, name) not in (None, [], {}):
-            raise APIError(400, f"{name} is not supported with use_beam_search", param=name)
-    if params.structured_outputs is not None:
-        raise APIError(400, "structured outputs are not supported with use_beam_search")
-    beam_params = BeamSearchParams(
+    for name, (neutral, reason) in UNSUPPORTED.items():
+        value = getattr(request, name)
+        if value is not None and (type(value), value) not in [(type(other), other) for other in neutral]:
+            raise APIError(400, f"{name} is not supported with use_beam_search: {reason}", param=name)
+    if structure(request) is not None:
+        message = "structured outputs are not supported with use_beam_search: " + RANKS
+        raise APIError(400, message, param="use_beam_search")
+
+
+def beam_params(service: Service, request: SamplingFields, params: SamplingParams) -> BeamSearchParams:
+    """Return the parameters of the search. A temperature counts only if the request itself has one.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+    return BeamSearchParams(
         beam_width=params.n,
         max_tokens=params.max_tokens or service.info.max_model_len,
         ignore_eos=params.ignore_eos,
         temperature=params.temperature if request.temperature is not None else 0.0,
         length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
         include_stop_str_in_output=params.include_stop_str_in_output,
+        early_stopping=request.early_stopping or False,
+        min_tokens=params.min_tokens,
+        stop_token_ids=params.stop_token_ids,
     )
-    session = service.engine.session
-    token_ids = [session.tokenize(prompt) for prompt in prompts]
-    groups = await search(service, token_ids, beam_params, request_id, request.priority or 0)
-    for group in groups:
-        for beam in group:
-            add_text(beam, beam_params, session.tokenizer)
-    return [
-        RequestOutput(request_id, None, ids, None, [as_output(i, beam) for i, beam in enumerate(group)], True)
-        for ids, group in zip(token_ids, groups, strict=True)
+
+
+async def beam_outputs(
+    service: Service,
+    request: SamplingFields,
+    prompts: Sequence[PromptType],
+    params: SamplingParams,
+    request_id: str,
+) -> list[RequestOutput]:
+    """Run a beam search for each prompt, and return one output per prompt, with its n best beams as completions.
+
+    request: checked by `check_beam_fields`.
+
+    Raises:
+        APIError: the output must have a form, which beam search does not support.
+        ValueError: a prompt leaves no room, or the engine's `max_logprobs` is too small.
+    """
+    if params.structured_outputs is not None:  # by `tool_choice`
+        raise APIError(
+            400, "tool_choice cannot require calls with use_beam_search: " + RANKS, param="tool_choice"
+        )
+    session, limit = service.engine.session, service.info.max_model_len
+    search_params = beam_params(service, request, params)
+    batch = [
+        tokens_prompt(salted(prompt, request.cache_salt), truncated(session.tokenize(prompt), params, limit))
+        for prompt in prompts
     ]
+    groups = await search(service, batch, search_params, request_id, request.priority or 0)
+    outputs = []
+    for prompt, tokens, group in zip(prompts, batch, groups, strict=True):
+        best = group[: request.n or 1]
+        for beam in best:
+            add_text(
+                beam,
+                search_params,
+                session.tokenizer,
+                params.skip_special_tokens,
+                params.spaces_between_special_tokens,
+            )
+        completions = [as_output(index, beam) for index, beam in enumerate(best)]
+        ids = tokens["prompt_token_ids"]
+        outputs.append(RequestOutput(request_id, text_of(prompt), ids, None, completions, True))
+    return outputs
+
+
+def text_of(prompt: PromptType) -> str | None:
+    """Return the text of a prompt; None if it is given as token ids only."""
+    given: Any = prompt
+    if isinstance(given, str):
+        return given
+    return given.get("prompt") if isinstance(given, dict) else None
 
 
 async def search(
-    service: Service, prompts: list[list[int]], params: BeamSearchParams, request_id: str, priority: int
+    service: Service, prompts: list[TokensPrompt], params: BeamSearchParams, request_id: str, priority: int
 ) -> list[list[BeamSearchSequence]]:
     """Run the steps of a beam search on the engine, and return the beams of each prompt, best first."""
+    info = service.info
     steps = beam_steps(
         prompts,
         params,
-        eos_token_id=service.engine.session.eos_token_id,
-        max_model_len=service.info.max_model_len,
+        ends=end_tokens(params, service.engine.session.eos_token_id, info.generation_config),
+        max_model_len=info.max_model_len,
+        max_logprobs=info.max_logprobs,
     )
     outputs: list[RequestOutput] | None = None
     while True:
@@ -85,7 +163,7 @@ async def search(
 
 
 async def complete_all(
-    service: Service, prompts: list[list[int]], params: SamplingParams, request_id: str, priority: int
+    service: Service, prompts: list[TokensPrompt], params: SamplingParams, request_id: str, priority: int
 ) -> list[RequestOutput]:
     """Run some prompts to their end, and return their outputs in order."""
     finals: dict[int, RequestOutput] = {}
@@ -101,5 +179,10 @@ async def complete_all(
 def as_output(index: int, beam: BeamSearchSequence) -> CompletionOutput:
     """Return a beam as a completion."""
     return CompletionOutput(
-        index, beam.text, beam.token_ids, beam.cumulative_logprob, finish_reason=beam.finish_reason
+        index,
+        beam.text,
+        beam.token_ids,
+        beam.cumulative_logprob,
+        finish_reason=beam.finish_reason,
+        stop_reason=beam.stop_reason,
     )

@@ -16,7 +16,8 @@ from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.exchange import Exchange
 from pagewire.frontend.server.http.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.http.openapi import Operation
-from pagewire.frontend.server.openai.beams import beam_outputs
+from pagewire.frontend.server.openai.beams import beam_outputs, check_beam_fields
+from pagewire.frontend.server.openai.constraints import constrained, demands
 from pagewire.frontend.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from pagewire.frontend.server.openai.protocol import (
     ChatChoice,
@@ -34,11 +35,10 @@ from pagewire.frontend.server.openai.sampling import (
     check_stream_options,
     salted,
     sampling_params,
-    structure,
 )
 from pagewire.frontend.server.parsing.choice import ToolUse, tool_use
 from pagewire.frontend.server.parsing.history import read_history
-from pagewire.frontend.server.parsing.reasoning import thinking
+from pagewire.frontend.server.parsing.reasoning import parser_for, reasoning_format, thinking
 from pagewire.frontend.server.parsing.reply import (
     ReplyDelta,
     ReplyParser,
@@ -48,8 +48,10 @@ from pagewire.frontend.server.parsing.reply import (
     read,
 )
 from pagewire.frontend.server.service import LONG_TEXT, Service, off_loop
-from pagewire.frontend.text.chat_template import chat_prompt, check_template
-from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
+from pagewire.frontend.text.chat_template import as_text, chat_prompt, check_template
+from pagewire.ipc.params import SamplingParams
+
+SERVICE_TIER = "default"  # the only one that there is
 
 Outputs: TypeAlias = AsyncGenerator[list[tuple[int, RequestOutput]], None]
 
@@ -62,7 +64,7 @@ def routes(service: Service) -> list[Operation]:
     """
     if service.options.chat_template is not None and service.engine.session.tokenizer is not None:
         check_template(service.tokenizer, service.options.chat_template)
-    endpoint = GenerationEndpoint(service, "chatcmpl", ChatRequest, answer)
+    endpoint = GenerationEndpoint(service, "chatcmpl-", ChatRequest, answer)
     return [
         Operation(
             "POST",
@@ -86,8 +88,9 @@ async def answer(service: Service, request: ChatRequest, exchange: Exchange) -> 
     tools = tools_of(service, request)
     writer = ChatWriter(service, request, exchange, tools)
     check_chat(request)
+    check_beam_fields(request)
     prompt = await prompt_of(service, request, tools)
-    params = params_of(service, request, tools)
+    params = params_of(service, request, tools, prompt)
     exchange.prompt = prompt.get("prompt", "")
     if request.use_beam_search:
         (output,) = await beam_outputs(service, request, [prompt], params, exchange.id)
@@ -124,6 +127,11 @@ def check_chat(request: ChatRequest) -> None:
         raise APIError(400, "functions and function_call are not supported: use tools", param="functions")
     if request.audio or set(request.modalities or ()) - {"text"}:
         raise APIError(400, "only text can be generated", param="modalities")
+    if request.web_search_options is not None:
+        message = (
+            "web_search_options is not supported: nothing is searched; describe a search function in tools"
+        )
+        raise APIError(400, message, param="web_search_options")
     if request.top_logprobs and not request.logprobs:
         raise APIError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
 
@@ -143,12 +151,13 @@ def tools_of(service: Service, request: ChatRequest) -> ToolUse:
         auto=options.enable_auto_tool_choice,
         prompt_unused=options.prompt_unused_tools,
     )
-    if options.reasoning_parser is None or structure(request) is not None:
+    is_constrained = tools.schema is not None or bool(demands(request))
+    if options.reasoning_parser is None or (is_constrained and options.enable_in_reasoning):
         return tools
     return thinking(tools, options.reasoning_parser)
 
 
-def params_of(service: Service, request: ChatRequest, tools: ToolUse) -> SamplingParams:
+def params_of(service: Service, request: ChatRequest, tools: ToolUse, prompt: TokensPrompt) -> SamplingParams:
     """Return the engine's parameters for a request.
 
     Raises:
@@ -158,23 +167,11 @@ def params_of(service: Service, request: ChatRequest, tools: ToolUse) -> Samplin
         request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     )
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    return constrained(sampling_params(service, request, max_tokens, logprobs), tools)
-
-
-def constrained(params: SamplingParams, tools: ToolUse) -> SamplingParams:
-    """Return the parameters with the constraints that the use of tools puts on the output.
-
-    Raises:
-        APIError: the request constrains the output in another way, too.
-    """
-    if tools.marks_are_special:
-        params = msgspec.structs.replace(params, skip_special_tokens=False)
-    if tools.schema is None:
-        return params
-    if params.structured_outputs is not None:
-        message = "tool_choice requires tool calls, so the output cannot be constrained in another way"
-        raise APIError(400, message, param="tool_choice")
-    return msgspec.structs.replace(params, structured_outputs=StructuredOutputsParams(json=tools.schema))
+    params = sampling_params(service, request, max_tokens, logprobs)
+    thought = None
+    if tools.reasoning is not None:
+        thought = reasoning_format(tools.reasoning, prompt.get("prompt", ""), continued_text(request))
+    return constrained(params, request, tools, thought)
 
 
 async def prompt_of(service: Service, request: ChatRequest, tools: ToolUse) -> TokensPrompt:
@@ -195,6 +192,8 @@ async def prompt_of(service: Service, request: ChatRequest, tools: ToolUse) -> T
         variables["documents"] = request.documents
     if request.reasoning_effort is not None:
         variables["reasoning_effort"] = request.reasoning_effort
+    if request.verbosity is not None:
+        variables["verbosity"] = request.verbosity
     continues = bool(request.continue_final_message)
     generation = not continues if request.add_generation_prompt is None else request.add_generation_prompt
     size = sum(len(str(message.get("content", ""))) for message in request.messages)
@@ -218,9 +217,15 @@ async def prompt_of(service: Service, request: ChatRequest, tools: ToolUse) -> T
     return await off_loop(size, make)
 
 
-def reply_parser(tools: ToolUse) -> ReplyParser:
-    """Return a new parser for one output."""
-    return TextReply() if tools.new_parser is None else ReplyWithCalls(tools.new_parser())
+def reply_parser(request: ChatRequest, tools: ToolUse, prompt: str | None) -> ReplyParser:
+    """Return a new parser for one output. prompt: the text to which it is the reply."""
+    parser = parser_for(tools, prompt or "", continued_text(request))
+    return TextReply() if parser is None else ReplyWithCalls(parser)
+
+
+def continued_text(request: ChatRequest) -> str | None:
+    """Return the text of the final message if the reply continues it; else None."""
+    return as_text(request.messages[-1].get("content")) if request.continue_final_message else None
 
 
 def whole_calls(deltas: list[ToolCall]) -> list[ToolCall]:
@@ -246,6 +251,7 @@ class ChatWriter:
         )
         self._parsers: dict[int, ReplyParser] = {}
         self._called: set[int] = set()
+        self._service_tier = UNSET if request.service_tier is None else SERVICE_TIER
         self._role, self._opening = self._role_and_opening()
 
     def whole(self, output: RequestOutput) -> bytes:
@@ -255,8 +261,12 @@ class ChatWriter:
             id=self.exchange.id,
             created=self.exchange.created,
             model=self.model,
-            choices=[self._choice(part) for part in best_outputs(output.outputs, self.request.n or 1)],
+            choices=[
+                self._choice(part, output.prompt)
+                for part in best_outputs(output.outputs, self.request.n or 1)
+            ],
             usage=self.exchange.usage(),
+            service_tier=self._service_tier,
             prompt_logprobs=None
             if output.prompt_logprobs is None
             else prompt_logprobs(output.prompt_logprobs),
@@ -270,7 +280,7 @@ class ChatWriter:
             async for ((_, output),) in batches:
                 events = self._begin(output) if self.exchange.count(0, output) else b""
                 for part in output.outputs:
-                    events += self._event(part)
+                    events += self._event(part, output.prompt)
                 if events:
                     yield events
         if self.options.include_usage:
@@ -290,10 +300,10 @@ class ChatWriter:
         echoes = self.request.echo and last.get("role") == role and isinstance(content, str)
         return role, str(content) if echoes else ""
 
-    def _read(self, part: CompletionOutput) -> ReplyDelta:
-        """Parse the next text of an output."""
+    def _read(self, part: CompletionOutput, prompt: str | None) -> ReplyDelta:
+        """Parse the next text of an output. prompt: the text to which it is the reply."""
         if part.index not in self._parsers:
-            self._parsers[part.index] = reply_parser(self.tools)
+            self._parsers[part.index] = reply_parser(self.request, self.tools, prompt)
         delta = read(self._parsers[part.index], part.text, part.finished())
         if delta.tool_calls:
             self._called.add(part.index)
@@ -308,8 +318,8 @@ class ChatWriter:
             return None
         return chat_logprobs(self._names, part.token_ids, part.logprobs or (), self.request.top_logprobs or 0)
 
-    def _choice(self, part: CompletionOutput) -> ChatChoice:
-        reply = self._read(part)
+    def _choice(self, part: CompletionOutput, prompt: str | None) -> ChatChoice:
+        reply = self._read(part, prompt)
         content = self._opening + reply.content
         return ChatChoice(
             index=part.index,
@@ -326,16 +336,20 @@ class ChatWriter:
         )
 
     def _begin(self, output: RequestOutput) -> bytes:
-        """Return the first events, which have the role of each choice."""
+        """Return the first events, which have the role of each choice. One has the prompt's log probabilities."""
         content = self._opening if self.tools.schema is None else None  # required calls leave no content
         delta = ChatDelta(role=self._role, content=content)
         choices = [ChatChunkChoice(index=index, delta=delta) for index in range(self.request.n or 1)]
         ids = output.prompt_token_ids or [] if self.request.return_token_ids else UNSET
-        return b"".join(self._chunk([choice], self._usage(), ids) for choice in choices)
+        first, *others = choices
+        positions = UNSET if output.prompt_logprobs is None else prompt_logprobs(output.prompt_logprobs)
+        return self._chunk([first], self._usage(), ids, positions) + b"".join(
+            self._chunk([choice], self._usage(), ids) for choice in others
+        )
 
-    def _event(self, part: CompletionOutput) -> bytes:
+    def _event(self, part: CompletionOutput, prompt: str | None) -> bytes:
         """Return the event for an increment of an output; b"" if the increment is empty."""
-        reply = self._read(part)
+        reply = self._read(part, prompt)
         wants_all = self.request.logprobs or self.request.return_token_ids
         if reply.empty and part.finish_reason is None and not wants_all:
             return b""
@@ -359,14 +373,22 @@ class ChatWriter:
             return UNSET
         return self.exchange.usage() if self.options.continuous_usage_stats else None
 
-    def _chunk(self, choices: list[ChatChunkChoice], usage: Any, prompt_token_ids: Any = UNSET) -> bytes:
+    def _chunk(
+        self,
+        choices: list[ChatChunkChoice],
+        usage: Any,
+        prompt_token_ids: Any = UNSET,
+        positions: Any = UNSET,
+    ) -> bytes:
         return sse.event(
             ChatChunk(
                 id=self.exchange.id,
                 created=self.exchange.created,
                 model=self.model,
                 choices=choices,
+                service_tier=self._service_tier,
                 usage=usage,
                 prompt_token_ids=prompt_token_ids,
+                prompt_logprobs=positions,
             )
         )

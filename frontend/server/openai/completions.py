@@ -16,9 +16,14 @@ from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.exchange import Exchange
 from pagewire.frontend.server.http.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.http.openapi import Operation
-from pagewire.frontend.server.openai.beams import beam_outputs
-from pagewire.frontend.server.openai.logprobs import CompletionLogprobsWriter, TokenNames, prompt_logprobs
-from pagewire.frontend.server.openai.protocol import Completion, CompletionChoice, CompletionRequest
+from pagewire.frontend.server.openai.beams import beam_outputs, check_beam_fields
+from pagewire.frontend.server.openai.logprobs import TokenNames, completion_logprobs, prompt_logprobs
+from pagewire.frontend.server.openai.protocol import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+)
 from pagewire.frontend.server.openai.sampling import (
     best_outputs,
     check_stream_options,
@@ -28,6 +33,7 @@ from pagewire.frontend.server.openai.sampling import (
 )
 from pagewire.frontend.server.service import Service, off_loop
 from pagewire.frontend.text.logprobs import PromptLogprobs
+from pagewire.frontend.text.offsets import TextOffsets, prompt_offsets
 from pagewire.ipc.params import SamplingParams
 
 MAX_PROMPTS = 1024  # prompts in one request: each is a request to the engine core
@@ -36,7 +42,7 @@ DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
 
 def routes(service: Service) -> list[Operation]:
     """Return the route of the endpoint."""
-    endpoint = GenerationEndpoint(service, "cmpl", CompletionRequest, complete)
+    endpoint = GenerationEndpoint(service, "cmpl-", CompletionRequest, complete)
     return [
         Operation(
             "POST",
@@ -58,6 +64,7 @@ async def complete(service: Service, request: CompletionRequest, exchange: Excha
         Exceptions of the engine.
     """
     writer = CompletionWriter(service, request, exchange)
+    check_beam_fields(request)
     prompts = await prompts_in(service, request)
     exchange.prompt = prompts[0] if isinstance(prompts[0], (str, list)) else ""
     params = completion_params(service, request)
@@ -140,7 +147,7 @@ class CompletionWriter:
             service.engine.session.tokenizer,
             service.options.return_tokens_as_token_ids if as_ids is None else as_ids,
         )
-        self._logprobs: dict[int, CompletionLogprobsWriter] = {}
+        self._offsets: dict[int, TextOffsets] = {}  # by choice
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
         self._num_choices = request.n or 1
         self._echoes_only = bool(request.echo) and request.max_tokens == 0
@@ -208,21 +215,16 @@ class CompletionWriter:
     ) -> CompletionChoice:
         """Return a choice. first: it is the first of this choice, which carries the prompt's data if requested."""
         request = self.request
-        text, token_ids = part.text, list(part.token_ids)
-        positions: list[Any] = list(part.logprobs or ())
-        echoed = first and request.echo
-        all_ids = [*(output.prompt_token_ids or ()), *token_ids] if echoed else token_ids
+        token_ids = list(part.token_ids)
         prompt_positions = self._prompt_logprobs.get(index)
+        echo = self._prompt_text(output) if first and request.echo else ""
         logprobs = None
         if request.logprobs is not None:
-            writer = self._logprobs.setdefault(
-                self._place(index, part), CompletionLogprobsWriter(self._names, request.logprobs)
-            )
-            logprobs = writer.write(all_ids, [*(prompt_positions or ()), *positions] if echoed else positions)
+            logprobs = self._choice_logprobs(index, output, part, echo if first and request.echo else None)
         with_prompt_logprobs = request.prompt_logprobs is not None and first
         return CompletionChoice(
             index=self._place(index, part),
-            text=self._prompt_text(output) + text if echoed else text,
+            text=echo + part.text,
             logprobs=logprobs,
             finish_reason=part.finish_reason,
             stop_reason=part.stop_reason,
@@ -230,6 +232,31 @@ class CompletionWriter:
             token_ids=token_ids if request.return_token_ids else UNSET,
             prompt_token_ids=output.prompt_token_ids or [] if request.return_token_ids and first else UNSET,
         )
+
+    def _choice_logprobs(
+        self, index: int, output: RequestOutput, part: CompletionOutput, echo: str | None
+    ) -> CompletionLogprobs:
+        """Return the log probabilities of an increment. echo: the prompt's text if the increment begins with it."""
+        tokenizer, top = self.service.engine.session.tokenizer, self.request.logprobs or 0
+        token_ids, positions = list(part.token_ids), list[Any](part.logprobs or ())
+        places = self._offsets.setdefault(
+            self._place(index, part),
+            TextOffsets(
+                tokenizer,
+                len(echo or ""),
+                self.request.skip_special_tokens is not False,
+                self.request.spaces_between_special_tokens is not False,
+            ),
+        )
+        offsets = [places.feed(token_id) for token_id in token_ids]
+        if echo is not None:
+            prompt_ids = output.prompt_token_ids or []
+            offsets = prompt_offsets(tokenizer, prompt_ids, echo) + offsets
+            token_ids, positions = (
+                prompt_ids + token_ids,
+                [*(self._prompt_logprobs.get(index) or ()), *positions],
+            )
+        return completion_logprobs(self._names, token_ids, positions, offsets, top)
 
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None and self.request.truncate_prompt_tokens is None:

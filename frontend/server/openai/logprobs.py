@@ -12,8 +12,7 @@ from pagewire.frontend.server.openai.protocol import (
     PromptLogprob,
     TokenLogprob,
 )
-from pagewire.frontend.text.logprobs import Logprob, token_text
-from pagewire.frontend.text.steps import REPLACEMENT, byte_level_bytes, byte_token
+from pagewire.frontend.text.logprobs import Logprob, token_bytes, token_text
 from pagewire.frontend.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # replaces minus infinity, which JSON cannot represent
@@ -26,18 +25,16 @@ class TokenNames:
 
     def __init__(self, tokenizer: Tokenizer | None, as_ids: bool) -> None:
         self._tokenizer = tokenizer
-        self._as_ids = as_ids or tokenizer is None
+        self._as_ids = as_ids
         self._bytes: dict[int, list[int] | None] = {}
 
     def name(self, token_id: int, entry: Logprob | None) -> str:
         """Return a token's name: its text, or "token_id:17"."""
-        return f"token_id:{token_id}" if self._as_ids else self.text(token_id, entry)
-
-    def text(self, token_id: int, entry: Logprob | None) -> str:
-        """Return a token's text; "" without a tokenizer."""
+        if self._as_ids or self._tokenizer is None:
+            return f"token_id:{token_id}"
         if entry is not None:
             return entry.decoded_token or ""
-        return "" if self._tokenizer is None else token_text(self._tokenizer, token_id)
+        return token_text(self._tokenizer, token_id)
 
     def bytes(self, token_id: int, entry: Logprob) -> list[int] | None:
         """Return a token's UTF-8 bytes, which may be a part of a character; None without a tokenizer."""
@@ -46,15 +43,6 @@ class TokenNames:
         if token_id not in self._bytes:
             self._bytes[token_id] = list(token_bytes(self._tokenizer, token_id))
         return self._bytes[token_id]
-
-
-def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """Return the UTF-8 bytes of one token, which may be a part of a character."""
-    text = tokenizer.decode([token_id], skip_special_tokens=False)
-    (name,) = tokenizer.convert_ids_to_tokens([token_id])
-    if REPLACEMENT not in text or name is None or REPLACEMENT in name:
-        return text.encode()
-    return byte_token(name) or byte_level_bytes(name)
 
 
 def chat_logprobs(
@@ -76,31 +64,39 @@ def chat_logprobs(
     return ChatLogprobs(content)
 
 
-class CompletionLogprobsWriter:
-    """Writes the log probabilities of a completion in parts, and keeps track of the offset in its text.
+def completion_logprobs(
+    names: TokenNames,
+    token_ids: Sequence[int],
+    positions: Iterable[Position | None],
+    text_offset: list[int],
+    top: int,
+) -> CompletionLogprobs:
+    """Return the log probabilities of a completion, or a part of it.
 
-    top: number of most likely tokens beside the token itself.
+    Args:
+        positions: by token; None for the first token of a prompt. text_offset: by token.
+        top: number of most likely tokens beside the token itself.
     """
+    part = CompletionLogprobs([], [], [], text_offset)
+    for token_id, position in zip(token_ids, positions, strict=True):
+        entry = None if position is None else position[token_id]
+        part.tokens.append(names.name(token_id, entry))
+        part.token_logprobs.append(None if entry is None else finite(entry.logprob))
+        part.top_logprobs.append(None if position is None else best_by_name(names, token_id, position, top))
+    return part
 
-    def __init__(self, names: TokenNames, top: int) -> None:
-        self._names, self._top = names, top
-        self._offset = 0
 
-    def write(self, token_ids: Sequence[int], positions: Iterable[Position | None]) -> CompletionLogprobs:
-        """Return the log probabilities of the next tokens. A position is None for the first token of a prompt."""
-        part = CompletionLogprobs([], [], [], [])
-        for token_id, position in zip(token_ids, positions, strict=True):
-            entry = None if position is None else position[token_id]
-            part.tokens.append(self._names.name(token_id, entry))
-            part.text_offset.append(self._offset)
-            part.token_logprobs.append(None if entry is None else finite(entry.logprob))
-            part.top_logprobs.append(None if position is None else self._best(token_id, position))
-            self._offset += len(self._names.text(token_id, entry))
-        return part
+def best_by_name(names: TokenNames, token_id: int, position: Position, top: int) -> dict[str, float]:
+    """Return the log probabilities of a token and of the `top` most likely ones, by name.
 
-    def _best(self, token_id: int, position: Position) -> dict[str, float]:
-        best = [i for i, entry in position.items() if i == token_id or (entry.rank or 0) <= self._top]
-        return {self._names.name(i, position[i]): finite(position[i].logprob) for i in best}
+    Of tokens with the same text, only the first has it as its name, the others are "token_id:17".
+    """
+    best: dict[str, float] = {}
+    for other, entry in position.items():
+        if other == token_id or (entry.rank or 0) <= top:
+            name = names.name(other, entry)
+            best[f"token_id:{other}" if name in best else name] = finite(entry.logprob)
+    return best
 
 
 def prompt_logprobs(positions: Iterable[Position | None]) -> list[dict[int, PromptLogprob] | None]:

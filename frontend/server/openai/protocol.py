@@ -1,12 +1,12 @@
 """Requests and responses of OpenAI's API, with the additional fields of vLLM's server.
 
-A field that is null counts as not given. Fields without effect (`user`, `store`, ...) are listed so that they are
-accepted without a warning. The docstrings appear as descriptions in /openapi.json.
+A field that is null counts as not given. Fields of OpenAI that have no effect here are named in `WITHOUT_EFFECT`,
+and in a warning when a request has them. The docstrings appear as descriptions in /openapi.json.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -89,7 +89,12 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
     best_of: number of outputs to generate, of which the n most likely are returned.
     use_beam_search: return n beams, best first, from a search with n (or best_of) beams.
+    length_penalty, early_stopping: those of `BeamSearchParams`; they need `use_beam_search`.
     timeout: seconds that the request may take (also the header X-Request-Timeout); then it ends with status 408.
+    truncation_side: "left", since `truncate_prompt_tokens` keeps the last tokens.
+    priority: requests with a lower one go first, on an engine with `--scheduling-policy priority`.
+    request_id: becomes a part of the response's id, unless the header X-Request-Id does.
+    user: written to the log with the request.
     cache_salt: share prefix-cache entries only with requests that have the same salt.
     guided_*: older names of `structured_outputs`.
     return_token_ids: return token ids in addition to the text.
@@ -101,7 +106,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     best_of: NumSequences | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
-    early_stopping: bool | None = None
+    early_stopping: bool | Literal["never"] | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
@@ -121,6 +126,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: TruncatedLength | None = None
+    truncation_side: Literal["left", "right"] | None = None
     logit_bias: dict[str, LogitBias] | None = None
     allowed_token_ids: list[TokenId] | None = None
     add_special_tokens: bool | None = None
@@ -163,9 +169,16 @@ class ChatRequest(SamplingFields, kw_only=True):
     max_completion_tokens: overrides `max_tokens`. logprobs: return the log probability of each token.
     top_logprobs: and those of this many most likely tokens.
     echo: begin the answer with the last message, if that has the same role.
-    add_generation_prompt, continue_final_message, documents, chat_template, chat_template_kwargs: passed to the
-        chat template.
+    add_generation_prompt, continue_final_message, documents, chat_template, chat_template_kwargs, reasoning_effort,
+        verbosity: passed to the chat template.
+    safety_identifier: the newer name of `user`.
+    prompt_cache_key, prompt_cache_retention: nothing to choose: every prefix is cached while there is room.
+    service_tier: the response says "default", which is the only one.
+    store, metadata, prediction: no effect: nothing is stored, and no prediction makes an answer faster.
+    functions, function_call, audio, web_search_options: not supported.
     """
+
+    WITHOUT_EFFECT: ClassVar[tuple[str, ...]] = ("store", "metadata", "prediction")
 
     messages: InputMessages
     max_completion_tokens: MaxTokens | None = None
@@ -342,6 +355,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    service_tier: str | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -365,8 +379,10 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choices: list[ChatChunkChoice]
+    service_tier: str | UnsetType = UNSET
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 # ---------------------------------------------------------------- models, tokens

@@ -11,7 +11,8 @@ import msgspec
 from pagewire.frontend.inputs import PromptType
 from pagewire.frontend.outputs import CompletionOutput
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.frontend.server.openai.protocol import ResponseFormat, SamplingFields, StreamOptions
+from pagewire.frontend.server.openai.constraints import demanded
+from pagewire.frontend.server.openai.protocol import SamplingFields, StreamOptions
 from pagewire.frontend.server.service import Service
 from pagewire.ipc.params import RequestOutputKind, SamplingParams
 
@@ -38,12 +39,6 @@ SAME_NAME = (
     "allowed_token_ids",
 )
 MAX_TOKEN_CHARACTERS = 256  # longest token that any vocabulary is expected to have
-GUIDED = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-}
 
 
 def sampling_params(
@@ -56,6 +51,7 @@ def sampling_params(
     Raises:
         ValueError, TypeError: a value is out of range, or fields contradict each other.
     """
+    check_prompt_fields(service, request)
     given: dict[str, Any] = {
         name: value for name in SAME_NAME if (value := getattr(request, name)) is not None
     }
@@ -73,9 +69,10 @@ def sampling_params(
         service.defaults,
         **given,
         n=request.best_of or number,
+        num_returned=number if selects else None,
         max_tokens=max_tokens,
         logprobs=0 if selects and logprobs is None else logprobs,
-        structured_outputs=structure(request),
+        structured_outputs=demanded(request),
         detokenize=service.engine.session.tokenizer is not None,
         extra_args=request.vllm_xargs,
         output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
@@ -94,56 +91,6 @@ def best_outputs(outputs: Sequence[CompletionOutput], num: int) -> list[Completi
     return [replace(output, index=index) for index, output in enumerate(best)]
 
 
-def structure(request: SamplingFields) -> dict[str, Any] | None:
-    """Return the constraint on the output's form as fields of `StructuredOutputsParams`; None: no constraint.
-
-    It may be given as `structured_outputs`, `guided_*` or `response_format`.
-
-    Raises:
-        APIError: more than one of these fields is given.
-    """
-    given: dict[str, dict[str, Any]] = {}
-    if request.structured_outputs is not None:
-        given["structured_outputs"] = request.structured_outputs
-    for name, kind in GUIDED.items():
-        if (value := getattr(request, name)) is not None:
-            given[name] = {kind: value}
-    if request.response_format is not None and request.response_format.type != "text":
-        given["response_format"] = format_of(request.response_format)
-    if not given:
-        return None
-    if len(given) > 1:
-        raise APIError(
-            400, f"{' and '.join(given)} exclude each other: give only one", param=next(iter(given))
-        )
-    ((name, constraint),) = given.items()
-    if request.guided_whitespace_pattern is not None and name != "structured_outputs":
-        constraint["whitespace_pattern"] = request.guided_whitespace_pattern
-    return constraint
-
-
-def format_of(response_format: ResponseFormat) -> dict[str, Any]:
-    """Return a response format as fields of `StructuredOutputsParams`.
-
-    Raises:
-        APIError: the schema is missing.
-    """
-    if response_format.type == "json_object":
-        return {"json_object": True}
-    if response_format.type == "structural_tag":
-        if response_format.format is not None:
-            return {"structural_tag": {"type": "structural_tag", "format": response_format.format}}
-        return {
-            "structural_tag": {
-                "structures": response_format.structures or [],
-                "triggers": response_format.triggers or [],
-            }
-        }
-    if response_format.json_schema is None or response_format.json_schema.schema is None:
-        raise APIError(400, "response_format needs json_schema.schema", param="response_format")
-    return {"json": response_format.json_schema.schema}
-
-
 def check_stream_options(request: SamplingFields) -> StreamOptions:
     """Return the request's stream options.
 
@@ -155,6 +102,32 @@ def check_stream_options(request: SamplingFields) -> StreamOptions:
     return request.stream_options or StreamOptions()
 
 
+def check_prompt_fields(service: Service, request: SamplingFields) -> None:
+    """Check the fields about the prompt and its place in the queue.
+
+    Raises:
+        APIError: a field cannot have an effect on this engine.
+    """
+    info = service.info
+    if request.priority and info.scheduling_policy != "priority":
+        message = (
+            f"priority={request.priority} has no effect: requests are scheduled in order of arrival; "
+            "start the engine with --scheduling-policy priority"
+        )
+        raise APIError(400, message, param="priority")
+    if request.truncation_side == "right":
+        message = (
+            "truncation_side 'right' is not supported: truncate_prompt_tokens keeps the last tokens ('left')"
+        )
+        raise APIError(400, message, param="truncation_side")
+    if (request.truncate_prompt_tokens or 0) > info.max_model_len:
+        message = (
+            f"truncate_prompt_tokens must be at most {info.max_model_len}, the model's context length, "
+            f"got {request.truncate_prompt_tokens}"
+        )
+        raise APIError(400, message, param="truncate_prompt_tokens")
+
+
 def check_text_length(service: Service, text: str) -> None:
     """Check that a text is not far too long, before seconds are spent on tokenizing it.
 
@@ -163,11 +136,11 @@ def check_text_length(service: Service, text: str) -> None:
     """
     limit = service.info.max_model_len * MAX_TOKEN_CHARACTERS
     if len(text) > limit:
-        raise APIError(
-            400,
-            f"the prompt has {len(text)} characters, more than {service.info.max_model_len} tokens can hold",
-            code="context_length_exceeded",
+        message = (
+            f"This model's maximum context length is {service.info.max_model_len} tokens. However, "
+            f"the prompt has {len(text)} characters, which no prompt of that length can have"
         )
+        raise APIError(400, message, code="context_length_exceeded")
 
 
 def salted(prompt: PromptType, salt: str | None) -> PromptType:

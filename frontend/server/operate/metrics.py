@@ -1,7 +1,8 @@
 """The core's metrics as Prometheus text.
 
-The core measures, over all its frontends: whichever server is asked tells the same. There is no OpenMetrics form:
-the library's turns the colon of names into an underscore, so that they would depend on who asks.
+The core measures, over all its frontends, so every server attached to it gives the same figures. There is no
+OpenMetrics form: the library's turns the colon of names into an underscore, so that the names would depend on the
+format that a scraper accepts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Snapshot(Collector):
-    """What the core answers to `metrics`, as the encoders of prometheus_client want it."""
+    """What the core answers to `metrics`, in the form that the encoders of prometheus_client take."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
         self._rows = rows
@@ -36,7 +37,7 @@ class Snapshot(Collector):
 
 
 def samples(row: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str], float]]:
-    """(name, labels, value) of all that a row says."""
+    """(name, labels, value) of each sample in a row."""
     name, labels = row["name"], row["labels"]
     if row["type"] != "histogram":
         yield name, labels, row["value"]

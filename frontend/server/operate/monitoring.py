@@ -1,4 +1,4 @@
-"""Whether the server lives, what it is, how much it has to do, and what the engine measures."""
+"""Endpoints for monitoring: health, version, load and metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ANSWER_SECONDS = 5.0  # a scrape that takes longer has failed
 
 
 def routes(service: Service) -> list[Operation]:
-    """The endpoints."""
+    """The endpoints of a server."""
     engine = service.engine
 
     async def health(request: Request) -> Response:
@@ -34,7 +34,9 @@ def routes(service: Service) -> list[Operation]:
         return json_response({"server_load": len(service.open)})
 
     async def metrics(request: Request) -> Response:
-        return Response(exposition(await asked(engine, "metrics")), headers={"content-type": CONTENT_TYPE})
+        return Response(
+            exposition(await answer_of(engine, "metrics")), headers={"content-type": CONTENT_TYPE}
+        )
 
     return [
         Operation("GET", "/health", health, "200 while the engine lives, 503 when it is down."),
@@ -48,8 +50,8 @@ def routes(service: Service) -> list[Operation]:
     ]
 
 
-async def asked(engine: AsyncLLM, method: str) -> Any:
-    """The core's answer to a call that it answers at once.
+async def answer_of(engine: AsyncLLM, method: str) -> Any:
+    """The core's answer to a call, for which it needs no other process.
 
     Raises:
         EngineDeadError: it is lost. APIError: it is not, but does not answer.

@@ -33,7 +33,7 @@ HEADERS = {
             "trusted-types 'none'",
         ]
     ),
-    "Cache-Control": "no-cache",  # keep, but ask each time whether it is still the one
+    "Cache-Control": "no-cache",  # keep it, but check each time whether it has changed
     "Cross-Origin-Opener-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
@@ -42,17 +42,17 @@ HEADERS = {
 
 def read_files() -> dict[str, tuple[str, bytes]]:
     """The page's files by path on the server: content type and bytes."""
-    found = {}
+    pages = {}
     for file in files(__package__).iterdir():
         _, dot, suffix = file.name.rpartition(".")
         if (content_type := CONTENT_TYPES.get(dot + suffix)) is not None:
             path = "/" if file.name == "index.html" else f"/page/{file.name}"
-            found[path] = (content_type, file.read_bytes())
-    return found
+            pages[path] = (content_type, file.read_bytes())
+    return pages
 
 
 FILES = read_files()
-PATHS = frozenset(FILES)  # exact paths; what is there tells nothing of the engine
+PATHS = frozenset(FILES)  # exact paths, which need no key: the files hold nothing of the engine
 
 
 def page_routes() -> list[Route]:
@@ -64,7 +64,7 @@ def page_routes() -> list[Route]:
 
 
 def serve(content_type: str, body: bytes) -> Callable[[Request], Awaitable[Response]]:
-    """The endpoint of one file: 304 to whoever has it already."""
+    """The endpoint of a file: 304 for a browser that has it already."""
     etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
     headers = {**HEADERS, "ETag": etag}
 

@@ -36,12 +36,12 @@ export function open() {
 }
 
 let timer = 0;
-let asking = false;
+let polling = false;
 
 async function poll() {
   clearTimeout(timer);
-  if (asking) return;
-  asking = true;
+  if (polling) return;
+  polling = true;
   try {
     const text = await (await call("metrics", { signal: AbortSignal.timeout(5000) })).text();
     history.push(read(text), performance.now() / 1000);
@@ -51,7 +51,7 @@ async function poll() {
     pulse("lost", [error.status ? `no metrics (${error.status})` : "not reachable"]);
     $("engine-note").textContent = error.status ? `No metrics: ${error.message}` : "The server cannot be reached. Retrying.";
   }
-  asking = false;
+  polling = false;
   if (!$("engine").hidden) paint();
   if (!document.hidden) timer = setTimeout(poll, PERIOD);
 }

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from pagewire.frontend.server.parsing.call_formats import CALL_FORMATS, Format
 from pagewire.frontend.server.parsing.constrained import (
     NamedCall,
     RequiredCalls,
@@ -48,12 +49,17 @@ class ToolUse:
         schema: JSON schema that constrains the output; None: the output is free.
         new_parser: creates the parser of an output; None: the output has no calls.
         marks_are_special: calls are marked by special tokens, which must be kept in the text.
+        reasoning: format of the reasoning before the answer; None: the output has none.
+        call_format: returns the format of calls in the model's own form, if it may choose to make calls; else None.
+            It raises ValueError if a tool has no such form.
     """
 
     prompted: list[dict[str, Any]] | None = None
     schema: dict[str, Any] | None = None
     new_parser: Callable[[], Parser] | None = None
     marks_are_special: bool = False
+    reasoning: str | None = None
+    call_format: Callable[[], Format] | None = None
 
 
 def parser_named(name: str) -> type[Parser]:
@@ -110,7 +116,8 @@ def tool_use(
         if model_format is None or not auto:
             raise ValueError(NO_AUTO)
         new_parser = partial(model_format, new_id, parallel)
-        return ToolUse(prompted, None, new_parser, model_format.marks_are_special)
+        call_format = partial(CALL_FORMATS[parser or ""], functions, parallel)
+        return ToolUse(prompted, None, new_parser, model_format.marks_are_special, call_format=call_format)
     if choice == "required":
         return ToolUse(prompted, calls_schema(functions, parallel), partial(RequiredCalls, new_id))
     name = chosen_name(choice)

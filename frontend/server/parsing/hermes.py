@@ -17,6 +17,7 @@ class Hermes(JSONCalls):
     """Parser for any number of calls with text around them. The closing tag may be missing."""
 
     close = CLOSE
+    call_marks = (OPEN,)
 
     def read(self) -> Reading[None]:
         while (yield from self.text_until(OPEN)):

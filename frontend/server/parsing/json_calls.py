@@ -3,7 +3,7 @@
 An object counts as a call once its name is known and an object of arguments begins. Nothing is emitted before that,
 and an object that turns out not to be a call is content. From there on, arguments are emitted as the model writes
 them, even if they are invalid or incomplete: OpenAI's API does the same, and the client parses them. They end where
-their brackets are balanced.
+their brackets are balanced. If the tag that ends a call comes before that, the missing brackets are added.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ MAX_STRING = 512  # longest key, name or label in characters; with a longer one,
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 STRING_END = re.compile(r'["\\]')
 SIGN = re.compile(r'["{}\[\]<]')
+CLOSING = {"{": "}", "[": "]"}
 
 
 class JSONCalls(Parser):
     """Base class of the parsers for formats with JSON objects.
 
     Attributes:
-        needs_arguments: an object with only a name is not a call.
+        needs_arguments: an object without an object of arguments is not a call.
         close: tag that ends a call, even if the brackets of its arguments are not balanced.
     """
 
@@ -115,14 +116,16 @@ class JSONCalls(Parser):
     def streamed_arguments(self) -> Reading[None]:
         """Read a value, and emit it as arguments while it is read."""
         self._in_arguments = True
-        yield from self.value()
+        missing = yield from self.value()
         self._in_arguments = False
         self.emit_pending_arguments()
+        self.emit_arguments(missing)
 
     def whole_arguments(self) -> Reading[str]:
-        """Read arguments whose call has no name yet, or that are `null` or JSON in a string.
+        """Read arguments whose call has no name yet, or that are `null` or a string.
 
-        Returns their JSON text; "" if they are invalid.
+        Returns their JSON text, or the text of the string, whatever it is, unless `needs_arguments`; "" if they are
+        invalid.
         """
         begin = len(self.pending)
         if (yield from self.accept("null")):
@@ -131,33 +134,42 @@ class JSONCalls(Parser):
         if not quoted and not (yield from self.comes("{")):
             return ""
         yield from self.value()
-        text = self.pending[begin:]
+        text: str | None = self.pending[begin:]
         if quoted:
-            text = decoded(text) or ""
-        return text if isinstance(loaded(text), dict) else ""
+            text = decoded(text or "")
+            if text is not None and not self.needs_arguments:
+                return text if text.strip() else "{}"
+        return text if text and isinstance(loaded(text), dict) else ""
 
     def end_object(self) -> Reading[None]:
         """Read the rest of a call's object, which may be missing."""
         yield from self.space()
         if (yield from self.accept(",")):
-            yield from self.value(depth=1)
+            yield from self.value("}")
             self.drop()
         elif (yield from self.accept("}")):
             self.drop()
 
-    def value(self, depth: int = 0) -> Reading[None]:
-        """Read a string or an object to its end, to `close` or to the end. depth: number of open brackets."""
+    def value(self, missing: str = "") -> Reading[str]:
+        """Read a string or an object to its end, to `close` or to the end of the reply.
+
+        missing: the closing brackets of what is open. Returns those that are missing before `close`.
+        """
         while sign := (yield from self.through(SIGN)):
             if sign == '"':
                 yield from self.string_end(STRING_END)
             elif sign == "<" and self.close:
                 self._at -= 1
                 if (yield from self.comes(self.close)):
-                    return
+                    return missing
                 self._at += 1
-            depth += (sign in "{[") - (sign in "}]")
-            if depth <= 0:
-                return
+            elif sign in CLOSING:
+                missing = CLOSING[sign] + missing
+            elif sign in "}]":
+                missing = missing[1:]
+            if not missing:
+                return ""
+        return ""
 
 
 def loaded(text: str) -> Any:

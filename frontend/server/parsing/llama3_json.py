@@ -18,6 +18,7 @@ class Llama3JSON(JSONCalls):
     """
 
     needs_arguments = True
+    call_marks = (MARK,)
 
     def read(self) -> Reading[None]:
         while mark := (yield from self.text_until(MARK, "{")):

@@ -46,9 +46,11 @@ class Parser(ABC):
 
     Attributes:
         marks_are_special: the marks of the format are special tokens, which must be kept in the text.
+        call_marks: marks that come before calls and nowhere else.
     """
 
     marks_are_special: ClassVar[bool] = False
+    call_marks: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, new_id: Callable[[], str] = call_id, parallel: bool = True) -> None:
         self._new_id, self._parallel = new_id, parallel
@@ -135,6 +137,16 @@ class Parser(ABC):
             if any(literal.startswith(rest[begin:]) for literal in literals):
                 return len(rest) - begin
         return 0
+
+    def hold_until(self, mark: str) -> Reading[bool]:
+        """Read up to `mark` without emitting anything. Returns False at the end of the reply."""
+        while (place := self._text.find(mark, self._at)) < 0:
+            self._at = max(self._at, len(self._text) - len(mark) + 1)
+            if not (yield from self.more()):
+                self._at = len(self._text)
+                return False
+        self._at = place
+        return True
 
     def rest(self) -> Reading[None]:
         """Emit the rest of the reply as content."""

@@ -23,8 +23,11 @@ CONSTANTS = {"true": True, "false": False, "null": None}  # JSON's names: models
 class Pythonic(Parser):
     """Parser for lists of calls, which begin at a mark or at the start of a line.
 
-    A call is emitted when it is complete and followed by "," or "]" (or the end). Anything else is content.
+    A call is emitted when it is complete and followed by "," or "]" (or the end). Anything else is content: also a
+    call with other arguments than keyword literals, between calls that are emitted.
     """
+
+    call_marks = MARKS
 
     def read(self) -> Reading[None]:
         while mark := (yield from self.text_until(*MARKS, line_start="[")):
@@ -39,37 +42,40 @@ class Pythonic(Parser):
                 self.emit_content()
 
     def calls(self) -> Reading[bool]:
-        """Read `f(...), g(...)]` and emit the calls. Returns False at text that is not a call."""
-        while True:
+        """Read `f(...), g(...)]` and emit the calls.
+
+        Returns True at the end of a list with calls. Otherwise the pending text is content.
+        """
+        first = self._num_calls
+        another = True
+        while another:
             yield from self.space()
-            call = call_of((yield from self.call()))
-            if call is None:
+            if (yield from self.accept("]")):  # after a comma
+                break
+            text = yield from self.call()
+            if not text:
                 return False
+            call = call_of(text)
+            if call is None:
+                self.emit_content()
             yield from self.space()
             another = yield from self.accept(",")
             if not another and not (yield from self.accept("]")) and not (yield from self.at_end()):
                 return False
-            name, arguments = call
-            self.start_call(name)
-            self.emit_arguments(arguments)
-            if not another:
-                return True
-            yield from self.space()
-            if (yield from self.accept("]")):
-                self.drop()
-                return True
+            if call is not None:
+                name, arguments = call
+                self.start_call(name)
+                self.emit_arguments(arguments)
+        if self._num_calls == first:
+            return False
+        self.drop()
+        return True
 
     def call(self) -> Reading[str]:
         """Read a name and its parentheses, and return their text; "" if the text is not a call."""
         begin = len(self.pending)
         if not (yield from self.name()) or not (yield from self.accept("(")):
             return ""
-        yield from self.space()
-        if not (yield from self.comes(")")):
-            yield from self.name()
-            yield from self.space()
-            if not (yield from self.accept("=")):
-                return ""
         depth = 1
         while depth > 0 and (sign := (yield from self.through(SIGN))):
             if sign in STRING_END:

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pagewire.frontend.server.parsing.call_formats import Format, optional, sequence, tag
 from pagewire.frontend.server.parsing.choice import ToolUse
-from pagewire.frontend.server.parsing.deltas import Content, Delta, Reasoning
+from pagewire.frontend.server.parsing.deltas import CallStart, Content, Delta, Reasoning
 from pagewire.frontend.server.parsing.parser import Parser, Reading
 
 OPEN, CLOSE = "<think>", "</think>"
-BEGUN = {
-    "deepseek_r1": True,
-    "qwen3": False,
-}  # formats by name; True: the prompt already contains the opening tag
+# Formats by name. True: a reply begins within the reasoning, where the prompt does not say otherwise.
+BEGUN = {"deepseek_r1": True, "qwen3": False}
 
 
 class Text(Parser):
@@ -31,6 +30,9 @@ class Text(Parser):
 
 class Thinking(Parser):
     """Parser for reasoning followed by an answer. White space around both is a separator and is dropped.
+
+    A call within the reasoning is a part of it. If the reasoning never ends, though, the text from a mark of calls
+    on is the answer, provided that there is a call in it; until that is certain, this text is held back.
 
     answer: parser of the answer. begun: the reply begins within the reasoning, without an opening tag.
     """
@@ -55,14 +57,25 @@ class Thinking(Parser):
         yield from self.space()
         self.drop()
         self._prose = Reasoning
-        closed = yield from self.text_until(CLOSE)
-        if not closed:
-            self._at = len(self._text)
-            self.emit_content()
+        mark = yield from self.text_until(CLOSE, *self.answer.call_marks)
+        if mark != CLOSE:
+            closed = bool(mark) and (yield from self.hold_until(CLOSE))
+            self._at = self._at if closed else len(self._text)
+            if closed or not self.emit_calls():
+                self.emit_content()
         self._prose, self._blank = Content, []
         yield from self.accept(CLOSE)
         yield from self.space()
         self.drop()
+
+    def emit_calls(self) -> bool:
+        """Emit the pending text, the last of the reply, as the answer if it has calls; return whether it does."""
+        deltas = [*self.answer.feed(self.pending), *self.answer.finish()]
+        has_calls = any(isinstance(delta, CallStart) for delta in deltas)
+        if has_calls:
+            self._deltas += deltas
+            self.drop()
+        return has_calls
 
     def finish(self) -> list[Delta]:
         """End the reply, and return the remaining deltas."""
@@ -72,14 +85,53 @@ class Thinking(Parser):
 
 
 def thinking(tools: ToolUse, parser: str) -> ToolUse:
-    """Return `tools` with a parser that separates reasoning from the answer. parser: a key of `BEGUN`.
+    """Return `tools` with reasoning before the answer. parser: a key of `BEGUN`.
 
     Raises:
         ValueError: there is no format with that name.
     """
     if parser not in BEGUN:
         raise ValueError(f"reasoning_parser must be one of {', '.join(BEGUN)}, got {parser!r}")
-    if tools.schema is not None:
-        return tools  # the schema constrains the whole output, so there is no reasoning
-    new_answer = tools.new_parser or Text
-    return replace(tools, new_parser=lambda: Thinking(new_answer(), BEGUN[parser]))
+    return replace(tools, reasoning=parser)
+
+
+def parser_for(tools: ToolUse, prompt: str, continued: str | None = None) -> Parser | None:
+    """Return a new parser of one output; None if it has neither calls nor reasoning.
+
+    prompt, continued: see `begins_within`.
+    """
+    if tools.reasoning is None:
+        return None if tools.new_parser is None else tools.new_parser()
+    answer = Text() if tools.new_parser is None else tools.new_parser()
+    return Thinking(answer, begins_within(tools.reasoning, prompt, continued))
+
+
+def begins_within(parser: str, prompt: str, continued: str | None = None) -> bool:
+    """Return whether the reply to a prompt begins within the reasoning.
+
+    A template may open the reasoning at the end of the prompt, or open and close it to leave it out.
+
+    Args:
+        parser: a key of `BEGUN`, which decides if the prompt does not.
+        prompt: the rendered conversation.
+        continued: text of the final message if the reply continues it.
+    """
+    end = prompt.rstrip()
+    if end.endswith((OPEN, CLOSE)):
+        return end.endswith(OPEN)
+    if continued is not None:
+        return continued.rfind(OPEN) > continued.rfind(CLOSE)
+    return BEGUN[parser]
+
+
+def reasoning_format(parser: str, prompt: str, continued: str | None = None) -> Format | None:
+    """Return the format of the reasoning that comes, or may come, before a constrained answer.
+
+    None: there is none, since the prompt has closed it. Arguments: see `begins_within`.
+    """
+    separator = {"type": "regex", "pattern": r"\s{0,4}"}
+    if begins_within(parser, prompt, continued):
+        return sequence(tag("", {"type": "any_text"}, CLOSE), separator)
+    if prompt.rstrip().endswith(CLOSE):
+        return None
+    return optional(sequence(tag(OPEN, {"type": "any_text"}, CLOSE), separator))

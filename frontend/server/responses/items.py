@@ -30,7 +30,7 @@ SAME_NAME = (
     "parallel_tool_calls",
 )
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco"}
+PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = frozenset(
     {
@@ -137,6 +137,9 @@ def read_item(given: JSON, place: str) -> JSON:
             raise APIError(400, f"{place}.role must be one of {', '.join(ROLES)}", param="input")
         if not isinstance(given.get("content"), (str, list)):
             raise APIError(400, f"{place}.content must be a string or a list of parts", param="input")
+    elif kind == "reasoning":
+        if not isinstance(given.get("content"), (list, type(None))):
+            raise APIError(400, f"{place}.content must be a list of parts", param="input")
     elif kind == "function_call":
         needed = ("call_id", "name", "arguments")
     elif kind == "function_call_output":
@@ -154,33 +157,55 @@ def read_item(given: JSON, place: str) -> JSON:
 
 
 def messages_of(instructions: str | None, items: Iterable[JSON]) -> list[JSON]:
-    """Convert items to the messages of a chat. Calls are added to the assistant's message before them.
+    """Convert items to the messages of a chat.
+
+    Calls are added to the assistant message before them; reasoning becomes `reasoning_content` of the one after.
 
     Raises:
         APIError: a call's output has no call before it.
     """
     messages: list[JSON] = [] if instructions is None else [{"role": "system", "content": instructions}]
     called: dict[str, str] = {}
+    reasoning = ""
     for item in items:
+        if item["type"] == "reasoning":
+            reasoning += reasoning_of(item)
+            continue
         if item["type"] == "message":
             messages.append({"role": ROLES[item["role"]], "content": content_of(item["content"])})
         elif item["type"] == "function_call":
-            if not messages or messages[-1]["role"] != "assistant":
+            if reasoning or not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
             function = {"name": item["name"], "arguments": item["arguments"]}
             call = {"id": item["call_id"], "type": "function", "function": function}
             messages[-1].setdefault("tool_calls", []).append(call)
             called[item["call_id"]] = item["name"]
         else:
-            name = called.get(item["call_id"])
-            if name is None:
-                message = f"there is no function_call with the call_id {item['call_id']!r:.100}"
-                raise APIError(400, message, param="input")
-            content = content_of(item["output"])
-            messages.append(
-                {"role": "tool", "tool_call_id": item["call_id"], "name": name, "content": content}
-            )
+            messages.append(result_message(item, called))
+        if reasoning and messages[-1]["role"] == "assistant":
+            messages[-1]["reasoning_content"] = reasoning
+        reasoning = ""
     return messages
+
+
+def result_message(item: JSON, called: dict[str, str]) -> JSON:
+    """Return the message with a call's output. called: names of the functions called before, by call id.
+
+    Raises:
+        APIError: there was no such call.
+    """
+    name = called.get(item["call_id"])
+    if name is None:
+        message = f"there is no function_call with the call_id {item['call_id']!r:.100}"
+        raise APIError(400, message, param="input")
+    content = content_of(item["output"])
+    return {"role": "tool", "tool_call_id": item["call_id"], "name": name, "content": content}
+
+
+def reasoning_of(item: JSON) -> str:
+    """Return the text of a reasoning item; "" if it has none, such as one whose text is encrypted."""
+    parts = [part for part in item.get("content") or () if isinstance(part, dict)]
+    return "".join(part["text"] for part in parts if isinstance(part.get("text"), str))
 
 
 def content_of(content: str | list[Any]) -> str | list[Any]:
@@ -218,9 +243,15 @@ def tools_of(request: ResponsesRequest) -> tuple[list[JSON] | None, Any]:
     if isinstance(choice, dict) and choice.get("type") == "function":
         choice = {"type": "function", "function": {"name": choice.get("name")}}
     elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        allowed = [tool.get("name") for tool in choice.get("tools") or () if isinstance(tool, dict)]
-        tools = [tool for tool in tools if tool["function"].get("name") in allowed]
-        choice = choice.get("mode", "auto")
+        listed = choice.get("tools")
+        allowed = [
+            {"type": tool.get("type"), "function": {"name": tool.get("name")}}
+            if isinstance(tool, dict)
+            else tool
+            for tool in (listed if isinstance(listed, list) else ())
+        ]
+        mode = choice.get("mode", "auto")
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}}
     if choice == "auto" and not tools:
         choice = None
     return tools or None, choice

@@ -59,7 +59,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     previous_response_id: continue the conversation of this response, which must have been stored.
     store: store the response (default: true), within `--response-store-bytes`.
     background: return at once; the response can be retrieved, streamed and cancelled later.
-    include: "message.output_text.logprobs"; other kinds have no effect.
+    include: "message.output_text.logprobs"; other kinds have no effect: there is nothing of theirs to include.
     truncation: "auto" drops the oldest turns of a conversation that is too long; "disabled" (default) refuses it.
     max_tool_calls: accepted, without effect: it limits calls of OpenAI's own tools.
     The fields from `seed` on are those of chat completions.
@@ -116,10 +116,9 @@ ItemStatus: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 Status: TypeAlias = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
-class OutputText(msgspec.Struct, kw_only=True):
+class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
     """Generated text. logprobs: log probabilities of its tokens, if requested."""
 
-    type: Literal["output_text"] = "output_text"
     text: str = ""
     annotations: list[Any] = []
     logprobs: list[TokenLogprob] = []
@@ -134,6 +133,22 @@ class MessageItem(msgspec.Struct, kw_only=True, tag_field="type", tag="message")
     content: list[OutputText] = []
 
 
+class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
+    """Text of the model's reasoning."""
+
+    text: str = ""
+
+
+class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
+    """The model's reasoning before its answer. summary: always empty: the text itself is in `content`."""
+
+    id: str
+    status: ItemStatus = "in_progress"
+    summary: list[Any] = []
+    content: list[ReasoningText] = []
+    encrypted_content: None = None
+
+
 class CallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
     """A call of a function. call_id: id to send with the call's output. arguments: JSON text."""
 
@@ -144,7 +159,7 @@ class CallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_cal
     arguments: str = ""
 
 
-Item: TypeAlias = MessageItem | CallItem
+Item: TypeAlias = ReasoningItem | MessageItem | CallItem
 
 
 class ResponseFailure(msgspec.Struct):
@@ -167,9 +182,9 @@ class InputTokensDetails(msgspec.Struct):
 
 
 class OutputTokensDetails(msgspec.Struct):
-    """Details of the output tokens. reasoning_tokens: always 0; reasoning is counted as text."""
+    """Details of the output tokens. reasoning_tokens: tokens up to the end of the reasoning, its tags included."""
 
-    reasoning_tokens: int = 0
+    reasoning_tokens: int
 
 
 class ResponseUsage(msgspec.Struct):
@@ -197,7 +212,7 @@ class Response(msgspec.Struct, kw_only=True):
     max_output_tokens: int | None
     max_tool_calls: int | None
     model: str
-    output: list[MessageItem | CallItem] = msgspec.field(default_factory=list)
+    output: list[ReasoningItem | MessageItem | CallItem] = msgspec.field(default_factory=list)
     parallel_tool_calls: bool
     previous_response_id: str | None
     reasoning: ReasoningOptions
@@ -213,6 +228,30 @@ class Response(msgspec.Struct, kw_only=True):
     usage: ResponseUsage | None = None
     user: str | None
     metadata: dict[str, str]
+
+
+class InputTokensRequest(msgspec.Struct, kw_only=True):
+    """POST /v1/responses/input_tokens: the fields of a request that become its prompt."""
+
+    model: str | None = None
+    input: str | list[dict[str, Any]] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    conversation: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class InputTokens(msgspec.Struct):
+    """The number of tokens in the prompt of a request."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
 
 
 class DeletedResponse(msgspec.Struct):
@@ -250,8 +289,8 @@ class ResponseEvent(msgspec.Struct, kw_only=True):
     item_id: str | UnsetType = UNSET
     output_index: int | UnsetType = UNSET
     content_index: int | UnsetType = UNSET
-    item: MessageItem | CallItem | UnsetType = UNSET
-    part: OutputText | UnsetType = UNSET
+    item: ReasoningItem | MessageItem | CallItem | UnsetType = UNSET
+    part: OutputText | ReasoningText | UnsetType = UNSET
     delta: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
     name: str | UnsetType = UNSET

@@ -1,15 +1,10 @@
-"""/v1/responses: chat completions whose answers are made of items, and may be kept, continued and fetched later.
+"""The endpoints under /v1/responses: chat completions made of items, which may be stored, continued and retrieved.
 
-A request becomes one for a chat completion (`items`), which the engine answers; `writer` makes
-items and events of that; `store` keeps them.
+A request becomes one for a chat completion (`items`), which the engine answers (`generation`); `reader` and
+`writer` make items and events of the output; `store` keeps them.
 """
 
 from __future__ import annotations
-
-import asyncio
-import logging
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 
 import msgspec
 from starlette.requests import Request
@@ -17,179 +12,202 @@ from starlette.responses import Response as HTTPResponse
 from starlette.responses import StreamingResponse
 
 from pagewire.frontend.inputs import TokensPrompt
-from pagewire.frontend.outputs import RequestOutput
 from pagewire.frontend.server.http import sse
+from pagewire.frontend.server.http.body import Decoder, read_request
 from pagewire.frontend.server.http.errors import APIError, api_error
 from pagewire.frontend.server.http.exchange import Exchange
 from pagewire.frontend.server.http.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.http.query import Query, flag, number
-from pagewire.frontend.server.openai.chat import (
-    check_chat,
-    generate,
-    params_of,
-    prompt_of,
-    reply_parser,
-    tools_of,
-)
-from pagewire.frontend.server.openai.logprobs import TokenNames, chat_logprobs
+from pagewire.frontend.server.openai.chat import check_chat, params_of, prompt_of, tools_of
 from pagewire.frontend.server.openai.protocol import ChatRequest
 from pagewire.frontend.server.parsing.choice import ToolUse
-from pagewire.frontend.server.parsing.reply import read
+from pagewire.frontend.server.responses.errors import in_response_terms
+from pagewire.frontend.server.responses.generation import Generation, stop
 from pagewire.frontend.server.responses.items import chat_request, check_request, read_input
 from pagewire.frontend.server.responses.protocol import (
     DeletedResponse,
+    InputTokens,
+    InputTokensRequest,
     ItemList,
     ReasoningOptions,
     Response,
     ResponseEvent,
     ResponsesRequest,
-    Status,
     TextFormat,
     TextOptions,
 )
-from pagewire.frontend.server.responses.store import Kept, ResponseStore
-from pagewire.frontend.server.responses.writer import ResponseWriter
+from pagewire.frontend.server.responses.store import ResponseStore, StoredResponse
 from pagewire.frontend.server.service import Service
 from pagewire.ipc.params import SamplingParams
 
-logger = logging.getLogger("pagewire.server")
-
-CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # of failures, by status; others: server_error
+PATH = "/v1/responses"
+COUNTED = Decoder(InputTokensRequest)
 
 
 def routes(service: Service) -> list[Operation]:
-    """The endpoints."""
-    responses = KeptResponses(service)
-    path = "/v1/responses/{response_id}"
-    stream = Query("stream", bool, "its events, from the first")
+    """Return the routes of the endpoints."""
+    responses = StoredResponses(service)
+    path = PATH + "/{response_id}"
+    stream = Query("stream", bool, "return the events, from the first")
     after = Query("starting_after", int, "or from the one after this sequence_number")
     order = Query("order", str, "asc or desc (default)")
     return [
         Operation(
             "POST",
-            "/v1/responses",
-            GenerationEndpoint(service, "resp", ResponsesRequest, responses.create),
-            "Answer a conversation; the answer may be kept.",
+            PATH,
+            GenerationEndpoint(service, "resp_", ResponsesRequest, responses.create, in_response_terms),
+            "Respond to a conversation; the response may be stored.",
             body=ResponsesRequest,
             result=Response,
             streams=ResponseEvent,
         ),
         Operation(
+            "POST",
+            PATH + "/input_tokens",
+            responses.count_input_tokens,
+            "Count the tokens of the prompt that a request would have.",
+            body=InputTokensRequest,
+            result=InputTokens,
+        ),
+        Operation(
             "GET",
             path,
             responses.retrieve,
-            "A response that is kept.",
+            "Retrieve a stored response.",
             query=(stream, after),
             result=Response,
             streams=ResponseEvent,
         ),
-        Operation("DELETE", path, responses.delete, "Forget a response.", result=DeletedResponse),
+        Operation("DELETE", path, responses.delete, "Delete a stored response.", result=DeletedResponse),
         Operation(
-            "POST", path + "/cancel", responses.cancel, "End a response in the background.", result=Response
+            "POST",
+            path + "/cancel",
+            responses.cancel,
+            "Cancel a response in the background.",
+            result=Response,
         ),
         Operation(
             "GET",
             path + "/input_items",
             responses.list_items,
-            "The input that it answers.",
+            "List the input items of a stored response.",
             query=(order,),
             result=ItemList,
         ),
     ]
 
 
-class KeptResponses:
-    """The endpoints of one server, and the responses that it keeps."""
+class StoredResponses:
+    """The endpoints of one server, and the responses that it stores."""
 
     def __init__(self, service: Service) -> None:
+        self._service = service
         self._store = ResponseStore(service.options.response_store_bytes)
 
     async def create(self, service: Service, request: ResponsesRequest, exchange: Exchange) -> bytes | Events:
         """POST /v1/responses."""
         return await answer(service, self._store, request, exchange)
 
+    async def count_input_tokens(self, request: Request) -> HTTPResponse:
+        """POST /v1/responses/input_tokens."""
+        fields = await read_request(request, COUNTED, self._service.options)
+        try:
+            return json_response(InputTokens(await num_input_tokens(self._service, self._store, fields)))
+        except (APIError, ValueError, TypeError) as error:
+            raise in_response_terms(api_error(error, COUNTED.fields)) from error
+
     async def retrieve(self, request: Request) -> HTTPResponse:
         """GET /v1/responses/{response_id}."""
-        kept = self._kept(request)
+        stored = self._stored(request)
         if not flag(request, "stream", False):
-            return json_response(kept.response)
-        if kept.told is None:
-            raise APIError(
-                400, "only what was created with background and stream can be streamed", param="stream"
-            )
+            return json_response(stored.response)
+        if stored.events is None:
+            message = "only a response created with background and stream can be streamed"
+            raise APIError(400, message, param="stream")
         after = number(request, "starting_after", -1)
         headers = {name.decode(): value.decode() for name, value in sse.HEADERS}
-        return StreamingResponse(kept.follow(after), headers=headers)
+        return StreamingResponse(stored.follow(after), headers=headers)
 
     async def cancel(self, request: Request) -> HTTPResponse:
         """POST /v1/responses/{response_id}/cancel."""
-        kept = self._kept(request)
-        if not kept.response.background:
-            raise APIError(
-                400, "only responses created with background can be cancelled", param="response_id"
-            )
-        await stop(kept)
-        return json_response(kept.response)
+        stored = self._stored(request)
+        if not stored.response.background:
+            message = "only responses created with background can be cancelled"
+            raise APIError(400, message, param="response_id")
+        await stop(stored)
+        return json_response(stored.response)
 
     async def delete(self, request: Request) -> HTTPResponse:
         """DELETE /v1/responses/{response_id}."""
-        kept = self._kept(request)
-        await stop(kept)
-        self._store.forget(kept.response.id)
-        return json_response(DeletedResponse(kept.response.id))
+        stored = self._stored(request)
+        await stop(stored)
+        self._store.forget(stored.response.id)
+        return json_response(DeletedResponse(stored.response.id))
 
     async def list_items(self, request: Request) -> HTTPResponse:
         """GET /v1/responses/{response_id}/input_items."""
-        items = self._kept(request).items
+        items = self._stored(request).items
         if request.query_params.get("order", "desc") != "asc":
             items = items[::-1]
         return json_response(ItemList(data=items, first_id=items[0]["id"], last_id=items[-1]["id"]))
 
-    def _kept(self, request: Request) -> Kept:
+    def _stored(self, request: Request) -> StoredResponse:
         return self._store.get(request.path_params["response_id"])
 
 
 async def answer(
     service: Service, store: ResponseStore, request: ResponsesRequest, exchange: Exchange
 ) -> bytes | Events:
-    """The answer: whole, as a stream of events, or, in the background, that there will be one.
+    """Run a request, and return the JSON of the response or the events of a stream.
 
     Raises:
-        APIError, ValueError, TypeError: what is wrong with the request. And what the engine raises.
+        APIError, ValueError, TypeError: the request is invalid.
+        Exceptions of the engine.
     """
     check_request(request)
     items = read_input(request.input)
     chat = chat_request(request, store.conversation(request.previous_response_id) + items)
+    model = service.model(request.model)
     tools = tools_of(service, chat)
     check_chat(chat)
-    params = params_of(service, chat, tools)
-    response = begun(service, request, exchange, params)
-    response.store = response.store and store.limit > 0
     prompt = await fitting_prompt(service, request, chat, tools)
+    params = params_of(service, chat, tools, prompt)
+    response = new_response(model, request, exchange, params)
+    response.store = response.store and store.limit > 0
     exchange.prompt = prompt.get("prompt", "")
-    kept = Kept(response, items, [] if request.background and request.stream else None)
-    run = Run(service, chat, tools, exchange, kept, store)
-    if request.background:
-        service.engine.session.prepare(
-            prompt, params, exchange.id, 0
-        )  # refuses now what would be refused later
-        run.leave(prompt, params)
-        return kept.follow(-1) if request.stream else sse.ENCODER.encode(response)
+    stored = StoredResponse(response, items, [] if request.background and request.stream else None)
+    generation = Generation(service, chat, tools, prompt, params, exchange, stored, store)
+    if request.background:  # what the engine would refuse later is refused now
+        service.engine.session.prepare(prompt, params, exchange.id, chat.priority or 0)
+        generation.start_in_background()
+        return stored.follow(-1) if request.stream else sse.ENCODER.encode(response)
     if request.stream:
-        return run.stream(prompt, params)
-    return await run.whole(prompt, params)
+        return generation.stream()
+    return await generation.whole()
 
 
-def begun(
-    service: Service, request: ResponsesRequest, exchange: Exchange, params: SamplingParams
-) -> Response:
-    """The response before anything has come of it: what was asked, and what holds where nothing was.
+async def num_input_tokens(service: Service, store: ResponseStore, fields: InputTokensRequest) -> int:
+    """Return the number of tokens of the prompt that a request with these fields would have.
 
     Raises:
-        APIError: there is no such model.
+        APIError, ValueError, TypeError: the request is invalid.
     """
+    given = {name: getattr(fields, name) for name in fields.__struct_fields__}
+    request = ResponsesRequest(**given)
+    check_request(request)
+    items = store.conversation(request.previous_response_id) + read_input(request.input)
+    service.model(request.model)
+    chat = chat_request(request, items)
+    prompt = await fitting_prompt(service, request, chat, tools_of(service, chat))
+    return len(prompt["prompt_token_ids"])
+
+
+def new_response(
+    model: str, request: ResponsesRequest, exchange: Exchange, params: SamplingParams
+) -> Response:
+    """Return the response without output: the request's fields, and the defaults of those that are not given."""
     text = request.text or TextOptions()
     return Response(
         id=exchange.id,
@@ -199,7 +217,7 @@ def begun(
         instructions=request.instructions,
         max_output_tokens=request.max_output_tokens,
         max_tool_calls=request.max_tool_calls,
-        model=service.model(request.model),
+        model=model,
         parallel_tool_calls=request.parallel_tool_calls is not False,
         previous_response_id=request.previous_response_id,
         reasoning=request.reasoning or ReasoningOptions(),
@@ -219,7 +237,7 @@ def begun(
 async def fitting_prompt(
     service: Service, request: ResponsesRequest, chat: ChatRequest, tools: ToolUse
 ) -> TokensPrompt:
-    """The conversation as a prompt; with truncation, from the first turn on with which it fits the model.
+    """Return the prompt of a conversation; with truncation, from the first turn on with which it fits the model.
 
     Raises:
         APIError, ValueError, TypeError: as `prompt_of`.
@@ -241,120 +259,3 @@ async def fitting_prompt(
         else:
             low = middle + 1
     return best if high < len(turns) else prompt
-
-
-class Run:
-    """One response while it is made."""
-
-    def __init__(
-        self,
-        service: Service,
-        chat: ChatRequest,
-        tools: ToolUse,
-        exchange: Exchange,
-        kept: Kept,
-        store: ResponseStore,
-    ) -> None:
-        self.service, self.chat, self.exchange, self.kept, self.store = service, chat, exchange, kept, store
-        self.writer = ResponseWriter(kept.response)
-        self._parser = reply_parser(tools)
-        as_ids = service.options.return_tokens_as_token_ids
-        self._names = TokenNames(service.engine.session.tokenizer, as_ids)
-
-    async def steps(self, prompt: TokensPrompt, params: SamplingParams) -> AsyncGenerator[list[bytes], None]:
-        """Make it; what there is to tell, step by step. What goes wrong before the first is raised, later it is
-        told.
-        """
-        begun = False
-        try:
-            async with aclosing(generate(self.service, self.chat, self.exchange, prompt, params)) as news:
-                async for ((_, output),) in news:
-                    self.exchange.count(0, output)
-                    events = [] if begun else self.writer.start()
-                    begun = True
-                    yield events + self._read(output)
-        except Exception as error:
-            if not begun:
-                raise
-            yield self._fail(error)
-
-    async def whole(self, prompt: TokensPrompt, params: SamplingParams) -> bytes:
-        """The response when it is complete."""
-        async with aclosing(self.steps(prompt, params)) as steps:
-            async for _ in steps:
-                pass
-        self.keep()
-        return sse.ENCODER.encode(self.kept.response)
-
-    async def stream(self, prompt: TokensPrompt, params: SamplingParams) -> Events:
-        """Its events as they come."""
-        before = self.writer.create()
-        async with aclosing(self.steps(prompt, params)) as steps:
-            async for events in steps:
-                yield b"".join(before + events)
-                before = []
-        self.keep()
-
-    def leave(self, prompt: TokensPrompt, params: SamplingParams) -> None:
-        """Have it made in the background.
-
-        Raises:
-            APIError: there is no room to keep it meanwhile.
-        """
-        self.kept.tell(self.writer.create() + self.writer.queue())
-        self.kept.task = asyncio.create_task(self._make(prompt, params))
-        if not self.store.put(self.kept):
-            self.kept.task.cancel()
-            message = "there is no room to keep a response (--response-store-bytes)"
-            raise APIError(429, message, code="response_store_full")
-
-    async def _make(self, prompt: TokensPrompt, params: SamplingParams) -> None:
-        """Make it, in a task, which is cancelled to end it early."""
-        try:
-            async with aclosing(self.steps(prompt, params)) as steps:
-                async for events in steps:
-                    self.kept.tell(events)
-        except asyncio.CancelledError:
-            self.kept.tell(self.writer.end("cancelled", self.exchange.usage()))
-        except Exception as error:
-            self.kept.tell(self._fail(error))
-        self.keep()
-        if not self.service.options.disable_log_requests:
-            failure = self.kept.response.error
-            why = None if failure is None else failure.message
-            self.exchange.log(200, why, self.service.options.max_log_len)
-
-    def keep(self) -> None:
-        """Keep what it has become, if it is to be kept."""
-        response = self.kept.response
-        if response.store and not self.store.put(self.kept):
-            logger.warning("response %s is not kept: it is too large", response.id)
-
-    def _read(self, output: RequestOutput) -> list[bytes]:
-        """What is new of the output, which has one part."""
-        (part,) = output.outputs
-        logprobs = []
-        if self.chat.logprobs:
-            found = chat_logprobs(
-                self._names, part.token_ids, part.logprobs or (), self.chat.top_logprobs or 0
-            )
-            logprobs = found.content or []
-        events = self.writer.read(read(self._parser, part.text, part.finished()), logprobs)
-        if part.finished():
-            status: Status = "incomplete" if part.finish_reason == "length" else "completed"
-            events += self.writer.end(status, self.exchange.usage())
-        return events
-
-    def _fail(self, error: Exception) -> list[bytes]:
-        told = api_error(error)
-        if told.status == 500:
-            logger.error("response %s failed", self.kept.response.id, exc_info=error)
-        return self.writer.fail(CODES.get(told.status, "server_error"), told.message, self.exchange.usage())
-
-
-async def stop(kept: Kept) -> None:
-    """End a response that is made in the background, and wait until it has ended."""
-    if kept.busy:
-        assert kept.task is not None
-        kept.task.cancel()
-        await asyncio.wait((kept.task,))

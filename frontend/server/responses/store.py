@@ -17,17 +17,17 @@ RUNNING = ("queued", "in_progress")
 USABLE = ("completed", "incomplete")
 
 
-class Kept:
+class StoredResponse:
     """A response and its input.
 
     Attributes:
         response: the response, which grows while it is generated. items: its own input items.
         task: generates the response in the background; None: not a background response.
-        told: its encoded events, by sequence number, for a streamed background response; else None.
+        events: its encoded events, by sequence number, for a streamed background response; else None.
     """
 
-    def __init__(self, response: Response, items: list[JSON], told: list[bytes] | None = None) -> None:
-        self.response, self.items, self.told = response, items, told
+    def __init__(self, response: Response, items: list[JSON], events: list[bytes] | None = None) -> None:
+        self.response, self.items, self.events = response, items, events
         self.task: asyncio.Task[None] | None = None
         self._added = asyncio.Event()
 
@@ -38,23 +38,23 @@ class Kept:
 
     def size(self) -> int:
         """Return the approximate size in bytes, measured as JSON."""
-        told = sum(map(len, self.told or ()))
-        return len(msgspec.json.encode(self.response)) + len(msgspec.json.encode(self.items)) + told
+        size = sum(map(len, self.events or ()))
+        return len(msgspec.json.encode(self.response)) + len(msgspec.json.encode(self.items)) + size
 
-    def tell(self, events: list[bytes]) -> None:
+    def add_events(self, events: list[bytes]) -> None:
         """Add events and wake up the followers."""
-        if self.told is not None:
-            self.told += events
+        if self.events is not None:
+            self.events += events
         added, self._added = self._added, asyncio.Event()
         added.set()
 
     async def follow(self, after: int) -> AsyncGenerator[bytes, None]:
         """Yield the events after sequence number `after`, until the response ends."""
-        assert self.told is not None
-        place = after + 1
+        assert self.events is not None
+        next_event = after + 1
         while True:
-            if events := self.told[place:]:
-                place += len(events)
+            if events := self.events[next_event:]:
+                next_event += len(events)
                 yield b"".join(events)
             elif self.response.status not in RUNNING:
                 return
@@ -67,41 +67,41 @@ class ResponseStore:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._kept: OrderedDict[str, Kept] = OrderedDict()
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
         self._sizes: dict[str, int] = {}
         self.num_bytes = 0
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._stored)
 
-    def put(self, kept: Kept) -> bool:
+    def put(self, stored: StoredResponse) -> bool:
         """Store a response, or update its size. Return False if there is no room.
 
         The least recently used responses are dropped to make room, except those that are still generated.
         """
-        name = kept.response.id
+        name = stored.response.id
         self.forget(name)
-        size = kept.size()
-        idle = (other for other, entry in list(self._kept.items()) if not entry.busy)
+        size = stored.size()
+        idle = (other for other, entry in list(self._stored.items()) if not entry.busy)
         while self.num_bytes + size > self.limit:
             oldest = next(idle, None)
             if oldest is None:
                 return False
             self.forget(oldest)
-        self._kept[name], self._sizes[name] = kept, size
+        self._stored[name], self._sizes[name] = stored, size
         self.num_bytes += size
         return True
 
-    def get(self, name: str) -> Kept:
+    def get(self, name: str) -> StoredResponse:
         """Return the response with an id, and mark it as used.
 
         Raises:
             APIError: it is not stored.
         """
-        if name not in self._kept:
+        if name not in self._stored:
             raise APIError(404, f"response {name!r:.100} is not stored (any more)", code="not_found")
-        self._kept.move_to_end(name)
-        return self._kept[name]
+        self._stored.move_to_end(name)
+        return self._stored[name]
 
     def conversation(self, name: str | None) -> list[JSON]:
         """Return all items of the conversation that ends with this response, including its output.
@@ -109,28 +109,29 @@ class ResponseStore:
         Raises:
             APIError: a response of the conversation is not stored, or has failed or not ended.
         """
-        return [item for kept in reversed(list(self._line(name))) for item in (*kept.items, *output_of(kept))]
+        turns = reversed(list(self._turns(name)))
+        return [item for stored in turns for item in (*stored.items, *output_of(stored))]
 
-    def _line(self, name: str | None) -> Iterator[Kept]:
+    def _turns(self, name: str | None) -> Iterator[StoredResponse]:
         """Yield this response and its predecessors, the latest first."""
         while name is not None:
-            if name not in self._kept:
+            if name not in self._stored:
                 message = f"previous_response_id: response {name!r:.100} is not stored (any more)"
                 raise APIError(404, message, param="previous_response_id", code="previous_response_not_found")
-            kept = self.get(name)
-            if kept.response.status not in USABLE:
-                message = f"previous_response_id: response {name} is {kept.response.status}"
+            stored = self.get(name)
+            if stored.response.status not in USABLE:
+                message = f"previous_response_id: response {name} is {stored.response.status}"
                 raise APIError(400, message, param="previous_response_id")
-            yield kept
-            name = kept.response.previous_response_id
+            yield stored
+            name = stored.response.previous_response_id
 
     def forget(self, name: str) -> None:
         """Remove a response, if it is stored."""
-        if self._kept.pop(name, None) is not None:
+        if self._stored.pop(name, None) is not None:
             self.num_bytes -= self._sizes.pop(name)
 
 
-def output_of(kept: Kept) -> list[JSON]:
+def output_of(stored: StoredResponse) -> list[JSON]:
     """Return the output's items as plain dicts."""
-    items: list[JSON] = msgspec.to_builtins(kept.response.output)
+    items: list[JSON] = msgspec.to_builtins(stored.response.output)
     return items

@@ -23,6 +23,8 @@ from pagewire.frontend.server.responses.protocol import (
     MessageItem,
     OutputText,
     OutputTokensDetails,
+    ReasoningItem,
+    ReasoningText,
     Response,
     ResponseEvent,
     ResponseFailure,
@@ -41,7 +43,6 @@ class ResponseWriter:
         self._number = 0
         self._open: Item | None = None
         self._call = -1  # index of the open call; -1 if no call is open
-        self._logprobs: list[TokenLogprob] = []  # log probabilities of tokens whose text has not been sent
 
     def create(self) -> Events:
         """Return the event that the response exists."""
@@ -57,15 +58,19 @@ class ResponseWriter:
         return [self._state("response.in_progress")]
 
     def read(self, reply: ReplyDelta, logprobs: Sequence[TokenLogprob] = ()) -> Events:
-        """Add an increment of the output, and return its events."""
-        self._logprobs += logprobs
-        events = self._text(reply.content) if reply.content else []
+        """Add an increment of the output, and return its events. logprobs: of the tokens of its content."""
+        events = self._reasoning(reply.reasoning) if reply.reasoning else []
+        if reply.content:
+            events += self._text(reply.content, logprobs)
         for call in reply.tool_calls:
             events += self._arguments(call)
         return events
 
-    def end(self, status: Status, usage: Usage | None) -> Events:
-        """End the response. An open item becomes "completed" if the response does, else "incomplete"."""
+    def end(self, status: Status, usage: Usage | None, reasoning_tokens: int = 0) -> Events:
+        """End the response. An open item becomes "completed" if the response does, else "incomplete".
+
+        reasoning_tokens: tokens of the output that are reasoning.
+        """
         response = self.response
         events: Events = []
         if not response.output and status in ("completed", "incomplete"):
@@ -74,20 +79,31 @@ class ResponseWriter:
         response.status = status
         if status == "completed":
             response.completed_at = int(time.time())
-        response.usage = None if usage is None else usage_of(usage)
+        response.usage = None if usage is None else usage_of(usage, reasoning_tokens)
         if status == "incomplete":
             response.incomplete_details = IncompleteDetails("max_output_tokens")
         ends = {"completed": "response.completed", "failed": "response.failed"}
         return [*events, self._state(ends.get(status, "response.incomplete"))]
 
-    def fail(self, code: str, message: str, usage: Usage | None) -> Events:
+    def fail(self, code: str, message: str, usage: Usage | None, reasoning_tokens: int = 0) -> Events:
         """End the response with an error."""
         self.response.error = ResponseFailure(code, message)
-        return self.end("failed", usage)
+        return self.end("failed", usage, reasoning_tokens)
 
     # -------------------------------------------------------------- items
 
-    def _text(self, delta: str) -> Events:
+    def _reasoning(self, delta: str) -> Events:
+        """Add text to the open reasoning; begin an item if needed."""
+        events: Events = []
+        if not isinstance(self._open, ReasoningItem):
+            events = [*self._close(), *self._begin_text(ReasoningItem(id=new_id("rs"), content=[]))]
+        assert isinstance(self._open, ReasoningItem)
+        (part,) = self._open.content
+        part.text += delta
+        fields = {"item_id": self._open.id, "content_index": 0, "delta": delta}
+        return [*events, self._event("response.reasoning_text.delta", **fields)]
+
+    def _text(self, delta: str, logprobs: Sequence[TokenLogprob]) -> Events:
         """Add text to the open message; begin one if needed."""
         events: Events = []
         if not isinstance(self._open, MessageItem):
@@ -95,7 +111,6 @@ class ResponseWriter:
         assert isinstance(self._open, MessageItem)
         (part,) = self._open.content
         part.text += delta
-        logprobs, self._logprobs = self._logprobs, []
         part.logprobs += logprobs
         fields = {"item_id": self._open.id, "content_index": 0, "delta": delta, "logprobs": logprobs}
         return [*events, self._event("response.output_text.delta", **fields)]
@@ -117,10 +132,18 @@ class ResponseWriter:
 
     def _message(self) -> Events:
         """Begin a message."""
-        item = MessageItem(id=new_id("msg"), content=[])
+        return self._begin_text(MessageItem(id=new_id("msg"), content=[]))
+
+    def _begin_text(self, item: ReasoningItem | MessageItem) -> Events:
+        """Begin an item with one part, which has no text yet."""
         events = self._begin(item)
-        part = OutputText()
-        item.content.append(part)
+        part: ReasoningText | OutputText
+        if isinstance(item, ReasoningItem):
+            part = ReasoningText()
+            item.content.append(part)
+        else:
+            part = OutputText(logprobs=[])
+            item.content.append(part)
         fields = {"item_id": item.id, "content_index": 0, "part": part}
         return [*events, self._event("response.content_part.added", **fields)]
 
@@ -143,11 +166,14 @@ class ResponseWriter:
                 self._event("response.output_item.done", item=item),
             ]
         (part,) = item.content
-        part.logprobs += self._logprobs
-        self._logprobs = []
         fields |= {"content_index": 0}
+        done = (
+            self._event("response.reasoning_text.done", **fields, text=part.text)
+            if isinstance(part, ReasoningText)
+            else self._event("response.output_text.done", **fields, text=part.text, logprobs=part.logprobs)
+        )
         return [
-            self._event("response.output_text.done", **fields, text=part.text, logprobs=part.logprobs),
+            done,
             self._event("response.content_part.done", **fields, part=part),
             self._event("response.output_item.done", item=item),
         ]
@@ -167,13 +193,13 @@ class ResponseWriter:
         return sse.named_event(kind, ResponseEvent(type=kind, sequence_number=number, **fields))
 
 
-def usage_of(usage: Usage) -> ResponseUsage:
-    """Convert token counts to the format of /v1/responses."""
+def usage_of(usage: Usage, reasoning_tokens: int) -> ResponseUsage:
+    """Convert token counts to the format of /v1/responses. reasoning_tokens: tokens of the output's reasoning."""
     details = usage.prompt_tokens_details
     return ResponseUsage(
         usage.prompt_tokens,
         InputTokensDetails(0 if details is None else details.cached_tokens),
         usage.completion_tokens,
-        OutputTokensDetails(),
+        OutputTokensDetails(reasoning_tokens),
         usage.total_tokens,
     )

@@ -1,4 +1,4 @@
-"""Batch files line by line, against endpoints that tell what they were sent."""
+"""Batch files line by line, against endpoints that keep what they were sent."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_wrong_line_fails_alone(wrong: bytes, custom_id: str | None, code: str
     assert failed["error"]["message"]
 
 
-def test_an_error_status_is_an_answer_and_busy_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_status_is_an_answer_and_busy_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagewire.cli.batch.lines.RETRY_SECONDS", 0.0)
     endpoints = Endpoints({"a": [400], "b": [429, 429]})
     counts, results = run([line("a"), line("b")], endpoints, concurrency=1)
@@ -102,7 +102,7 @@ def test_an_error_status_is_an_answer_and_busy_is_asked_again(monkeypatch: pytes
     ]
 
 
-def test_a_failure_that_is_nobodys_ends_the_run() -> None:
+def test_an_unexpected_failure_ends_the_run() -> None:
     endpoints = Endpoints(gather=99)  # the others wait
 
     async def post(path: str, body: bytes) -> Response:
@@ -119,7 +119,7 @@ def test_a_failure_that_is_nobodys_ends_the_run() -> None:
     assert asyncio.run(main()) == 1
 
 
-def test_resuming_keeps_good_answers_and_asks_the_rest(tmp_path: Path) -> None:
+def test_resuming_keeps_good_answers_and_sends_the_rest(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     assert keep_answered(path) == frozenset()
     lines = [line(f"r{i}") for i in range(6)]

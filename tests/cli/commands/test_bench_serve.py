@@ -1,4 +1,4 @@
-"""`pagewire bench serve` against a server that tells what it was sent."""
+"""`pagewire bench serve` against a server that keeps what it was sent."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_prompts_from_files(tmp_path: Path) -> None:
         assert [body["prompt"] for body in server.bodies] == ["one", "two", "one"]
 
 
-def test_errors_are_told_by_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_counted_by_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = {1: "busy", 2: "busy", 3: "drop", 4: "error", 5: "garbage"}
     options = ["--num-prompts", "8", "--num-warmups", "0", "--concurrency", "1", "--output-len", "4"]
     figures = measure(FakeServer(misbehave=wrong), tmp_path, *options)
@@ -146,7 +146,7 @@ def test_a_server_that_is_not_there_or_refuses(capsys: pytest.CaptureFixture[str
         (["--text-file", "a", "--prompt-file", "b"], "not both"),
     ],
 )
-def test_mistakes_are_told(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_reported(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         status = main(["bench", "serve", *options])
     except SystemExit as end:

@@ -44,7 +44,7 @@ def test_turns_build_on_each_other_until_reset(address: str) -> None:
     assert done.stdout == f"demo: {COMMANDS}\n> {first}\n> > {second}\n> > {anew}\n> "
 
 
-def test_end_of_file_ends_it_and_the_system_is_told(address: str) -> None:
+def test_end_of_file_ends_it_and_the_system_prompt_is_sent(address: str) -> None:
     (answer,) = answers(address, QUESTION, system="Answer in Latin.")
     arguments = ["chat", "--attach", address, *SAMPLING, "--system", "Answer in Latin."]
     done = pagewire(*arguments, stdin=f"/reset\n{QUESTION}")
@@ -52,7 +52,7 @@ def test_end_of_file_ends_it_and_the_system_is_told(address: str) -> None:
     assert done.stdout == f"demo: {COMMANDS}\n> > {answer}\n> \n"
 
 
-def test_what_cannot_be_asked_is_forgotten(address: str) -> None:
+def test_a_question_that_is_refused_is_forgotten(address: str) -> None:
     (answer,) = answers(address, QUESTION)
     done = pagewire("chat", "--attach", address, *SAMPLING, stdin=f"{'long ' * 2000}\n{QUESTION}\n")
     assert (done.returncode, done.stderr) == (0, "")

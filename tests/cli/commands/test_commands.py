@@ -16,7 +16,7 @@ import pytest
 
 from ..command import COMMAND, ENDLESS, ENVIRONMENT, PROMPT, SAMPLING, pagewire, start
 
-# Runs a command and tells which heavy modules it has loaded.
+# Runs a command and prints which heavy modules it has loaded.
 WEIGHED = """
 import sys
 from pagewire.cli.main import main
@@ -88,13 +88,13 @@ def test_an_engine_of_its_own_logs_to_standard_error(expected: str) -> None:
         (["bench", "latency", "--input-len", "1000", "--output-len", "25"], 2, "exceed max_model_len=1024"),
     ],
 )
-def test_mistakes_are_told_in_a_line(arguments: list[str], status: int, text: str, address: str) -> None:
+def test_mistakes_are_reported_in_a_line(arguments: list[str], status: int, text: str, address: str) -> None:
     done = pagewire(*arguments, "--attach", address)
     assert (done.returncode, done.stdout) == (status, "")
     assert text in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-def test_a_missing_model_is_told_in_the_end() -> None:
+def test_a_missing_model_is_reported_at_the_end() -> None:
     done = pagewire("generate", "x", "--model", "/nowhere/model")
     assert (done.returncode, done.stdout) == (1, "") and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1] == "pagewire generate: no model folder /nowhere/model"
@@ -124,7 +124,7 @@ def test_a_closed_pipe_ends_it_quietly(address: str) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["collect-env"]])
-def test_output_that_nobody_reads_or_that_cannot_be_written(arguments: list[str]) -> None:
+def test_output_that_is_not_read_or_cannot_be_written(arguments: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = pagewire(*arguments, capture_output=False, stdout=writing, stderr=subprocess.PIPE)

@@ -14,7 +14,7 @@ import pytest
 
 from pagewire import LLM, EngineDeadError, LLMEngine, SamplingParams
 
-from ..command import PROMPT, SAMPLING, pagewire, start, start_core
+from ..command import PROMPT, SAMPLING, SMALL_KV, pagewire, start, start_core
 
 
 def add_long_requests(engine: LLMEngine, count: int, max_tokens: int) -> None:
@@ -33,11 +33,11 @@ def test_the_file_of_options_is_used_and_the_command_line_goes_before_it(address
 
 def test_a_core_takes_over_a_dead_ones_socket_and_drains(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/core.sock"
-    dead = start_core(address)
+    dead = start_core(address, *SMALL_KV)
     dead.kill()
     dead.communicate(timeout=60)
     assert (tmp_path / "core.sock").is_socket()
-    core = start_core(address)
+    core = start_core(address, *SMALL_KV)
     with LLM.attach(address) as llm:
         add_long_requests(llm.llm_engine, 1, 300)
         core.terminate()
@@ -57,7 +57,7 @@ def test_tcp_with_keys_one_core_per_address_and_a_second_signal(expected: str, t
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     listen = [*("--curve-secret", f"{tmp_path}/core.key_secret"), *("--curve-clients", f"{tmp_path}/clients")]
-    core = start_core(address, *listen, "--dtype", "float32")
+    core = start_core(address, *listen, *SMALL_KV, "--dtype", "float32")
 
     keys = ["--curve-secret", f"{tmp_path}/alice.key_secret", "--curve-server", f"{tmp_path}/core.key"]
     done = pagewire("generate", PROMPT, "--attach", address, *SAMPLING, *keys)

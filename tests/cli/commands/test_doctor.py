@@ -94,7 +94,7 @@ def test_a_cache_that_cannot_be_written(
         list(doctor.check_compile())
 
 
-def test_a_wrong_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launch check compares: what a broken device returns is not passed over."""
     import torch
 
@@ -130,7 +130,7 @@ def test_building_ahead_fills_the_cache(
         (["--arch", "sm_90", "--jobs", "0"], "--jobs must be at least 1"),
     ],
 )
-def test_mistakes_are_told_in_a_line(arguments: list[str], text: str) -> None:
+def test_mistakes_are_reported_in_a_line(arguments: list[str], text: str) -> None:
     done = pagewire("kernels", "build", *arguments, env=ENVIRONMENT)
     assert done.returncode == 2 and text in done.stderr and len(done.stderr.splitlines()) == 1
 

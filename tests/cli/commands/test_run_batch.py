@@ -40,24 +40,24 @@ LINES = "".join(
 
 def check(output: str, address: str) -> None:
     """All lines of `LINES` have the answers they should have."""
-    found = {line["custom_id"]: line for line in map(json.loads, output.splitlines())}
-    assert len(found) == len(output.splitlines()) == len(PROMPTS) + 4
+    results = {line["custom_id"]: line for line in map(json.loads, output.splitlines())}
+    assert len(results) == len(output.splitlines()) == len(PROMPTS) + 4
     with LLM.attach(address) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=8)
         expected = [one.outputs[0].text for one in llm.generate(PROMPTS, params, use_tqdm=False)]
     for index, text in enumerate(expected):
-        response = found[f"r{index}"]["response"]
+        response = results[f"r{index}"]["response"]
         assert response["status_code"] == 200
         assert response["body"]["choices"][0]["text"] == text
         assert response["request_id"]
-    chat = found["chat"]["response"]["body"]
+    chat = results["chat"]["response"]["body"]
     assert chat["object"] == "chat.completion" and chat["choices"][0]["message"]["content"]
     for name, status, param in (("bad", 400, "temperature"), ("other", 404, "model")):
-        assert found[name]["error"] is None
-        assert found[name]["response"]["status_code"] == status
-        assert found[name]["response"]["body"]["error"]["param"] == param
-    assert found[None]["response"] is None
-    assert found[None]["error"]["code"] == "invalid_json_line"
+        assert results[name]["error"] is None
+        assert results[name]["response"]["status_code"] == status
+        assert results[name]["response"]["body"]["error"]["param"] == param
+    assert results[None]["response"] is None
+    assert results[None]["error"]["code"] == "invalid_json_line"
 
 
 def test_files_and_resuming(address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,7 +146,8 @@ def test_a_lost_core_ends_the_run_and_leaves_what_is_answered(tmp_path: Path) ->
     )
     source = tmp_path / "in.jsonl"
     source.write_text(quick + endless)
-    batch = start("run-batch", "--attach", address, "-i", str(source), "-o", "-")
+    options = ("-i", str(source), "-o", "-", "--reattach-timeout", "0.5")
+    batch = start("run-batch", "--attach", address, *options)
     assert batch.stdout is not None
     assert json.loads(batch.stdout.readline())["custom_id"] == "quick"
     core.kill()
@@ -166,7 +167,7 @@ def test_a_lost_core_ends_the_run_and_leaves_what_is_answered(tmp_path: Path) ->
         (["-i", "same", "-o", "out", "--enable-auto-tool-choice"], "tool_call_parser"),
     ],
 )
-def test_mistakes_are_told(
+def test_mistakes_are_reported(
     options: list[str],
     message: str,
     tmp_path: Path,

@@ -72,8 +72,8 @@ def test_mistakes(arguments: tuple[str, ...], message: str, capsys: Any) -> None
         status = main(["serve", *arguments])
     except SystemExit as error:
         status = int(str(error.code))
-    told = capsys.readouterr().err
-    assert status == 2 and message in told and len(told.splitlines()) == 1
+    errors = capsys.readouterr().err
+    assert status == 2 and message in errors and len(errors.splitlines()) == 1
 
 
 def test_mistakes_in_the_file(tmp_path: Path, capsys: Any) -> None:

@@ -25,7 +25,7 @@ ENDLESS = SamplingParams(max_tokens=900, ignore_eos=True)
 
 
 def request(name: str, number: int = 1, **values: Any) -> dict[str, Any]:
-    """A request as the core tells it."""
+    """A request as the core reports it."""
     return {
         "frontend": "attached",
         "frontend_number": number,
@@ -58,8 +58,8 @@ def test_one_snapshot_as_text_and_as_json(address: str) -> None:
     text = pagewire("top", "--attach", address, "--once", "--interval", "0.1")
     assert (text.returncode, text.stderr) == (0, "")
     assert text.stdout.startswith("demo: serving, up ") and "\ntop " in text.stdout
-    found = pagewire("top", "--attach", address, "--json", "--interval", "0.1")
-    snapshot = json.loads(found.stdout)
+    result = pagewire("top", "--attach", address, "--json", "--interval", "0.1")
+    snapshot = json.loads(result.stdout)
     assert snapshot["requests"] == [] and snapshot["status"]["waiting"] == 0
     assert set(snapshot["rates"]) == {
         *("prompt_tokens_per_s", "output_tokens_per_s", "worker_busy", "prefix_hit_rate", "kv_usage"),
@@ -215,11 +215,11 @@ def test_a_core_that_dies_ends_the_view_with_the_cause(tmp_path: Any) -> None:
 )
 def test_mistakes(arguments: str, code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        found: object = main(["top", *arguments.split()])
+        status: object = main(["top", *arguments.split()])
     except SystemExit as end:
-        found = end.code
+        status = end.code
     out, err = capsys.readouterr()
-    assert (found, out) == (code, "") and message in err and err.count("\n") == 1
+    assert (status, out) == (code, "") and message in err and err.count("\n") == 1
 
 
 def test_without_textual_the_command_is_named(

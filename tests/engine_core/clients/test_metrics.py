@@ -1,4 +1,4 @@
-"""Distributions, which must agree with those of the official client library, and rates."""
+"""Distributions, which agree with those of the official client library; rates; what counts once per request."""
 
 from __future__ import annotations
 
@@ -10,9 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 
-from pagewire.engine_core.clients.metrics import PER_TOKEN, Distribution, Metrics, Rates, one_two_five
+from pagewire.engine_core.clients.metrics import (
+    PER_TOKEN,
+    Distribution,
+    Metrics,
+    Rates,
+    num_requests,
+    one_two_five,
+)
 from pagewire.engine_core.schedule.scheduler import SchedulerStats
-from pagewire.ipc.messages import TokenDelta
+from pagewire.engine_core.schedule.sequence import Sequence, sequences
+from pagewire.ipc.messages import Request, TokenDelta
+from pagewire.ipc.params import SamplingParams
 
 values = st.floats(0.0, 200.0) | st.sampled_from(PER_TOKEN)
 
@@ -26,28 +35,114 @@ def test_a_distribution_is_a_prometheus_histogram(observed: list[tuple[float, in
         for _ in range(times):
             theirs.observe(value)
     (family,) = theirs.collect()
-    found = {(sample.name, sample.labels.get("le")): sample.value for sample in family.samples}
-    told = ours.values()
-    assert {le: found["x_bucket", le] for le in told["buckets"]} == told["buckets"]
-    assert sum(name == "x_bucket" for name, _ in found) == len(told["buckets"])
-    assert told["count"] == found["x_count", None]
-    assert told["sum"] == pytest.approx(found["x_sum", None])
+    samples = {(sample.name, sample.labels.get("le")): sample.value for sample in family.samples}
+    row = ours.values()
+    assert {le: samples["x_bucket", le] for le in row["buckets"]} == row["buckets"]
+    assert sum(name == "x_bucket" for name, _ in samples) == len(row["buckets"])
+    assert row["count"] == samples["x_count", None]
+    assert row["sum"] == pytest.approx(samples["x_sum", None])
 
 
-def outcome(gap: float, token_ids: list[int]) -> Any:
-    return SimpleNamespace(token_gap=gap, arrival_time=7.0), TokenDelta(1, 0, token_ids)
+def submit(metrics: Metrics, now: float = 7.0, **params: Any) -> list[Sequence]:
+    """The sequences of a new request for three prompt tokens."""
+    request = Request(1, "r", [1, 2, 3], SamplingParams(**params), seed=0)
+    group = sequences(request, b"client", 0, now, max_model_len=100, share_prefixes=True)
+    metrics.submitted(group)
+    return group
+
+
+def token(sequence: Sequence, gap: float, token_ids: tuple[int, ...] = (1,)) -> tuple[Sequence, TokenDelta]:
+    """What a step that ended `gap` seconds after the sequence's last token gave it."""
+    sequence.token_gap = gap
+    sequence.token_ids += token_ids
+    return sequence, TokenDelta(1, sequence.index, list(token_ids))
+
+
+def sums(*distributions: Distribution) -> list[tuple[int, float]]:
+    """(count, sum) of each."""
+    return [(values["count"], values["sum"]) for values in (each.values() for each in distributions)]
 
 
 def test_a_step_adds_its_tokens_in_one_piece() -> None:
-    kept = Metrics(1000)
-    outcomes = [outcome(0.0, [1]), *[outcome(0.02, [1])] * 5, outcome(0.3, [1]), outcome(0.02, [])]
-    kept.step(outcomes, 40, 5000, now=8.0)
-    assert kept.first_token.values()["sum"] == 1.0
-    between = kept.between_tokens.values()
+    metrics = Metrics(1000)
+    group = [submit(metrics)[0] for _ in range(8)]
+    gaps = [0.0, *[0.02] * 5, 0.3, 0.02]
+    outcomes = [token(*pair) for pair in zip(group[:6], gaps[:6], strict=True)]
+    outcomes.append(token(group[6], gaps[6], (1, 2, 3)))
+    metrics.step([*outcomes, token(group[7], 0.02, ())], 40, 5000, now=8.0)
+    assert sums(metrics.first_token) == [(1, 1.0)]
+    between = metrics.between_tokens.values()
     assert (between["count"], between["sum"]) == (6, pytest.approx(0.4))
     assert (between["buckets"]["0.01"], between["buckets"]["0.025"]) == (0, 5)
-    assert kept.step_tokens.values()["buckets"]["64.0"] == 1
-    assert kept.step_seconds.values()["sum"] == 0.005
+    assert sums(metrics.step_tokens) == [(1, 49)]  # 40 tokens of prompts, and 9 were generated
+    assert metrics.step_seconds.values()["sum"] == 0.005
+
+
+def test_a_request_counts_once_whatever_its_n() -> None:
+    metrics = Metrics(1000)
+    first, second, third = submit(metrics, n=3, max_tokens=9)
+    first.scheduled_time, second.scheduled_time = 9.0, 8.0
+    metrics.step([token(second, 0.0)], 3, 0, now=10.0)
+    metrics.step([token(first, 0.0), token(second, 2.0)], 3, 0, now=12.0)
+    first.first_token_time, second.first_token_time = 12.0, 10.0
+    metrics.finished(second, "length", now=14.0)
+    assert metrics.num_open == 1 and sum(metrics.num_finished.values()) == 0
+    metrics.finished(first, "stop", now=15.0)
+    metrics.finished(third, "stop", now=16.0)
+    assert metrics.num_open == 0 and metrics.num_finished == {"stop": 0, "length": 1, "abort": 0, "error": 0}
+    assert sums(metrics.first_token, metrics.whole) == [(1, 3.0), (1, 9.0)]
+    assert sums(metrics.queued, metrics.prefill, metrics.decode) == [(1, 1.0), (1, 2.0), (1, 6.0)]
+    assert sums(metrics.inference) == [(1, 8.0)]
+    assert sums(metrics.prompt_tokens, metrics.output_tokens) == [(1, 3), (1, 3)]
+    assert sums(metrics.params_n, metrics.params_best_of, metrics.params_max_tokens) == [
+        (1, 3),
+        (1, 3),
+        (1, 9),
+    ]
+    assert sums(metrics.between_tokens, metrics.per_token) == [(1, 2.0), (1, 4.0)]  # of single sequences
+
+
+@pytest.mark.parametrize(
+    ("reasons", "counted"),
+    [
+        (("stop", "stop"), "stop"),
+        (("length", "stop"), "length"),
+        (("length", "abort"), "abort"),
+        (("error", "abort"), "error"),
+    ],
+)
+def test_the_reason_of_a_request(reasons: tuple[str, str], counted: str) -> None:
+    metrics = Metrics(1000)
+    for sequence, reason in zip(submit(metrics, n=2), reasons, strict=True):
+        metrics.finished(sequence, reason, now=8.0)
+    assert [reason for reason, number in metrics.num_finished.items() if number] == [counted]
+
+
+def test_a_request_without_a_token_has_no_phases() -> None:
+    metrics = Metrics(1000)
+    (sequence,) = submit(metrics)
+    metrics.finished(sequence, "abort", now=9.0)
+    assert sums(metrics.whole, metrics.prompt_tokens, metrics.output_tokens) == [(1, 2.0), (1, 3), (1, 0)]
+    assert sums(metrics.queued, metrics.prefill, metrics.decode, metrics.inference) == [(0, 0.0)] * 4
+
+
+def test_running_and_waiting_are_requests() -> None:
+    metrics = Metrics(1000)
+    running, waiting = submit(metrics, n=4), submit(metrics, n=2)
+    for number, group in enumerate((running, waiting)):
+        for sequence in group:
+            sequence.key = number
+    core: Any = SimpleNamespace(metrics=metrics, scheduler=SimpleNamespace(running=running[:3]))
+    assert num_requests(core) == (1, 1)
+    for sequence in waiting:
+        metrics.finished(sequence, "abort", now=8.0)
+    assert num_requests(core) == (1, 0)
+
+
+def test_best_of_is_not_n() -> None:
+    metrics = Metrics(1000)
+    submit(metrics, n=5, num_returned=2)
+    assert sums(metrics.params_n, metrics.params_best_of) == [(1, 2), (1, 5)]
 
 
 def test_rates_are_of_the_last_interval() -> None:

@@ -284,21 +284,64 @@ def test_failures_are_remembered_too(tokenizer: LLTokenizer) -> None:
     assert woken.compile(regex="(") is woken.compile(regex="(")
 
 
-def test_waiting_is_limited(tokenizer: LLTokenizer) -> None:
-    gate = threading.Event()
+def test_masks_behind_drafts_end_with_the_first_that_is_not_allowed(
+    compiled: Callable[..., Grammar], tokenizer: LLTokenizer
+) -> None:
+    digits = compiled(regex="[0-9]{2,3}")
+    one, two = tokenizer.tokenize_str("1")[0], tokenizer.tokenize_str("2")[0]
+    letter = tokenizer.tokenize_str("x")[0]
+    matcher = digits.matcher()
+    masks = [digits.matcher(before).mask() for before in ([], [one], [one, two])]
+    assert matcher.masks([]) == masks[:1]
+    assert matcher.masks([one, two]) == masks
+    assert matcher.masks([one, letter, two]) == masks[:2]
+    assert matcher.masks([one, two, one, one]) == masks  # complete behind the third
+    assert matcher.mask() == masks[0]  # it has not moved
 
-    def load() -> LLTokenizer:
-        assert gate.wait(WAIT)
-        return tokenizer
 
-    woken = Woken(load, seconds=5.0)
+class Gate:
+    """Lets the tokenizer be loaded, and so compilations go on, when a test opens it."""
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self.tokenizer, self.opened, self.reached = tokenizer, threading.Event(), threading.Event()
+
+    def load(self) -> LLTokenizer:
+        self.reached.set()
+        assert self.opened.wait(WAIT)
+        return self.tokenizer
+
+
+def test_compiling_has_a_time_limit(tokenizer: LLTokenizer) -> None:
+    gate = Gate(tokenizer)
+    woken = Woken(gate.load, seconds=5.0)
     now = time.monotonic()
     slow = woken.grammars.submit(StructuredOutputsParams(regex="a"), now)
+    assert gate.reached.wait(WAIT)
     assert slow.poll(now + 4.9) is None
     with pytest.raises(GrammarError, match="regex: not compiled within 5 s"):
-        slow.poll(now + 5.1)
-    gate.set()
+        slow.poll(time.monotonic() + 5.1)
+    gate.opened.set()
     assert isinstance(woken.compile(regex="a").poll(now + 5.2), Grammar)  # served, now that it is there
+
+
+def test_a_grammar_that_no_thread_had_time_for_is_compiled_when_it_comes_again(
+    tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagewire.engine_core.grammar.pool.NUM_THREADS", 1)
+    gate = Gate(tokenizer)
+    woken = Woken(gate.load, seconds=5.0)
+    now = time.monotonic()
+    woken.grammars.submit(StructuredOutputsParams(regex="a"), now)
+    assert gate.reached.wait(WAIT)  # by the only thread
+    structure = StructuredOutputsParams(regex="b")
+    late = woken.grammars.submit(structure, now - 6.0)
+    with pytest.raises(EngineBusyError, match="regex: waited 5 s for other grammars"):
+        late.poll(now)
+    again = woken.grammars.submit(structure, now)
+    assert again is not late and again.poll(now) is None
+    gate.opened.set()
+    assert isinstance(woken.compile(regex="b").poll(time.monotonic()), Grammar)
+    assert late.outcome is None  # nobody waits for it
 
 
 def test_too_many_at_once_are_refused(tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

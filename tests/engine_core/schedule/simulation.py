@@ -1,9 +1,10 @@
 """A scheduler with a worker that knows nothing but what plans tell it, and checks all that they imply.
 
-The worker's "model" is a chain: the KV of a position is a number made of the token there, everything before
-it, and the request's world (what its cache salt sets apart). Whoever reads a block that was shared, reused
-or read wrongly finds another number. The token drawn is a function of that number and the seed, so `expected`
-can tell a request's output without any scheduling.
+The worker's "model" is a chain: the KV of a position is a number made of the token there (or of the medium that
+takes its place), everything before it, and the request's world (what its cache salt and its adapter set apart). A
+row that reads a block that was shared, reused or read wrongly gets another number. The token drawn is a function of
+that number and the seed, and a pooled result is such a number or the sum of all, so `expected` and
+`expected_pooled` compute a sequence's result without any scheduling.
 """
 
 from __future__ import annotations
@@ -13,27 +14,34 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from random import Random
 from types import SimpleNamespace
 from typing import Any
+from zlib import crc32
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from pagewire.engine_core.grammar.compile import compile_grammar
 from pagewire.engine_core.grammar.matcher import Grammar, Matcher
+from pagewire.engine_core.schedule.drafting import Drafter
 from pagewire.engine_core.schedule.scheduler import CRASHES_TO_ISOLATE, Outcome, Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import Sequence, State, sequences
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.messages import (
     LogprobRows,
     Masks,
+    Media,
+    Prompt,
     Request,
     Row,
+    RowResult,
     SlotInit,
     StepPlan,
     StepResult,
+    Task,
     TokenDelta,
 )
-from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
+from pagewire.ipc.params import PoolingParams, SamplingParams, StructuredOutputsParams
 
 EOS = 0
 STOP = 1
@@ -81,35 +89,56 @@ def grammar(regex: str) -> Grammar:
 
 
 def matcher_of(params: SamplingParams, token_ids: Collection[int] = ()) -> Matcher | None:
-    """The state of a request with this output."""
+    """The state of a sequence with this output."""
     structure = params.structured_outputs
     if structure is None:
         return None
     return grammar(structure.regex or "").matcher(token_ids, params.ignore_eos)
 
 
-def world(params: SamplingParams) -> int:
-    """Where the chain of a request's KV begins."""
-    return int((params.extra_args or {})["world"])
+def world(task: Task, seed: int) -> int:
+    """Where the chain of a request's KV begins. Pooling has no parameter to say it in, and needs no seed."""
+    return int((task.extra_args or {})["world"]) if isinstance(task, SamplingParams) else seed
+
+
+def chain(begin: int, token_ids: Iterable[int], media: Collection[Media] = ()) -> list[int]:
+    """The KV of each position."""
+    names = {m.start + i: hash((crc32(m.name), i)) for m in media for i in range(m.num_tokens)}
+    digests = []
+    for position, token_id in enumerate(token_ids):
+        begin = extend(begin, names.get(position, token_id))
+        digests.append(begin)
+    return digests
 
 
 @dataclass
 class Slot:
-    """What a worker knows of a request: tokens, the KV each of them must have, and blocks."""
+    """What a worker knows of a sequence: tokens, the KV each of them must have, and blocks."""
 
     init: SlotInit
     tokens: list[int] = field(default_factory=list)
     digests: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
+    pooled: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.init.token_ids)
+        self.digests = chain(world(self.init.task, self.init.seed), self.tokens, self.init.media)
 
     def append(self, token_id: int) -> None:
-        self.digests.append(extend(self.digests[-1] if self.digests else world(self.init.params), token_id))
+        self.digests.append(extend(self.digests[-1], token_id))
         self.tokens.append(token_id)
 
-    def draw(self, mask: bytes | None) -> int | None:
-        init = self.init
-        num_output = len(self.tokens) - init.num_prompt_tokens
-        return draw(self.digests[-1], init.seed, num_output, init.params.min_tokens, init.stop_ids, mask)
+    def digests_with(self, drafts: list[int]) -> list[int]:
+        """The KV that each position has with drafts behind the tokens."""
+        return [*self.digests, *chain(self.digests[-1], drafts)]
+
+    def draw(self, digest: int, num_ahead: int, mask: bytes | None) -> int | None:
+        """The token behind `digest`, which is `num_ahead` drafts ahead of the tokens."""
+        init, params = self.init, self.init.task
+        assert isinstance(params, SamplingParams)
+        num_output = len(self.tokens) - init.num_prompt_tokens + num_ahead
+        return draw(digest, init.seed, num_output, params.min_tokens, init.stop_ids, mask)
 
 
 class ModelWorker:
@@ -122,55 +151,91 @@ class ModelWorker:
 
     def run(self, plan: StepPlan, masks: Masks | None) -> StepResult:
         assert (masks is not None) == plan.masked
-        allowed = {} if masks is None else dict(zip(masks.rows, mask_rows(masks), strict=True))
+        allowed = {} if masks is None else dict(zip(masks.samples, masks_of(masks), strict=True))
         for number in plan.freed_slots:
             self.slots.pop(number, None)
         for init in plan.inits:
             assert init.slot not in self.slots, f"slot {init.slot} is taken"
-            slot = self.slots[init.slot] = Slot(init, block_ids=list(init.block_ids))
-            for token_id in init.token_ids:
-                slot.append(token_id)
+            self.slots[init.slot] = Slot(init, block_ids=list(init.block_ids))
         for row in plan.rows:
             self._write(row)
         result = StepResult(plan.step_id, [])
-        for index, row in enumerate(plan.rows):
-            self._read(row, index, allowed.get(index), result)
+        num_samples = 0
+        for row in plan.rows:
+            here = [allowed.get(num_samples + i) for i in range(row.num_samples)]
+            num_samples += row.num_samples
+            result.rows.append(self._read(row, here))
         return result
 
     def _write(self, row: Row) -> None:
         slot = self.slots[row.slot]
         slot.block_ids += row.new_block_ids
         end = row.start + row.num_tokens
-        assert row.num_tokens > 0 and end <= len(slot.tokens), f"{row} runs tokens that are not there"
+        digests = slot.digests_with(row.drafts)
+        assert row.num_tokens > 0 and end <= len(digests), f"{row} runs tokens that are not there"
+        assert not row.drafts or end == len(digests), f"{row} has drafts that are not its last tokens"
         assert end <= len(slot.block_ids) * self.block_size, f"{row} runs past its blocks"
+        for m in slot.init.media:
+            assert not m.start < row.start < m.start + m.num_tokens, f"{row} begins within {m}"
+            assert not m.start < end < m.start + m.num_tokens, f"{row} ends within {m}"
         for position in range(row.start, end):
-            self.kv[self._cell(slot, position)] = slot.digests[position]
+            self.kv[self._cell(slot, position)] = digests[position]
 
-    def _read(self, row: Row, index: int, mask: bytes | None, result: StepResult) -> None:
+    def _read(self, row: Row, masks: list[bytes | None]) -> RowResult:
         slot = self.slots[row.slot]
         end = row.start + row.num_tokens
-        found = [self.kv[self._cell(slot, position)] for position in range(end)]
-        assert found == slot.digests[:end], f"{row} reads KV that is not its own"
-        assert row.sample == (end == len(slot.tokens)), f"{row} has {len(slot.tokens)} tokens"
+        digests = slot.digests_with(row.drafts)
+        stored = [self.kv[self._cell(slot, position)] for position in range(end)]
+        assert stored == digests[:end], f"{row} reads KV that is not its own"
+        result = RowResult()
+        if row.pool:
+            assert not row.num_samples
+            slot.pooled |= {position: digests[position] for position in range(row.start, end)}
+            if end == slot.init.num_prompt_tokens:
+                result.pooled = pooled_result(slot.init.task, slot.pooled, end)
+            return result
+        assert row.num_samples == (1 + len(row.drafts) if end == len(digests) else 0), (
+            f"{row} of {len(digests)}"
+        )
         if row.num_prompt_logprobs:
-            result.prompt_logprobs[index] = logprob_rows(
-                slot.tokens[row.start + 1 : row.start + 1 + row.num_prompt_logprobs]
-            )
-        if row.sample:
-            token_id = slot.draw(mask)
+            first = row.start + 1
+            result.prompt_logprobs = logprob_rows(slot.tokens[first : first + row.num_prompt_logprobs])
+        if row.num_samples:
+            self._sample(slot, row, digests[end - row.num_samples : end], masks, result)
+        return result
+
+    def _sample(
+        self, slot: Slot, row: Row, digests: list[int], masks: list[bytes | None], result: RowResult
+    ) -> None:
+        """Sample behind each of `digests`, as long as the drafts agree, into `result`."""
+        for i, (digest, mask) in enumerate(zip(digests, masks, strict=True)):
+            token_id = slot.draw(digest, i, mask)
             if token_id is None:
-                result.errors[index] = "nothing is allowed"
-            result.token_ids.append(token_id or 0)
-            slot.append(result.token_ids[-1])
+                if not i:
+                    result.error = "nothing is allowed"
+                break
+            result.token_ids.append(token_id)
+            if i < len(row.drafts) and row.drafts[i] != token_id:
+                break
+        for token_id in result.token_ids:
+            slot.append(token_id)
+        result.logprobs = logprob_rows(result.token_ids)
 
     def _cell(self, slot: Slot, position: int) -> int:
         return slot.block_ids[position // self.block_size] * self.block_size + position % self.block_size
 
 
-def mask_rows(masks: Masks) -> list[bytes]:
-    """The mask of each of `masks.rows`."""
+def masks_of(masks: Masks) -> list[bytes]:
+    """The mask of each of `masks.samples`."""
     data, width = bytes(masks.bits.data), 4 * masks.bits.shape[1]
-    return [data[i * width : (i + 1) * width] for i in range(len(masks.rows))]
+    return [data[i * width : (i + 1) * width] for i in range(len(masks.samples))]
+
+
+def pooled_result(task: Task, digests: dict[int, int], num_tokens: int) -> Tensor:
+    """The last token's digest, or the sum of all, of which none may be missing."""
+    assert isinstance(task, PoolingParams)
+    total = sum(digests[i] for i in range(num_tokens)) if task.all_tokens else digests[num_tokens - 1]
+    return Tensor("int64", (1,), (total % 2**63).to_bytes(8, "little"))
 
 
 def logprob_rows(token_ids: list[int]) -> LogprobRows:
@@ -184,20 +249,31 @@ def logprob_rows(token_ids: list[int]) -> LogprobRows:
     )
 
 
-def expected(request: Sequence) -> tuple[list[int], str, int | None]:
+def prompt_digests(sequence: Sequence) -> list[int]:
+    """The KV of a sequence's prompt."""
+    prompt = sequence.request.prompt
+    return chain(world(sequence.request.task, sequence.seed), prompt.token_ids, prompt.media)
+
+
+def expected_pooled(sequence: Sequence) -> Tensor:
+    """The result of a sequence that pools, and runs alone."""
+    digests = dict(enumerate(prompt_digests(sequence)))
+    return pooled_result(sequence.request.task, digests, len(digests))
+
+
+def expected(sequence: Sequence) -> tuple[list[int], str, int | None]:
     """Output tokens, finish reason and stop reason of a request that runs alone, one token at a time."""
-    params, digest = request.params, world(request.params)
-    for token_id in request.token_ids[: request.num_prompt_tokens]:
-        digest = extend(digest, token_id)
+    params, eos_token_id = sequence.params, sequence.request.eos_token_id
+    digest = prompt_digests(sequence)[-1]
     stops = list(params.stop_token_ids or [])
-    if request.eos_token_id is not None and not params.ignore_eos:
-        stops.append(request.eos_token_id)
+    if eos_token_id is not None and not params.ignore_eos:
+        stops.append(eos_token_id)
     matcher = matcher_of(params)
     banned = stops + ([EOS] if matcher is not None and not params.ignore_eos else [])
     output: list[int] = []
     while True:
         mask = None if matcher is None else matcher.mask()
-        token_id = draw(digest, request.seed, len(output), params.min_tokens, banned, mask)
+        token_id = draw(digest, sequence.seed, len(output), params.min_tokens, banned, mask)
         if token_id is None:
             return output, "error", None
         output.append(token_id)
@@ -205,17 +281,29 @@ def expected(request: Sequence) -> tuple[list[int], str, int | None]:
             matcher.accept(token_id)
         digest = extend(digest, token_id)
         if token_id in stops and len(output) >= params.min_tokens:
-            is_eos = token_id == request.eos_token_id and not params.ignore_eos
+            is_eos = token_id == eos_token_id and not params.ignore_eos
             return output, "stop", None if is_eos else token_id
         if matcher is not None and matcher.complete:
             return output, "stop", None
-        if len(output) == request.max_output:
+        if len(output) == sequence.max_output:
             return output, "length", None
+
+
+class RandomDrafter:
+    """Proposes the true continuation of a sequence up to a random place, and other tokens behind it."""
+
+    def __init__(self, seed: int, longest: int) -> None:
+        self._random, self._longest = Random(seed), longest
+
+    def propose(self, sequence: Sequence, limit: int) -> list[int]:
+        count = self._random.randint(0, min(limit, self._longest))
+        true = expected(sequence)[0][sequence.num_output_tokens :][: self._random.randint(0, count)]
+        return [*true, *(self._random.randrange(VOCAB) for _ in range(count - len(true)))]
 
 
 @dataclass
 class Stream:
-    """What was heard of one request."""
+    """What was heard of one sequence."""
 
     tokens: list[int] = field(default_factory=list)
     prompt_logprobs: list[int] = field(default_factory=list)
@@ -235,10 +323,10 @@ class Stream:
 class Simulation:
     """Scheduler and worker under one clock. Every event is followed by all checks that apply."""
 
-    def __init__(self, *, share_prefixes: bool = True, **config: Any) -> None:
+    def __init__(self, *, share_prefixes: bool = True, drafter: Drafter | None = None, **config: Any) -> None:
         self.config = SchedulerConfig(**{"max_model_len": 32, "num_blocks": 16, "block_size": 4, **config})
         self.share_prefixes = share_prefixes
-        self.scheduler = Scheduler(self.config)
+        self.scheduler = Scheduler(self.config, drafter)
         self.worker = self._new_worker()
         self.plans: deque[StepPlan] = deque()
         self.results: deque[StepResult] = deque()
@@ -255,23 +343,25 @@ class Simulation:
         seed: int = 7,
         priority: int = 0,
         salt: str | None = None,
+        adapter: bytes = b"",
+        media: Collection[Media] = (),
         eos: int | None = None,
         done: list[list[int]] | None = None,
         num_prompt_logprobs: int = 0,
+        pool: PoolingParams | None = None,
         **params: Any,
     ) -> list[Sequence]:
         """Add a request; by default nothing but its length ends it."""
-        number = sum(map(ord, salt or "")) if self.share_prefixes else 10_000 + self.num_added
+        number = crc32(repr((salt, adapter, self.share_prefixes or self.num_added)).encode())
         params = {"max_tokens": 4, "temperature": 0.0, "extra_args": {"world": number}, **params}
         submitted = Request(
             key=self.num_added,
             request_id=f"r{self.num_added}",
-            prompt_token_ids=list(prompt),
-            params=SamplingParams(**params),
-            seed=seed,
+            prompt=Prompt(list(prompt), list(media), adapter, salt),
+            task=pool or SamplingParams(**params),
+            seed=number if pool else seed,
             eos_token_id=eos,
             priority=priority,
-            cache_salt=salt,
             output_token_ids=done,
             num_prompt_logprobs=num_prompt_logprobs,
         )
@@ -284,11 +374,12 @@ class Simulation:
             share_prefixes=self.share_prefixes,
         )
         self.num_added += len(group)
-        for request in group:
-            request.matcher = matcher_of(request.params, request.output_token_ids)
-            stream = self.streams[request] = Stream(request.token_ids[request.num_prompt_tokens :])
-            stream.prompt_logprobs = list(prompt)[1 : 1 + request.num_prompt_logprobs]
-            self.scheduler.add(request)
+        for sequence in group:
+            if not sequence.pools:
+                sequence.matcher = matcher_of(sequence.params, sequence.output_token_ids)
+            stream = self.streams[sequence] = Stream(sequence.token_ids[sequence.num_prompt_tokens :])
+            stream.prompt_logprobs = list(prompt)[1 : 1 + num_prompt_logprobs]
+            self.scheduler.add(sequence)
         self.check()
         return group
 
@@ -318,7 +409,8 @@ class Simulation:
     def commit(self, errors: dict[int, str] | None = None) -> list[Outcome]:
         """Return the oldest step's result."""
         result = self.results.popleft()
-        result.errors |= errors or {}
+        for index, error in (errors or {}).items():
+            result.rows[index] = RowResult(error=error)
         outcomes = self.scheduler.commit(result, self._tick())
         self._hear(outcomes)
         self._run_worker()
@@ -326,22 +418,22 @@ class Simulation:
 
     def fail(self) -> list[Outcome]:
         """The worker dies, and another one comes."""
-        for request in {r for step in self.scheduler.in_flight for r in step.requests}:
-            self.streams[request].num_crashes += 1
+        for sequence in {r for step in self.scheduler.in_flight for r in step.sequences}:
+            self.streams[sequence].num_crashes += 1
         self.worker = self._new_worker()
         self.plans.clear()
         self.results.clear()
         outcomes = self.scheduler.fail(self._tick())
         guilty = {r for r in self.live() if self.streams[r].num_crashes > CRASHES_TO_ISOLATE}
-        assert {request for request, _ in outcomes} == guilty
+        assert {sequence for sequence, _ in outcomes} == guilty
         self._hear(outcomes)
         return outcomes
 
-    def abort(self, requests: Iterable[Sequence]) -> None:
-        requests = list(requests)
-        self.scheduler.abort(requests)
-        for request in requests:
-            self.streams[request].aborted = True
+    def abort(self, sequences: Iterable[Sequence]) -> None:
+        sequences = list(sequences)
+        self.scheduler.abort(sequences)
+        for sequence in sequences:
+            self.streams[sequence].aborted = True
         self.check()
 
     def preempt_all(self) -> bool:
@@ -373,7 +465,7 @@ class Simulation:
                 break
             self.step()
         else:
-            raise AssertionError(f"{self.scheduler.num_unfinished} requests do not end")
+            raise AssertionError(f"{self.scheduler.num_unfinished} sequences do not end")
         assert self.scheduler.kv.pool.num_free == self.config.num_blocks
         assert self.scheduler.num_waiting == 0 and not self.scheduler.running
         assert all(stream.ended for stream in self.streams.values())
@@ -382,19 +474,19 @@ class Simulation:
 
     def live(self) -> list[Sequence]:
         """Requests that have not ended."""
-        return [request for request, stream in self.streams.items() if not stream.ended]
+        return [sequence for sequence, stream in self.streams.items() if not stream.ended]
 
     def slots_of(self, plan: StepPlan | None) -> list[int]:
         return [] if plan is None else [row.slot for row in plan.rows]
 
-    def block_ids(self, request: Sequence) -> list[int]:
-        return [block.block_id for block in request.blocks]
+    def block_ids(self, sequence: Sequence) -> list[int]:
+        return [block.block_id for block in sequence.blocks]
 
-    def output(self, request: Sequence) -> list[int]:
-        return self.streams[request].tokens
+    def output(self, sequence: Sequence) -> list[int]:
+        return self.streams[sequence].tokens
 
-    def finish_reason(self, request: Sequence) -> str | None:
-        last = self.streams[request].last
+    def finish_reason(self, sequence: Sequence) -> str | None:
+        last = self.streams[sequence].last
         return last.finish_reason if last else None
 
     # ------------------------------------------------------------ checks
@@ -406,7 +498,7 @@ class Simulation:
 
     def _check_blocks(self) -> None:
         pool = self.scheduler.kv.pool
-        users = Counter(block.block_id for request in self.streams for block in request.blocks)
+        users = Counter(block.block_id for sequence in self.streams for block in sequence.blocks)
         assert [users[block.block_id] for block in pool.blocks] == [block.num_refs for block in pool.blocks]
         free = list(pool.free_order())
         assert sorted(free) == [block.block_id for block in pool.blocks if block.num_refs == 0]
@@ -416,59 +508,66 @@ class Simulation:
     def _check_requests(self) -> None:
         scheduler = self.scheduler
         assert len(scheduler.running) <= self.config.max_num_seqs
-        slots = [request.slot for request in scheduler.running]
+        slots = [sequence.slot for sequence in scheduler.running]
         assert len(set(slots)) == len(slots) and all(0 <= n < self.config.max_num_seqs for n in slots)
         assert scheduler.running == sorted(scheduler.running, key=self.order)
         assert scheduler.num_unfinished == len(self.live())
         rows: Counter[Sequence] = Counter()
         samples: Counter[Sequence] = Counter()
         for step in scheduler.in_flight:
-            for request, row in zip(step.requests, step.rows, strict=True):
-                rows[request] += 1
-                samples[request] += row.sample
-        for request, stream in self.streams.items():
-            assert request.finished == stream.ended
-            assert (request in scheduler.running) == (request.state is State.RUNNING)
-            assert request.token_ids[request.num_prompt_tokens :] == stream.tokens
-            if request.state is State.RUNNING:
-                assert (rows[request], samples[request]) == (request.num_in_flight, request.num_pending)
-                assert request.computed <= len(request.blocks) * self.config.block_size
-                assert request.num_output_tokens + request.num_pending <= request.max_output
+            for sequence, row in zip(step.sequences, step.rows, strict=True):
+                rows[sequence] += 1
+                samples[sequence] += row.num_samples
+        for sequence, stream in self.streams.items():
+            assert sequence.finished == stream.ended
+            assert (sequence in scheduler.running) == (sequence.state is State.RUNNING)
+            assert sequence.token_ids[sequence.num_prompt_tokens :] == stream.tokens
+            if sequence.state is State.RUNNING:
+                assert (rows[sequence], samples[sequence]) == (len(sequence.in_flight), sequence.num_pending)
+                assert all(launch.num_samples <= 1 for launch in list(sequence.in_flight)[:-1])
+                assert sequence.computed <= len(sequence.blocks) * self.config.block_size
+                assert sequence.num_output_tokens + sequence.num_pending <= sequence.max_output
             else:
-                assert not request.blocks and request.slot == -1 and request.computed == 0
-            if request.state is State.WAITING:
-                assert not rows[request]
+                assert not sequence.blocks and sequence.slot == -1 and sequence.computed == 0
+            if sequence.state is State.WAITING:
+                assert not rows[sequence]
 
     def _hear(self, outcomes: list[Outcome]) -> None:
-        for request, delta in outcomes:
-            stream = self.streams[request]
+        for sequence, delta in outcomes:
+            stream = self.streams[sequence]
             assert not stream.ended, f"{delta} after the end"
-            self._hear_delta(request, stream, delta)
+            self._hear_delta(sequence, stream, delta)
         self.check()
 
-    def _hear_delta(self, request: Sequence, stream: Stream, delta: TokenDelta) -> None:
+    def _hear_delta(self, sequence: Sequence, stream: Stream, delta: TokenDelta) -> None:
         stream.deltas.append(delta)
         stream.tokens += delta.token_ids
+        if delta.token_ids:
+            assert delta.logprobs is not None and delta.logprobs.token_ids.tolist() == delta.token_ids
         if delta.prompt_logprobs is not None:
             stream.prompt_logprobs += delta.prompt_logprobs.token_ids.tolist()
         if delta.finish_reason == "error":
             assert delta.error and not delta.token_ids
             return
-        output, reason, stop = expected(request)
+        if sequence.pools:
+            assert delta.finish_reason == "stop" and not delta.token_ids
+            assert delta.pooled == expected_pooled(sequence), "a result depends on how it was scheduled"
+            return
+        output, reason, stop = expected(sequence)
         assert stream.tokens == output[: len(stream.tokens)], "a token depends on how it was scheduled"
         if delta.token_ids:
             stream.num_crashes = 0
-            prompt = request.token_ids[: request.num_prompt_tokens]
-            assert stream.prompt_logprobs == (prompt[1:] if request.wants_prompt_logprobs else [])
+            prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+            assert stream.prompt_logprobs == (prompt[1:] if sequence.returns_prompt_logprobs else [])
         if delta.num_cached_tokens is not None:
-            assert 0 <= delta.num_cached_tokens < len(request.token_ids)
+            assert 0 <= delta.num_cached_tokens < len(sequence.token_ids)
         if len(stream.tokens) == len(output) and reason != "error":
             assert (delta.finish_reason, delta.stop_reason) == (reason, stop)
         else:
             assert delta.finish_reason is None
 
-    def order(self, request: Sequence) -> tuple[int, int]:
-        return (request.priority if self.config.policy == "priority" else 0, request.arrival)
+    def order(self, sequence: Sequence) -> tuple[int, int]:
+        return (sequence.request.priority if self.config.policy == "priority" else 0, sequence.arrival)
 
     def _new_worker(self) -> ModelWorker:
         return ModelWorker(self.config.num_blocks, self.config.block_size)
@@ -489,17 +588,17 @@ class Snapshot:
     @classmethod
     def of(cls, scheduler: Scheduler) -> Snapshot:
         running = list(scheduler.running)
-        in_flight = {request for step in scheduler.in_flight for request in step.requests}
-        return cls(running, {request: request.num_to_compute for request in running}, in_flight)
+        in_flight = {sequence for step in scheduler.in_flight for sequence in step.sequences}
+        return cls(running, {sequence: sequence.num_to_compute for sequence in running}, in_flight)
 
     def check(self, scheduler: Scheduler, plan: StepPlan) -> None:
-        config, now = scheduler.config, scheduler.in_flight[-1].requests
+        config, now = scheduler.config, scheduler.in_flight[-1].sequences
         assert 0 < sum(row.num_tokens for row in plan.rows) <= config.max_num_batched_tokens
         assert len({row.slot for row in plan.rows}) == len(plan.rows) <= config.max_num_seqs
         self._check_order(scheduler, now)
         self._check_suspects(now)
-        admitted = [request for request in now if request not in self.running]
-        assert [init.slot for init in plan.inits] == [request.slot for request in admitted]
+        admitted = [sequence for sequence in now if sequence not in self.running]
+        assert [init.slot for init in plan.inits] == [sequence.slot for sequence in admitted]
         if admitted and len(scheduler.running) > 1:
             assert scheduler.kv.pool.num_free >= int(config.watermark * config.num_blocks)
 
@@ -507,22 +606,22 @@ class Snapshot:
         """Nothing passes what comes before it; only the last in order, and not in flight, is preempted."""
         order = scheduler._order
         served = set(now)
-        preempted = [request for request in self.running if request.state is not State.RUNNING]
+        preempted = [sequence for sequence in self.running if sequence.state is not State.RUNNING]
         assert not self.in_flight.intersection(preempted)
         for victim in preempted:
-            assert all(order(request) < order(victim) for request in scheduler.running)
-        admitted = [request for request in now if request not in self.running]
+            assert all(order(sequence) < order(victim) for sequence in scheduler.running)
+        admitted = [sequence for sequence in now if sequence not in self.running]
         assert not (preempted and admitted)
-        waiting = [entry[-1] for entry in scheduler._waiting if entry[-1].state is State.WAITING]
+        waiting = [entry[-1] for entry in scheduler.waiting._heap if entry[-1].state is State.WAITING]
         if admitted and admitted[0].num_crashes < CRASHES_TO_ISOLATE:
-            assert not scheduler.suspects
+            assert not scheduler.waiting.suspects
             assert all(order(a) < order(w) for a in admitted for w in waiting)
-        for request in self.running:
-            if request.state is State.RUNNING and request not in served and self.to_compute[request]:
+        for sequence in self.running:
+            if sequence.state is State.RUNNING and sequence not in served and self.to_compute[sequence]:
                 assert not admitted
-                assert all(order(other) < order(request) for other in served)
+                assert all(order(other) < order(sequence) for other in served)
 
     def _check_suspects(self, now: list[Sequence]) -> None:
         """Whoever was there at two crashes runs alone."""
-        if any(request.num_crashes >= CRASHES_TO_ISOLATE for request in now):
+        if any(sequence.num_crashes >= CRASHES_TO_ISOLATE for sequence in now):
             assert len(now) == 1 and self.in_flight <= set(now)

@@ -2,16 +2,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pagewire.engine_core.schedule.kv_cache import KVCache
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
-from pagewire.ipc.messages import Request
+from pagewire.ipc.codec import Tensor
+from pagewire.ipc.messages import Media, Prompt, Request
 from pagewire.ipc.params import SamplingParams
 
 
 def request(prompt: list[int], *, salt: str | None = None, **params: Any) -> Sequence:
-    submitted = Request(1, "r", prompt, SamplingParams(**params), seed=0, cache_salt=salt)
+    submitted = Request(1, "r", Prompt(prompt, cache_salt=salt), SamplingParams(**params), seed=0)
     return sequences(submitted, b"c", 0, 0.0, max_model_len=100, share_prefixes=True)[0]
 
 
@@ -87,6 +91,76 @@ def test_salts_and_other_prefixes_do_not_share() -> None:
     assert kv.cached_prefix(request(list(range(9)), salt="b")) == []
     assert kv.cached_prefix(request(list(range(9)))) == []
     assert kv.cached_prefix(request([9, 9, 9, 9, *range(4, 9)], salt="a")) == []
+
+
+PICTURE = Tensor("uint8", (0,), b"")
+prompts = st.builds(
+    lambda token_ids, places, adapter, salt: Prompt(
+        token_ids,
+        [Media(start, length, name, PICTURE) for (start, length), name in places],
+        adapter,
+        salt,
+    ),
+    st.lists(st.integers(0, 1), min_size=12, max_size=12),
+    st.lists(
+        st.tuples(st.sampled_from([(0, 2), (3, 4), (4, 4), (9, 3)]), st.sampled_from([b"cat", b"dog"])),
+        max_size=1,
+    ),
+    st.sampled_from([b"", b"a", b"b"]),
+    st.sampled_from([None, "a", "b"]),
+)
+
+
+@given(prompts, prompts, st.booleans())
+def test_two_prompts_share_a_block_only_if_everything_up_to_it_agrees(
+    a: Prompt, b: Prompt, equal: bool
+) -> None:
+    b = msgspec.structs.replace(b, token_ids=a.token_ids) if equal else b
+    kv = KVCache(16, 4)
+    names = []
+    for prompt in (a, b):
+        (sequence,) = sequences(
+            Request(1, "r", prompt, SamplingParams(), seed=0),
+            *(b"c", 0, 0.0),
+            max_model_len=100,
+            share_prefixes=True,
+        )
+        kv.cached_prefix(sequence)
+        names.append(sequence.block_names)
+    agree = (a.adapter, a.cache_salt) == (b.adapter, b.cache_salt)
+    for i in range(3):
+        here = slice(4 * i, 4 * i + 4)
+        seen = [
+            [
+                (m.name, m.start - 4 * i)
+                for m in prompt.media
+                if m.start < 4 * i + 4 and m.start + m.num_tokens > 4 * i
+            ]
+            for prompt in (a, b)
+        ]
+        agree = agree and a.token_ids[here] == b.token_ids[here] and seen[0] == seen[1]
+        assert (names[0][i] == names[1][i]) == agree
+
+
+def test_the_kinds_of_keys_are_apart() -> None:
+    """A salt, an adapter, a medium and a namespace differ, whatever bytes they consist of."""
+    extras: list[dict[str, Any]] = [
+        {"cache_salt": "a"},
+        {"adapter": b"a"},
+        {"media": [Media(0, 1, b"a", PICTURE)]},
+        {"cache_salt": "|c|0"},
+    ]
+    keys = {
+        sequences(
+            Request(1, "r", Prompt([1, 2], **extra), SamplingParams(), seed=0),
+            *(b"c", 0, 0.0),
+            max_model_len=9,
+            share_prefixes=shared,
+        )[0].block_keys(0, 4)
+        for extra in extras
+        for shared in (True, False)
+    }
+    assert len(keys) == 2 * len(extras)
 
 
 def test_prompt_logprobs_read_no_cache_but_fill_it() -> None:

@@ -9,22 +9,25 @@ import pytest
 
 from pagewire.engine_core.schedule.scheduler import SchedulerConfig
 from pagewire.engine_core.schedule.sequence import Sequence, State
-from pagewire.ipc.messages import StepPlan, StepResult
+from pagewire.ipc.codec import Tensor
+from pagewire.ipc.messages import Media, RowResult, StepPlan, StepResult
+from pagewire.ipc.params import PoolingParams
 
-from .simulation import EOS, Simulation, expected
+from .simulation import EOS, VOCAB, Simulation, expected, expected_pooled
 
+PICTURE = Tensor("uint8", (0,), b"")
 LONG = list(range(2, 12)) * 3
 
 
-def shape(plan: StepPlan | None) -> list[tuple[int, int, bool]]:
-    """Start, length and whether a token is drawn, per row."""
+def shape(plan: StepPlan | None) -> list[tuple[int, int, int]]:
+    """Start, number of tokens and number of samples of each row."""
     assert plan is not None
-    return [(row.start, row.num_tokens, row.sample) for row in plan.rows]
+    return [(row.start, row.num_tokens, row.num_samples) for row in plan.rows]
 
 
 def served(simulation: Simulation) -> list[Sequence]:
-    """The requests of the step planned last."""
-    return simulation.scheduler.in_flight[-1].requests
+    """The sequences of the step planned last."""
+    return simulation.scheduler.in_flight[-1].sequences
 
 
 def ending_at(simulation: Simulation, length: int, **fields: Any) -> Sequence:
@@ -496,7 +499,7 @@ def test_a_result_of_another_step_is_refused() -> None:
     simulation.submit([2, 3])
     simulation.plan()
     simulation.plan()
-    for wrong in (StepResult(1, [2]), StepResult(7, [2])):
+    for wrong in (StepResult(1, [RowResult([2])]), StepResult(7, [RowResult([2])])):
         with pytest.raises(ValueError, match=f"result of step {wrong.step_id}"):
             simulation.scheduler.commit(wrong, 0.0)
     simulation.drain()
@@ -507,13 +510,167 @@ def test_a_result_without_a_step_is_refused() -> None:
         Simulation().scheduler.commit(StepResult(0, []), 0.0)
 
 
-@pytest.mark.parametrize("token_ids", [[], [2, 3]])
-def test_a_result_with_too_few_or_many_tokens_is_refused_whole(token_ids: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        ([], "step 0 of 2 rows returned 0"),
+        ([RowResult([2])], "step 0 of 2 rows returned 1"),
+        ([RowResult([2]), RowResult()], "a row of 1 samples returned 0 tokens"),
+        ([RowResult([2]), RowResult([2, 3])], "a row of 1 samples returned 2 tokens"),
+        ([RowResult([2]), RowResult([2], pooled=PICTURE)], "a pooled result without need"),
+    ],
+)
+def test_a_result_that_does_not_fit_its_rows_is_refused_whole(rows: list[RowResult], text: str) -> None:
     simulation = Simulation(depth=1)
     simulation.submit([2, 3])
+    simulation.submit([4, 5])
     simulation.plan()
-    with pytest.raises(ValueError, match=f"step 0 returned {len(token_ids)} tokens"):
-        simulation.scheduler.commit(StepResult(0, token_ids), 0.0)
+    with pytest.raises(ValueError, match=text):
+        simulation.scheduler.commit(StepResult(0, rows), 0.0)
+    simulation.drain()
+
+
+# ---------------------------------------------------------------- drafts
+
+
+class ListedDrafter:
+    """Proposes given lists, one after the other, then nothing."""
+
+    def __init__(self, *drafts: list[int]) -> None:
+        self.drafts, self.limits = list(drafts), list[int]()
+
+    def propose(self, sequence: Sequence, limit: int) -> list[int]:
+        self.limits.append(limit)
+        return self.drafts.pop(0) if self.drafts else []
+
+
+def true_output(prompt: list[int], **params: int) -> list[int]:
+    return expected(Simulation().submit(prompt, **params)[0])[0]
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 2, 3])
+def test_drafts_count_up_to_the_first_wrong_one(num_right: int) -> None:
+    output = true_output([2, 3, 4], max_tokens=9)
+    drafts = [*output[1 : 1 + num_right], *((token_id + 1) % VOCAB for token_id in output[1 + num_right : 4])]
+    drafter = ListedDrafter(drafts)
+    simulation = Simulation(depth=1, drafter=drafter)
+    (sequence,) = simulation.submit([2, 3, 4], max_tokens=9)
+    simulation.step()
+    plan = simulation.step()
+    assert plan is not None
+    assert [(row.start, row.num_tokens, row.drafts, row.num_samples) for row in plan.rows] == [
+        (3, 4, drafts, 4)
+    ]
+    assert simulation.output(sequence) == output[: 2 + num_right]
+    assert sequence.computed == 4 + num_right == len(sequence.token_ids) - 1
+    simulation.drain()
+    assert simulation.output(sequence) == output
+
+
+def test_a_sequence_with_drafts_in_flight_is_not_planned_again() -> None:
+    simulation = Simulation(depth=2, drafter=ListedDrafter([5, 6]))
+    (drafted,) = simulation.submit([2, 3, 4], max_tokens=9)
+    (other,) = simulation.submit([5, 6, 7], max_tokens=9)
+    simulation.plan()
+    simulation.commit()
+    assert simulation.slots_of(simulation.plan()) == [drafted.slot, other.slot]
+    assert simulation.slots_of(simulation.plan()) == [other.slot]
+    simulation.drain()
+
+
+def test_tokens_behind_the_end_do_not_count() -> None:
+    output = true_output([2, 3, 4], max_tokens=9)
+    simulation = Simulation(depth=1, drafter=ListedDrafter(output[1:5]))
+    (sequence,) = simulation.submit([2, 3, 4], max_tokens=9, stop_token_ids=[output[2]])
+    simulation.drain()
+    end = output.index(output[2]) + 1
+    assert simulation.output(sequence) == output[:end] and simulation.finish_reason(sequence) == "stop"
+
+
+def test_drafts_are_limited_by_budget_length_and_blocks() -> None:
+    drafter = ListedDrafter([2] * 30, [2] * 30)
+    simulation = Simulation(
+        depth=1, drafter=drafter, max_num_batched_tokens=8, max_model_len=16, num_blocks=4
+    )
+    simulation.submit([2, 3, 4], max_tokens=5)
+    simulation.step()
+    assert (plan := simulation.step()) is not None and drafter.limits == [3]  # 5 tokens, 1 known, 1 sampled
+    assert len(plan.rows[0].drafts) == 3
+    simulation.drain()
+
+
+def test_drafts_never_preempt() -> None:
+    drafter = ListedDrafter(*([2] * 30 for _ in range(20)))
+    simulation = Simulation(depth=1, drafter=drafter, num_blocks=8, max_model_len=32)
+    simulation.submit([2] * 11, max_tokens=4)
+    simulation.submit([3] * 11, max_tokens=4)
+    simulation.drain()
+    assert simulation.scheduler.stats.num_preemptions == 0
+
+
+# ---------------------------------------------------------------- pooling and media
+
+
+@pytest.mark.parametrize("all_tokens", [False, True])
+def test_a_pooled_prompt_runs_in_chunks_samples_nothing_and_ends(all_tokens: bool) -> None:
+    simulation = Simulation(depth=1, max_num_batched_tokens=4)
+    (sequence,) = simulation.submit(range(2, 12), pool=PoolingParams(all_tokens=all_tokens))
+    plans = [simulation.step() for _ in range(4)]
+    rows = [row for plan in plans if plan is not None for row in plan.rows]
+    assert [(row.start, row.num_tokens, row.num_samples, row.pool) for row in rows] == [
+        (0, 4, 0, True),
+        (4, 4, 0, True),
+        (8, 2, 0, True),
+    ]
+    last = simulation.streams[sequence].last
+    assert last is not None and last.pooled == expected_pooled(sequence) and last.timing is not None
+    simulation.drain()
+
+
+def test_a_result_of_all_tokens_skips_no_cached_prefix() -> None:
+    simulation = Simulation(depth=1)
+    simulation.submit(range(2, 12))
+    simulation.drain()
+    cached = []
+    for all_tokens in (False, True):
+        # Without parameters that say so, a pooled prompt shares the cache of the one that generated.
+        (sequence,) = simulation.submit(range(2, 12), pool=PoolingParams(all_tokens=all_tokens))
+        cached.append(len(simulation.scheduler.kv.cached_prefix(sequence)))
+    assert cached == [2, 0]
+    simulation.drain()
+
+
+def test_a_chunk_ends_before_a_medium_that_does_not_fit() -> None:
+    simulation = Simulation(depth=1, max_num_batched_tokens=6)
+    simulation.submit([2, 3, 4, *[2] * 5, 7], media=[Media(3, 5, b"cat", PICTURE)])
+    assert shape(simulation.step()) == [(0, 3, 0)]
+    assert shape(simulation.step()) == [(3, 6, 1)]
+    simulation.drain()
+
+
+def test_nothing_passes_a_medium_that_waits_for_room() -> None:
+    simulation = Simulation(depth=1, max_num_batched_tokens=6)
+    simulation.submit([2, 3], max_tokens=4)
+    (first,) = simulation.submit([9, *[2] * 6, 7], media=[Media(1, 6, b"cat", PICTURE)])
+    (second,) = simulation.submit([8, 8], max_tokens=1)
+    simulation.step()
+    assert simulation.slots_of(simulation.step()) == [
+        0
+    ]  # a token of the first request leaves room for 5 of 6
+    simulation.drain()
+    assert simulation.finish_reason(first) == simulation.finish_reason(second) == "length"
+
+
+def test_a_cached_prefix_never_ends_within_a_medium() -> None:
+    simulation = Simulation(depth=1)
+    prompt, media = [5, 5, 5, *[2] * 7, 5, 5, 5], [Media(3, 7, b"cat", PICTURE)]
+    simulation.submit(prompt, media=media)
+    simulation.drain()
+    found = []
+    for length in (9, 10, 13):  # the last token is always computed: 2, 2 and 3 blocks are in the cache
+        (again,) = simulation.submit(prompt[:length], media=[Media(3, min(7, length - 3), b"cat", PICTURE)])
+        found.append(len(simulation.scheduler.kv.cached_prefix(again)))
+    assert found == [0, 0, 3]
     simulation.drain()
 
 
@@ -661,7 +818,7 @@ def test_a_suspect_can_be_aborted() -> None:
     suspect, other = simulation.submit([2])[0], simulation.submit([3])[0]
     crash(simulation, 2)
     simulation.abort([suspect])
-    assert simulation.scheduler.suspects == [other]
+    assert simulation.scheduler.waiting.suspects == [other]
     simulation.drain()
     assert simulation.finish_reason(other) == "length"
 
@@ -671,7 +828,7 @@ def test_a_suspect_can_be_preempted() -> None:
     suspect = simulation.submit([2, 3, 4])[0]
     crash(simulation, 2)
     simulation.step()
-    assert simulation.preempt_all() and simulation.scheduler.suspects == [suspect]
+    assert simulation.preempt_all() and simulation.scheduler.waiting.suspects == [suspect]
     simulation.drain()
 
 
@@ -684,5 +841,5 @@ def test_aborted_requests_do_not_pile_up_behind_one_that_waits() -> None:
     for _ in range(1000):
         simulation.abort(simulation.submit([6, 7], max_tokens=2))
     assert simulation.scheduler.num_waiting == 1
-    assert len(simulation.scheduler._waiting) < 100
+    assert len(simulation.scheduler.waiting._heap) < 100
     simulation.drain()

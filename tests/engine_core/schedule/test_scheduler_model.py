@@ -1,4 +1,4 @@
-"""Random lives of a scheduler: whatever happens, every request gets the output it would get alone."""
+"""Random lives of a scheduler: whatever happens, every request gets the result that it would get alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from .simulation import EOS, STOP, VOCAB, Simulation, expected
+from pagewire.ipc.codec import Tensor
+from pagewire.ipc.messages import Media
+from pagewire.ipc.params import PoolingParams
+
+from .simulation import EOS, STOP, VOCAB, RandomDrafter, Simulation, expected
 
 DOCUMENTS = ([2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 2, 4, 6, 8, 10], [2, 3, 4, 5, 6, 7, 8, 9, 3, 3, 3, 5, 7, 9])
 
@@ -29,6 +33,10 @@ endings = st.fixed_dictionaries(
     }
 ) | st.fixed_dictionaries(
     {"max_tokens": st.integers(4, 9), "min_tokens": st.integers(1, 4), "eos": st.just(EOS)}
+)
+PICTURE = Tensor("uint8", (0,), b"")
+media = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(1, 6), st.sampled_from([b"cat", b"dog"])), min_size=1, max_size=3
 )
 grammars = st.sampled_from([None, None, "([a-e][f-k]){1,4}", "[a-k]*", "c*(a|bd)?", "[ab]{3}"])
 configs = st.fixed_dictionaries(
@@ -51,12 +59,25 @@ def under(regex: str | None, ending: dict[str, object]) -> dict[str, object]:
 class SchedulerLife(RuleBasedStateMachine):
     """Events in any order. The checks are in `Simulation`."""
 
-    @initialize(config=configs, spare_tokens=st.integers(0, 40), share_prefixes=st.booleans())
-    def begin(self, config: dict[str, object], spare_tokens: int, share_prefixes: bool) -> None:
+    @initialize(
+        config=configs,
+        spare_tokens=st.integers(0, 40),
+        share_prefixes=st.booleans(),
+        drafter=st.none() | st.builds(RandomDrafter, st.integers(0, 2**16), st.integers(1, 5)),
+    )
+    def begin(
+        self,
+        config: dict[str, object],
+        spare_tokens: int,
+        share_prefixes: bool,
+        drafter: RandomDrafter | None,
+    ) -> None:
         block_size = config["block_size"]
         assert isinstance(block_size, int)
         num_blocks = (32 + spare_tokens) // block_size
-        self.simulation = Simulation(**config, num_blocks=num_blocks, share_prefixes=share_prefixes)
+        self.simulation = Simulation(
+            **config, num_blocks=num_blocks, share_prefixes=share_prefixes, drafter=drafter
+        )
 
     @rule(
         prompt=prompts,
@@ -65,11 +86,42 @@ class SchedulerLife(RuleBasedStateMachine):
         seed=st.integers(0, 3),
         priority=st.integers(0, 2),
         salt=st.sampled_from([None, None, "a", "b"]),
+        adapter=st.sampled_from([b"", b"", b"a"]),
         prompt_logprobs=st.sampled_from([None, None, 0]),
         regex=grammars,
     )
     def submit(self, prompt: list[int], ending: dict[str, object], regex: str | None, **more: object) -> None:
         self.simulation.submit(prompt, **under(regex, ending), **more)  # type: ignore[arg-type]
+
+    @rule(
+        prompt=prompts,
+        all_tokens=st.booleans(),
+        priority=st.integers(0, 2),
+        salt=st.sampled_from([None, "a"]),
+    )
+    def submit_to_pool(self, prompt: list[int], all_tokens: bool, **more: object) -> None:
+        self.simulation.submit(prompt, pool=PoolingParams(all_tokens=all_tokens), **more)  # type: ignore[arg-type]
+
+    @rule(
+        places=media,
+        tail=st.integers(0, 3),
+        max_tokens=st.integers(1, 6),
+        pool=st.sampled_from([None, None, PoolingParams(all_tokens=True)]),
+        prompt_logprobs=st.sampled_from([None, 0]),
+    )
+    def submit_media(
+        self, places: list[tuple[int, int, bytes]], tail: int, pool: PoolingParams | None, **params: object
+    ) -> None:
+        """Media that fit a step, with some tokens before, between and behind them."""
+        prompt: list[int] = []
+        found: list[Media] = []
+        for gap, length, name in places:
+            prompt += range(2, 2 + gap)
+            length = min(length, self.simulation.config.max_num_batched_tokens)
+            found.append(Media(len(prompt), length, name, PICTURE))
+            prompt += [2] * length
+        prompt += range(5, 5 + tail)
+        self.simulation.submit(prompt, media=found, pool=pool, **params)  # type: ignore[arg-type]
 
     @rule(data=st.data(), prompt=prompts, ending=endings, n=st.sampled_from([1, 2]), regex=grammars)
     def resubmit(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.engine_core.schedule.sequence import Sequence, State, sequence_seed, sequences
-from pagewire.ipc.messages import Request, RequestTiming
+from pagewire.ipc.messages import Prompt, Request, RequestTiming
 from pagewire.ipc.params import SamplingParams
 
 int64 = st.integers(-(2**63), 2**63 - 1)
@@ -18,7 +18,8 @@ def group(
 ) -> list[Sequence]:
     """The sequences of a submitted request; what is no field of `Request` is a parameter."""
     own = {name: fields.pop(name) for name in set(fields) & set(Request.__struct_fields__)}
-    submitted = Request(1, "r1", list(prompt), SamplingParams(**fields), **{"seed": 42, **own})
+    inputs = Prompt(list(prompt), cache_salt=fields.pop("cache_salt", None))
+    submitted = Request(1, "r1", inputs, SamplingParams(**fields), **{"seed": 42, **own})
     return sequences(submitted, b"c", arrival, 1.5, max_model_len=32, share_prefixes=share_prefixes)
 
 
@@ -29,7 +30,8 @@ def test_each_of_n_sequences_is_a_request_of_its_own() -> None:
     assert len({r.seed for r in (first, second, third)}) == 3
     assert first.token_ids == second.token_ids and first.token_ids is not second.token_ids
     for r in (first, second, third):
-        assert (r.key, r.client, r.request_id, r.priority, r.eos_token_id) == (1, b"c", "r1", 2, 9)
+        assert (r.key, r.client, r.request_id) == (1, b"c", "r1")
+        assert r.request is first.request and r.request.priority == 2
         assert (r.state, r.computed, r.slot, r.arrival_time) == (State.WAITING, 0, -1, 1.5)
 
 
@@ -47,20 +49,32 @@ def test_a_resubmission_goes_on_behind_its_tokens() -> None:
 def test_what_is_left_to_compute() -> None:
     (request,) = group(max_tokens=2)
     assert request.num_to_compute == 3
-    request.computed, request.num_pending = 3, 1
+    request.launch(3, 1)
     assert request.num_to_compute == 1  # the token in flight
+    request.launch(1, 1)
+    request.land()
     request.token_ids.append(9)
-    request.computed, request.num_pending = 4, 1
     assert request.num_to_compute == 0  # the last token is in flight: its KV is of no use
 
 
+def test_a_launch_of_several_samples_must_return_before_the_next() -> None:
+    (sequence,) = group(max_tokens=9)
+    sequence.launch(5, 3)  # the prompt, and two drafts
+    assert sequence.verifying and (sequence.computed, sequence.num_to_compute) == (5, 0)
+    sequence.land()
+    sequence.rewind(1)
+    sequence.token_ids += [7, 8]  # one draft was right
+    assert not sequence.verifying
+    assert (sequence.computed, sequence.num_pending, sequence.num_to_compute) == (4, 0, 1)
+
+
 def test_prompt_logprobs_are_the_first_sequences_alone() -> None:
-    assert [r.wants_prompt_logprobs for r in group(n=3, prompt_logprobs=0)] == [True, False, False]
-    assert not group()[0].wants_prompt_logprobs
+    assert [r.returns_prompt_logprobs for r in group(n=3, prompt_logprobs=0)] == [True, False, False]
+    assert not group()[0].returns_prompt_logprobs
 
 
 def test_salts_set_apart_and_no_salt_is_the_empty_one() -> None:
-    spaces = [group(cache_salt=salt)[0].namespace for salt in (None, "", "a", "b")]
+    spaces = [group(cache_salt=salt)[0].block_keys(0, 4) for salt in (None, "", "a", "b")]
     assert spaces[0] == spaces[1] and len(set(spaces)) == 3
 
 

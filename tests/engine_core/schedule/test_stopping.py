@@ -6,7 +6,7 @@ import pytest
 
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.engine_core.schedule.stopping import finish_reason, stop_ids
-from pagewire.ipc.messages import Request
+from pagewire.ipc.messages import Prompt, Request
 from pagewire.ipc.params import SamplingParams
 
 EOS = 99
@@ -14,7 +14,7 @@ EOS = 99
 
 def after(*output: int, eos: int | None = EOS, **params: Any) -> Sequence:
     """A request that has generated `output`."""
-    submitted = Request(1, "r", [1, 2], SamplingParams(**params), seed=0, eos_token_id=eos)
+    submitted = Request(1, "r", Prompt([1, 2]), SamplingParams(**params), seed=0, eos_token_id=eos)
     (request,) = sequences(submitted, b"c", 0, 0.0, max_model_len=100, share_prefixes=True)
     request.token_ids += output
     return request

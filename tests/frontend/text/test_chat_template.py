@@ -115,7 +115,7 @@ CASES: list[tuple[str | None, list[dict[str, Any]], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("template", "messages", "options"), CASES)
-def test_as_transformers_renders(
+def test_templates_render_as_in_transformers(
     template: str | None,
     messages: list[dict[str, Any]],
     options: dict[str, Any],
@@ -180,7 +180,7 @@ def test_no_final_message_to_continue(tokenizer: Tokenizer) -> None:
         (BOTH, ["a", "b"], "string", "a\nb"),
     ],
 )
-def test_content_takes_the_form_that_is_wanted(
+def test_content_takes_the_form_that_the_template_expects(
     template: str | None, content: Any, form: str, text: str, tokenizer: Tokenizer
 ) -> None:
     rendered = render_chat(
@@ -272,7 +272,7 @@ def test_which_template(tokenizer: Tokenizer, tmp_path: Path) -> None:
         ([{"role": "user", "content": object()}], None, TypeError, "plain data, not object"),
     ],
 )
-def test_what_is_refused(
+def test_refused_conversations(
     messages: Any, template: str | None, error: type[Exception], message: str, tokenizer: Tokenizer
 ) -> None:
     with pytest.raises(error, match=message):
@@ -286,7 +286,7 @@ def test_options_that_are_refused(tokenizer: Tokenizer) -> None:
         render_chat(tokenizer, CHAT, tools=[len])  # type: ignore[list-item]
 
 
-def test_refusals_are_content(tokenizer: Tokenizer) -> None:
+def test_a_refusal_is_the_content_of_its_message(tokenizer: Tokenizer) -> None:
     refusals: list[dict[str, Any]] = [
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "I will not."}]},
         {"role": "assistant", "content": None, "refusal": "I will not."},
@@ -297,7 +297,7 @@ def test_refusals_are_content(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("arguments", ["[" * 100_000, "not JSON", "", "[1]", '{"n": NaN}'])
-def test_whatever_a_model_made_of_arguments_is_rendered(arguments: str, tokenizer: Tokenizer) -> None:
+def test_arguments_that_are_not_json_are_rendered(arguments: str, tokenizer: Tokenizer) -> None:
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
     assert "f" in render_chat(tokenizer, [USER, call], chat_template=CHATML)
     assert render_chat(tokenizer, [USER, {"role": "assistant", "tool_calls": 3}])
@@ -320,7 +320,7 @@ def test_variables_that_a_template_reads(tokenizer: Tokenizer) -> None:
         rendered(tokenize=False, chat_template="x")
 
 
-def test_names_from_afar_are_no_files(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_template_names_from_requests_are_not_files(tokenizer: Tokenizer, tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text("S")
     assert render_chat(tokenizer, CHAT, chat_template=str(file)) == "S"

@@ -1,4 +1,4 @@
-"""Text comes token by token, never contradicts itself, and is in the end what `decode` gives."""
+"""Incremental detokenization: returned text never changes, and all of it equals that of `decode`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXACT = sorted(set(FAMILIES) - {"unknown_decoder"})
 
 
 def streamed(tokenizer: Tokenizer, ids: list[int], skip: bool = True) -> str:
-    """The text of all tokens, which must at all times be what `decode` says of the tokens so far."""
+    """Return the text of all tokens. After each token, the text so far must be that of `decode`."""
     stream = text_stream(tokenizer, skip)
     text = ""
     for count, token_id in enumerate(ids, 1):
@@ -37,7 +37,9 @@ def streamed(tokenizer: Tokenizer, ids: list[int], skip: bool = True) -> str:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("text", [*trained.TEXT[:7], "", " ", "\n", "  a  b  "])
-def test_texts_come_back(family: str, text: str, tokenizers: dict[str, Tokenizer]) -> None:
+def test_encoded_texts_are_streamed_as_decode_returns_them(
+    family: str, text: str, tokenizers: dict[str, Tokenizer]
+) -> None:
     tokenizer = tokenizers[family]
     ids = tokenizer.encode(text)
     for skip in (True, False):
@@ -47,7 +49,7 @@ def test_texts_come_back(family: str, text: str, tokenizers: dict[str, Tokenizer
 @pytest.mark.parametrize("family", EXACT)
 @given(data=st.data())
 @settings(max_examples=120, deadline=None)
-def test_any_tokens_stream_to_what_decode_gives(
+def test_the_text_of_any_tokens_is_that_of_decode(
     family: str, tokenizers: dict[str, Tokenizer], data: st.DataObject
 ) -> None:
     tokenizer = tokenizers[family]
@@ -60,7 +62,9 @@ def test_any_tokens_stream_to_what_decode_gives(
 @pytest.mark.parametrize("family", EXACT)
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_any_text_streams_back(family: str, tokenizers: dict[str, Tokenizer], data: st.DataObject) -> None:
+def test_any_encoded_text_is_streamed_as_decode_returns_it(
+    family: str, tokenizers: dict[str, Tokenizer], data: st.DataObject
+) -> None:
     tokenizer = tokenizers[family]
     alphabet = st.one_of(st.characters(codec="utf-8"), st.sampled_from("é你👩‍🎉\u0301 .,'\n▁<>"))
     ids = tokenizer.encode(data.draw(st.text(alphabet, max_size=20)))
@@ -68,7 +72,7 @@ def test_any_text_streams_back(family: str, tokenizers: dict[str, Tokenizer], da
     assert streamed(tokenizer, ids[cut:]) == tokenizer.decode(ids[cut:])
 
 
-def test_bytes_of_all_kinds(tokenizers: dict[str, Tokenizer]) -> None:
+def test_valid_and_invalid_bytes(tokenizers: dict[str, Tokenizer]) -> None:
     """Byte tokens only: valid, broken, cut and overlong UTF-8."""
     draw = random.Random(1)
     for family in ("byte_level", "llama_2"):
@@ -80,14 +84,14 @@ def test_bytes_of_all_kinds(tokenizers: dict[str, Tokenizer]) -> None:
             assert streamed(tokenizer, ids) == tokenizer.decode(ids)
 
 
-def test_half_a_character_waits(tokenizers: dict[str, Tokenizer]) -> None:
+def test_part_of_a_character_is_held_back(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["byte_level"]
     stream = text_stream(tokenizer)
     parts = [stream.feed(token_id) for token_id in tokenizer.encode("a𝄞b", add_special_tokens=False)]
     assert parts == ["a", "", "", "", "𝄞", "b"]
 
 
-def test_a_run_of_bytes_waits_as_its_last_byte_decides(tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_run_of_bytes_is_held_back_until_it_ends(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["llama_2"]
     byte = {byte: tokenizer.original.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
     good = [byte[b] for b in "🦊".encode()]
@@ -103,8 +107,10 @@ def test_tokens_without_a_name_give_no_text(tokenizers: dict[str, Tokenizer]) ->
     assert streamed(tokenizer, [100_000, *fox, 100_000]) == "fox"
 
 
-def test_a_token_costs_the_same_however_long_the_text(tokenizers: dict[str, Tokenizer]) -> None:
-    """Counted in calls and in what the stream remembers."""
+def test_the_cost_of_a_token_does_not_depend_on_the_length_of_the_text(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
+    """Cost is the number of function calls, and the size of the stream's state."""
     for family in ("byte_level", "llama_2", "word_piece"):
         tokenizer = tokenizers[family]
         ids = tokenizer.encode(" ".join(trained.TEXT), add_special_tokens=False)
@@ -155,7 +161,7 @@ def test_overlap(text: str, pattern: str) -> None:
     assert overlap(text, pattern) == max(fitting)
 
 
-def test_unknown_steps_are_not_guessed() -> None:
+def test_unknown_decoders_have_no_steps() -> None:
     assert compile_decoder({"type": "CTC"}) is None
     regex = {"type": "Replace", "pattern": {"Regex": "a"}, "content": "b"}
     assert compile_decoder({"type": "Sequence", "decoders": [{"type": "Fuse"}, regex]}) is None
@@ -176,7 +182,7 @@ def test_windows_of_decoded_tokens(family: str, tokenizers: dict[str, Tokenizer]
     assert text + stream.end() == tokenizer.decode(ids)
 
 
-def test_a_wrapped_tokenizer_of_its_own_kind(folders: dict[str, Path]) -> None:
+def test_a_wrapped_tokenizer_with_its_own_decoding(folders: dict[str, Path]) -> None:
     from transformers import AutoTokenizer
 
     their = AutoTokenizer.from_pretrained(folders["byte_level"])
@@ -255,28 +261,28 @@ def test_stop_strings_by_definition(
 
 
 @pytest.mark.parametrize(
-    ("stop", "text", "found"),
+    ("stop", "text", "expected_stop"),
     [
         ("fox", "The quick brown ", "fox"),
         (["lazy", "fox jumps"], "The quick brown ", "fox jumps"),
         (["over", "fox"], "The quick brown ", "fox"),
         (["ox", "fox"], "The quick brown ", "fox"),  # end together: the longest
-        (["quick brown fox jumps", "brown"], "The quick ", "brown"),  # the one that ends first
+        (["quick brown fox jumps", "brown"], "The quick ", "brown"),  # the string that ends first
         ("cat", "The quick brown fox jumps over the lazy dog", None),
     ],
 )
 def test_which_stop_string(
-    stop: str | list[str], text: str, found: str | None, tokenizers: dict[str, Tokenizer]
+    stop: str | list[str], text: str, expected_stop: str | None, tokenizers: dict[str, Tokenizer]
 ) -> None:
     tokenizer = tokenizers["byte_level"]
     ids = tokenizer.encode("The quick brown fox jumps over the lazy dog", add_special_tokens=False)
     for size in (1, 3, 100):
-        assert run(tokenizer, ids, [size], SamplingParams(stop=stop))[::2] == (text, found)
+        assert run(tokenizer, ids, [size], SamplingParams(stop=stop))[::2] == (text, expected_stop)
     with_stop = SamplingParams(stop=stop, include_stop_str_in_output=True)
-    assert run(tokenizer, ids, [1], with_stop)[0] == text + (found or "")
+    assert run(tokenizer, ids, [1], with_stop)[0] == text + (expected_stop or "")
 
 
-def test_what_may_begin_a_stop_string_waits(tokenizers: dict[str, Tokenizer]) -> None:
+def test_text_that_may_begin_a_stop_string_is_held_back(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["byte_level"]
     detokenizer = Detokenizer(tokenizer, SamplingParams(stop="fox hunt"))
     feed = tokenizer.encode("The fox", add_special_tokens=False)
@@ -286,7 +292,7 @@ def test_what_may_begin_a_stop_string_waits(tokenizers: dict[str, Tokenizer]) ->
     assert detokenizer.read() == "foxes"
 
 
-def test_a_stop_string_of_bytes_is_found_at_once(tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_stop_string_of_byte_tokens_ends_the_text_at_once(tokenizers: dict[str, Tokenizer]) -> None:
     """A newline is a byte token here, whose text is not certain before the next token."""
     tokenizer = tokenizers["llama_2"]
     ids = [tokenizer.original.token_to_id(name) for name in ("a", "<0x0A>", "b")]

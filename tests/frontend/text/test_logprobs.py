@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import struct
-from itertools import chain
 from typing import Any
 
 import pytest
 
-from pagewire.frontend.text.logprobs import FlatLogprobs, Logprob, TokenTexts, add_rows, token_text
+from pagewire.frontend.text.logprobs import (
+    FlatLogprobs,
+    Logprob,
+    TokenTexts,
+    add_rows,
+    token_bytes,
+    token_text,
+)
 from pagewire.frontend.text.tokenizer import Tokenizer
-from pagewire.ipc.codec import Tensor
-from pagewire.ipc.messages import LogprobRows
 
-
-def rows(token_ids: list[list[int]], logprobs: list[list[float]], ranks: list[int]) -> LogprobRows:
-    shape = (len(token_ids), len(token_ids[0]))
-    ids, values = list(chain(*token_ids)), list(chain(*logprobs))
-    return LogprobRows(
-        Tensor("int32", shape, struct.pack(f"{len(ids)}i", *ids)),
-        Tensor("float32", shape, struct.pack(f"{len(values)}f", *values)),
-        Tensor("int32", (len(ranks),), struct.pack(f"{len(ranks)}i", *ranks)),
-    )
-
+from ..logprob_rows import rows
 
 TWO = rows([[7, 5, 7], [9, 5, 6]], [[-1.5, -0.5, -1.5], [-4.0, -0.25, -2.0]], [2, 8])
 POSITIONS: list[Any] = [
@@ -32,25 +26,25 @@ POSITIONS: list[Any] = [
 
 
 def test_the_token_itself_comes_first() -> None:
-    found: list[Any] = []
-    assert add_rows(found, TWO, TokenTexts(None)) == -5.5
-    assert found == POSITIONS
-    assert [list(position) for position in found] == [[7, 5], [9, 5, 6]]
+    positions: list[Any] = []
+    assert add_rows(positions, TWO, TokenTexts(None)) == -5.5
+    assert positions == POSITIONS
+    assert [list(position) for position in positions] == [[7, 5], [9, 5, 6]]
 
 
 def test_only_the_token_itself() -> None:
-    found: list[Any] = []
-    add_rows(found, rows([[7]], [[-1.0]], [3]), TokenTexts(None))
-    assert found == [{7: Logprob(-1.0, 3)}]
+    positions: list[Any] = []
+    add_rows(positions, rows([[7]], [[-1.0]], [3]), TokenTexts(None))
+    assert positions == [{7: Logprob(-1.0, 3)}]
 
 
 def test_some_rows() -> None:
-    found: list[Any] = []
-    assert add_rows(found, TWO, TokenTexts(None), 1) == -1.5
-    assert found == POSITIONS[:1]
+    positions: list[Any] = []
+    assert add_rows(positions, TWO, TokenTexts(None), 1) == -1.5
+    assert positions == POSITIONS[:1]
 
 
-def test_flat_reads_like_a_list() -> None:
+def test_flat_logprobs_read_like_a_list() -> None:
     flat = FlatLogprobs()
     flat.append(None)
     add_rows(flat, TWO, TokenTexts(None))
@@ -69,7 +63,7 @@ def test_flat_reads_like_a_list() -> None:
     assert copy == flat
 
 
-def test_flat_only_grows() -> None:
+def test_flat_logprobs_can_only_be_appended_to() -> None:
     flat = FlatLogprobs()
     for change in (
         lambda: flat.insert(0, None),
@@ -85,9 +79,9 @@ def test_texts_of_tokens(tokenizers: dict[str, Tokenizer]) -> None:
     for text in ("The", " ", "</s>", "two words"):
         (token_id,) = tokenizer.encode(text, add_special_tokens=False)
         assert token_text(tokenizer, token_id) == text
-    found: list[Any] = []
-    add_rows(found, TWO, TokenTexts(tokenizer))
-    assert found[0][7].decoded_token == tokenizer.decode([7])
+    positions: list[Any] = []
+    add_rows(positions, TWO, TokenTexts(tokenizer))
+    assert positions[0][7].decoded_token == tokenizer.decode([7])
 
 
 @pytest.mark.parametrize("family", ["byte_level", "llama_2"])
@@ -95,3 +89,24 @@ def test_parts_of_characters_are_spelled_as_bytes(family: str, tokenizers: dict[
     tokenizer = tokenizers[family]
     clef = tokenizer.encode("x𝄞", add_special_tokens=False)[-4:]
     assert [token_text(tokenizer, i) for i in clef] == ["<0xF0>", "<0x9D>", "<0x84>", "<0x9E>"]
+
+
+@pytest.mark.parametrize("family", ["byte_level", "llama_2", "gemma", "unigram", "word_piece", "end_of_word"])
+def test_a_token_has_the_space_that_it_adds_within_a_text(
+    family: str, tokenizers: dict[str, Tokenizer]
+) -> None:
+    """Tokens that begin a word, and those of the same letters that continue one, have different texts."""
+    tokenizer = tokenizers[family]
+    ids = tokenizer.encode("The lazy dog jumps over the lazy dog", add_special_tokens=False)
+    texts = [token_text(tokenizer, token_id) for token_id in ids]
+    whole = "".join(texts)
+    assert whole.strip() == tokenizer.decode(ids).strip() and whole.count(" ") >= 7, texts
+    assert [token_bytes(tokenizer, token_id).decode() for token_id in ids] == texts
+
+
+def test_words_and_their_continuations_are_different_texts(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["llama_2"]
+    names = tokenizer.convert_ids_to_tokens(range(tokenizer.vocab_size))
+    assert token_text(tokenizer, names.index("▁true")) == " true"
+    assert token_text(tokenizer, names.index("true")) == "true"
+    assert token_text(tokenizer, names.index("▁")) == " "

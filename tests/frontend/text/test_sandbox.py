@@ -83,7 +83,7 @@ def test_the_size_of_texts_is_limited(source: str) -> None:
         "{{ ''.__class__.__base__.__subclasses__() }}",
     ],
 )
-def test_what_else_is_refused(source: str) -> None:
+def test_other_refusals(source: str) -> None:
     with pytest.raises(ValueError, match=r"the chat template (fails on|rejects) the conversation"):
         rendered(source)
 
@@ -111,12 +111,12 @@ def test_the_limits_change_nothing_else() -> None:
         assert rendered(source, items=items) == plain.render(items=items)
 
 
-def test_threads_have_their_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_thread_has_its_own_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.05)
-    found: list[str] = []
+    texts: list[str] = []
 
     def work() -> None:
-        found.append(rendered("{% for i in range(9) %}{{ i }}{% endfor %}"))
+        texts.append(rendered("{% for i in range(9) %}{{ i }}{% endfor %}"))
 
     with pytest.raises(ValueError, match="takes more"):
         rendered("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
@@ -125,4 +125,4 @@ def test_threads_have_their_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == ["012345678"] * 4
+    assert texts == ["012345678"] * 4

@@ -1,4 +1,4 @@
-"""Our tokenizer does what transformers' AutoTokenizer does on the same folder."""
+"""Tokenizers give the results of transformers' AutoTokenizer on the same folder."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_any_tokens_decode_as_with_transformers(family: str, folders: dict[str, 
 
 
 def same(folder: Path) -> None:
-    """Both tokenizers agree on all that is declared, and on texts with special tokens in them."""
+    """Compare both tokenizers: declared properties, and texts with special tokens."""
     ours, their = load_tokenizer(folder), theirs(folder)
     assert ours.vocab_size == len(their)
     assert (ours.bos_token_id, ours.eos_token_id) == (their.bos_token_id, their.eos_token_id)
@@ -116,9 +116,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("make", [trained.byte_level, trained.word_piece, trained.llama_2])
-def test_configs_mean_what_they_mean_to_transformers(
-    make: Callable[[], Any], name: str, tmp_path: Path
-) -> None:
+def test_configs_are_read_as_in_transformers(make: Callable[[], Any], name: str, tmp_path: Path) -> None:
     same(trained.save(make(), tmp_path, **CONFIGS[name]))
 
 
@@ -171,7 +169,7 @@ def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path: Path) -> None
     assert ours.encode_batch(["The", long]) == [ours.encode("The"), ours.encode(long)]
 
 
-def test_templates_of_their_own_files_come_first(tmp_path: Path) -> None:
+def test_template_files_come_before_the_config(tmp_path: Path) -> None:
     folder = trained.save(trained.byte_level(), tmp_path, chat_template="config")
     assert load_tokenizer(folder).chat_template == "config"
     (folder / "chat_template.jinja").write_text("file")
@@ -190,7 +188,7 @@ def test_a_list_of_templates(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["byte_level", "llama_2", "word_piece"])
-def test_a_tokenizer_of_transformers_serves_too(family: str, folders: dict[str, Path]) -> None:
+def test_a_tokenizer_of_transformers_can_be_used(family: str, folders: dict[str, Path]) -> None:
     ours, wrapped = load_tokenizer(folders[family]), as_tokenizer(theirs(folders[family]))
     assert isinstance(wrapped, WrappedTokenizer)
     for name in (
@@ -208,7 +206,7 @@ def test_a_tokenizer_of_transformers_serves_too(family: str, folders: dict[str, 
     assert wrapped.decoder == ours.decoder and wrapped.cleans_up == ours.cleans_up
 
 
-def test_what_serves_as_a_tokenizer(tokenizers: dict[str, Tokenizer]) -> None:
+def test_objects_that_are_tokenizers(tokenizers: dict[str, Tokenizer]) -> None:
     ours = tokenizers["byte_level"]
     assert as_tokenizer(ours) is ours
     assert isinstance(as_tokenizer(trained.byte_level()), FastTokenizer)

@@ -1,4 +1,4 @@
-"""What tests of the CUDA kernels share. None needs a device; those that compile need CuPy and NVRTC."""
+"""Fixtures for the tests of the CUDA kernels, which need no GPU; those that compile need CuPy and NVRTC."""
 
 import os
 from collections import Counter
@@ -9,50 +9,50 @@ import torch
 
 from pagewire.kernels.cuda import compile
 from pagewire.kernels.cuda.source import Variant
-from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedDevice, EmulationError
+from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher, EmulationError
 
-Check = Callable[[EmulatedDevice], None]
+Check = Callable[[EmulatedLauncher], None]
 
 PLANTED = pytest.StashKey[dict[Edit, bool]]()
 REGISTERS = pytest.StashKey[dict[Variant, dict[str, int]]]()
 
 
 @pytest.fixture(params=ORDERS, ids=["in order", "any thread", "any warp", "any warp again"])
-def device(request: pytest.FixtureRequest) -> EmulatedDevice:
-    """The emulation, once for each order of threads."""
-    return EmulatedDevice(request.param)
+def launcher(request: pytest.FixtureRequest) -> EmulatedLauncher:
+    """An emulated device, for each order of threads."""
+    return EmulatedLauncher(request.param)
 
 
 @pytest.fixture
 def catch(request: pytest.FixtureRequest) -> Callable[[Check, Edit], None]:
-    """Plants a fault, and fails unless the check does in one of the orders. What was caught is counted."""
+    """A function that plants a fault and fails unless the check fails in some order. It counts caught faults."""
 
     def run(check: Check, edit: Edit) -> None:
         planted = request.config.stash.setdefault(PLANTED, {})
         planted[edit] = False
-        # New memory then holds NaN rather than, maybe, the right results of the run before.
+        # New memory then holds NaN; otherwise it may hold the right results of the run before.
         torch.use_deterministic_algorithms(True, warn_only=True)
         request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
         for order in ORDERS:
             try:
-                check(EmulatedDevice(order, (edit,)))
+                check(EmulatedLauncher(order, (edit,)))
             except (AssertionError, EmulationError):
                 planted[edit] = True
                 return
-        pytest.fail(f"nobody noticed that {edit.old!r} became {edit.new!r}")
+        pytest.fail(f"no check failed with {edit.new!r} in place of {edit.old!r}")
 
     return run
 
 
 @pytest.fixture
 def registers(request: pytest.FixtureRequest) -> dict[Variant, dict[str, int]]:
-    """Registers of each variant by architecture: fill it in, and the test run prints it."""
+    """Registers of each variant by architecture. A test fills it in; the summary of the test run prints it."""
     return request.config.stash.setdefault(REGISTERS, {})
 
 
 @pytest.fixture(scope="session")
 def nvrtc() -> object:
-    """Skips where there is no compiler, unless `PAGEWIRE_TEST_NVRTC` says that there is one."""
+    """NVRTC. Skips the test where it is not installed, unless `PAGEWIRE_TEST_NVRTC` is set."""
     try:
         return compile.nvrtc()
     except compile.CompileError as error:
@@ -62,7 +62,7 @@ def nvrtc() -> object:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Show how many planted faults were caught, and what the kernels take."""
+    """Print the number of planted faults that were caught, and the registers of the kernels."""
     if planted := config.stash.get(PLANTED, {}):
         terminalreporter.section("CUDA kernels: faults planted and caught")
         by_file = Counter(edit.file for edit in planted)

@@ -12,10 +12,10 @@ from pagewire.kernels import reference
 from pagewire.kernels.cuda import attention
 from pagewire.kernels.cuda.layout import exchange_chunks
 from tests.kernels.batches import TOLERANCE, Paged, Shape, page, random_request
-from tests.kernels.cuda.emulate import ORDERS, EmulatedDevice
+from tests.kernels.cuda.emulate import ORDERS, EmulatedLauncher
 
 BF16, FP16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
-LONGEST = 700  # several parts, and several rounds of a ring
+LONGEST = 700  # keys: several parts, and several rounds of a ring
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,32 +37,32 @@ def everything(num_heads: int, dtype: torch.dtype = torch.float32) -> Options:
     )
 
 
-def run(device: EmulatedDevice, paged: Paged, options: Options, cache_dtype: torch.dtype) -> Tensor:
-    """What the kernels make of a batch. Whatever they have not written themselves holds NaN."""
-    workspace = attention.Workspace.allocate(device.multiprocessors, "cpu")
+def run(launcher: EmulatedLauncher, paged: Paged, options: Options, cache_dtype: torch.dtype) -> Tensor:
+    """The kernels' output for a batch. All memory that they have not written holds NaN."""
+    workspace = attention.Workspace.allocate(launcher.multiprocessors, "cpu")
     workspace.outputs.fill_(torch.nan)
     workspace.sums.fill_(torch.nan)
     k_cache, v_cache = (exchange_chunks(cache.to(cache_dtype)) for cache in paged.plain_caches)
-    room = torch.full((len(paged.q) + 128, *paged.q.shape[1:]), torch.nan, dtype=paged.q.dtype)
-    out = room[64:-64]
+    guarded = torch.full((len(paged.q) + 128, *paged.q.shape[1:]), torch.nan, dtype=paged.q.dtype)
+    out = guarded[64:-64]
     scale = paged.q.shape[2] ** -0.5
     attention.paged_attention(
-        device, workspace, paged.q, k_cache, v_cache, paged.batch, scale, out=out, **vars(options)
+        launcher, workspace, paged.q, k_cache, v_cache, paged.batch, scale, out=out, **vars(options)
     )
-    assert not workspace.arrivals.any(), "the next launch would count wrong"
-    assert room[:64].isnan().all() and room[-64:].isnan().all(), "written beyond the end"
+    assert not workspace.arrivals.any(), "the next launch would start from a wrong count"
+    assert guarded[:64].isnan().all() and guarded[-64:].isnan().all(), "written beyond the end"
     return out
 
 
 def expect(paged: Paged, options: Options, cache_dtype: torch.dtype) -> Tensor:
-    """The same in float64, of the values as the cache holds them."""
+    """The reference's output in float64, from the keys and values as the cache holds them."""
     k_cache, v_cache = (cache.to(cache_dtype).double() for cache in paged.plain_caches)
     scale = paged.q.shape[2] ** -0.5
     return reference.paged_attention(paged.q.double(), k_cache, v_cache, paged.batch, scale, **vars(options))
 
 
-def check(device: EmulatedDevice, paged: Paged, options: Options, cache_dtype: torch.dtype) -> None:
-    out, expected = run(device, paged, options, cache_dtype), expect(paged, options, cache_dtype)
+def check(launcher: EmulatedLauncher, paged: Paged, options: Options, cache_dtype: torch.dtype) -> None:
+    out, expected = run(launcher, paged, options, cache_dtype), expect(paged, options, cache_dtype)
     torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[out.dtype], rtol=0)
 
 
@@ -82,25 +82,25 @@ INSTANCES += [(*pair, 64) for pair in PAIRS[1:]] + [(BF16, E4M3, 80), (BF16, E4M
 def test_variants(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> None:
     """Every head size, every pair of types: decode and mixed batches, plain and with all options."""
     shape = Shape(num_heads=6, num_kv_heads=2, head_dim=head_dim, v_head_dim=head_dim)
-    device = EmulatedDevice(order=ORDERS[2])
+    launcher = EmulatedLauncher(order=ORDERS[2])
     for spans in (
         [(0, 1), (40, 41), (0, 0), (LONGEST - 2, LONGEST)],
         [(0, 60), (0, 0), (399, 400), (130, 240)],
     ):
         paged = batch_of(spans, shape, dtype, padding=2)
-        check(device, paged, Options(), cache_dtype)
-        check(device, paged, everything(6, dtype), cache_dtype)
+        check(launcher, paged, Options(), cache_dtype)
+        check(launcher, paged, everything(6, dtype), cache_dtype)
 
 
 @st.composite
-def batches(draw: st.DrawFn, most_queries: int) -> tuple[Paged, Options, torch.dtype]:
-    """A batch, options, and the dtype of the cache. 0 most queries stands for what decode serves."""
+def batches(draw: st.DrawFn, max_queries: int) -> tuple[Paged, Options, torch.dtype]:
+    """A batch, options, and the dtype of the cache. max_queries: per request; 0 for the limit of decode."""
     kv_heads, group = draw(st.sampled_from([(4, 1), (2, 4), (1, 7), (1, 16), (1, 20)]))
     heads = kv_heads * group
-    most = most_queries or max(1, attention.TILE_ROWS // group)
+    limit = max_queries or max(1, attention.TILE_ROWS // group)
     spans = []
     for _ in range(draw(st.integers(1, 4))):
-        queries = draw(st.integers(0, most) | st.just(1))
+        queries = draw(st.integers(0, limit) | st.just(1))
         start = draw(st.integers(0, LONGEST - queries) | st.just(0))
         spans.append((start, start + queries))
     dtype, cache_dtype = draw(st.sampled_from([(BF16, BF16), (FP16, E4M3)]))
@@ -115,24 +115,24 @@ def batches(draw: st.DrawFn, most_queries: int) -> tuple[Paged, Options, torch.d
     return paged, options, cache_dtype
 
 
-devices = st.builds(EmulatedDevice, order=st.sampled_from(ORDERS), multiprocessors=st.integers(1, 9))
+launchers = st.builds(EmulatedLauncher, order=st.sampled_from(ORDERS), multiprocessors=st.integers(1, 9))
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(devices, batches(0))
-def test_decode(device: EmulatedDevice, batch: tuple[Paged, Options, torch.dtype]) -> None:
-    """Ragged lengths, several tokens at once as in speculation, no tokens, padding; MHA, GQA, MQA, in any order."""
-    check(device, *batch)
+@given(launchers, batches(0))
+def test_decode(launcher: EmulatedLauncher, batch: tuple[Paged, Options, torch.dtype]) -> None:
+    """Ragged lengths, several tokens per request as in speculation, no tokens, padding; MHA, GQA and MQA."""
+    check(launcher, *batch)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(devices, batches(200))
-def test_mixed(device: EmulatedDevice, batch: tuple[Paged, Options, torch.dtype]) -> None:
-    """Prompts and chunks of them beside decode."""
-    check(device, *batch)
+@given(launchers, batches(200))
+def test_mixed(launcher: EmulatedLauncher, batch: tuple[Paged, Options, torch.dtype]) -> None:
+    """Prompts and chunks of prompts in a batch with decode."""
+    check(launcher, *batch)
 
 
-def test_an_empty_batch_is_padding() -> None:
+def test_the_output_of_an_empty_batch_is_padding() -> None:
     shape = Shape(num_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=64)
     paged = batch_of([(0, 1)], shape, padding=3)
     none = torch.zeros(0, dtype=torch.int32)
@@ -142,14 +142,14 @@ def test_an_empty_batch_is_padding() -> None:
         seq_lens=none,
         block_table=none[:, None],
     )
-    out = run(EmulatedDevice(), dataclasses.replace(paged, batch=batch), Options(), BF16)
+    out = run(EmulatedLauncher(), dataclasses.replace(paged, batch=batch), Options(), BF16)
     assert not out.any()
 
 
 @pytest.mark.parametrize("tiles", [1, 8, 64, 300, 512, 2000, 100000])
 @pytest.mark.parametrize("longest", [1, 600, 4096, 131072])
 def test_splits_fill_the_device(tiles: int, longest: int) -> None:
-    """Parts fit into the workspace, none is shorter than it is worth, and the last round is not nearly empty."""
+    """Parts fit into the workspace, none is too short, and the last round is not nearly empty."""
     multiprocessors = 132
     splits = attention.choose_splits(tiles, multiprocessors, longest)
     assert splits == 1 or splits * tiles <= attention.PARTS * multiprocessors
@@ -161,7 +161,7 @@ def test_splits_fill_the_device(tiles: int, longest: int) -> None:
 
 
 def test_refusals() -> None:
-    """What no kernel serves is refused by name, before anything is launched."""
+    """Arguments that no kernel supports are refused by name, before a launch."""
     shape = Shape(num_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=64)
     paged = batch_of([(4, 5)], shape)
     good = {
@@ -171,13 +171,13 @@ def test_refusals() -> None:
         "batch": paged.batch,
         "scale": 1.0,
     }
-    device = EmulatedDevice()
-    workspace = attention.Workspace.allocate(device.multiprocessors, "cpu")
+    launcher = EmulatedLauncher()
+    workspace = attention.Workspace.allocate(launcher.multiprocessors, "cpu")
     wide = paged.q.repeat(1, 1, 2)
     bad: list[tuple[type[Exception], str, dict[str, object]]] = [
         (TypeError, "no kernel for queries of torch.float32", {"q": paged.q.float()}),
         (TypeError, "keys of torch.float16", {"k_cache": paged.k_cache.half()}),
-        (ValueError, "one shape and dtype", {"v_cache": paged.v_cache.half()}),
+        (ValueError, "same shape and dtype", {"v_cache": paged.v_cache.half()}),
         (ValueError, "no kernel for q", {"q": wide}),
         (ValueError, "no kernel for q", {"q": paged.q[:, :3]}),
         (ValueError, "strides", {"q": wide[:, :, ::2]}),
@@ -194,10 +194,10 @@ def test_refusals() -> None:
         ),
         (
             ValueError,
-            "different batches",
+            "same batch",
             {"batch": dataclasses.replace(paged.batch, seq_lens=torch.ones(2, dtype=torch.int32))},
         ),
     ]
     for error, message, changed in bad:
         with pytest.raises(error, match=message):
-            attention.paged_attention(device, workspace, **{**good, **changed})  # type: ignore[arg-type]
+            attention.paged_attention(launcher, workspace, **{**good, **changed})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The cases that `benchmarks.kernels` measures are right on the emulated device, at small sizes."""
+"""The cases of `benchmarks.kernels` compute the right results on the emulated device, at small sizes."""
 
 import importlib.util
 import sys
@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from pagewire.kernels.cuda.launch import Device
-from tests.kernels.cuda.emulate import EmulatedDevice
+from pagewire.kernels.cuda.launch import KernelLauncher
+from tests.kernels.cuda.emulate import EmulatedLauncher
 
 
 def script() -> Any:
-    """The benchmark, which is no part of any package."""
+    """The benchmark's module, which is in no package."""
     spec = importlib.util.spec_from_file_location(
         "benchmark_kernels", Path(__file__).parents[3] / "benchmarks" / "kernels.py"
     )
@@ -28,14 +28,14 @@ kernels = script()
 SMALL = kernels.Shape(4, 2, 64)
 
 
-def small_attention(device: Device) -> Iterator[Any]:
+def small_attention(launcher: KernelLauncher) -> Iterator[Any]:
     for name, queries, context, requests, kept in (
         ("decode", 1, 63, 3, torch.bfloat16),
         ("decode fp8", 1, 40, 2, torch.float8_e4m3fn),
         ("prefill", 32, 0, 1, torch.bfloat16),
         ("prefill after", 32, 50, 1, torch.bfloat16),
     ):
-        yield kernels.attention_case(device, "cpu", name, queries, context, requests, kept, SMALL)
+        yield kernels.attention_case(launcher, "cpu", name, queries, context, requests, kept, SMALL)
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(cases: Iterator[Any]) -> None:
-    """Errors are within bounds, and peers compute without one."""
+    """Errors are within bounds, and peers run."""
     for case in cases:
         assert case.error() <= case.tolerance, case.name
         assert case.num_bytes > 0 and case.copies >= 1
@@ -53,18 +53,18 @@ def check(cases: Iterator[Any]) -> None:
 
 
 def test_attention() -> None:
-    check(small_attention(EmulatedDevice()))
+    check(small_attention(EmulatedLauncher()))
 
 
-def test_the_rest() -> None:
-    device = EmulatedDevice()
+def test_writes_rows_and_sampling() -> None:
+    launcher = EmulatedLauncher()
     for kept, normed in ((torch.bfloat16, True), (torch.float8_e4m3fn, False)):
-        check(iter([kernels._write_case(device, "cpu", 24, kept, normed, SMALL)]))
-    check(kernels.row_cases(device, "cpu", False, tokens=3))
-    check(kernels.sampling_cases(device, "cpu", False, rows=3, vocab_sizes=(2048,)))
+        check(iter([kernels._write_case(launcher, "cpu", 24, kept, normed, SMALL)]))
+    check(kernels.row_cases(launcher, "cpu", False, tokens=3))
+    check(kernels.sampling_cases(launcher, "cpu", False, rows=3, vocab_sizes=(2048,)))
 
 
-def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.norms, "rms_norm", lambda device, x, *_, **__: x)
-    case = next(kernels.row_cases(EmulatedDevice(), "cpu", False, tokens=3))
+def test_a_wrong_kernel_exceeds_the_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.norms, "rms_norm", lambda launcher, x, *_, **__: x)
+    case = next(kernels.row_cases(EmulatedLauncher(), "cpu", False, tokens=3))
     assert case.error() > case.tolerance

@@ -1,4 +1,4 @@
-"""Every variant compiles for every architecture, and needs no memory for what should be in registers."""
+"""Every variant compiles for every architecture, without spills and without local memory."""
 
 import os
 import re
@@ -19,7 +19,7 @@ ONE = norms.variants()[0]
 
 
 def largest_of_each_family() -> list[Variant]:
-    """Of each kernel and its types the variant with the largest numbers: it needs the most registers."""
+    """For each kernel and its types, the variant with the largest numbers, which needs the most registers."""
     families: dict[tuple[str, str], Variant] = {}
     for variant in all_variants():  # from small to large
         family = re.sub(r"\b\d+\b", "N", variant.name)
@@ -51,7 +51,7 @@ def test_names_are_unique() -> None:
 
 @pytest.fixture
 def spilling(tmp_path: Path) -> Variant:
-    """A kernel that cannot do without local memory: it indexes an array with what it is given."""
+    """A kernel that needs local memory: it indexes an array with its input."""
     source = tmp_path / "spilling.cu"
     source.write_text(
         "struct P {\n    int* x;\n};\n"
@@ -62,7 +62,7 @@ def spilling(tmp_path: Path) -> Variant:
     return Variant(str(source), "spilling<64>", "P")
 
 
-def test_local_memory_is_seen(nvrtc: object, spilling: Variant, cache: Path) -> None:
+def test_local_memory_is_reported(nvrtc: object, spilling: Variant, cache: Path) -> None:
     assert compile.compile_variant(spilling, "sm_90").local_bytes > 0
 
 
@@ -76,18 +76,20 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_cubin_is_compiled_once(nvrtc: object, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = compile.compile_variant(ONE, "sm_90")
     assert len(list(cache.iterdir())) == 1
-    monkeypatch.setattr(compile, "compile_anew", None)
+    monkeypatch.setattr(compile, "compile_uncached", None)
     assert compile.compile_variant(ONE, "sm_90") == first
 
 
-def test_a_cubin_cut_short_is_compiled_again(nvrtc: object, cache: Path) -> None:
+def test_a_truncated_cubin_is_compiled_again(nvrtc: object, cache: Path) -> None:
     first = compile.compile_variant(ONE, "sm_90")
     (file,) = cache.iterdir()
     file.write_bytes(file.read_bytes()[:-100])
     assert compile.compile_variant(ONE, "sm_90") == first
 
 
-def test_the_key_holds_all_that_matters(nvrtc: object, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_key_covers_variant_architecture_options_and_source(
+    nvrtc: object, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = norms.variants()[1]
     files = {compile._cached_file(variant, arch) for variant in (ONE, other) for arch in ("sm_80", "sm_90")}
     monkeypatch.setattr(compile, "OPTIONS", (*compile.OPTIONS, "-lineinfo"))
@@ -105,7 +107,7 @@ def test_progress_counts_every_variant_once(nvrtc: object, cache: Path) -> None:
     assert {call[2] for call in calls} == set(some)
 
 
-def test_an_error_of_the_compiler_comes_with_its_log(nvrtc: object, tmp_path: Path, cache: Path) -> None:
+def test_a_compile_error_has_the_compilers_log(nvrtc: object, tmp_path: Path, cache: Path) -> None:
     (tmp_path / "bad.cu").write_text("template <int N> __global__ void bad(int p) { undeclared = 1; }")
     with pytest.raises(
         compile.CompileError, match=r'bad<1> for sm_90[^$]*identifier "undeclared" is undefined'
@@ -113,7 +115,7 @@ def test_an_error_of_the_compiler_comes_with_its_log(nvrtc: object, tmp_path: Pa
         compile.build([Variant(str(tmp_path / "bad.cu"), "bad<1>", "P")], "sm_90")
 
 
-def test_a_variant_that_needs_other_hardware_is_refused(nvrtc: object, cache: Path) -> None:
+def test_a_variant_for_another_architecture_is_refused(nvrtc: object, cache: Path) -> None:
     hopper = Variant(ONE.source, ONE.name, ONE.parameters, needs="sm_90a")
     with pytest.raises(compile.CompileError, match="needs sm_90a, not sm_89"):
         compile.compile_variant(hopper, "sm_89")
@@ -128,7 +130,7 @@ def test_a_device_gets_code_for_its_capability(nvrtc: object, capability: tuple[
 
 
 class FakeNvrtc:
-    """Knows what an older NVRTC knows."""
+    """Supports the architectures of an older NVRTC."""
 
     def getVersion(self) -> tuple[int, int]:  # noqa: N802
         return 12, 0
@@ -137,17 +139,17 @@ class FakeNvrtc:
         return [70, 75, 80, 86, 87, 90]
 
 
-def test_an_older_compiler_takes_the_nearest_older_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_compiler_uses_the_nearest_older_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile, "nvrtc", FakeNvrtc)
     assert compile.architecture((8, 9)) == "sm_87"
-    with pytest.raises(compile.CompileError, match=r"NVRTC 12\.0 does not know compute capability 10\.0"):
+    with pytest.raises(compile.CompileError, match=r"NVRTC 12\.0 does not support compute capability 10\.0"):
         compile.architecture((10, 0))
     with pytest.raises(compile.CompileError, match=r"need compute capability 8\.0, not 7\.5"):
         compile.architecture((7, 5))
 
 
-def _say_what_is_missing(code: str) -> str:
-    """The message of `nvrtc()` in a process that ran some code first."""
+def _nvrtc_error(code: str) -> str:
+    """The error message of `nvrtc()` in a process that ran `code` before."""
     program = (
         f"{code}\nfrom pagewire.kernels.cuda import compile\n"
         "try:\n    compile.nvrtc()\nexcept compile.CompileError as error:\n    print(error)\n"
@@ -186,14 +188,16 @@ sys.modules["cupy"] = cupy
     ],
     ids=["no CuPy", "no NVRTC", "another NVRTC"],
 )
-def test_what_is_missing_is_said_with_the_command_that_mends_it(code: str, expected: list[str]) -> None:
-    said = _say_what_is_missing(code)
-    assert [part for part in expected if part not in said] == [], said
+def test_the_error_names_what_is_missing_and_the_command_that_installs_it(
+    code: str, expected: list[str]
+) -> None:
+    message = _nvrtc_error(code)
+    assert [part for part in expected if part not in message] == [], message
 
 
-def test_the_compiler_is_the_one_that_is_asked_for(nvrtc: Any) -> None:
-    """Where `PAGEWIRE_TEST_NVRTC` names a version (`13.0`), this run is with it, and not by chance with another."""
-    wanted = os.environ.get("PAGEWIRE_TEST_NVRTC")
-    if wanted is None:
-        pytest.skip("any version will do")
-    assert compile._dotted(nvrtc.getVersion()) == wanted
+def test_the_compiler_has_the_expected_version(nvrtc: Any) -> None:
+    """If `PAGEWIRE_TEST_NVRTC` names a version (`13.0`), these tests run with that version of NVRTC."""
+    expected = os.environ.get("PAGEWIRE_TEST_NVRTC")
+    if expected is None:
+        pytest.skip("PAGEWIRE_TEST_NVRTC names no version")
+    assert compile._dotted(nvrtc.getVersion()) == expected

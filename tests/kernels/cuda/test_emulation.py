@@ -1,4 +1,4 @@
-"""The emulation does what a device would, and sees what a device would not forgive."""
+"""The emulation computes what a device computes, and reports errors that a device would not report."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import torch
 
 from pagewire.kernels.cuda.launch import pack
 from pagewire.kernels.cuda.source import Variant
-from tests.kernels.cuda.emulate import ORDERS, EmulatedDevice, EmulationError, guarded
+from tests.kernels.cuda.emulate import ORDERS, EmulatedLauncher, EmulationError, guarded
 
 PROBE = str(Path(__file__).parent / "emulate" / "probe.cu")
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -21,13 +21,13 @@ def probe(name: str, parameters: str) -> Variant:
 @pytest.mark.parametrize("name", FP8)
 def test_every_fp8_is_widened_exactly(name: str) -> None:
     variant, out = probe(f"widen_all<{name}>", "Widen"), torch.empty(3, 256)
-    EmulatedDevice().launch(variant, (1,), (256,), pack(variant, x=ALL_BYTES, out=out))
+    EmulatedLauncher().launch(variant, (1,), (256,), pack(variant, x=ALL_BYTES, out=out))
     expected = ALL_BYTES.view(FP8[name]).float().expand(3, 256)
     assert torch.equal(out.nan_to_num(1e9, 2e9, -2e9), expected.nan_to_num(1e9, 2e9, -2e9))
 
 
 @pytest.mark.parametrize("name", FP8)
-def test_rounding_to_fp8_is_that_of_torch_but_saturates(name: str) -> None:
+def test_rounding_to_fp8_is_torchs_with_saturation(name: str) -> None:
     dtype, variant = FP8[name], probe(f"convert<{name}>", "Convert")
     exact = ALL_BYTES.view(dtype).float()
     exact = exact[exact.isfinite()].sort().values
@@ -40,7 +40,9 @@ def test_rounding_to_fp8_is_that_of_torch_but_saturates(name: str) -> None:
     special = torch.tensor([0.0, -0.0, 1e30, -1e30, torch.inf, -torch.inf, 1e-40, -1e-40])
     x = torch.cat([around, random, special])
     out = torch.empty(len(x), dtype=torch.uint8)
-    EmulatedDevice().launch(variant, (-(-len(x) // 128),), (128,), pack(variant, x=x, out=out, count=len(x)))
+    EmulatedLauncher().launch(
+        variant, (-(-len(x) // 128),), (128,), pack(variant, x=x, out=out, count=len(x))
+    )
     largest = torch.finfo(dtype).max
     assert torch.equal(out, x.clamp(-largest, largest).to(dtype).view(torch.uint8))
 
@@ -50,7 +52,7 @@ def test_rounding_to_fp8_is_that_of_torch_but_saturates(name: str) -> None:
 def test_a_product_of_tensor_cores(order: tuple[int, int], name: str, dtype: torch.dtype) -> None:
     a, b, out = torch.randn(16, 16).to(dtype), torch.randn(16, 8).to(dtype), torch.full((16, 8), torch.nan)
     variant = probe(f"product<{name}>", "Product")
-    EmulatedDevice(order).launch(variant, (1,), (32,), pack(variant, a=a, b=b, out=out), 1024)
+    EmulatedLauncher(order).launch(variant, (1,), (32,), pack(variant, a=a, b=b, out=out), 1024)
     torch.testing.assert_close(out, a.float() @ b.float(), rtol=1e-5, atol=1e-5)
 
 
@@ -64,22 +66,22 @@ def test_a_product_of_tensor_cores(order: tuple[int, int], name: str, dtype: tor
         ("TOO_MUCH_SHARED", "no memory at"),
     ],
 )
-def test_what_a_device_does_not_forgive(failure: str, message: str) -> None:
+def test_errors_of_kernels_are_reported(failure: str, message: str) -> None:
     variant, out = probe(f"fail<{failure}>", "Fail"), torch.zeros(64, dtype=torch.int32)
-    for _ in range(2):  # the next launch is none the worse for it
+    for _ in range(2):  # an error leaves the emulation usable
         with pytest.raises(EmulationError, match=message):
-            EmulatedDevice().launch(variant, (1,), (64,), pack(variant, out=out), 256)
+            EmulatedLauncher().launch(variant, (1,), (64,), pack(variant, out=out), 256)
 
 
 def test_shared_memory_starts_as_nan() -> None:
     variant, out = probe("fail<UNSET>", "Fail"), torch.zeros(64, dtype=torch.int32)
-    EmulatedDevice().launch(variant, (1,), (64,), pack(variant, out=out), 256)
+    EmulatedLauncher().launch(variant, (1,), (64,), pack(variant, out=out), 256)
     assert out.view(torch.float32).isnan().all()
 
 
-def test_a_guarded_tensor_ends_where_memory_ends() -> None:
+def test_an_access_beyond_a_guarded_tensor_is_reported() -> None:
     variant, x = probe("convert<e4m3>", "Convert"), guarded(torch.ones(64))
     out = torch.empty(128, dtype=torch.uint8)
-    EmulatedDevice().launch(variant, (1,), (128,), pack(variant, x=x, out=out, count=64))
+    EmulatedLauncher().launch(variant, (1,), (128,), pack(variant, x=x, out=out, count=64))
     with pytest.raises(EmulationError, match="thread 64: no memory"):
-        EmulatedDevice().launch(variant, (1,), (128,), pack(variant, x=x, out=out, count=65))
+        EmulatedLauncher().launch(variant, (1,), (128,), pack(variant, x=x, out=out, count=65))

@@ -12,7 +12,7 @@ from pagewire.kernels import reference
 from pagewire.kernels.cuda.gates import activate_and_mul
 from pagewire.kernels.cuda.norms import DTYPES
 from pagewire.kernels.layer import Activation
-from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedDevice, guarded
+from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher, guarded
 
 
 def exact_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -25,12 +25,12 @@ EXPECTED = {
     Activation.GELU_TANH: reference.gelu_tanh_and_mul,
     Activation.GELU: exact_gelu,
 }
-# The activation and the product are each rounded: a last place of float32 may move both.
+# The activation and the product are rounded; a difference in float32's last place may change both roundings.
 TOLERANCE = {torch.bfloat16: 2**-6, torch.float16: 2**-9}
 
 
 def check(
-    device: EmulatedDevice,
+    launcher: EmulatedLauncher,
     activation: Activation,
     rows: int = 3,
     size: int = 72,
@@ -38,7 +38,7 @@ def check(
 ) -> None:
     generator = torch.Generator().manual_seed(rows * size)
     x = guarded((torch.randn(rows, 2 * size, generator=generator) * 3).to(dtype))
-    out = activate_and_mul(device, x, activation)
+    out = activate_and_mul(launcher, x, activation)
     assert out.shape == (rows, size) and out.dtype == dtype
     torch.testing.assert_close(out, EXPECTED[activation](x), rtol=TOLERANCE[dtype], atol=2e-6)
 
@@ -48,35 +48,35 @@ def check(
     st.sampled_from(list(Activation)), st.integers(1, 5), st.integers(1, 200), st.sampled_from(list(DTYPES)),
     st.sampled_from(ORDERS),
 )  # fmt: skip
-def test_it_equals_the_reference(
+def test_gates_equal_the_reference(
     activation: Activation, rows: int, chunks: int, dtype: torch.dtype, order: tuple[int, int]
 ) -> None:
-    check(EmulatedDevice(order, multiprocessors=1), activation, rows, 8 * chunks, dtype)
+    check(EmulatedLauncher(order, multiprocessors=1), activation, rows, 8 * chunks, dtype)
 
 
 @pytest.mark.parametrize("activation", Activation)
 def test_extremes(activation: Activation) -> None:
     gate = torch.tensor([0.0, -0.0, 1e4, -1e4, 100, -100, 2**-14, -(2**-14)])
     x = torch.cat([gate, torch.ones(8)])[None].half()
-    out = activate_and_mul(EmulatedDevice(), x, activation)
+    out = activate_and_mul(EmulatedLauncher(), x, activation)
     torch.testing.assert_close(out, EXPECTED[activation](x), rtol=2**-9, atol=1e-7)
 
 
 def test_a_grid_smaller_than_the_work() -> None:
-    check(EmulatedDevice(multiprocessors=1), Activation.SILU, rows=40, size=1000)
+    check(EmulatedLauncher(multiprocessors=1), Activation.SILU, rows=40, size=1000)
 
 
-def test_rows_of_a_wider_tensor(device: EmulatedDevice) -> None:
+def test_rows_of_a_wider_tensor(launcher: EmulatedLauncher) -> None:
     x = torch.randn(4, 64).bfloat16()[:, 16:48]
     torch.testing.assert_close(
-        activate_and_mul(device, x, Activation.SILU), reference.silu_and_mul(x), rtol=2**-6, atol=1e-6
+        activate_and_mul(launcher, x, Activation.SILU), reference.silu_and_mul(x), rtol=2**-6, atol=1e-6
     )
 
 
 def test_more_axes_and_no_rows() -> None:
     x = torch.randn(2, 3, 32).bfloat16()
-    assert activate_and_mul(EmulatedDevice(), x, Activation.GELU).shape == (2, 3, 16)
-    assert activate_and_mul(EmulatedDevice(), x[:0], Activation.GELU).shape == (0, 3, 16)
+    assert activate_and_mul(EmulatedLauncher(), x, Activation.GELU).shape == (2, 3, 16)
+    assert activate_and_mul(EmulatedLauncher(), x[:0], Activation.GELU).shape == (0, 3, 16)
 
 
 @pytest.mark.parametrize(
@@ -88,9 +88,9 @@ def test_more_axes_and_no_rows() -> None:
         (torch.zeros(65).half()[1:].view(2, 32), ValueError),
     ],
 )
-def test_what_no_kernel_serves_is_refused(x: torch.Tensor, error: type) -> None:
+def test_unsupported_arguments_are_refused(x: torch.Tensor, error: type) -> None:
     with pytest.raises(error):
-        activate_and_mul(EmulatedDevice(), x, Activation.SILU)
+        activate_and_mul(EmulatedLauncher(), x, Activation.SILU)
 
 
 FAULTS = [
@@ -106,10 +106,10 @@ FAULTS = [
 
 @pytest.mark.parametrize(("activation", "edit"), FAULTS, ids=lambda value: getattr(value, "old", value))
 def test_faults_are_caught(catch: Callable[..., None], activation: Activation, edit: Edit) -> None:
-    def both(device: EmulatedDevice) -> None:
-        device.multiprocessors = 1
-        check(device, activation, rows=7, size=136)
-        check(device, activation, rows=9, size=2048)
+    def check_both(launcher: EmulatedLauncher) -> None:
+        launcher.multiprocessors = 1
+        check(launcher, activation, rows=7, size=136)
+        check(launcher, activation, rows=9, size=2048)
 
-    both(EmulatedDevice())
-    catch(both, edit)
+    check_both(EmulatedLauncher())
+    catch(check_both, edit)

@@ -1,4 +1,4 @@
-"""A whole stack of layers by the CUDA kernels, against the same in PyTorch."""
+"""A stack of layers computed by the CUDA kernels, compared with PyTorch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from pagewire.kernels.dispatch import Kernels
 from pagewire.kernels.layer import Activation, Layer, Norm
 from pagewire.kernels.paging import AttentionBatch
 from tests.kernels.batches import allocate_kv
-from tests.kernels.cuda.emulate import ORDERS, EmulatedDevice
+from tests.kernels.cuda.emulate import ORDERS, EmulatedLauncher
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, BLOCKS, BLOCK_SIZE = 64, 4, 2, 32, 80, 8, 16
 LENGTHS = [(1, 20), (5, 5), (0, 7), (1, 33)]
-"""New tokens and all tokens of each request."""
+"""The number of new tokens and of all tokens of each request."""
 
 
 def layers(
@@ -59,7 +59,7 @@ def layers(
 
 
 def ragged_batch(generator: torch.Generator) -> tuple[AttentionBatch, Tensor]:
-    """And the positions of its tokens; two rows of padding."""
+    """A batch of all requests with two rows of padding, and the positions of its tokens."""
     blocks, table, slots, positions = torch.randperm(BLOCKS, generator=generator).tolist(), [], [], []
     for new, length in LENGTHS:
         own = [blocks.pop() for _ in range(-(-length // BLOCK_SIZE))]
@@ -88,8 +88,8 @@ def run(
     with pytest.MonkeyPatch.context() as patch:
         for module in ("attention", "decoder", "layers"):
             patch.setattr(f"pagewire.kernels.{module}.implementation_for", lambda *_: kernels)
-        whole = decoder.Stack(first_norm, stack)
-        return whole(residual, angles.cos().bfloat16(), angles.sin().bfloat16(), batch, caches)
+        stack_of_layers = decoder.Stack(first_norm, stack)
+        return stack_of_layers(residual, angles.cos().bfloat16(), angles.sin().bfloat16(), batch, caches)
 
 
 @pytest.mark.parametrize("order", ORDERS[::2])
@@ -119,18 +119,18 @@ def test_a_stack_equals_the_reference(
     ours = residual.clone()
 
     expected = run(reference, stack, residual, batch, positions, plain)
-    found = run(CudaKernels(EmulatedDevice(order), "cpu"), stack, ours, batch, positions, paged)
+    actual = run(CudaKernels(EmulatedLauncher(order), "cpu"), stack, ours, batch, positions, paged)
 
     count = int(batch.query_start_loc[-1])
-    assert functional.cosine_similarity(found[:count].float(), expected[:count].float()).min() > 0.999
-    torch.testing.assert_close(found[:count], expected[:count], rtol=0.1, atol=0.06)
+    assert functional.cosine_similarity(actual[:count].float(), expected[:count].float()).min() > 0.999
+    torch.testing.assert_close(actual[:count], expected[:count], rtol=0.1, atol=0.06)
     for (k, v), (paged_k, paged_v) in zip(plain, paged, strict=True):
         torch.testing.assert_close(exchange_chunks(paged_k), k, rtol=0.1, atol=0.06)
         torch.testing.assert_close(exchange_chunks(paged_v), v, rtol=0.1, atol=0.06)
 
 
 def test_each_kernel_alone_equals_the_reference() -> None:
-    ours: Kernels = CudaKernels(EmulatedDevice(), "cpu")
+    ours: Kernels = CudaKernels(EmulatedLauncher(), "cpu")
     x, y, weight = torch.randn(3, 64).bfloat16(), torch.randn(3, 64).bfloat16(), torch.rand(64).bfloat16()
     close = {"rtol": 2**-6, "atol": 1e-5}
     torch.testing.assert_close(ours.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6), **close)
@@ -146,8 +146,8 @@ def test_each_kernel_alone_equals_the_reference() -> None:
     assert torch.equal(ours.largest(x)[1], x.argmax(1))
 
 
-def test_keys_and_values_are_stored_where_attention_looks() -> None:
-    ours, k, v = CudaKernels(EmulatedDevice(), "cpu"), *(torch.randn(2, 1, 32).half() for _ in range(2))
+def test_attention_reads_what_store_kv_wrote() -> None:
+    ours, k, v = CudaKernels(EmulatedLauncher(), "cpu"), *(torch.randn(2, 1, 32).half() for _ in range(2))
     caches = allocate_kv(1, 1, 16, 32, 32, torch.float16)
     ours.store_kv(k, v, *caches, torch.tensor([0, 1]))
     starts, length = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
@@ -160,7 +160,7 @@ def test_keys_and_values_are_stored_where_attention_looks() -> None:
     )
 
 
-def test_what_has_kernels() -> None:
+def test_dtypes_with_kernels() -> None:
     half, fp8 = torch.zeros(1).half(), torch.zeros(1).to(torch.float8_e5m2)
     assert cuda_kernels.serves([half, half]) and cuda_kernels.serves([half, fp8, fp8])
     assert not cuda_kernels.serves([half.float()])
@@ -172,9 +172,9 @@ def test_head_norms_of_two_eps_are_refused() -> None:
     generator = torch.Generator().manual_seed(0)
     (layer, *_), (batch, positions) = layers(generator, Activation.SILU, True, 0.0), ragged_batch(generator)
     assert layer.head_norms is not None
-    of_q, of_k = layer.head_norms
-    layer = dataclasses.replace(layer, head_norms=(of_q, dataclasses.replace(of_k, eps=1.0)))
+    q_norm, k_norm = layer.head_norms
+    layer = dataclasses.replace(layer, head_norms=(q_norm, dataclasses.replace(k_norm, eps=1.0)))
     caches = [allocate_kv(BLOCKS, KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM, torch.bfloat16)]
     x = torch.zeros(len(positions), HIDDEN).bfloat16()
-    with pytest.raises(ValueError, match="one eps"):
-        run(CudaKernels(EmulatedDevice(), "cpu"), [layer], x, batch, positions, caches)
+    with pytest.raises(ValueError, match="equal eps"):
+        run(CudaKernels(EmulatedLauncher(), "cpu"), [layer], x, batch, positions, caches)

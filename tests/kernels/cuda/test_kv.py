@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pagewire.kernels import reference
-from pagewire.kernels.cuda.kv import FP8, HeadNorms, write_kv
+from pagewire.kernels.cuda.kv import FP8, NO_NORMS, HeadNorms, write_kv
 from pagewire.kernels.cuda.layout import exchange_chunks
 from pagewire.kernels.cuda.norms import DTYPES
 from pagewire.kernels.paging import token_view
-from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedDevice, EmulationError, guarded
+from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher, EmulationError, guarded
 
 SIZES = (32, 64, 80, 96, 112, 128, 160, 256)
 BLOCKS = 5
@@ -22,7 +22,7 @@ BLOCKS = 5
 
 @dataclass(frozen=True)
 class Case:
-    """What is written."""
+    """The shapes and dtypes of a write, and how its numbers are made."""
 
     tokens: int = 6
     heads: int = 4
@@ -57,8 +57,8 @@ cases = st.builds(
 )
 
 
-def check(device: EmulatedDevice, case: Case) -> None:
-    """Everything around the written rows is NaN, and must stay so."""
+def check(launcher: EmulatedLauncher, case: Case) -> None:
+    """The written rows are right; all other rows of the cache held NaN before and hold it after the write."""
     generator = torch.Generator().manual_seed(case.seed)
 
     def numbers(*shape: int) -> Tensor:
@@ -72,7 +72,7 @@ def check(device: EmulatedDevice, case: Case) -> None:
     slots = torch.randperm(BLOCKS * case.block_size, generator=generator)[: case.tokens]
     slots[torch.rand(case.tokens, generator=generator) < 0.3] = -1
     slots = guarded(slots)
-    norms = None
+    norms = NO_NORMS
     if case.normed:
         norms = HeadNorms(numbers(case.size), numbers(case.size), 1e-6, case.offset, case.offset)
     cos = sin = None
@@ -86,27 +86,27 @@ def check(device: EmulatedDevice, case: Case) -> None:
     k_cache, v_cache = (guarded(c.to(torch.uint8)).view(case.cache_dtype) for c in caches)
 
     expected_q, expected_k = q.clone(), k.clone()
-    if norms is not None:
+    if case.normed:
         expected_q = reference.rms_norm(expected_q, norms.q_weight, 1e-6, offset=case.offset)
         expected_k = reference.rms_norm(expected_k, norms.k_weight, 1e-6, offset=case.offset)
     if cos is not None and sin is not None:
         reference.rotary(expected_q, expected_k, cos, sin)
     before = row.clone()
     write_kv(
-        device, q if case.queries else None, k, v, k_cache, v_cache, slots, cos=cos, sin=sin, norms=norms
+        launcher, q if case.queries else None, k, v, k_cache, v_cache, slots, cos=cos, sin=sin, norms=norms
     )
 
     assert torch.equal(row[:, case.heads * case.size :], before[:, case.heads * case.size :])
     compare(q, expected_q if case.queries else before[:, : case.heads * case.size].view(q.shape), case.normed)
     for cache, values in ((k_cache, expected_k), (v_cache, v)):
         written = torch.zeros(BLOCKS, case.block_size, dtype=torch.bool)
-        kept = slots[slots >= 0]
-        written.view(-1)[kept] = True
+        valid_slots = slots[slots >= 0]
+        written.view(-1)[valid_slots] = True
         rows = token_view(exchange_chunks(cache))
         assert bool((rows.view(torch.uint8)[~written] == 255).all())
-        found = rows[kept // case.block_size, kept % case.block_size]
-        wanted = saturated(values[slots >= 0], case.cache_dtype)
-        compare(found, wanted, case.normed and cache is k_cache)
+        actual = rows[valid_slots // case.block_size, valid_slots % case.block_size]
+        expected = saturated(values[slots >= 0], case.cache_dtype)
+        compare(actual, expected, case.normed and cache is k_cache)
 
 
 def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -116,53 +116,56 @@ def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.float().clamp(-largest, largest).to(dtype)
 
 
-def compare(found: Tensor, wanted: Tensor, normed: bool) -> None:
-    """To the bit; after a norm, whose sum has its own order, to a last place of the largest element."""
+def compare(actual: Tensor, expected: Tensor, normed: bool) -> None:
+    """Equal bits; after a norm (another order of sums) equal up to one last place of the largest element."""
     if not normed:
-        assert torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
+        assert torch.equal(actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
         return
     last_place = {torch.float8_e5m2: 2**-2, torch.float8_e4m3fn: 2**-3, torch.float16: 2**-9}
-    tolerance = last_place.get(found.dtype, 2**-6)
-    largest = wanted.float().abs().amax(-1, keepdim=True) if wanted.numel() else torch.zeros(())
-    assert bool(((found.float() - wanted.float()).abs() <= tolerance * largest).all())
+    tolerance = last_place.get(actual.dtype, 2**-6)
+    largest = expected.float().abs().amax(-1, keepdim=True) if expected.numel() else torch.zeros(())
+    assert bool(((actual.float() - expected.float()).abs() <= tolerance * largest).all())
 
 
 @settings(max_examples=40, deadline=None)
 @given(cases, st.sampled_from(list(DTYPES)), st.sampled_from([None, *FP8]), st.sampled_from(ORDERS))
 def test_it_equals_the_reference(
-    case: Case, dtype: torch.dtype, kept: torch.dtype | None, order: tuple[int, int]
+    case: Case, dtype: torch.dtype, cache_dtype: torch.dtype | None, order: tuple[int, int]
 ) -> None:
-    check(EmulatedDevice(order), Case(**{**vars_of(case), "dtype": dtype, "cache_dtype": kept or dtype}))
+    check(
+        EmulatedLauncher(order),
+        Case(**{**vars_of(case), "dtype": dtype, "cache_dtype": cache_dtype or dtype}),
+    )
 
 
 def vars_of(case: Case) -> dict[str, object]:
     return {name: getattr(case, name) for name in Case.__dataclass_fields__}
 
 
-def test_a_whole_head_turns(device: EmulatedDevice) -> None:
-    check(device, Case(size=256, v_size=32, rotated=256, normed=True))
+def test_rotation_of_a_whole_head(launcher: EmulatedLauncher) -> None:
+    check(launcher, Case(size=256, v_size=32, rotated=256, normed=True))
 
 
 def test_no_tokens_and_only_padding() -> None:
     cache = torch.zeros(1, 1, 16, 32).half()
     heads = torch.zeros(0, 1, 32).half()
     none = torch.zeros(0, dtype=torch.int64)
-    write_kv(EmulatedDevice(), heads, heads, heads, cache, cache.clone(), none)
-    check(EmulatedDevice(), Case(tokens=1, seed=11, rotated=16))
+    write_kv(EmulatedLauncher(), heads, heads, heads, cache, cache.clone(), none)
+    check(EmulatedLauncher(), Case(tokens=1, seed=11, rotated=16))
 
 
 def test_a_nan_stays_a_nan() -> None:
     cache = torch.zeros(1, 1, 16, 32).to(torch.float8_e4m3fn)
     k = torch.full((1, 1, 32), torch.nan).bfloat16()
-    write_kv(EmulatedDevice(), None, k, k, cache, cache.clone(), torch.tensor([3]))
+    write_kv(EmulatedLauncher(), None, k, k, cache, cache.clone(), torch.tensor([3]))
     rows = exchange_chunks(cache).float()
     assert rows[0, 0, 3].isnan().all() and not rows[0, 0, 4].isnan().any()
 
 
-def test_a_slot_beyond_the_cache_is_seen_by_the_emulation() -> None:
+def test_the_emulation_detects_a_slot_beyond_the_cache() -> None:
     cache, k = guarded(torch.zeros(1, 1, 16, 128).half()), torch.ones(1, 1, 128).half()
     with pytest.raises(EmulationError, match="no memory"):
-        write_kv(EmulatedDevice(), None, k, k, cache, cache, torch.tensor([16]))
+        write_kv(EmulatedLauncher(), None, k, k, cache, cache, torch.tensor([16]))
 
 
 def _arguments(**changes: Tensor) -> dict[str, Tensor]:
@@ -197,15 +200,15 @@ def _arguments(**changes: Tensor) -> dict[str, Tensor]:
         ),
     ],
 )
-def test_what_no_kernel_serves_is_refused(changes: dict[str, Tensor], error: type) -> None:
+def test_unsupported_arguments_are_refused(changes: dict[str, Tensor], error: type) -> None:
     with pytest.raises(error):
-        write_kv(EmulatedDevice(), **_arguments(**changes))
+        write_kv(EmulatedLauncher(), **_arguments(**changes))
 
 
 FAULTS = [
     Edit("kv.cu", " && (is_query || slot >= 0)", ""),
     Edit("kv.cu", " && (is_query || slot >= 0)", " && slot >= 0"),
-    Edit("kv.cu", "const bool active = there && ", "const bool active = "),
+    Edit("kv.cu", "const bool active = in_range && ", "const bool active = "),
     Edit("kv.cu", "chunk < size / 8 && ", ""),
     Edit("kv.cu", "chunk < half ? -1.0f : 1.0f", "1.0f"),
     Edit("kv.cu", "!is_value && chunk < 2 * half", "!is_value"),
@@ -230,12 +233,12 @@ FAULTS = [
 
 @pytest.mark.parametrize("edit", FAULTS, ids=lambda edit: edit.old.strip()[:40])
 def test_faults_are_caught(catch: Callable[..., None], edit: Edit) -> None:
-    def several(device: EmulatedDevice) -> None:
-        check(device, Case(tokens=9, heads=3, block_size=32, rotated=64, normed=True, scale=1e-3, seed=2))
-        check(device, Case(tokens=9, heads=3, block_size=32, size=96, v_size=64, rotated=96, seed=3))
+    def several(launcher: EmulatedLauncher) -> None:
+        check(launcher, Case(tokens=9, heads=3, block_size=32, rotated=64, normed=True, scale=1e-3, seed=2))
+        check(launcher, Case(tokens=9, heads=3, block_size=32, size=96, v_size=64, rotated=96, seed=3))
         e4m3 = Case(tokens=9, v_size=64, cache_dtype=torch.float8_e4m3fn, scale=300.0, rotated=32, seed=4)
-        check(device, e4m3)
+        check(launcher, e4m3)
 
     if edit is FAULTS[0]:
-        several(EmulatedDevice())
+        several(EmulatedLauncher())
     catch(several, edit)

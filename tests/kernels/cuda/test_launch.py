@@ -1,4 +1,4 @@
-"""Everything up to the launch call, which is recorded by a fake driver."""
+"""Launches up to the driver's calls, which a fake driver records."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from pagewire.kernels.cuda import compile, gates, kv, launch, norms
-from pagewire.kernels.cuda.launch import CudaDevice, pack
+from pagewire.kernels.cuda.launch import CudaLauncher, pack
 from pagewire.kernels.cuda.source import Variant, parameter_dtype, read_source
 from pagewire.kernels.cuda.variants import all_variants
 from pagewire.kernels.layer import Activation
-from tests.kernels.cuda.emulate import EmulatedDevice
+from tests.kernels.cuda.emulate import EmulatedLauncher, EmulationError
 
 
 @dataclass
 class Recorder:
-    """A driver that loads nothing and writes down what it is asked."""
+    """A driver that loads nothing and records its calls."""
 
     calls: list[tuple[str, Any]] = field(default_factory=list)
 
@@ -43,13 +43,13 @@ def recorder() -> Recorder:
 
 
 @pytest.fixture
-def cuda(nvrtc: object, recorder: Recorder) -> CudaDevice:
-    return CudaDevice((9, 0), 132, recorder)
+def launcher(nvrtc: object, recorder: Recorder) -> CudaLauncher:
+    return CudaLauncher((9, 0), 132, recorder)
 
 
-def test_a_launch_arrives_with_its_parameters(cuda: CudaDevice, recorder: Recorder) -> None:
+def test_a_launch_arrives_with_its_parameters(launcher: CudaLauncher, recorder: Recorder) -> None:
     x, weight = torch.randn(5, 256).bfloat16(), torch.randn(256).bfloat16()
-    out = norms.rms_norm(cuda, x, weight, 1e-5, offset=1.0)
+    out = norms.rms_norm(launcher, x, weight, 1e-5, offset=1.0)
     (loaded, symbol), (launched, arguments) = recorder.calls
     assert loaded == "load" and launched == symbol and "rms_norm" in symbol
     grid, block, (parameters,), shared_bytes, stream = arguments
@@ -61,48 +61,48 @@ def test_a_launch_arrives_with_its_parameters(cuda: CudaDevice, recorder: Record
     assert row["eps"] == np.float32(1e-5) and row["offset"] == 1.0
 
 
-def test_a_kernel_is_loaded_once(cuda: CudaDevice, recorder: Recorder) -> None:
+def test_a_kernel_is_loaded_once(launcher: CudaLauncher, recorder: Recorder) -> None:
     x = torch.randn(4, 64).half()
     for _ in range(3):
-        gates.activate_and_mul(cuda, x, Activation.SILU)
-    gates.activate_and_mul(cuda, x, Activation.GELU)
+        gates.activate_and_mul(launcher, x, Activation.SILU)
+    gates.activate_and_mul(launcher, x, Activation.GELU)
     assert [name for name, _ in recorder.calls].count("load") == 2
     assert len(recorder.calls) == 6
 
 
-def test_loading_ahead_leaves_only_launches(cuda: CudaDevice, recorder: Recorder) -> None:
+def test_loading_ahead_leaves_only_launches(launcher: CudaLauncher, recorder: Recorder) -> None:
     done: list[tuple[int, int]] = []
-    cuda.load(gates.variants(), lambda *call: done.append(call[:2]))
+    launcher.load(gates.variants(), lambda *call: done.append(call[:2]))
     assert len(recorder.calls) == len(gates.variants()) == len(done)
-    cuda.load(gates.variants())
+    launcher.load(gates.variants())
     for dtype in (torch.float16, torch.bfloat16):
         for activation in Activation:
-            gates.activate_and_mul(cuda, torch.zeros(1, 16, dtype=dtype), activation)
+            gates.activate_and_mul(launcher, torch.zeros(1, 16, dtype=dtype), activation)
     assert [name for name, _ in recorder.calls].count("load") == len(gates.variants())
 
 
-def test_much_shared_memory_is_asked_for_once(cuda: CudaDevice, recorder: Recorder) -> None:
+def test_a_larger_limit_of_shared_memory_is_set_once(launcher: CudaLauncher, recorder: Recorder) -> None:
     variant = gates.variants()[0]
     parameters = pack(variant, x=None, out=None, row_stride=0, num_rows=0, size=8)
     for shared_bytes in (48 << 10, 100 << 10, 100 << 10, 64 << 10, 160 << 10):
-        cuda.launch(variant, (1,), (32,), parameters, shared_bytes)
+        launcher.launch(variant, (1,), (32,), parameters, shared_bytes)
     assert [value for name, value in recorder.calls if name == "allow_shared"] == [100 << 10, 160 << 10]
     assert [value[3] for name, value in recorder.calls if "gate" in name] == [
         48 << 10, 100 << 10, 100 << 10, 64 << 10, 160 << 10,
     ]  # fmt: skip
 
 
-def test_the_architecture_is_the_devices(nvrtc: object, recorder: Recorder) -> None:
-    assert CudaDevice((8, 9), 58, recorder).arch == "sm_89"
+def test_the_architecture_follows_the_device(nvrtc: object, recorder: Recorder) -> None:
+    assert CudaLauncher((8, 9), 58, recorder).arch == "sm_89"
     with pytest.raises(compile.CompileError, match=r"need compute capability 8\.0"):
-        CudaDevice((7, 0), 80, recorder)
+        CudaLauncher((7, 0), 80, recorder)
 
 
-def test_a_device_that_is_not_there_is_refused() -> None:
+def test_a_missing_device_is_refused() -> None:
     if torch.cuda.is_available():
-        pytest.skip("there is one")
+        pytest.skip("this machine has a GPU")
     with pytest.raises(launch.LaunchError, match="no device cuda:0"):
-        CudaDevice.at(0)
+        CudaLauncher.at(0)
 
 
 def test_fields_are_packed_by_name() -> None:
@@ -111,12 +111,13 @@ def test_fields_are_packed_by_name() -> None:
         pack(variant, nonsense=1)
 
 
-def test_every_struct_is_as_long_in_c_as_in_numpy() -> None:
-    """A launch with parameters of another size is refused by the emulation, so an empty one tells."""
+def test_every_struct_has_the_same_size_in_c_and_in_numpy() -> None:
+    """The emulation compares the size of the parameters with the struct's before it refuses so large a block."""
     for variant in {(v.source, v.parameters): v for v in all_variants()}.values():
         dtype = parameter_dtype(variant.source, variant.parameters)
-        with pytest.raises(Exception, match="the parameters have another size"):
-            EmulatedDevice().launch(variant, (1,), (1,), np.zeros(2, dtype))
+        for num_structs, message in ((1, "threads per block"), (2, "the parameters have another size")):
+            with pytest.raises(EmulationError, match=message):
+                EmulatedLauncher().launch(variant, (1,), (2048,), np.zeros(num_structs, dtype))
 
 
 STRUCTS = """
@@ -151,7 +152,7 @@ def test_a_source_comes_with_its_includes() -> None:
     assert files[0] == "kv.cu" and set(files) == {"kv.cu", "chunk.cuh", "layout.cuh", "ptx.cuh"}
 
 
-def test_variants_name_what_is_there() -> None:
+def test_variants_name_structs_that_are_declared() -> None:
     for variant in all_variants():
         assert isinstance(variant, Variant)
         assert parameter_dtype(variant.source, variant.parameters).itemsize <= 4096

@@ -1,4 +1,4 @@
-"""The layout of a page: that it is an exchange, and free of bank conflicts."""
+"""The layout of a page is an exchange of chunks, and reading it has no bank conflicts."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ CHUNKS = sorted({size * width // CHUNK_BYTES for size in range(32, 257, 16) for 
 
 
 @pytest.mark.parametrize("chunks", CHUNKS)
-def test_eight_rows_lie_in_eight_sets_of_banks(chunks: int) -> None:
-    """What one ldmatrix reads: the same chunk of 8 rows that begin at a multiple of 8."""
+def test_eight_rows_are_in_eight_sets_of_banks(chunks: int) -> None:
+    """An ldmatrix reads the same chunk of 8 rows, the first of which is a multiple of 8."""
     rows, chunk = torch.arange(64)[:, None], torch.arange(chunks)
     places = swizzle(chunks, rows, chunk)
     assert (places.sort(dim=1).values == chunk).all()

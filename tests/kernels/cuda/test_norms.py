@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from pagewire.kernels import reference
 from pagewire.kernels.cuda.norms import DTYPES, rms_norm
-from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedDevice, guarded
+from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher, guarded
 
 dtypes = st.sampled_from(list(DTYPES))
 sizes = st.sampled_from([8, 64, 248, 256, 264, 512, 1032, 1600, 2048])
-# What may differ: the order of the sum, and the last place of a square root.
+# The order of the sum and the last place of the square root may differ.
 TOLERANCE = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
@@ -23,7 +23,7 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def check(
-    device: EmulatedDevice,
+    launcher: EmulatedLauncher,
     rows: int = 3,
     size: int = 1032,
     dtype: torch.dtype = torch.bfloat16,
@@ -37,53 +37,56 @@ def check(
     out = guarded(torch.full((rows, size), torch.nan, dtype=dtype))
     if residual is None:
         expected = reference.rms_norm(x, weight, 1e-5, offset=offset)
-        rms_norm(device, x, weight, 1e-5, offset=offset, out=out)
+        rms_norm(launcher, x, weight, 1e-5, offset=offset, out=out)
     else:
         kept = residual.clone()
         expected = reference.add_rms_norm(x, kept, weight, 1e-5, offset=offset)
-        rms_norm(device, x, weight, 1e-5, offset=offset, residual=residual, out=out)
+        rms_norm(launcher, x, weight, 1e-5, offset=offset, residual=residual, out=out)
         assert torch.equal(residual, kept)
     torch.testing.assert_close(out, expected, rtol=TOLERANCE[dtype], atol=1e-6)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 4), sizes, dtypes, st.sampled_from([0.0, 1.0]), st.booleans(), st.integers(0, 2**31))
-def test_it_equals_the_reference(
+def test_norms_equal_the_reference(
     rows: int, size: int, dtype: torch.dtype, offset: float, add: bool, seed: int
 ) -> None:
-    check(EmulatedDevice(ORDERS[seed % 4]), rows, size, dtype, offset, add, seed)
+    check(EmulatedLauncher(ORDERS[seed % 4]), rows, size, dtype, offset, add, seed)
 
 
 @pytest.mark.parametrize("size", [1000, 4096, 5120, 8192, 16384, 32768])
 def test_long_rows(size: int) -> None:
-    check(EmulatedDevice(), 2, size)
+    check(EmulatedLauncher(), 2, size)
 
 
-def test_a_row_does_not_depend_on_the_batch(device: EmulatedDevice) -> None:
+def test_a_row_does_not_depend_on_the_batch(launcher: EmulatedLauncher) -> None:
     x = numbers(5, 512, dtype=torch.bfloat16, seed=0)
     weight = numbers(512, dtype=torch.bfloat16, seed=1)
-    together = rms_norm(device, x, weight, 1e-6)
-    assert torch.equal(rms_norm(device, x[3:4], weight, 1e-6), together[3:4])
+    together = rms_norm(launcher, x, weight, 1e-6)
+    assert torch.equal(rms_norm(launcher, x[3:4], weight, 1e-6), together[3:4])
 
 
-def test_heads_inside_a_wider_row(device: EmulatedDevice) -> None:
+def test_heads_inside_a_wider_row(launcher: EmulatedLauncher) -> None:
     qkv = numbers(3, 7, 64, dtype=torch.float16, seed=0)
     heads, weight = qkv[:, 2:5], numbers(64, dtype=torch.float16, seed=1)
     torch.testing.assert_close(
-        rms_norm(device, heads, weight, 1e-6), reference.rms_norm(heads, weight, 1e-6), rtol=2**-10, atol=1e-6
+        rms_norm(launcher, heads, weight, 1e-6),
+        reference.rms_norm(heads, weight, 1e-6),
+        rtol=2**-10,
+        atol=1e-6,
     )
 
 
 def test_in_place() -> None:
     x, weight = numbers(2, 256, dtype=torch.bfloat16, seed=0), torch.ones(256, dtype=torch.bfloat16)
     expected = reference.rms_norm(x.clone(), weight, 1e-6)
-    assert rms_norm(EmulatedDevice(), x, weight, 1e-6, out=x) is x
+    assert rms_norm(EmulatedLauncher(), x, weight, 1e-6, out=x) is x
     torch.testing.assert_close(x, expected, rtol=2**-7, atol=1e-6)
 
 
 def test_no_rows() -> None:
     empty = torch.empty(0, 64, dtype=torch.bfloat16)
-    assert rms_norm(EmulatedDevice(), empty, empty.new_ones(64), 1e-6).shape == (0, 64)
+    assert rms_norm(EmulatedLauncher(), empty, empty.new_ones(64), 1e-6).shape == (0, 64)
 
 
 @pytest.mark.parametrize(
@@ -98,9 +101,9 @@ def test_no_rows() -> None:
         (torch.zeros(130).half()[1:129].view(2, 64), torch.zeros(64).half(), ValueError),
     ],
 )
-def test_what_no_kernel_serves_is_refused(x: torch.Tensor, weight: torch.Tensor, error: type) -> None:
+def test_unsupported_arguments_are_refused(x: torch.Tensor, weight: torch.Tensor, error: type) -> None:
     with pytest.raises(error):
-        rms_norm(EmulatedDevice(), x, weight, 1e-6)
+        rms_norm(EmulatedLauncher(), x, weight, 1e-6)
 
 
 FAULTS = [
@@ -119,13 +122,13 @@ FAULTS = [
 
 @pytest.mark.parametrize("edit", FAULTS, ids=lambda edit: edit.old.strip()[:40])
 def test_faults_are_caught(catch: Callable[..., None], edit: Edit) -> None:
-    def all_checks(device: EmulatedDevice) -> None:
-        check(device)
-        check(device, offset=1.0, add=False)
+    def all_checks(launcher: EmulatedLauncher) -> None:
+        check(launcher)
+        check(launcher, offset=1.0, add=False)
         x = numbers(4, 6, 64, dtype=torch.float16, seed=0)[:, 1:3] * 1e-3
         weight = numbers(64, dtype=torch.float16, seed=1)
         expected = reference.rms_norm(x, weight, 1e-6)
-        torch.testing.assert_close(rms_norm(device, x, weight, 1e-6), expected, rtol=2**-9, atol=1e-6)
+        torch.testing.assert_close(rms_norm(launcher, x, weight, 1e-6), expected, rtol=2**-9, atol=1e-6)
 
-    all_checks(EmulatedDevice())
+    all_checks(EmulatedLauncher())
     catch(all_checks, edit)

@@ -1,4 +1,4 @@
-"""The sampling kernels, emulated, against the CPU sampler: the same tokens, errors and logprobs, to the bit."""
+"""The emulated sampling kernels have the tokens, errors and log probabilities of the CPU sampler, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from pagewire.workers.sample.device_sampler import CudaTokenSampler
 from pagewire.workers.sample.logprobs import logprobs_of
 from pagewire.workers.sample.masks import TokenMasks
 from pagewire.workers.sample.sampler import SampleOutput, SamplingSlot, sample
-from tests.kernels.cuda.emulate import ORDERS, EmulatedDevice
+from tests.kernels.cuda.emulate import ORDERS, EmulatedLauncher
 from tests.kernels.cuda.emulate.memory import guarded
-from tests.kernels.cuda.emulate.worker import EmulatedCuda
+from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice
 
 INF = math.inf
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -46,15 +46,15 @@ def check(
     logits: torch.Tensor,
     slots: Sequence[SamplingSlot],
     masks: TokenMasks | None = None,
-    device: EmulatedDevice | None = None,
-    most: int = 20,
+    launcher: EmulatedLauncher | None = None,
+    max_most_likely: int = 20,
 ) -> SampleOutput:
-    """The kernels give what the CPU sampler gives, and leave the logits alone.
+    """The kernels' output equals the CPU sampler's, and the logits are not changed.
 
-    But where a mask hides a NaN or infinity: there, log probabilities are NaN, of tokens that mean nothing.
+    Except in rows whose mask hides a NaN or infinity: their log probabilities are NaN, of undefined tokens.
     """
     before = logits.clone()
-    sampler = CudaTokenSampler(EmulatedCuda(device), len(slots), logits.shape[1], most)
+    sampler = CudaTokenSampler(EmulatedCudaDevice(launcher), len(slots), logits.shape[1], max_most_likely)
     output = sampler.launch(logits, slots, masks).finish()
     expected = sample(logits, slots, masks)
     hidden = [row for row in expected.logprobs if not math.isfinite(logits[row].float().max())]
@@ -66,7 +66,7 @@ def check(
     return output
 
 
-# ---------------------------------------------------------------- anything goes
+# ---------------------------------------------------------------- random batches
 
 VOCAB = 40
 token = st.integers(0, VOCAB - 1)
@@ -122,7 +122,7 @@ def case_strategy(draw: st.DrawFn) -> tuple[list[float], SamplingSlot, list[int]
 
 
 def masks_of(allowed: Sequence[list[int] | None], vocab_size: int) -> TokenMasks | None:
-    """Rows' allowed tokens as a grammar gives them."""
+    """Masks of the rows' allowed tokens, in the form that a grammar computes."""
     masked = [i for i, ids in enumerate(allowed) if ids is not None]
     if not masked:
         return None
@@ -145,7 +145,7 @@ def test_any_batch(cases: list[Any], dtype: torch.dtype, order: tuple[int, int],
     logits = padded[:, :VOCAB]
     logits[:] = torch.tensor([case[0] for case in cases])
     masks = masks_of([case[2] for case in cases], VOCAB)
-    check(logits, [case[1] for case in cases], masks, EmulatedDevice(order=order))
+    check(logits, [case[1] for case in cases], masks, EmulatedLauncher(order=order))
 
 
 # ---------------------------------------------------------------- larger vocabularies
@@ -169,8 +169,8 @@ def batch(vocab_size: int, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor,
     logits = (torch.randn(len(SETTINGS), vocab_size) * 3).to(dtype)
     prompt, output = torch.randint(vocab_size, (300,)).tolist(), torch.randint(vocab_size, (90,)).tolist()
     slots = [
-        make_slot(vocab_size, seed=seed + i, prompt=prompt, output=output * 2, **asked)
-        for i, asked in enumerate(SETTINGS)
+        make_slot(vocab_size, seed=seed + i, prompt=prompt, output=output * 2, **params)
+        for i, params in enumerate(SETTINGS)
     ]
     return logits, slots
 
@@ -180,7 +180,7 @@ def batch(vocab_size: int, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor,
 )
 def test_several_slices(vocab_size: int, dtype: torch.dtype) -> None:
     logits, slots = batch(vocab_size, dtype, vocab_size)
-    check(logits, slots, device=EmulatedDevice(order=ORDERS[vocab_size % len(ORDERS)]))
+    check(logits, slots, launcher=EmulatedLauncher(order=ORDERS[vocab_size % len(ORDERS)]))
 
 
 def test_a_large_vocabulary() -> None:
@@ -190,16 +190,16 @@ def test_a_large_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
-@pytest.mark.parametrize("asked", [{"top_k": 5000}, {"top_p": 0.7}, {"top_k": 8000, "top_p": 0.9}], ids=str)
-def test_more_ties_than_are_kept_in_a_list(asked: dict[str, Any], order: tuple[int, int]) -> None:
-    """Then the row is read again: lower ids win."""
+@pytest.mark.parametrize("params", [{"top_k": 5000}, {"top_p": 0.7}, {"top_k": 8000, "top_p": 0.9}], ids=str)
+def test_more_ties_than_are_kept_in_a_list(params: dict[str, Any], order: tuple[int, int]) -> None:
+    """The kernel then reads the row again. Of equal logits, lower ids come first."""
     logits = torch.zeros(2, 9000)
     logits[1, torch.randperm(9000)[:3]] = 1.0
-    slots = [make_slot(9000, seed=seed, logprobs=20, **asked) for seed in range(2)]
-    check(logits, slots, device=EmulatedDevice(order=order))
+    slots = [make_slot(9000, seed=seed, logprobs=20, **params) for seed in range(2)]
+    check(logits, slots, launcher=EmulatedLauncher(order=order))
 
 
-def test_what_the_last_slice_holds_counts() -> None:
+def test_the_last_slice_of_a_row_counts() -> None:
     vocab_size = 8193
     logits = torch.zeros(6, vocab_size)
     logits[0, -1] = math.nan
@@ -215,23 +215,23 @@ def test_what_the_last_slice_holds_counts() -> None:
 
 def test_nothing_left() -> None:
     logits = torch.zeros(4, 4100)
-    asked: list[dict[str, Any]] = [
+    params: list[dict[str, Any]] = [
         {"allowed_token_ids": [4200]},
         {"allowed_token_ids": [7], "bad_words_token_ids": [[7]]},
         {"allowed_token_ids": [4099], "min_tokens": 1, "stop_ids": [4099], "temperature": 0},
         {"temperature": 0},
     ]
     masks = masks_of([None, None, None, []], 4100)
-    assert sorted(check(logits, [make_slot(4100, **row) for row in asked], masks).errors) == [0, 1, 2, 3]
+    assert sorted(check(logits, [make_slot(4100, **row) for row in params], masks).errors) == [0, 1, 2, 3]
 
 
 def test_one_memory_for_many_launches() -> None:
-    """Each launch leaves it as the next one needs it, whatever was asked for and whatever went wrong."""
-    sampler = CudaTokenSampler(EmulatedCuda(EmulatedDevice(order=ORDERS[2])), len(SETTINGS), 5000, 20)
+    """A launch leaves the memory ready for the next launch, for all parameters and after errors."""
+    sampler = CudaTokenSampler(EmulatedCudaDevice(EmulatedLauncher(order=ORDERS[2])), len(SETTINGS), 5000, 20)
     for seed in range(6):
         logits, slots = batch(5000, torch.float32, seed)
         logits[seed, seed] = math.nan
-        logits[seed + 1] = 0.0  # more candidates than are listed
+        logits[seed + 1] = 0.0  # more candidates than the list holds
         some = slice(0, len(slots) - seed)
         assert sampler.launch(logits[some], slots[some]).finish() == sample(logits[some], slots[some])
 
@@ -239,16 +239,16 @@ def test_one_memory_for_many_launches() -> None:
 @pytest.mark.parametrize(("vocab_size", "offset"), [(4099, 1), (5000, 3), (64, 0)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_no_logit_beyond_the_row_is_read(dtype: torch.dtype, vocab_size: int, offset: int) -> None:
-    """The last row ends where no memory is, and rows begin at any alignment."""
+    """The last row ends before inaccessible memory, and rows begin at any alignment."""
     memory = guarded(torch.randn(2 * vocab_size + offset).to(dtype))
     logits = memory[memory.numel() - 2 * vocab_size :].view(2, vocab_size)
     check(logits, [make_slot(vocab_size, top_p=0.9, top_k=40, logprobs=3) for _ in range(2)])
 
 
 @pytest.mark.parametrize("k", [-1, 3, 50])
-def test_log_probabilities_of_more_tokens_than_the_device_finds(k: int) -> None:
+def test_log_probabilities_of_more_tokens_than_the_kernels_support(k: int) -> None:
     logits, slots = torch.randn(2, 60), [make_slot(60, logprobs=k), make_slot(60, logprobs=2)]
-    check(logits, slots, most=3)
+    check(logits, slots, max_most_likely=3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -258,26 +258,26 @@ def test_log_probabilities_of_given_tokens(dtype: torch.dtype) -> None:
     logits[1, 5:] = -INF
     logits[2] = 1.0
     token_ids = torch.tensor([5, 5999, 17, int(logits[3].argmax()), 4096])
-    plan = cuda.plan([cuda.RowSampling(num_most_likely=k) for k in (0, 9, 30, 1, 30)])
-    result = cuda.Sampler(EmulatedDevice(), 8, 6000, 30, on="cpu").logprobs(logits, token_ids, plan)
+    request = cuda.sampling_request([cuda.RowSampling(num_most_likely=k) for k in (0, 9, 30, 1, 30)])
+    result = cuda.Sampler(EmulatedLauncher(), 8, 6000, 30, on="cpu").logprobs(logits, token_ids, request)
     depths = logits.float().amax(1)[:, None] - logits.float()
     assert torch.equal(result.totals, fixed_point_probabilities(depths).sum(1))
     logprobs = result.logprobs()
-    for i, k in enumerate(plan.nums_most_likely.tolist()):
+    for i, k in enumerate(request.nums_most_likely.tolist()):
         expected = logprobs_of(logits[i : i + 1], [int(token_ids[i])], k)
         assert result.ids[i, : 1 + k].tolist() == expected.token_ids[0].tolist()
         assert logprobs[i, : 1 + k].tobytes() == expected.logprobs.tobytes()
         assert result.ranks[i] == expected.ranks[0]
 
 
-def test_what_is_refused() -> None:
-    device, row = EmulatedDevice(), cuda.RowSampling()
-    for vocab_size, most in [(0, 1), (2**18 + 1, 1), (100, 1025)]:
+def test_unsupported_arguments_are_refused() -> None:
+    launcher, row = EmulatedLauncher(), cuda.RowSampling()
+    for vocab_size, max_most_likely in [(0, 1), (2**18 + 1, 1), (100, 1025)]:
         with pytest.raises(ValueError, match="not"):
-            cuda.Sampler(device, 4, vocab_size, most, on="cpu")
-    sampler = cuda.Sampler(device, 2, 100, 5, on="cpu")
+            cuda.Sampler(launcher, 4, vocab_size, max_most_likely, on="cpu")
+    sampler = cuda.Sampler(launcher, 2, 100, 5, on="cpu")
     with pytest.raises(TypeError, match="float64"):
-        sampler.sample(torch.zeros(1, 100, dtype=torch.float64), cuda.plan([row]))
+        sampler.sample(torch.zeros(1, 100, dtype=torch.float64), cuda.sampling_request([row]))
     for logits, rows in [
         (torch.zeros(3, 100), [row] * 3),
         (torch.zeros(1, 99), [row]),
@@ -286,11 +286,13 @@ def test_what_is_refused() -> None:
         (torch.zeros(1, 100), [cuda.RowSampling(num_most_likely=6)]),
     ]:
         with pytest.raises(ValueError):
-            sampler.sample(logits, cuda.plan(rows))
+            sampler.sample(logits, cuda.sampling_request(rows))
     with pytest.raises(ValueError, match="masks"):
-        sampler.sample(torch.zeros(1, 100), cuda.plan([row], torch.zeros(1, 3, dtype=torch.int32)))
+        sampler.sample(
+            torch.zeros(1, 100), cuda.sampling_request([row], torch.zeros(1, 3, dtype=torch.int32))
+        )
     with pytest.raises(ValueError, match="int64"):
-        sampler.logprobs(torch.zeros(1, 100), torch.zeros(2, dtype=torch.int64), cuda.plan([row]))
+        sampler.logprobs(torch.zeros(1, 100), torch.zeros(2, dtype=torch.int64), cuda.sampling_request([row]))
     for wrong in [
         cuda.RowSampling(temperature=-1.0),
         cuda.RowSampling(temperature=INF),
@@ -298,10 +300,10 @@ def test_what_is_refused() -> None:
         cuda.RowSampling(mask=0),
     ]:
         with pytest.raises(ValueError):
-            cuda.plan([wrong])
+            cuda.sampling_request([wrong])
 
 
-def test_ids_of_no_token_do_nothing() -> None:
+def test_ids_outside_the_vocabulary_have_no_effect() -> None:
     ids = np.array([-1, -(2**40), 100, 2**31 + 5, 2**32 + 5])
     ones = np.ones(len(ids), np.float32)
     row = cuda.RowSampling(
@@ -309,10 +311,12 @@ def test_ids_of_no_token_do_nothing() -> None:
     )
     logits = torch.zeros(1, 100)
     logits[0, 5] = 0.5
-    sampler = cuda.Sampler(EmulatedDevice(), 1, 100, 0, on="cpu")
-    assert sampler.sample(logits, cuda.plan([row])).token_ids.tolist() == [5]
+    sampler = cuda.Sampler(EmulatedLauncher(), 1, 100, 0, on="cpu")
+    assert sampler.sample(logits, cuda.sampling_request([row])).token_ids.tolist() == [5]
 
 
 def test_no_rows() -> None:
-    result = cuda.Sampler(EmulatedDevice(), 1, 100, 0, on="cpu").sample(torch.zeros(0, 100), cuda.plan([]))
+    result = cuda.Sampler(EmulatedLauncher(), 1, 100, 0, on="cpu").sample(
+        torch.zeros(0, 100), cuda.sampling_request([])
+    )
     assert result.token_ids.tolist() == []

@@ -1,4 +1,4 @@
-"""Faults planted in the sampling kernels: every one must be caught by comparing with the CPU sampler."""
+"""Faults planted in the sampling kernels: comparing with the CPU sampler must reveal every fault."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pagewire.kernels.cuda.source import Variant
 from pagewire.workers.sample.device_sampler import CudaTokenSampler
 from pagewire.workers.sample.masks import TokenMasks
 from pagewire.workers.sample.sampler import SamplingSlot, sample
-from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedDevice, EmulationError
+from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher, EmulationError
 from tests.kernels.cuda.emulate.library import load
-from tests.kernels.cuda.emulate.worker import EmulatedCuda
+from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice
 from tests.kernels.cuda.test_sampling import make_slot, masks_of
 
 VOCAB = 4500
@@ -34,7 +34,7 @@ def noise(rows: int, vocab_size: int = VOCAB) -> torch.Tensor:
 
 
 def greedy() -> Batch:
-    """Ties, zeros of both signs, every edit, masks, a NaN that is forbidden, infinities."""
+    """Ties, zeros of both signs, every edit, masks, a forbidden NaN, infinities."""
     logits = noise(9)
     logits[0] = 0.0
     logits[0, 5] = -0.0
@@ -46,7 +46,7 @@ def greedy() -> Batch:
     logits[4, 20], logits[4, 50] = 9.0, 8.5
     logits[8] = -logits[8].abs() - 1
     logits[8, 60] = -0.5
-    asked = [
+    params = [
         {},
         {"bad_words_token_ids": [[200]]},
         {},
@@ -57,7 +57,7 @@ def greedy() -> Batch:
         {"allowed_token_ids": [4300, 4301]},
         {"repetition_penalty": 4.0, "prompt": [60]},
     ]
-    slots = [make_slot(VOCAB, temperature=0, **row) for row in asked]
+    slots = [make_slot(VOCAB, temperature=0, **row) for row in params]
     allowed = [None] * 6 + [[30, 4301], [4301, 4200], None]
     return logits, slots, masks_of(allowed, VOCAB)
 
@@ -65,21 +65,21 @@ def greedy() -> Batch:
 def random() -> Batch:
     """Plain draws, and min_p."""
     logits = noise(12)
-    asked = [{}, {"min_p": 0.05}, {"temperature": 2.5}, {"temperature": 0.3}]
-    slots = [make_slot(VOCAB, seed=i, **asked[i % 4]) for i in range(12)]
+    params = [{}, {"min_p": 0.05}, {"temperature": 2.5}, {"temperature": 0.3}]
+    slots = [make_slot(VOCAB, seed=i, **params[i % 4]) for i in range(12)]
     return logits, slots, None
 
 
 def truncated() -> Batch:
     logits = noise(12)
     logits[6:] = logits[6:].bfloat16().float()  # ties
-    asked = [{"top_k": 300}, {"top_p": 0.6}, {"top_k": 700, "top_p": 0.8, "min_p": 0.001}]
-    slots = [make_slot(VOCAB, seed=i, temperature=1.5, **asked[i % 3]) for i in range(12)]
+    params = [{"top_k": 300}, {"top_p": 0.6}, {"top_k": 700, "top_p": 0.8, "min_p": 0.001}]
+    slots = [make_slot(VOCAB, seed=i, temperature=1.5, **params[i % 3]) for i in range(12)]
     return logits, slots, None
 
 
 def ends_apart() -> Batch:
-    """top_k ends among ties that may weigh much or little, so that top_p could end in many bins."""
+    """top_k ends among ties of large or small total probability, so top_p may end in many bins."""
     logits = torch.full((8, VOCAB), -math.inf)
     logits[:, 7], logits[:, 100:110], logits[:, 1000:2000] = 2.0, torch.linspace(1.95, 1.4, 10), 1.0
     slots = [make_slot(VOCAB, seed=i, top_k=500, top_p=0.005 + 0.005 * i) for i in range(8)]
@@ -87,7 +87,7 @@ def ends_apart() -> Batch:
 
 
 def same_bin() -> Batch:
-    """top_k and top_p end among the same ties, fewer than are listed; and more of them."""
+    """top_k and top_p end among the same ties: fewer than the list holds, and more."""
     logits = torch.zeros(10, VOCAB)
     logits[:5, 2000:] = -math.inf
     logits[5:, 4096:] = -1e-4
@@ -102,24 +102,24 @@ def logprobs() -> Batch:
 
 
 @dataclass
-class FaultyDevice(EmulatedDevice):
-    """Faults are in one kernel only."""
+class FaultyLauncher(EmulatedLauncher):
+    """An emulated device with faults in one kernel only."""
 
     kernel: str = ""
 
     def launch(self, variant: Variant, *arguments: Any) -> None:
-        """As `EmulatedDevice`."""
+        """As `EmulatedLauncher`."""
         edits = self.edits if variant.name.startswith(self.kernel) else ()
-        EmulatedDevice(self.order, edits).launch(variant, *arguments)
+        EmulatedLauncher(self.order, edits).launch(variant, *arguments)
 
 
 def differs(make: Callable[[], Batch], kernel: str = "", *edits: Edit) -> bool:
-    """Does any order of threads give something else than the CPU sampler? Two launches in the same memory."""
+    """True if the output in any order of threads is not the CPU sampler's. Two launches use the same memory."""
     logits, slots, masks = make()
     expected = sample(logits, slots, masks)
     for order in ORDERS:
-        device = FaultyDevice(order, edits, kernel=kernel)
-        sampler = CudaTokenSampler(EmulatedCuda(device), len(slots), logits.shape[1], 20)
+        launcher = FaultyLauncher(order, edits, kernel=kernel)
+        sampler = CudaTokenSampler(EmulatedCudaDevice(launcher), len(slots), logits.shape[1], 20)
         try:
             for _ in range(2):
                 if sampler.launch(logits, slots, masks).finish() != expected:
@@ -133,7 +133,7 @@ def differs(make: Callable[[], Batch], kernel: str = "", *edits: Edit) -> bool:
 
 COMMON, LOGPROBS = "vocabulary.cuh", "sampling_logprobs.cu"
 
-# In one kernel: the batch that shows it, the file, the text, and what stands there instead.
+# The kernel, the batch that reveals the fault, the file, the text, and its replacement.
 FAULTS: list[tuple[str, Callable[[], Batch], str, str, str]] = [
     # the largest logit, edits
     ("find_peaks", greedy, COMMON, "if (bits == 0x80000000u) bits = 0;", ""),
@@ -298,7 +298,7 @@ FAULTS: list[tuple[str, Callable[[], Batch], str, str, str]] = [
 
 
 @pytest.mark.parametrize("make", sorted({fault[1] for fault in FAULTS}, key=lambda make: make.__name__))
-def test_without_a_fault_all_is_well(make: Callable[[], Batch]) -> None:
+def test_without_faults_the_output_is_right(make: Callable[[], Batch]) -> None:
     assert not differs(make)
 
 

@@ -15,7 +15,16 @@ import numpy as np
 import pytest
 import torch
 
-from pagewire.ipc.messages import Masks, Row, SlotInit, StepPlan, StepResult, Tensor, WorkerConfig
+from pagewire.ipc.messages import (
+    LogprobRows,
+    Masks,
+    Row,
+    SlotInit,
+    StepPlan,
+    StepResult,
+    Tensor,
+    WorkerConfig,
+)
 from pagewire.ipc.params import SamplingParams
 from pagewire.kernels import reference
 from pagewire.kernels.cuda.kernels import CudaKernels
@@ -28,11 +37,11 @@ from pagewire.workers.device.open import open_device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.main import Pipeline
 from pagewire.workers.runner import Runner
-from tests.kernels.cuda.emulate.device import EmulatedDevice
-from tests.kernels.cuda.emulate.worker import EmulatedCuda, emulated
+from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
+from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice, emulated
 
 from ..architectures import VOCAB_SIZE, Architecture
-from ..driver import GREEDY, Driver, load_runner, values
+from ..driver import GREEDY, Driver, load_runner, tokens_of, values
 from ..parity import make_prompts, transformers_tokens
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96}
@@ -64,15 +73,15 @@ def load(
             pytest.skip("there is no GPU")
         yield lambda folder=llama, **fields: load_runner(folder, **(SIZES | fields))[0]
         return
-    kernels = EmulatedDevice()
-    monkeypatch.setattr(runner_module, "open_device", lambda load: EmulatedCuda(kernels))
-    with emulated(kernels):
+    launcher = EmulatedLauncher()
+    monkeypatch.setattr(runner_module, "open_device", lambda load: EmulatedCudaDevice(launcher))
+    with emulated(launcher):
         yield lambda folder=llama, **fields: load_runner(folder, **(SIZES | fields))[0]
 
 
 def check_recorded(runner: Runner, num_recorded: int, num_replayed: int) -> None:
     """Where that can be counted."""
-    if isinstance(runner.device, EmulatedCuda):
+    if isinstance(runner.device, EmulatedCudaDevice):
         assert (runner.device.num_recorded, runner.device.num_replayed) == (num_recorded, num_replayed)
 
 
@@ -96,7 +105,7 @@ class Core:
         for plan in plans:
             with never_waiting(self.runner):
                 self.steps.launch(plan)
-            if isinstance(self.runner.device, EmulatedCuda):
+            if isinstance(self.runner.device, EmulatedCudaDevice):
                 assert len(self.results) == plan.step_id
         self.steps.finish()
         return self.results
@@ -105,7 +114,7 @@ class Core:
 @contextmanager
 def never_waiting(runner: Runner) -> Iterator[None]:
     """Within, PyTorch raises where it would wait for a GPU. The one wait, for an event, is none of these."""
-    if isinstance(runner.device, EmulatedCuda):
+    if isinstance(runner.device, EmulatedCudaDevice):
         yield
         return
     torch.cuda.set_sync_debug_mode("error")
@@ -123,16 +132,16 @@ def make_plans(
         SlotInit(i, list(p), len(p), [3 * i, 3 * i + 1, 3 * i + 2], params[i], seed=i, stop_ids=[5, 6])
         for i, p in enumerate(prompts)
     ]
-    rows = [Row(i, 0, len(p), sample=True) for i, p in enumerate(prompts)]
+    rows = [Row(i, 0, len(p), num_samples=1) for i, p in enumerate(prompts)]
     plans = [StepPlan(0, rows, inits, masked=masked)]
     for step in range(1, num_steps):
-        rows = [Row(i, len(p) + step - 1, 1, sample=True) for i, p in enumerate(prompts)]
+        rows = [Row(i, len(p) + step - 1, 1, num_samples=1) for i, p in enumerate(prompts)]
         plans.append(StepPlan(step, rows, masked=masked))
     return plans
 
 
 def outcome(result: StepResult) -> tuple[object, ...]:
-    return result.token_ids, {row: values(found) for row, found in result.logprobs.items()}, result.errors
+    return tuple((row.token_ids, row.logprobs and values(row.logprobs), row.error) for row in result.rows)
 
 
 def test_tokens_are_those_of_transformers(llama: Path, load: Callable[..., Runner]) -> None:
@@ -215,11 +224,11 @@ def test_a_slot_goes_to_another_request_while_its_last_step_runs(load: Callable[
     first, second = make_prompts(VOCAB_SIZE, (8, 5))
     [begin, go_on] = make_plans([first], 2, [EDITED])
     taken = SlotInit(0, second, len(second), [7, 8], EDITED, seed=3)
-    plans = [begin, go_on, StepPlan(2, [Row(0, 0, 5, sample=True)], [taken], freed_slots=[0])]
-    plans += [StepPlan(3 + i, [Row(0, 5 + i, 1, sample=True)]) for i in range(4)]
-    found = [result.token_ids for result in Core(load()).run(plans)][2:]
+    plans = [begin, go_on, StepPlan(2, [Row(0, 0, 5, num_samples=1)], [taken], freed_slots=[0])]
+    plans += [StepPlan(3 + i, [Row(0, 5 + i, 1, num_samples=1)]) for i in range(4)]
+    found = [tokens_of(result) for result in Core(load()).run(plans)][2:]
     alone = load(enforce_eager=True)
-    assert found == [alone.step(plan).token_ids for plan in plans[2:]]
+    assert found == [tokens_of(alone.step(plan)) for plan in plans[2:]]
 
 
 def test_masks_wait_for_the_step_before(load: Callable[..., Runner]) -> None:
@@ -232,12 +241,33 @@ def test_masks_wait_for_the_step_before(load: Callable[..., Runner]) -> None:
             bits[0, i // 32] |= np.uint32(1 << i % 32)
         masks.append(Masks(plan.step_id, [1], Tensor("int32", bits.shape, bits.tobytes())))
     results = Core(load(), masks).run(plans)
-    assert [result.token_ids[1] for result in results] == [10, 11, 12, 13]
+    assert [tokens_of(result)[1] for result in results] == [10, 11, 12, 13]
     free = [
-        result.token_ids[0]
+        tokens_of(result)[0]
         for result in Core(load()).run(make_plans(make_prompts(VOCAB_SIZE, (4,)), 4, [PLAIN]))
     ]
-    assert [result.token_ids[0] for result in results] == free
+    assert [tokens_of(result)[0] for result in results] == free
+
+
+@pytest.mark.parametrize("num_right", [0, 2, 3])
+def test_drafts_change_no_token(load: Callable[..., Runner], num_right: int) -> None:
+    [prompt] = make_prompts(VOCAB_SIZE, (9,))
+    plans = make_plans([prompt], 6, [GREEDY])
+    runner = load()
+    alone = [token_id for plan in plans for token_id in tokens_of(runner.step(plan))]
+    runner.step(StepPlan(6, [], freed_slots=[0]))
+    drafts = [*alone[1 : 1 + num_right], *((t + 1) % VOCAB_SIZE for t in alone[1 + num_right : 4])]
+    drafted = [plans[0], StepPlan(1, [Row(0, 9, 4, [], drafts, 4)])]
+    drafted.append(StepPlan(2, [Row(0, 10 + num_right, 1, num_samples=1)]))
+    found = [token_id for plan in drafted for token_id in tokens_of(runner.step(plan))]
+    assert found == alone[: len(found)] and len(found) == 3 + num_right
+
+
+def prompt_logprobs(result: StepResult) -> LogprobRows:
+    """Those of the only row."""
+    [row] = result.rows
+    assert row.prompt_logprobs is not None
+    return row.prompt_logprobs
 
 
 def test_log_probabilities_of_a_prompt_that_came_token_by_token(load: Callable[..., Runner]) -> None:
@@ -247,13 +277,13 @@ def test_log_probabilities_of_a_prompt_that_came_token_by_token(load: Callable[.
     plans = [StepPlan(i, [Row(0, i, 1, num_prompt_logprobs=1)]) for i in range(3)]
     plans[0].inits.append(SlotInit(0, prompt, 4, [3], params, seed=0))
     plain = load(enforce_eager=True)
-    wanted = [values(plain.step(plan).prompt_logprobs[0]) for plan in plans]
+    wanted = [values(prompt_logprobs(plain.step(plan))) for plan in plans]
     found = load()
     core = Core(found)
     for plan in plans:
         core.steps.launch(plan)
     core.steps.finish()
-    assert [values(result.prompt_logprobs[0]) for result in core.results] == wanted
+    assert [values(prompt_logprobs(result)) for result in core.results] == wanted
 
 
 def test_an_empty_plan_goes_behind_the_step_that_runs(load: Callable[..., Runner]) -> None:

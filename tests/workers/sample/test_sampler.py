@@ -485,14 +485,13 @@ def test_an_empty_batch() -> None:
 # ---------------------------------------------------------------- masks
 
 
-def masks_of(allowed: dict[int, Sequence[int]], num_rows: int, vocab_size: int) -> TokenMasks:
-    """Masks for some rows, by way of the message; the plan has another row before each of those that sample."""
+def masks_of(allowed: dict[int, Sequence[int]], vocab_size: int) -> TokenMasks:
+    """Masks for some samples, by way of the message."""
     words = -(-vocab_size // 32)
     bits = b"".join(
         sum(1 << token_id for token_id in tokens).to_bytes(4 * words, "little") for tokens in allowed.values()
     )
-    message = Masks(1, [2 * row + 1 for row in allowed], Tensor("int32", (len(allowed), words), bits))
-    return TokenMasks.of(message, [2 * row + 1 for row in range(num_rows)])
+    return TokenMasks.of(Masks(1, list(allowed), Tensor("int32", (len(allowed), words), bits)))
 
 
 ASKED: list[dict[str, Any]] = [
@@ -515,7 +514,7 @@ def test_a_mask_is_a_list_of_allowed_tokens_whatever_else_is_asked(dtype: torch.
     params = [ASKED[row % len(ASKED)] for row in range(rows)]
     allowed = {row: torch.randperm(size)[: 1 + 9 * (row % 5)].tolist() for row in range(0, rows, 2)}
     slots = [make_slot(size, seed=row, **params[row]) for row in range(rows)]
-    result = sample(logits, slots, masks_of(allowed, rows, size))
+    result = sample(logits, slots, masks_of(allowed, size))
     for row in range(rows):
         asked = dict(params[row])
         if row in allowed:
@@ -534,14 +533,14 @@ def test_a_mask_that_allows_everything_changes_nothing() -> None:
     torch.manual_seed(4)
     logits = torch.randn(len(ASKED), 1000).bfloat16()
     slots = [make_slot(1000, seed=row, logprobs=2, **asked) for row, asked in enumerate(ASKED)]
-    masks = masks_of({row: range(1000) for row in range(len(ASKED))}, len(ASKED), 1000)
+    masks = masks_of({row: range(1000) for row in range(len(ASKED))}, 1000)
     assert sample(logits, slots, masks) == sample(logits, slots)
 
 
 def test_log_probabilities_are_of_the_raw_logits_under_a_mask() -> None:
     logits = torch.tensor([[1.0, 5.0, 2.0, 0.0]])
     plain = sample(logits, [make_slot(4, temperature=0.0, logprobs=3)])
-    found = sample(logits, [make_slot(4, temperature=0.0, logprobs=3)], masks_of({0: [2]}, 1, 4))
+    found = sample(logits, [make_slot(4, temperature=0.0, logprobs=3)], masks_of({0: [2]}, 4))
     assert plain.token_ids == [1] and found.token_ids == [2]
     assert found.logprobs[0].token_ids.tolist() == [2, 1, 2, 0]
     assert found.logprobs[0].ranks.tolist() == [2]
@@ -550,7 +549,7 @@ def test_log_probabilities_are_of_the_raw_logits_under_a_mask() -> None:
 def test_a_mask_that_allows_nothing_is_an_error_of_its_row_alone() -> None:
     logits = torch.randn(4, 40)
     slots = [make_slot(40, temperature=t) for t in (0.0, 0.0, 1.0, 1.0)]
-    result = sample(logits, slots, masks_of({1: [], 3: []}, 4, 40))
+    result = sample(logits, slots, masks_of({1: [], 3: []}, 40))
     assert sorted(result.errors) == [1, 3] and "grammar" in result.errors[1]
     good = sample(logits, slots)
     assert [result.token_ids[row] for row in (0, 2)] == [good.token_ids[row] for row in (0, 2)]

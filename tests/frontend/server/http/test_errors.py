@@ -53,7 +53,11 @@ HELLO = [{"role": "user", "content": "w5"}]
         ({"prompt": "w5", "suffix": "w6"}, 400, "suffix"),
         ({"prompt": "w5", "stream_options": {}}, 400, "stream_options"),
         ({"prompt": "w5", "timeout": 0}, 400, "timeout"),
+        ({"prompt": "w5", "seed": 2**63}, 400, "seed"),
         ({"prompt": "w5", "seed": 2**70}, 400, "seed"),
+        ({"prompt": "w5", "truncation_side": "right", "truncate_prompt_tokens": 3}, 400, "truncation_side"),
+        ({"prompt": "w5", "truncate_prompt_tokens": 4097}, 400, "truncate_prompt_tokens"),
+        ({"prompt": "w5", "priority": 1}, 400, "priority"),
         ({"prompt": [64]}, 400, None),
         ({"prompt": [5] * 4096}, 400, None),
         ({"prompt": "w5", "guided_regex": "a", "guided_choice": ["b"]}, 400, "guided_regex"),
@@ -85,6 +89,7 @@ def test_bad_completions(client: Client, core: FakeCore, body: Any, status: int,
         ({"messages": HELLO, "chat_template": "{{ 1 }}"}, 400),
         ({"messages": HELLO, "functions": [{"name": "f"}]}, 400),
         ({"messages": HELLO, "modalities": ["audio"]}, 400),
+        ({"messages": HELLO, "web_search_options": {}}, 400),
         ({"messages": HELLO, "add_generation_prompt": True, "continue_final_message": True}, 400),
     ],
 )
@@ -96,8 +101,17 @@ def test_bad_chats(client: Client, core: FakeCore, body: Any, status: int) -> No
 
 
 def test_what_is_too_long_has_its_code(client: Client) -> None:
-    assert client.post(COMPLETIONS, {"prompt": [5] * 4096}).error["code"] == "context_length_exceeded"
-    assert client.post(COMPLETIONS, {"prompt": "w" * (1 << 21)}).error["code"] == "context_length_exceeded"
+    """And begins with the words by which clients know it."""
+    chat = [{"role": "user", "content": "w5 " * 4096}]
+    for target, body in (
+        (COMPLETIONS, {"prompt": [5] * 4096}),
+        (COMPLETIONS, {"prompt": "w" * (1 << 21)}),
+        (CHAT, {"messages": chat}),
+        (CHAT, {"messages": chat, "stream": True}),
+    ):
+        error = client.post(target, body).error
+        assert error["code"] == "context_length_exceeded"
+        assert error["message"].startswith("This model's maximum context length is 4096 tokens")
 
 
 def test_bodies(serve: Callable[..., Client], core: FakeCore) -> None:
@@ -219,6 +233,7 @@ def test_a_deadline(serve: Callable[..., Client], core: FakeCore) -> None:
     for body, headers in (({"timeout": 0.01}, {}), ({}, {"x-request-timeout": "0.01"})):
         answer = client.post(COMPLETIONS, {"prompt": "w5"} | body, **headers)
         assert answer.status == 408 and answer.error["code"] == "deadline_passed"
+        assert answer.headers["x-should-retry"] == "false"  # else OpenAI's clients would, twice
         assert core.expect(Abort).keys
     core.auto = True
     assert client.post(COMPLETIONS, {"prompt": "w5", "timeout": 60}).status == 200

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -159,12 +160,29 @@ def test_a_prefix(serve: Callable[..., Client]) -> None:
 
 @pytest.mark.parametrize("given", ["mine", "a" * 256, "x; y=1", "\xe9", "../../etc", "cmpl-1"])
 def test_request_ids_are_repeated(client: Client, core: FakeCore, given: str) -> None:
-    """And are nobody's key: the same one twice at once is no conflict."""
+    """They are a part of the response's id, which is another one each time."""
     for target in ("/v1/completions", "/tokenize", "/nothing"):
         answer = client.post(target, {"prompt": "w5"}, **{"x-request-id": given})
         assert answer.headers["x-request-id"] == given
         if target == "/v1/completions":
-            assert given not in answer.json["id"] or given == "cmpl-1"
+            plain = re.sub(r"[^A-Za-z0-9_.-]", "_", given)[:64]
+            again = client.post(target, {"prompt": "w5"}, **{"x-request-id": given})
+            for name in (answer.json["id"], again.json["id"]):
+                assert re.fullmatch(f"cmpl-{re.escape(plain)}-[0-9a-f]{{32}}", name)
+            assert answer.json["id"] != again.json["id"]
+
+
+def test_a_request_id_in_the_body(client: Client, core: FakeCore) -> None:
+    """It becomes a part of the id, too, unless the header does."""
+    name = client.post("/v1/completions", {"prompt": "w5", "request_id": "a/b c"}).json["id"]
+    assert re.fullmatch("cmpl-a_b_c-[0-9a-f]{32}", name)
+    assert core.expect(Submit).requests[0].request_id == name
+    both = {"x-request-id": "header"}
+    name = client.post("/v1/completions", {"prompt": "w5", "request_id": "body"}, **both).json["id"]
+    assert name.startswith("cmpl-header-")
+    plain = client.post("/v1/completions", {"prompt": "w5", "request_id": ""}).json["id"]
+    assert re.fullmatch("cmpl-[0-9a-f]{32}", plain)
+    assert not client.app.state.service.open
 
 
 @pytest.mark.parametrize("given", ["", "a" * 257, "a\nb", "a\x00", "\x7f"])

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.ipc.messages import Request, Submit, TokenDelta
 
 from ...conftest import FakeCore
+from ...logprob_rows import rows
 from ..client import Client
 
 HELLO = [{"role": "user", "content": "w5 w6"}]
@@ -55,9 +57,9 @@ def test_chat(client: Client) -> None:
 )
 def test_prompts(client: Client, core: FakeCore, prompt: Any, expected: list[list[int]]) -> None:
     """Choices come in the order of the prompts, n to each."""
-    core.answer = lambda request, index: [request.prompt_token_ids[0] + 10 + index]
+    core.answer = lambda request, index: [request.prompt.token_ids[0] + 10 + index]
     answer = client.post("/v1/completions", {"prompt": prompt, "n": 2})
-    assert [request.prompt_token_ids for request in core.expect(Submit).requests] == expected
+    assert [request.prompt.token_ids for request in core.expect(Submit).requests] == expected
     assert [choice["index"] for choice in answer.json["choices"]] == list(range(2 * len(expected)))
     texts = [choice["text"] for choice in answer.json["choices"]]
     assert texts == [f"w{ids[0] + 10 + i}" for ids in expected for i in range(2)]
@@ -173,6 +175,37 @@ def test_echo(client: Client) -> None:
     assert only["choices"][0]["text"] == "w5 w6" and only["usage"]["completion_tokens"] == 0
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_prompt_logprobs_of_chat(serve: Callable[..., Client], core: FakeCore, n: int) -> None:
+    """A stream has them in its first event, and says what the whole answer says."""
+    client = serve()
+
+    def ask(stream: bool) -> Any:
+        async def play() -> Any:
+            body = {"messages": HELLO, "prompt_logprobs": 1, "stream": stream, "n": n}
+            call = client.call("POST", "/v1/chat/completions", body)
+            (request,) = (await asyncio.to_thread(core.expect, Submit)).requests
+            positions = rows([[6, 9]], [[-2.0, -0.5]], [3])
+            core.tokens(request.key, [7], prompt_logprobs=positions, finish_reason="length")
+            for index in range(1, n):
+                core.tokens(request.key, [8], index, finish_reason="length")
+            return await call.answer()
+
+        return client.run(play)
+
+    expected = [
+        None,
+        {
+            "6": {"logprob": -2.0, "rank": 3, "decoded_token": " w6"},
+            "9": {"logprob": -0.5, "rank": 1, "decoded_token": " w9"},
+        },
+    ]
+    assert ask(False).json["prompt_logprobs"] == expected
+    first, *others = ask(True).events
+    assert first["prompt_logprobs"] == expected and first["choices"][0]["delta"]["role"] == "assistant"
+    assert others and not any("prompt_logprobs" in event for event in others)
+
+
 def test_chat_continues_and_echoes_the_last_message(client: Client, core: FakeCore) -> None:
     messages = [*HELLO, {"role": "assistant", "content": "w8 w9"}]
     body = {"messages": messages, "continue_final_message": True, "echo": True}
@@ -182,7 +215,7 @@ def test_chat_continues_and_echoes_the_last_message(client: Client, core: FakeCo
         "content": "w8 w9w2 w3 w4",
         "refusal": None,
     }
-    assert core.expect(Submit).requests[0].prompt_token_ids == [5, 6, 8, 9]
+    assert core.expect(Submit).requests[0].prompt.token_ids == [5, 6, 8, 9]
     events = client.post("/v1/chat/completions", body | {"stream": True}).events
     assert "".join(e["choices"][0]["delta"].get("content", "") for e in events) == "w8 w9w2 w3 w4"
 
@@ -222,9 +255,10 @@ def test_tokenize(client: Client) -> None:
     assert client.post("/tokenize", {}).status == 400
 
 
-def test_priority_and_salt(client: Client, core: FakeCore) -> None:
+def test_priority_and_salt(client: Client, core: FakeCore, engine: AsyncLLM) -> None:
+    engine.info.scheduling_policy = "priority"
     client.post("/v1/completions", {"prompt": ["w5", [6]], "priority": 3, "cache_salt": "s"})
     requests: list[Request] = core.expect(Submit).requests
-    assert [(request.priority, request.cache_salt) for request in requests] == [(3, "s")] * 2
+    assert [(request.priority, request.prompt.cache_salt) for request in requests] == [(3, "s")] * 2
     client.post("/v1/chat/completions", {"messages": HELLO, "cache_salt": "s"})
-    assert core.expect(Submit).requests[0].cache_salt == "s"
+    assert core.expect(Submit).requests[0].prompt.cache_salt == "s"

@@ -11,10 +11,11 @@ import pytest
 
 from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.frontend.outputs import CompletionOutput
+from pagewire.frontend.server.openai.constraints import demanded
 from pagewire.frontend.server.openai.protocol import ChatRequest, CompletionRequest
-from pagewire.frontend.server.openai.sampling import best_outputs, structure
+from pagewire.frontend.server.openai.sampling import best_outputs
 from pagewire.ipc.messages import Submit
-from pagewire.ipc.params import RequestOutputKind, SamplingParams
+from pagewire.ipc.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 from ...conftest import FakeCore
 from ..client import Client
@@ -67,7 +68,8 @@ def test_other_fields(client: Client, core: FakeCore) -> None:
     assert sent(client, core).output_kind is RequestOutputKind.FINAL_ONLY
     assert sent(client, core, stream=True).output_kind is RequestOutputKind.DELTA
     best = sent(client, core, n=2, best_of=3)
-    assert (best.n, best.logprobs) == (3, 0)
+    assert (best.n, best.num_returned, best.logprobs) == (3, 2, 0)
+    assert sent(client, core, n=2, best_of=2).num_returned is None
 
 
 def test_chat_fields(client: Client, core: FakeCore) -> None:
@@ -114,6 +116,49 @@ def test_unknown_fields_are_named_once(client: Client, caplog: pytest.LogCapture
     assert len(record.getMessage()) < 500
 
 
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"store": True, "metadata": {"a": "b"}}, "'metadata', 'store'"),
+        ({"prediction": {"type": "content", "content": "x"}}, "'prediction'"),
+        ({"store": False, "metadata": None, "user": "u", "safety_identifier": "s"}, None),
+    ],
+)
+def test_fields_without_effect_are_named(
+    client: Client, caplog: pytest.LogCaptureFixture, fields: dict[str, Any], named: str | None
+) -> None:
+    assert client.post("/v1/chat/completions", {"messages": HELLO} | fields).status == 200
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == (named is not None)
+    assert named is None or f"without effect here: {named}" in warnings[0]
+
+
+def test_the_tier_is_the_only_one_that_there_is(client: Client) -> None:
+    body = {"messages": HELLO, "service_tier": "flex"}
+    assert client.post("/v1/chat/completions", body).json["service_tier"] == "default"
+    events = client.post("/v1/chat/completions", body | {"stream": True}).events
+    assert {event["service_tier"] for event in events} == {"default"}
+    assert "service_tier" not in client.post("/v1/chat/completions", {"messages": HELLO}).json
+
+
+def test_the_user_is_logged(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pagewire.server")
+    for target, body in (
+        ("/v1/completions", {"prompt": "w5", "user": "anna"}),
+        ("/v1/chat/completions", {"messages": HELLO, "safety_identifier": "anna"}),
+        ("/v1/responses", {"input": "w5", "user": "anna"}),
+    ):
+        caplog.clear()
+        assert client.post(target, body).status == 200
+        assert 'user="anna"' in caplog.text
+
+
+def test_what_is_kept_of_a_prompt(client: Client, core: FakeCore) -> None:
+    body = {"prompt": "w5 w6 w7", "truncate_prompt_tokens": 2, "truncation_side": "left"}
+    assert client.post("/v1/completions", body).status == 200
+    assert core.expect(Submit).requests[0].prompt_token_ids == [6, 7]
+
+
 SCHEMA = {"type": "object"}
 
 
@@ -150,7 +195,8 @@ SCHEMA = {"type": "object"}
     ],
 )
 def test_structured_outputs(fields: Any, expected: Any) -> None:
-    assert structure(msgspec.convert({"prompt": "w5"} | fields, CompletionRequest)) == expected
+    request = msgspec.convert({"prompt": "w5"} | fields, CompletionRequest)
+    assert demanded(request) == (None if expected is None else StructuredOutputsParams(**expected))
 
 
 def test_best_of_gives_the_most_likely(serve: Callable[..., Client], core: FakeCore) -> None:
@@ -168,16 +214,18 @@ def test_templates_in_requests(serve: Callable[..., Client], core: FakeCore) -> 
     core.auto = True
     body = {"messages": HELLO, "chat_template": "w7 {{ messages[0].content }}"}
     assert serve(trust_request_chat_template=True).post("/v1/chat/completions", body).status == 200
-    assert core.expect(Submit).requests[0].prompt_token_ids == [7, 5]
+    assert core.expect(Submit).requests[0].prompt.token_ids == [7, 5]
     own = serve(chat_template="w8 {{ messages[0].content }}", response_role="bot")
     answer = own.post("/v1/chat/completions", {"messages": HELLO})
-    assert core.expect(Submit).requests[0].prompt_token_ids == [8, 5]
+    assert core.expect(Submit).requests[0].prompt.token_ids == [8, 5]
     assert answer.json["choices"][0]["message"]["role"] == "bot"
 
 
 def test_what_templates_are_given(serve: Callable[..., Client], core: FakeCore) -> None:
     core.auto = True
-    client = serve(chat_template="{{ documents[0].text }} {{ reasoning_effort }} {{ messages[0].content }}")
-    body = {"messages": HELLO, "documents": [{"text": "w7"}], "reasoning_effort": "w8"}
+    client = serve(
+        chat_template="{{ documents[0].text }} {{ reasoning_effort }} {{ verbosity }} {{ messages[0].content }}"
+    )
+    body = {"messages": HELLO, "documents": [{"text": "w7"}], "reasoning_effort": "w8", "verbosity": "w9"}
     assert client.post("/v1/chat/completions", body).status == 200
-    assert core.expect(Submit).requests[0].prompt_token_ids == [7, 8, 5]
+    assert core.expect(Submit).requests[0].prompt.token_ids == [7, 8, 9, 5]

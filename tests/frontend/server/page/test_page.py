@@ -118,7 +118,7 @@ def test_scripts_make_no_html_of_text_and_know_their_document(document: Tags) ->
         assert set(used + icons) <= set(ids), path
 
 
-def test_everything_has_a_name_for_those_who_listen(document: Tags) -> None:
+def test_every_control_has_a_name_for_screen_readers(document: Tags) -> None:
     targets = {
         attributes["for"] for tag, attributes in document.tags if tag == "label" and "for" in attributes
     }

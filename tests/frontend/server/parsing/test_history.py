@@ -1,4 +1,4 @@
-"""Calls in conversations, and what answers them."""
+"""Tool calls and their results in conversations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def answer(**changes: Any) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": "1", "content": "4", **changes}
 
 
-def test_answers_are_named_as_the_functions_they_come_from() -> None:
+def test_a_result_has_the_name_of_its_function() -> None:
     again = called(id="2", function={"name": "g", "arguments": {}})
     messages = [USER, called(), answer(), again, answer(tool_call_id="2", name="mine"), answer(name=None)]
     read = read_history(messages)
@@ -48,6 +48,6 @@ def test_answers_are_named_as_the_functions_they_come_from() -> None:
         ([called(function={"name": "f"})], r"function.arguments must be JSON text, got None"),
     ],
 )
-def test_what_is_refused(messages: list[Any], error: str) -> None:
+def test_refused_messages(messages: list[Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         read_history(messages)

@@ -1,4 +1,4 @@
-"""What tools and tool_choice come to: what is told, demanded, and read."""
+"""How `tools` and `tool_choice` decide on the prompt, the form of the output, and its parser."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCHEMAS: list[dict[str, Any]] = [
     },
     {"properties": {"a": {"$ref": "#named"}}, "$defs": {"n": {"$anchor": "named", "type": "string"}}},
     {"anyOf": [{"required": ["a"]}, {"$ref": "#/$defs/b"}], "$defs": {"b": {"required": ["b"]}}},
-    # Data is left alone, whatever it looks like.
+    # Data is left unchanged, even if it looks like a reference.
     {"properties": {"a": {"enum": [{"$ref": "#/nowhere"}, 1], "default": {"$ref": "#"}}}},
     {"properties": {"a": {"const": {"$ref": "#/nowhere"}}}},
 ]
@@ -59,7 +59,7 @@ def valid(schema: dict[str, Any], value: Any) -> bool:
     return jsonschema.Draft202012Validator(schema).is_valid(value)
 
 
-def test_a_list_of_calls_is_as_valid_as_their_arguments() -> None:
+def test_a_list_of_calls_is_valid_if_their_arguments_are() -> None:
     functions = [tool["function"] for tool in TOOLS]
     before = copy.deepcopy(functions)
     schema = calls_schema(functions, parallel=True)
@@ -77,8 +77,8 @@ def test_a_list_of_calls_is_as_valid_as_their_arguments() -> None:
     assert valid(schema, [call, call]) and not valid(schema, [])
     assert not valid(schema, [{**call, "name": "g"}]) and not valid(schema, [{**call, "more": 1}])
     assert not valid(schema, [{"name": "f0"}]) and not valid(schema, call)
-    one = calls_schema(functions, parallel=False)
-    assert valid(one, [call]) and not valid(one, [call, call])
+    single = calls_schema(functions, parallel=False)
+    assert valid(single, [call]) and not valid(single, [call, call])
 
 
 def parser_of(use: ToolUse) -> Any:
@@ -107,7 +107,7 @@ def test_choices() -> None:
     assert tool_use(TOOLS, allowed, parser="hermes").prompted == TOOLS[:1]
 
 
-def test_ids_are_as_long_as_the_format_wants_them() -> None:
+def test_call_ids_have_the_length_of_the_format() -> None:
     for parser, length in ((None, 29), ("hermes", 29), ("mistral", 9)):
         (call,) = parser_of(tool_use(TOOLS, F0, parser=parser, auto=False)).parse("{}").tool_calls
         assert len(call.id) == length
@@ -142,12 +142,12 @@ def test_ids_are_as_long_as_the_format_wants_them() -> None:
         ),
     ],
 )
-def test_what_is_refused(tools: Any, choice: Any, error: str) -> None:
+def test_refused_tools_and_choices(tools: Any, choice: Any, error: str) -> None:
     with pytest.raises(ValueError, match=error):
         tool_use(tools, choice)
 
 
-def test_parsers_are_known_by_name() -> None:
+def test_parsers_by_name() -> None:
     assert parser_named("hermes") is Hermes
     with pytest.raises(ValueError, match="one of hermes, mistral, llama3_json, pythonic, got 'x'"):
         parser_named("x")

@@ -1,4 +1,4 @@
-"""Tool calls in replies: each format as its models write it, cut anywhere, broken anywhere."""
+"""Tool calls in replies: every format as models write it, split and damaged anywhere."""
 
 from __future__ import annotations
 
@@ -72,6 +72,20 @@ EXAMPLES: list[tuple[type[Parser], str, str | None, list[Call]]] = [
     (Hermes, '<tool_call>{"name": "f"}</tool_call>', None, [("f", "{}")]),
     (Hermes, '<tool_call>{"name": "f", "arguments": null}</tool_call>', None, [("f", "{}")]),
     (Hermes, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', None, [("f", '{"a": 1}')]),
+    # A string of arguments is the call's, whatever is in it.
+    (Hermes, '<tool_call>{"name": "f", "arguments": ""}</tool_call>', None, [("f", "{}")]),
+    (Hermes, '<tool_call>{"name": "f", "arguments": "[1]"}</tool_call>', None, [("f", "[1]")]),
+    (Hermes, '<tool_call>{"name": "f", "arguments": "Köln"}</tool_call>', None, [("f", "Köln")]),
+    (Hermes, '<tool_call>{"arguments": "{\\"a\\": nope}", "name": "f"}</tool_call>', None, [("f", '{"a": nope}')]),
+    (
+        Hermes,
+        '<tool_call>{"name": "f", "arguments": "' + "[" * 100_000 + '"}</tool_call>',
+        None,
+        [("f", "[" * 100_000)],
+    ),
+    # The closing tag ends arguments whose brackets are open.
+    (Hermes, '<tool_call>{"name": "f", "arguments": {"a": {"": [1</tool_call>', None, [("f", '{"a": {"": [1]}}')]),
+    (Hermes, '<tool_call>{"name": "f", "arguments": {"a": "{["\n</tool_call> so', " so", [("f", '{"a": "{["\n}')]),
     # Arguments that are cut short or not JSON are as the model wrote them.
     (Hermes, '<tool_call>{"name": "f", "arguments": {"a": "\\', None, [("f", '{"a": "\\')]),
     (Hermes, '<tool_call>{"name": "f", "arguments": {"a": nope}}</tool_call>', None, [("f", '{"a": nope}')]),
@@ -79,11 +93,11 @@ EXAMPLES: list[tuple[type[Parser], str, str | None, list[Call]]] = [
         Hermes,
         '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>\n<tool_call>{"name": "g"}</tool_call>',
         None,
-        [("f", '{"a": 1'), ("g", "{}")],
+        [("f", '{"a": 1}'), ("g", "{}")],
     ),
     (Hermes, '<tool_call>{"name": "f", "arguments": {}</tool_call> and', " and", [("f", "{}")]),
     (Hermes, '<tool_call>{"name": "f", "arguments": {}}} </tool_call>', "} </tool_call>", [("f", "{}")]),
-    # Heads that are none.
+    # Text that is not a call, though it begins like one.
     *(
         (Hermes, text, text, [])
         for text in (
@@ -95,9 +109,7 @@ EXAMPLES: list[tuple[type[Parser], str, str | None, list[Call]]] = [
             '<tool_call>{"name": "", "arguments": {}}</tool_call>',
             '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
             '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
-            '<tool_call>{"name": "f", "arguments": "[1]"}</tool_call>',
             '<tool_call>{"name": "f", "arguments": "{\\"\\ud800\\": 1}"}</tool_call>',
-            '<tool_call>{"name": "f", "arguments": "' + "[" * 100_000 + '"}</tool_call>',
             '<tool_call>{"name": "f" "arguments": {}}</tool_call>',
             "<tool_call>{'name': 'f', 'arguments': {}}</tool_call>",
             '<tool_call>{"function": {"name": "f"}}</tool_call>',
@@ -124,6 +136,21 @@ EXAMPLES: list[tuple[type[Parser], str, str | None, list[Call]]] = [
     ),
     (Mistral, '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"na', ' {"na', [("f", "{}")]),
     (Mistral, '[TOOL_CALLS] [{"name": "f", "arguments": {}} {"n', ' {"n', [("f", "{}")]),
+    # A list behind other text.
+    (
+        Mistral,
+        'So [TOOL_CALLS] I call f: [{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"a": 1}}] ok',
+        "So  I call f:  ok",
+        [("f", "{}"), ("g", '{"a": 1}')],
+    ),
+    (Mistral, '[TOOL_CALLS] [1] a[0] [ {"name": "f", "arguments": {"a', " [1] a[0]", [("f", '{"a')]),
+    (
+        Mistral,
+        '[TOOL_CALLS] no [TOOL_CALLS] [{"name": "f", "arguments": {}}]',
+        "[TOOL_CALLS] no",
+        [("f", "{}")],
+    ),
+    *((Mistral, text, text, []) for text in ('[TOOL_CALLS] a [{"name": 3}]', "[TOOL_CALLS] a [TOOL_CALLS] [{}]")),
     *((Mistral, text, text, []) for text in ("[TOOL_CALLS] what", "[TOOL_CALLS][]", "[TOOL_CALLS]f()", "[TOOL")),
     (Llama3JSON, '{"name": "f", "parameters": {"a": {}}}', None, [("f", '{"a": {}}')]),
     (
@@ -167,6 +194,10 @@ EXAMPLES: list[tuple[type[Parser], str, str | None, list[Call]]] = [
     (Pythonic, "[f(a=1)", None, [("f", '{"a": 1}')]),
     (Pythonic, "[f(a=1), g(b=", " g(b=", [("f", '{"a": 1}')]),
     (Pythonic, "[f(a=1), 2]", " 2]", [("f", '{"a": 1}')]),
+    # Calls with other arguments than literals are content; those around them are calls.
+    (Pythonic, "[f(a=b), g(a=1)] ok", "[f(a=b) ok", [("g", '{"a": 1}')]),
+    (Pythonic, "[f(1), g(x=2), h(*y), i()]", "[f(1) h(*y)", [("g", '{"x": 2}'), ("i", "{}")]),
+    (Pythonic, "[f(a=1), g(b(2)),]<|python_end|>", " g(b(2))", [("f", '{"a": 1}')]),
     *(
         (Pythonic, text, text, [])
         for text in (
@@ -174,6 +205,7 @@ EXAMPLES: list[tuple[type[Parser], str, str | None, list[Call]]] = [
             "[1, 2]",
             "[]",
             "[f(1)]",
+            "[f(1), g(2),]<|python_end|> ok",
             "[f(a=1) + 2]",
             "[f(a=1)(b=2)]",
             "[f(**{'a': 1})]",
@@ -230,7 +262,7 @@ TEXTS = st.lists(st.one_of(WORDS, WORDS, WORDS, st.text(max_size=3)), max_size=3
 
 
 def cut(text: str, seed: int) -> list[str]:
-    """The text in pieces, some of them empty."""
+    """Return the text in pieces, some of them empty."""
     chance = random.Random(seed)
     places = sorted(chance.choices(range(len(text) + 1), k=chance.randint(0, len(text) + 2)))
     return [text[a:b] for a, b in itertools.pairwise([0, *places, len(text)])]
@@ -239,7 +271,9 @@ def cut(text: str, seed: int) -> list[str]:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None)
 @given(text=TEXTS, seed=st.integers())
-def test_no_cut_changes_a_reply(kind: Callable[..., Parser], text: str, seed: int) -> None:
+def test_the_reply_does_not_depend_on_how_the_text_is_split(
+    kind: Callable[..., Parser], text: str, seed: int
+) -> None:
     reply = new_parser(kind).parse(text)
     deltas = streamed(new_parser(kind), cut(text, seed))
     assert fold(deltas) == reply
@@ -251,7 +285,7 @@ def test_no_cut_changes_a_reply(kind: Callable[..., Parser], text: str, seed: in
 @pytest.mark.parametrize("kind", KINDS[:-1])
 @settings(deadline=None)
 @given(text=TEXTS)
-def test_what_is_no_call_is_content(kind: Callable[..., Parser], text: str) -> None:
+def test_text_that_is_not_a_call_is_content(kind: Callable[..., Parser], text: str) -> None:
     reply = new_parser(kind).parse(text)
     content = reply.content or ""
     if not reply.tool_calls:
@@ -260,7 +294,19 @@ def test_what_is_no_call_is_content(kind: Callable[..., Parser], text: str) -> N
     assert all(character in rest for character in content)  # in order: nothing is made up
     if kind is not Pythonic:
         arguments = [call.arguments for call in reply.tool_calls]
-        assert all(part in text or part == "{}" or json.loads(part) is not None for part in arguments)
+        strings = [json_string(part) for part in re.findall(r'"(?:[^"\\]|\\.)*"', text, re.DOTALL)]
+        assert all(
+            part in text or part == "{}" or part in strings or part.rstrip("]}") in text for part in arguments
+        )
+
+
+def json_string(text: str) -> str | None:
+    """The string that JSON text encodes; None if it is invalid."""
+    try:
+        value: str = json.loads(text, strict=False)
+    except ValueError:
+        return None
+    return value
 
 
 # ---------------------------------------------------------------- well-formed replies and their parts
@@ -350,20 +396,20 @@ def test_well_formed_replies(
     part = new_parser(kind).parse(text[:end])
     for short, whole in zip(part.tool_calls, reply.tool_calls, strict=False):
         assert short.name == whole.name and whole.arguments.startswith(short.arguments)
-    one = new_parser(kind, parallel=False).parse(text)
-    assert one.tool_calls == reply.tool_calls[:1] and one.content == reply.content
+    single = new_parser(kind, parallel=False).parse(text)
+    assert single.tool_calls == reply.tool_calls[:1] and single.content == reply.content
 
 
 @settings(deadline=None)
 @given(calls=CALLS, before=PROSE, layout=LAYOUT)
-def test_hermes_as_a_reader_of_whole_texts_finds_it(calls: Any, before: str, layout: Any) -> None:
+def test_hermes_agrees_with_a_pattern_on_the_whole_text(calls: Any, before: str, layout: Any) -> None:
     calls = [
         (name, {k: v for k, v in args.items() if "</tool_call>" not in json.dumps(v)}) for name, args in calls
     ]
     text, _ = hermes_text(calls, before, "", layout)
-    found = [json.loads(part) for part in re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)]
+    bodies = [json.loads(part) for part in re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)]
     reply = new_parser(Hermes).parse(text)
-    assert [(c["name"], c["arguments"]) for c in found] == [(n, json.loads(a)) for n, a in calls_of(reply)]
+    assert [(c["name"], c["arguments"]) for c in bodies] == [(n, json.loads(a)) for n, a in calls_of(reply)]
 
 
 # ---------------------------------------------------------------- as early as is safe
@@ -405,7 +451,7 @@ def test_a_constrained_reply_is_calls_from_the_start() -> None:
     ]
 
 
-def test_ids_look_as_templates_want_them() -> None:
+def test_call_ids_have_the_form_that_templates_accept() -> None:
     text = '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]'
     ids = [call.id for call in Mistral().parse(text).tool_calls]
     assert all(re.fullmatch(r"[A-Za-z0-9]{9}", name) for name in ids) and len(set(ids)) == 2

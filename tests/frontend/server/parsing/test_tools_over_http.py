@@ -1,4 +1,4 @@
-"""Tools over HTTP: a core replays what a model might write, and OpenAI's client reads what comes of it."""
+"""Tools over HTTP: a core replays the text of a model, and OpenAI's client reads the responses."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PYTHONIC = "Let me see.\n[get_weather(city='Köln 🦊'), clock()]"
 
 
 class Replay:
-    """A core that says what it is told to, and a way to serve it."""
+    """A core that answers every request with `text`, and servers on it."""
 
     def __init__(self, core: FakeCore, tokenizer: Tokenizer) -> None:
         self.core, self.tokenizer = core, tokenizer
@@ -62,20 +62,20 @@ class Replay:
         core.answer = lambda request, index: tokenizer.encode(self.text, add_special_tokens=False)
 
     @contextmanager
-    def serve(self, **options: Any) -> Iterator[str]:
-        """The URL of a server on it, in a thread."""
-        with serving(self.core.address, ServerOptions(port=0, chat_template=TEMPLATE, **options)) as url:
+    def serve(self, template: str = TEMPLATE, **options: Any) -> Iterator[str]:
+        """Return the URL of a server on the core, which runs in a thread."""
+        with serving(self.core.address, ServerOptions(port=0, chat_template=template, **options)) as url:
             yield url + "/v1"
 
     @property
     def last(self) -> Any:
-        """The last request that came."""
+        """The last request that the core received."""
         return self.core.submitted[max(self.core.submitted)]
 
     @property
     def prompt(self) -> str:
-        """Its prompt."""
-        return self.tokenizer.decode(self.last.prompt_token_ids)
+        """The prompt of the last request."""
+        return self.tokenizer.decode(self.last.prompt.token_ids)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def calls_of(message: Any) -> list[tuple[str, str]]:
 
 
 def gathered(chunks: Any) -> tuple[str, list[list[str]], list[str], set[str | None]]:
-    """A stream put together: content, [id, name, arguments] of calls, pieces of arguments, finish reasons."""
+    """Join a stream: content, [id, name, arguments] of calls, pieces of arguments, finish reasons."""
     content, calls, pieces, reasons = "", [], [], set()
     for chunk in chunks:
         (choice,) = chunk.choices
@@ -136,8 +136,8 @@ def test_the_model_chooses(replay: Replay, parser: str, text: str) -> None:
         assert len({call[0] for call in calls}) == 2
         assert len(pieces) >= 2  # how many depends on how fast they are read
 
-        one = client.chat.completions.create(**request, parallel_tool_calls=False)
-        assert calls_of(one.choices[0].message) == [weather]
+        single = client.chat.completions.create(**request, parallel_tool_calls=False)
+        assert calls_of(single.choices[0].message) == [weather]
 
         replay.text = "It rains. "
         (choice,) = client.chat.completions.create(**request).choices
@@ -152,7 +152,7 @@ def test_the_model_chooses(replay: Replay, parser: str, text: str) -> None:
         assert choice.finish_reason == "length"
 
 
-def test_a_function_or_any_is_demanded(replay: Replay) -> None:
+def test_a_function_or_any_call_is_required(replay: Replay) -> None:
     request: Any = {"model": "fake", "messages": ASK, "tools": [WEATHER, CLOCK]}
     named = {"type": "function", "function": {"name": "get_weather"}}
     with replay.serve() as url, client_of(url) as client:
@@ -244,7 +244,7 @@ def test_a_conversation_with_calls_and_their_answers(replay: Replay) -> None:
             client.chat.completions.create(model="fake", messages=[*ASK, answers[0]])
 
 
-def test_what_is_refused(replay: Replay) -> None:
+def test_refused_tools_and_choices(replay: Replay) -> None:
     def refused(field: str | None, message: str, **request: Any) -> None:
         with pytest.raises(openai.BadRequestError, match=message) as caught:
             client.chat.completions.create(model="fake", messages=ASK, **request)
@@ -276,11 +276,87 @@ def test_what_is_refused(replay: Replay) -> None:
         for parameters in ([], {"type": "string"}):
             refused("tools", "JSON schema of an object",
                     tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}])  # fmt: skip
-        refused("tool_choice", "cannot be constrained in another way", tools=[WEATHER], tool_choice="required",
+        refused("tool_choice", "cannot be constrained by guided_regex", tools=[WEATHER], tool_choice="required",
                 extra_body={"guided_regex": "a"})  # fmt: skip
 
 
-def test_reasoning_is_told_apart(replay: Replay) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("parser", "prompt_end", "text", "expected"),
+    [
+        ("qwen3", "<think>\n", "Hm.\n</think>\n\nRain", ("Hm.", "Rain", 0)),
+        ("qwen3", "<think>\n\n</think>\n\n", "Rain", ("", "Rain", 0)),
+        ("qwen3", "", "Rain", ("", "Rain", 0)),
+        ("deepseek_r1", "<think>\n", "Hm.\n</think>\n\nRain", ("Hm.", "Rain", 0)),
+        ("deepseek_r1", "<think>\n\n</think>\n\n", "Rain", ("", "Rain", 0)),
+        ("deepseek_r1", "", "Hm.", ("Hm.", "", 0)),
+        ("deepseek_r1", "<think>\n", "Hm.\n" + HERMES, ("Hm.\nLet me see.", "", 2)),
+    ],
+)
+def test_the_end_of_the_prompt_says_where_the_reply_begins(
+    replay: Replay, parser: str, prompt_end: str, text: str, expected: tuple[str, str, int], stream: bool
+) -> None:
+    """In chat completions and in responses, whole and streamed."""
+    flags: Any = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": parser}
+    template = "{{ messages | tojson }}" + prompt_end.replace("\n", "{{ '\\n' }}")
+    request: Any = {"model": "fake", "messages": ASK, "tools": [WEATHER, CLOCK]}
+    replay.text = text
+    with (
+        replay.serve(trust_request_chat_template=True, **flags) as url,
+        client_of(url) as client,
+    ):
+        answer = client.chat.completions.create(
+            **request, stream=stream, extra_body={"chat_template": template}
+        )
+        assert replay.prompt.endswith(prompt_end)
+        if not stream:
+            message = answer.choices[0].message
+            thoughts = getattr(message, "reasoning_content", None) or ""
+            assert (thoughts, message.content or "", len(calls_of(message))) == expected
+            return
+        chunks = list(answer)
+        content, calls, _, _ = gathered(chunks)
+        pieces = (getattr(chunk.choices[0].delta, "reasoning_content", None) for chunk in chunks)
+        thoughts = "".join(piece or "" for piece in pieces)
+        assert (thoughts, content, len(calls)) == expected
+
+
+def test_a_message_that_is_continued_within_its_reasoning(replay: Replay) -> None:
+    replay.text = "so.</think>Rain"
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    for parser, content, expected in (
+        ("qwen3", "<think>\nHm, ", ("so.", "Rain")),
+        ("deepseek_r1", "<think>Hm</think>It is", (None, "so.</think>Rain")),
+    ):
+        with (
+            replay.serve(trust_request_chat_template=True, reasoning_parser=parser) as url,
+            client_of(url) as client,
+        ):
+            message = (
+                client.chat.completions.create(
+                    model="fake",
+                    messages=[*ASK, {"role": "assistant", "content": content}],
+                    extra_body={"chat_template": template, "continue_final_message": True},
+                )
+                .choices[0]
+                .message
+            )
+            assert replay.prompt.endswith(content)
+            assert (getattr(message, "reasoning_content", None), message.content) == expected
+
+
+def test_reasoning_of_responses_begins_where_the_prompt_says(replay: Replay) -> None:
+    replay.text = "Hm.\n</think>\n\nRain"
+    with (
+        replay.serve(reasoning_parser="qwen3", template=TEMPLATE + "<think>{{ '\\n' }}") as url,
+        client_of(url) as client,
+    ):
+        assert client.responses.create(model="fake", input="Weather?").output_text == "Rain"
+        with client.responses.stream(model="fake", input="Weather?") as stream:
+            assert stream.get_final_response().output_text == "Rain"
+
+
+def test_reasoning_is_separate_from_the_answer(replay: Replay) -> None:
     replay.text = "<think>\nHm, Köln.\n</think>\n\n" + HERMES
     flags: Any = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
     request: Any = {"model": "fake", "messages": ASK, "tools": [WEATHER, CLOCK]}

@@ -21,7 +21,7 @@ from pagewire.frontend.server.parsing.hermes import Hermes
 from pagewire.frontend.server.parsing.reply import ReplyParser, ReplyWithCalls, TextReply, read
 from pagewire.frontend.server.responses.items import messages_of, read_input
 from pagewire.frontend.server.responses.protocol import ReasoningOptions, Response, TextOptions
-from pagewire.frontend.server.responses.store import Kept, ResponseStore
+from pagewire.frontend.server.responses.store import ResponseStore, StoredResponse
 from pagewire.frontend.server.responses.writer import ResponseWriter
 from pagewire.ipc.messages import Abort, Submit
 
@@ -32,6 +32,7 @@ from ..parsing.test_tools_over_http import HERMES, Replay, replay
 __all__ = ["replay"]  # a fixture
 
 PATH = "/v1/responses"
+ITEM_EVENTS = ("content_part", "output_text", "reasoning_text", "function_call", "output_item")
 
 
 def new_response(name: str = "resp_1", **fields: Any) -> Response:
@@ -130,18 +131,18 @@ def put_together(events: list[Any]) -> list[Any]:
         if kind == "output_item.added":
             assert event["output_index"] == len(items)
             items.append(event["item"])
-        elif kind.startswith(("content_part", "output_text", "function_call", "output_item")):
+        elif kind.startswith(ITEM_EVENTS):
             item = items[event["output_index"]]
             assert event["output_index"] == len(items) - 1  # one item is open at a time
             assert event.get("item_id", item["id"]) == item["id"] and item["status"] == "in_progress"
             if kind == "content_part.added":
                 item["content"].append(event["part"])
-            elif kind == "output_text.delta":
+            elif kind in ("output_text.delta", "reasoning_text.delta"):
                 assert event["delta"]
                 item["content"][event["content_index"]]["text"] += event["delta"]
             elif kind == "function_call_arguments.delta":
                 item["arguments"] += event["delta"]
-            elif kind == "output_text.done":
+            elif kind in ("output_text.done", "reasoning_text.done"):
                 assert event["text"] == item["content"][event["content_index"]]["text"]
             elif kind == "function_call_arguments.done":
                 assert event["arguments"] == item["arguments"]
@@ -220,45 +221,45 @@ def test_openai_s_client_reads_calls_that_the_model_chose(replay: Replay) -> Non
 
 def test_the_store_is_bounded_and_keeps_what_is_used() -> None:
     items = read_input("x" * 1000)
-    size = Kept(new_response(), items).size()
+    size = StoredResponse(new_response(), items).size()
     store = ResponseStore(3 * size + 10)
     for name in ("resp_1", "resp_2", "resp_3"):
-        assert store.put(Kept(new_response(name), items))
+        assert store.put(StoredResponse(new_response(name), items))
     store.get("resp_1")
-    assert store.put(Kept(new_response("resp_4"), items))
+    assert store.put(StoredResponse(new_response("resp_4"), items))
     assert store.num_bytes <= store.limit and len(store) == 3
     with pytest.raises(APIError, match="resp_2"):
         store.get("resp_2")
     assert store.get("resp_1").response.id == "resp_1"
-    assert not store.put(Kept(new_response("resp_5"), read_input("x" * 9000)))
+    assert not store.put(StoredResponse(new_response("resp_5"), read_input("x" * 9000)))
     store.forget("resp_1")
     store.forget("resp_1")
     assert len(store) * size == store.num_bytes
-    assert not ResponseStore(0).put(Kept(new_response(), items))
+    assert not ResponseStore(0).put(StoredResponse(new_response(), items))
 
 
 def test_what_is_being_made_stays() -> None:
     async def play() -> None:
         items = read_input("x" * 1000)
-        store = ResponseStore(2 * Kept(new_response(), items).size() + 10)
-        busy = [Kept(new_response(name), items) for name in ("resp_1", "resp_2")]
+        store = ResponseStore(2 * StoredResponse(new_response(), items).size() + 10)
+        busy = [StoredResponse(new_response(name), items) for name in ("resp_1", "resp_2")]
         for kept in busy:
             kept.task = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
             assert store.put(kept)
-        assert not store.put(Kept(new_response("resp_3"), items))
+        assert not store.put(StoredResponse(new_response("resp_3"), items))
         assert store.get("resp_1") is busy[0] and store.get("resp_2") is busy[1]
         for kept in busy:
             assert kept.task is not None
             kept.task.cancel()
         await asyncio.wait([kept.task for kept in busy if kept.task is not None])
-        assert store.put(Kept(new_response("resp_3"), items))
+        assert store.put(StoredResponse(new_response("resp_3"), items))
 
     asyncio.run(play())
 
 
 def test_only_good_ends_are_continued() -> None:
     store = ResponseStore(10_000)
-    store.put(Kept(new_response("resp_1", status="failed"), read_input("a")))
+    store.put(StoredResponse(new_response("resp_1", status="failed"), read_input("a")))
     with pytest.raises(APIError, match="is failed"):
         store.conversation("resp_1")
     assert store.conversation(None) == []
@@ -368,7 +369,7 @@ def test_cancelling_aborts_on_the_engine(quiet: Client, core: FakeCore, stream: 
     async def play() -> None:
         call = quiet.call("POST", PATH, {"input": "w5", "background": True, "stream": stream})
         request = (await asyncio.to_thread(core.expect, Submit)).requests[0]
-        name = f"resp-{request.request_id.rpartition('-')[2]}"
+        name = request.request_id
         if stream:
             core.tokens(request.key, [2])
             while b"output_text.delta" not in (await call.message()).get("body", b""):
@@ -384,3 +385,92 @@ def test_cancelling_aborts_on_the_engine(quiet: Client, core: FakeCore, stream: 
         assert follow.status == 400 and "cancelled" in follow.error["message"]
 
     quiet.run(play)
+
+
+# ---------------------------------------------------------------- errors, and counts before there is an answer
+
+TOOL: Any = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "input"),
+        ({"input": "w5", "text": {"format": {"type": "json_schema"}}}, "text", "text.format needs a schema"),
+        ({"input": "w5", "min_tokens": 9, "max_output_tokens": 5}, "min_tokens", "max_output_tokens=5"),
+        ({"input": "w5", "top_logprobs": 21}, "top_logprobs", "top_logprobs=21"),
+        ({"input": "w5", "top_logprobs": -5}, "top_logprobs", "top_logprobs"),
+        ({"input": "w5", "tools": [{"type": "function", "name": "a b"}]}, "tools", "tools[0].name"),
+        (
+            {"input": "w5", "tools": [TOOL | {"parameters": {"type": "string"}}]},
+            "tools",
+            "tools[0].parameters",
+        ),
+        (
+            {"input": "w5", "tools": [TOOL], "tool_choice": "any"},
+            "tool_choice",
+            "{'type': 'function', 'name'",
+        ),
+        (
+            {"input": "w5", "tools": [TOOL], "tool_choice": {"type": "function", "name": 3}},
+            "tool_choice",
+            "got {'type': 'function', 'name': 3}",
+        ),
+        (
+            {
+                "input": "w5",
+                "tools": [TOOL],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "required",
+                    "tools": [{"type": "function", "name": "g"}],
+                },
+            },
+            "tool_choice",
+            "no tool 'g', only f",
+        ),
+        ({"input": "w5 " * 5000}, "input", "This model's maximum context length is 4096 tokens"),
+        ({"input": "w5", "priority": 3}, "priority", "priority=3 has no effect"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_name_the_fields_of_responses(
+    client: Client, body: dict[str, Any], param: str, message: str, stream: bool
+) -> None:
+    answer = client.post(PATH, body | {"stream": stream})
+    assert answer.status == 400, answer.body
+    assert message in answer.error["message"]
+    for other in ("messages", "max_tokens", "max_completion_tokens", "response_format", "'function': {"):
+        assert other not in answer.error["message"]
+    assert answer.error["param"] in (param, None)
+    assert answer.error["param"] is not None or param == "input"
+
+
+def test_counting_input_tokens(client: Client, core: FakeCore) -> None:
+    path = PATH + "/input_tokens"
+    answer = client.post(path, {"model": "fake", "input": "w5 w6", "instructions": "w7"})
+    assert answer.json == {"object": "response.input_tokens", "input_tokens": 3}
+    assert not core.submitted
+    first = client.post(PATH, {"input": "w5 w6"}).json
+    follow = {"input": [{"role": "user", "content": "w8"}], "previous_response_id": first["id"]}
+    assert (
+        client.post(path, follow).json["input_tokens"]
+        == client.post(PATH, follow).json["usage"]["input_tokens"]
+    )
+    for body, status, param in (
+        ({}, 400, "input"),
+        ({"input": "w5", "model": "other"}, 404, "model"),
+        ({"input": "w5", "previous_response_id": "resp_x"}, 404, "previous_response_id"),
+        ({"input": "w5", "tools": [TOOL], "tool_choice": "any"}, 400, "tool_choice"),
+        ({"input": 5}, 422, "input"),
+    ):
+        answer = client.post(path, body)
+        assert (answer.status, answer.error["param"]) == (status, param)
+
+
+def test_ids_are_of_openai_s_form(client: Client) -> None:
+    answer = client.post(PATH, {"input": "w5"}, **{"x-request-id": "mine"})
+    assert answer.json["id"].startswith("resp_mine-")
+    assert client.get(f"{PATH}/{answer.json['id']}").json == answer.json
+    (item,) = answer.json["output"]
+    assert item["id"].startswith("msg_")

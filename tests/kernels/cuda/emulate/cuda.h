@@ -1,9 +1,9 @@
-// CUDA on a CPU, as much of it as the kernels use. One OS thread runs everything: a CUDA thread is a fiber, which
-// gives way only where it must wait for others. Blocks run one after another.
+// The part of CUDA that the kernels use, emulated on a CPU. One OS thread runs everything: a CUDA thread is a fiber,
+// which yields only where it must wait for other threads. Blocks run one after another.
 //
-// It proves logic: indices, masks, barriers, which lane holds what. It does not prove memory order within a warp,
-// bank conflicts or approximate arithmetic. What a real device would do silently is an error here: a barrier that
-// some threads never reach, a collective outside its mask, a misaligned access, an address that is not mapped.
+// The emulation tests logic: indices, masks, barriers, which lane holds which value. It does not test memory order
+// within a warp, bank conflicts or approximate arithmetic. Errors that a device would not report are reported here: a
+// barrier that some threads never reach, a collective outside its mask, a misaligned access, an unmapped address.
 #pragma once
 
 #include <algorithm>
@@ -82,14 +82,14 @@ pagewire_switch:
 #error "fibers are written for x86-64"
 #endif
 
-// One copy that a thread has asked for and not yet waited for (cp.async).
+// A copy that a thread has started and not yet waited for (cp.async).
 struct Copy {
     void* target;
     const void* source;
     int bytes, kept;
 };
 
-// A meeting of the lanes of one mask: each brings a value, and sees those of all when the last one has come.
+// An exchange between the lanes of a mask: each lane brings a value and gets those of all lanes when the last arrives.
 struct Meeting {
     unsigned mask = 0, arrived = 0, leaving = 0;
     uint64_t round = 0;
@@ -141,15 +141,15 @@ inline std::mt19937 random_numbers;
 inline sigjmp_buf after_fault;
 constexpr size_t STACK = 256 << 10, SHARED = 256 << 10, PAGE = 4096;
 
-inline void give_way() { pagewire_switch(&current->stack_pointer, block.scheduler); }
+inline void yield() { pagewire_switch(&current->stack_pointer, block.scheduler); }
 
-// Ends the launch. Never returns: the fibers are abandoned where they stand.
+// Ends the launch with an error. Never returns: the fibers are abandoned.
 [[noreturn]] inline void fail(const char* format, ...) {
     va_list values;
     va_start(values, format);
     vsnprintf(block.error, sizeof block.error, format, values);
     va_end(values);
-    for (;;) give_way();
+    for (;;) yield();
 }
 
 inline void run_fiber() {
@@ -157,12 +157,12 @@ inline void run_fiber() {
     current->done = true;
     block.alive--;
     block.progress++;
-    for (;;) give_way();
+    for (;;) yield();
 }
 
 inline void wait_while(const uint64_t& round, uint64_t entered, const char* what) {
     current->waits_for = what;
-    while (round == entered) give_way();
+    while (round == entered) yield();
     current->waits_for = nullptr;
     block.progress++;
 }
@@ -178,7 +178,7 @@ inline void barrier(int number, int num_threads, const char* what) {
     }
 }
 
-// What every lane of the mask brought, by lane.
+// The values of all lanes of the mask, by lane.
 template <class T>
 const uint64_t (*meet(unsigned mask, const T& value, const char* what))[8] {
     static_assert(sizeof(T) <= sizeof(Meeting::seen[0]) && std::is_trivially_copyable_v<T>);
@@ -226,7 +226,7 @@ inline void run(Fiber& fiber) {
     pagewire_switch(&block.scheduler, fiber.stack_pointer);
 }
 
-// Threads in any order: every one up to its next wait.
+// Runs every thread up to its next wait, in any order.
 inline void run_threads() {
     std::vector<int> turns(block.num_threads);
     std::iota(turns.begin(), turns.end(), 0);
@@ -234,7 +234,7 @@ inline void run_threads() {
     for (int turn : turns) run(block.fibers[turn]);
 }
 
-// One warp runs as far as it can while the others stand still: a missing barrier shows.
+// Runs one warp as far as possible while the others wait, which makes a missing barrier visible.
 inline void run_one_warp() {
     std::vector<int> turns(block.warps.size());
     std::iota(turns.begin(), turns.end(), 0);
@@ -260,7 +260,7 @@ inline void report_deadlock() {
 }
 
 inline void run_block() {
-    memset(block.shared, 0xFF, block.shared_bytes);  // NaN, until somebody writes
+    memset(block.shared, 0xFF, block.shared_bytes);  // NaN until it is written
     for (Barrier& barrier : block.barriers) barrier = Barrier();
     block.warps.assign((block.num_threads + 31) / 32, Warp());
     for (int i = 0; i < block.num_threads; i++) {
@@ -293,7 +293,7 @@ inline void on_fault(int, siginfo_t* info, void*) {
     siglongjmp(after_fault, 1);
 }
 
-// Anonymous memory that ends in (and begins after) a page that nobody may touch.
+// Anonymous memory between two pages that cannot be accessed.
 inline char* guarded(size_t bytes) {
     char* memory = static_cast<char*>(mmap(nullptr, bytes + 2 * PAGE, PROT_READ | PROT_WRITE,
                                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
@@ -312,9 +312,9 @@ inline const char* run_grid(dim3 grid, dim3 size, size_t shared_bytes, void (*bo
     block.parameters = parameters;
     block.error[0] = 0;
     if (block.num_threads > 1024 || shared_bytes > 227 << 10 || grid.y > 65535 || grid.z > 65535)
-        return "no device runs so many threads, blocks or so much shared memory";
+        return "over a device's limits of threads per block, blocks of a grid or shared memory";
     block.shared_bytes = (shared_bytes + 127) / 128 * 128;
-    block.shared = shared + SHARED - block.shared_bytes;  // what lies beyond cannot be touched
+    block.shared = shared + SHARED - block.shared_bytes;  // the page behind it cannot be accessed
     if (block.fibers.size() < size_t(block.num_threads)) block.fibers.resize(block.num_threads);
     for (Fiber& fiber : block.fibers)
         if (!fiber.stack) fiber.stack = guarded(STACK);
@@ -354,7 +354,7 @@ void call(void (*kernel)(P), const void* parameters) {
     kernel(*static_cast<const std::remove_reference_t<P>*>(parameters));
 }
 
-// `run` runs a kernel of one parameter, a struct, and returns null or what went wrong.
+// Defines `run`, which runs a kernel with one parameter, a struct, and returns null or an error message.
 #define EMULATED_KERNEL(...)                                                                                          \
     extern "C" const char* run(const unsigned* g, const unsigned* b, size_t shared, const void* p, size_t bytes) {    \
         return emulated::launch(                                                                                      \
@@ -451,7 +451,7 @@ inline unsigned __reduce_or_sync(unsigned mask, unsigned value) {
     return emulated::reduce(mask, value, [](unsigned a, unsigned b) { return a | b; }, "__reduce_or_sync");
 }
 inline int __syncthreads_count(int predicate) {
-    static int counts[2];  // they alternate: the next count may begin before all have read this one
+    static int counts[2];  // alternating: the next count may begin before all threads have read this one
     const int now = emulated::block.barriers[0].round & 1;
     if (!emulated::block.barriers[0].arrived) counts[now] = 0;
     counts[now] += predicate != 0;
@@ -461,7 +461,7 @@ inline int __syncthreads_count(int predicate) {
 inline int __syncthreads_or(int predicate) { return __syncthreads_count(predicate) != 0; }
 inline int __syncthreads_and(int predicate) { return __syncthreads_count(!predicate) == 0; }
 
-// Atomic by nature: a fiber gives way only where it waits.
+// Atomic because a fiber yields only where it waits.
 template <class T, class U>
 T atomicAdd(T* p, U value) { T old = *p; *p = T(old + value); return old; }
 template <class T, class U>

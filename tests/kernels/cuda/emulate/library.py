@@ -1,15 +1,14 @@
-"""Compiles kernels for the CPU, into shared objects kept by the hash of all that went into them."""
+"""Compiles kernels for the CPU, into shared objects in the cache, named by the hash of their inputs."""
 
 import ctypes
 import functools
 import hashlib
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagewire.kernels.cache import cache_folder
+from pagewire.kernels.cache import cache_folder, locked
 from pagewire.kernels.cpu.build import compiler_command
 from pagewire.kernels.cuda.source import Variant, read_source
 
@@ -19,7 +18,7 @@ FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-fno-strict-aliasing", 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """A planted fault: text that stands once in a file, and what stands there instead."""
+    """A planted fault: a text that occurs once in a file, and its replacement."""
 
     file: str
     old: str
@@ -31,11 +30,11 @@ def load(variant: Variant, edits: tuple[Edit, ...] = (), arch: int = 900) -> cty
     """A variant, as a library whose `run` runs it (`EMULATED_KERNEL` in `cuda.h`).
 
     Args:
-        edits: applied to copies of the files first.
+        edits: replacements in copies of the files.
         arch: `__CUDA_ARCH__`.
 
     Raises:
-        ValueError: an edit's text does not stand exactly once in its file.
+        ValueError: an edit's text does not occur exactly once in its file.
         CalledProcessError: the compiler failed.
     """
     texts = dict(read_source(variant.source))
@@ -44,21 +43,39 @@ def load(variant: Variant, edits: tuple[Edit, ...] = (), arch: int = 900) -> cty
             raise ValueError(f"{edit.file} has {texts[edit.file].count(edit.old)} times {edit.old!r}")
         texts[edit.file] = texts[edit.file].replace(edit.old, edit.new)
     texts["kernel.cu"] = texts.pop(variant.source)
-    includes = f'#include "{HEADER.name}"\n#include "kernel.cu"\n'
-    texts |= {HEADER.name: HEADER.read_text(), "main.cpp": f"{includes}EMULATED_KERNEL({variant.name})\n"}
-    return ctypes.CDLL(str(_compile(texts, [*FLAGS, f"-D__CUDA_ARCH__={arch}"])))
+    texts["main.cpp"] = f'#include "kernel.cu"\nEMULATED_KERNEL({variant.name})\n'
+    return ctypes.CDLL(str(_compile(texts, (*compiler_command(), *FLAGS, f"-D__CUDA_ARCH__={arch}"))))
 
 
-def _compile(texts: dict[str, str], flags: Sequence[str]) -> Path:
-    command = [*compiler_command(), *flags]
-    key = hashlib.sha256(repr((sorted(texts.items()), command)).encode()).hexdigest()[:32]
+def _compile(texts: dict[str, str], command: tuple[str, ...]) -> Path:
+    key = _hash((sorted(texts.items()), HEADER.read_text(), command))
     library = cache_folder() / f"emulated-{key}.so"
     if not library.exists():
-        library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        header = _precompiled_header(command)
         with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as directory:
             for name, text in texts.items():
                 (Path(directory) / name).write_text(text)
             compiled = Path(directory) / library.name
-            subprocess.run([*command, "main.cpp", "-o", library.name], cwd=directory, check=True)
+            command = (*command, "-include", str(header), "main.cpp", "-o", library.name)
+            subprocess.run(command, cwd=directory, check=True)
             compiled.rename(library)
     return library
+
+
+def _precompiled_header(command: tuple[str, ...]) -> Path:
+    """A copy of `cuda.h` beside its compiled form, which compilers prefer: it includes much of C++'s library."""
+    folder = cache_folder() / f"emulated-{_hash((HEADER.read_text(), command))}"
+    cache_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
+    header, compiled = folder / HEADER.name, folder / f"{HEADER.name}.gch"
+    with locked(folder):
+        if not compiled.exists():
+            header.write_bytes(HEADER.read_bytes())
+            unfinished = compiled.with_suffix(".unfinished")
+            subprocess.run([*command, "-x", "c++-header", str(header), "-o", str(unfinished)], check=True)
+            unfinished.rename(compiled)
+    return header
+
+
+def _hash(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""Tensors that end where no memory is: a kernel that goes beyond them is seen."""
+"""Tensors in front of inaccessible memory: an access beyond their end is detected."""
 
 import ctypes
 import mmap
@@ -10,7 +10,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def guarded(tensor: Tensor) -> Tensor:
-    """A contiguous copy whose last byte, but for its alignment to 16, lies before a page that nobody may touch."""
+    """A contiguous copy that ends, up to its alignment to 16 bytes, before a page that cannot be accessed."""
     size = -(-tensor.nbytes // 16) * 16
     mapped = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = mmap.mmap(-1, mapped + mmap.PAGESIZE)

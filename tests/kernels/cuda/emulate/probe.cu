@@ -1,4 +1,4 @@
-// Small kernels that try the emulation itself.
+// Small kernels that test the emulation itself.
 #include "ptx.cuh"
 
 struct Convert {

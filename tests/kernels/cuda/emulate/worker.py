@@ -1,4 +1,4 @@
-"""A GPU as a worker sees it, emulated: its memory is the CPU's, and what it does is done when it is waited for."""
+"""An emulated GPU for a worker: its memory is the CPU's, and work is done when the host waits for it."""
 
 from __future__ import annotations
 
@@ -13,58 +13,58 @@ from pagewire.ipc.messages import WorkerConfig
 from pagewire.kernels import dispatch
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.norms import DTYPES
-from pagewire.workers.device.cuda import Cuda
-from tests.kernels.cuda.emulate.device import EmulatedDevice
+from pagewire.workers.device.cuda import CudaDevice
+from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
 
 
-class Arrival:
-    """A point that is reached when it, or a later one, is waited for: as late as a device may be.
+class LateEvent:
+    """An event that is reached only when the host waits for it or for a later one: as late as a device may be.
 
-    points: all of the device, in order. work: what is seen to be done then.
+    events: all events of the device, in order. work: runs when this event is reached.
     """
 
-    def __init__(self, points: list[Arrival], work: Callable[[], object] = lambda: None) -> None:
-        self._points, self._work, self._done = points, work, False
-        points.append(self)
+    def __init__(self, events: list[LateEvent], work: Callable[[], object] = lambda: None) -> None:
+        self._events, self._work, self._done = events, work, False
+        events.append(self)
 
     def reached(self) -> bool:
         return self._done
 
     def wait(self) -> None:
         while not self._done:
-            point = self._points.pop(0)
-            point._work()
-            point._done = True
+            event = self._events.pop(0)
+            event._work()
+            event._done = True
 
-    def seconds_since(self, earlier: Arrival) -> float:
+    def seconds_since(self, earlier: LateEvent) -> float:
         assert self._done and earlier._done
         return 0.0
 
 
-class EmulatedCuda(Cuda):
-    """`Cuda` but for the calls that need a device."""
+class EmulatedCudaDevice(CudaDevice):
+    """A `CudaDevice` without the calls that need a GPU."""
 
-    def __init__(self, kernels: EmulatedDevice | None = None) -> None:
+    def __init__(self, launcher: EmulatedLauncher | None = None) -> None:
         self.name, self.torch_device = "cuda:0", torch.device("cpu")
-        self.kernels = kernels or EmulatedDevice()
+        self.launcher = launcher or EmulatedLauncher()
         self.num_threads = 1
         self.num_recorded = self.num_replayed = 0
-        self._points: list[Arrival] = []
+        self._events: list[LateEvent] = []
 
-    def download(self, source: Tensor, target: Tensor) -> Arrival:
-        """What is downloaded is what lay there at the time of the call, but it comes late."""
-        there = source.clone()
+    def download(self, source: Tensor, target: Tensor) -> LateEvent:
+        """The copy has the source's values at the time of the call, and arrives as late as possible."""
+        values = source.clone()
         target.fill_(255)
-        return Arrival(self._points, lambda: target.copy_(there))
+        return LateEvent(self._events, lambda: target.copy_(values))
 
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def record_event(self) -> Arrival:
-        return Arrival(self._points)
+    def record_event(self) -> LateEvent:
+        return LateEvent(self._events)
 
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Runs it again, into the same tensor."""
+        """A replay that runs `work` again, into the same tensor."""
         result = work()
         self.num_recorded += 1
 
@@ -79,17 +79,17 @@ class EmulatedCuda(Cuda):
         return 0
 
     def give_back(self) -> None:
-        """Nothing is kept."""
+        """Nothing to do: the emulation keeps no unused memory."""
 
     def memory(self) -> dict[str, int]:
         return {"total": 1 << 30, "available": 1 << 30, "process": 0}
 
 
 @contextmanager
-def emulated(kernels: EmulatedDevice) -> Iterator[None]:
-    """Within, tensors of the CPU are served by the CUDA kernels, where those serve their dtype."""
-    found = CudaKernels(kernels, "cpu")
+def emulated(launcher: EmulatedLauncher) -> Iterator[None]:
+    """A context in which the CUDA kernels compute on CPU tensors of the dtypes that they support."""
+    kernels = CudaKernels(launcher, "cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "DTYPES", tuple(DTYPES))
-        patch.setattr(dispatch.cpu_kernels, "load", lambda: found)
+        patch.setattr(dispatch.cpu_kernels, "load", lambda: kernels)
         yield

@@ -1,4 +1,4 @@
-"""A device in the place of the real one: kernels run on the CPU, over tensors of the CPU."""
+"""Launches kernels on an emulated device: they run on the CPU, over tensors of the CPU."""
 
 import ctypes
 from collections.abc import Sequence
@@ -11,25 +11,25 @@ from tests.kernels.cuda.emulate.library import Edit, load
 
 IN_ORDER, ANY_THREAD, ANY_WARP = range(3)
 ORDERS = ((IN_ORDER, 0), (ANY_THREAD, 1), (ANY_WARP, 2), (ANY_WARP, 3))
-"""In what order threads run, and the seed of it: each shows other faults."""
+"""Orders of threads, with the seed of the order: each of them reveals other faults."""
 
 
 class EmulationError(RuntimeError):
-    """A kernel did what a device would not forgive: a deadlock, a bad address, a misaligned access."""
+    """A kernel made an error that the emulation detects: a deadlock, a bad address, a misaligned access."""
 
 
 @dataclass
-class EmulatedDevice:
-    """Launches kernels as `pagewire.kernels.cuda.launch.Device` does."""
+class EmulatedLauncher:
+    """A `pagewire.kernels.cuda.launch.KernelLauncher` for an emulated device."""
 
     order: tuple[int, int] = ORDERS[0]
     edits: tuple[Edit, ...] = ()
-    """Faults to plant."""
+    """Faults to plant in the sources."""
     capability: tuple[int, int] = (9, 0)
     multiprocessors: int = 4
 
     def load(self, variants: Sequence[Variant], progress: object = None) -> None:
-        """They are compiled at first use."""
+        """Nothing to do: kernels are compiled at first use."""
 
     def launch(
         self,
@@ -42,7 +42,7 @@ class EmulatedDevice:
         """Run a grid to its end.
 
         Raises:
-            EmulationError: a fault that the emulation sees.
+            EmulationError: the kernel made an error that the emulation detects.
         """
         if 0 in grid:
             raise EmulationError("an empty grid")

@@ -1,0 +1,159 @@
+"""The constraint on an output's form: what the request demands, calls of its tools, and the reasoning before.
+
+tool_choice             output, with `response_format` or another demand
+none                    what is demanded
+auto                    calls in the model's own format, or what is demanded
+required, a function    calls; `response_format` is for answers without calls, and so has no effect
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from pagewire.frontend.server.http.errors import APIError
+from pagewire.frontend.server.openai.protocol import ResponseFormat, SamplingFields
+from pagewire.frontend.server.parsing.call_formats import (
+    Format,
+    const,
+    either,
+    json_schema,
+    sequence,
+)
+from pagewire.frontend.server.parsing.choice import ToolUse
+from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
+
+GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+
+
+def demands(request: SamplingFields) -> dict[str, StructuredOutputsParams]:
+    """Return the constraints that a request demands of its output, by the fields that have them.
+
+    Raises:
+        APIError, ValueError, TypeError: a field is malformed.
+    """
+    given: dict[str, dict[str, Any]] = {}
+    if request.structured_outputs is not None:
+        given["structured_outputs"] = request.structured_outputs
+    for name, kind in GUIDED.items():
+        if (value := getattr(request, name)) is not None:
+            given[name] = {kind: value}
+    if request.response_format is not None and request.response_format.type != "text":
+        given["response_format"] = format_of(request.response_format)
+    if request.guided_whitespace_pattern is not None:
+        for constraint in (given[name] for name in given if name != "structured_outputs"):
+            constraint["whitespace_pattern"] = request.guided_whitespace_pattern
+    return {name: StructuredOutputsParams.read(constraint) for name, constraint in given.items()}
+
+
+def demanded(request: SamplingFields) -> StructuredOutputsParams | None:
+    """Return the constraint that a request demands of its output; None: none. Equal demands count as one.
+
+    Raises:
+        APIError: two fields demand different things.
+    """
+    given = demands(request)
+    different = [name for name, constraint in given.items() if constraint != next(iter(given.values()))]
+    if different:
+        message = f"{' and '.join(given)} contradict each other: give only one"
+        raise APIError(400, message, param=next(iter(given)))
+    return next(iter(given.values()), None)
+
+
+def format_of(response_format: ResponseFormat) -> dict[str, Any]:
+    """Return a response format as fields of `StructuredOutputsParams`.
+
+    Raises:
+        APIError: the schema is missing.
+    """
+    if response_format.type == "json_object":
+        return {"json_object": True}
+    if response_format.type == "structural_tag":
+        if response_format.format is not None:
+            return {"structural_tag": {"type": "structural_tag", "format": response_format.format}}
+        return {
+            "structural_tag": {
+                "structures": response_format.structures or [],
+                "triggers": response_format.triggers or [],
+            }
+        }
+    if response_format.json_schema is None or response_format.json_schema.schema is None:
+        raise APIError(400, "response_format needs json_schema.schema", param="response_format")
+    return {"json": response_format.json_schema.schema}
+
+
+def constrained(
+    params: SamplingParams, request: SamplingFields, tools: ToolUse, thought: Format | None
+) -> SamplingParams:
+    """Return the parameters with all constraints on the output.
+
+    params: with what the request demands. thought: format of the reasoning that may come first; None: none may.
+
+    Raises:
+        APIError: the tools and the request demand different things.
+        ValueError: the tools have no form in the model's format.
+    """
+    if tools.marks_are_special:
+        params = msgspec.structs.replace(params, skip_special_tokens=False)
+    structure = params.structured_outputs
+    if tools.schema is not None:
+        if others := demands(request).keys() - {"response_format"}:
+            message = (
+                f"tool_choice requires tool calls, so the output cannot be constrained by {min(others)}, too"
+            )
+            raise APIError(400, message, param="tool_choice")
+        structure = StructuredOutputsParams(json=tools.schema)
+    elif structure is not None and structure.structural_tag is None and tools.call_format is not None:
+        structure = as_format(structure, either(tools.call_format(), format_in(structure)))
+    if structure is not None and thought is not None:
+        structure = as_format(structure, sequence(thought, format_in(structure)))
+    if structure is params.structured_outputs:
+        return params
+    return msgspec.structs.replace(params, structured_outputs=structure)
+
+
+def as_format(structure: StructuredOutputsParams, form: Format) -> StructuredOutputsParams:
+    """Return the constraint to a format, with the options of `structure`."""
+    return StructuredOutputsParams(
+        structural_tag={"type": "structural_tag", "format": form},
+        whitespace_pattern=structure.whitespace_pattern,
+        disable_any_whitespace=structure.disable_any_whitespace,
+        disable_additional_properties=structure.disable_additional_properties,
+    )
+
+
+def format_in(structure: StructuredOutputsParams) -> Format:
+    """Return a constraint of any kind as the format of a structural tag."""
+    if structure.regex is not None:
+        return {"type": "regex", "pattern": structure.regex}
+    if structure.grammar is not None:
+        return {"type": "grammar", "grammar": structure.grammar}
+    if structure.choice is not None:
+        return either(*map(const, structure.choice))
+    if structure.structural_tag is not None:
+        return tagged_format(json.loads(str(structure.structural_tag)))
+    return json_schema({"type": "object"} if structure.json is None else json.loads(str(structure.json)))
+
+
+def tagged_format(structural_tag: dict[str, Any]) -> Format:
+    """Return the format in a structural tag, which is free text with tags in the older form."""
+    if "format" in structural_tag:
+        form: Format = structural_tag["format"]
+        return form
+    tags = [
+        {
+            "type": "tag",
+            "begin": structure.get("begin"),
+            "content": json_schema(structure.get("schema", {})),
+            "end": structure.get("end"),
+        }
+        for structure in structural_tag.get("structures") or ()
+    ]
+    return {"type": "triggered_tags", "triggers": structural_tag.get("triggers"), "tags": tags}

@@ -1,0 +1,161 @@
+"""The generation of one response: at once, as a stream of events, or in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from pagewire.frontend.inputs import TokensPrompt
+from pagewire.frontend.outputs import RequestOutput
+from pagewire.frontend.server.http import sse
+from pagewire.frontend.server.http.errors import APIError, api_error
+from pagewire.frontend.server.http.exchange import Exchange
+from pagewire.frontend.server.http.generation_endpoint import Events
+from pagewire.frontend.server.openai.chat import generate, reply_parser
+from pagewire.frontend.server.openai.logprobs import TokenNames
+from pagewire.frontend.server.openai.protocol import ChatRequest
+from pagewire.frontend.server.parsing.choice import ToolUse
+from pagewire.frontend.server.responses.errors import in_response_terms
+from pagewire.frontend.server.responses.protocol import Status
+from pagewire.frontend.server.responses.reader import OutputReader
+from pagewire.frontend.server.responses.store import ResponseStore, StoredResponse
+from pagewire.frontend.server.responses.writer import ResponseWriter
+from pagewire.frontend.server.service import Service
+from pagewire.ipc.params import SamplingParams
+
+logger = logging.getLogger("pagewire.server")
+
+# Codes of failures in the background, by status; others: server_error.
+CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+
+
+class Generation:
+    """One response while it is generated.
+
+    chat, tools, prompt, params: the request as one for a chat completion. stored: the response, which grows.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        chat: ChatRequest,
+        tools: ToolUse,
+        prompt: TokensPrompt,
+        params: SamplingParams,
+        exchange: Exchange,
+        stored: StoredResponse,
+        store: ResponseStore,
+    ) -> None:
+        self.service, self.chat, self.exchange = service, chat, exchange
+        self.prompt, self.params = prompt, params
+        self.stored, self.store = stored, store
+        self.writer = ResponseWriter(stored.response)
+        tokenizer = service.engine.session.tokenizer
+        self._reader = OutputReader(
+            reply_parser(chat, tools, prompt.get("prompt")),
+            tokenizer,
+            TokenNames(tokenizer, service.options.return_tokens_as_token_ids),
+            reasons=tools.reasoning is not None,
+            top_logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
+        )
+
+    async def steps(self) -> AsyncGenerator[list[bytes], None]:
+        """Yield the response's events, step by step.
+
+        Raises:
+            Exceptions of the engine, before the first step; a later one becomes an event.
+        """
+        begun = False
+        try:
+            outputs = generate(self.service, self.chat, self.exchange, self.prompt, self.params)
+            async with aclosing(outputs):
+                async for ((_, output),) in outputs:
+                    self.exchange.count(0, output)
+                    events = [] if begun else self.writer.start()
+                    begun = True
+                    yield events + self._read(output)
+        except Exception as error:
+            if not begun:
+                raise
+            yield self._fail(error)
+
+    async def whole(self) -> bytes:
+        """Return the complete response as JSON."""
+        async with aclosing(self.steps()) as steps:
+            async for _ in steps:
+                pass
+        self.keep()
+        return sse.ENCODER.encode(self.stored.response)
+
+    async def stream(self) -> Events:
+        """Yield the response's events; all events of a step are one piece."""
+        first = self.writer.create()
+        async with aclosing(self.steps()) as steps:
+            async for events in steps:
+                yield b"".join(first + events)
+                first = []
+        self.keep()
+
+    def start_in_background(self) -> None:
+        """Generate the response in a task of its own.
+
+        Raises:
+            APIError: there is no room to store it meanwhile.
+        """
+        self.stored.add_events(self.writer.create() + self.writer.queue())
+        self.stored.task = asyncio.create_task(self._run())
+        if not self.store.put(self.stored):
+            self.stored.task.cancel()
+            message = "there is no room to keep a response (--response-store-bytes)"
+            raise APIError(429, message, code="response_store_full")
+
+    async def _run(self) -> None:
+        """Generate the response in a task, which is cancelled to end it early."""
+        try:
+            async with aclosing(self.steps()) as steps:
+                async for events in steps:
+                    self.stored.add_events(events)
+        except asyncio.CancelledError:
+            self.stored.add_events(self._end("cancelled"))
+        except Exception as error:
+            self.stored.add_events(self._fail(error))
+        self.keep()
+        if not self.service.options.disable_log_requests:
+            failure = self.stored.response.error
+            why = None if failure is None else failure.message
+            self.exchange.log(200, why, self.service.options.max_log_len)
+
+    def keep(self) -> None:
+        """Store the response, if it is to be stored."""
+        response = self.stored.response
+        if response.store and not self.store.put(self.stored):
+            logger.warning("response %s is not stored: it is too large", response.id)
+
+    def _read(self, output: RequestOutput) -> list[bytes]:
+        """Return the events of an increment of the output, which has one part."""
+        (part,) = output.outputs
+        delta, logprobs = self._reader.read(part)
+        events = self.writer.read(delta, logprobs)
+        if part.finished():
+            events += self._end("incomplete" if part.finish_reason == "length" else "completed")
+        return events
+
+    def _end(self, status: Status) -> list[bytes]:
+        return self.writer.end(status, self.exchange.usage(), self._reader.reasoning_tokens)
+
+    def _fail(self, error: Exception) -> list[bytes]:
+        reported = in_response_terms(api_error(error))
+        if reported.status == 500:
+            logger.error("response %s failed", self.stored.response.id, exc_info=error)
+        code = CODES.get(reported.status, "server_error")
+        return self.writer.fail(code, reported.message, self.exchange.usage(), self._reader.reasoning_tokens)
+
+
+async def stop(stored: StoredResponse) -> None:
+    """End a response that is generated in the background, and wait until it has ended."""
+    if stored.busy:
+        assert stored.task is not None
+        stored.task.cancel()
+        await asyncio.wait((stored.task,))

@@ -1,0 +1,50 @@
+"""The configuration that the core resolves from its options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagewire.engine_core import config
+from pagewire.engine_core.config import EngineConfig
+from pagewire.ipc.messages import Ready
+from pagewire.ipc.options import EngineArgs
+
+READY = Ready("Fake", "bfloat16", "cpu", 1000, 128, 64, 1, 1)
+MODEL = Path("/models/model")
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "revision"),
+    [
+        ({"tokenizer_revision": "v2"}, "org/model", "v2"),
+        ({"revision": "v1", "tokenizer_revision": "v2"}, "org/model", "v2"),
+        ({"tokenizer": "org/tokenizer"}, "org/tokenizer", None),
+        ({"tokenizer": "org/tokenizer", "tokenizer_revision": "v2"}, "org/tokenizer", "v2"),
+    ],
+)
+def test_the_tokenizer_and_its_revision(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], name: str, revision: str | None
+) -> None:
+    calls: list[tuple[str, str | None]] = []
+
+    def download(name: str, *, revision: str | None, **source: Any) -> Path:
+        assert source["tokenizer_only"]
+        calls.append((name, revision))
+        return Path("/downloaded")
+
+    monkeypatch.setattr(config, "model_folder", download)
+    resolved = EngineConfig(EngineArgs(model="org/model", **options), MODEL, {}, None)
+    assert resolved.tokenizer_folder() == Path("/downloaded")
+    assert calls == [(name, revision)]
+    info = resolved.engine_info(READY)
+    assert (info.tokenizer, info.tokenizer_revision) == (name, revision)
+
+
+def test_the_tokenizer_is_the_models_by_default() -> None:
+    resolved = EngineConfig(EngineArgs(model="org/model", revision="v1"), MODEL, {}, None)
+    assert resolved.tokenizer_folder() == MODEL
+    info = resolved.engine_info(READY)
+    assert (info.tokenizer, info.tokenizer_revision) == (str(MODEL), None)
