@@ -30,7 +30,7 @@ from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.engine_core.workers.group import GroupReply, WorkerGroup
 from pagewire.engine_core.workers.process import Stopwatch
 from pagewire.ipc import messages
-from pagewire.ipc.errors import EngineBusyError, EngineDeadError, error_text, received_error
+from pagewire.ipc.errors import EngineBusyError, EngineDeadError, error_text, error_type, received_error
 from pagewire.ipc.messages import PROTOCOL, EngineInfo, Ready, Request, StepResult, TokenDelta
 from pagewire.ipc.options import env_float
 from pagewire.ipc.params import PoolingParams
@@ -380,7 +380,7 @@ class EngineCore:
         self.outbox.add(refusals)
 
     def _reject(self, client: Client, request: Request, why: Exception) -> None:
-        error, kind = str(why), type(why).__name__
+        error, kind = error_text(why), error_type(why)
         self.metrics.num_refused["busy" if isinstance(why, EngineBusyError) else "invalid"] += 1
         logger.warning("refused request %s of %s: %s", request.request_id, client.label, error)
         if request.key in client.requests:  # an error delta would end the live request of that key

@@ -86,7 +86,7 @@ def run(args: EngineArgs, listen: Listen, lifeline_fd: int, stack: ExitStack) ->
     logger.info("listening on %s", listen.address)
     clients = Clients(socket, env_float("PAGEWIRE_HEARTBEAT_TIMEOUT_S", 30.0))
     config = resolve(args, clients)
-    core = EngineCore(config, WorkerGroup(context, config.worker_config()), clients, lifeline_fd)
+    core = EngineCore(config, WorkerGroup(context, [config.worker_config()]), clients, lifeline_fd)
     if listen.announce:
         core.on_ready = lambda: print(f"ready {listen.address}", flush=True)
     for number in (signal.SIGTERM, signal.SIGINT):

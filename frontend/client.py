@@ -385,7 +385,8 @@ def start_error(error: Exception) -> Exception:
     """The exception for the caller whose core did not start because of `error`; see `START_ERRORS`."""
     if isinstance(error, START_ERRORS):
         return error
-    return EngineDeadError(f"the engine core did not start: {error}")
+    cause = f"{error}" if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}"
+    return EngineDeadError(f"the engine core did not start: {cause}")
 
 
 def core_exit(child: Child | None) -> str | None:

@@ -8,7 +8,9 @@ class EngineDeadError(RuntimeError):
 
 
 class EngineBusyError(RuntimeError):
-    """The engine core cannot accept the request now: it is shutting down, asleep, or its queue is full."""
+    """The engine core cannot accept a request or call now: it is shutting down, its queue is full, or, for `sleep`,
+    requests are unfinished.
+    """
 
 
 class RequestError(RuntimeError):

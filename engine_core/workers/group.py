@@ -65,9 +65,13 @@ FromGroup: TypeAlias = Ready | StepResult | GroupReply | WorkerFailed
 class WorkerGroup:
     """The worker processes of a core, which may be started again and again.
 
-    config: what each of them loads. command: the program of a worker. size: number of ranks.
+    configs: what each rank loads; there are as many ranks. command: the program of a worker.
+
+    Raises:
+        ValueError: no configs.
 
     Attributes:
+        size: number of ranks.
         ready: the merged `Ready` of all ranks; None while one of them is loading.
         failure: the first cause that a process sent before it exited; None if none did.
         exit_fd: a file descriptor that is readable from the end of any process until `reap`.
@@ -77,19 +81,18 @@ class WorkerGroup:
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        config: WorkerConfig,
+        configs: Sequence[WorkerConfig],
         command: Sequence[str] = WORKER_COMMAND,
-        size: int = 1,
     ) -> None:
-        if size < 1:
-            raise ValueError(f"a worker group has at least one rank, not {size}")
-        self.size = size
+        if not configs:
+            raise ValueError("a worker group has at least one rank, but no configuration is given")
+        self.size = len(configs)
         self.address = private_address(f"worker-{os.getpid()}-{os.urandom(4).hex()}")
         self.socket = bind_router(context, self.address)
         self.ready: Ready | None = None
         self.failure: WorkerFailed | None = None
         self.num_starts = 0
-        self._config, self._command = config, command
+        self._configs, self._command = configs, command
         self._codec: Codec[FromWorker] = Codec(FromWorker)
         self._processes: dict[bytes, WorkerProcess] = {}  # by identity, in the order of the ranks
         self._partial: dict[tuple[type, int], dict[int, Any]] = {}  # answers of some ranks, by rank
@@ -224,7 +227,7 @@ class WorkerGroup:
         if hello.protocol != PROTOCOL:
             self._refuse(f"the worker uses protocol {hello.protocol}, the core protocol {PROTOCOL}")
         else:
-            self._send_to(process, self._codec.encode(self._config))
+            self._send_to(process, self._codec.encode(self._configs[process.rank]))
 
     def _refuse(self, why: str) -> None:
         """End the group for a reason that another start would not change."""

@@ -25,13 +25,14 @@ from .test_recovery import PROMPTS, collect, mixed, status
 
 
 @pytest.fixture
-def core(tmp_path: Path) -> Iterator[EngineCore]:
-    """A core in a thread, with a group of two."""
+def core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineCore]:
+    """A core in a thread, with a group of two, for which a step that takes longer than ten seconds is a hang."""
+    monkeypatch.setenv("PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S", "10")
     context: zmq.Context[Any] = zmq.Context()
     clients = Clients(bind_router(context, f"ipc://{tmp_path}/core.sock"), silence_seconds=60.0)
     args = EngineArgs("demo", dtype="float32", num_threads=1, kv_cache_memory_bytes=32 << 20)
     config = EngineConfig.resolve(args)
-    core = EngineCore(config, WorkerGroup(context, config.worker_config(), size=2), clients)
+    core = EngineCore(config, WorkerGroup(context, [config.worker_config()] * 2), clients)
     thread = threading.Thread(target=core.run, daemon=True)
     thread.start()
     yield core
@@ -42,7 +43,7 @@ def core(tmp_path: Path) -> Iterator[EngineCore]:
     context.destroy(0)
 
 
-def test_streams_outlive_the_death_of_either_rank(core: EngineCore, llm: LLM, tmp_path: Path) -> None:
+def test_streams_outlive_the_death_and_hang_of_a_rank(core: EngineCore, llm: LLM, tmp_path: Path) -> None:
     expected = [
         output.outputs[0].token_ids
         for output in llm.generate(PROMPTS, [mixed(i) for i in range(len(PROMPTS))], use_tqdm=False)
@@ -52,14 +53,14 @@ def test_streams_outlive_the_death_of_either_rank(core: EngineCore, llm: LLM, tm
         async with AsyncLLM.attach(f"ipc://{tmp_path}/core.sock", timeout=None) as group:
             progress = [0]
             tasks = [asyncio.create_task(collect(group, i, progress, mixed)) for i in range(len(PROMPTS))]
-            for rank in (1, 0):
+            for rank, number in ((1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)):
                 goal = progress[0] + 200
                 while progress[0] < goal:
                     await asyncio.sleep(0)
-                os.kill(core.worker.pids[rank], signal.SIGKILL)
+                os.kill(core.worker.pids[rank], number)
             assert await asyncio.gather(*tasks) == expected
             state = await status(group)
-            assert state["worker_starts"] == 3 and state["num_free_blocks"] == state["num_blocks"]
+            assert state["worker_starts"] == 4 and state["num_free_blocks"] == state["num_blocks"]
             first, second = await group.collective_rpc("model_info")
             assert first == second
             await group.sleep(2)

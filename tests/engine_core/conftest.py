@@ -125,7 +125,7 @@ class RunningCore:
         self.clients = Clients(bind_router(self.context, address), silence)
         config = EngineConfig(args, folder, {}, 999)
         command = [*FAKE_WORKER, *worker_options]
-        self.workers = WorkerGroup(self.context, config.worker_config(), command, num_workers)
+        self.workers = WorkerGroup(self.context, [config.worker_config()] * num_workers, command)
         self.core = EngineCore(config, self.workers, self.clients)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)

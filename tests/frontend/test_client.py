@@ -204,7 +204,7 @@ def test_a_loading_core_may_take_longer_than_the_timeout(core: Any, attach: Call
             EngineDeadError,
             "the engine core did not start: the GPU is on fire",
         ),
-        (Refused("'x'", "KeyError"), EngineDeadError, "the engine core did not start: \"'x'\""),
+        (Refused("'x'", "KeyError"), EngineDeadError, "the engine core did not start: KeyError: \"'x'\""),
     ],
 )
 def test_a_refused_attachment_keeps_type_and_text(
