@@ -281,7 +281,7 @@ def test_more_prompt_logprobs_than_positions_cannot_have_been_delivered(
     frontend = start_core().frontend()
     frontend.attach()
     params = SamplingParams(max_tokens=10, prompt_logprobs=0)
-    frontend.say(Submit([Request(1, "r", [8, 8], params, 7, num_prompt_logprobs=number)]))
+    frontend.say(Submit([Request(1, "r", Prompt([8, 8]), params, 7, num_prompt_logprobs=number)]))
     frontend.finish((1, 0))
     assert frontend.ends[1, 0].error_type == "ValueError"
     assert "num_prompt_logprobs" in frontend.ends[1, 0].error

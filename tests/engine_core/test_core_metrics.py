@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.ipc.messages import Request, Submit
+from pagewire.ipc.messages import Prompt, Request, Submit
 from pagewire.ipc.params import SamplingParams
 
 from .conftest import RawFrontend
@@ -130,7 +130,7 @@ def test_every_core_has_a_label_of_its_own(start_core: Callable) -> None:
 
 
 def test_latencies_count_from_the_arrival_of_a_request(frontend: RawFrontend) -> None:
-    frontend.say(Submit([Request(1, "r", [1], SamplingParams(max_tokens=2), 7, age=1000.0)]))
+    frontend.say(Submit([Request(1, "r", Prompt([1]), SamplingParams(max_tokens=2), 7, age=1000.0)]))
     frontend.finish((1, 0))
     timing = frontend.ends[1, 0].timing
     assert timing is not None and timing.scheduled - timing.arrived >= 1000
@@ -142,7 +142,7 @@ def test_latencies_count_from_the_arrival_of_a_request(frontend: RawFrontend) ->
 
 @pytest.mark.parametrize("age", [-1.0, math.nan, math.inf])
 def test_a_request_that_arrives_later_than_it_comes_is_refused(frontend: RawFrontend, age: float) -> None:
-    frontend.say(Submit([Request(1, "r", [1], SamplingParams(), 7, age=age)]))
+    frontend.say(Submit([Request(1, "r", Prompt([1]), SamplingParams(), 7, age=age)]))
     frontend.finish((1, 0))
     assert frontend.ends[1, 0].error_type == "ValueError"
     assert (frontend.ends[1, 0].error or "").startswith("age must be")

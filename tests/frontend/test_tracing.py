@@ -8,12 +8,12 @@ import pytest
 
 from pagewire.frontend.outputs import RequestState
 from pagewire.frontend.tracing import request_attributes
-from pagewire.ipc.messages import Request
+from pagewire.ipc.messages import Prompt, Request
 from pagewire.ipc.params import SamplingParams
 
 
 @pytest.mark.parametrize(("params", "n"), [({"n": 3}, 3), ({"n": 3, "num_returned": 2}, 2)])
 def test_n_is_the_number_of_outputs_that_the_client_gets(params: dict[str, Any], n: int) -> None:
-    request = Request(1, "r", [1, 2], SamplingParams(**params), seed=0)
+    request = Request(1, "r", Prompt([1, 2]), SamplingParams(**params), seed=0)
     attributes = dict(request_attributes(RequestState(request, None, None)))
     assert (attributes["gen_ai.request.n"], attributes["gen_ai.usage.num_sequences"]) == (n, 3)

@@ -17,8 +17,9 @@ from pagewire.frontend.inputs import PromptType, TokensPrompt, truncated
 from pagewire.frontend.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.exchange import check_aborted
+from pagewire.frontend.server.openai.constraints import demands
 from pagewire.frontend.server.openai.protocol import SamplingFields
-from pagewire.frontend.server.openai.sampling import salted, structure
+from pagewire.frontend.server.openai.sampling import salted
 from pagewire.frontend.server.service import Service
 from pagewire.ipc.params import BeamSearchParams, SamplingParams
 
@@ -65,7 +66,7 @@ def check_beam_fields(request: SamplingFields) -> None:
         value = getattr(request, name)
         if value is not None and (type(value), value) not in [(type(other), other) for other in neutral]:
             raise APIError(400, f"{name} is not supported with use_beam_search: {reason}", param=name)
-    if structure(request) is not None:
+    if demands(request):
         message = "structured outputs are not supported with use_beam_search: " + RANKS
         raise APIError(400, message, param="use_beam_search")
 

@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from pagewire.frontend.outputs import CompletionOutput
-from pagewire.frontend.server.openai.logprobs import TokenNames, chat_logprobs, token_bytes
+from pagewire.frontend.server.openai.logprobs import TokenNames, chat_logprobs
 from pagewire.frontend.server.openai.protocol import TokenLogprob
 from pagewire.frontend.server.parsing.reasoning import CLOSE, OPEN
 from pagewire.frontend.server.parsing.reply import ReplyDelta, ReplyParser, read
+from pagewire.frontend.text.logprobs import token_bytes
 from pagewire.frontend.text.tokenizer import Tokenizer
 
 

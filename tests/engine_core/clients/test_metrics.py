@@ -20,7 +20,7 @@ from pagewire.engine_core.clients.metrics import (
 )
 from pagewire.engine_core.schedule.scheduler import SchedulerStats
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
-from pagewire.ipc.messages import Request, TokenDelta
+from pagewire.ipc.messages import Prompt, Request, TokenDelta
 from pagewire.ipc.params import SamplingParams
 
 values = st.floats(0.0, 200.0) | st.sampled_from(PER_TOKEN)
@@ -45,7 +45,7 @@ def test_a_distribution_is_a_prometheus_histogram(observed: list[tuple[float, in
 
 def submit(metrics: Metrics, now: float = 7.0, **params: Any) -> list[Sequence]:
     """The sequences of a new request for three prompt tokens."""
-    request = Request(1, "r", [1, 2, 3], SamplingParams(**params), seed=0)
+    request = Request(1, "r", Prompt([1, 2, 3]), SamplingParams(**params), seed=0)
     group = sequences(request, b"client", 0, now, max_model_len=100, share_prefixes=True)
     metrics.submitted(group)
     return group

@@ -378,7 +378,8 @@ class Simulation:
             if not sequence.pools:
                 sequence.matcher = matcher_of(sequence.params, sequence.output_token_ids)
             stream = self.streams[sequence] = Stream(sequence.token_ids[sequence.num_prompt_tokens :])
-            stream.prompt_logprobs = list(prompt)[1 : 1 + num_prompt_logprobs]
+            if sequence.returns_prompt_logprobs:
+                stream.prompt_logprobs = list(prompt)[1 : 1 + num_prompt_logprobs]
             self.scheduler.add(sequence)
         self.check()
         return group

@@ -22,7 +22,7 @@ VOCAB = 64
 
 def ranked(request: Request) -> list[tuple[int, float]]:
     """The next tokens and their log probabilities, most likely first: five tokens have most of the probability."""
-    last = request.prompt_token_ids[-1]
+    last = request.prompt.token_ids[-1]
     weights = dict.fromkeys(range(VOCAB), 0.01)
     weights |= {2 + (last + step) % 5: 8.0 - step for step in range(5)}
     weights[EOS] = 7.5
@@ -101,7 +101,7 @@ def test_the_prompt_is_truncated(beam_client: Client, core: FakeCore, target: st
         {"messages": [{"role": "user", "content": "w5 w6 w7"}]} if target == CHAT else {"prompt": "w5 w6 w7"}
     )
     answer = beam_client.post(target, body).json
-    assert [request.prompt_token_ids for request in steps(core)] == [[6, 7]]
+    assert [request.prompt.token_ids for request in steps(core)] == [[6, 7]]
     assert answer["usage"]["prompt_tokens"] == 2
 
 
@@ -140,7 +140,7 @@ def test_early_stopping_reaches_the_search(beam_client: Client, core: FakeCore, 
     body = {"prompt": "w5", "use_beam_search": True, "n": 2, "max_tokens": 30, "length_penalty": 0.5}
     answer = beam_client.post(COMPLETIONS, body | {"early_stopping": value})
     assert answer.status == 200, answer.body
-    lengths = {len(request.prompt_token_ids) for request in steps(core)}
+    lengths = {len(request.prompt.token_ids) for request in steps(core)}
     assert max(lengths) == {True: 2, False: 3, "never": 8}[value]  # the prompt is one token
 
 

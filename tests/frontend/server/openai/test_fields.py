@@ -156,7 +156,7 @@ def test_the_user_is_logged(client: Client, caplog: pytest.LogCaptureFixture) ->
 def test_what_is_kept_of_a_prompt(client: Client, core: FakeCore) -> None:
     body = {"prompt": "w5 w6 w7", "truncate_prompt_tokens": 2, "truncation_side": "left"}
     assert client.post("/v1/completions", body).status == 200
-    assert core.expect(Submit).requests[0].prompt_token_ids == [6, 7]
+    assert core.expect(Submit).requests[0].prompt.token_ids == [6, 7]
 
 
 SCHEMA = {"type": "object"}

@@ -61,7 +61,7 @@ def completed(core: FakeCore, token_ids: list[int], **fields: Any) -> Any:
     async def play() -> Any:
         call = client.call("POST", "/v1/completions", {"prompt": "The fox", "logprobs": 1} | fields)
         (request,) = (await asyncio.to_thread(core.expect, Submit)).requests
-        prompt_ids = request.prompt_token_ids
+        prompt_ids = request.prompt.token_ids
         prompt = rows(
             [[i, i] for i in prompt_ids[1:]], [[-1.0, -1.0]] * len(prompt_ids[1:]), [1] * len(prompt_ids[1:])
         )
