@@ -99,7 +99,7 @@ class Prompt(Item):
         """What KV block `index` depends on beside its tokens and the blocks before it.
 
         Salt and adapter are keys of the first block, and so of all, because names of blocks are chained. A medium
-        is a key of every block that it touches, with its start relative to the block.
+        is a key of every block that it touches, with its place relative to the block.
         """
         keys: list[tuple[str | bytes | int, ...]] = []
         if index == 0 and self.cache_salt:
@@ -109,7 +109,7 @@ class Prompt(Item):
         begin = index * block_size
         for medium in self.media:
             if medium.start < begin + block_size and medium.start + medium.num_tokens > begin:
-                keys.append(("media", medium.name, medium.start - begin))
+                keys.append(("media", medium.name, medium.start - begin, medium.num_tokens))
         return keys
 
 

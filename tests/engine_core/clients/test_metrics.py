@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -131,7 +132,7 @@ def test_running_and_waiting_are_requests() -> None:
     running, waiting = submit(metrics, n=4), submit(metrics, n=2)
     for number, group in enumerate((running, waiting)):
         for sequence in group:
-            sequence.key = number
+            sequence.request = msgspec.structs.replace(sequence.request, key=number)
     core: Any = SimpleNamespace(metrics=metrics, scheduler=SimpleNamespace(running=running[:3]))
     assert num_requests(core) == (1, 1)
     for sequence in waiting:

@@ -103,7 +103,9 @@ prompts = st.builds(
     ),
     st.lists(st.integers(0, 1), min_size=12, max_size=12),
     st.lists(
-        st.tuples(st.sampled_from([(0, 2), (3, 4), (4, 4), (9, 3)]), st.sampled_from([b"cat", b"dog"])),
+        st.tuples(
+            st.sampled_from([(0, 2), (0, 3), (3, 4), (4, 4), (9, 3)]), st.sampled_from([b"cat", b"dog"])
+        ),
         max_size=1,
     ),
     st.sampled_from([b"", b"a", b"b"]),
@@ -132,7 +134,7 @@ def test_two_prompts_share_a_block_only_if_everything_up_to_it_agrees(
         here = slice(4 * i, 4 * i + 4)
         seen = [
             [
-                (m.name, m.start - 4 * i)
+                (m.name, m.start - 4 * i, m.num_tokens)
                 for m in prompt.media
                 if m.start < 4 * i + 4 and m.start + m.num_tokens > 4 * i
             ]

@@ -79,8 +79,9 @@ def test_beams_of_chat(beam_client: Client) -> None:
 
 @pytest.mark.parametrize("target", [COMPLETIONS, CHAT])
 def test_the_steps_of_a_search_have_the_salt_and_the_priority(
-    beam_client: Client, core: FakeCore, target: str
+    beam_client: Client, core: FakeCore, engine: AsyncLLM, target: str
 ) -> None:
+    engine.info.scheduling_policy = "priority"
     body: dict[str, Any] = {
         "use_beam_search": True,
         "n": 2,
@@ -91,7 +92,7 @@ def test_the_steps_of_a_search_have_the_salt_and_the_priority(
     body |= {"messages": HELLO} if target == CHAT else {"prompt": "w5"}
     assert beam_client.post(target, body).status == 200
     assert len(steps(core)) > 2
-    assert {(request.cache_salt, request.priority) for request in steps(core)} == {("s", 2)}
+    assert {(request.prompt.cache_salt, request.priority) for request in steps(core)} == {("s", 2)}
 
 
 @pytest.mark.parametrize("target", [COMPLETIONS, CHAT])

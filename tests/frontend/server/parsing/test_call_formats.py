@@ -75,7 +75,7 @@ def check(reply: ParsedReply) -> None:
 def test_what_a_format_allows_its_parser_reads(tokenizer: LLTokenizer, parser: str, parallel: bool) -> None:
     grammar = compiled(tokenizer, CALL_FORMATS[parser](CLOSED, parallel))
     names = set()
-    for seed in range(15):
+    for seed in range(40):
         text = written(tokenizer, grammar, random.Random(seed))
         reply = PARSERS[parser]().parse(text)
         check(reply)
