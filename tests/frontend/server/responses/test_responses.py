@@ -474,3 +474,38 @@ def test_ids_are_of_openai_s_form(client: Client) -> None:
     assert client.get(f"{PATH}/{answer.json['id']}").json == answer.json
     (item,) = answer.json["output"]
     assert item["id"].startswith("msg_")
+
+
+# ---------------------------------------------------------------- references to items
+
+
+def test_items_are_referred_to(client: Client, core: FakeCore) -> None:
+    """By clients that trust in the store; what is not stored any more must be sent."""
+    first = client.post(PATH, {"input": "w5 w6"}).json
+    (asked,) = client.get(f"{PATH}/{first['id']}/input_items").json["data"]
+    references = [{"type": "item_reference", "id": name} for name in (asked["id"], first["output"][0]["id"])]
+    question = {"role": "user", "content": "w7"}
+    second = client.post(PATH, {"input": [*references, question]}).json
+    whole = client.post(PATH, {"input": [question], "previous_response_id": first["id"]}).json
+    prompts = [core.submitted[key].prompt_token_ids for key in sorted(core.submitted)]
+    assert prompts[1] == prompts[2] == [5, 6, 2, 3, 4, 7]
+    assert second["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+    for response in (first, second):
+        assert client.post(PATH, {"input": [references[1], question]} | {"store": False}).status == 200
+        client.request("DELETE", f"{PATH}/{response['id']}")
+    answer = client.post(
+        PATH, {"input": [{"type": "item_reference", "id": first["output"][0]["id"]}, question]}
+    )
+    assert (answer.status, answer.error["param"]) == (404, "input")
+    assert client.post(PATH, {"input": [{"type": "item_reference"}]}).status == 400
+
+
+def test_a_store_forgets_items_with_their_response() -> None:
+    store = ResponseStore(100_000)
+    items = read_input([{"role": "user", "content": "a", "id": "mine"}])
+    for name in ("resp_1", "resp_2"):
+        store.put(StoredResponse(new_response(name), items))
+    store.forget("resp_1")
+    assert store.item("mine") == items[0]
+    store.forget("resp_2")
+    assert store.item("mine") is None
