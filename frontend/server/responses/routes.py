@@ -230,6 +230,8 @@ def new_response(
         top_p=params.top_p,
         truncation=request.truncation or "disabled",
         user=request.user,
+        safety_identifier=request.safety_identifier,
+        prompt_cache_key=request.prompt_cache_key,
         metadata=request.metadata or {},
     )
 
