@@ -41,7 +41,7 @@ def check_request(request: Request, info: EngineInfo) -> None:
         raise ValueError(
             f"This model's maximum context length is {info.max_model_len} tokens. However, "
             f"the prompt of {num_prompt} tokens leaves no room to generate: "
-            f"max_model_len is {info.max_model_len}"
+            f"the prompt is too long (max_model_len is {info.max_model_len})"
         )
     check_token_ids("prompt", request.prompt.token_ids, info.vocab_size)
     if request.eos_token_id is not None:

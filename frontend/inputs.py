@@ -239,7 +239,7 @@ class Intake:
             raise ValueError(
                 f"This model's maximum context length is {self.info.max_model_len} tokens. However, "
                 f"the prompt has {num_prompt_tokens} tokens, which leaves no room for a new one: "
-                f"max_model_len is {self.info.max_model_len}"
+                f"the prompt is too long (max_model_len is {self.info.max_model_len})"
             )
         params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         if params.min_tokens > room:

@@ -69,7 +69,9 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
         grammar: a context-free grammar, as Lark or llama.cpp (GBNF, EBNF) write it.
         json_object: the output is a JSON object of any content.
         structural_tag: free text with parts between tags that follow schemas: `{"structures": [{"begin": ...,
-            "schema": {...}, "end": ...}], "triggers": [...]}`, a dict or its JSON text; kept as text.
+            "schema": {...}, "end": ...}], "triggers": [...]}`, or formats composed of others: `{"format": {"type":
+            "sequence", "elements": [...]}}` (const_string, json_schema, regex, grammar, any_text, sequence, or,
+            tag, triggered_tags, tags_with_separator, as in XGrammar). A dict or its JSON text; kept as text.
         whitespace_pattern: what may stand between the tokens of JSON, a regular expression. Default: a space,
             or a line break with some indentation, so that no model can go on with whitespace for ever.
         disable_any_whitespace: no whitespace between the tokens of JSON.

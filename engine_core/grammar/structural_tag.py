@@ -241,8 +241,11 @@ class FormatWriter:
         lark = self._lark_text(text)
         if not lark.lstrip().startswith("{"):
             return self.embed(lark_grammar=lark)
-        main, *others = json.loads(lark)["grammars"]
-        expression = self.embed(**{key: value for key, value in main.items() if key != "name"})
+        try:
+            main, *others = json.loads(lark)["grammars"]
+            expression = self.embed(**{key: value for key, value in main.items() if key != "name"})
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise GrammarError("grammar: as JSON, it must be an object with a list `grammars`") from None
         self._embedded += others
         return expression
 

@@ -69,7 +69,7 @@ class Service:
 
 
 def service_of(request: Request) -> Service:
-    """The service of the application that serves a request."""
+    """Return the service of the application that handles a request."""
     service: Service = request.app.state.service
     return service
 

@@ -9,7 +9,8 @@ import msgspec
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError
 
 RETRY_SECONDS = 1  # Retry-After header when too many requests are waiting
-# In messages about prompts over the context length. Clients look for the first of these phrases.
+# In messages about prompts over the context length. LiteLLM knows them by the first of these phrases,
+# LangChain by "the prompt is too long".
 TOO_LONG = re.compile(r"maximum context length|max_model_len|leaves no room")
 NO_RETRY = {"x-should-retry": "false"}  # header that OpenAI's clients obey; else they retry every 408
 TYPES = {

@@ -25,10 +25,10 @@ class Query(NamedTuple):
 
 
 def flag(request: Request, name: str, default: bool) -> bool:
-    """A truth value in the query.
+    """Return a boolean parameter of the query.
 
     Raises:
-        APIError: it is none.
+        APIError: the value is not a boolean.
     """
     text = request.query_params.get(name, str(default)).lower()
     if text not in TRUE + FALSE:
@@ -37,10 +37,10 @@ def flag(request: Request, name: str, default: bool) -> bool:
 
 
 def number(request: Request, name: str, default: int) -> int:
-    """An integer in the query.
+    """Return an integer parameter of the query.
 
     Raises:
-        APIError: it is none.
+        APIError: the value is not an integer.
     """
     text = request.query_params.get(name, str(default))
     try:
@@ -50,7 +50,7 @@ def number(request: Request, name: str, default: int) -> int:
 
 
 def queries_of(call: str) -> tuple[Query, ...]:
-    """The arguments of one of `CALLS` as parameters of a query. A list is a parameter that may be repeated."""
+    """Return the arguments of one of `CALLS` as parameters of a query. A list may be repeated."""
     return tuple(
         Query(name, kind if plain(kind) in (bool, int) else str, meta_of(kind).description or "")
         for name, kind in CALLS[call].types.items()
@@ -58,10 +58,10 @@ def queries_of(call: str) -> tuple[Query, ...]:
 
 
 def arguments_of(request: Request, call: str) -> dict[str, Any]:
-    """The arguments of one of `CALLS` that the query gives, by name.
+    """Return the arguments of one of `CALLS` that a request's query has, by name.
 
     Raises:
-        APIError: one of another type, or out of its bounds.
+        APIError: a value has another type, or is out of its bounds.
     """
     arguments: dict[str, Any] = {}
     for name, kind in CALLS[call].types.items():
@@ -77,10 +77,10 @@ def arguments_of(request: Request, call: str) -> dict[str, Any]:
 
 
 def within_bounds(name: str, value: int, kind: Any) -> int:
-    """The value.
+    """Return a value that has been checked against the bounds of its type.
 
     Raises:
-        APIError: it is out of the bounds of the type.
+        APIError: the value is out of the bounds.
     """
     try:
         converted(name, value, kind)

@@ -151,9 +151,10 @@ def tools_of(service: Service, request: ChatRequest) -> ToolUse:
         auto=options.enable_auto_tool_choice,
         prompt_unused=options.prompt_unused_tools,
     )
-    is_constrained = tools.schema is not None or bool(demands(request))
-    if options.reasoning_parser is None or (is_constrained and options.enable_in_reasoning):
+    if options.reasoning_parser is None:
         return tools
+    if options.enable_in_reasoning and (tools.schema is not None or demands(request)):
+        return tools  # the constraint covers the whole output, so there is no reasoning
     return thinking(tools, options.reasoning_parser)
 
 

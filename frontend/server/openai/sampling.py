@@ -138,7 +138,7 @@ def check_text_length(service: Service, text: str) -> None:
     if len(text) > limit:
         message = (
             f"This model's maximum context length is {service.info.max_model_len} tokens. However, "
-            f"the prompt has {len(text)} characters, which no prompt of that length can have"
+            f"the prompt has {len(text)} characters, which so few tokens cannot hold: the prompt is too long"
         )
         raise APIError(400, message, code="context_length_exceeded")
 

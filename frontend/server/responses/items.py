@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pagewire.frontend.server.http.errors import APIError
@@ -31,6 +31,7 @@ SAME_NAME = (
 )
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+REFERENCE = "item_reference"  # an item that stands for a stored one with its id
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = frozenset(
     {
@@ -109,11 +110,15 @@ def chat_request(request: ResponsesRequest, items: Sequence[JSON]) -> ChatReques
 # ---------------------------------------------------------------- items
 
 
-def read_input(given: str | Sequence[JSON] | None) -> list[JSON]:
+def read_input(
+    given: str | Sequence[JSON] | None, stored_item: Callable[[str], JSON | None] = lambda name: None
+) -> list[JSON]:
     """Return the items of a request's input, each with a type and an id.
 
+    stored_item: returns the stored item with an id, for references to it.
+
     Raises:
-        APIError: the input is missing or empty, or an item is malformed or not supported.
+        APIError: the input is missing or empty, or an item is malformed, not supported or not stored.
     """
     if given is None:
         raise APIError(400, "input is missing", param="input")
@@ -121,7 +126,21 @@ def read_input(given: str | Sequence[JSON] | None) -> list[JSON]:
         given = [{"role": "user", "content": [{"type": "input_text", "text": given}]}]
     if not given:
         raise APIError(400, "input is empty", param="input")
-    return [read_item(item, f"input[{index}]") for index, item in enumerate(given)]
+    items = [read_item(item, f"input[{index}]") for index, item in enumerate(given)]
+    return [referenced(item, stored_item) if item["type"] == REFERENCE else item for item in items]
+
+
+def referenced(reference: JSON, stored_item: Callable[[str], JSON | None]) -> JSON:
+    """Return the stored item that a reference stands for.
+
+    Raises:
+        APIError: there is none.
+    """
+    item = stored_item(reference["id"])
+    if item is None:
+        message = f"input: the item {reference['id']!r:.100} is not stored (any more): send the item itself"
+        raise APIError(404, message, param="input", code="not_found")
+    return item
 
 
 def read_item(given: JSON, place: str) -> JSON:
@@ -140,6 +159,8 @@ def read_item(given: JSON, place: str) -> JSON:
     elif kind == "reasoning":
         if not isinstance(given.get("content"), (list, type(None))):
             raise APIError(400, f"{place}.content must be a list of parts", param="input")
+    elif kind == REFERENCE:
+        needed = ("id",)
     elif kind == "function_call":
         needed = ("call_id", "name", "arguments")
     elif kind == "function_call_output":
@@ -147,13 +168,14 @@ def read_item(given: JSON, place: str) -> JSON:
         if not isinstance(given.get("output"), (str, list)):
             raise APIError(400, f"{place}.output must be a string or a list of parts", param="input")
     else:
-        known = ", ".join(PREFIXES)
+        known = ", ".join((*PREFIXES, REFERENCE))
         raise APIError(400, f"{place}.type must be one of {known}, got {kind!r:.100}", param="input")
     for name in needed:
         if not isinstance(given.get(name), str):
             raise APIError(400, f"{place}.{name} must be a string", param="input")
     own = given.get("id")
-    return {**given, "type": kind, "id": own if isinstance(own, str) and own else new_id(PREFIXES[kind])}
+    own = own if isinstance(own, str) and own else new_id(PREFIXES.get(kind, "item"))
+    return {**given, "type": kind, "id": own}
 
 
 def messages_of(instructions: str | None, items: Iterable[JSON]) -> list[JSON]:

@@ -227,6 +227,8 @@ class Response(msgspec.Struct, kw_only=True):
     truncation: str
     usage: ResponseUsage | None = None
     user: str | None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     metadata: dict[str, str]
 
 

@@ -167,7 +167,7 @@ async def answer(
         Exceptions of the engine.
     """
     check_request(request)
-    items = read_input(request.input)
+    items = read_input(request.input, store.item)
     chat = chat_request(request, store.conversation(request.previous_response_id) + items)
     model = service.model(request.model)
     tools = tools_of(service, chat)
@@ -197,7 +197,7 @@ async def num_input_tokens(service: Service, store: ResponseStore, fields: Input
     given = {name: getattr(fields, name) for name in fields.__struct_fields__}
     request = ResponsesRequest(**given)
     check_request(request)
-    items = store.conversation(request.previous_response_id) + read_input(request.input)
+    items = store.conversation(request.previous_response_id) + read_input(request.input, store.item)
     service.model(request.model)
     chat = chat_request(request, items)
     prompt = await fitting_prompt(service, request, chat, tools_of(service, chat))
@@ -230,6 +230,8 @@ def new_response(
         top_p=params.top_p,
         truncation=request.truncation or "disabled",
         user=request.user,
+        safety_identifier=request.safety_identifier,
+        prompt_cache_key=request.prompt_cache_key,
         metadata=request.metadata or {},
     )
 

@@ -69,6 +69,7 @@ class ResponseStore:
         self.limit = limit
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
         self._sizes: dict[str, int] = {}
+        self._places: dict[str, list[str]] = {}  # ids of the responses with an item, by the item's id
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -89,6 +90,8 @@ class ResponseStore:
                 return False
             self.forget(oldest)
         self._stored[name], self._sizes[name] = stored, size
+        for item in item_ids(stored):
+            self._places.setdefault(item, []).append(name)
         self.num_bytes += size
         return True
 
@@ -102,6 +105,13 @@ class ResponseStore:
             raise APIError(404, f"response {name!r:.100} is not stored (any more)", code="not_found")
         self._stored.move_to_end(name)
         return self._stored[name]
+
+    def item(self, name: str) -> JSON | None:
+        """Return the input or output item with an id; None if it is not stored."""
+        if name not in self._places:
+            return None
+        stored = self.get(self._places[name][-1])
+        return next(item for item in (*stored.items, *output_of(stored)) if item["id"] == name)
 
     def conversation(self, name: str | None) -> list[JSON]:
         """Return all items of the conversation that ends with this response, including its output.
@@ -127,8 +137,18 @@ class ResponseStore:
 
     def forget(self, name: str) -> None:
         """Remove a response, if it is stored."""
-        if self._stored.pop(name, None) is not None:
+        stored = self._stored.pop(name, None)
+        if stored is not None:
             self.num_bytes -= self._sizes.pop(name)
+            for item in item_ids(stored):
+                others = [other for other in self._places.pop(item, ()) if other != name]
+                if others:
+                    self._places[item] = others
+
+
+def item_ids(stored: StoredResponse) -> list[str]:
+    """Return the ids of a response's input and output items."""
+    return [*(item["id"] for item in stored.items), *(item.id for item in stored.response.output)]
 
 
 def output_of(stored: StoredResponse) -> list[JSON]:

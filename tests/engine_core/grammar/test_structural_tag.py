@@ -165,6 +165,10 @@ def test_a_list_of_grammars(accepts: Callable[..., bool]) -> None:
         (TEXT | {"triggers": ["<g"]}, "'<f>' does not start with any of the triggers"),
         (of("sequence", ANY, const("a")), "any_text must be in a tag"),
         ({"type": "json_schema", "json_schema": False}, "no JSON follows"),
+        ({"type": "grammar", "grammar": '{"grammars": []}'}, "a list `grammars`"),
+        ({"type": "grammar", "grammar": "{}"}, "a list `grammars`"),
+        ({"type": "grammar", "grammar": "start: x"}, 'unknown name: "x"'),
+        ({"type": "regex", "pattern": "("}, "unclosed group"),
     ],
 )
 def test_malformed_formats(accepts: Callable[..., bool], form: dict[str, Any], message: str) -> None:

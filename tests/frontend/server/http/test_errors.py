@@ -100,7 +100,7 @@ def test_bad_chats(client: Client, core: FakeCore, body: Any, status: int) -> No
     assert not core.submitted
 
 
-def test_what_is_too_long_has_its_code(client: Client) -> None:
+def test_prompts_over_the_context_length(client: Client) -> None:
     """And begins with the words by which clients know it."""
     chat = [{"role": "user", "content": "w5 " * 4096}]
     for target, body in (

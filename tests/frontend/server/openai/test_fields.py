@@ -133,7 +133,7 @@ def test_fields_without_effect_are_named(
     assert named is None or f"without effect here: {named}" in warnings[0]
 
 
-def test_the_tier_is_the_only_one_that_there_is(client: Client) -> None:
+def test_the_service_tier_is_always_the_default(client: Client) -> None:
     body = {"messages": HELLO, "service_tier": "flex"}
     assert client.post("/v1/chat/completions", body).json["service_tier"] == "default"
     events = client.post("/v1/chat/completions", body | {"stream": True}).events
@@ -153,7 +153,7 @@ def test_the_user_is_logged(client: Client, caplog: pytest.LogCaptureFixture) ->
         assert 'user="anna"' in caplog.text
 
 
-def test_what_is_kept_of_a_prompt(client: Client, core: FakeCore) -> None:
+def test_truncation_keeps_the_last_tokens(client: Client, core: FakeCore) -> None:
     body = {"prompt": "w5 w6 w7", "truncate_prompt_tokens": 2, "truncation_side": "left"}
     assert client.post("/v1/completions", body).status == 200
     assert core.expect(Submit).requests[0].prompt.token_ids == [6, 7]

@@ -22,7 +22,7 @@ from pagewire.frontend.text.logprobs import Logprob
 from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
 
 from ..parsing.test_tools_over_http import HERMES, Replay, client_of, replay
-from .test_responses import put_together
+from .test_responses import joined_items
 
 __all__ = ["replay"]  # a fixture
 
@@ -67,7 +67,7 @@ def test_the_events_of_reasoning(replay: Replay) -> None:
             *("output_item.added", "content_part.added", "output_text.delta", "output_text.done"),
             *("content_part.done", "output_item.done", "completed"),
         ]
-        assert put_together(events) == events[-1]["response"]["output"]
+        assert joined_items(events) == events[-1]["response"]["output"]
         with client.responses.stream(model="fake", input="Köln?") as stream:
             final = stream.get_final_response()
         assert final.output_text == ANSWER and final.output[0].content[0].text == THOUGHT.strip()  # type: ignore

@@ -1,4 +1,4 @@
-"""/v1/responses without a model: items, events under any chunking, what is kept, and what goes wrong midway."""
+"""/v1/responses without a model: items, events under any chunking, the store, and errors midway."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def written(parser: ReplyParser, pieces: list[str]) -> tuple[list[Any], Response
     return events, writer.response
 
 
-def put_together(events: list[Any]) -> list[Any]:
+def joined_items(events: list[Any]) -> list[Any]:
     """The items that a client makes of events, each of which must fit what came before."""
     items: list[Any] = []
     for event in events:
@@ -163,7 +163,7 @@ def without_ids(response: Response) -> list[Any]:
 
 @settings(max_examples=150, deadline=None)
 @given(text=st.sampled_from([HERMES, "Let me see.", "", "<tool_call", HERMES[12:]]), data=st.data())
-def test_events_tell_the_same_under_any_chunking(text: str, data: st.DataObject) -> None:
+def test_events_add_up_to_the_response_under_any_chunking(text: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     for new_parser in (TextReply, lambda: ReplyWithCalls(Hermes(call_id, True))):
@@ -171,7 +171,7 @@ def test_events_tell_the_same_under_any_chunking(text: str, data: st.DataObject)
         _, whole = written(new_parser(), [text])
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
         assert (
-            put_together(events) == msgspec.to_builtins(response.output) == events[-1]["response"]["output"]
+            joined_items(events) == msgspec.to_builtins(response.output) == events[-1]["response"]["output"]
         )
         assert without_ids(response) == without_ids(whole)
         assert len(response.output) >= 1  # an answer without text is an empty message
@@ -216,10 +216,10 @@ def test_openai_s_client_reads_calls_that_the_model_chose(replay: Replay) -> Non
         assert [call["id"] for call in assistant["tool_calls"]] == [weather.call_id, clock.call_id]
 
 
-# ---------------------------------------------------------------- what is kept
+# ---------------------------------------------------------------- the store
 
 
-def test_the_store_is_bounded_and_keeps_what_is_used() -> None:
+def test_the_store_is_bounded_and_drops_the_least_recently_used() -> None:
     items = read_input("x" * 1000)
     size = StoredResponse(new_response(), items).size()
     store = ResponseStore(3 * size + 10)
@@ -238,7 +238,7 @@ def test_the_store_is_bounded_and_keeps_what_is_used() -> None:
     assert not ResponseStore(0).put(StoredResponse(new_response(), items))
 
 
-def test_what_is_being_made_stays() -> None:
+def test_responses_in_progress_are_not_dropped() -> None:
     async def play() -> None:
         items = read_input("x" * 1000)
         store = ResponseStore(2 * StoredResponse(new_response(), items).size() + 10)
@@ -257,7 +257,7 @@ def test_what_is_being_made_stays() -> None:
     asyncio.run(play())
 
 
-def test_only_good_ends_are_continued() -> None:
+def test_failed_responses_are_not_continued() -> None:
     store = ResponseStore(10_000)
     store.put(StoredResponse(new_response("resp_1", status="failed"), read_input("a")))
     with pytest.raises(APIError, match="is failed"):
@@ -265,7 +265,7 @@ def test_only_good_ends_are_continued() -> None:
     assert store.conversation(None) == []
 
 
-def test_nothing_is_kept_where_nothing_may_be(serve: Callable[..., Client], core: FakeCore) -> None:
+def test_a_store_of_no_bytes_stores_nothing(serve: Callable[..., Client], core: FakeCore) -> None:
     core.auto = True
     client = serve(response_store_bytes=0)
     answer = client.post(PATH, {"input": "w5"})
@@ -274,11 +274,11 @@ def test_nothing_is_kept_where_nothing_may_be(serve: Callable[..., Client], core
     assert client.post(PATH, {"input": "w5", "background": True}).error["code"] == "response_store_full"
 
 
-# ---------------------------------------------------------------- what goes wrong
+# ---------------------------------------------------------------- errors during the generation
 
 
 async def read_events(call: Call) -> list[Any]:
-    """What a stream of responses tells: it ends without a mark."""
+    """The events of a stream of /v1/responses, which ends without a mark."""
     *events, nothing = (await call.answer()).body.decode().split("\n\n")
     assert nothing == ""
     return [json.loads(event.split("\n")[1].removeprefix("data: ")) for event in events]
@@ -290,7 +290,7 @@ def quiet(serve: Callable[..., Client], engine: AsyncLLM, core: FakeCore) -> Cli
     return serve()
 
 
-def test_an_error_midway_is_told_by_an_event(quiet: Client, core: FakeCore) -> None:
+def test_an_error_midway_is_an_event(quiet: Client, core: FakeCore) -> None:
     async def play() -> None:
         call = quiet.call("POST", PATH, {"input": "w5", "stream": True})
         request = (await asyncio.to_thread(core.expect, Submit)).requests[0]
@@ -300,10 +300,14 @@ def test_an_error_midway_is_told_by_an_event(quiet: Client, core: FakeCore) -> N
         (*_, text) = [message["body"] async for message in rest_of(call)]
         kinds = [line.removeprefix("event: ") for line in text.decode().splitlines() if line[:6] == "event:"]
         assert kinds[-1] == "response.failed"
-        told = json.loads(text.decode().strip().rpartition("data: ")[2])["response"]
-        assert told["status"] == "failed" and told["error"] == {"code": "server_error", "message": "it broke"}
+        failed = json.loads(text.decode().strip().rpartition("data: ")[2])["response"]
+        assert failed["status"] == "failed" and failed["error"] == {
+            "code": "server_error",
+            "message": "it broke",
+        }
         assert (
-            told["output"][0]["content"][0]["text"] == "w2 w3" and told["output"][0]["status"] == "incomplete"
+            failed["output"][0]["content"][0]["text"] == "w2 w3"
+            and failed["output"][0]["status"] == "incomplete"
         )
 
     quiet.run(play)
@@ -320,7 +324,7 @@ async def rest_of(call: Call) -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_error_at_once_has_a_status(quiet: Client, core: FakeCore, stream: bool) -> None:
+def test_an_error_before_the_first_token_has_a_status(quiet: Client, core: FakeCore, stream: bool) -> None:
     async def play() -> None:
         call = quiet.call("POST", PATH, {"input": "w5", "stream": stream})
         request = (await asyncio.to_thread(core.expect, Submit)).requests[0]
@@ -331,7 +335,7 @@ def test_an_error_at_once_has_a_status(quiet: Client, core: FakeCore, stream: bo
     quiet.run(play)
 
 
-def test_a_failure_in_the_background_is_kept(quiet: Client, core: FakeCore) -> None:
+def test_a_failure_in_the_background_is_stored(quiet: Client, core: FakeCore) -> None:
     async def play() -> None:
         call = quiet.call("POST", PATH, {"input": "w5", "background": True, "stream": True})
         request = (await asyncio.to_thread(core.expect, Submit)).requests[0]
@@ -474,3 +478,38 @@ def test_ids_are_of_openai_s_form(client: Client) -> None:
     assert client.get(f"{PATH}/{answer.json['id']}").json == answer.json
     (item,) = answer.json["output"]
     assert item["id"].startswith("msg_")
+
+
+# ---------------------------------------------------------------- references to items
+
+
+def test_items_are_referred_to(client: Client, core: FakeCore) -> None:
+    """By clients that trust in the store; what is not stored any more must be sent."""
+    first = client.post(PATH, {"input": "w5 w6"}).json
+    (asked,) = client.get(f"{PATH}/{first['id']}/input_items").json["data"]
+    references = [{"type": "item_reference", "id": name} for name in (asked["id"], first["output"][0]["id"])]
+    question = {"role": "user", "content": "w7"}
+    second = client.post(PATH, {"input": [*references, question]}).json
+    whole = client.post(PATH, {"input": [question], "previous_response_id": first["id"]}).json
+    prompts = [core.submitted[key].prompt_token_ids for key in sorted(core.submitted)]
+    assert prompts[1] == prompts[2] == [5, 6, 2, 3, 4, 7]
+    assert second["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+    for response in (first, second):
+        assert client.post(PATH, {"input": [references[1], question]} | {"store": False}).status == 200
+        client.request("DELETE", f"{PATH}/{response['id']}")
+    answer = client.post(
+        PATH, {"input": [{"type": "item_reference", "id": first["output"][0]["id"]}, question]}
+    )
+    assert (answer.status, answer.error["param"]) == (404, "input")
+    assert client.post(PATH, {"input": [{"type": "item_reference"}]}).status == 400
+
+
+def test_a_store_forgets_items_with_their_response() -> None:
+    store = ResponseStore(100_000)
+    items = read_input([{"role": "user", "content": "a", "id": "mine"}])
+    for name in ("resp_1", "resp_2"):
+        store.put(StoredResponse(new_response(name), items))
+    store.forget("resp_1")
+    assert store.item("mine") == items[0]
+    store.forget("resp_2")
+    assert store.item("mine") is None
