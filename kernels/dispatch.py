@@ -10,6 +10,7 @@ from pagewire.kernels.cpu import kernels as cpu_kernels
 from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.layer import Layer, Norm
 from pagewire.kernels.paging import AttentionBatch
+from pagewire.kernels.weight import Linear, Weight
 
 
 class Kernels(Protocol):
@@ -48,7 +49,7 @@ class Kernels(Protocol):
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None: ...
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]: ...
+    def pack(self, weight: Weight, bias: Tensor | None = None) -> Linear: ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 

@@ -3,14 +3,12 @@
 Attention and norms accumulate in float32 (float64 for float64 tensors).
 """
 
-import functools
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from pagewire.kernels.paging import AttentionBatch, token_view
+from pagewire.kernels.weight import Linear, UnpackedLinear, Weight
 
 
 def _accumulation_dtype(x: Tensor) -> torch.dtype:
@@ -175,9 +173,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out.flatten(0, 1)[:num_rows].view(*x.shape[:-1], len(weight))
 
 
-def pack(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-    """See `pagewire.kernels.linear.pack`. The weight stays as it is."""
-    return functools.partial(linear, weight=weight, bias=bias)
+def pack(weight: Weight, bias: Tensor | None = None) -> Linear:
+    """See `pagewire.kernels.linear.pack`. The weight is kept dense."""
+    return UnpackedLinear(linear, weight, bias)
 
 
 def stack(input_norm: object, layers: object) -> None:

@@ -2,7 +2,7 @@
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from pagewire.kernels.cpu.linear import PackedLinear, multiply_unpacked
 from pagewire.kernels.cpu.tensors import DTYPES, cache_fields, check_cache, last_contiguous, of_size
 from pagewire.kernels.layer import Layer, Norm
 from pagewire.kernels.paging import AttentionBatch
+from pagewire.kernels.weight import Weight
 
 
 @functools.cache
@@ -208,7 +209,7 @@ class CpuKernels:
                 torch.get_num_threads(),
             )
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+    def pack(self, weight: Weight, bias: Tensor | None = None) -> PackedLinear:
         """See `pagewire.kernels.linear.pack`."""
         return PackedLinear(self._library, weight, bias)
 

@@ -13,6 +13,7 @@ from pagewire.kernels.cuda.launch import CudaDevice, Device
 from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.layer import Activation, Layer, Norm
 from pagewire.kernels.paging import AttentionBatch
+from pagewire.kernels.weight import Linear, UnpackedLinear, Weight
 
 
 @functools.cache
@@ -110,9 +111,9 @@ class CudaKernels:
         """See `pagewire.kernels.layers.rotary`. By PyTorch: a stack rotates within `kv.write_kv`."""
         reference.rotary(q, k, cos, sin)
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-        """See `pagewire.kernels.linear.pack`. The weight stays as it is; a row's bits may depend on the batch."""
-        return functools.partial(functional.linear, weight=weight, bias=bias)
+    def pack(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        """See `pagewire.kernels.linear.pack`. The weight is kept dense; a row's bits may depend on the batch."""
+        return UnpackedLinear(functional.linear, weight, bias)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `pagewire.kernels.linear.linear`. A row's bits may depend on the batch."""
