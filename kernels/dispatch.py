@@ -8,7 +8,7 @@ from torch import Tensor
 from pagewire.kernels import reference
 from pagewire.kernels.cpu import kernels as cpu_kernels
 from pagewire.kernels.cpu.tensors import DTYPES
-from pagewire.kernels.layer import Layer, Norm
+from pagewire.kernels.layer import HeadNorms, Layer, Norm
 from pagewire.kernels.paging import AttentionBatch
 from pagewire.kernels.weight import Linear, Weight
 
@@ -48,6 +48,20 @@ class Kernels(Protocol):
     def gelu_tanh_and_mul(self, x: Tensor) -> Tensor: ...
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None: ...
+
+    def rotate_and_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        head_norms: HeadNorms | None,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """Norm heads, rotate queries and keys, store keys and values. Returns the queries; may overwrite q, k."""
 
     def pack(self, weight: Weight, bias: Tensor | None = None) -> Linear: ...
 

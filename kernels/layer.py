@@ -25,6 +25,10 @@ class Norm:
     offset: float
 
 
+HeadNorms = tuple[Norm, Norm]
+"""The norms of query heads and of key heads, before they are rotated."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One layer of a stack."""
@@ -37,8 +41,7 @@ class Layer:
     """[T, H] to [T, 2 I]."""
     down: Linear
     """[T, I] to [T, H]."""
-    head_norms: tuple[Norm, Norm] | None
-    """For each query head and each key head, before they are rotated."""
+    head_norms: HeadNorms | None
     attention_norm: Norm
     """After attention."""
     next_norm: Norm

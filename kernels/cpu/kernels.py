@@ -14,6 +14,7 @@ from pagewire.kernels.cpu.linear import PackedLinear, multiply_unpacked
 from pagewire.kernels.cpu.tensors import DTYPES, cache_fields, check_cache, last_contiguous, of_size
 from pagewire.kernels.layer import Layer, Norm
 from pagewire.kernels.paging import AttentionBatch
+from pagewire.kernels.reference import rotate_and_store_with
 from pagewire.kernels.weight import Weight
 
 
@@ -208,6 +209,8 @@ class CpuKernels:
                 DTYPES[x.dtype],
                 torch.get_num_threads(),
             )
+
+    rotate_and_store = rotate_and_store_with
 
     def pack(self, weight: Weight, bias: Tensor | None = None) -> PackedLinear:
         """See `pagewire.kernels.linear.pack`."""

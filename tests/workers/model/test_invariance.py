@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pagewire.ipc.params import SamplingParams
+from pagewire.kernels.elementwise import elementwise
 from pagewire.kernels.linear import dense_weight, pack
-from pagewire.workers.model.invariant import elementwise
 
 from ..architectures import ARCHITECTURES, VOCAB_SIZE, Architecture
 from ..driver import Driver, load_runner
