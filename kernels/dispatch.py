@@ -1,4 +1,4 @@
-"""Which implementation of the kernels serves a tensor."""
+"""Chooses the implementation of the kernels by a tensor's device and dtype."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -14,7 +14,7 @@ from pagewire.kernels.weight import Linear, Weight
 
 
 class Kernels(Protocol):
-    """What an implementation offers; the modules with the public functions say what each does."""
+    """The methods of an implementation; the modules with the public functions document each."""
 
     def paged_attention(
         self,
@@ -81,7 +81,7 @@ def implementation_for(*tensors: Tensor) -> Kernels:
 
     Raises:
         NotImplementedError: the tensors are neither on the CPU nor on a GPU.
-        LaunchError, CompileError: the kernels cannot be had, see `cuda.launch`.
+        LaunchError, CompileError: the CUDA kernels cannot be loaded, see `cuda.launch`.
     """
     device = tensors[0].device
     if device.type == "cuda":

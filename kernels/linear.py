@@ -18,7 +18,7 @@ def pack(weight: Weight, bias: Tensor | None = None, device: torch.device | None
     Args:
         weight: [N, K].
         bias: [N], in any float dtype.
-        device: where the product runs; by default where the weight lies.
+        device: where the product runs; default: the weight's device.
 
     Returns:
         a function of x [..., K] to `x @ weight.T + bias` [..., N]. Sums are float32. A row's bits do not depend

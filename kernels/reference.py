@@ -1,4 +1,4 @@
-"""Every kernel in plain PyTorch: what the other implementations are tested against, and run without.
+"""Every kernel in plain PyTorch: the oracle of the tests, and the implementation where there is no compiler.
 
 Attention and norms accumulate in float32 (float64 for float64 tensors).
 """
@@ -28,7 +28,7 @@ def _gather(cache: Tensor, blocks: Tensor, length: int, num_heads: int) -> Tenso
     return tokens.transpose(0, 1).repeat_interleave(num_heads // cache.shape[1], dim=0)
 
 
-QUERIES, KEYS = 16, 256  # of one product, both counted from position 0
+QUERIES, KEYS = 16, 256  # shape of every product in attention; tiles are counted from position 0
 
 
 def paged_attention(
@@ -81,7 +81,7 @@ def paged_attention(
 
 
 class _Bias(NamedTuple):
-    """What is done to the logits of queries and keys before the softmax."""
+    """The changes to attention's logits before the softmax."""
 
     window: int | None
     softcap: float | None
@@ -255,7 +255,7 @@ def fixed_point_probabilities(depths: Tensor) -> Tensor:
     return p.mul_(power).long()
 
 
-ROWS = 16  # of one product
+ROWS = 16  # rows of every product in `linear`
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -278,4 +278,4 @@ def pack(weight: Weight, bias: Tensor | None = None) -> Linear:
 
 
 def stack(input_norm: object, layers: object) -> None:
-    """There is no implementation of a whole stack in plain PyTorch: its kernels are called one by one."""
+    """None: in plain PyTorch the kernels of a stack are called one by one."""

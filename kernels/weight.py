@@ -1,7 +1,7 @@
 """Matrices as a checkpoint holds them, and the products that they are packed into.
 
-A `Weight` is cut, joined and moved without being converted: only `dense`, and the packing of a few rows at a time,
-make numbers of it. How its numbers are stored is its scheme; `DENSE`, plain floats, is the only scheme so far.
+A `Weight` is cut, joined and moved as it is stored; only `dense`, and the packing of a few rows at a time, convert
+it. Its scheme defines how its numbers are stored. There is a single scheme so far: `DENSE`, plain floats.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ class Weight:
 
     scheme: Scheme
     parts: Parts
-    """The tensors that hold it; what each is, the scheme says."""
+    """The tensors that hold it; the scheme defines their meaning."""
     shape: tuple[int, int]
     dtype: torch.dtype
     """The dtype of the inputs and outputs of its product, and of `dense`."""
 
     def rows(self, part: int, of: int) -> Weight:
-        """The outputs of one of several equal shares: number `part` of `of`.
+        """The outputs of share `part` (from 0), if N is divided into `of` equal shares.
 
         Raises:
             ValueError: N cannot be divided so, or there is no such share.
@@ -87,7 +87,7 @@ class Weight:
         return self.slice(start, stop)
 
     def columns(self, part: int, of: int) -> Weight:
-        """The inputs of one of several equal shares: number `part` of `of`.
+        """The inputs of share `part` (from 0), if K is divided into `of` equal shares.
 
         Raises:
             ValueError: K cannot be divided so, or there is no such share.

@@ -17,10 +17,10 @@ _libc = ctypes.CDLL(None)
 
 
 class Region:
-    """`size` bytes of zeros at `offset` of `memory`, aligned to large pages. They are given as they are written."""
+    """`size` bytes of zeros at `offset` of `memory`, in large pages that are faulted in when first written."""
 
     def __init__(self, size: int) -> None:
-        """Raises OSError if there is not so much memory."""
+        """Raises OSError if there is not enough memory."""
         self.size = size
         self.memory = mmap.mmap(-1, size + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -34,10 +34,10 @@ class Region:
 
 
 class Reserve:
-    """A region whose pages the system gives now, on a thread, until `end`."""
+    """A region whose pages are faulted in by a thread in the background, until `end`."""
 
     def __init__(self, size: int) -> None:
-        """Raises OSError if there is not so much memory."""
+        """Raises OSError if there is not enough memory."""
         self.region = Region(size)
         self._ended = threading.Event()
         threading.Thread(target=self._populate, name="reserve", daemon=True).start()
@@ -49,7 +49,7 @@ class Reserve:
                 return
 
     def end(self, used: int) -> None:
-        """Give back what lies beyond the first `used` bytes."""
+        """Stop, and give back the pages beyond the first `used` bytes."""
         self._ended.set()
         start = used + -used % LARGE_PAGE
         if start < self.region.size:
@@ -57,12 +57,12 @@ class Reserve:
 
 
 def populate(address: int, length: int) -> bool:
-    """Have the system give pages now, as zeros or as they are. False if it does not know how, or has none."""
+    """Fault pages in now, keeping their contents. False if the kernel is too old for that, or memory is short."""
     return not _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), MADV_POPULATE_WRITE)
 
 
 def give_back(address: int, length: int) -> None:
-    """Drop whole pages; read again, they are zeros, or come from their file."""
+    """Drop whole pages; when they are read again, they are zeros, or come from their file."""
     _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
 
 

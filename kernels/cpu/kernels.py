@@ -221,7 +221,7 @@ class CpuKernels:
         return multiply_unpacked(self._library, x, weight, bias)
 
     def stack(self, input_norm: Norm, layers: Sequence[Layer]) -> CompiledStack | None:
-        """All layers in one call, where they are of one form and over packed weights of this library."""
+        """A compiled call for all layers; None if they differ in shape, or are not packed by this library."""
         return CompiledStack.of(self._library, input_norm, layers)
 
     def largest(self, x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:

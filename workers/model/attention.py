@@ -43,9 +43,9 @@ class KVShape:
 
 
 class StepContext:
-    """What the layers of a step need beside hidden states: the batch, its positions int64 [T], and all KV caches.
+    """The inputs of a step's layers beside hidden states: attention batch, positions int64 [T], all KV caches.
 
-    While a step is active, attention and linears get it by `current_step`.
+    While it is `active`, attention and linear layers get it from `current_step`.
     """
 
     __slots__ = ("batch", "caches", "positions")

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint make which weight of a module, by transformers' own tables.
+"""Finds the tensors of a checkpoint that make each weight of a module, by transformers' own tables.
 
 transformers renames the tensors of old checkpoints, and stacks, joins or splits those of some families. Its tables
 and operations are used as they are; here they run for one weight at a time, when it is read.
@@ -96,7 +96,7 @@ def conversions(
 def _target(
     name: str, renamings: list[Any], converters: list[Any], causal: Any, weights: dict[str, Tensor]
 ) -> tuple[str, str | None]:
-    """The weight that a tensor belongs to (the first, if it makes several), and the pattern that says so."""
+    """The weight that a tensor makes (the first, if several), and the pattern of the converter that matched."""
     from transformers.core_model_loading import rename_source_key
 
     prefix = causal.base_model_prefix

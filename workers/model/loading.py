@@ -152,7 +152,7 @@ def transform_parts(module: torch.nn.Module, weights: Weights, device: torch.dev
 
 
 def pack_head(model: Model, weights: Weights, device: torch.device) -> None:
-    """Transform what lies between hidden states and logits."""
+    """Transform the part of the model from hidden states to logits."""
     transform_parts(model.causal, weights, device)
     model.shorten_logits()
 

@@ -16,7 +16,7 @@ from pagewire.workers.model.weights import Weights
 
 
 class LinearModule(nn.Module):
-    """A linear layer by our kernels, in place of one of PyTorch."""
+    """A linear layer that runs by our kernels, in place of PyTorch's."""
 
     def __init__(self, product: Linear) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ class Weights:
         self.causal = causal
 
     def read(self, module: nn.Module, name: str) -> Tensor | None:
-        """A parameter or buffer of a module within the causal one, by the name it has there; None if it is None."""
+        """A parameter or buffer of a module within the causal one; None if the module has none of that name."""
         tensor: Tensor | None = getattr(module, name)
         return None if tensor is None else tensor.detach()
 
@@ -49,7 +49,7 @@ class Weights:
 
     @contextmanager
     def streamed(self) -> Iterator[None]:
-        """A context in which the causal module runs as it is, with no more than one layer's weights in memory."""
+        """A context in which the causal module runs as it is, with a single layer's weights in memory at a time."""
         yield
 
 
@@ -59,7 +59,7 @@ class CheckpointWeights(Weights):
     def __init__(self, causal: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
         """Find the tensors of each weight, and make the buffers that no checkpoint holds.
 
-        dtype: of the weights, but for those that the module wants in float32.
+        dtype: of the weights, but for those that transformers keeps in float32.
 
         Raises:
             ImportError: this version of transformers has no tables of conversions.
@@ -119,7 +119,7 @@ class CheckpointWeights(Weights):
 
     @contextmanager
     def streamed(self) -> Iterator[None]:
-        """See `Weights.streamed`. What lies outside of the layers is held until the end."""
+        """See `Weights.streamed`. Weights outside of the layers are held until the end."""
         layers = list(_layers(self.causal))
         within = {module for layer in layers for module in layer.modules()}
         outside = [place for place in _empty_places(self.causal) if place.module not in within]
@@ -191,7 +191,7 @@ class _Place(NamedTuple):
     """The module's parameters or buffers."""
     name: str
     empty: Tensor
-    """What it holds there at first."""
+    """The empty tensor that it holds there at first."""
 
     def put(self, tensor: Tensor) -> None:
         is_parameter = isinstance(self.empty, nn.Parameter)
@@ -219,7 +219,7 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
 def _ties(tied: dict[str, str], present: Iterable[str]) -> dict[str, str]:
     """For each weight that the checkpoint lacks, the weight that it is tied to and that the checkpoint holds.
 
-    tied: pairs of equal weights, as transformers gives them; any of several may be the one in the checkpoint.
+    tied: pairs of equal weights, as transformers gives them; the checkpoint may hold any of a group.
     """
     present = set(present)
     groups: dict[str, set[str]] = {}

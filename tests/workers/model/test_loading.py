@@ -17,7 +17,9 @@ from pagewire.ipc.params import SamplingParams
 from pagewire.workers.device.cpu import bind_threads, parse_cpus
 from pagewire.workers.device.kv_size import GIB, kv_budget, num_kv_blocks
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model import modules
+from pagewire.workers.model import loading, modules, stack
+from pagewire.workers.model.proof import prove
+from pagewire.workers.model.stack import OTHER_ARITHMETIC
 
 from ..architectures import ARCHITECTURES, GROUPED, VOCAB_SIZE, Architecture
 from ..driver import Driver, load_runner
@@ -40,10 +42,21 @@ def test_plain_models_run_as_a_stack(name: str, tmp_path: Path) -> None:
     assert type(runner.model.model.base).__name__ == "DecoderStack"
 
 
-@pytest.mark.parametrize("name", ["granite", "ministral3", "smollm3", "hyperclovax"])
-def test_models_of_that_structure_with_other_arithmetic_do_not(name: str, tmp_path: Path) -> None:
-    runner, _ = load_runner(architecture_named(name).write(tmp_path))
+@pytest.mark.parametrize("name", sorted({*OTHER_ARITHMETIC, "hyperclovax"}))
+@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
+def test_models_of_that_structure_with_other_arithmetic_do_not(
+    name: str, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If they are not known to be such, the proof finds it out, and they are packed a second time."""
+    proofs: list[object] = []
+    monkeypatch.setattr(loading, "prove", lambda *args: (proofs.append(args), prove(*args))[1])
+    if not known:
+        monkeypatch.setattr(stack, "OTHER_ARITHMETIC", ())
+    folder = architecture_named(name).write(tmp_path)
+    assert our_tokens(folder, PROMPTS) == transformers_tokens(folder, PROMPTS)
+    runner, _ = load_runner(folder)
     assert type(runner.model.model.base).__name__ != "DecoderStack"
+    assert len(proofs) == (2 if known or name not in OTHER_ARITHMETIC else 4)
 
 
 @pytest.mark.parametrize(
