@@ -6,6 +6,7 @@ and operations are used as they are; here they run for one weight at a time, whe
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from pagewire.workers.errors import LoadError, first_line
 
-OLD_BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".inv_freq")
-"""Ends of names of causal masks and rotary frequencies, which old checkpoints hold and no module reads any more."""
+UNUSED = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.inv_freq$|(^|\.)mtp\.")
+"""Names of causal masks and rotary frequencies in old checkpoints, and of layers that draft tokens (MTP)."""
 
 
 @dataclass
@@ -146,7 +147,7 @@ def check_report(model_type: str, missing: Iterable[str], unexpected: Iterable[s
     """Raise LoadError if weights are missing, or if there are tensors that belong to no weight."""
     if names := sorted(missing):
         raise LoadError(f"the checkpoint lacks {len(names)} weights of {model_type}: {_some(names)}")
-    if names := sorted(name for name in unexpected if not name.endswith(OLD_BUFFERS)):
+    if names := sorted(name for name in unexpected if not UNUSED.search(name)):
         raise LoadError(
             f"the checkpoint holds {len(names)} tensors that {model_type} has no use for: {_some(names)}; "
             "its config.json may be of another model"

@@ -35,8 +35,12 @@ def build_module(worker_config: WorkerConfig, config: Any, dtype: torch.dtype, d
             torch.manual_seed(DUMMY_SEED)
             with device.torch_device:  # random weights are made a hundred times faster on a GPU
                 return Weights(_from_config(worker_config, config, dtype))
-        if (reason := _read_by_transformers(worker_config, config)) is None:
-            return _on_meta(worker_config, config, dtype)
+        reason = _read_by_transformers(worker_config, config)
+        if reason is None:
+            try:
+                return _on_meta(worker_config, config, dtype)
+            except (ImportError, AttributeError, TypeError) as error:
+                reason = f"this version has other tables for converting checkpoints ({first_line(error)})"
         logger.info("transformers reads the whole checkpoint at once: %s", reason)
         return Weights(_from_pretrained(worker_config, config, dtype))
     except LoadError:
@@ -53,10 +57,6 @@ def _read_by_transformers(worker_config: WorkerConfig, config: Any) -> str | Non
         return "its weights are quantised"
     if worker_config.trust_remote_code and getattr(config, "auto_map", None):
         return "the model runs the code of its repository"
-    try:
-        import transformers.conversion_mapping  # noqa: F401
-    except ImportError:
-        return "this version of transformers has no tables of how checkpoints are converted"
     return None
 
 
@@ -76,7 +76,11 @@ def _from_config(worker_config: WorkerConfig, config: Any, dtype: torch.dtype) -
 
 
 def _on_meta(worker_config: WorkerConfig, config: Any, dtype: torch.dtype) -> Weights:
-    """The module on the meta device: nothing but its buffers is in memory."""
+    """The module on the meta device, with only its buffers in memory.
+
+    Raises:
+        ImportError, AttributeError, TypeError: transformers' tables are not those of the versions tested.
+    """
     checkpoint = Checkpoint(worker_config.model_path)
     with torch.device("meta"):
         causal = _from_config(worker_config, config, dtype)

@@ -7,6 +7,7 @@ biases) are refused with the reason.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ from pagewire.workers.model.attention import DryRunRecorder, KVShape
 from pagewire.workers.model.model import Model
 from pagewire.workers.model.transforms import tolerance
 from pagewire.workers.model.weights import Weights
+
+logger = logging.getLogger("pagewire.worker")
 
 BLOCK = 16
 LENGTHS = (
@@ -81,11 +84,16 @@ def reference_logits(weights: Weights, run: DryRun) -> list[Tensor]:
         output = causal(input_ids=ids[None].to(device), position_ids=positions, use_cache=False)
         return output.logits[0].cpu()  # type: ignore[no-any-return]
 
+    requests = list(zip(run.token_ids, run.offsets, strict=True))
     try:
         with weights.streamed():
-            return [logits(ids, offset) for ids, offset in zip(run.token_ids, run.offsets, strict=True)]
-    except LoadError:
-        raise
+            return [logits(ids, offset) for ids, offset in requests]
+    except Exception as error:
+        name, reason = type(causal).__name__, first_line(error)
+        logger.info("%s does not run with one layer at a time, so it is read as a whole: %s", name, reason)
+    weights.fill(causal)
+    try:
+        return [logits(ids, offset) for ids, offset in requests]
     except Exception as error:
         raise refuse(causal.config, f"its forward pass fails: {first_line(error)}") from error
 

@@ -62,7 +62,7 @@ class CheckpointWeights(Weights):
         dtype: of the weights, but for those that transformers keeps in float32.
 
         Raises:
-            ImportError: this version of transformers has no tables of conversions.
+            ImportError: this version of transformers has no tables for converting checkpoints.
             LoadError: weights are missing or have another shape, or the checkpoint is of another model.
         """
         super().__init__(causal)

@@ -20,6 +20,7 @@ from pagewire.workers.errors import LoadError
 from pagewire.workers.model import loading, modules, stack
 from pagewire.workers.model.proof import prove
 from pagewire.workers.model.stack import OTHER_ARITHMETIC
+from pagewire.workers.model.weights import CheckpointWeights
 
 from ..architectures import ARCHITECTURES, GROUPED, VOCAB_SIZE, Architecture
 from ..driver import Driver, load_runner
@@ -182,7 +183,7 @@ def test_weights_of_another_model(llama: Path, tmp_path: Path, load_format: str)
         load_runner(tmp_path, load_format=load_format)
 
 
-def test_old_buffers_do_no_harm(llama: Path, tmp_path: Path) -> None:
+def test_tensors_that_are_known_to_be_unused_do_no_harm(llama: Path, tmp_path: Path) -> None:
     extra = {
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
         "model.h.0.attn.bias": torch.ones(3),
@@ -247,6 +248,28 @@ def test_a_reading_of_everything_at_once_is_logged(
         torch.save(load_file(llama / "model.safetensors"), tmp_path / "pytorch_model.bin")
         load_runner(tmp_path, load_format="pt")
     assert "transformers reads the whole checkpoint at once: load_format is 'pt'" in caplog.text
+
+
+def test_tables_of_another_version_of_transformers(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import conversion_mapping
+
+    expected = our_tokens(llama, PROMPTS)
+    monkeypatch.delattr(conversion_mapping, "get_model_conversion_mapping")
+    with caplog.at_level("INFO", "pagewire.worker"):
+        assert our_tokens(llama, PROMPTS) == expected
+    assert "reads the whole checkpoint at once: this version has other tables" in caplog.text
+
+
+def test_a_module_that_does_not_call_its_layers(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = our_tokens(llama, PROMPTS)
+    monkeypatch.setattr(CheckpointWeights, "_stream", lambda *_: None)  # as if no layer were ever called
+    with caplog.at_level("INFO", "pagewire.worker"):
+        assert our_tokens(llama, PROMPTS) == expected
+    assert "LlamaForCausalLM does not run with one layer at a time" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["llama", "granite", "gpt2", "qwen3_moe"])
