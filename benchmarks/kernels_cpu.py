@@ -112,7 +112,8 @@ def product_calls(size: tuple[int, int], num_rows: int, dtype: torch.dtype) -> l
     """Products of rows with as many matrices [N, K] as no processor's cache holds."""
     num_out, num_in = size
     weights = [
-        linear.pack(torch.randn(size).to(dtype)) for _ in range(-(-MATRIX_BYTES // (num_out * num_in * 2)))
+        linear.pack(linear.dense_weight(torch.randn(size).to(dtype)))
+        for _ in range(-(-MATRIX_BYTES // (num_out * num_in * 2)))
     ]
     x = torch.randn(num_rows, num_in).to(dtype)
     return [functools.partial(weight, x) for weight in weights]

@@ -52,7 +52,7 @@ class EngineArgs:
     hf_overrides: dict[str, Any] = option(None, "Model", "JSON merged into the model's config.json", make=dict)
     download_dir: str | None = option(None, "Model", "folder for downloads; default: the hub's cache")
     load_format: Literal["auto", "safetensors", "pt", "dummy"] = option(
-        "auto", "Model", "format of the weight files; 'dummy': random weights",
+        "auto", "Model", "auto, safetensors: .safetensors files; pt: .bin files (pickles); dummy: random weights",
         choices=("auto", "safetensors", "pt", "dummy"))
     dtype: str = option(
         "auto", "Model", "type of weights and activations; auto: the checkpoint's", choices=DTYPES)

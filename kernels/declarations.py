@@ -1,4 +1,4 @@
-"""What C++ declares, read from its text: so that a struct or a function that Python uses is declared once."""
+"""Reads declarations from C++ source, so that a struct or function used by both languages is declared once."""
 
 import re
 from collections.abc import Iterator

@@ -2,6 +2,9 @@
 
 x -> QKV in one product -> (norm of each head) -> rotary -> attention -> output product -> add and norm
   -> gate and up in one product -> activation -> down product -> add and norm -> next layer
+
+The loop over the layers is here, for every device. `cpu/decoder.cpp` is the same loop compiled; it is used if all
+linear layers are packed weights of linear.cpp.
 """
 
 from collections.abc import Sequence
@@ -9,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pagewire.kernels.attention import AttentionBatch, paged_attention, store_kv
 from pagewire.kernels.dispatch import implementation_for
 from pagewire.kernels.layer import Activation, Layer, Norm
-from pagewire.kernels.layers import add_rms_norm, gelu_tanh_and_mul, rms_norm, rotary, silu_and_mul
+from pagewire.kernels.layers import add_rms_norm, gelu_tanh_and_mul, rms_norm, silu_and_mul
+from pagewire.kernels.paging import AttentionBatch
 
 __all__ = ["Activation", "Layer", "Norm", "Stack"]
 
@@ -20,7 +23,7 @@ ACTIVATIONS = {Activation.SILU: silu_and_mul, Activation.GELU_TANH: gelu_tanh_an
 
 
 class Stack:
-    """Layers, and the norm before the first. In one call where there is an implementation of all of it."""
+    """A stack of layers and the norm before the first; a single call where the device's kernels allow it."""
 
     def __init__(self, input_norm: Norm, layers: Sequence[Layer]) -> None:
         self.input_norm, self.layers = input_norm, layers
@@ -68,12 +71,8 @@ def _attend(
     num_tokens = len(x)
     qkv = layer.qkv(x).view(num_tokens, -1, layer.head_dim)
     q, k, v = torch.split(qkv, [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], 1)
-    if layer.head_norms is not None:
-        q, k = (
-            rms_norm(heads, norm.weight, norm.eps, offset=norm.offset)
-            for heads, norm in zip((q, k), layer.head_norms, strict=True)
-        )
-    rotary(q, k, cos, sin)
-    store_kv(k, v, k_cache, v_cache, batch.slot_mapping)
-    attended = paged_attention(q, k_cache, v_cache, batch, layer.scale, window=layer.window)
+    kernels = implementation_for(q, k, v)
+    slots = batch.slot_mapping
+    q = kernels.rotate_and_store(q, k, v, cos, sin, layer.head_norms, k_cache, v_cache, slots)
+    attended = kernels.paged_attention(q, k_cache, v_cache, batch, layer.scale, window=layer.window)
     return attended.view(num_tokens, -1)

@@ -1,4 +1,4 @@
-"""Which implementation of the kernels serves a tensor."""
+"""Chooses the implementation of the kernels by a tensor's device and dtype."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -8,12 +8,13 @@ from torch import Tensor
 from pagewire.kernels import reference
 from pagewire.kernels.cpu import kernels as cpu_kernels
 from pagewire.kernels.cpu.tensors import DTYPES
-from pagewire.kernels.layer import Layer, Norm
+from pagewire.kernels.layer import HeadNorms, Layer, Norm
 from pagewire.kernels.paging import AttentionBatch
+from pagewire.kernels.weight import Linear, Weight
 
 
 class Kernels(Protocol):
-    """What an implementation offers; the modules with the public functions say what each does."""
+    """The methods of an implementation; the modules with the public functions document each."""
 
     def paged_attention(
         self,
@@ -48,7 +49,21 @@ class Kernels(Protocol):
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None: ...
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]: ...
+    def rotate_and_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        head_norms: HeadNorms | None,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """Norm heads, rotate queries and keys, store keys and values. Returns the queries; may overwrite q, k."""
+
+    def pack(self, weight: Weight, bias: Tensor | None = None) -> Linear: ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
@@ -66,7 +81,7 @@ def implementation_for(*tensors: Tensor) -> Kernels:
 
     Raises:
         NotImplementedError: the tensors are neither on the CPU nor on a GPU.
-        LaunchError, CompileError: the kernels cannot be had, see `cuda.launch`.
+        LaunchError, CompileError: the CUDA kernels cannot be loaded, see `cuda.launch`.
     """
     device = tensors[0].device
     if device.type == "cuda":

@@ -1,10 +1,11 @@
-"""One layer of a Llama-like decoder: its weights as functions, its norms, its shape."""
+"""A layer of a Llama-like decoder: its linear layers, its norms, its shape."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 from torch import Tensor
+
+from pagewire.kernels.weight import Linear
 
 
 class Activation(Enum):
@@ -24,20 +25,23 @@ class Norm:
     offset: float
 
 
+HeadNorms = tuple[Norm, Norm]
+"""The norms of query heads and of key heads, before they are rotated."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer. Its products are functions that `linear.pack` made."""
+    """One layer of a stack."""
 
-    qkv: Callable[[Tensor], Tensor]
+    qkv: Linear
     """[T, H] to [T, (Hq + 2 Hkv) D]."""
-    out: Callable[[Tensor], Tensor]
+    out: Linear
     """[T, Hq D] to [T, H]."""
-    gate_up: Callable[[Tensor], Tensor]
+    gate_up: Linear
     """[T, H] to [T, 2 I]."""
-    down: Callable[[Tensor], Tensor]
+    down: Linear
     """[T, I] to [T, H]."""
-    head_norms: tuple[Norm, Norm] | None
-    """Of each query head and each key head, before they are rotated."""
+    head_norms: HeadNorms | None
     attention_norm: Norm
     """After attention."""
     next_norm: Norm

@@ -1,26 +1,40 @@
 """Linear layers: most of a model's work, and nearly all of its bytes."""
 
-from collections.abc import Callable
-
+import torch
 from torch import Tensor
 
 from pagewire.kernels.dispatch import implementation_for
+from pagewire.kernels.weight import Linear, Weight, dense_weight
 
-__all__ = ["linear", "pack"]
+__all__ = ["Linear", "Weight", "dense_weight", "linear", "pack"]
 
 
-def pack(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-    """A linear layer that owns a copy of its weight, laid out for the fastest product. The original can be freed.
+def pack(weight: Weight, bias: Tensor | None = None, device: torch.device | None = None) -> Linear:
+    """A linear layer with its weight laid out for the fastest product on a device.
+
+    On the CPU the layer owns a packed copy, made of a few rows at a time: the weight's tensors can be let go, and
+    are never in memory as a whole in another dtype.
 
     Args:
-        weight: [N, K], K contiguous.
-        bias: [N], of the same dtype.
+        weight: [N, K].
+        bias: [N], in any float dtype.
+        device: where the product runs; default: the weight's device.
 
     Returns:
         a function of x [..., K] to `x @ weight.T + bias` [..., N]. Sums are float32. A row's bits do not depend
-        on how many rows there are. Raises ValueError where x does not fit.
+        on how many rows there are (on a GPU they may).
+
+    Raises:
+        ValueError: the bias does not fit the weight.
+        NotImplementedError: the device is not served.
     """
-    return implementation_for(weight).pack(weight, bias)
+    device = weight.parts[0].device if device is None else device
+    if bias is not None:
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"a bias of shape {tuple(bias.shape)} for {weight.shape[0]} outputs")
+        bias = bias.to(device, weight.dtype)
+    kernels = implementation_for(torch.empty(0, dtype=weight.dtype, device=device))
+    return kernels.pack(weight.to(device), bias)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

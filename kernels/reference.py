@@ -1,16 +1,21 @@
-"""Every kernel in plain PyTorch: what the other implementations are tested against, and run without.
+"""Every kernel in plain PyTorch: the oracle of the tests, and the implementation where there is no compiler.
 
 Attention and norms accumulate in float32 (float64 for float64 tensors).
 """
 
-import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pagewire.kernels.elementwise import elementwise
+from pagewire.kernels.layer import HeadNorms
 from pagewire.kernels.paging import AttentionBatch, token_view
+from pagewire.kernels.weight import Linear, UnpackedLinear, Weight
 
 
 def _accumulation_dtype(x: Tensor) -> torch.dtype:
@@ -21,6 +26,9 @@ def _gather(cache: Tensor, blocks: Tensor, length: int, num_heads: int) -> Tenso
     """The first `length` rows of a request, [num_heads, length, size]: KV heads repeated for their query heads."""
     tokens = token_view(cache)[blocks.long()].flatten(0, 1)[:length]
     return tokens.transpose(0, 1).repeat_interleave(num_heads // cache.shape[1], dim=0)
+
+
+QUERIES, KEYS = 16, 256  # shape of every product in attention; tiles are counted from position 0
 
 
 def paged_attention(
@@ -36,42 +44,93 @@ def paged_attention(
     alibi: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `pagewire.kernels.attention.paged_attention`."""
+    """See `pagewire.kernels.attention.paged_attention`.
+
+    PyTorch's products and sums may have other bits for other shapes. So all are of one shape, 16 queries by 256
+    keys, with zeros where a request has none.
+    """
     dtype = _accumulation_dtype(q)
     num_heads, block_size = q.shape[1], k_cache.shape[2]
     if out is None:
         out = q.new_empty(q.shape[0], num_heads, v_cache.shape[3])
     out.zero_()
+    bias = _Bias(window, softcap, None if alibi is None else alibi.to(dtype))
+    sinks = None if sinks is None else sinks.to(dtype)[:, None, None]
     starts = batch.query_start_loc.tolist()
     for request, seq_len in enumerate(batch.seq_lens.tolist()):
         rows = slice(starts[request], starts[request + 1])
-        query_len = rows.stop - rows.start
-        if query_len == 0:
+        first = seq_len - (rows.stop - rows.start)
+        if first == seq_len:
             continue
         blocks = batch.block_table[request, : -(-seq_len // block_size)]
-        k = _gather(k_cache, blocks, seq_len, num_heads).to(dtype)
-        v = _gather(v_cache, blocks, seq_len, num_heads).to(dtype)
-
-        logits = q[rows].to(dtype).transpose(0, 1) @ k.transpose(1, 2) * scale
-        if softcap:
-            logits = softcap * torch.tanh(logits / softcap)
-        key_position = torch.arange(seq_len, device=q.device)
-        query_position = torch.arange(seq_len - query_len, seq_len, device=q.device)[:, None]
-        if alibi is not None:
-            logits = logits + alibi.to(dtype)[:, None, None] * (key_position - query_position)
-        hidden = key_position > query_position
+        k, v = (_gather(cache, blocks, seq_len, num_heads).to(dtype) for cache in (k_cache, v_cache))
         if window is not None:
-            hidden |= key_position <= query_position - window
-        logits = logits.masked_fill(hidden, float("-inf"))
-        if sinks is not None:
-            sink = sinks.to(dtype)[:, None, None].expand(-1, query_len, 1)
-            logits = torch.cat([logits, sink], dim=-1)
-        probabilities = torch.softmax(logits, dim=-1)[..., :seq_len]
-        # Not a matrix product with zeros in it: 0 x NaN is NaN.
-        seen = ~hidden.all(dim=0)
-        values = probabilities[..., seen] @ v[:, seen]
-        out[rows] = values.transpose(0, 1).to(out.dtype)
+            v[:, : max(0, first - window + 1)] = (
+                0  # seen by no query, it may hold anything, and 0 x NaN is NaN
+            )
+        tiles = list(zip(_tiles(k), _tiles(v), strict=True))
+        queries = q[rows].to(dtype).transpose(0, 1) * scale
+        for begin in range(first // QUERIES * QUERIES, seq_len, QUERIES):
+            start, stop = max(begin, first), min(begin + QUERIES, seq_len)
+            block = _padded(queries[:, start - first : stop - first], QUERIES, start - begin)
+            positions = torch.arange(begin, begin + QUERIES, device=q.device)[:, None]
+            attended = _attend(block, tiles[: -(-stop // KEYS)], positions, bias, sinks)
+            real = attended[:, start - begin : stop - begin].transpose(0, 1)
+            out[rows][start - first : stop - first] = real.to(out.dtype)
     return out
+
+
+class _Bias(NamedTuple):
+    """The changes to attention's logits before the softmax."""
+
+    window: int | None
+    softcap: float | None
+    alibi: Tensor | None
+
+    def apply(self, logits: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        """Logits [heads, Q, K] of queries at positions [Q, 1] and keys at [K]; -inf where a key is hidden."""
+        if self.softcap:
+            logits = self.softcap * elementwise(torch.tanh, logits / self.softcap)
+        if self.alibi is not None:
+            logits = logits + self.alibi[:, None, None] * (keys - queries)
+        hidden = keys > queries
+        if self.window is not None:
+            hidden |= keys <= queries - self.window
+        return logits.masked_fill(hidden, float("-inf"))
+
+
+def _attend(
+    q: Tensor, tiles: list[tuple[Tensor, Tensor]], positions: Tensor, bias: _Bias, sinks: Tensor | None
+) -> Tensor:
+    """The outputs [heads, QUERIES, Dv] of queries at positions [QUERIES, 1]; tiles: keys and values, from 0 on."""
+    logits = []
+    for i, (k, _) in enumerate(tiles):
+        keys = torch.arange(i * KEYS, (i + 1) * KEYS, device=q.device)
+        logits.append(bias.apply(q @ k.transpose(1, 2), positions, keys))
+    largest_logit = torch.stack([tile.amax(-1, keepdim=True) for tile in logits]).amax(0)
+    total = torch.zeros_like(largest_logit)
+    if sinks is not None:
+        largest_logit = largest_logit.maximum(sinks)
+        total = elementwise(torch.exp, sinks - largest_logit)
+    attended = q.new_zeros(*q.shape[:2], tiles[0][1].shape[2])
+    for tile, (_, v) in zip(logits, tiles, strict=True):
+        probabilities = elementwise(torch.exp, tile - largest_logit)
+        total = total + probabilities.sum(-1, keepdim=True)
+        attended = attended + probabilities @ v
+    return attended / total
+
+
+def _tiles(x: Tensor) -> Iterator[Tensor]:
+    """The rows of x [heads, n, D] as tensors [heads, KEYS, D], the last one with zeros behind them."""
+    for start in range(0, x.shape[1], KEYS):
+        yield _padded(x[:, start : start + KEYS], KEYS, 0)
+
+
+def _padded(x: Tensor, size: int, before: int) -> Tensor:
+    """A copy of x [heads, n, D] as [heads, size, D], with `before` zero rows before it, the others behind."""
+    padded = x.new_zeros(x.shape[0], size, x.shape[2])
+    padded[:, before : before + x.shape[1]] = x
+    return padded
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -103,13 +162,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, off
 def silu_and_mul(x: Tensor) -> Tensor:
     """See `pagewire.kernels.layers.silu_and_mul`."""
     gate, up = x.chunk(2, dim=-1)
-    return functional.silu(gate) * up
+    return elementwise(functional.silu, gate) * up
 
 
 def gelu_tanh_and_mul(x: Tensor) -> Tensor:
     """See `pagewire.kernels.layers.gelu_tanh_and_mul`."""
     gate, up = x.chunk(2, dim=-1)
-    return functional.gelu(gate, approximate="tanh") * up
+    return elementwise(functional.gelu, gate, approximate="tanh") * up
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -119,6 +178,44 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         first, second = rotated.chunk(2, dim=-1)
         turned = torch.cat((-second, first), dim=-1)
         rotated.copy_(rotated * cos[:, None] + turned * sin[:, None])
+
+
+class HeadKernels(Protocol):
+    """The kernels for heads that an implementation has one by one; see `pagewire.kernels.dispatch.Kernels`."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor: ...
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None: ...
+
+    def store_kv(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    ) -> None: ...
+
+
+def rotate_and_store_with(
+    kernels: HeadKernels,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    head_norms: HeadNorms | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """See `pagewire.kernels.dispatch.Kernels.rotate_and_store`: one kernel after another."""
+    if head_norms is not None:
+        q, k = (
+            kernels.rms_norm(heads, norm.weight, norm.eps, offset=norm.offset)
+            for heads, norm in zip((q, k), head_norms, strict=True)
+        )
+    kernels.rotary(q, k, cos, sin)
+    kernels.store_kv(k, v, k_cache, v_cache, slot_mapping)
+    return q
+
+
+rotate_and_store = partial(rotate_and_store_with, sys.modules[__name__])
 
 
 def largest(x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -158,7 +255,7 @@ def fixed_point_probabilities(depths: Tensor) -> Tensor:
     return p.mul_(power).long()
 
 
-ROWS = 16  # of one product
+ROWS = 16  # rows of every product in `linear`
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -175,10 +272,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out.flatten(0, 1)[:num_rows].view(*x.shape[:-1], len(weight))
 
 
-def pack(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-    """See `pagewire.kernels.linear.pack`. The weight stays as it is."""
-    return functools.partial(linear, weight=weight, bias=bias)
+def pack(weight: Weight, bias: Tensor | None = None) -> Linear:
+    """See `pagewire.kernels.linear.pack`. The weight is kept dense."""
+    return UnpackedLinear(linear, weight, bias)
 
 
 def stack(input_norm: object, layers: object) -> None:
-    """There is no implementation of a whole stack in plain PyTorch: its kernels are called one by one."""
+    """None: in plain PyTorch the kernels of a stack are called one by one."""

@@ -1,4 +1,4 @@
-"""Kernels that look through logits."""
+"""Kernels over logits, for sampling."""
 
 from torch import Tensor
 
@@ -13,11 +13,11 @@ def largest(x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
     Args:
         x: [R, V], any float dtype, V contiguous and at least 1.
-        allowed: int32 [R, ceil(V / 32)]: only columns are looked at whose bit, i % 32 of word i // 32, is set.
+        allowed: int32 [R, ceil(V / 32)]: column i takes part if bit i % 32 of word i // 32 is set.
 
     Returns:
-        values float32 [R], NaN where a row holds one, and columns int64 [R], which mean nothing there. A row
-        of which nothing is allowed has the value -inf.
+        values float32 [R], NaN for a row that contains NaN, and columns int64 [R] (arbitrary for such a row).
+        A row without allowed columns has the value -inf.
     """
     return implementation_for(x).largest(x, allowed)
 

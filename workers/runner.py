@@ -145,8 +145,9 @@ class Runner:
 
     def _forward(self, batch: Batch) -> Tensor:
         input_ids = self.relay.fill(batch.input_ids) if batch.needs_relay else batch.input_ids
-        paged = StepContext(batch.attention, self.caches)
-        return self.model.model.hidden_states(input_ids, batch.positions, paged)
+        return self.model.model.hidden_states(
+            input_ids, StepContext(batch.attention, batch.positions, self.caches)
+        )
 
     def keep_tokens(self, slots: Tensor, sampled: PendingTokens) -> None:
         """Keep sampled tokens on the device for the next step, which may start before the host has read them."""

@@ -1,22 +1,26 @@
 """Anonymous memory in large pages. Imports nothing heavy: a worker takes memory while it still imports PyTorch."""
 
 import ctypes
+import json
+import math
 import mmap
 import os
+import struct
 import threading
 from pathlib import Path
 
 LARGE_PAGE = 2 << 20
 MADV_POPULATE_WRITE = 23  # Linux 5.14
+HALF = ("bfloat16", "float16", "half")
 
 _libc = ctypes.CDLL(None)
 
 
 class Region:
-    """`size` bytes of zeros at `offset` of `memory`, aligned to large pages. They are given as they are written."""
+    """`size` bytes of zeros at `offset` of `memory`, in large pages that are faulted in when first written."""
 
     def __init__(self, size: int) -> None:
-        """Raises OSError if there is not so much memory."""
+        """Raises OSError if there is not enough memory."""
         self.size = size
         self.memory = mmap.mmap(-1, size + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -30,10 +34,10 @@ class Region:
 
 
 class Reserve:
-    """A region whose pages the system gives now, on a thread, until `end`."""
+    """A region whose pages are faulted in by a thread in the background, until `end`."""
 
     def __init__(self, size: int) -> None:
-        """Raises OSError if there is not so much memory."""
+        """Raises OSError if there is not enough memory."""
         self.region = Region(size)
         self._ended = threading.Event()
         threading.Thread(target=self._populate, name="reserve", daemon=True).start()
@@ -45,7 +49,7 @@ class Reserve:
                 return
 
     def end(self, used: int) -> None:
-        """Give back what lies beyond the first `used` bytes."""
+        """Stop, and give back the pages beyond the first `used` bytes."""
         self._ended.set()
         start = used + -used % LARGE_PAGE
         if start < self.region.size:
@@ -53,15 +57,31 @@ class Reserve:
 
 
 def populate(address: int, length: int) -> bool:
-    """Have the system give pages now, as zeros or as they are. False if it does not know how, or has none."""
+    """Fault pages in now, keeping their contents. False if the kernel is too old for that, or memory is short."""
     return not _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), MADV_POPULATE_WRITE)
 
 
 def give_back(address: int, length: int) -> None:
-    """Drop whole pages; read again, they are zeros, or come from their file."""
+    """Drop whole pages; when they are read again, they are zeros, or come from their file."""
     _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
 
 
-def weight_bytes(folder: str | os.PathLike[str]) -> int:
-    """Bytes of a checkpoint's weights: 0 if there are none in a form that is mapped."""
-    return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+def weight_bytes(folder: str | os.PathLike[str], dtype: str) -> int:
+    """Bytes of a checkpoint's weights in a dtype, "auto" for that of its configuration: 0 if none can be mapped."""
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text())
+        num_weights = sum(_num_weights(path) for path in Path(folder).glob("*.safetensors"))
+    except (OSError, ValueError, KeyError, struct.error):
+        return 0  # loading will fail, with a better message
+    if dtype == "auto":
+        text = config.get("text_config") or config
+        dtype = config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "float32"
+    return num_weights * (2 if dtype in HALF else 4)
+
+
+def _num_weights(path: Path) -> int:
+    """The number of elements of all tensors in a safetensors file, by its header."""
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(size))
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")

@@ -21,7 +21,7 @@ from pagewire.kernels.cache import cache_folder, locked
 
 logger = logging.getLogger("pagewire.kernels")
 
-SOURCES = (  # what takes the compiler longest comes first
+SOURCES = (  # the slowest to compile first
     *("attention.cpp", "linear.cpp", "layers.cpp", "sampling.cpp"),
     *("decoder.cpp", "team.cpp", "prepare.cpp"),
 )
@@ -79,7 +79,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """What this CPU has, in the words of /proc/cpuinfo; empty where there is none."""
+    """The flags of this CPU in /proc/cpuinfo; empty if that file is missing."""
     try:
         for line in CPUINFO.read_text().splitlines():
             if line.startswith("flags"):

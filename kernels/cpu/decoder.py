@@ -23,7 +23,7 @@ Matrix, NormParameters, LayerParameters, StackCall = map(structure, ("Matrix", "
 
 
 def _linears(layer: Layer) -> dict[str, PackedLinear]:
-    """Those of the layer's products that linear.cpp computes."""
+    """The layer's linear layers that linear.cpp computes."""
     products = {name: getattr(layer, name) for name in PRODUCTS}
     return {name: product for name, product in products.items() if isinstance(product, PackedLinear)}
 
@@ -35,11 +35,11 @@ def _norm(norm: Norm, size: int, dtype: torch.dtype) -> ctypes.Structure:
 
 
 class CompiledStack:
-    """Layers of one form in one call; see `pagewire.kernels.decoder.Stack`."""
+    """A stack of layers of equal shapes in one call; see `pagewire.kernels.decoder.Stack`."""
 
     @classmethod
     def of(cls, library: ctypes.CDLL, input_norm: Norm, layers: Sequence[Layer]) -> "CompiledStack | None":
-        """None where the layers differ in form, or their products are not of linear.cpp."""
+        """None if the layers differ in shape, or their linear layers are not packed weights of linear.cpp."""
         forms = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
         dtypes = {input_norm.weight.dtype}
         for layer in layers:
@@ -51,7 +51,10 @@ class CompiledStack:
         return cls(library, input_norm, layers) if len(forms) == len(dtypes) == 1 else None
 
     def __init__(self, library: ctypes.CDLL, input_norm: Norm, layers: Sequence[Layer]) -> None:
-        self._library, self._owners = library, (input_norm, layers)  # of what the structs point to
+        self._library, self._owners = (
+            library,
+            (input_norm, layers),
+        )  # keep the memory alive that the structs point to
         first = layers[0]
         self._num_heads, self._num_kv_heads = first.num_heads, first.num_kv_heads
         self._head_dim = first.head_dim
@@ -61,13 +64,15 @@ class CompiledStack:
         self._dtype = first.attention_norm.weight.dtype
         widest = max(_linears(layer)["down"].in_features for layer in layers)
         widths = (self._qkv_size, self._attended_size, 2 * widest, widest)
-        self._scratch_widths = tuple(accumulate(widths, initial=0))  # of all before each one, and of all
+        self._scratch_widths = tuple(
+            accumulate(widths, initial=0)
+        )  # start of each scratch buffer, and the end, in elements per token
         self._structs = (LayerParameters * len(layers))(*map(self._struct, layers))
         self._known_caches: list[weakref.ref[Tensor]] = []
         self._call = self._form(_norm(input_norm, self._hidden_size, self._dtype))
 
     def _form(self, input_norm: ctypes.Structure) -> ctypes.Structure:
-        """What all calls have in common, filled in."""
+        """A call with all fields that do not change from step to step."""
         attention = AttentionCall(
             q_token_stride=self._qkv_size,
             q_head_stride=self._head_dim,

@@ -2,7 +2,7 @@
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from pagewire.kernels.cpu.linear import PackedLinear, multiply_unpacked
 from pagewire.kernels.cpu.tensors import DTYPES, cache_fields, check_cache, last_contiguous, of_size
 from pagewire.kernels.layer import Layer, Norm
 from pagewire.kernels.paging import AttentionBatch
+from pagewire.kernels.reference import rotate_and_store_with
+from pagewire.kernels.weight import Weight
 
 
 @functools.cache
@@ -208,7 +210,9 @@ class CpuKernels:
                 torch.get_num_threads(),
             )
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+    rotate_and_store = rotate_and_store_with
+
+    def pack(self, weight: Weight, bias: Tensor | None = None) -> PackedLinear:
         """See `pagewire.kernels.linear.pack`."""
         return PackedLinear(self._library, weight, bias)
 
@@ -217,7 +221,7 @@ class CpuKernels:
         return multiply_unpacked(self._library, x, weight, bias)
 
     def stack(self, input_norm: Norm, layers: Sequence[Layer]) -> CompiledStack | None:
-        """All layers in one call, where they are of one form and over packed weights of this library."""
+        """A compiled call for all layers; None if they differ in shape, or are not packed by this library."""
         return CompiledStack.of(self._library, input_norm, layers)
 
     def largest(self, x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:

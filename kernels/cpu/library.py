@@ -1,4 +1,4 @@
-"""The compiled library: which one serves this CPU, its structs and its functions. Nothing here needs torch."""
+"""Opens the compiled library for this CPU, with its structs and functions. Imports no torch."""
 
 import ctypes
 import functools

@@ -1,39 +1,53 @@
 """Linear layers over the panels of linear.cpp."""
 
 import ctypes
+import math
 
 import torch
 from torch import Tensor
 
 from pagewire.kernels.cpu.memory import zeros
 from pagewire.kernels.cpu.tensors import DTYPES, last_contiguous, of_size
+from pagewire.kernels.weight import Weight
+
+PACKED_ROWS = 1024  # rows of a weight packed at a time, whole panels of any instruction set
 
 
 class PackedLinear:
     """A linear layer over a packed weight [N, K]: see `pagewire.kernels.linear.pack`."""
 
-    def __init__(self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> None:
-        weight = last_contiguous(weight)
+    def __init__(self, library: ctypes.CDLL, weight: Weight, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
         self.bias = None if bias is None else of_size(bias, self.out_features)
-        self._library, self._dtype = library, DTYPES[weight.dtype]
-        size = library.pagewire_packed_size(self.out_features, self.in_features, self._dtype)
-        self.packed = zeros((size,), weight.dtype)
-        library.pagewire_pack(
-            weight.data_ptr(),
-            self.packed.data_ptr(),
-            *weight.shape,
-            weight.stride(0),
-            self._dtype,
+        self.num_bytes = math.prod(weight.shape) * weight.dtype.itemsize + (
+            0 if bias is None else bias.nbytes
+        )
+        self._library, self._code = library, DTYPES[weight.dtype]
+        self.packed = zeros((self._packed_size(self.out_features),), weight.dtype)
+        for start in range(0, self.out_features, PACKED_ROWS):
+            rows = weight.slice(start, min(start + PACKED_ROWS, self.out_features)).dense()
+            self._pack(last_contiguous(rows), self.packed[self._packed_size(start) :])
+
+    def _packed_size(self, num_rows: int) -> int:
+        """The number of elements that this many rows take when they are packed."""
+        size: int = self._library.pagewire_packed_size(num_rows, self.in_features, self._code)
+        return size
+
+    def _pack(self, rows: Tensor, to: Tensor) -> None:
+        self._library.pagewire_pack(
+            rows.data_ptr(),
+            to.data_ptr(),
+            *rows.shape,
+            rows.stride(0),
+            self._code,
             torch.get_num_threads(),
         )
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., K] to [..., N]."""
-        if x.shape[-1] != self.in_features or x.dtype != self.packed.dtype:
-            raise ValueError(
-                f"a row of {x.shape[-1]} {x.dtype} by {self.in_features} {self.packed.dtype} expected"
-            )
+        if x.shape[-1] != self.in_features or x.dtype != self.dtype:
+            raise ValueError(f"rows of {self.in_features} {self.dtype} expected, not {x.shape[-1]} {x.dtype}")
         rows = _rows(x)
         out = torch.empty(*x.shape[:-1], self.out_features, dtype=x.dtype)
         self._library.pagewire_linear(
@@ -45,7 +59,7 @@ class PackedLinear:
             self.in_features,
             self.out_features,
             rows.stride(0),
-            self._dtype,
+            self._code,
             torch.get_num_threads(),
         )
         return out
@@ -54,7 +68,7 @@ class PackedLinear:
 def multiply_unpacked(library: ctypes.CDLL, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., K] by a weight [N, K] as it is: see `pagewire.kernels.linear.linear`."""
     if x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype:
-        raise ValueError(f"a row of {x.shape[-1]} {x.dtype} by {weight.shape[1]} {weight.dtype} expected")
+        raise ValueError(f"rows of {weight.shape[1]} {weight.dtype} expected, not {x.shape[-1]} {x.dtype}")
     rows, weight = _rows(x), last_contiguous(weight)
     bias = None if bias is None else of_size(bias, len(weight))
     out = torch.empty(*x.shape[:-1], len(weight), dtype=x.dtype)

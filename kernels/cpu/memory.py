@@ -36,13 +36,12 @@ _chunk: _Chunk | None = None
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor of zeros. The system gives pages as they are written: taking gigabytes costs no time.
+    """A tensor of zeros. Its pages are faulted in when they are first written, so gigabytes are allocated at once.
 
-    Small pages cost microseconds each when they are first written; so what is smaller than a large page shares
-    one with others.
+    Small pages cost microseconds each when they are first written, so small tensors share large pages.
 
     Raises:
-        OSError: there is not so much memory.
+        OSError: there is not enough memory.
     """
     global _chunk
     size = math.prod(shape) * dtype.itemsize
@@ -57,7 +56,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def reserved(reserve: Reserve | None) -> Iterator[None]:
-    """Tensors of zeros are cut from a reserve, as far as it goes; what is left of it is given back in the end."""
+    """A context in which `zeros` takes memory from a reserve until it is used up; the rest is given back."""
     global _chunk
     if reserve is None:
         yield
@@ -71,11 +70,10 @@ def reserved(reserve: Reserve | None) -> Iterator[None]:
 
 
 def populate(tensors: Sequence[Tensor], size: int) -> Iterator[None]:
-    """Have the system give the first pages of some tensors of zeros, `size` bytes in all: one page at a time.
+    """Fault in the first pages of zeroed tensors, `size` bytes in all: a large page with each `next`.
 
-    What is written first waits for its page, which the system clears and maps: up to a tenth of the time of a long
-    prompt. To be gone through in idle time. Ends early when a tensor is dropped, or where the system does not know
-    how.
+    The first write to a page waits until the system has cleared and mapped it, up to a tenth of the time of a long
+    prompt; so run this in idle time. Ends early when a tensor is dropped, or if the kernel is too old.
     """
     largest = max((tensor.nbytes for tensor in tensors), default=0)
     share = min(largest, size // max(1, len(tensors)) // LARGE_PAGE * LARGE_PAGE)
@@ -94,7 +92,7 @@ def populate(tensors: Sequence[Tensor], size: int) -> Iterator[None]:
 
 
 def forget_mapped_files(folder: str | os.PathLike[str]) -> None:
-    """Give back the memory that maps files of a folder: what is read again comes from the files again.
+    """Give back the pages of mapped files in a folder; when they are read again, they come from the files.
 
     Mappings that were written to are left alone. Does nothing where there is no /proc.
     """

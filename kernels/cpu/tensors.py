@@ -1,4 +1,4 @@
-"""How tensors are handed to the compiled library."""
+"""Checks and conversions of tensors before they are passed to the compiled library."""
 
 import ctypes
 
@@ -10,10 +10,10 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def cache_fields(library: ctypes.CDLL, k_cache: Tensor, v_cache: Tensor) -> dict[str, int]:
-    """What `AttentionCall` says of a layer's caches, but for where they lie.
+    """The fields of `AttentionCall` for a layer's caches, without their addresses.
 
     Raises:
-        ValueError: their heads are not contiguous within a block, or a pair of values would lie in two.
+        ValueError: their heads are not contiguous within a block, or a pair of values would be split by a block.
     """
     for cache in (k_cache, v_cache):
         check_cache(library, cache)
@@ -28,7 +28,7 @@ def cache_fields(library: ctypes.CDLL, k_cache: Tensor, v_cache: Tensor) -> dict
 
 
 def check_cache(library: ctypes.CDLL, cache: Tensor) -> None:
-    """Refuse a cache [num_blocks, heads, block_size, size] that the kernels cannot arrange as they want to.
+    """Refuse a cache [num_blocks, heads, block_size, size] that does not allow the kernels' layout.
 
     Raises:
         ValueError: why.

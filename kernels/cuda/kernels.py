@@ -1,7 +1,7 @@
 """The CUDA kernels, with the signatures of `pagewire.kernels`."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,8 +11,9 @@ from pagewire.kernels import reference
 from pagewire.kernels.cuda import attention, gates, kv, norms, sampling
 from pagewire.kernels.cuda.launch import CudaLauncher, KernelLauncher
 from pagewire.kernels.cuda.source import Variant
-from pagewire.kernels.layer import Activation, Layer, Norm
+from pagewire.kernels.layer import Activation, HeadNorms, Layer, Norm
 from pagewire.kernels.paging import AttentionBatch
+from pagewire.kernels.weight import Linear, UnpackedLinear, Weight
 
 
 @functools.cache
@@ -111,17 +112,42 @@ class CudaKernels:
         """See `pagewire.kernels.layers.rotary`. Computed by PyTorch; a stack rotates in `kv.write_kv`."""
         reference.rotary(q, k, cos, sin)
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-        """See `pagewire.kernels.linear.pack`. The weight is used as it is. A row's bits may depend on the batch."""
-        return functools.partial(functional.linear, weight=weight, bias=bias)
+    def pack(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        """See `pagewire.kernels.linear.pack`. The weight is kept dense; a row's bits may depend on the batch."""
+        return UnpackedLinear(functional.linear, weight, bias)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `pagewire.kernels.linear.linear`. A row's bits may depend on the batch."""
         return functional.linear(x, weight, bias)
 
-    def stack(self, input_norm: Norm, layers: Sequence[Layer]) -> Callable[..., Tensor]:
-        """A function that runs a norm and all layers, with ten launches per layer. See `kernels.decoder`."""
-        return functools.partial(self._run_layers, input_norm, layers)
+    def stack(self, input_norm: Norm, layers: Sequence[Layer]) -> None:
+        """None: a stack's kernels are launched one by one, ten for a layer."""
+
+    def rotate_and_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        head_norms: HeadNorms | None,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """See `pagewire.kernels.dispatch.Kernels.rotate_and_store`; one kernel.
+
+        Raises:
+            ValueError: the norms of query and key heads differ in eps.
+        """
+        norms = kv.NO_NORMS
+        if head_norms is not None:
+            of_q, of_k = head_norms
+            if of_q.eps != of_k.eps:
+                raise ValueError(f"norms of query and key heads with one eps, not {of_q.eps} and {of_k.eps}")
+            norms = kv.HeadNorms(of_q.weight, of_k.weight, of_q.eps, of_q.offset, of_k.offset)
+        kv.write_kv(self.launcher, q, k, v, k_cache, v_cache, slot_mapping, cos=cos, sin=sin, norms=norms)
+        return q
 
     def largest(self, x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `pagewire.kernels.sampling.largest`."""
@@ -134,49 +160,3 @@ class CudaKernels:
     def fixed_point_probabilities(self, depths: Tensor) -> Tensor:
         """See `pagewire.kernels.sampling.fixed_point_probabilities`."""
         return reference.fixed_point_probabilities(depths)
-
-    def _run_layers(
-        self,
-        norm: Norm,
-        layers: Sequence[Layer],
-        residual: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        batch: AttentionBatch,
-        caches: Sequence[tuple[Tensor, Tensor]],
-    ) -> Tensor:
-        x = self.rms_norm(residual, norm.weight, norm.eps, offset=norm.offset)
-        for layer, (k_cache, v_cache) in zip(layers, caches, strict=True):
-            x = layer.out(self._attend(layer, x, cos, sin, batch, k_cache, v_cache))
-            norm = layer.attention_norm
-            x = self.add_rms_norm(x, residual, norm.weight, norm.eps, offset=norm.offset)
-            x = layer.down(gates.activate_and_mul(self.launcher, layer.gate_up(x), layer.activation))
-            norm = layer.next_norm
-            x = self.add_rms_norm(x, residual, norm.weight, norm.eps, offset=norm.offset)
-        return x
-
-    def _attend(
-        self,
-        layer: Layer,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        batch: AttentionBatch,
-        k_cache: Tensor,
-        v_cache: Tensor,
-    ) -> Tensor:
-        num_tokens = len(x)
-        qkv = layer.qkv(x).view(num_tokens, -1, layer.head_dim)
-        q, k, v = torch.split(qkv, [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], 1)
-        head_norms = kv.NO_NORMS
-        if layer.head_norms is not None:
-            q_norm, k_norm = layer.head_norms
-            if q_norm.eps != k_norm.eps:
-                raise ValueError(
-                    f"the norms of query and key heads must have equal eps, not {q_norm.eps} and {k_norm.eps}"
-                )
-            head_norms = kv.HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps, q_norm.offset, k_norm.offset)
-        slots = batch.slot_mapping
-        kv.write_kv(self.launcher, q, k, v, k_cache, v_cache, slots, cos=cos, sin=sin, norms=head_norms)
-        attended = self.paged_attention(q, k_cache, v_cache, batch, layer.scale, window=layer.window)
-        return attended.view(num_tokens, -1)

@@ -14,6 +14,7 @@ from torch.nn import functional
 from pagewire.kernels import reference
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
+from pagewire.kernels.weight import dense_weight
 
 SIZES = [(64, 64), (33, 7), (257, 100), (1, 1), (512, 2816), (7, 8192)]
 ROWS = (1, 2, 3, 5, 6, 7, 12, 31, 64, 65, 400)
@@ -33,7 +34,7 @@ def test_every_row_is_right_and_the_same_among_any_others(
     kernels: CpuKernels, size: tuple[int, int], dtype: torch.dtype, bias: bool
 ) -> None:
     weight, b, x = make(size, dtype, bias)
-    linear = kernels.pack(weight, b)
+    linear = kernels.pack(dense_weight(weight), b)
     whole = linear(x)
     wanted = torch.nn.functional.linear(x.double(), weight.double(), None if b is None else b.double())
     scale = wanted.abs().max()
@@ -53,7 +54,7 @@ def test_every_row_is_right_and_the_same_among_any_others(
 
 def test_any_strides_and_dimensions(best_kernels: CpuKernels) -> None:
     weight, bias, x = make((100, 48), torch.float32, True)
-    linear = best_kernels.pack(weight.T.contiguous().T, bias)
+    linear = best_kernels.pack(dense_weight(weight.T.contiguous().T), bias)
     wanted = linear(x)
     wide = torch.full((len(x), 60), 7.0)
     wide[:, 5:53] = x
@@ -66,17 +67,17 @@ def test_any_strides_and_dimensions(best_kernels: CpuKernels) -> None:
 
 def test_what_does_not_fit_is_refused(best_kernels: CpuKernels) -> None:
     weight, _, x = make((8, 48), torch.float32, False)
-    linear = best_kernels.pack(weight)
+    linear = best_kernels.pack(dense_weight(weight))
     for wrong in (x[:, :47], x.double(), x.bfloat16()):
         with pytest.raises(ValueError, match="expected"):
             linear(wrong)
     with pytest.raises(ValueError, match="weight of shape"):
-        best_kernels.pack(weight, torch.zeros(7))
+        best_kernels.pack(dense_weight(weight), torch.zeros(7))
 
 
 def test_several_threads_may_call_at_once(best_kernels: CpuKernels) -> None:
     weight, _, x = make((512, 2816), torch.float32, False)
-    linear = best_kernels.pack(weight)
+    linear = best_kernels.pack(dense_weight(weight))
     wanted = linear(x)
     wrong = []
 
@@ -96,7 +97,7 @@ def test_several_threads_may_call_at_once(best_kernels: CpuKernels) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_reference_is_as_invariant(dtype: torch.dtype) -> None:
     weight, bias, x = make((33, 7), dtype, True)
-    linear = reference.pack(weight, bias)
+    linear = reference.pack(dense_weight(weight), bias)
     whole = linear(x)
     for n in ROWS:
         assert torch.equal(linear(x[:n]), whole[:n]), n
@@ -123,7 +124,7 @@ def test_any_product_in_any_company(
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 100)))
     weight, x = (torch.randn(count, k, generator=generator).to(dtype) for count in (n, rows))
     bias = torch.randn(n, generator=generator).to(dtype) if data.draw(st.booleans()) else None
-    linear = kernels.pack(weight, bias)
+    linear = kernels.pack(dense_weight(weight), bias)
     whole = linear(x)
     exact = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     terms = functional.linear(x.double().abs(), weight.double().abs())  # what may cancel
@@ -146,8 +147,8 @@ def test_what_lies_behind_a_row_is_not_read(kernels: CpuKernels) -> None:
         weight, _, x = make((70, 50), dtype, False)
         wide = torch.full((40, 64), torch.nan, dtype=dtype)
         wide[:, :50] = x[:40]
-        found = kernels.pack(weight)(wide[:, :50])
-        assert torch.equal(found, kernels.pack(weight)(x[:40]))
+        found = kernels.pack(dense_weight(weight))(wide[:, :50])
+        assert torch.equal(found, kernels.pack(dense_weight(weight))(x[:40]))
 
 
 GUARDED = """if True:
@@ -156,6 +157,7 @@ GUARDED = """if True:
     from pagewire.kernels.cpu.build import INSTRUCTION_SETS, emulated_tiles
     from pagewire.kernels.cpu.kernels import CpuKernels
     from pagewire.kernels.cpu.library import open_library
+    from pagewire.kernels.weight import dense_weight
 
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -176,7 +178,7 @@ GUARDED = """if True:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for n, k in ((64, 64), (70, 50), (16, 1100)):
             weight, bias = torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
-            linear = kernels.pack(weight, guarded(bias))
+            linear = kernels.pack(dense_weight(weight), guarded(bias))
             for rows in (1, 3, 16, 17, 32, 33, 50):
                 x = torch.randn(rows, k).to(dtype)
                 assert torch.equal(linear(guarded(x)), linear(x))

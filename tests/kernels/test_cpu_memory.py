@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
 import mmap
 import platform
@@ -13,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from pagewire.kernels.cpu.arena import LARGE_PAGE, MADV_POPULATE_WRITE, Reserve, weight_bytes
 from pagewire.kernels.cpu.memory import ALIGNMENT, CHUNK, forget_mapped_files, populate, reserved, zeros
@@ -92,10 +94,23 @@ def test_taking_memory_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
-def test_weights_on_disk_are_counted(tmp_path: Path) -> None:
-    for name, size in (("a.safetensors", 100), ("b.safetensors", 28), ("pytorch_model.bin", 1000)):
-        (tmp_path / name).write_bytes(bytes(size))
-    assert weight_bytes(tmp_path) == 128
+def test_weights_on_disk_are_counted_in_the_dtype_that_they_are_packed_in(tmp_path: Path) -> None:
+    for name, shape in (("a.safetensors", (10, 10)), ("b.safetensors", (28,))):
+        save_file({"weight": torch.zeros(shape)}, tmp_path / name, {"format": "pt"})
+    (tmp_path / "pytorch_model.bin").write_bytes(bytes(1000))
+    assert weight_bytes(tmp_path, "auto") == 0, "no config.json: loading will say so"
+    for config, dtype, size in (
+        ({}, "auto", 4),
+        ({"dtype": "bfloat16"}, "auto", 2),
+        ({"torch_dtype": "float16"}, "auto", 2),
+        ({"text_config": {"dtype": "bfloat16"}}, "auto", 2),
+        ({"dtype": "bfloat16"}, "float32", 4),
+        ({}, "half", 2),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert weight_bytes(tmp_path, dtype) == 128 * size
+    (tmp_path / "a.safetensors").write_bytes(b"broken")
+    assert weight_bytes(tmp_path, "auto") == 0
 
 
 def mapped(path: Path, size: int) -> torch.Tensor:

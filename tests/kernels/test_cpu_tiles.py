@@ -23,6 +23,7 @@ from pagewire.kernels.cpu.build import (
 )
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.library import InstructionsRefusedError, open_library
+from pagewire.kernels.weight import dense_weight
 
 from .batches import Request, Shape, page, random_request
 from .conftest import kernels_or_skip
@@ -235,7 +236,7 @@ def test_the_emulated_kernels_have_the_bits_of_the_real_ones() -> None:
     torch.manual_seed(0)
     for rows, n, k in ((1, 64, 64), (5, 100, 33), (17, 257, 100), (48, 64, 2816), (300, 130, 1100)):
         weight, bias, x = (torch.randn(*size).bfloat16() for size in ((n, k), (n,), (rows, k)))
-        assert torch.equal(real.pack(weight, bias)(x), emulated.pack(weight, bias)(x))
+        assert torch.equal(*(kernels.pack(dense_weight(weight), bias)(x) for kernels in (real, emulated)))
     for shape in (Shape(), Shape(8, 2, 80, 72), Shape(3, 1, 64, 128, block_size=32)):
         requests = [random_request(shape, length, torch.bfloat16, length) for length in (300, 40)]
         outputs = [attend(kernels, shape, requests) for kernels in (real, emulated)]

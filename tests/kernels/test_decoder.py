@@ -12,7 +12,7 @@ from pagewire.kernels.attention import AttentionBatch
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.decoder import Activation, Layer, Norm, Stack
-from pagewire.kernels.linear import pack
+from pagewire.kernels.linear import dense_weight, pack
 
 from .batches import allocate_kv
 
@@ -43,7 +43,8 @@ def make_stack(
             "down": (HIDDEN, INTERMEDIATE),
         }
         linears = {
-            name: pack(random(*size), random(size[0]) if bias else None) for name, size in sizes.items()
+            name: pack(dense_weight(random(*size)), random(size[0]) if bias else None)
+            for name, size in sizes.items()
         }
         return Layer(
             **linears,

@@ -1,10 +1,14 @@
 """The PyTorch reference against PyTorch's own dense attention and the Hugging Face modules."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional
 
 from pagewire.kernels import reference
+from pagewire.kernels.weight import dense_weight
 
 from .batches import TOLERANCE, Request, Shape, page, random_request
 
@@ -32,6 +36,48 @@ def test_equals_dense_attention(dtype: torch.dtype, window: int | None) -> None:
     expected = [dense(r, 0.2, window)[begin:end] for r, (begin, end) in zip(requests, spans, strict=True)]
     torch.testing.assert_close(out[:-2], torch.cat(expected), atol=TOLERANCE[dtype], rtol=0)
     assert not out[-2:].any()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 9}, {"softcap": 2.0}, {"sinks": 1}, {"alibi": 1}], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_token_has_the_same_bits_in_any_chunk_and_company(
+    dtype: torch.dtype, options: dict[str, float]
+) -> None:
+    shape = Shape(num_heads=6, num_kv_heads=2, head_dim=24, v_head_dim=40, block_size=8)
+    per_head = torch.rand(shape.num_heads, generator=torch.Generator().manual_seed(0))
+    chosen: Any = {name: per_head if name in ("sinks", "alibi") else value for name, value in options.items()}
+    requests = [random_request(shape, length, dtype, length) for length in (300, 40)]
+
+    def attend(spans: list[tuple[int, int]]) -> torch.Tensor:
+        paged = page(shape, requests, spans)
+        return reference.paged_attention(paged.q, *paged.plain_caches, paged.batch, 0.2, **chosen)
+
+    whole = attend([(0, 300), (0, 40)])
+    for begin, end in ((0, 7), (7, 100), (100, 101), (255, 257), (250, 300), (299, 300)):
+        assert torch.equal(attend([(begin, end), (3, 3)]), whole[begin:end]), (begin, end)
+        both = attend([(begin, end), (17, 40)])
+        assert torch.equal(both[: end - begin], whole[begin:end])
+        assert torch.equal(both[end - begin :], whole[317:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [7, 100, 2816])
+def test_a_row_has_the_same_bits_among_any_others(size: int, dtype: torch.dtype) -> None:
+    x = torch.randn(40, 2 * size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight = torch.rand(2 * size, generator=torch.Generator().manual_seed(1)).to(dtype)
+    functions: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        reference.silu_and_mul,
+        reference.gelu_tanh_and_mul,
+        lambda rows: reference.rms_norm(rows, weight, 1e-5),
+        lambda rows: reference.rms_norm(rows, weight, 1e-5, offset=1.0),
+        reference.pack(dense_weight(x), None),
+    ]
+    for function in functions:
+        whole = function(x)
+        for begin, end in ((0, 1), (3, 4), (5, 12), (7, 40), (39, 40)):
+            assert torch.equal(function(x[begin:end]), whole[begin:end]), (begin, end)
 
 
 def test_sinks_softcap_and_alibi_by_hand() -> None:

@@ -163,9 +163,9 @@ ARCHITECTURES = [
     Architecture("youtu", MLA),
     Architecture("glm4_moe_lite", MLA | LATER_EXPERTS),
     Architecture("ctrl", GPT2_SIZES | {"dff": 96}),
+    Architecture("nemotron", GROUPED),
+    Architecture("stablelm", GROUPED),
     # Refused: no KV cache that could be paged, or attention that cannot be replaced.
-    Architecture("nemotron", GROUPED, "keyword arguments"),
-    Architecture("stablelm", GROUPED, "keyword arguments"),
     Architecture(
         "phimoe with a window",
         GROUPED | {"num_local_experts": 4, "sliding_window": 7},

@@ -1,12 +1,13 @@
 """Runs the attention of a Hugging Face module on the paged KV cache.
 
-`attend` is registered in transformers' `AttentionInterface` under `NAME`. It gets the metadata of the step through
-the keyword argument `paged` of the model's forward.
+`attend` is registered in transformers' `AttentionInterface` under `NAME`. It takes the step's metadata from
+`current_step`, so a module need not hand anything down to its layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,12 +43,27 @@ class KVShape:
 
 
 class StepContext:
-    """The batch of a step and the KV caches of all layers."""
+    """The inputs of a step's layers beside hidden states: attention batch, positions int64 [T], all KV caches.
 
-    __slots__ = ("batch", "caches")
+    While it is `active`, attention and linear layers get it from `current_step`.
+    """
 
-    def __init__(self, batch: AttentionBatch, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self.batch, self.caches = batch, caches
+    __slots__ = ("batch", "caches", "positions")
+
+    def __init__(
+        self, batch: AttentionBatch, positions: Tensor, caches: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
+        self.batch, self.positions, self.caches = batch, positions, caches
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """A context in which this is the `current_step` of the process."""
+        global _current
+        outer, _current = _current, self
+        try:
+            yield
+        finally:
+            _current = outer
 
     def cache(self, layer: int, shape: KVShape, window: int | None) -> tuple[Tensor, Tensor]:
         """The K and V caches of a layer. `shape` and `window` (keys per query) are used by the dry run only."""
@@ -73,6 +89,20 @@ class StepContext:
         )
 
 
+_current: StepContext | None = None
+
+
+def current_step() -> StepContext:
+    """The step whose layers are running.
+
+    Raises:
+        RuntimeError: none is.
+    """
+    if _current is None:
+        raise RuntimeError("attention or a linear layer was called outside of a step")
+    return _current
+
+
 @dataclass
 class DryRunRecorder:
     """Records a dry run: each layer's cache shape, window and number of attention calls."""
@@ -85,16 +115,16 @@ class DryRunRecorder:
     num_calls: dict[int, int] = field(default_factory=dict)
     caches: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def step(self, batch: AttentionBatch) -> StepContext:
-        """The context of a step that is recorded here."""
-        return _RecordingContext(batch, self)
+    def step(self, batch: AttentionBatch, positions: Tensor) -> StepContext:
+        """The context of a step that is recorded here; positions: int64 [T]."""
+        return _RecordingContext(batch, positions, self)
 
 
 class _RecordingContext(StepContext):
     __slots__ = ("recorder",)
 
-    def __init__(self, batch: AttentionBatch, recorder: DryRunRecorder) -> None:
-        super().__init__(batch, recorder.caches)  # type: ignore[arg-type]
+    def __init__(self, batch: AttentionBatch, positions: Tensor, recorder: DryRunRecorder) -> None:
+        super().__init__(batch, positions, recorder.caches)  # type: ignore[arg-type]
         self.recorder = recorder
 
     def cache(self, layer: int, shape: KVShape, window: int | None) -> tuple[Tensor, Tensor]:
@@ -118,7 +148,6 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    paged: StepContext | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls.
@@ -126,10 +155,8 @@ def attend(
     query [1, Hq, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv]; returns [1, T, Hq, Dv].
 
     Raises:
-        LoadError: the model does not pass keyword arguments on, or builds a mask of its own.
+        LoadError: the model builds a mask of its own, or runs several batches at once.
     """
-    if paged is None:
-        raise LoadError("its layers do not hand keyword arguments down to attention")
     if attention_mask is not None:
         raise LoadError("it builds its own attention mask or bias")
     if len(query) != 1:
@@ -139,9 +166,8 @@ def attend(
         q, k = q.to(v.dtype), k.to(v.dtype)
     scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
     layer: Any = module.layer_idx
-    return paged.attend(layer, q, k, v, scale, window=sliding_window, softcap=softcap, sinks=s_aux)[
-        None
-    ], None
+    out = current_step().attend(layer, q, k, v, scale, window=sliding_window, softcap=softcap, sinks=s_aux)
+    return out[None], None
 
 
 def register() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -19,11 +18,11 @@ from pagewire.workers.model.model import (
     Model,
     head_dim,
     load_config,
-    load_module,
     resolve_dtype,
     resolve_kv_dtype,
     resolve_max_model_len,
 )
+from pagewire.workers.model.modules import build_module
 from pagewire.workers.model.proof import DryRun, check_config, prove, reference_logits
 from pagewire.workers.model.stack import DecoderStack, build_stack
 from pagewire.workers.model.transforms import (
@@ -33,6 +32,7 @@ from pagewire.workers.model.transforms import (
     replace_norms,
     tabulate_rotary,
 )
+from pagewire.workers.model.weights import Weights
 
 
 @dataclass
@@ -87,18 +87,17 @@ def load_model(worker_config: WorkerConfig, phases: Phases, device: Device) -> L
     device.prepare(dtype, kv_dtype, head_dim(config))
     max_model_len = resolve_max_model_len(worker_config.max_model_len, config)
     phases.end("config")
-    causal = load_module(worker_config, config, dtype, device)
+    weights = build_module(worker_config, config, dtype, device)
+    causal = weights.causal
     architecture = type(causal).__name__
     phases.end("weights")
     vocab_size = causal.get_output_embeddings().weight.shape[0] if causal.get_output_embeddings() else 0
     tabulate_rotary(causal, max_model_len)
     run = DryRun.make(config.get_text_config().vocab_size, max_model_len)
-    expected = reference_logits(causal, run)
-    forget_mapped_files(
-        worker_config.model_path
-    )  # their pages would stay in memory; packing reads them again
+    expected = reference_logits(weights, run)
+    forget_mapped_files(worker_config.model_path)  # packing reads them again
     phases.end("reference")
-    model, shapes = transform(causal, run, expected, max_model_len, device)
+    model, shapes = transform(weights, run, expected, max_model_len, device)
     forget_mapped_files(worker_config.model_path)
     phases.end("transform")
     eos = getattr(config.get_text_config(), "eos_token_id", None)
@@ -115,7 +114,7 @@ def load_model(worker_config: WorkerConfig, phases: Phases, device: Device) -> L
 
 
 def transform(
-    causal: Any, run: DryRun, expected: list[torch.Tensor], max_model_len: int, device: Device
+    weights: Weights, run: DryRun, expected: list[torch.Tensor], max_model_len: int, device: Device
 ) -> tuple[Model, list[KVShape]]:
     """Replace the module by a `DecoderStack` if that is possible, else part by part, and prove the result.
 
@@ -123,33 +122,39 @@ def transform(
         LoadError: the proof fails.
     """
     attention.register()
+    causal = weights.causal
     causal.set_attn_implementation(attention.NAME)
     model = Model(causal, device.batch_invariant)
-    own_base, there = model.base, device.torch_device
-    stack = build_stack(own_base, there)
-    if stack is not None:
-        model.base = stack.to(there)
-        pack_linears(causal.to(there))
-        model.shorten_logits()
+    base, others = model.base, dict(causal.named_children())
+    if (stack := build_stack(base, weights, device.torch_device)) is not None:
+        model.base = stack.to(device.torch_device)
+        del stack
         try:
+            pack_head(model, weights, device.torch_device)
             return model, prove(model, run, expected, max_model_len, device)
         except LoadError:
-            model.base, model.head = own_base, None
-            del stack
-    model.base.to(there)
-    causal.to(there)
-    transform_parts(model)
-    model.shorten_logits()
+            model.base, model.head = base, None
+            for name, child in others.items():
+                setattr(causal, name, child)
+    model.guarded = True
+    transform_parts(base, weights, device.torch_device)
+    pack_head(model, weights, device.torch_device)
     return model, prove(model, run, expected, max_model_len, device)
 
 
-def transform_parts(model: Model) -> None:
-    """Replace linears, experts and norms, and keep the module's own forward."""
-    model.guarded = True
-    for module in (model.base, model.causal):
-        pack_experts(module)
-        pack_linears(module)
-        replace_norms(module)
+def transform_parts(module: torch.nn.Module, weights: Weights, device: torch.device) -> None:
+    """Replace linears, experts and norms, and keep the module's own forward; the result is on a device."""
+    pack_experts(module, weights, device)
+    pack_linears(module, weights, device)
+    weights.fill(module)
+    module.to(device)
+    replace_norms(module)
+
+
+def pack_head(model: Model, weights: Weights, device: torch.device) -> None:
+    """Transform the part of the model from hidden states to logits."""
+    transform_parts(model.causal, weights, device)
+    model.shorten_logits()
 
 
 def weight_bytes(model: Model) -> int:
@@ -160,7 +165,7 @@ def weight_bytes(model: Model) -> int:
             total += module.num_bytes
         for child in module.modules():
             if isinstance(child, LinearModule):
-                total += child.num_bytes
+                total += child.product.num_bytes
         for parameter in module.parameters():
             if parameter.device.type != "meta" and parameter.data_ptr() not in seen:
                 seen.add(parameter.data_ptr())

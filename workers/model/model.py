@@ -1,4 +1,4 @@
-"""Loads a Hugging Face causal language model, and splits it into hidden states and logits."""
+"""A Hugging Face causal language model: its configuration, and its halves, hidden states and logits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ KV_DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-DUMMY_SEED = 0
 
 
 def load_config(worker_config: WorkerConfig) -> Any:
@@ -125,53 +124,6 @@ def resolve_max_model_len(requested: int | None, config: Any) -> int:
     return requested
 
 
-def load_module(worker_config: WorkerConfig, config: Any, dtype: torch.dtype, device: Device) -> Any:
-    """The module with its weights, which are memory-mapped if the checkpoint is safetensors of the same dtype.
-
-    This uses transformers' loader, which knows how to convert the checkpoint of every architecture.
-
-    Raises:
-        LoadError: not a causal language model, weights missing or broken, or code that may not be run.
-    """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "attn_implementation": "eager",
-        "experts_implementation": "eager",
-    }
-    options["trust_remote_code"] = worker_config.trust_remote_code
-    try:
-        if worker_config.load_format == "dummy":
-            torch.manual_seed(DUMMY_SEED)
-            with device.torch_device:  # random weights are made a hundred times faster on a GPU
-                return AutoModelForCausalLM.from_config(config, **options).eval()
-        safetensors = {"safetensors": True, "pt": False}.get(worker_config.load_format)
-        module, report = AutoModelForCausalLM.from_pretrained(
-            worker_config.model_path,
-            config=config,
-            use_safetensors=safetensors,
-            local_files_only=True,
-            output_loading_info=True,
-            **options,
-        )
-    except Exception as error:
-        raise LoadError(f"cannot load {worker_config.model_path}: {first_line(error)}") from error
-    if missing := sorted(report["missing_keys"]):
-        raise LoadError(
-            f"the checkpoint lacks {len(missing)} weights of {config.model_type}: {missing[0]} ..."
-        )
-    return module.eval()
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error message that may be pages long."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 class Model:
     """A causal language model in two halves: tokens to hidden states, and hidden states to logits.
 
@@ -191,14 +143,15 @@ class Model:
         self.head: Callable[[Tensor], Tensor] | None = None
         setattr(causal, causal.base_model_prefix, BaseStub())
 
-    def hidden_states(self, input_ids: Tensor, positions: Tensor, paged: StepContext) -> Tensor:
-        """Final hidden states [T, H] of tokens int64 [T] at int64 [T]."""
-        if isinstance(self.base, DecoderStack):
-            return self.base(input_ids, positions, paged)  # type: ignore[no-any-return]
-        with self.arithmetic() if self.guarded else nullcontext():
-            return self.base(  # type: ignore[no-any-return]
-                input_ids=input_ids[None], position_ids=positions[None], use_cache=False, paged=paged
-            )[0][0]
+    def hidden_states(self, input_ids: Tensor, step: StepContext) -> Tensor:
+        """Final hidden states [T, H] of the tokens int64 [T] of a step."""
+        with step.active():
+            if isinstance(self.base, DecoderStack):
+                return self.base(input_ids, step)  # type: ignore[no-any-return]
+            with self.arithmetic() if self.guarded else nullcontext():
+                return self.base(  # type: ignore[no-any-return]
+                    input_ids=input_ids[None], position_ids=step.positions[None], use_cache=False
+                )[0][0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [n, V] of hidden states [n, H]."""

@@ -7,6 +7,7 @@ biases) are refused with the reason.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,13 @@ from torch import Tensor
 
 from pagewire.kernels.attention import AttentionBatch
 from pagewire.workers.device.interface import Device
-from pagewire.workers.errors import LoadError
+from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.model.attention import DryRunRecorder, KVShape
-from pagewire.workers.model.model import Model, first_line
+from pagewire.workers.model.model import Model
 from pagewire.workers.model.transforms import tolerance
+from pagewire.workers.model.weights import Weights
+
+logger = logging.getLogger("pagewire.worker")
 
 BLOCK = 16
 LENGTHS = (
@@ -64,22 +68,32 @@ class DryRun:
         return cls(token_ids, [0, max(0, max_model_len - LENGTHS[1])])
 
 
-def reference_logits(causal: Any, run: DryRun) -> list[Tensor]:
+def reference_logits(weights: Weights, run: DryRun) -> list[Tensor]:
     """Logits [n, V] of each request by the original module, run one at a time.
+
+    The module's weights are read layer by layer, so it never needs to be in memory as a whole.
 
     Raises:
         LoadError: the module's forward pass fails.
     """
-
-    device = next(causal.parameters()).device
+    causal = weights.causal
 
     def logits(ids: Tensor, offset: int) -> Tensor:
+        device = causal.get_input_embeddings().weight.device
         positions = torch.arange(offset, offset + len(ids), device=device)[None]
         output = causal(input_ids=ids[None].to(device), position_ids=positions, use_cache=False)
         return output.logits[0].cpu()  # type: ignore[no-any-return]
 
+    requests = list(zip(run.token_ids, run.offsets, strict=True))
     try:
-        return [logits(ids, offset) for ids, offset in zip(run.token_ids, run.offsets, strict=True)]
+        with weights.streamed():
+            return [logits(ids, offset) for ids, offset in requests]
+    except Exception as error:
+        name, reason = type(causal).__name__, first_line(error)
+        logger.info("%s does not run with one layer at a time, so it is read as a whole: %s", name, reason)
+    weights.fill(causal)
+    try:
+        return [logits(ids, offset) for ids, offset in requests]
     except Exception as error:
         raise refuse(causal.config, f"its forward pass fails: {first_line(error)}") from error
 
@@ -104,8 +118,8 @@ def paged_logits(model: Model, run: DryRun, recorder: DryRunRecorder) -> list[Te
         )
         ids, positions, starts, lens, table, kv_slots = recorder.device.upload(tensors)
         batch = AttentionBatch(starts, lens, table, kv_slots, batch.max_query_len, batch.max_seq_len)
-        paged = recorder.step(batch)
-        logits = model.logits(model.hidden_states(ids, positions, paged)).cpu()
+        step = recorder.step(batch, positions)
+        logits = model.logits(model.hidden_states(ids, step)).cpu()
         for part, rows in zip(parts, torch.split(logits, list(lengths)), strict=True):
             part.append(rows)
     return [torch.cat(part) for part in parts]

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from pagewire.kernels.decoder import Activation, Layer, Norm, Stack
+from pagewire.kernels.linear import Linear
 from pagewire.workers.model.attention import KVShape, StepContext
-from pagewire.workers.model.transforms import LinearModule, RotaryTable, norm_kernel
+from pagewire.workers.model.transforms import RotaryTable, norm_kernel, pack_joined
+from pagewire.workers.model.weights import Weights
 
 BASE = {"embed_tokens", "layers", "norm", "rotary_emb"}
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -21,6 +23,9 @@ ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 WINDOW_EVERYWHERE = {"mistral"}  # model types whose every layer uses config.sliding_window
+OTHER_ARITHMETIC = {"ernie4_5", "granite", "helium", "ministral3", "smollm3"}
+"""Model types with the structure of a stack that compute something else. The proof would refuse their stacks, too,
+but only after packing all of them."""
 ACTIVATIONS = {
     "silu": Activation.SILU,
     "swish": Activation.SILU,
@@ -28,10 +33,10 @@ ACTIVATIONS = {
 }
 
 
-def build_stack(base: Any, device: torch.device) -> DecoderStack | None:
+def build_stack(base: Any, weights: Weights, device: torch.device) -> DecoderStack | None:
     """The stack of `base`, with its layers on `device`; None if `base` has another structure."""
     try:
-        return DecoderStack(base, device)
+        return DecoderStack(base, weights, device)
     except (_OtherStructureError, AttributeError):
         return None
 
@@ -49,38 +54,31 @@ def _children(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_children()}
 
 
-def _norm(module: nn.Module, device: torch.device) -> Norm:
+def _norm(module: nn.Module, weights: Weights, device: torch.device) -> Norm:
+    weights.fill(module)
     norm = norm_kernel(module)
     if norm is None:
         raise _OtherStructureError
     return Norm(norm.weight.to(device), norm.eps, norm.offset)
 
 
-def joined(*linears: Any, device: torch.device) -> LinearModule:
-    """One packed linear layer in place of several with the same input."""
-    _require(all(type(linear) is nn.Linear for linear in linears))
-    biases = [linear.bias for linear in linears]
-    _require(all(b is None for b in biases) or all(b is not None for b in biases))
-    bias = None if biases[0] is None else torch.cat(biases).to(device)
-    return LinearModule(torch.cat([linear.weight for linear in linears]).to(device), bias)
-
-
 class DecoderStack(nn.Module):
     """Replaces the base of a causal model: embedding, decoder layers and final norm."""
 
-    def __init__(self, base: Any, device: torch.device) -> None:
+    def __init__(self, base: Any, weights: Weights, device: torch.device) -> None:
         super().__init__()
         _require(_children(base) == BASE and type(base.embed_tokens) is nn.Embedding)
-        self.embed_tokens = base.embed_tokens
+        _require(base.config.model_type not in OTHER_ARITHMETIC)
         _require(isinstance(base.rotary_emb, RotaryTable))
-        self.rotary = base.rotary_emb
+        weights.fill(base.embed_tokens)
+        self.embed_tokens, self.rotary = base.embed_tokens, base.rotary_emb
         self._angles: list[Tensor] | None = None  # cosines and sines by position, from the first step on
         self.stack_layers = [StackLayer(layer, base.config) for layer in base.layers]
-        norms = [
-            _norm(norm, device) for norm in (*(layer.input_layernorm for layer in base.layers), base.norm)
-        ]
+        modules = (*(layer.input_layernorm for layer in base.layers), base.norm)
+        norms = [_norm(norm, weights, device) for norm in modules]
         layers = [
-            layer.joined(norm, device) for layer, norm in zip(self.stack_layers, norms[1:], strict=True)
+            layer.packed(norm, weights, device)
+            for layer, norm in zip(self.stack_layers, norms[1:], strict=True)
         ]
         self.stack = Stack(norms[0], layers)
 
@@ -91,14 +89,14 @@ class DecoderStack(nn.Module):
         norms += [layer.next_norm for layer in self.stack.layers]
         return sum(norm.weight.nbytes for norm in norms) + sum(layer.num_bytes for layer in self.stack_layers)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, paged: StepContext) -> Tensor:
-        """Tokens int64 [T] at int64 [T] to hidden states [T, H]."""
+    def forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
+        """Tokens int64 [T] of a step to hidden states [T, H]."""
         residual = self.embed_tokens.weight.index_select(0, input_ids)
         if self._angles is None:
             self._angles = [table[0] for table in self.rotary.table(residual[None])]
-        cos, sin = (table.index_select(0, positions) for table in self._angles)
-        caches = [paged.cache(layer.index, layer.kv_shape, layer.window) for layer in self.stack_layers]
-        return self.stack(residual, cos, sin, paged.batch, caches)
+        cos, sin = (table.index_select(0, step.positions) for table in self._angles)
+        caches = [step.cache(layer.index, layer.kv_shape, layer.window) for layer in self.stack_layers]
+        return self.stack(residual, cos, sin, step.batch, caches)
 
 
 class StackLayer:
@@ -122,24 +120,24 @@ class StackLayer:
         self.kv_shape = KVShape(self.num_kv_heads, head_dim, head_dim, attention.k_proj.weight.dtype)
         self.num_bytes = 0
 
-    def joined(self, next_norm: Norm, device: torch.device) -> Layer:
-        """The stack's layer, with joined and packed linears; drops the original weights."""
+    def packed(self, next_norm: Norm, weights: Weights, device: torch.device) -> Layer:
+        """The stack's layer, with joined and packed linears on a device; drops the original layer."""
         attention, mlp = self.layer.self_attn, self.layer.mlp
-        qkv = joined(attention.q_proj, attention.k_proj, attention.v_proj, device=device)
-        out, down = joined(attention.o_proj, device=device), joined(mlp.down_proj, device=device)
-        gate_up = joined(mlp.gate_proj, mlp.up_proj, device=device)
-        self.num_bytes = sum(linear.num_bytes for linear in (qkv, out, gate_up, down))
+        linears = {
+            "qkv": _joined([attention.q_proj, attention.k_proj, attention.v_proj], weights, device),
+            "out": _joined([attention.o_proj], weights, device),
+            "gate_up": _joined([mlp.gate_proj, mlp.up_proj], weights, device),
+            "down": _joined([mlp.down_proj], weights, device),
+        }
+        self.num_bytes = sum(linear.num_bytes for linear in linears.values())
         head_norms = None
         if _children(attention) >= HEAD_NORMS:
-            head_norms = _norm(attention.q_norm, device), _norm(attention.k_norm, device)
+            head_norms = _norm(attention.q_norm, weights, device), _norm(attention.k_norm, weights, device)
             _require(len(head_norms[0].weight) == self.kv_shape.head_dim)
-        attention_norm = _norm(self.layer.post_attention_layernorm, device)
+        attention_norm = _norm(self.layer.post_attention_layernorm, weights, device)
         del self.layer  # its weights are packed now
         return Layer(
-            qkv=qkv.product,
-            out=out.product,
-            gate_up=gate_up.product,
-            down=down.product,
+            **linears,
             head_norms=head_norms,
             attention_norm=attention_norm,
             next_norm=next_norm,
@@ -150,6 +148,13 @@ class StackLayer:
             window=self.window,
             activation=ACTIVATIONS[self.activation],
         )
+
+
+def _joined(linears: list[Any], weights: Weights, device: torch.device) -> Linear:
+    """One packed linear layer in place of several with the same input."""
+    _require(all(type(linear) is nn.Linear for linear in linears))
+    _require(len({linear.bias is None for linear in linears}) == 1)
+    return pack_joined(linears, weights, device)
 
 
 def attention_window(attention: Any, config: Any) -> int | None:

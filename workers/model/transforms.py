@@ -3,44 +3,58 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pagewire.kernels.layers import rms_norm
-from pagewire.kernels.linear import pack
+from pagewire.kernels.linear import Linear, Weight, dense_weight, pack
 from pagewire.workers.model.attention import NAME
+from pagewire.workers.model.weights import Weights
 
 
 class LinearModule(nn.Module):
-    """A linear layer with a packed copy of the weight, so that the original can be freed."""
+    """A linear layer that runs by our kernels, in place of PyTorch's."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, product: Linear) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.product = pack(weight.detach(), None if bias is None else bias.detach())
+        self.product = product
+        self.out_features, self.in_features = product.out_features, product.in_features
         # Some modules read shape and dtype of their linears' weights.
-        self.weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-        self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+        self.weight = torch.empty(self.out_features, self.in_features, dtype=product.dtype, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] to [..., out_features]."""
         return self.product(x)
 
 
-def pack_linears(module: nn.Module) -> None:
-    """Replace every linear layer, and GPT-2's transposed `Conv1D`, by a `LinearModule`."""
+def pack_linears(module: nn.Module, weights: Weights, device: torch.device) -> None:
+    """Replace every linear layer, and GPT-2's transposed `Conv1D`, by a `LinearModule` on a device."""
     from transformers.pytorch_utils import Conv1D
 
     child: Any
     for name, child in list(module.named_children()):
         if type(child) is nn.Linear:
-            setattr(module, name, LinearModule(child.weight, child.bias))
+            setattr(module, name, LinearModule(pack_joined([child], weights, device)))
         elif type(child) is Conv1D:
-            setattr(module, name, LinearModule(child.weight.T, child.bias))
+            matrix = weights.read(child, "weight")
+            assert matrix is not None
+            bias = weights.read(child, "bias")
+            setattr(module, name, LinearModule(pack(dense_weight(matrix.T), bias, device)))
+            weights.let_go()
         else:
-            pack_linears(child)
+            pack_linears(child, weights, device)
+
+
+def pack_joined(linears: Sequence[nn.Linear], weights: Weights, device: torch.device) -> Linear:
+    """One linear layer on a device in place of several with the same input; all have a bias, or none."""
+    biases = [bias for linear in linears if (bias := weights.read(linear, "bias")) is not None]
+    matrix = Weight.joined([weights.matrix(linear) for linear in linears])
+    product = pack(matrix, torch.cat(biases) if biases else None, device)
+    weights.let_go()
+    return product
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -48,12 +62,14 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(module, "has_gate") and hasattr(module, "is_transposed") and hasattr(module, "down_proj")
 
 
-def pack_experts(module: nn.Module) -> None:
+def pack_experts(module: nn.Module, weights: Weights, device: torch.device) -> None:
     """Pack the matrices of every expert, and make transformers call `run_experts`."""
     experts: list[Any] = [child for child in module.modules() if is_experts(child)]
     for child in experts:
         name = "gate_up_proj" if child.has_gate else "up_proj"
-        child.packed_up, child.packed_down = (expert_linears(child, n) for n in (name, "down_proj"))
+        child.packed_up, child.packed_down = (
+            expert_linears(child, matrices, weights, device) for matrices in (name, "down_proj")
+        )
         for owned in (name, "down_proj"):
             delattr(child, owned)
         child.config._experts_implementation = NAME
@@ -63,13 +79,14 @@ def pack_experts(module: nn.Module) -> None:
         ExpertsInterface.register(NAME, run_experts)
 
 
-def expert_linears(module: Any, name: str) -> nn.ModuleList:
+def expert_linears(module: Any, name: str, weights: Weights, device: torch.device) -> nn.ModuleList:
     """A packed linear for each expert, from the matrices [E, N, K] (or transposed) in attribute `name`."""
-    weights = getattr(module, name).detach()
-    biases = getattr(module, f"{name}_bias") if module.has_bias else [None] * len(weights)
-    if module.is_transposed:
-        weights = weights.transpose(1, 2)
-    return nn.ModuleList(LinearModule(w, b) for w, b in zip(weights, biases, strict=True))
+    biases = weights.read(module, f"{name}_bias") if module.has_bias else None
+    packed = nn.ModuleList()
+    for expert, matrix in enumerate(weights.stacked(module, name, module.is_transposed)):
+        packed.append(LinearModule(pack(matrix, None if biases is None else biases[expert], device)))
+        weights.let_go()
+    return packed
 
 
 def run_experts(module: Any, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from pagewire.kernels.cuda.layout import exchange_chunks
 from pagewire.kernels.dispatch import Kernels
 from pagewire.kernels.layer import Activation, Layer, Norm
 from pagewire.kernels.paging import AttentionBatch
+from pagewire.kernels.weight import Linear, UnpackedLinear, dense_weight
 from tests.kernels.batches import allocate_kv
 from tests.kernels.cuda.emulate import ORDERS, EmulatedLauncher
 
@@ -35,8 +35,8 @@ def layers(
     def norm(size: int) -> Norm:
         return Norm(1 - offset + random(size), 1e-5, offset)
 
-    def product(out: int, size: int) -> Callable[[Tensor], Tensor]:
-        return functools.partial(functional.linear, weight=random(out, size))
+    def product(out: int, size: int) -> Linear:
+        return UnpackedLinear(functional.linear, dense_weight(random(out, size)), None)
 
     return [
         Layer(
@@ -141,7 +141,7 @@ def test_each_kernel_alone_equals_the_reference() -> None:
     )
     torch.testing.assert_close(ours.silu_and_mul(x), reference.silu_and_mul(x), **close)
     torch.testing.assert_close(ours.gelu_tanh_and_mul(x), reference.gelu_tanh_and_mul(x), **close)
-    product = ours.pack(torch.eye(64).bfloat16(), torch.ones(64).bfloat16())
+    product = ours.pack(dense_weight(torch.eye(64).bfloat16()), torch.ones(64).bfloat16())
     assert torch.equal(product(x), x + 1)
     assert torch.equal(ours.largest(x)[1], x.argmax(1))
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pagewire.ipc.params import SamplingParams
-from pagewire.workers.model.invariant import elementwise
-from pagewire.workers.model.transforms import LinearModule
+from pagewire.kernels.elementwise import elementwise
+from pagewire.kernels.linear import dense_weight, pack
 
 from ..architectures import ARCHITECTURES, VOCAB_SIZE, Architecture
 from ..driver import Driver, load_runner
@@ -27,7 +27,7 @@ def test_products_do_not_depend_on_the_number_of_rows(size: tuple[int, int], dty
     weight = torch.randn(num_out, num_in, generator=generator).to(dtype)
     x = torch.randn(64, num_in, generator=generator).to(dtype)
     for bias in (None, torch.randn(num_out, generator=generator).to(dtype)):
-        linear = LinearModule(weight, bias)
+        linear = pack(dense_weight(weight), bias)
         whole = linear(x)
         for n in (*range(1, 18), 31, 32, 33, 48, 63):
             assert torch.equal(linear(x[:n]), whole[:n]), n

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +13,51 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pagewire.ipc.messages import WorkerConfig
+from pagewire.ipc.params import SamplingParams
 from pagewire.workers.device.cpu import bind_threads, parse_cpus
 from pagewire.workers.device.kv_size import GIB, kv_budget, num_kv_blocks
 from pagewire.workers.errors import LoadError
+from pagewire.workers.model import loading, modules, stack
+from pagewire.workers.model.proof import prove
+from pagewire.workers.model.stack import OTHER_ARITHMETIC
+from pagewire.workers.model.weights import CheckpointWeights
 
 from ..architectures import ARCHITECTURES, GROUPED, VOCAB_SIZE, Architecture
 from ..driver import Driver, load_runner
 from ..parity import make_prompts, our_tokens, transformers_tokens
 
 PROMPTS = make_prompts(VOCAB_SIZE)
+
+
+def architecture_named(name: str) -> Architecture:
+    """The entry of that name in the table."""
+    return next(architecture for architecture in ARCHITECTURES if architecture.name == name)
+
+
 STACKED = ("llama", "llama with biases", "mistral", "qwen2", "qwen3", "seed_oss", "internlm3", "cwm")
 
 
 @pytest.mark.parametrize("name", STACKED)
 def test_plain_models_run_as_a_stack(name: str, tmp_path: Path) -> None:
-    [architecture] = [a for a in ARCHITECTURES if a.name == name]
-    runner, _ = load_runner(architecture.write(tmp_path))
+    runner, _ = load_runner(architecture_named(name).write(tmp_path))
     assert type(runner.model.model.base).__name__ == "DecoderStack"
 
 
-@pytest.mark.parametrize("name", ["granite", "ministral3", "smollm3", "hyperclovax"])
-def test_models_of_that_structure_with_other_arithmetic_do_not(name: str, tmp_path: Path) -> None:
-    [architecture] = [a for a in ARCHITECTURES if a.name == name]
-    runner, _ = load_runner(architecture.write(tmp_path))
+@pytest.mark.parametrize("name", sorted({*OTHER_ARITHMETIC, "hyperclovax"}))
+@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
+def test_models_of_that_structure_with_other_arithmetic_do_not(
+    name: str, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If they are not known to be such, the proof finds it out, and they are packed a second time."""
+    proofs: list[object] = []
+    monkeypatch.setattr(loading, "prove", lambda *args: (proofs.append(args), prove(*args))[1])
+    if not known:
+        monkeypatch.setattr(stack, "OTHER_ARITHMETIC", ())
+    folder = architecture_named(name).write(tmp_path)
+    assert our_tokens(folder, PROMPTS) == transformers_tokens(folder, PROMPTS)
+    runner, _ = load_runner(folder)
     assert type(runner.model.model.base).__name__ != "DecoderStack"
+    assert len(proofs) == (2 if known or name not in OTHER_ARITHMETIC else 4)
 
 
 @pytest.mark.parametrize(
@@ -45,8 +67,7 @@ def test_models_of_that_structure_with_other_arithmetic_do_not(name: str, tmp_pa
 def test_the_output_layer_is_called_alone_where_it_is_all_there_is(
     name: str, alone: bool, tmp_path: Path
 ) -> None:
-    [architecture] = [a for a in ARCHITECTURES if a.name == name]
-    runner, _ = load_runner(architecture.write(tmp_path))
+    runner, _ = load_runner(architecture_named(name).write(tmp_path))
     assert (runner.model.model.head is not None) == alone
 
 
@@ -87,14 +108,14 @@ def test_sharded_checkpoints(llama: Path, tmp_path: Path) -> None:
     assert our_tokens(tmp_path, PROMPTS) == our_tokens(llama, PROMPTS)
 
 
-def test_bin_checkpoints(llama: Path, tmp_path: Path) -> None:
+def test_bin_checkpoints_are_read_only_where_the_format_says_so(llama: Path, tmp_path: Path) -> None:
     shutil.copy(llama / "config.json", tmp_path)
     torch.save(load_file(llama / "model.safetensors"), tmp_path / "pytorch_model.bin")
-    for load_format in ("auto", "pt"):
-        runner, _ = load_runner(tmp_path, load_format=load_format)
-        assert Driver(runner).generate(PROMPTS, 3) == [t[:3] for t in our_tokens(llama, PROMPTS)]
-    with pytest.raises(LoadError, match="cannot load"):
-        load_runner(tmp_path, load_format="safetensors")
+    runner, _ = load_runner(tmp_path, load_format="pt")
+    assert Driver(runner).generate(PROMPTS, 3) == [t[:3] for t in our_tokens(llama, PROMPTS)]
+    for load_format in ("auto", "safetensors"):
+        with pytest.raises(LoadError, match=r"\.bin files are pickles, .* only with load_format='pt'"):
+            load_runner(tmp_path, load_format=load_format)
 
 
 def test_dummy_weights_are_the_same_each_time(llama: Path, tmp_path: Path) -> None:
@@ -137,13 +158,135 @@ def test_a_longer_model_must_be_asked_for(llama: Path, monkeypatch: pytest.Monke
     assert load_runner(llama, max_model_len=200, num_blocks=100)[1].max_model_len == 200
 
 
+def rewrite(source: Path, folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """A copy of a checkpoint in another folder, with its tensors changed."""
+    folder.mkdir(exist_ok=True)
+    shutil.copy(source / "config.json", folder)
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 def test_missing_weights(llama: Path, tmp_path: Path) -> None:
-    shutil.copy(llama / "config.json", tmp_path)
-    weights = load_file(llama / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(LoadError, match=r"lacks 1 weights of llama: model.layers.1.mlp.up_proj.weight"):
+    rewrite(llama, tmp_path, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(LoadError, match=r"lacks 1 weights of llama: model.layers.1.mlp.up_proj.weight$"):
         load_runner(tmp_path)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "pt"])
+def test_weights_of_another_model(llama: Path, tmp_path: Path, load_format: str) -> None:
+    extra = {f"model.layers.{i}.mlp.up_proj.weight": torch.zeros(1) for i in range(2, 7)}
+    rewrite(llama, tmp_path, lambda weights: weights.update(extra))
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    with pytest.raises(LoadError, match=r"holds 5 tensors that llama has no use for: model.layers.2.mlp"):
+        load_runner(tmp_path, load_format=load_format)
+
+
+def test_tensors_that_are_known_to_be_unused_do_no_harm(llama: Path, tmp_path: Path) -> None:
+    extra = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+        "model.h.0.attn.bias": torch.ones(3),
+    }
+    rewrite(llama, tmp_path, lambda weights: weights.update(extra))
+    assert our_tokens(tmp_path, PROMPTS) == our_tokens(llama, PROMPTS)
+
+
+def test_weights_of_another_shape(llama: Path, tmp_path: Path) -> None:
+    rewrite(llama, tmp_path, lambda weights: weights.update({"model.norm.weight": torch.ones(5)}))
+    with pytest.raises(LoadError, match=r"model.norm.weight .* is of shape \(5,\), of the model \(64,\)"):
+        load_runner(tmp_path)
+
+
+def test_experts_that_do_not_make_a_stack(tmp_path: Path) -> None:
+    folder = architecture_named("qwen3_moe").write(tmp_path)
+    name = "model.layers.0.mlp.experts.2.gate_proj.weight"
+    assert name in load_file(folder / "model.safetensors"), "experts apart, which the module stacks"
+    rewrite(folder, tmp_path / "fewer", lambda weights: weights.pop(name))
+    with pytest.raises(LoadError, match=r"do not make model.layers.0.mlp.experts.gate_up_proj"):
+        load_runner(tmp_path / "fewer")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe", "gpt_oss", "gemma2", "phi3"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_weights_read_one_by_one_are_those_that_transformers_reads(
+    name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, from a checkpoint in another dtype."""
+    folder = architecture_named(name).write(tmp_path, dtype="float32" if dtype == "bfloat16" else "bfloat16")
+    params = SamplingParams(temperature=1.0, logprobs=3)
+    outputs = []
+    for reason in (None, "for the test"):
+        monkeypatch.setattr(modules, "_read_by_transformers", lambda *_, reason=reason: reason)
+        runner, ready = load_runner(folder, dtype=dtype)
+        requests = Driver(runner).run(PROMPTS, 4, params)
+        outputs.append((ready.weight_bytes, [(request.output, request.logprobs) for request in requests]))
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("tensor", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_tied_weights_may_have_either_name(tensor: str, tmp_path: Path) -> None:
+    folder = Architecture("llama", GROUPED | {"tie_word_embeddings": True}).write(tmp_path)
+
+    def rename(weights: dict[str, torch.Tensor]) -> None:
+        [embedding] = [
+            weights.pop(name) for name in list(weights) if "embed_tokens" in name or "lm_head" in name
+        ]
+        weights[tensor] = embedding
+
+    renamed = rewrite(folder, tmp_path / "renamed", rename)
+    assert our_tokens(renamed, PROMPTS) == transformers_tokens(folder, PROMPTS)
+
+
+def test_a_reading_of_everything_at_once_is_logged(
+    llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "pagewire.worker"):
+        load_runner(llama)
+        assert "at once" not in caplog.text
+        shutil.copy(llama / "config.json", tmp_path)
+        torch.save(load_file(llama / "model.safetensors"), tmp_path / "pytorch_model.bin")
+        load_runner(tmp_path, load_format="pt")
+    assert "transformers reads the whole checkpoint at once: load_format is 'pt'" in caplog.text
+
+
+def test_tables_of_another_version_of_transformers(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import conversion_mapping
+
+    expected = our_tokens(llama, PROMPTS)
+    monkeypatch.delattr(conversion_mapping, "get_model_conversion_mapping")
+    with caplog.at_level("INFO", "pagewire.worker"):
+        assert our_tokens(llama, PROMPTS) == expected
+    assert "reads the whole checkpoint at once: this version has other tables" in caplog.text
+
+
+def test_a_module_that_does_not_call_its_layers(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = our_tokens(llama, PROMPTS)
+    monkeypatch.setattr(CheckpointWeights, "_stream", lambda *_: None)  # as if no layer were ever called
+    with caplog.at_level("INFO", "pagewire.worker"):
+        assert our_tokens(llama, PROMPTS) == expected
+    assert "LlamaForCausalLM does not run with one layer at a time" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["llama", "granite", "gpt2", "qwen3_moe"])
+def test_packed_weights_are_not_kept_beside_their_packed_form(name: str, tmp_path: Path) -> None:
+    """No dense matrix of the checkpoint is left in the module but its embeddings."""
+    runner, _ = load_runner(architecture_named(name).write(tmp_path))
+    model = runner.model.model
+    kept = [
+        name
+        for module in (model.base, model.causal)
+        for name, tensor in module.named_parameters()
+        if tensor.dim() > 1
+        and not name.endswith(("embed_tokens.weight", "wte.weight", "wpe.weight", "gate.weight"))
+    ]
+    assert kept == []
+    tensors = [*model.base.parameters(), *model.base.buffers(), *model.causal.buffers()]
+    assert all(tensor.device.type == "cpu" for tensor in tensors)
 
 
 def test_broken_files(llama: Path, tmp_path: Path) -> None:

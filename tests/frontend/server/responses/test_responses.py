@@ -491,7 +491,7 @@ def test_items_are_referred_to(client: Client, core: FakeCore) -> None:
     question = {"role": "user", "content": "w7"}
     second = client.post(PATH, {"input": [*references, question]}).json
     whole = client.post(PATH, {"input": [question], "previous_response_id": first["id"]}).json
-    prompts = [core.submitted[key].prompt_token_ids for key in sorted(core.submitted)]
+    prompts = [core.submitted[key].prompt.token_ids for key in sorted(core.submitted)]
     assert prompts[1] == prompts[2] == [5, 6, 2, 3, 4, 7]
     assert second["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
     for response in (first, second):

@@ -1,0 +1,103 @@
+"""The tensors of a checkpoint by name. Its safetensors files are memory-mapped, and their pages can be let go."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagewire.kernels.cpu import arena
+from pagewire.workers.errors import LoadError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+class Checkpoint:
+    """The tensors of the safetensors files in a model folder: views of the mapped files, not to be written to."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Open the files.
+
+        Raises:
+            LoadError: there are none, or one of them is missing or broken.
+        """
+        from safetensors import safe_open
+
+        self._files: dict[str, Any] = {}
+        self._read: list[tuple[int, int]] = []
+        for path in weight_files(Path(folder)):
+            try:
+                file: Any = safe_open(path, framework="pt")
+            except Exception as error:
+                raise LoadError(f"cannot load {path}: {error}") from error
+            self._files.update(dict.fromkeys(file.keys(), file))
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The names of all tensors."""
+        return self._files.keys()
+
+    def read(self, name: str) -> Tensor:
+        """A tensor in its own dtype."""
+        tensor: Tensor = self._files[name].get_tensor(name)
+        self._read.append((tensor.data_ptr(), tensor.nbytes))
+        return tensor
+
+    def on_meta(self, name: str) -> Tensor:
+        """The shape and dtype of a tensor, on the meta device.
+
+        Raises:
+            LoadError: PyTorch has no such dtype.
+        """
+        described = self._files[name].get_slice(name)
+        if (dtype := DTYPES.get(described.get_dtype())) is None:
+            raise LoadError(f"{name} of the checkpoint is of an unknown dtype: {described.get_dtype()}")
+        return torch.empty(described.get_shape(), dtype=dtype, device="meta")
+
+    def let_go(self) -> None:
+        """Give back the memory of tensors read since the last call. A tensor in use comes from its file again."""
+        for address, size in self._read:
+            start = address & -mmap.PAGESIZE
+            arena.give_back(start, address + size - start)
+        self._read.clear()
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder: those in its index, or the only one.
+
+    Raises:
+        LoadError: there are none, or the index cannot be read.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, OSError) as error:
+            raise LoadError(f"cannot load {index}: {error!r}") from error
+        return [folder / name for name in sorted(names)]
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    reason = f"it holds neither {SINGLE} nor {INDEX}"
+    if any((folder / name).is_file() for name in PICKLES):
+        reason += "; its .bin files are pickles, which are read only with load_format='pt'"
+    raise LoadError(f"cannot load {folder}: {reason}")
