@@ -144,7 +144,9 @@ class CudaKernels:
         if head_norms is not None:
             of_q, of_k = head_norms
             if of_q.eps != of_k.eps:
-                raise ValueError(f"norms of query and key heads with one eps, not {of_q.eps} and {of_k.eps}")
+                raise ValueError(
+                    f"the norms of query and key heads must have equal eps, not {of_q.eps} and {of_k.eps}"
+                )
             norms = kv.HeadNorms(of_q.weight, of_k.weight, of_q.eps, of_q.offset, of_k.offset)
         kv.write_kv(self.launcher, q, k, v, k_cache, v_cache, slot_mapping, cos=cos, sin=sin, norms=norms)
         return q

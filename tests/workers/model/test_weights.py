@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pagewire.ipc.messages import WorkerConfig
-from pagewire.workers.device.cpu import Cpu
+from pagewire.workers.device.cpu import CpuDevice
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.checkpoint import Checkpoint
 from pagewire.workers.model.model import load_config
@@ -25,7 +25,7 @@ TIED = GROUPED | {"tie_word_embeddings": True, "num_hidden_layers": 3}
 def build(folder: Path, dtype: torch.dtype = torch.float32) -> CheckpointWeights:
     """The weights of a model in a folder."""
     worker_config = WorkerConfig(str(folder))
-    weights = build_module(worker_config, load_config(worker_config), dtype, Cpu())
+    weights = build_module(worker_config, load_config(worker_config), dtype, CpuDevice())
     assert isinstance(weights, CheckpointWeights)
     return weights
 
