@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Sources are compiled to bytecode once, not in each of the hundreds of processes that the tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-cuda13 lint clean
+.PHONY: demo test test-fast test-cuda12 test-cuda13 lint clean
 
 demo: $(STAMP)
 	$(BIN)/pagewire generate 'The "with" statement is used to' --max-tokens 120
@@ -29,14 +29,20 @@ build/cuda13: $(PIP)
 LIGHT := tests/test_imports.py tests/ipc tests/engine_core tests/frontend
 HEAVY := tests/kernels tests/workers tests/cli tests/end_to_end
 
+CUDA12 := PYTHONPATH=$(CURDIR)/build/cuda12 LD_LIBRARY_PATH=$(CURDIR)/build/cuda12/nvidia/cuda_nvrtc/lib \
+	PAGEWIRE_TEST_NVRTC=12.9
+
 test: build/cuda12 test-fast
-	PYTHONPATH=$(CURDIR)/$< LD_LIBRARY_PATH=$(CURDIR)/$</nvidia/cuda_nvrtc/lib PAGEWIRE_TEST_NVRTC=12.9 \
-		$(BIN)/pytest -n 2 --dist worksteal --durations=30 $(HEAVY)
+	$(CUDA12) $(BIN)/pytest -n 2 --dist worksteal --durations=30 -m "not every_variant" $(HEAVY)
 
 test-fast: $(STAMP)
 	$(BIN)/pytest -n auto --dist loadfile $(LIGHT)
 
-test-cuda13: build/cuda13
+# Every variant of every CUDA kernel, by both generations of the compiler: for changes of the kernels.
+test-cuda12: build/cuda12 $(STAMP)
+	$(CUDA12) $(BIN)/pytest tests/kernels/cuda/test_compile.py
+
+test-cuda13: build/cuda13 $(STAMP)
 	PYTHONPATH=$(CURDIR)/$< LD_LIBRARY_PATH=$(CURDIR)/$</nvidia/cu13/lib PAGEWIRE_TEST_NVRTC=13.0 \
 		$(BIN)/pytest tests/kernels/cuda/test_compile.py
 

@@ -12,10 +12,8 @@ PROMPT = 'The "with" statement is used to'
 QUESTION = "What is the with statement?"
 SAMPLING = ["--temperature", "0", "--max-tokens", "12"]
 ENDLESS = ["--max-tokens", "900", "--ignore-eos"]
-SMALL_KV = [
-    "--kv-cache-memory-bytes",
-    "67108864",
-]  # a core pre-faults the default 4 GiB: a second of a processor
+# An idle core pre-faults a KV cache of the default size, which costs up to two seconds of a processor.
+SMALL_KV = ["--kv-cache-memory-bytes", "67108864"]
 # Output is buffered as for users, whatever the tests are run with.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 

@@ -15,7 +15,7 @@ from pagewire import LLM
 from .http_server import Server
 
 KV_BYTES = 64 << 20
-"""Of the KV cache. A core pre-faults the default 4 GiB, which costs a second of a processor."""
+"""Size of the KV cache. An idle core pre-faults the default size, which costs up to two seconds of a processor."""
 SMALL_CORE = ("--dtype", "float32", "--kv-cache-memory-bytes", str(KV_BYTES))
 
 

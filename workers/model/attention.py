@@ -6,8 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,25 +44,26 @@ class KVShape:
 class StepContext:
     """The inputs of a step's layers beside hidden states: attention batch, positions int64 [T], all KV caches.
 
-    While it is `active`, attention and linear layers get it from `current_step`.
+    Within `with step:`, attention and linear layers get it from `current_step`.
     """
 
-    __slots__ = ("batch", "caches", "positions")
+    __slots__ = ("_outer", "batch", "caches", "positions")
 
     def __init__(
         self, batch: AttentionBatch, positions: Tensor, caches: Sequence[tuple[Tensor, Tensor]]
     ) -> None:
         self.batch, self.positions, self.caches = batch, positions, caches
+        self._outer: StepContext | None = None
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """A context in which this is the `current_step` of the process."""
+    def __enter__(self) -> None:
+        """Make this the process's `current_step`."""
         global _current
-        outer, _current = _current, self
-        try:
-            yield
-        finally:
-            _current = outer
+        self._outer, _current = _current, self
+
+    def __exit__(self, *_: object) -> None:
+        """Make the step before it the current one again, as a rule none."""
+        global _current
+        _current = self._outer
 
     def cache(self, layer: int, shape: KVShape, window: int | None) -> tuple[Tensor, Tensor]:
         """The K and V caches of a layer. `shape` and `window` (keys per query) are used by the dry run only."""

@@ -145,7 +145,7 @@ class Model:
 
     def hidden_states(self, input_ids: Tensor, step: StepContext) -> Tensor:
         """Final hidden states [T, H] of the tokens int64 [T] of a step."""
-        with step.active():
+        with step:
             if isinstance(self.base, DecoderStack):
                 return self.base(input_ids, step)  # type: ignore[no-any-return]
             with self.arithmetic() if self.guarded else nullcontext():

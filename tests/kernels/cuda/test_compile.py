@@ -29,8 +29,11 @@ def largest_of_each_family() -> list[Variant]:
 
 @pytest.mark.parametrize(
     ("arch", "variants"),
-    [(ARCHITECTURE, all_variants()), *((arch, largest_of_each_family()) for arch in OTHERS)],
-    ids=[ARCHITECTURE, *OTHERS],
+    [
+        *((arch, largest_of_each_family()) for arch in (ARCHITECTURE, *OTHERS)),
+        pytest.param(ARCHITECTURE, all_variants(), marks=pytest.mark.every_variant),
+    ],
+    ids=[ARCHITECTURE, *OTHERS, "every variant"],
 )
 def test_no_variant_spills_or_uses_local_memory(
     nvrtc: object, registers: dict[Variant, dict[str, int]], arch: str, variants: list[Variant]
