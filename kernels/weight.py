@@ -164,6 +164,12 @@ class Linear(Protocol):
         """
 
 
+def check_rows(x: Tensor, in_features: int, dtype: torch.dtype) -> None:
+    """Raise ValueError if x is not rows [..., in_features] of a dtype."""
+    if x.shape[-1] != in_features or x.dtype != dtype:
+        raise ValueError(f"rows of {in_features} {dtype} expected, not {x.shape[-1]} {x.dtype}")
+
+
 class UnpackedLinear:
     """A linear layer over a dense weight [N, K] that stays as it is; `product` computes `x @ weight.T + bias`."""
 
@@ -175,6 +181,7 @@ class UnpackedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear.__call__`."""
+        check_rows(x, self.in_features, self.dtype)
         return self._product(x, self._weight, self._bias)
 
 

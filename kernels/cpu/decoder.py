@@ -14,8 +14,8 @@ from pagewire.kernels.cpu.tensors import DTYPES, cache_fields
 from pagewire.kernels.layer import Activation, Layer, Norm
 from pagewire.kernels.paging import AttentionBatch
 
-ACTIVATIONS = {Activation.SILU: 0, Activation.GELU_TANH: 1}
-"""Their numbers in decoder.cpp."""
+ACTIVATION_CODES = {Activation.SILU: 0, Activation.GELU_TANH: 1}
+"""The numbers of activations in decoder.cpp."""
 PRODUCTS = ("qkv", "out", "gate_up", "down")
 
 
@@ -44,7 +44,7 @@ class CompiledStack:
         dtypes = {input_norm.weight.dtype}
         for layer in layers:
             linears = _linears(layer)
-            if len(linears) < len(PRODUCTS) or layer.activation not in ACTIVATIONS:
+            if len(linears) < len(PRODUCTS) or layer.activation not in ACTIVATION_CODES:
                 return None
             norms = (layer.attention_norm, layer.next_norm, *(layer.head_norms or ()))
             dtypes |= {linear.packed.dtype for linear in linears.values()} | {n.weight.dtype for n in norms}
@@ -113,7 +113,7 @@ class CompiledStack:
             **{name: _norm(norm, size, self._dtype) for name, (norm, size) in norms.items()},
             window=layer.window or 0,
             scale=layer.scale,
-            activation=ACTIVATIONS[layer.activation],
+            activation=ACTIVATION_CODES[layer.activation],
         )
 
     def __call__(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pagewire.kernels.cpu.memory import zeros
 from pagewire.kernels.cpu.tensors import DTYPES, last_contiguous, of_size
-from pagewire.kernels.weight import Weight
+from pagewire.kernels.weight import Weight, check_rows
 
 PACKED_ROWS = 1024  # rows of a weight packed at a time, whole panels of any instruction set
 
@@ -46,8 +46,7 @@ class PackedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., K] to [..., N]."""
-        if x.shape[-1] != self.in_features or x.dtype != self.dtype:
-            raise ValueError(f"rows of {self.in_features} {self.dtype} expected, not {x.shape[-1]} {x.dtype}")
+        check_rows(x, self.in_features, self.dtype)
         rows = _rows(x)
         out = torch.empty(*x.shape[:-1], self.out_features, dtype=x.dtype)
         self._library.pagewire_linear(
@@ -67,8 +66,7 @@ class PackedLinear:
 
 def multiply_unpacked(library: ctypes.CDLL, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., K] by a weight [N, K] as it is: see `pagewire.kernels.linear.linear`."""
-    if x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype:
-        raise ValueError(f"rows of {weight.shape[1]} {weight.dtype} expected, not {x.shape[-1]} {x.dtype}")
+    check_rows(x, weight.shape[1], weight.dtype)
     rows, weight = _rows(x), last_contiguous(weight)
     bias = None if bias is None else of_size(bias, len(weight))
     out = torch.empty(*x.shape[:-1], len(weight), dtype=x.dtype)

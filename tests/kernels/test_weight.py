@@ -7,7 +7,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagewire.kernels import dispatch
+from pagewire.kernels import dispatch, reference
+from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.linear import Weight, dense_weight, linear, pack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -100,6 +101,14 @@ def test_a_linear_knows_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pack(weight, bias).num_bytes == 2 * (60 + 10)
     monkeypatch.setattr(dispatch.cpu_kernels, "load", lambda: None)
     assert pack(weight, bias).num_bytes == 2 * (60 + 10)
+
+
+def test_rows_that_do_not_fit_are_refused(best_kernels: CpuKernels) -> None:
+    weight = dense_weight(torch.zeros(10, 6))
+    for product in (best_kernels.pack(weight), reference.pack(weight)):
+        for x in (torch.zeros(2, 5), torch.zeros(2, 6).double()):
+            with pytest.raises(ValueError, match=r"rows of 6 torch.float32 expected, not"):
+                product(x)
 
 
 def test_a_bias_of_another_size_is_refused() -> None:

@@ -26,7 +26,7 @@ WINDOW_EVERYWHERE = {"mistral"}  # model types whose every layer uses config.sli
 OTHER_ARITHMETIC = {"ernie4_5", "granite", "helium", "ministral3", "smollm3"}
 """Model types with the structure of a stack that compute something else. The proof would refuse their stacks, too,
 but only after packing all of them."""
-ACTIVATIONS = {
+ACTIVATION_NAMES = {
     "silu": Activation.SILU,
     "swish": Activation.SILU,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
@@ -111,7 +111,7 @@ class StackLayer:
         self.activation = str(
             getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
         )
-        _require(self.activation in ACTIVATIONS)
+        _require(self.activation in ACTIVATION_NAMES)
         self.index, self.window = attention.layer_idx, attention_window(attention, config)
         head_dim = attention.head_dim
         heads = [p.out_features // head_dim for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
@@ -146,7 +146,7 @@ class StackLayer:
             head_dim=self.kv_shape.head_dim,
             scale=float(attention.scaling),
             window=self.window,
-            activation=ACTIVATIONS[self.activation],
+            activation=ACTIVATION_NAMES[self.activation],
         )
 
 
