@@ -56,8 +56,9 @@ def test_a_question_that_is_refused_is_forgotten(address: str) -> None:
     (answer,) = answers(address, QUESTION)
     done = pagewire("chat", "--attach", address, *SAMPLING, stdin=f"{'long ' * 2000}\n{QUESTION}\n")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "cannot send this message: This model's maximum context length is" in done.stdout and done.stdout.endswith(
-        f"> {answer}\n> \n"
+    assert (
+        "cannot send this message: This model's maximum context length is" in done.stdout
+        and done.stdout.endswith(f"> {answer}\n> \n")
     )
 
 
