@@ -24,8 +24,8 @@ build/cuda13: $(PIP)
 	@touch $@
 
 # Tests of the layers without torch come first, in a process for each processor: they are over soon. The tests of the
-# rest start engines, whose threads use the processors themselves: two at a time keep the processors busy while an
-# engine starts, compiles or waits. The process that is done first takes tests from the other.
+# rest start engines, whose threads use the processors themselves: three at a time keep two processors busy while an
+# engine starts, compiles or waits. A process that is done first takes tests from the others.
 LIGHT := tests/test_imports.py tests/ipc tests/engine_core tests/frontend
 HEAVY := tests/kernels tests/workers tests/cli tests/end_to_end
 
@@ -33,7 +33,7 @@ CUDA12 := PYTHONPATH=$(CURDIR)/build/cuda12 LD_LIBRARY_PATH=$(CURDIR)/build/cuda
 	PAGEWIRE_TEST_NVRTC=12.9
 
 test: build/cuda12 test-fast
-	$(CUDA12) $(BIN)/pytest -n 2 --dist worksteal --durations=30 -m "not every_variant" $(HEAVY)
+	$(CUDA12) $(BIN)/pytest -n 3 --dist worksteal --durations=30 -m "not every_variant" $(HEAVY)
 
 test-fast: $(STAMP)
 	$(BIN)/pytest -n auto --dist loadfile $(LIGHT)
