@@ -24,7 +24,7 @@ class State(Enum):
 
 
 class Launch(NamedTuple):
-    """A step in flight that runs a sequence: tokens [start, start + num_tokens) and so many samples."""
+    """A step in flight that runs tokens [start, start + num_tokens) of a sequence, and samples `num_samples`."""
 
     start: int
     num_tokens: int
