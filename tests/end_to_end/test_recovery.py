@@ -64,21 +64,42 @@ def mixed(index: int) -> SamplingParams:
     return structured(index) if index % 2 else sampled(index)
 
 
+class Progress:
+    """Counts what streams have received, and wakes the task that waits for a count."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._goal = 0
+        self._reached = asyncio.Event()
+
+    def add(self, number: int) -> None:
+        self.count += number
+        if self.count >= self._goal:
+            self._reached.set()
+
+    async def reach(self, goal: int) -> None:
+        """Wait until the count is `goal` or more."""
+        self._goal = goal
+        if self.count < goal:
+            self._reached.clear()
+            await self._reached.wait()
+
+
 async def collect(
     llm: AsyncLLM,
     index: int,
-    progress: list[int] | None = None,
+    progress: Progress | None = None,
     params: Callable[[int], SamplingParams] = sampled,
 ) -> list[int]:
     tokens: list[int] = []
     async for output in llm.generate(PROMPTS[index], params(index), f"r{index}"):
         tokens += output.outputs[0].token_ids
         if progress is not None:
-            progress[0] += len(output.outputs[0].token_ids)
+            progress.add(len(output.outputs[0].token_ids))
     return tokens
 
 
-async def prompt_logprobs(llm: AsyncLLM, progress: list[int] | None = None) -> list[Any]:
+async def prompt_logprobs(llm: AsyncLLM, progress: Progress | None = None) -> list[Any]:
     """The log probabilities of a prompt, gathered from all outputs."""
     params = sampled(5)
     params.prompt_logprobs = 1
@@ -86,7 +107,7 @@ async def prompt_logprobs(llm: AsyncLLM, progress: list[int] | None = None) -> l
     async for output in llm.generate(list(range(300, 340)), params, "prompt logprobs"):
         entries += output.prompt_logprobs or []
         if progress is not None:
-            progress[0] += 1
+            progress.add(1)
     return entries
 
 
@@ -101,11 +122,10 @@ def test_killed_workers_change_nothing(start_daemon: Callable, params: Callable)
     async def main() -> None:
         async with AsyncLLM.attach(daemon.address) as llm:
             expected = await asyncio.gather(*(collect(llm, i, None, params) for i in range(len(PROMPTS))))
-            progress = [0]
+            progress = Progress()
             tasks = [asyncio.create_task(collect(llm, i, progress, params)) for i in range(len(PROMPTS))]
             for kill in range(1, 3):
-                while progress[0] < kill * 300:
-                    await asyncio.sleep(0)
+                await progress.reach(kill * 300)
                 os.kill((await status(llm))["worker_pid"], signal.SIGKILL)
             assert await asyncio.gather(*tasks) == expected
             state = await status(llm)
@@ -168,10 +188,9 @@ def test_a_killed_core_is_told_to_every_request(start_daemon: Callable) -> None:
 
     async def main() -> None:
         llm = AsyncLLM.attach(daemon.address)
-        progress = [0]
+        progress = Progress()
         tasks = [asyncio.create_task(collect(llm, i, progress)) for i in range(4)]
-        while not progress[0]:
-            await asyncio.sleep(0)
+        await progress.reach(1)
         daemon.process.kill()
         for task in tasks:
             with pytest.raises(EngineDeadError):
@@ -191,11 +210,11 @@ def test_restarts_carry_streams_over_to_a_new_core() -> None:
         expected = await asyncio.gather(*(collect(llm, i, None, mixed) for i in range(4)))
         expected_logprobs = await prompt_logprobs(llm)
         assert len(expected_logprobs) == 40
-        progress, outputs = [0], [0]
+        progress, outputs = Progress(), Progress()
         tasks = [asyncio.create_task(collect(llm, i, progress, mixed)) for i in range(4)]
         with_logprobs = asyncio.create_task(prompt_logprobs(llm, outputs))
-        while progress[0] < 40 or not outputs[0]:
-            await asyncio.sleep(0)
+        await progress.reach(40)
+        await outputs.reach(1)
         assert llm.session._spawned is not None
         os.kill(llm.session._spawned.pid, signal.SIGKILL)
         assert await asyncio.gather(*tasks) == expected
@@ -212,10 +231,9 @@ def test_attached_streams_go_on_with_another_core(tmp_path: Path) -> None:
         first = Daemon(address)
         llm = AsyncLLM.attach(address, reattach_timeout=60)
         expected = await asyncio.gather(*(collect(llm, i, None, mixed) for i in range(4)))
-        progress = [0]
+        progress = Progress()
         tasks = [asyncio.create_task(collect(llm, i, progress, mixed)) for i in range(4)]
-        while progress[0] < 40:
-            await asyncio.sleep(0)
+        await progress.reach(40)
         first.process.kill()
         first.process.wait()
         second = await asyncio.to_thread(Daemon, address)

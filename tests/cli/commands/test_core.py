@@ -122,14 +122,13 @@ def test_the_log_as_json_sums_up_while_there_is_work(tmp_path: Path) -> None:
     assert pagewire("generate", PROMPT, "--attach", address, *SAMPLING).returncode == 0
     assert core.stderr is not None
     records = []
-    while not records or records[-1]["message"] != "stats":
+    while not records or not records[-1].get("generation_tokens_per_s"):
         records.append(json.loads(core.stderr.readline()))
     core.terminate()
     records += [json.loads(line) for line in core.communicate(timeout=60)[1].splitlines()]
     stats = [record for record in records if record["message"] == "stats"]
     work = ("running", "waiting", "prompt_tokens_per_s", "generation_tokens_per_s")
     assert all(any(record[name] for name in work) for record in stats)  # nothing when idle
-    assert max(record["generation_tokens_per_s"] for record in stats) > 0
     assert {record["logger"] for record in records} == {
         *("pagewire.core", "pagewire.worker", "pagewire.kernels")
     }
