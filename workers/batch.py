@@ -35,6 +35,8 @@ class Batch:
     """For each row, the index of its first token in the batch."""
     needs_relay: bool
     """True if `input_ids` has placeholders for tokens that only the device knows."""
+    drafted: bool
+    """True if some rows have drafts."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -110,6 +112,7 @@ def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0) -> Batch
         sample_slots=torch.from_numpy(slot_ids[sample_rows]),
         starts=query_start_loc[:-1].tolist(),
         needs_relay=needs_relay,
+        drafted=drafted,
     )
 
 
@@ -117,12 +120,12 @@ def _samples(
     rows: Sequence[Row], ends: NDArray[np.int64], drafted: bool
 ) -> tuple[list[int], NDArray[np.int64]]:
     """`Batch.sample_rows` and `sample_indices`. ends: of the rows in the batch. drafted: some have drafts."""
+    if not drafted:
+        sample_rows = [i for i, row in enumerate(rows) if row.num_samples]
+        return sample_rows, ends[sample_rows] - 1
     sample_rows = [i for i, row in enumerate(rows) for _ in range(row.num_samples)]
-    indices = ends[sample_rows] - 1
-    if drafted:
-        num_later = [n for row in rows for n in range(row.num_samples)[::-1]]
-        indices -= np.array(num_later, np.int64)
-    return sample_rows, indices
+    num_later = [n for row in rows for n in range(row.num_samples)[::-1]]
+    return sample_rows, ends[sample_rows] - 1 - np.array(num_later, np.int64)
 
 
 def _padded(array: NDArray[Any], more: int, value: int = 0) -> Tensor:

@@ -122,7 +122,7 @@ class RunningStep:
 
     def _states(self) -> Sequence[SamplingSlot]:
         """The sampler's state at each sample: that of its slot, with the drafts before the sample appended."""
-        if len(self._slots) <= len(self.plan.rows) and not any(row.drafts for row in self.plan.rows):
+        if self._batch is None or not self._batch.drafted:
             return self._slots
         sampling = self._runner.slots.sampling
         return [
@@ -158,6 +158,8 @@ def row_result(row: Row, output: SampleOutput, first: int) -> RowResult:
     """The result of a row whose samples begin at `first`; they count up to the first that is not the draft."""
     if first in output.errors:
         return RowResult(error=output.errors[first])
+    if not row.drafts:
+        return RowResult([output.token_ids[first]], output.logprobs.get(first))
     count = 1
     for draft in row.drafts:
         sample = first + count

@@ -96,6 +96,7 @@ def _empty_batch(size: int, max_blocks: int, max_seq_len: int, device: torch.dev
         sample_slots=zeros(0, dtype=torch.int64),
         starts=[],
         needs_relay=True,
+        drafted=False,
     )
 
 
