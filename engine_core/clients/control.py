@@ -64,7 +64,6 @@ class Control:
     """Runs calls, and answers them.
 
     Attributes:
-        paused: new requests are held back.
         asleep: what the workers have given back, of "weights" and "kv_cache"; empty while they are awake.
     """
 
@@ -73,7 +72,6 @@ class Control:
         self._deferred: list[Deferred] = []
         self._worker_calls = PendingCalls(core.worker)
         self._num_memory_calls = 0  # `sleep` and `wake_up` calls that the workers have not answered yet
-        self.paused = False
         self.asleep: set[str] = set()
         self._methods: dict[str, Callable[..., None]] = {
             name: getattr(self, name) for name, call in CALLS.items() if call.runs_in is not RunsIn.WORKER
@@ -156,7 +154,6 @@ class Control:
 
         A `resume` that comes first ends the wait: the answer is False, and nothing is reset.
         """
-        self.paused = True
         self._core.lobby.hold()
         if not wait_for_inflight_requests:
             core, held = self._core, set(self._core.lobby)
@@ -171,7 +168,6 @@ class Control:
 
     def resume(self, caller: Caller) -> None:
         """Admit the requests that were held back, and new ones; end the pauses that still wait."""
-        self.paused = False
         self._core.lobby.release()
         for deferred in self._deferred:
             if deferred.drain:
@@ -181,7 +177,7 @@ class Control:
 
     def is_paused(self, caller: Caller) -> None:
         """Answer whether new requests are held back."""
-        self._reply(caller, self.paused)
+        self._reply(caller, self._core.lobby.held)
 
     def abort_request(self, caller: Caller, request_id: str, frontend: int | None) -> None:
         """End the requests with this id: those of the frontend with this number, or of any. Answers how many

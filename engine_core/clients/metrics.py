@@ -344,7 +344,7 @@ def own(core: MeasuredEngine) -> Iterator[Row]:
             }
             yield gauge("pagewire:frontend_requests", text, number, labels)
     text = "1 while the engine is paused: new requests wait until it is resumed."
-    yield gauge("pagewire:paused", text, int(core.control.paused))
+    yield gauge("pagewire:paused", text, int(core.lobby.held))
     text = "1 while the engine sleeps: the worker has released its memory."
     yield gauge("pagewire:asleep", text, int(bool(core.control.asleep)))
     text = "Requests refused on arrival, by reason: busy (queue full, or shutting down), invalid."

@@ -16,9 +16,8 @@ from pagewire.ipc.messages import EngineInfo
 
 
 class Switches(Protocol):
-    """paused: new requests are held back. asleep: what the workers have given back ("weights", "kv_cache")."""
+    """asleep: what the workers have given back ("weights", "kv_cache")."""
 
-    paused: bool
     asleep: set[str]
 
 
@@ -68,7 +67,7 @@ def status(core: ReportedEngine) -> dict[str, Any]:
         "worker_busy_s": core.worker_busy_us / 1e6,
         "worker_idle_s": core.worker_idle_us / 1e6,  # while requests were unfinished
         "worker_ready": core.worker.ready is not None,
-        "paused": core.control.paused,
+        "paused": core.lobby.held,
         "sleeping": bool(core.control.asleep),
         "clients": [
             {

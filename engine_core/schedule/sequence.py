@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
 
 import msgspec
 
@@ -23,14 +22,6 @@ class State(Enum):
     FINISHED = "finished"
 
 
-class Launch(NamedTuple):
-    """A step in flight that runs tokens [start, start + num_tokens) of a sequence, and samples `num_samples`."""
-
-    start: int
-    num_tokens: int
-    num_samples: int
-
-
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One of the n sequences of a request.
@@ -41,7 +32,7 @@ class Sequence:
 
     client: the frontend's identity. request: what it submitted. index: 0 to n - 1.
     arrival: position in the order of arrival. max_output: maximum number of output tokens.
-    in_flight: the steps in flight that run this sequence, oldest first.
+    in_flight: for each step in flight that runs this sequence, oldest first, how many tokens it samples.
     num_crashes: worker crashes with this sequence in flight, since its last token.
     namespace: prefixes are shared within a namespace only; empty for that of all requests.
     num_cached_tokens: tokens found in the prefix cache on first admission; None before that.
@@ -50,7 +41,6 @@ class Sequence:
     matcher: its position in the grammar of its structured output; None without one.
     pools: it ends with a pooled result and generates no tokens. params: those of a sequence that generates.
     returns_prompt_logprobs: they are requested; only the first of n sequences returns them.
-    verifying: a step in flight samples several tokens, of which not all need count.
 
     Times are in seconds on the monotonic clock, 0 until they are known.
     """
@@ -72,7 +62,7 @@ class Sequence:
     num_pending: int = 0
     num_crashes: int = 0
     slot: int = -1
-    in_flight: deque[Launch] = field(default_factory=deque)
+    in_flight: deque[int] = field(default_factory=deque)
     blocks: list[Block] = field(default_factory=list)
     block_names: list[bytes] = field(default_factory=list)
     num_registered: int = 0
@@ -82,7 +72,6 @@ class Sequence:
     first_token_time: float = 0.0
     last_token_time: float = 0.0
     token_gap: float = 0.0
-    verifying: bool = False
     pools: bool = field(init=False)
     params: SamplingParams = field(init=False)
     returns_prompt_logprobs: bool = False
@@ -126,6 +115,11 @@ class Sequence:
         return length - self.computed
 
     @property
+    def verifying(self) -> bool:
+        """True while a step in flight samples several tokens, of which not all need count."""
+        return bool(self.in_flight) and self.in_flight[-1] > 1
+
+    @property
     def needs_all_positions(self) -> bool:
         """True if the result depends on the hidden states of all prompt tokens, so that none may be cached."""
         task = self.request.task
@@ -138,21 +132,19 @@ class Sequence:
 
     def launch(self, num_tokens: int, num_samples: int) -> None:
         """Record that a step runs the next `num_tokens` tokens and samples `num_samples`."""
-        self.in_flight.append(Launch(self.computed, num_tokens, num_samples))
+        self.in_flight.append(num_samples)
         self.computed += num_tokens
         self.num_pending += num_samples
-        self.verifying = num_samples > 1
 
     def land(self) -> None:
         """Record that the oldest step in flight has returned."""
-        self.num_pending -= self.in_flight.popleft().num_samples
-        self.verifying = self.verifying and bool(self.in_flight)
+        self.num_pending -= self.in_flight.popleft()
 
     def crash(self) -> None:
         """Record that the worker was lost with steps of this sequence in flight."""
         self.num_crashes += 1
         self.in_flight.clear()
-        self.num_pending, self.verifying = 0, False
+        self.num_pending = 0
 
     def rewind(self, num_tokens: int) -> None:
         """Take `computed` back by the last `num_tokens`: their KV is that of drafts which were not accepted."""

@@ -51,10 +51,8 @@ class CompiledStack:
         return cls(library, input_norm, layers) if len(forms) == len(dtypes) == 1 else None
 
     def __init__(self, library: ctypes.CDLL, input_norm: Norm, layers: Sequence[Layer]) -> None:
-        self._library, self._owners = (
-            library,
-            (input_norm, layers),
-        )  # keep the memory alive that the structs point to
+        self._library = library
+        self._owners = (input_norm, layers)  # the structs point to their memory
         first = layers[0]
         self._num_heads, self._num_kv_heads = first.num_heads, first.num_kv_heads
         self._head_dim = first.head_dim
@@ -64,9 +62,8 @@ class CompiledStack:
         self._dtype = first.attention_norm.weight.dtype
         widest = max(_linears(layer)["down"].in_features for layer in layers)
         widths = (self._qkv_size, self._attended_size, 2 * widest, widest)
-        self._scratch_widths = tuple(
-            accumulate(widths, initial=0)
-        )  # start of each scratch buffer, and the end, in elements per token
+        # The start of each scratch buffer, and the end of the last, in elements per token.
+        self._scratch_widths = tuple(accumulate(widths, initial=0))
         self._structs = (LayerParameters * len(layers))(*map(self._struct, layers))
         self._known_caches: list[weakref.ref[Tensor]] = []
         self._call = self._form(_norm(input_norm, self._hidden_size, self._dtype))

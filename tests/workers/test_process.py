@@ -106,7 +106,7 @@ def test_a_life(core: Core, llama: Path) -> None:
 def test_a_failed_step_ends_the_worker(core: Core, llama: Path) -> None:
     core.say(load_message(llama))
     assert isinstance(core.hear_after_progress(), Ready)
-    core.say(StepPlan(1, [Row(2, 0, 3, num_samples=1)]))  # nobody took slot 2
+    core.say(StepPlan(1, [Row(2, 0, 3, num_samples=1)]))  # no SlotInit has filled slot 2
     failed = core.hear()
     assert isinstance(failed, WorkerFailed)
     assert not failed.fatal and "KeyError" in failed.error and "Traceback" in failed.traceback

@@ -341,7 +341,7 @@ def test_a_grammar_that_no_thread_had_time_for_is_compiled_when_it_comes_again(
     assert again is not late and again.poll(now) is None
     gate.opened.set()
     assert isinstance(woken.compile(regex="b").poll(time.monotonic()), Grammar)
-    assert late.outcome is None  # nobody waits for it
+    assert late.outcome is None  # the thread has skipped it
 
 
 def test_too_many_at_once_are_refused(tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

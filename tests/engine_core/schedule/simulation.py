@@ -525,7 +525,7 @@ class Simulation:
             assert sequence.token_ids[sequence.num_prompt_tokens :] == stream.tokens
             if sequence.state is State.RUNNING:
                 assert (rows[sequence], samples[sequence]) == (len(sequence.in_flight), sequence.num_pending)
-                assert all(launch.num_samples <= 1 for launch in list(sequence.in_flight)[:-1])
+                assert all(num_samples <= 1 for num_samples in list(sequence.in_flight)[:-1])
                 assert sequence.computed <= len(sequence.blocks) * self.config.block_size
                 assert sequence.num_output_tokens + sequence.num_pending <= sequence.max_output
             else:
