@@ -19,9 +19,9 @@ from collections.abc import Callable
 from typing import Any
 
 from pagewire.engine_core.config import EngineConfig
-from pagewire.ipc.messages import Row, SlotInit, StepPlan
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.worker_messages import Row, SlotInit, StepPlan
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.linear import PackedLinear
 from pagewire.workers import runner as worker

@@ -8,9 +8,10 @@ from typing import Any
 
 from pagewire.engine_core.schedule.scheduler import SchedulerConfig
 from pagewire.ipc.hub import model_folder, read_json
-from pagewire.ipc.messages import EngineInfo, Ready, WorkerConfig
+from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import max_n
+from pagewire.ipc.worker_messages import Ready, WorkerConfig
 
 
 @dataclass(frozen=True)

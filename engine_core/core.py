@@ -31,10 +31,11 @@ from pagewire.engine_core.workers.group import GroupReply, WorkerGroup
 from pagewire.engine_core.workers.process import Stopwatch
 from pagewire.ipc import messages
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError, error_text, error_type, received_error
-from pagewire.ipc.messages import PROTOCOL, EngineInfo, Ready, Request, StepResult, TokenDelta
+from pagewire.ipc.messages import PROTOCOL, EngineInfo, Request, TokenDelta
 from pagewire.ipc.options import env_float
 from pagewire.ipc.params import PoolingParams
 from pagewire.ipc.version import __version__
+from pagewire.ipc.worker_messages import Ready, StepResult, WorkerFailed
 
 logger = logging.getLogger("pagewire.core")
 
@@ -209,7 +210,7 @@ class EngineCore:
                 self.control.receive(message)
             elif isinstance(message, Ready):
                 self._worker_ready(message)
-            elif isinstance(message, messages.WorkerFailed):
+            elif isinstance(message, WorkerFailed):
                 logger.error("the worker failed: %s\n%s", message.error, message.traceback)
 
     def _worker_ready(self, ready: Ready) -> None:

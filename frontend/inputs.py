@@ -17,7 +17,8 @@ from typing import Any, TypeAlias, TypedDict
 
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.bounds import check_int, check_number, unknown_name
-from pagewire.ipc.messages import EngineInfo, Prompt, Request
+from pagewire.ipc.items import Prompt
+from pagewire.ipc.messages import EngineInfo, Request
 from pagewire.ipc.params import SamplingParams
 
 PRIORITY_LIMIT = 2**31  # priorities lie within plus and minus this value

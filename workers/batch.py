@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagewire.ipc.messages import Row
+from pagewire.ipc.worker_messages import Row
 from pagewire.kernels.attention import AttentionBatch
 from pagewire.workers.slots import Slots
 

@@ -23,8 +23,9 @@ from pagewire.ipc import logs
 from pagewire.ipc.codec import Codec
 from pagewire.ipc.errors import error_text, error_type
 from pagewire.ipc.lifeline import die_with_parent
-from pagewire.ipc.messages import (
-    PROTOCOL,
+from pagewire.ipc.messages import PROTOCOL
+from pagewire.ipc.sockets import connect_dealer, receive, send
+from pagewire.ipc.worker_messages import (
     Masks,
     Progress,
     Shutdown,
@@ -36,7 +37,6 @@ from pagewire.ipc.messages import (
     WorkerHello,
     WorkerReply,
 )
-from pagewire.ipc.sockets import connect_dealer, receive, send
 from pagewire.kernels.cpu.arena import Reserve, weight_bytes
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from pagewire.ipc.messages import Masks, Ready, Row, SlotInit, StepPlan, StepResult, WorkerConfig
 from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.worker_messages import Masks, Ready, Row, SlotInit, StepPlan, StepResult, WorkerConfig
 from pagewire.kernels.cpu.arena import Reserve
 from pagewire.kernels.cpu.memory import reserved
 from pagewire.workers.batch import Batch, build_batch

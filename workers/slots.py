@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pagewire.ipc.messages import Row, SlotInit, StepPlan
 from pagewire.ipc.params import PoolingParams
+from pagewire.ipc.worker_messages import Row, SlotInit, StepPlan
 from pagewire.workers.sample.sampler import SamplingSlot
 
 

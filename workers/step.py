@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pagewire.ipc.messages import LogprobRows, Masks, Row, RowResult, StepPlan, StepResult
+from pagewire.ipc.items import LogprobRows
+from pagewire.ipc.worker_messages import Masks, Row, RowResult, StepPlan, StepResult
 from pagewire.workers.batch import Batch
 from pagewire.workers.device.interface import Device, Event, PendingTokens, TokenSampler
 from pagewire.workers.device.kv_size import LOGIT_CHUNK

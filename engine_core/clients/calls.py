@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any, TypeAlias
 
 from pagewire.engine_core.workers.group import GroupReply, Outcome, WorkerGroup
-from pagewire.ipc.messages import WorkerCall
+from pagewire.ipc.worker_messages import WorkerCall
 
 Done: TypeAlias = Callable[[Outcome], None]
 

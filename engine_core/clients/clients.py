@@ -17,7 +17,8 @@ import zmq
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.ipc.codec import Codec
 from pagewire.ipc.errors import ProtocolError, error_text, error_type
-from pagewire.ipc.messages import CallAnswer, Deltas, LogprobRows, Pong, Refused, ToCore, TokenDelta
+from pagewire.ipc.items import LogprobRows
+from pagewire.ipc.messages import CallAnswer, Deltas, Pong, Refused, ToCore, TokenDelta
 from pagewire.ipc.sockets import receive, send
 
 logger = logging.getLogger("pagewire.core")

@@ -20,8 +20,9 @@ from typing import Any, Protocol
 from pagewire.engine_core.clients.reports import ReportedEngine, phases
 from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.grammar.pool import Grammars
-from pagewire.engine_core.schedule.scheduler import Outcome, SchedulerStats
+from pagewire.engine_core.schedule.scheduler import Outcome
 from pagewire.engine_core.schedule.sequence import Sequence
+from pagewire.engine_core.schedule.step import SchedulerStats
 
 Row = dict[str, Any]
 

@@ -24,17 +24,19 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from pagewire.engine_core.grammar.matcher import GrammarError
 from pagewire.engine_core.schedule.drafting import Drafter
 from pagewire.engine_core.schedule.kv_cache import KVCache
 from pagewire.engine_core.schedule.sequence import Sequence, State
+from pagewire.engine_core.schedule.step import PlannedStep, SchedulerStats, check_result
 from pagewire.engine_core.schedule.stopping import finish_reason, stop_ids
 from pagewire.engine_core.schedule.waiting import WaitingQueue
 from pagewire.ipc.codec import Tensor
-from pagewire.ipc.messages import Masks, Row, RowResult, SlotInit, StepPlan, StepResult, TokenDelta
+from pagewire.ipc.messages import TokenDelta
+from pagewire.ipc.worker_messages import Masks, Row, RowResult, SlotInit, StepPlan, StepResult
 
 Outcome: TypeAlias = tuple[Sequence, TokenDelta]
 
@@ -65,35 +67,6 @@ class SchedulerConfig:
                 f"max_model_len={self.max_model_len}; give more KV memory, or lower max_model_len to "
                 f"{self.num_blocks * self.block_size}"
             )
-
-
-@dataclass(slots=True)
-class PlannedStep:
-    """A step that is being planned or in flight; `sequences[i]` is the sequence of `rows[i]`.
-
-    budget: tokens that may still be added. num_prompt_tokens: prompt tokens among those of the rows.
-    masked: some row samples under a grammar.
-    """
-
-    step_id: int
-    budget: int
-    sequences: list[Sequence] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
-    inits: list[SlotInit] = field(default_factory=list)
-    num_prompt_tokens: int = 0
-    masked: bool = False
-
-
-@dataclass
-class SchedulerStats:
-    """Counts since the core started."""
-
-    num_steps: int = 0
-    num_preemptions: int = 0
-    num_prefix_queries: int = 0
-    num_prefix_hits: int = 0
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
 
 
 class Scheduler:
@@ -478,22 +451,3 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
         sequence.state = State.FINISHED
-
-
-def check_result(row: Row, result: RowResult, ends_prompt: bool) -> None:
-    """Check that a worker's result fits its row. ends_prompt: the row's tokens are the last of a prompt.
-
-    Raises:
-        ValueError: it does not.
-    """
-    if result.error is not None:
-        return
-    num_tokens = len(result.token_ids)
-    if num_tokens == row.num_samples <= 1 and not row.pool and result.pooled is None:
-        return
-    if num_tokens > row.num_samples or (row.num_samples and not num_tokens):
-        raise ValueError(f"a row of {row.num_samples} samples returned {num_tokens} tokens")
-    if result.token_ids[:-1] != row.drafts[: max(0, num_tokens - 1)]:
-        raise ValueError(f"a row returned {result.token_ids}, but its drafts are {row.drafts}")
-    if (result.pooled is not None) != (row.pool and ends_prompt):
-        raise ValueError("a row returned a pooled result without need, or none where there must be one")

@@ -23,8 +23,9 @@ import zmq
 from pagewire.engine_core.workers.process import WORKER_COMMAND, WorkerProcess
 from pagewire.ipc.codec import Buffer, Codec
 from pagewire.ipc.errors import ProtocolError, received_error
-from pagewire.ipc.messages import (
-    PROTOCOL,
+from pagewire.ipc.messages import PROTOCOL
+from pagewire.ipc.sockets import bind_router, private_address, receive, send
+from pagewire.ipc.worker_messages import (
     FromWorker,
     Progress,
     Ready,
@@ -34,7 +35,6 @@ from pagewire.ipc.messages import (
     WorkerHello,
     WorkerReply,
 )
-from pagewire.ipc.sockets import bind_router, private_address, receive, send
 
 logger = logging.getLogger("pagewire.core")
 

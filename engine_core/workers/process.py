@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from pagewire.ipc.lifeline import Child, exit_cause
-from pagewire.ipc.messages import Ready
+from pagewire.ipc.worker_messages import Ready
 
 WORKER_COMMAND = (sys.executable, "-m", "pagewire.workers.main")
 

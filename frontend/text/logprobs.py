@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, overload
 
 from pagewire.frontend.text.steps import REPLACEMENT, byte_level_bytes, byte_token
 from pagewire.frontend.text.tokenizer import Tokenizer
-from pagewire.ipc.messages import LogprobRows
+from pagewire.ipc.items import LogprobRows
 
 
 @dataclass(slots=True)

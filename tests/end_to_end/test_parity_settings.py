@@ -14,8 +14,10 @@ import pytest
 
 from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import sequences
-from pagewire.ipc.messages import Prompt, Request, StepPlan
+from pagewire.ipc.items import Prompt
+from pagewire.ipc.messages import Request
 from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.worker_messages import StepPlan
 from pagewire.workers.runner import Runner
 
 from ..workers.architectures import ARCHITECTURES, VOCAB_SIZE, Architecture

@@ -17,6 +17,7 @@ from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.core import EngineCore
 from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.ipc.codec import Codec
+from pagewire.ipc.items import Prompt
 from pagewire.ipc.messages import (
     PROTOCOL,
     Call,
@@ -25,7 +26,6 @@ from pagewire.ipc.messages import (
     Hello,
     Ping,
     Pong,
-    Prompt,
     Request,
     Submit,
     ToFrontend,

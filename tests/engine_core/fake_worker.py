@@ -21,8 +21,9 @@ import zmq
 
 from pagewire.ipc.codec import Codec
 from pagewire.ipc.lifeline import die_with_parent
-from pagewire.ipc.messages import (
-    PROTOCOL,
+from pagewire.ipc.messages import PROTOCOL
+from pagewire.ipc.sockets import connect_dealer, receive, send
+from pagewire.ipc.worker_messages import (
     Masks,
     Ready,
     Row,
@@ -37,7 +38,6 @@ from pagewire.ipc.messages import (
     WorkerHello,
     WorkerReply,
 )
-from pagewire.ipc.sockets import connect_dealer, receive, send
 
 VOCAB_SIZE = 1000
 EOS = 999

@@ -9,8 +9,8 @@ import pytest
 
 from pagewire.engine_core import config
 from pagewire.engine_core.config import EngineConfig
-from pagewire.ipc.messages import Ready
 from pagewire.ipc.options import EngineArgs
+from pagewire.ipc.worker_messages import Ready
 
 READY = Ready("Fake", "bfloat16", "cpu", 1000, 128, 64, 1, 1)
 MODEL = Path("/models/model")

@@ -13,18 +13,8 @@ import pytest
 from pagewire.engine_core.schedule.sequence import sequence_seed
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.errors import ModelNotFoundError
-from pagewire.ipc.messages import (
-    PROTOCOL,
-    Abort,
-    CoreDying,
-    Goodbye,
-    Hello,
-    Media,
-    Prompt,
-    Refused,
-    Request,
-    Submit,
-)
+from pagewire.ipc.items import Media, Prompt
+from pagewire.ipc.messages import PROTOCOL, Abort, CoreDying, Goodbye, Hello, Refused, Request, Submit
 from pagewire.ipc.params import PoolingParams, SamplingParams
 
 from .fake_worker import CRASH, FAIL, HANG, next_token

@@ -15,7 +15,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from pagewire.engine_core import core as core_module
-from pagewire.ipc.messages import Abort, Prompt, Request, Submit
+from pagewire.ipc.items import Prompt
+from pagewire.ipc.messages import Abort, Request, Submit
 from pagewire.ipc.params import SamplingParams
 
 from .conftest import RawFrontend

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from pagewire.ipc.messages import Prompt, Request, Submit
+from pagewire.ipc.items import Prompt
+from pagewire.ipc.messages import Request, Submit
 from pagewire.ipc.params import SamplingParams
 
 from .conftest import RawFrontend

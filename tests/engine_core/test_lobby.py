@@ -13,7 +13,8 @@ from pagewire.engine_core.grammar.matcher import Grammar, GrammarError
 from pagewire.engine_core.lobby import Lobby
 from pagewire.engine_core.schedule.sequence import Sequence, State, sequences
 from pagewire.ipc.errors import EngineBusyError
-from pagewire.ipc.messages import Prompt, Request
+from pagewire.ipc.items import Prompt
+from pagewire.ipc.messages import Request
 from pagewire.ipc.params import PoolingParams, SamplingParams, StructuredOutputsParams
 
 from .schedule.simulation import grammar

@@ -16,6 +16,7 @@ import zmq
 
 from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from pagewire.ipc.codec import Codec
+from pagewire.ipc.items import LogprobRows
 from pagewire.ipc.messages import (
     PROTOCOL,
     Call,
@@ -23,7 +24,6 @@ from pagewire.ipc.messages import (
     Deltas,
     EngineInfo,
     Hello,
-    LogprobRows,
     Ping,
     Pong,
     Refused,

@@ -6,7 +6,7 @@ import struct
 from itertools import chain
 
 from pagewire.ipc.codec import Tensor
-from pagewire.ipc.messages import LogprobRows
+from pagewire.ipc.items import LogprobRows
 
 
 def rows(token_ids: list[list[int]], logprobs: list[list[float]], ranks: list[int]) -> LogprobRows:

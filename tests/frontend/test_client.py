@@ -15,8 +15,9 @@ import zmq
 
 from pagewire.frontend.client import CoreClient
 from pagewire.ipc.errors import EngineDeadError, ModelNotFoundError, ProtocolError
+from pagewire.ipc.items import Prompt
 from pagewire.ipc.lifeline import Child
-from pagewire.ipc.messages import Abort, CoreDying, Goodbye, Prompt, Refused, Request, Submit, TokenDelta
+from pagewire.ipc.messages import Abort, CoreDying, Goodbye, Refused, Request, Submit, TokenDelta
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.sockets import CurveKeys
 

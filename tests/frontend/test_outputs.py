@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from pagewire.frontend.outputs import CompletionOutput, Outputs, RequestOutput, RequestState
 from pagewire.frontend.text.logprobs import FlatLogprobs
 from pagewire.frontend.text.tokenizer import Tokenizer
-from pagewire.ipc.messages import Prompt, Request, RequestTiming, TokenDelta
+from pagewire.ipc.items import Prompt
+from pagewire.ipc.messages import Request, RequestTiming, TokenDelta
 from pagewire.ipc.params import RequestOutputKind, SamplingParams
 
 from . import trained

@@ -14,7 +14,8 @@ from pagewire.frontend.outputs import RequestOutput
 from pagewire.frontend.session import Inbox, Session
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.errors import EngineDeadError
-from pagewire.ipc.messages import EngineInfo, Hello, LogprobRows, Refused, Request, Submit
+from pagewire.ipc.items import LogprobRows
+from pagewire.ipc.messages import EngineInfo, Hello, Refused, Request, Submit
 from pagewire.ipc.params import RequestOutputKind, SamplingParams
 
 from .conftest import FakeCore

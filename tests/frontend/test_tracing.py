@@ -8,7 +8,8 @@ import pytest
 
 from pagewire.frontend.outputs import RequestState
 from pagewire.frontend.tracing import request_attributes
-from pagewire.ipc.messages import Prompt, Request
+from pagewire.ipc.items import Prompt
+from pagewire.ipc.messages import Request
 from pagewire.ipc.params import SamplingParams
 
 

@@ -11,15 +11,15 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import msgspec
 from hypothesis import strategies as st
 
-from pagewire.ipc import messages
+from pagewire.ipc import messages, worker_messages
 from pagewire.ipc.codec import INLINE_BYTES, ITEM_SIZES, Tensor
 from pagewire.ipc.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 UNIONS = {
     "ToCore": messages.ToCore,
     "ToFrontend": messages.ToFrontend,
-    "ToWorker": messages.ToWorker,
-    "FromWorker": messages.FromWorker,
+    "ToWorker": worker_messages.ToWorker,
+    "FromWorker": worker_messages.FromWorker,
 }
 
 int64 = st.integers(-(2**63), 2**63 - 1)

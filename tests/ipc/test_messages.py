@@ -13,21 +13,10 @@ from hypothesis import strategies as st
 from pagewire.ipc import codec as codec_module
 from pagewire.ipc.codec import FORMATS, INLINE_BYTES, ITEM_SIZES, MAX_FRAMES, Buffer, Codec, Tensor
 from pagewire.ipc.errors import ProtocolError
-from pagewire.ipc.messages import (
-    Call,
-    CallAnswer,
-    Hello,
-    LogprobRows,
-    Ping,
-    Prompt,
-    Request,
-    RowResult,
-    StepResult,
-    Submit,
-    ToCore,
-    ToFrontend,
-)
+from pagewire.ipc.items import LogprobRows, Prompt
+from pagewire.ipc.messages import Call, CallAnswer, Hello, Ping, Request, Submit, ToCore, ToFrontend
 from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.worker_messages import RowResult, StepResult
 
 from .strategies import UNIONS, members, tensors, values
 

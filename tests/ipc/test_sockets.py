@@ -16,7 +16,8 @@ import zmq.auth
 
 from pagewire.ipc import sockets
 from pagewire.ipc.codec import INLINE_BYTES, MAX_MESSAGE_BYTES, Codec, Tensor
-from pagewire.ipc.messages import CallAnswer, LogprobRows, RowResult, StepResult
+from pagewire.ipc.items import LogprobRows
+from pagewire.ipc.messages import CallAnswer
 from pagewire.ipc.sockets import (
     MAX_IPC_PATH,
     SEND_HIGH_WATER,
@@ -32,6 +33,7 @@ from pagewire.ipc.sockets import (
     runtime_dir,
     send,
 )
+from pagewire.ipc.worker_messages import RowResult, StepResult
 
 WAIT_MS = 20_000
 

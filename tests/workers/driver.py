@@ -7,17 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pagewire.ipc.messages import (
-    LogprobRows,
-    Ready,
-    Row,
-    RowResult,
-    SlotInit,
-    StepPlan,
-    StepResult,
-    WorkerConfig,
-)
+from pagewire.ipc.items import LogprobRows
 from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.worker_messages import Ready, Row, RowResult, SlotInit, StepPlan, StepResult, WorkerConfig
 from pagewire.workers.runner import Runner
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pagewire.ipc.messages import Row, SlotInit, StepPlan
 from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.worker_messages import Row, SlotInit, StepPlan
 from pagewire.workers.batch import build_batch
 from pagewire.workers.slots import Slots
 

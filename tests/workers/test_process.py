@@ -13,8 +13,9 @@ import zmq
 
 from pagewire.ipc.codec import Codec, Tensor
 from pagewire.ipc.lifeline import Child
-from pagewire.ipc.messages import (
-    PROTOCOL,
+from pagewire.ipc.messages import PROTOCOL
+from pagewire.ipc.sockets import bind_router, receive, send
+from pagewire.ipc.worker_messages import (
     FromWorker,
     Masks,
     Progress,
@@ -30,7 +31,6 @@ from pagewire.ipc.messages import (
     WorkerHello,
     WorkerReply,
 )
-from pagewire.ipc.sockets import bind_router, receive, send
 
 from .driver import GREEDY, tokens_of
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pagewire.ipc.calls import CALLS
-from pagewire.ipc.messages import Row, SlotInit, StepPlan
 from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.worker_messages import Row, SlotInit, StepPlan
 from pagewire.workers.batch import build_batch
 from pagewire.workers.calls import METHODS, call
 from pagewire.workers.runner import Runner

@@ -13,7 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from pagewire.ipc.messages import WorkerConfig
+from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels.cpu.memory import populate, zeros
 from pagewire.workers.device.kv_size import LOGIT_CHUNK, kv_budget
 from pagewire.workers.errors import LoadError

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagewire.ipc.messages import WorkerConfig
+from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels.cuda import kernels as cuda_kernels
 from pagewire.kernels.cuda.compile import CompileError
 from pagewire.kernels.cuda.kv import FP8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pagewire.ipc.messages import WorkerConfig
+from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.workers.device.cpu import CpuDevice
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from pagewire.ipc.messages import WorkerConfig
+from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels.cpu.memory import forget_mapped_files
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pagewire.ipc.messages import WorkerConfig
+from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.model.checkpoint import Checkpoint, weight_files

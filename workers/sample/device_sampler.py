@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagewire.ipc.messages import LogprobRows
+from pagewire.ipc.items import LogprobRows
 from pagewire.kernels.cuda.launch import KernelLauncher
 from pagewire.kernels.cuda.sampling import (
     MOST_TOKENS,

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagewire.ipc.messages import LogprobRows
+from pagewire.ipc.items import LogprobRows
 from pagewire.ipc.params import SamplingParams
 from pagewire.kernels.sampling import largest, only_allowed
 from pagewire.workers.sample.fixed_point import (

@@ -19,9 +19,10 @@ from pagewire.engine_core.clients.metrics import (
     num_requests,
     one_two_five,
 )
-from pagewire.engine_core.schedule.scheduler import SchedulerStats
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
-from pagewire.ipc.messages import Prompt, Request, TokenDelta
+from pagewire.engine_core.schedule.step import SchedulerStats
+from pagewire.ipc.items import Prompt
+from pagewire.ipc.messages import Request, TokenDelta
 from pagewire.ipc.params import SamplingParams
 
 values = st.floats(0.0, 200.0) | st.sampled_from(PER_TOKEN)

@@ -27,21 +27,10 @@ from pagewire.engine_core.schedule.drafting import Drafter
 from pagewire.engine_core.schedule.scheduler import CRASHES_TO_ISOLATE, Outcome, Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import Sequence, State, sequences
 from pagewire.ipc.codec import Tensor
-from pagewire.ipc.messages import (
-    LogprobRows,
-    Masks,
-    Media,
-    Prompt,
-    Request,
-    Row,
-    RowResult,
-    SlotInit,
-    StepPlan,
-    StepResult,
-    Task,
-    TokenDelta,
-)
+from pagewire.ipc.items import LogprobRows, Media, Prompt, Task
+from pagewire.ipc.messages import Request, TokenDelta
 from pagewire.ipc.params import PoolingParams, SamplingParams, StructuredOutputsParams
+from pagewire.ipc.worker_messages import Masks, Row, RowResult, SlotInit, StepPlan, StepResult
 
 EOS = 0
 STOP = 1

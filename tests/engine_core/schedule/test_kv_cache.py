@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from pagewire.engine_core.schedule.kv_cache import KVCache
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.ipc.codec import Tensor
-from pagewire.ipc.messages import Media, Prompt, Request
+from pagewire.ipc.items import Media, Prompt
+from pagewire.ipc.messages import Request
 from pagewire.ipc.params import SamplingParams
 
 

@@ -10,8 +10,9 @@ import pytest
 from pagewire.engine_core.schedule.scheduler import SchedulerConfig
 from pagewire.engine_core.schedule.sequence import Sequence, State
 from pagewire.ipc.codec import Tensor
-from pagewire.ipc.messages import Media, RowResult, StepPlan, StepResult
+from pagewire.ipc.items import Media
 from pagewire.ipc.params import PoolingParams
+from pagewire.ipc.worker_messages import RowResult, StepPlan, StepResult
 
 from .simulation import EOS, VOCAB, Simulation, expected, expected_pooled
 

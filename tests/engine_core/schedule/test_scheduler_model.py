@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from pagewire.ipc.codec import Tensor
-from pagewire.ipc.messages import Media
+from pagewire.ipc.items import Media
 from pagewire.ipc.params import PoolingParams
 
 from .simulation import EOS, STOP, VOCAB, RandomDrafter, Simulation, expected

@@ -6,7 +6,8 @@ import pytest
 
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.engine_core.schedule.stopping import finish_reason, stop_ids
-from pagewire.ipc.messages import Prompt, Request
+from pagewire.ipc.items import Prompt
+from pagewire.ipc.messages import Request
 from pagewire.ipc.params import SamplingParams
 
 EOS = 99

@@ -15,7 +15,8 @@ import pytest
 import zmq
 
 from pagewire.engine_core.workers.group import WorkerGroup, merged
-from pagewire.ipc.messages import PROTOCOL, Hello, Ready, Refused
+from pagewire.ipc.messages import PROTOCOL, Hello, Refused
+from pagewire.ipc.worker_messages import Ready
 
 from ..conftest import RawFrontend, RunningCore
 from ..fake_worker import HANG

@@ -15,17 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from pagewire.ipc.messages import (
-    LogprobRows,
-    Masks,
-    Row,
-    SlotInit,
-    StepPlan,
-    StepResult,
-    Tensor,
-    WorkerConfig,
-)
+from pagewire.ipc.items import LogprobRows
+from pagewire.ipc.messages import Tensor
 from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.worker_messages import Masks, Row, SlotInit, StepPlan, StepResult, WorkerConfig
 from pagewire.kernels import reference
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.workers import runner as runner_module

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pagewire.ipc.messages import WorkerConfig
 from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.workers.device.cpu import bind_threads, parse_cpus
 from pagewire.workers.device.kv_size import GIB, kv_budget, num_kv_blocks
 from pagewire.workers.errors import LoadError

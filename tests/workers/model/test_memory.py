@@ -18,7 +18,7 @@ SPARSE = Architecture("qwen3_moe", BIG | EXPERTS | {"moe_intermediate_size": 102
 
 LOAD = """if True:
     import json, sys, threading
-    from pagewire.ipc.messages import WorkerConfig
+    from pagewire.ipc.worker_messages import WorkerConfig
     from pagewire.workers.runner import Runner
     import transformers.modeling_utils
     from transformers import AutoModelForCausalLM

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pagewire.ipc.messages import WorkerConfig
+from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.workers.device.cpu import CpuDevice
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.checkpoint import Checkpoint

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
 from pagewire.ipc.codec import Tensor
-from pagewire.ipc.messages import Masks
 from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.worker_messages import Masks
 from pagewire.kernels import reference
 from pagewire.workers.sample import fixed_point as m
 from pagewire.workers.sample import sampler

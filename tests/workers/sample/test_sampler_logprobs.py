@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagewire.ipc.messages import LogprobRows
+from pagewire.ipc.items import LogprobRows
 from pagewire.ipc.params import SamplingParams
 from pagewire.workers.sample.sampler import SamplingSlot, logprob_rows, sample
 

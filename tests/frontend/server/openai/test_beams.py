@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from pagewire.frontend.async_llm import AsyncLLM
-from pagewire.ipc.messages import LogprobRows, Request
+from pagewire.ipc.items import LogprobRows
+from pagewire.ipc.messages import Request
 
 from ...conftest import EOS, FakeCore
 from ...logprob_rows import rows

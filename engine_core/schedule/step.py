@@ -1,0 +1,56 @@
+"""A step as the scheduler keeps it while it is planned and in flight, and what it counts of steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pagewire.engine_core.schedule.sequence import Sequence
+from pagewire.ipc.worker_messages import Row, RowResult, SlotInit
+
+
+@dataclass(slots=True)
+class PlannedStep:
+    """A step that is being planned or in flight; `sequences[i]` is the sequence of `rows[i]`.
+
+    budget: tokens that may still be added. num_prompt_tokens: prompt tokens among those of the rows.
+    masked: some row samples under a grammar.
+    """
+
+    step_id: int
+    budget: int
+    sequences: list[Sequence] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    inits: list[SlotInit] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    masked: bool = False
+
+
+@dataclass
+class SchedulerStats:
+    """Counts since the core started."""
+
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+
+
+def check_result(row: Row, result: RowResult, ends_prompt: bool) -> None:
+    """Check that a worker's result fits its row. ends_prompt: the row's tokens are the last of a prompt.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if result.error is not None:
+        return
+    num_tokens = len(result.token_ids)
+    if num_tokens == row.num_samples <= 1 and not row.pool and result.pooled is None:
+        return
+    if num_tokens > row.num_samples or (row.num_samples and not num_tokens):
+        raise ValueError(f"a row of {row.num_samples} samples returned {num_tokens} tokens")
+    if result.token_ids[:-1] != row.drafts[: max(0, num_tokens - 1)]:
+        raise ValueError(f"a row returned {result.token_ids}, but its drafts are {row.drafts}")
+    if (result.pooled is not None) != (row.pool and ends_prompt):
+        raise ValueError("a row returned a pooled result without need, or none where there must be one")

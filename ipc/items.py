@@ -1,0 +1,107 @@
+"""The parts that messages between frontends, core and workers share.
+
+Numerous items (rows, deltas, requests) are arrays, which are compact. Messages are tagged maps, so an unknown one
+is detected and a dump is readable.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from pagewire.ipc.codec import Tensor
+from pagewire.ipc.params import PoolingParams, SamplingParams
+
+
+class Item(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Base of numerous items in messages: encoded by position, and not tracked by the garbage collector."""
+
+
+class Message(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """Base of messages: encoded as a map with a tag."""
+
+
+class LogprobRows(Item):
+    """Log probabilities at n positions. Column 0 is the actual token, the others are the k most likely tokens.
+
+    token_ids: int32 [n, 1 + k]; logprobs: float32 [n, 1 + k]; ranks: int32 [n], 1 = most likely.
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor
+    ranks: Tensor
+
+    def first(self, count: int) -> LogprobRows:
+        """The first `count` of the n positions."""
+        if count == self.ranks.shape[0]:
+            return self
+        return LogprobRows(*(_first(tensor, count) for tensor in (self.token_ids, self.logprobs, self.ranks)))
+
+    @staticmethod
+    def join(parts: list[LogprobRows]) -> LogprobRows | None:
+        """The positions of all parts, in order; None if there are no parts. All parts have the same k."""
+        if len(parts) <= 1:
+            return parts[0] if parts else None
+        return LogprobRows(
+            _joined([part.token_ids for part in parts]),
+            _joined([part.logprobs for part in parts]),
+            _joined([part.ranks for part in parts]),
+        )
+
+
+def _first(tensor: Tensor, count: int) -> Tensor:
+    size = len(tensor.data) // tensor.shape[0]
+    return Tensor(tensor.dtype, (count, *tensor.shape[1:]), tensor.data[: count * size])
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    return Tensor(parts[0].dtype, shape, b"".join(bytes(part.data) for part in parts))
+
+
+class Media(Item):
+    """A picture, a sound or the like, which takes the place of some tokens of a prompt.
+
+    start, num_tokens: the tokens that it takes the place of; no step computes only a part of them.
+    name: sha256 of its content, by which its keys and values are shared.
+    data: the content, which the core hands on unopened.
+    """
+
+    start: int
+    num_tokens: int
+    name: bytes
+    data: Tensor
+
+
+class Prompt(Item):
+    """Everything that the keys and values of a request's prompt depend on.
+
+    media: in the order of `start`, apart from each other. adapter: sha256 of the content of an adapter of the
+    model's weights; empty for none. cache_salt: requests share cached prefixes only if their salts are equal.
+    """
+
+    token_ids: list[int]
+    media: list[Media] = []
+    adapter: bytes = b""
+    cache_salt: str | None = None
+
+    def block_keys(self, index: int, block_size: int) -> list[tuple[str | bytes | int, ...]]:
+        """What KV block `index` depends on beside its tokens and the blocks before it.
+
+        Salt and adapter are keys of the first block, and so of all, because names of blocks are chained. A medium
+        is a key of every block that it touches, with its place relative to the block.
+        """
+        keys: list[tuple[str | bytes | int, ...]] = []
+        if index == 0 and self.cache_salt:
+            keys.append(("salt", self.cache_salt))
+        if index == 0 and self.adapter:
+            keys.append(("adapter", self.adapter))
+        begin = index * block_size
+        for medium in self.media:
+            if medium.start < begin + block_size and medium.start + medium.num_tokens > begin:
+                keys.append(("media", medium.name, medium.start - begin, medium.num_tokens))
+        return keys
+
+
+Task: TypeAlias = SamplingParams | PoolingParams

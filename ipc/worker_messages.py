@@ -1,0 +1,199 @@
+"""The messages between the core and its workers; `ipc.messages` has the protocol version and those of frontends."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from pagewire.ipc.codec import Tensor
+from pagewire.ipc.items import Item, LogprobRows, Media, Message, Task
+
+# ---------------------------------------------------------------- core -> worker
+
+
+class WorkerConfig(Message, tag="load"):
+    """Load the model and allocate the KV cache; answered by `Ready`. None: the worker decides."""
+
+    model_path: str
+    dtype: str = "auto"
+    device: str = "cpu"
+    load_format: str = "auto"
+    trust_remote_code: bool = False
+    hf_overrides: dict[str, Any] = {}
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    num_blocks: int | None = None
+    num_threads: int | None = None
+    enforce_eager: bool = False
+    kv_cache_dtype: str = "auto"
+
+
+class SlotInit(Item):
+    """Assigns a slot to a sequence, with everything the worker needs to run it.
+
+    token_ids: the prompt and the tokens generated so far. num_prompt_tokens: length of the prompt.
+    block_ids: its KV blocks, in order. The first row starts after the prefix that is cached in them.
+    media: those of the prompt. seed: of this sequence.
+    stop_ids: EOS and stop tokens, excluded until `min_tokens` are generated.
+    """
+
+    slot: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    block_ids: list[int]
+    task: Task
+    seed: int
+    stop_ids: list[int] = []
+    media: list[Media] = []
+
+
+class Row(Item):
+    """A sequence's part of a step: run tokens [start, start + num_tokens) of its slot.
+
+    new_block_ids: appended to the slot's blocks before the step.
+    drafts: proposed tokens, which are the last len(drafts) of the row's tokens and are not in the slot.
+    num_samples: 0, or 1 + len(drafts): sample the token after each of the last `num_samples` tokens. The samples up
+        to the first that is no draft are appended to the slot.
+    num_prompt_logprobs: return log probabilities of the tokens that follow the first num_prompt_logprobs of these.
+    pool: the row's hidden states go into the sequence's pooled result; the row that ends its prompt returns it.
+    """
+
+    slot: int
+    start: int
+    num_tokens: int
+    new_block_ids: list[int] = []
+    drafts: list[int] = []
+    num_samples: int = 0
+    num_prompt_logprobs: int = 0
+    pool: bool = False
+
+
+class StepPlan(Message, tag="plan"):
+    """One step: free slots, then assign slots, then run the rows as one batch.
+
+    In each layer all KV writes of the batch must come before all reads, since rows may share blocks that this same
+    step fills.
+
+    masked: wait for the step's `Masks` before sampling; the core sends them when it knows the tokens of earlier
+        steps.
+    """
+
+    step_id: int
+    rows: list[Row]
+    inits: list[SlotInit] = []
+    freed_slots: list[int] = []
+    masked: bool = False
+
+
+class Masks(Message, tag="masks"):
+    """The allowed tokens of samples under a grammar; sent while the worker runs the step.
+
+    samples: indices into the samples of the plan, counted over its rows in order; the others may be any token.
+    bits: int32 [len(samples), ceil(V / 32)]: bit i % 32 of word i // 32 is set if token i is allowed.
+    """
+
+    step_id: int
+    samples: list[int]
+    bits: Tensor
+
+
+class WorkerCall(Message, tag="call"):
+    """Call a worker's method by name; answered by `WorkerReply`."""
+
+    call_id: int
+    method: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+
+
+class Shutdown(Message, tag="shutdown"):
+    """Exit with status 0."""
+
+
+# ---------------------------------------------------------------- worker -> core
+
+
+class WorkerHello(Message, tag="hello"):
+    """A worker process has started and waits for `WorkerConfig`."""
+
+    protocol: int
+    pid: int
+
+
+class Progress(Message, tag="progress"):
+    """A phase of the worker's start has ended; it took `seconds`."""
+
+    phase: str
+    seconds: float
+
+
+class Ready(Message, tag="ready"):
+    """The model is loaded and the KV cache allocated; the fields describe them."""
+
+    architecture: str
+    dtype: str
+    device: str
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    bytes_per_block: int
+    weight_bytes: int
+    eos_token_id: int | None = None
+    startup_seconds: dict[str, float] = {}
+    memory: dict[str, int] = {}
+
+
+class RowResult(Item):
+    """The result of a row.
+
+    token_ids: 1 to `Row.num_samples` tokens; all but the last are the row's drafts, in order. None without samples.
+    logprobs: of these tokens. prompt_logprobs: as many as the row says. pooled: if the row ends a prompt to pool.
+    error: why the row has no tokens; the other fields are then empty.
+    """
+
+    token_ids: list[int] = []
+    logprobs: LogprobRows | None = None
+    prompt_logprobs: LogprobRows | None = None
+    pooled: Tensor | None = None
+    error: str | None = None
+
+
+class StepResult(Message, tag="result"):
+    """The result of a step.
+
+    rows: one for each of the plan's rows.
+    busy_us: duration of the step in the worker, in microseconds. idle_us: time the worker had waited for it.
+    """
+
+    step_id: int
+    rows: list[RowResult]
+    busy_us: int = 0
+    idle_us: int = 0
+
+
+class WorkerReply(Message, tag="reply"):
+    """Answer to a `WorkerCall`."""
+
+    call_id: int
+    result: Any = None
+    error: str | None = None
+    error_type: str | None = None
+
+
+class WorkerFailed(Message, tag="failed"):
+    """The worker exits because of `error`. fatal: starting it again would fail the same way.
+
+    error_type: name of the exception (`ipc.errors.ERROR_TYPES`).
+    """
+
+    error: str
+    traceback: str = ""
+    fatal: bool = False
+    error_type: str = "RuntimeError"
+
+
+ToWorker: TypeAlias = WorkerConfig | StepPlan | Masks | WorkerCall | Shutdown
+FromWorker: TypeAlias = WorkerHello | Progress | Ready | StepResult | WorkerReply | WorkerFailed
