@@ -21,6 +21,7 @@ from pagewire.cli.commands import (
     top,
 )
 from pagewire.cli.options import Parser, UsageError
+from pagewire.cli.terminal import show
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError, ProtocolError, RequestError
 from pagewire.ipc.version import __version__
 
@@ -51,12 +52,12 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             flush_output()
     except UsageError as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        show(f"{name}: {error}", stream=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader of standard output has closed the pipe
         return 128 + signal.SIGPIPE
     except (EngineDeadError, EngineBusyError, ProtocolError, RequestError, ValueError, OSError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        show(f"{name}: {error}", stream=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagewire.cli.options import UsageError, json_object, positive
+from pagewire.cli.terminal import show
 
 if TYPE_CHECKING:
     from pagewire.cli.load.client import LoadClient, Query, Target
@@ -195,7 +196,7 @@ def run(options: argparse.Namespace) -> int:
         else:
             Path(options.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if options.json != "-":
-        print(table(figures))
+        show(table(figures))
     return 0 if figures["completed"] else 1
 
 

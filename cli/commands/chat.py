@@ -12,6 +12,7 @@ from pagewire.cli.options import (
     add_sampling_options,
     sampling_fields,
 )
+from pagewire.cli.terminal import show
 
 COMMANDS = "/reset starts a new conversation, /exit or Ctrl-D quits, Ctrl-C stops an answer"
 
@@ -40,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
         if tokenizer is None or not tokenizer.chat_template:
             raise UsageError(f"{engine.info.model} has no chat template")
         params = sampling_params(engine, fields)
-        print(f"{engine.info.model}: {COMMANDS}")
+        show(f"{engine.info.model}: {COMMANDS}")
         messages = list(system)
         while (text := read_message()) is not None:
             if text == "/reset":
@@ -55,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
                 ValueError
             ) as error:  # the conversation is too long, or the template does not allow these turns
                 messages.pop()
-                print(f"cannot send this message: {error}", end="")
+                show(f"cannot send this message: {error}", end="")
             else:
                 messages.append({"role": "assistant", "content": answer})
             print()

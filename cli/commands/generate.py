@@ -14,6 +14,7 @@ from pagewire.cli.options import (
     add_sampling_options,
     sampling_fields,
 )
+from pagewire.cli.terminal import show
 
 if TYPE_CHECKING:
     from pagewire.frontend.async_llm import AsyncLLM
@@ -96,5 +97,5 @@ async def stream(engine: AsyncLLM, prompt: PromptType, params: SamplingParams) -
     async for output in engine.generate(prompt, params):
         for completion in output.outputs:
             pieces.append(completion.text)
-            print(completion.text, end="", flush=True)
+            show(completion.text, end="")
     return "".join(pieces)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pagewire.cli.commands.core import DEFAULT_NAME
 from pagewire.cli.commands.top_snapshot import lines, take_snapshot
 from pagewire.cli.options import UsageError, add_curve_options
+from pagewire.cli.terminal import show
 
 if TYPE_CHECKING:
     from pagewire.frontend.client import CoreClient
@@ -59,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         if once:
             snapshot = take_snapshot(client, options.interval)
-            print(json.dumps(snapshot.as_dict()) if options.json else "\n".join(lines(snapshot)))
+            show(json.dumps(snapshot.as_dict()) if options.json else "\n".join(lines(snapshot)))
             return 0
         from pagewire.cli.commands.top_screen import Screen
 

@@ -11,7 +11,15 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.widgets import DataTable, Footer, Sparkline, Static
 
-from pagewire.cli.commands.top_snapshot import COLUMNS, MAX_REQUESTS, Snapshot, call, cells, summary
+from pagewire.cli.commands.top_snapshot import (
+    COLUMNS,
+    MAX_REQUESTS,
+    Snapshot,
+    call,
+    cells,
+    printable,
+    summary,
+)
 from pagewire.frontend.client import CoreClient
 
 HISTORY = 120  # snapshots in the graph of the speed
@@ -116,8 +124,8 @@ class Screen(App[None]):
             await self._attempt(self._abort(request))
 
     async def _abort(self, request: dict[str, Any]) -> None:
-        name = request["request_id"]
-        num_ended = await self._call("abort_request", name, request["frontend_number"])
+        request_id, name = request["request_id"], printable(request["request_id"])
+        num_ended = await self._call("abort_request", request_id, request["frontend_number"])
         self.notify(
             f"{name}: {num_ended} sequences ended" if num_ended else f"{name} had already ended", markup=False
         )

@@ -8,6 +8,7 @@ from concurrent import futures
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pagewire.cli.terminal import safe_line
 from pagewire.ipc.errors import EngineDeadError
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 ANSWER_SECONDS = 10.0  # a core that takes longer to answer a call counts as hung
 MAX_REQUESTS = 1000  # most requests that a snapshot lists: keeps the message and the table small
-NAME_WIDTH = 48  # names of frontends and requests are cut to this many characters
+NAME_WIDTH = 48  # names of models, frontends and requests are cut to this many characters
 COLUMNS = ("FRONTEND", "PID", "REQUEST", "PHASE", "PROMPT", "CACHED", "OUTPUT", "OF", "AGE", "SINCE TOKEN")
 
 
@@ -128,7 +129,7 @@ def summary(snapshot: Snapshot) -> Iterator[str]:
     status, hits = snapshot.status, "-" if snapshot.hit_rate is None else f"{100 * snapshot.hit_rate:.0f}%"
     used = status["num_blocks"] - status["num_free_blocks"]
     yield (
-        f"{status['model']}: {snapshot.state}, up {span(status['uptime_s'])}, "
+        f"{printable(status['model'])}: {snapshot.state}, up {span(status['uptime_s'])}, "
         f"worker busy {100 * snapshot.busy:.0f}%, {status['worker_starts'] - 1} restarts"
     )
     yield (
@@ -149,7 +150,7 @@ def cells(request: dict[str, Any]) -> tuple[str, ...]:
         printable(request["frontend"]),
         str(request["frontend_pid"]),
         name,
-        request["phase"],
+        printable(request["phase"]),
         str(request["num_prompt_tokens"]),
         str(request["num_cached_tokens"]),
         str(request["num_output_tokens"]),
@@ -176,7 +177,7 @@ def span(seconds: float) -> str:
 
 def printable(text: str) -> str:
     """Return a name without control characters, cut to `NAME_WIDTH`: other users choose it."""
-    clean = "".join(letter if letter.isprintable() else "?" for letter in text)
+    clean = safe_line(text)
     return clean if len(clean) <= NAME_WIDTH else clean[: NAME_WIDTH - 1] + "…"
 
 

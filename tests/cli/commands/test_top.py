@@ -81,7 +81,9 @@ def test_text_is_aligned_and_names_cannot_harm_the_terminal() -> None:
     client = {"number": 1, "name": "at\x1b[2Jtached", "pid": 7, "requests": 1}
     phases = {"waiting": 0, "prefill": 0, "decode": 1}
     requests = [request("a\x1b]0;evil\x07"), request("b" * 100, index=2, seconds_since_token=None)]
-    text = list(lines(Snapshot(0.0, status(clients=[client | {"phases": phases}]), requests)))
+    text = list(
+        lines(Snapshot(0.0, status(model="d\x9bemo", clients=[client | {"phases": phases}]), requests))
+    )
     assert all(line.isprintable() for line in text)
     heads = text.index(next(line for line in text if "REQUEST" in line))
     assert text[heads + 1].index("decode") == text[heads + 2].index("decode") == text[heads].index("PHASE")
@@ -137,16 +139,20 @@ def test_requests_of_others_are_seen_and_ended(address: str) -> None:
             await until(pilot, lambda: screen.snapshot is not None and screen.snapshot.status["paused"])
             first = asyncio.create_task(consume(engine, "first", ENDLESS.clone()))
             await until(pilot, lambda: shown(screen) == ["first"])
-            second = asyncio.create_task(consume(engine, "second [x]", SamplingParams(n=2, max_tokens=900)))
+            second = asyncio.create_task(
+                consume(engine, "second\x1b[x]", SamplingParams(n=2, max_tokens=900))
+            )
             await until(pilot, lambda: len(shown(screen)) == 3)
-            assert shown(screen) == ["first", "second [x]", "second [x] [1]"]
+            assert shown(screen) == ["first", "second\\x1b[x]", "second\\x1b[x] [1]"]
             summary = str(screen.query_one("#summary", Static).render())
             assert "demo: paused" in summary and "3 waiting" in summary
 
             await pilot.press("down")
-            assert screen.selected is not None and screen.selected["request_id"] == "second [x]"
+            assert screen.selected is not None and screen.selected["request_id"] == "second\x1b[x]"
             await pilot.press("a")
             assert await second == ["abort", "abort"]
+            await until(pilot, lambda: len(screen._notifications))
+            assert [said.message for said in screen._notifications] == ["second\\x1b[x]: 2 sequences ended"]
             await until(pilot, lambda: shown(screen) == ["first"])
 
             await pilot.press("p")
