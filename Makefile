@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Sources are compiled to bytecode once, not in each of the hundreds of processes that the tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-cuda12 test-cuda13 lint clean
+.PHONY: demo test test-fast siege test-cuda12 test-cuda13 lint clean
 
 demo: $(STAMP)
 	$(BIN)/pagewire generate 'The "with" statement is used to' --max-tokens 120
@@ -26,7 +26,7 @@ build/cuda13: $(PIP)
 # Tests of the layers without torch come first, in a process for each processor: they are over soon. The tests of the
 # rest start engines, whose threads use the processors themselves: three at a time keep two processors busy while an
 # engine starts, compiles or waits. A process that is done first takes tests from the others.
-LIGHT := tests/test_imports.py tests/ipc tests/engine_core tests/frontend
+LIGHT := tests/test_imports.py tests/ipc tests/engine_core tests/frontend tests/benchmarks
 HEAVY := tests/kernels tests/workers tests/cli tests/end_to_end
 
 CUDA12 := PYTHONPATH=$(CURDIR)/build/cuda12 LD_LIBRARY_PATH=$(CURDIR)/build/cuda12/nvidia/cuda_nvrtc/lib \
@@ -37,6 +37,10 @@ test: build/cuda12 test-fast
 
 test-fast: $(STAMP)
 	$(BIN)/pytest -n auto --dist loadfile $(LIGHT)
+
+# A minute of attacks on a server beside a well-behaved client, the same ones every time.
+siege: $(STAMP)
+	$(BIN)/python -m benchmarks.siege --minutes 1 --seed 0
 
 # Every variant of every CUDA kernel, by both generations of the compiler: for changes of the kernels.
 test-cuda12: build/cuda12 $(STAMP)

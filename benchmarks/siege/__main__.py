@@ -1,0 +1,212 @@
+"""A server under attack beside a well-behaved client: exits 1 if that notices, or anything dies, grows or hangs.
+
+    python -m benchmarks.siege --minutes 1                   # all attackers; the core's socket too
+    python -m benchmarks.siege --minutes 30 --target own     # a server with a core of its own, over HTTP alone
+    python -m benchmarks.siege --attackers grammars,templates --seed 7
+    python -m benchmarks.siege --replay report.json          # the attacks before the failure that a report names
+
+Everything is on loopback and in a temporary folder, and ends with the siege.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import aiohttp
+
+from pagewire.ipc.lifeline import Child
+
+from .attack import Target
+from .attackers import chosen
+from .client import Client
+from .fortress import EVIL_KEY, Fortress, besieged
+from .report import AttackLog, Report
+from .watcher import Lag, Watcher
+
+LONG_MINUTES = 5.0  # a siege this long kills workers, unless it is told not to
+SETTLE_SECONDS = 60.0  # for the engine to be idle after the last attack
+END_SECONDS = 20.0  # for attackers to end by themselves
+FAILED_CHECK_SECONDS = 0.5
+IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+
+
+class Siege:
+    """One siege of a server that runs."""
+
+    def __init__(self, fortress: Fortress, options: argparse.Namespace) -> None:
+        self._fortress, self._options = fortress, options
+        self._seconds = 60.0 * options.minutes
+        self._client, self._log, self._lag = Client(fortress.url), AttackLog(), Lag()
+
+    async def run(self) -> Report:
+        """Learn, attack, settle; the report."""
+        await self._client.learn()
+        await self._warm_up()
+        watcher = Watcher(self._fortress)
+        given = {name: value for name, value in vars(self._options).items() if name != "json"}
+        report = Report(given, self._log, self._client, watcher, self._lag)
+        await self._attack(watcher, report)
+        alive = not (watcher.deaths or watcher.overflow)
+        if alive:
+            report.others += await self._settle()
+            report.after = watcher.sample()
+        report.others += await asyncio.to_thread(self._fortress.stop)
+        if report.failures:
+            self._log.note_failure()
+            report.others += (
+                [f"log of the {line}" for line in self._fortress.log_tail(5)] if not alive else []
+            )
+        return report
+
+    async def _attack(self, watcher: Watcher, report: Report) -> None:
+        """All at once until the time is over, or server or core are."""
+        attackers = self._start_attackers()
+        watch = asyncio.create_task(watcher.watch())
+        reading = asyncio.create_task(asyncio.to_thread(self._read, attackers))
+        helpers = [self._client.run(), self._lag.run(), self._note_first_failure(report)]
+        if self._kills:
+            helpers.append(
+                watcher.kill_workers(random.Random(self._options.seed), self._client.worker_killed)
+            )
+        tasks = [asyncio.create_task(helper) for helper in helpers]
+        try:
+            await asyncio.wait(
+                [watch, reading], timeout=self._seconds + END_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            )
+            ended = attackers.poll()
+            if not watch.done() and ended:
+                report.others.append(f"the attackers ended with status {ended}")
+        finally:
+            attackers.kill()
+            for task in (watch, *tasks):
+                task.cancel()
+            for result in await asyncio.gather(watch, reading, *tasks, return_exceptions=True):
+                if isinstance(result, Exception):
+                    report.others.append(f"the siege itself failed: {result!r}")
+
+    @property
+    def _kills(self) -> bool:
+        if self._options.kills is None:
+            return bool(self._options.minutes >= LONG_MINUTES)
+        return bool(self._options.kills)
+
+    def _start_attackers(self) -> Child:
+        host, port = "127.0.0.1", self._fortress.port
+        target = Target(host, port, EVIL_KEY, "demo", self._fortress.address)
+        command = [sys.executable, "-m", "benchmarks.siege.attackers", "--target", json.dumps(asdict(target))]
+        command += ["--seed", str(self._options.seed), "--seconds", str(self._seconds)]
+        command += ["--attackers", self._options.attackers, "--attacks", self._options.replay]
+        return Child(command, stdout=subprocess.PIPE)
+
+    def _read(self, attackers: Child) -> None:
+        """Read the attackers' log to its end."""
+        assert attackers.process.stdout is not None
+        with attackers.process.stdout as lines:
+            for line in lines:
+                with suppress(ValueError):  # the last line of a killed process
+                    self._log.add(json.loads(line))
+
+    async def _note_first_failure(self, report: Report) -> None:
+        while not report.failures or not self._client.waits:
+            await asyncio.sleep(FAILED_CHECK_SECONDS)
+        self._log.note_failure()
+
+    async def _warm_up(self) -> None:
+        """Bring all processes to their usual size: a full batch with log probabilities, and a grammar."""
+        fields = {
+            "prompt": [[300 + index, 301] for index in range(64)],
+            "max_tokens": 100,
+            "logprobs": 5,
+            "n": 4,
+        }
+        async with self._client.connection() as http:
+            for extra in ({}, {"guided_regex": "[a-z ]*"}):
+                async with http.post("/v1/completions", json={**fields, **extra}) as response:
+                    response.raise_for_status()
+                    await response.read()
+
+    async def _settle(self) -> list[str]:
+        """Wait until the engine is idle, and ask once more; what is wrong."""
+        wrong = len(self._client.wrong)
+        held: dict[str, float] = {}
+        try:
+            async with self._client.connection() as http:
+                await asyncio.wait_for(self._idle(http, held), SETTLE_SECONDS)
+                await self._client.ask_all(http)
+        except (aiohttp.ClientError, OSError, ValueError, asyncio.TimeoutError) as error:
+            return [f"not idle {SETTLE_SECONDS:g} s after the last attack: {held} {error!r}"]
+        return [f"afterwards: {text}" for text in self._client.wrong[wrong:]]
+
+    async def _idle(self, http: aiohttp.ClientSession, held: dict[str, float]) -> None:
+        """Wait until the engine has nothing to do. held: what it still has, by the name of a gauge."""
+        while True:
+            held.clear()
+            held.update(await self._held(http))
+            if not held:
+                return
+            await asyncio.sleep(0.2)
+
+    async def _held(self, http: aiohttp.ClientSession) -> dict[str, float]:
+        """What the engine still has to do, by the name of a gauge; empty if it is idle."""
+        async with http.get("/metrics") as response:
+            lines = (await response.text()).splitlines()
+        samples = {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if "{" in line}
+        return {name: samples[name] for name in IDLE if samples[name]}
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """The options of a run."""
+    parser = argparse.ArgumentParser(description="A server under siege, beside a well-behaved client.")
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same attacks")
+    parser.add_argument(
+        "--target", choices=("core", "own"), default="core",
+        help="core: a server attached to a core whose socket is attacked as well; own: a server with its own core",
+    )  # fmt: skip
+    parser.add_argument(
+        "--attackers", default="", metavar="NAMES", help="only these, with commas between them"
+    )
+    parser.add_argument(
+        "--kills", action=argparse.BooleanOptionalAction,
+        help=f"kill workers now and then (default: from {LONG_MINUTES:g} minutes on); a wait for a new "
+        "worker may then take a minute",
+    )  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to this file as well")
+    parser.add_argument(
+        "--replay", default="", metavar="LIST", help="only these: bodies/17,grammars/4, or a report"
+    )
+    options = parser.parse_args(given)
+    try:
+        if options.replay.endswith(".json"):
+            report = json.loads(Path(options.replay).read_text())
+            options.replay, options.seed = (
+                ",".join(report["attacks_before_failure"]),
+                report["options"]["seed"],
+            )
+        chosen(options.attackers, "a core" if options.target == "core" else None)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    return options
+
+
+def main() -> int:
+    """Run a siege, and report."""
+    options = arguments()
+    with besieged(options.target == "core") as fortress:
+        report = asyncio.run(Siege(fortress, options).run())
+    print(report.text())
+    if options.json:
+        options.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+    return 1 if report.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

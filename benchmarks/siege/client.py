@@ -1,0 +1,167 @@
+"""The well-behaved client: short requests again and again, whose answers are known, and how long it waited."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from .fortress import GOOD_KEY
+
+WAIT_SECONDS = 2.0  # longest wait for an answer to begin, or to go on
+GRAMMAR_SECONDS = 10.0  # likewise with a schema never seen, which must be compiled behind those of others
+RESTART_SECONDS = 60.0  # likewise where a worker was killed since the last answer
+OLD_ANSWER_SECONDS = 0.5  # what comes this soon after a worker was killed may be that worker's
+HANG_SECONDS = 120.0  # an answer that takes longer does not come
+PAUSE_SECONDS = 0.1
+NUM_TOKENS = 12
+COMPLETION = {
+    "prompt": 'The "with" statement is used to',
+    "max_tokens": NUM_TOKENS,
+    "temperature": 0,
+    "stream": True,
+    "return_token_ids": True,
+}
+CHAT = {
+    "messages": [{"role": "user", "content": "What is a list?"}],
+    "max_tokens": NUM_TOKENS,
+    "temperature": 0,
+}
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A time that the client waited, on the monotonic clock. kind: for what. restart: a worker was killed."""
+
+    kind: str
+    begin: float
+    seconds: float
+    restart: bool = False
+
+    @property
+    def limit(self) -> float:
+        """The longest that it may be."""
+        if self.restart:
+            return RESTART_SECONDS
+        return GRAMMAR_SECONDS if self.kind == "schema" else WAIT_SECONDS
+
+
+@dataclass
+class Client:
+    """One client with a connection of its own. waits: all so far. wrong: answers that were not the right ones."""
+
+    url: str
+    waits: list[Wait] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    num_answers: int = 0
+    _expected: dict[str, Any] = field(default_factory=dict)
+    _killed_at: float | None = None
+    _number: int = 0
+
+    def connection(self) -> aiohttp.ClientSession:
+        """A session on the server."""
+        headers = {"Authorization": f"Bearer {GOOD_KEY}"}
+        timeout = aiohttp.ClientTimeout(total=HANG_SECONDS)
+        return aiohttp.ClientSession(self.url, headers=headers, timeout=timeout)
+
+    def worker_killed(self) -> None:
+        """Let the client wait for a new worker: until the first answer that is not from before."""
+        self._killed_at = time.monotonic()
+
+    async def learn(self) -> None:
+        """See what undisturbed answers are; they must be the same twice."""
+        async with self.connection() as http:
+            for _ in range(2):
+                await self.ask_all(http)
+        if self.wrong:
+            raise RuntimeError(f"before the siege: {self.wrong}")
+        self.waits.clear()
+
+    async def run(self) -> None:
+        """Ask until cancelled."""
+        async with self.connection() as http:
+            while True:
+                try:
+                    await self.ask_all(http)
+                except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError) as error:
+                    self.wrong.append(f"no answer: {error!r:.300}")
+                    await asyncio.sleep(1.0)
+                await asyncio.sleep(PAUSE_SECONDS)
+
+    async def ask_all(self, http: aiohttp.ClientSession) -> None:
+        """Ask everything once."""
+        self._number += 1
+        self._same("completion", await self._stream(http))
+        self._same("chat", await self._answer(http, "chat", "/v1/chat/completions", CHAT))
+        await self._health()
+        await self._schema(http)
+
+    async def _health(self) -> None:
+        """The state of the server, over a new connection."""
+        begin = time.monotonic()
+        async with self.connection() as http, http.get("/health") as response:
+            self._waited("health", begin)
+            self._same("health", response.status)
+
+    async def _stream(self, http: aiohttp.ClientSession) -> list[int]:
+        """The tokens of a streamed completion."""
+        tokens: list[int] = []
+        begin = time.monotonic()
+        async with http.post("/v1/completions", json=COMPLETION) as response:
+            if response.status != 200:
+                raise ValueError(f"status {response.status}: {await response.text()}")
+            async for line in response.content:
+                if not line.startswith(b"data:"):
+                    continue
+                begin = self._waited("token" if tokens else "first token", begin)
+                if line.startswith(b"data: {"):
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        raise ValueError(f"in the stream: {event}")
+                    tokens += event["choices"][0].get("token_ids") or [] if event["choices"] else []
+        return tokens
+
+    async def _answer(self, http: aiohttp.ClientSession, kind: str, path: str, fields: dict[str, Any]) -> str:
+        """The text of an answer in one piece."""
+        begin = time.monotonic()
+        async with http.post(path, json=fields) as response:
+            answer = await response.json()
+            self._waited(kind, begin)
+            if response.status != 200:
+                raise ValueError(f"status {response.status}: {answer}")
+        choice = answer["choices"][0]
+        return str(choice["message"]["content"] if "message" in choice else choice["text"])
+
+    async def _schema(self, http: aiohttp.ClientSession) -> None:
+        """A request under a schema never seen, which allows one value only."""
+        name = f"field{self._number}"
+        schema = {
+            "type": "object",
+            "properties": {name: {"const": 1}},
+            "required": [name],
+            "additionalProperties": False,
+        }
+        constraint = {"json": schema, "disable_any_whitespace": True}
+        fields = {"prompt": "Answer: ", "max_tokens": 40, "temperature": 0, "structured_outputs": constraint}
+        text = await self._answer(http, "schema", "/v1/completions", fields)
+        if json.loads(text) != {name: 1}:
+            self.wrong.append(f"an answer under a schema was {text!r:.200}")
+        self.num_answers += 1
+
+    def _waited(self, kind: str, begin: float) -> float:
+        """Note a wait until now, and return the time."""
+        now = time.monotonic()
+        self.waits.append(Wait(kind, begin, now - begin, self._killed_at is not None))
+        if self._killed_at is not None and kind != "health" and now > self._killed_at + OLD_ANSWER_SECONDS:
+            self._killed_at = None
+        return now
+
+    def _same(self, name: str, value: Any) -> None:
+        """Note an answer, which must be what it was the first time."""
+        self.num_answers += 1
+        if self._expected.setdefault(name, value) != value:
+            self.wrong.append(f"{name}: {value!r:.200} and not {self._expected[name]!r:.200}")

@@ -1,0 +1,169 @@
+"""The server under siege, its core and their workers: started on loopback, watched, ended."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+
+GOOD_KEY, EVIL_KEY = "key-of-the-good", "key-of-the-others"
+OPEN_FILES = 512  # descriptors that server and core may have: fewer than the attackers' connections
+KV_BYTES = 64 << 20
+STOP_SECONDS = 60.0  # for a server or a core to end after SIGTERM
+SERVE = ["--port", "0", "--api-key", GOOD_KEY, "--api-key", EVIL_KEY, "--trust-request-chat-template"]
+SERVE += ["--max-log-len", "100", "--drain-seconds", "5"]
+ENGINE = ["--kv-cache-memory-bytes", str(KV_BYTES)]
+PR_SET_PDEATHSIG = 1
+
+# What a process of the engine is, by a part of its command.
+ROLES = {
+    "pagewire.cli.main serve": "server",
+    "pagewire.cli.main core": "core",
+    "pagewire.engine_core.daemon": "core",
+    "pagewire.workers.main": "worker",
+}
+JOB = "job"  # a process that server or core may end and start again as they like
+
+
+class Fortress:
+    """A server that runs. url: where it listens. address: of its core's socket, if that has one of its own.
+
+    processes: those that were started here, by role: they must end with status 0 when they are asked to.
+    """
+
+    def __init__(self, with_core: bool, folder: Path, stack: ExitStack) -> None:
+        self.processes: dict[str, subprocess.Popen[str]] = {}
+        self.logs = {role: folder / f"{role}.log" for role in ("core", "server")}
+        self.address = f"ipc://{folder}/core.sock" if with_core else None
+        stack.callback(self.kill)
+        if with_core:
+            self._start("core", "core", "--listen", f"ipc://{folder}/core.sock", "--model", "demo", *ENGINE)
+            engine = ["--attach", f"ipc://{folder}/core.sock"]
+        else:
+            engine = ["demo", *ENGINE]
+        self.url = self._start("server", "serve", *engine, *SERVE)
+        self.pids = {role: pids[0] for role, pids in self.roles().items() if role != JOB}
+
+    @property
+    def port(self) -> int:
+        """The port of the server."""
+        return int(self.url.rpartition(":")[2])
+
+    def roles(self) -> dict[str, list[int]]:
+        """The ids of all processes that run, by role."""
+        found: dict[str, list[int]] = {}
+        for process in self._tree():
+            try:
+                command = " ".join(process.cmdline())
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    role = next((role for part, role in ROLES.items() if part in command), JOB)
+                    found.setdefault(role, []).append(process.pid)
+            except psutil.Error:
+                pass  # it has ended meanwhile
+        return found
+
+    def memory(self) -> dict[str, float]:
+        """Resident memory in MiB by role: the sum over its processes."""
+        sizes: dict[str, float] = {}
+        for role, pids in self.roles().items():
+            for pid in pids:
+                try:
+                    sizes[role] = sizes.get(role, 0.0) + psutil.Process(pid).memory_info().rss / 2**20
+                except psutil.Error:
+                    pass
+        return sizes
+
+    def stop(self) -> list[str]:
+        """Ask the server to end, then the core. Returns what went wrong."""
+        wrong, others = [], self._tree()
+        for role in ("server", "core"):
+            if role not in self.processes:
+                continue
+            process = self.processes[role]
+            process.terminate()
+            try:
+                if status := process.wait(STOP_SECONDS):
+                    wrong.append(f"the {role} ended with status {status}")
+            except subprocess.TimeoutExpired:
+                wrong.append(f"the {role} did not end within {STOP_SECONDS:g} s of SIGTERM")
+        _, alive = psutil.wait_procs(others, 10)
+        wrong += [f"process {process.pid} was left behind" for process in alive]
+        self.kill()
+        return wrong
+
+    def kill(self) -> None:
+        """End all that still runs."""
+        for process in self._tree():
+            try:
+                process.kill()
+            except psutil.Error:
+                pass
+        for started in self.processes.values():
+            started.kill()
+            started.wait()
+            if started.stdout is not None:
+                started.stdout.close()
+
+    def log_tail(self, lines: int = 15) -> list[str]:
+        """The last lines that server and core have logged."""
+        tails = []
+        for role, path in self.logs.items():
+            if path.exists():
+                with path.open("rb") as file:
+                    file.seek(max(0, path.stat().st_size - 20_000))
+                    text = file.read().decode("utf-8", "replace").splitlines()[-lines:]
+                tails += [f"{role}: {line[:300]!r}" for line in text]
+        return tails
+
+    def _tree(self) -> list[psutil.Process]:
+        processes: dict[int, psutil.Process] = {}
+        for started in self.processes.values():
+            try:
+                root = psutil.Process(started.pid)
+                processes |= {process.pid: process for process in (root, *root.children(recursive=True))}
+            except psutil.Error:
+                pass
+        return list(processes.values())
+
+    def _start(self, role: str, *arguments: str) -> str:
+        """Start a command and wait until it is ready; what it says of where it listens.
+
+        Raises:
+            RuntimeError: it did not start.
+        """
+        with self.logs[role].open("w") as log:
+            self.processes[role] = process = subprocess.Popen(
+                [sys.executable, "-m", "pagewire.cli.main", *arguments],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                preexec_fn=_confine,
+            )
+        assert process.stdout is not None
+        ready, _, where = process.stdout.readline().strip().partition(" ")
+        if ready != "ready":
+            raise RuntimeError(f"the {role} did not start:\n{self.logs[role].read_text()[-2000:]}")
+        return where
+
+
+def _confine() -> None:
+    """In the child: end with the siege, however that ends, and have few descriptors."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, OPEN_FILES))
+
+
+@contextmanager
+def besieged(with_core: bool) -> Iterator[Fortress]:
+    """A server on the demo model for the length of a block. with_core: on a core that was started on its own."""
+    with tempfile.TemporaryDirectory(prefix="siege-") as folder, ExitStack() as stack:
+        os.environ.pop("PAGEWIRE_API_KEY", None)
+        yield Fortress(with_core, Path(folder), stack)

@@ -1,0 +1,145 @@
+"""What came of a siege: figures, and the verdict."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from .attack import UNANSWERED
+from .attackers import BROKEN
+from .client import Client, Wait
+from .watcher import GROWTH_MIB, Lag, Watcher
+
+LAST = 60  # attacks before the first failure that a report lists
+KEPT = 5000
+
+
+@dataclass
+class AttackLog:
+    """The attacks so far. statuses: their number by attacker and status. bad: those that failed as none may."""
+
+    statuses: dict[str, Counter[str]] = field(default_factory=dict)
+    bad: list[str] = field(default_factory=list)
+    open: dict[str, float] = field(default_factory=dict)
+    recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT))
+    at_failure: list[str] = field(default_factory=list)
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Note the begin or the end of an attack."""
+        name = f"{line['name']}/{line['number']}"
+        if "status" not in line:
+            self.open[name] = line["at"]
+            self.recent.append({"attack": name, "at": line["at"]})
+            return
+        self.open.pop(name, None)
+        status = line["status"]
+        self.statuses.setdefault(line["name"], Counter())[status.partition(":")[0]] += 1
+        if status in ("500", UNANSWERED) or status.startswith(BROKEN):
+            self.bad.append(f"{name}: {status} after {line['took']:.1f} s")
+
+    def note_failure(self) -> None:
+        """Keep the attacks that came before the first failure: those still open, then the latest."""
+        if not self.at_failure:
+            latest = [attack["attack"] for attack in self.recent][-LAST:]
+            self.at_failure = [name for name in self.open if name not in latest] + latest
+
+
+@dataclass
+class Report:
+    """A siege's figures. failures: what the verdict is made of; empty if the siege was withstood."""
+
+    options: dict[str, Any]
+    log: AttackLog
+    client: Client
+    watcher: Watcher
+    lag: Lag
+    after: dict[str, float] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
+
+    @property
+    def late(self) -> list[Wait]:
+        """The waits that were too long."""
+        return [wait for wait in self.client.waits if wait.seconds > wait.limit]
+
+    @property
+    def failures(self) -> list[str]:
+        """All that went wrong."""
+        watcher, client = self.watcher, self.client
+        found = [*watcher.deaths, *filter(None, [watcher.overflow]), *self.others]
+        if late := self.late:
+            worst = max(late, key=lambda wait: wait.seconds)
+            found.append(
+                f"the client waited too long {len(late)} times; worst {worst.seconds:.1f} s for {worst.kind}, "
+                f"limit {worst.limit:g} s"
+            )
+        if client.wrong:
+            found.append(f"the client got {len(client.wrong)} wrong answers; first: {client.wrong[0]}")
+        if not client.waits:
+            found.append("the client got no answer at all")
+        if watcher.growth > GROWTH_MIB:
+            found.append(f"memory grew by {watcher.growth:.0f} MiB, limit {GROWTH_MIB:.0f}")
+        if self.log.bad:
+            found.append(
+                f"{len(self.log.bad)} attacks failed as they must not; first: {', '.join(self.log.bad[:5])}"
+            )
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        return {
+            "options": self.options,
+            "attacks": {name: dict(counts.most_common()) for name, counts in self.log.statuses.items()},
+            "waits": waits(self.client.waits),
+            "answers": self.client.num_answers,
+            "lag_s": round(self.lag.longest, 3),
+            "memory_mib": {"before": self.watcher.before, "peak": self.watcher.peak, "after": self.after},
+            "kills": self.watcher.kills,
+            "jobs": self.watcher.num_jobs,
+            "failures": self.failures,
+            "bad_attacks": self.log.bad[:100],
+            "wrong_answers": self.client.wrong[:20],
+            "attacks_before_failure": self.log.at_failure,
+        }
+
+    def text(self) -> str:
+        """The report to read."""
+        lines = ["attacks"]
+        for name, counts in self.log.statuses.items():
+            shown = ", ".join(f"{count} x {status}" for status, count in counts.most_common(8))
+            lines.append(f"  {name:<14} {sum(counts.values()):>6}: {shown}")
+        lines.append(
+            f"client: {self.client.num_answers} answers; waits in seconds (this process woke up to "
+            f"{self.lag.longest:.2f} s late)"
+        )
+        for kind, figures in waits(self.client.waits).items():
+            cells = "  ".join(f"{name} {value:.3f}" for name, value in figures.items() if name != "count")
+            lines.append(f"  {kind:<14} {figures['count']:>6}: {cells}")
+        lines.append("memory in MiB, before / peak / after")
+        for role, size in self.watcher.peak.items():
+            lines.append(
+                f"  {role:<14} {self.watcher.before.get(role, 0):6.0f} {size:6.0f} {self.after.get(role, 0):6.0f}"
+            )
+        lines.append(f"workers killed: {self.watcher.kills}; processes for jobs: {self.watcher.num_jobs}")
+        failures = self.failures
+        lines += [f"FAILED: {failure}" for failure in failures] or ["withstood"]
+        if failures and self.log.at_failure:
+            lines.append(f"attacks before the first failure (--replay): {','.join(self.log.at_failure)}")
+        return "\n".join(lines)
+
+
+def waits(given: list[Wait]) -> dict[str, dict[str, float]]:
+    """Count, median, 99th percentile and maximum of waits, by kind; those for a new worker apart."""
+    kinds: dict[str, list[float]] = {}
+    for wait in given:
+        kinds.setdefault("restart" if wait.restart else wait.kind, []).append(wait.seconds)
+    figures = {}
+    for kind, seconds in kinds.items():
+        ordered = sorted(seconds)
+        share = {"median": 0.5, "p99": 0.99, "max": 1.0}
+        values = {
+            name: round(ordered[min(len(ordered) - 1, int(part * len(ordered)))], 4)
+            for name, part in share.items()
+        }
+        figures[kind] = {"count": len(ordered), **values}
+    return figures

@@ -1,0 +1,59 @@
+"""Clients that send or read too slowly, or do not read at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+from typing import Any
+
+from .attack import SOURCES, Target, connected, head, send
+
+PATIENCE_SECONDS = 6.0  # how long a slow client stays
+MANY_TOKENS = 800
+SMALL_BUFFER = 4096  # bytes that the kernel takes for a client that does not read
+
+
+async def sender(target: Target, rng: random.Random) -> str:
+    """Send a request byte by byte, then leave."""
+    body = b'{"prompt": "A list is", "max_tokens": 2}'
+    data = head(target, "POST", "/v1/completions", len(body)) + body
+    data = data[rng.choice((0, len(data) - len(body) - 1)) :] if rng.random() < 0.1 else data
+    pause = PATIENCE_SECONDS / len(data)
+    async with connected(target, rng) as (_, writer):
+        for place in range(len(data) if rng.random() < 0.5 else len(data) - 1):
+            if writer.transport.is_closing():
+                return "closed"
+            await send(writer, data[place : place + 1])
+            await asyncio.sleep(pause)
+    return "left"
+
+
+async def reader(target: Target, rng: random.Random) -> str:
+    """Ask for much and read little of it, or nothing."""
+    fields: dict[str, Any] = {
+        "prompt": "The list",
+        "max_tokens": MANY_TOKENS,
+        "ignore_eos": True,
+        "n": rng.choice((1, 4, 16)),
+        "logprobs": rng.choice((None, 5, 20)),
+        "stream": rng.random() < 0.7,
+        "seed": rng.randrange(1000),
+        "timeout": PATIENCE_SECONDS,
+    }
+    body = json.dumps(fields).encode()
+    pace = rng.choice((0, 0, 1, 1000))
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
+        connection.setblocking(False)
+        connection.bind((rng.choice(SOURCES), 0))
+        loop = asyncio.get_running_loop()
+        await asyncio.wait_for(loop.sock_connect(connection, (target.host, target.port)), PATIENCE_SECONDS)
+        await loop.sock_sendall(connection, head(target, "POST", "/v1/completions", len(body)) + body)
+        end = loop.time() + PATIENCE_SECONDS
+        while loop.time() < end:
+            if pace and not await asyncio.wait_for(loop.sock_recv(connection, pace), PATIENCE_SECONDS):
+                break
+            await asyncio.sleep(0.1)
+    return "left"

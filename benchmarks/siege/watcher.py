@@ -1,0 +1,100 @@
+"""The watch on the processes under siege: their memory, and whether they live."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+
+from .fortress import JOB, Fortress
+
+SAMPLE_SECONDS = 0.25
+GROWTH_MIB = 300.0  # most that server, core and worker together may grow
+MEMORY_LIMIT_MIB = 3000.0  # of all processes: over it the siege is called off, for the machine's sake
+KILL_SECONDS = 30.0  # between two kills of workers, on average
+
+
+class Watcher:
+    """Samples the processes of a fortress.
+
+    before, peak: MiB by role, at the beginning and at most; role "all" is the sum without jobs, which have
+    limits of their own. deaths: processes that have ended, which should not. kills: workers killed here.
+    """
+
+    def __init__(self, fortress: Fortress) -> None:
+        self._fortress = fortress
+        self.before = self.sample()
+        self.peak = dict(self.before)
+        self.deaths: list[str] = []
+        self.overflow = ""
+        self.kills = 0
+        self.num_jobs = 0
+        self._jobs: set[int] = set()
+        self._pids = dict(fortress.pids)
+        self._killed: set[int] = set()
+
+    def sample(self) -> dict[str, float]:
+        """Memory now, in MiB, by role."""
+        sizes = self._fortress.memory()
+        return sizes | {"all": sum(size for role, size in sizes.items() if role != JOB)}
+
+    async def watch(self) -> None:
+        """Sample until the server or the core has died, or memory is over the limit."""
+        while not (self.overflow or self._look()):
+            await asyncio.sleep(SAMPLE_SECONDS)
+
+    def _look(self) -> bool:
+        sizes = self.sample()
+        self.peak = {role: max(size, self.peak.get(role, 0.0)) for role, size in (self.peak | sizes).items()}
+        if (total := sizes["all"] + sizes.get(JOB, 0.0)) > MEMORY_LIMIT_MIB:
+            held = ", ".join(f"{role} {size:.0f}" for role, size in sizes.items())
+            self.overflow = f"called off with {total:.0f} MiB in all: {held}"
+        roles = self._fortress.roles()
+        self._jobs |= set(roles.get(JOB, ()))
+        self.num_jobs = len(self._jobs)
+        self._look_for_worker(roles.get("worker", []))
+        for role in ("server", "core"):
+            if self._pids[role] not in roles.get(role, []):
+                self.deaths.append(f"the {role} (pid {self._pids[role]}) has died")
+                return True
+        return False
+
+    def _look_for_worker(self, pids: list[int]) -> None:
+        pid = self._pids["worker"]
+        if pids and pid not in pids:
+            if pid not in self._killed:
+                self.deaths.append(f"the worker (pid {pid}) has died, and was replaced")
+            self._pids["worker"] = pids[0]
+
+    async def kill_workers(self, rng: random.Random, on_kill: Callable[[], None]) -> None:
+        """Kill the worker now and then."""
+        while True:
+            await asyncio.sleep(KILL_SECONDS * (0.5 + rng.random()))
+            pid = self._pids["worker"]
+            if pid in self._fortress.roles().get("worker", []) and pid not in self._killed:
+                self._killed.add(pid)
+                self.kills += 1
+                on_kill()
+                os.kill(pid, signal.SIGKILL)
+
+    @property
+    def growth(self) -> float:
+        """MiB by which server, core and worker have grown together, at their largest."""
+        return self.peak["all"] - self.before["all"]
+
+
+class Lag:
+    """How late this process wakes up: the waits of the client that are the machine's doing. longest: in seconds."""
+
+    def __init__(self) -> None:
+        self.longest = 0.0
+
+    async def run(self) -> None:
+        """Measure until cancelled."""
+        while True:
+            due = time.monotonic() + 0.05
+            await asyncio.sleep(0.05)
+            self.longest = max(self.longest, time.monotonic() - due)

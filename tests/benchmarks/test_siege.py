@@ -1,0 +1,260 @@
+"""The siege itself: its attacks can be repeated, and it fails if anything is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+from aiohttp import web
+
+PACKAGE = Path(__file__).parents[2] / "benchmarks" / "siege"
+
+
+def load(name: str) -> Any:
+    """A module of the siege; `benchmarks` itself is not on the search path."""
+    if "siege" not in sys.modules:
+        spec = importlib.util.spec_from_file_location(
+            "siege", PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]
+        )
+        assert spec is not None
+        sys.modules["siege"] = importlib.util.module_from_spec(spec)
+    return importlib.import_module(f"siege.{name}")
+
+
+attack, attackers, client, report, watcher = map(load, ("attack", "attackers", "client", "report", "watcher"))
+
+
+# ------------------------------------------------------------ attacks
+
+
+class Sink:
+    """A peer that takes all bytes, and answers each connection or message with little."""
+
+    def __init__(self) -> None:
+        self.received: list[bytes] = []
+
+    async def http(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Take what comes until the client pauses, and answer."""
+        data = b""
+        try:
+            while piece := await asyncio.wait_for(reader.read(1 << 16), 0.05):
+                data += piece
+        except (asyncio.TimeoutError, OSError):
+            pass
+        self.received.append(data)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    async def core(self, socket: zmq.asyncio.Socket) -> None:
+        """Take every message."""
+        while True:
+            identity, *frames = await socket.recv_multipart()
+            self.received += frames
+            await socket.send_multipart([identity, b"\x81\xa4type\xa4pong"])
+
+
+async def received(name: str, numbers: list[int], folder: Path) -> tuple[list[bytes], set[str]]:
+    """The beginning of all that a peer receives in the attacks with these numbers, and what came of them."""
+    sink, address = Sink(), f"ipc://{folder}/core.sock"
+    context = zmq.asyncio.Context()
+    router = context.socket(zmq.ROUTER)
+    router.bind(address)
+    server = await asyncio.start_server(sink.http, "127.0.0.1", 0)
+    core = asyncio.create_task(sink.core(router))
+    target = attack.Target("127.0.0.1", server.sockets[0].getsockname()[1], "key", "demo", address)
+    statuses = set()
+    for number in numbers:
+        rng = Random(f"7/{name}/{number}")
+        statuses.add(await attackers.ATTACKERS[name].attack(target, rng))
+    core.cancel()
+    server.close()
+    context.destroy(0)
+    port = str(target.port).encode()
+    return [data.replace(port, b"PORT")[:1000] for data in sink.received], statuses
+
+
+@pytest.mark.parametrize(
+    "name", ["bodies", "requests", "greedy", "chats", "grammars", "templates", "many-grammars"]
+)
+def test_an_attack_is_repeated_by_its_number(name: str, tmp_path: Path) -> None:
+    numbers = list(range(12))
+    first, statuses = asyncio.run(received(name, numbers, tmp_path))
+    again, _ = asyncio.run(received(name, numbers, tmp_path))
+    assert first == again and len(set(first)) > 6
+    assert statuses <= {"400", "half", "closed"}
+
+
+@pytest.mark.parametrize("name", ["messages", "submits", "hellos", "integers"])
+def test_attacks_on_a_core_reach_it(name: str, tmp_path: Path) -> None:
+    frames, statuses = asyncio.run(received(name, [0, 1, 2], tmp_path))
+    assert len(frames) > 3
+    assert statuses <= {"pong", "left", "silent"}
+
+
+def test_every_attacker_ends_by_itself(tmp_path: Path) -> None:
+    """Even where nobody answers as a server would; and none is broken."""
+    target = {
+        "host": "127.0.0.1",
+        "port": 9,
+        "key": "",
+        "model": "",
+        "address": f"ipc://{tmp_path}/core.sock",
+    }
+    running = attackers.Attacking(attack.Target(**target), seed=0, end=float("inf"))
+    written: list[str] = []
+    running._write = lambda name, number, **more: written.append(more.get("status", ""))
+    names = [
+        name
+        for name in attackers.ATTACKERS
+        if name not in ("flood", "messages", "submits", "hellos", "integers")
+    ]
+    asyncio.run(running.run({name: [0] for name in names}))
+    assert len(written) == 2 * len(names)
+    assert {status.partition(" (")[0] for status in written} <= {"", "no connection", "refused"}
+
+
+# ------------------------------------------------------------ the verdict
+
+
+class Processes:
+    """Processes under siege that are asleep."""
+
+    def __init__(self) -> None:
+        self.started = {role: subprocess.Popen(["sleep", "60"]) for role in ("server", "core", "worker")}
+        self.pids = {role: process.pid for role, process in self.started.items()}
+        self.held = 100.0
+
+    def roles(self) -> dict[str, list[int]]:
+        """Those that run."""
+        return {role: [process.pid] for role, process in self.started.items() if process.poll() is None}
+
+    def memory(self) -> dict[str, float]:
+        """In MiB."""
+        return dict.fromkeys(self.roles(), self.held)
+
+    def kill(self, role: str) -> None:
+        """End one."""
+        self.started[role].kill()
+        self.started[role].wait()
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    """Three of them."""
+    made = Processes()
+    yield made
+    for role in made.started:
+        made.kill(role)
+
+
+def siege_of(processes: Processes) -> Any:
+    """The report of a siege in which the client got one answer in time."""
+    asked = client.Client("http://127.0.0.1:9", waits=[client.Wait("token", 0.0, 0.1)])
+    return report.Report({}, report.AttackLog(), asked, watcher.Watcher(processes), watcher.Lag())
+
+
+def test_a_siege_without_harm_is_withstood(processes: Processes) -> None:
+    found = siege_of(processes)
+    found.log.add({"name": "bodies", "number": 1, "at": 0.5})
+    found.log.add({"name": "bodies", "number": 1, "at": 0.6, "status": "400", "took": 0.1})
+    assert found.failures == [] and "withstood" in found.text()
+    assert found.as_dict()["attacks"] == {"bodies": {"400": 1}}
+
+
+def test_what_a_siege_fails_by(processes: Processes) -> None:
+    wait = client.Wait
+    for late, kept in ((wait("token", 0.0, 2.1), True), (wait("schema", 0.0, 2.1), False)):
+        found = siege_of(processes)
+        found.client.waits.append(late)
+        assert bool(found.failures) == kept
+    found.client.waits.append(wait("token", 0.0, 2.1, restart=True))
+    assert not found.failures
+    found.client.waits.append(wait("token", 0.0, 60.1, restart=True))
+    assert "60.1 s for token" in found.failures[0]
+    for status in ("500", attack.UNANSWERED, f"{attackers.BROKEN}: x"):
+        found = siege_of(processes)
+        found.log.add({"name": "bodies", "number": 1, "at": 0.6, "status": status, "took": 0.1})
+        assert "bodies/1" in found.failures[0]
+    found = siege_of(processes)
+    found.client.waits.clear()
+    assert found.failures == ["the client got no answer at all"]
+
+
+@pytest.mark.parametrize("role", ["server", "core"])
+def test_a_death_is_seen(processes: Processes, role: str) -> None:
+    found = siege_of(processes)
+    processes.kill(role)
+    asyncio.run(asyncio.wait_for(found.watcher.watch(), 20))
+    assert f"the {role} (pid {processes.pids[role]}) has died" in found.failures
+
+
+def test_growth_is_seen_and_too_much_of_it_calls_the_siege_off(processes: Processes) -> None:
+    found = siege_of(processes)
+    processes.held = 100.0 + watcher.MEMORY_LIMIT_MIB
+    asyncio.run(asyncio.wait_for(found.watcher.watch(), 20))
+    assert "called off" in found.failures[0] and "memory grew by 9000 MiB" in found.failures[1]
+
+
+def test_the_attacks_before_a_failure_are_kept() -> None:
+    log = report.AttackLog()
+    for number in range(100):
+        log.add({"name": "idle" if number == 3 else "bodies", "number": number, "at": number})
+        if number != 3:
+            log.add({"name": "bodies", "number": number, "at": number, "status": "200", "took": 0.0})
+    log.note_failure()
+    assert log.at_failure[0] == "idle/3" and log.at_failure[-1] == "bodies/99"
+    assert attackers.listed(",".join(log.at_failure))["idle"] == [3]
+
+
+# ------------------------------------------------------------ the client
+
+
+async def asked(answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> Any:
+    """A client that has asked a server twice. The server answers schemas and health as it should."""
+    app = web.Application()
+    app.router.add_post("/v1/completions", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+    made = client.Client(f"http://127.0.0.1:{port}")
+    async with made.connection() as http:
+        for _ in range(2):
+            made._same("completion", await made._stream(http))
+    await runner.cleanup()
+    return made
+
+
+def test_the_client_notices_other_tokens() -> None:
+    texts = iter(([5, 6], [5, 7]))
+
+    async def answer(request: web.Request) -> web.Response:
+        tokens = next(texts)
+        lines = [f'data: {{"choices": [{{"token_ids": [{token}]}}]}}' for token in tokens]
+        return web.Response(text="\n\n".join([*lines, "data: [DONE]", ""]))
+
+    made = asyncio.run(asked(answer))
+    assert made.wrong == ["completion: [5, 7] and not [5, 6]"]
+    assert [wait.kind for wait in made.waits] == ["first token", "token", "token"] * 2
+
+
+def test_a_restart_excuses_what_comes_after_it() -> None:
+    made = client.Client("http://127.0.0.1:9")
+    made.worker_killed()
+    made._waited("token", 0.0)
+    assert made.waits[-1].restart
+    made._killed_at -= 1.0
+    made._waited("health", 0.0)
+    made._waited("token", 0.0)
+    made._waited("token", 0.0)
+    assert [wait.restart for wait in made.waits] == [True, True, True, False]
