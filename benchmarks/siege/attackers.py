@@ -17,7 +17,7 @@ from itertools import count
 
 from pagewire.ipc.lifeline import die_with_parent
 
-from . import bodies, frames, grammars, greedy, raw_http, responses, slow, templates
+from . import bodies, combined, frames, grammars, greedy, raw_http, responses, slow, templates
 from .attack import UNANSWERED, Attacker, Target
 
 ATTACKERS = {
@@ -36,6 +36,11 @@ ATTACKERS = {
         Attacker("many-grammars", grammars.many, 0.5),
         Attacker("templates", templates.attack, 3, loops=3),
         Attacker("responses", responses.attack, 3, loops=3),
+        Attacker("combined", combined.attack, 2, loops=3),
+        Attacker("crowd", combined.crowd, 0.5),
+        Attacker("kept", combined.kept, 1, loops=2),
+        Attacker("headers", combined.headers, 4, loops=2),
+        Attacker("strangers", combined.strangers, 1),
         Attacker("messages", frames.messages, 5, loops=2, on_core=True),
         Attacker("submits", frames.submits, 2, loops=2, on_core=True),
         Attacker("integers", frames.integers, 0.3, on_core=True),

@@ -24,6 +24,7 @@ KINDS = [struct_type(kind) for kind in (Hello, Submit, Submit, Submit, Abort, Ca
 WAIT_SECONDS = 3.0  # for an answer of the core, which some messages do not have
 STAY_SECONDS = 3.0  # of a frontend that does not read
 MESSAGES = 50
+FILLING = 1300  # large answers that fill the queue to a frontend which does not read
 # Calls that any frontend may make, and that change what others see: no attacks, if their arguments are right.
 LEFT_OUT = ("pause", "sleep", "abort_request", "start_profile", "stop_profile")
 
@@ -162,6 +163,9 @@ async def submits(target: Target, rng: random.Random) -> str:
     reads = rng.random() < 0.5
     with dealer(target, rng, high_water=1000 if reads else 1) as socket:
         await attach(socket, rng)
+        if not reads and rng.random() < 0.5:  # the core's queue is then full, and it keeps what comes after
+            for number in range(FILLING):
+                await push(socket, [packed({"type": "call", "call_id": number, "method": "metrics"})])
         for _ in range(rng.randint(1, 8)):
             fields: dict[str, Any] = {"n": rng.choice((1, 1, 2, 64)), "logprobs": rng.choice((0, 1, 5, 20))}
             if rng.random() < 0.3:

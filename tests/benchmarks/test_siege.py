@@ -86,17 +86,17 @@ async def received(name: str, numbers: list[int], folder: Path) -> tuple[list[by
     "name", ["bodies", "requests", "greedy", "chats", "grammars", "templates", "many-grammars"]
 )
 def test_an_attack_is_repeated_by_its_number(name: str, tmp_path: Path) -> None:
-    numbers = list(range(12))
+    numbers = list(range(6))
     first, statuses = asyncio.run(received(name, numbers, tmp_path))
     again, _ = asyncio.run(received(name, numbers, tmp_path))
-    assert first == again and len(set(first)) > 6
+    assert first == again and len(set(first)) > 3
     assert statuses <= {"400", "half", "closed"}
 
 
 @pytest.mark.parametrize("name", ["messages", "submits", "hellos", "integers"])
 def test_attacks_on_a_core_reach_it(name: str, tmp_path: Path) -> None:
-    frames, statuses = asyncio.run(received(name, [0, 1, 2], tmp_path))
-    assert len(frames) > 3
+    frames, statuses = asyncio.run(received(name, [0], tmp_path))
+    assert frames
     assert statuses <= {"pong", "left", "silent"}
 
 
