@@ -15,6 +15,9 @@ CONNECT_SECONDS = 20.0
 REQUEST_SECONDS = 8  # the time that attacks give the server for a request (X-Request-Timeout)
 ANSWER_SECONDS = 40.0  # a server that has not answered a whole request by then hangs
 UNANSWERED = "unanswered"
+SERVER_ERROR = "500"
+SHOWN_BYTES = 300  # of the answer with a server error
+CR_LF = b"\r\n"
 SOURCES = tuple(f"127.0.0.{number}" for number in range(2, 10))  # the addresses that attackers come from
 
 
@@ -79,7 +82,9 @@ def head(
 
 
 async def status_of(reader: asyncio.StreamReader, seconds: float = ANSWER_SECONDS) -> str:
-    """Read an answer to its end. Returns its status, "closed" without one, `UNANSWERED` after `seconds`."""
+    """Read an answer to its end. Returns its status (a server error's with its text), "closed" without one,
+    `UNANSWERED` after `seconds`.
+    """
     answer: list[str] = []
     try:
         await asyncio.wait_for(_read(reader, answer), seconds)
@@ -94,9 +99,12 @@ async def _read(reader: asyncio.StreamReader, answer: list[str]) -> None:
     line = (await reader.readline()).split()
     if len(line) > 1 and line[0].startswith(b"HTTP/"):
         answer.append(line[1].decode("latin-1"))
-    size = 0
+    size, start = 0, b""
     while size < MAX_ANSWER_BYTES and (data := await reader.read(1 << 18)):
         size += len(data)
+        start = start or data
+    if answer == [SERVER_ERROR]:
+        answer[0] += f": {start.rpartition(CR_LF * 2)[2][:SHOWN_BYTES].decode('utf-8', 'replace')}"
 
 
 async def send(writer: asyncio.StreamWriter, data: bytes) -> None:

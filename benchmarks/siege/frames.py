@@ -24,6 +24,7 @@ KINDS = [struct_type(kind) for kind in (Hello, Submit, Submit, Submit, Abort, Ca
 WAIT_SECONDS = 3.0  # for an answer of the core, which some messages do not have
 STAY_SECONDS = 3.0  # of a frontend that does not read
 MESSAGES = 50
+LINGER_MS = 500  # for what was sent just before the end
 FILLING = 1300  # large answers that fill the queue to a frontend which does not read
 # Calls that any frontend may make, and that change what others see: no attacks, if their arguments are right.
 LEFT_OUT = ("pause", "sleep", "abort_request", "start_profile", "stop_profile")
@@ -43,7 +44,7 @@ def dealer(target: Target, rng: random.Random, high_water: int = 1000) -> Iterat
     """A connection to the core as frontends have them."""
     assert target.address is not None
     socket = context().socket(zmq.DEALER)
-    socket.linger, socket.rcvhwm = 0, high_water
+    socket.linger, socket.rcvhwm = LINGER_MS, high_water
     socket.identity = b"\1" + rng.randbytes(rng.choice((4, 16, 200)))
     socket.connect(target.address)
     try:

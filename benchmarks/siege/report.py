@@ -6,7 +6,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from .attack import UNANSWERED
+from .attack import SERVER_ERROR, UNANSWERED
 from .attackers import BROKEN
 from .client import Client, Wait
 from .watcher import GROWTH_MIB, Lag, Watcher
@@ -35,7 +35,7 @@ class AttackLog:
         self.open.pop(name, None)
         status = line["status"]
         self.statuses.setdefault(line["name"], Counter())[status.partition(":")[0]] += 1
-        if status in ("500", UNANSWERED) or status.startswith(BROKEN):
+        if status == UNANSWERED or status.startswith((SERVER_ERROR, BROKEN)):
             self.bad.append(f"{name}: {status} after {line['took']:.1f} s")
 
     def note_failure(self) -> None:
@@ -80,9 +80,8 @@ class Report:
         if watcher.growth > GROWTH_MIB:
             found.append(f"memory grew by {watcher.growth:.0f} MiB, limit {GROWTH_MIB:.0f}")
         if self.log.bad:
-            found.append(
-                f"{len(self.log.bad)} attacks failed as they must not; first: {', '.join(self.log.bad[:5])}"
-            )
+            first = "; ".join(text[:160] for text in self.log.bad[:5])
+            found.append(f"{len(self.log.bad)} attacks failed as they must not; first: {first}")
         return found
 
     def as_dict(self) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class Sink:
 
     def __init__(self) -> None:
         self.received: list[bytes] = []
+        self.reached = asyncio.Event()
 
     async def http(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Take what comes until the client pauses, and answer."""
@@ -51,6 +52,7 @@ class Sink:
         except (asyncio.TimeoutError, OSError):
             pass
         self.received.append(data)
+        self.reached.set()
         writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
         writer.close()
 
@@ -59,6 +61,7 @@ class Sink:
         while True:
             identity, *frames = await socket.recv_multipart()
             self.received += frames
+            self.reached.set()
             await socket.send_multipart([identity, b"\x81\xa4type\xa4pong"])
 
 
@@ -75,6 +78,7 @@ async def received(name: str, numbers: list[int], folder: Path) -> tuple[list[by
     for number in numbers:
         rng = Random(f"7/{name}/{number}")
         statuses.add(await attackers.ATTACKERS[name].attack(target, rng))
+    await asyncio.wait_for(sink.reached.wait(), 20)  # what is sent last may come after the sender has left
     core.cancel()
     server.close()
     context.destroy(0)
