@@ -86,6 +86,7 @@ class Siege:
                 report.others.append(f"the attackers ended with status {ended}")
         finally:
             attackers.kill()
+            self._client.end()
             for task in (watch, *tasks):
                 task.cancel()
             for result in await asyncio.gather(watch, reading, *tasks, return_exceptions=True):

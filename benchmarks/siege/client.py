@@ -61,6 +61,7 @@ class Client:
     _expected: dict[str, Any] = field(default_factory=dict)
     _killed_at: float | None = None
     _number: int = 0
+    _waiting_since: float | None = None
 
     def connection(self) -> aiohttp.ClientSession:
         """A session on the server."""
@@ -88,6 +89,7 @@ class Client:
                 try:
                     await self.ask_all(http)
                 except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError) as error:
+                    self.end()
                     self.wrong.append(f"no answer: {error!r:.300}")
                     await asyncio.sleep(1.0)
                 await asyncio.sleep(PAUSE_SECONDS)
@@ -102,7 +104,7 @@ class Client:
 
     async def _health(self) -> None:
         """The state of the server, over a new connection."""
-        begin = time.monotonic()
+        begin = self._begin()
         async with self.connection() as http, http.get("/health") as response:
             self._waited("health", begin)
             self._same("health", response.status)
@@ -110,24 +112,26 @@ class Client:
     async def _stream(self, http: aiohttp.ClientSession) -> list[int]:
         """The tokens of a streamed completion."""
         tokens: list[int] = []
-        begin = time.monotonic()
+        begin = self._begin()
         async with http.post("/v1/completions", json=COMPLETION) as response:
             if response.status != 200:
                 raise ValueError(f"status {response.status}: {await response.text()}")
             async for line in response.content:
                 if not line.startswith(b"data:"):
                     continue
-                begin = self._waited("token" if tokens else "first token", begin)
+                self._waited("token" if tokens else "first token", begin)
+                begin = self._begin()
                 if line.startswith(b"data: {"):
                     event = json.loads(line[6:])
                     if "error" in event:
                         raise ValueError(f"in the stream: {event}")
                     tokens += event["choices"][0].get("token_ids") or [] if event["choices"] else []
+        self._waiting_since = None
         return tokens
 
     async def _answer(self, http: aiohttp.ClientSession, kind: str, path: str, fields: dict[str, Any]) -> str:
         """The text of an answer in one piece."""
-        begin = time.monotonic()
+        begin = self._begin()
         async with http.post(path, json=fields) as response:
             answer = await response.json()
             self._waited(kind, begin)
@@ -152,13 +156,29 @@ class Client:
             self.wrong.append(f"an answer under a schema was {text!r:.200}")
         self.num_answers += 1
 
-    def _waited(self, kind: str, begin: float) -> float:
-        """Note a wait until now, and return the time."""
+    def open_wait(self) -> list[Wait]:
+        """The wait that is not over yet, if there is one."""
+        if self._waiting_since is None:
+            return []
+        seconds = time.monotonic() - self._waiting_since
+        return [Wait("unfinished", self._waiting_since, seconds, self._killed_at is not None)]
+
+    def end(self) -> None:
+        """Count the wait that is not over as one that is."""
+        self.waits += self.open_wait()
+        self._waiting_since = None
+
+    def _begin(self) -> float:
+        self._waiting_since = time.monotonic()
+        return self._waiting_since
+
+    def _waited(self, kind: str, begin: float) -> None:
+        """Note a wait until now."""
         now = time.monotonic()
         self.waits.append(Wait(kind, begin, now - begin, self._killed_at is not None))
         if self._killed_at is not None and kind != "health" and now > self._killed_at + OLD_ANSWER_SECONDS:
             self._killed_at = None
-        return now
+        self._waiting_since = None
 
     def _same(self, name: str, value: Any) -> None:
         """Note an answer, which must be what it was the first time."""

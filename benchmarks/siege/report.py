@@ -60,7 +60,7 @@ class Report:
     @property
     def late(self) -> list[Wait]:
         """The waits that were too long."""
-        return [wait for wait in self.client.waits if wait.seconds > wait.limit]
+        return [wait for wait in [*self.client.waits, *self.client.open_wait()] if wait.seconds > wait.limit]
 
     @property
     def failures(self) -> list[str]:

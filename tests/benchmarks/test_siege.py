@@ -222,8 +222,8 @@ def test_the_attacks_before_a_failure_are_kept() -> None:
 # ------------------------------------------------------------ the client
 
 
-async def asked(answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> Any:
-    """A client that has asked a server twice. The server answers schemas and health as it should."""
+async def asked(answer: Callable[[web.Request], Awaitable[web.StreamResponse]], made: Any) -> None:
+    """Let a client ask a server twice."""
     app = web.Application()
     app.router.add_post("/v1/completions", answer)
     runner = web.AppRunner(app)
@@ -231,12 +231,11 @@ async def asked(answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) 
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
-    made = client.Client(f"http://127.0.0.1:{port}")
+    made.url = f"http://127.0.0.1:{port}"
     async with made.connection() as http:
         for _ in range(2):
             made._same("completion", await made._stream(http))
     await runner.cleanup()
-    return made
 
 
 def test_the_client_notices_other_tokens() -> None:
@@ -247,9 +246,35 @@ def test_the_client_notices_other_tokens() -> None:
         lines = [f'data: {{"choices": [{{"token_ids": [{token}]}}]}}' for token in tokens]
         return web.Response(text="\n\n".join([*lines, "data: [DONE]", ""]))
 
-    made = asyncio.run(asked(answer))
+    made = client.Client("")
+    asyncio.run(asked(answer, made))
     assert made.wrong == ["completion: [5, 7] and not [5, 6]"]
     assert [wait.kind for wait in made.waits] == ["first token", "token", "token"] * 2
+
+
+def test_a_wait_without_an_end_counts() -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b'data: {"choices": [{"token_ids": [5]}]}\n\n')
+        begun.set()
+        await asyncio.get_running_loop().create_future()
+        return response
+
+    begun = asyncio.Event()
+
+    async def cut() -> Any:
+        made = client.Client("")
+        task = asyncio.create_task(asked(answer, made))
+        await begun.wait()
+        while [wait.kind for wait in made.waits] != ["first token"]:
+            await asyncio.sleep(0)
+        (wait,) = made.open_wait()
+        made.end()
+        task.cancel()
+        return wait.kind, [wait.kind for wait in made.waits], made.open_wait()
+
+    assert asyncio.run(cut()) == ("unfinished", ["first token", "unfinished"], [])
 
 
 def test_a_restart_excuses_what_comes_after_it() -> None:
