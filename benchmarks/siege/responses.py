@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from typing import Any
 
 from .attack import (
     ANSWER_SECONDS,
-    MAX_ANSWER_BYTES,
     UNANSWERED,
     Target,
     ask,
@@ -19,18 +19,16 @@ from .attack import (
     send,
 )
 
+ID = re.compile(rb'"id": ?"(resp_[^"]+)"')
 AFTER = (-(10**15), -1, 0, 1, 10**6, 2**63 - 1, 10**30)
 
 
 async def attack(target: Target, rng: random.Random) -> str:
     """Create a response, and do something odd with it."""
-    created = await create(target, rng, first_fields(rng))
-    if not isinstance(created, dict):
-        return created
-    name, statuses = created.get("id", "none"), []
-    for _ in range(rng.randint(1, 4)):
-        statuses.append(await use(target, rng, name))
-    return max(statuses)
+    status, name = await create(target, rng, first_fields(rng))
+    if not name:
+        return status
+    return max([await use(target, rng, name) for _ in range(rng.randint(1, 4))])
 
 
 def first_fields(rng: random.Random) -> dict[str, Any]:
@@ -39,8 +37,8 @@ def first_fields(rng: random.Random) -> dict[str, Any]:
         "input": "word " * log_uniform(rng, 1, 500),
         "max_output_tokens": rng.choice((2, 300)),
     }
-    if rng.random() < 0.5:
-        fields["background"] = True
+    fields["background"] = rng.random() < 0.7
+    fields["stream"] = rng.random() < 0.7  # in the background its events are kept
     if rng.random() < 0.2:
         fields["metadata"] = {str(index): "x" * 400 for index in range(rng.randint(1, 16))}
     return fields | {"ignore_eos": rng.random() < 0.5, "truncation": "auto"}
@@ -69,30 +67,23 @@ async def use(target: Target, rng: random.Random, name: str) -> str:
             "truncation": "auto",
         }
         calls = [create(target, rng, fields) for _ in range(rng.randint(1, 8))]
-        answers = await asyncio.gather(*calls)
-        return max(answer if isinstance(answer, str) else "200" for answer in answers)
+        return max(status for status, _ in await asyncio.gather(*calls))
     return await ask(target, rng, path, None, method=rng.choice(("GET", "PUT", "HEAD")))
 
 
-async def create(target: Target, rng: random.Random, fields: dict[str, Any]) -> dict[str, Any] | str:
-    """Create a response; its object, or the status of an answer that has none."""
+async def create(target: Target, rng: random.Random, fields: dict[str, Any]) -> tuple[str, str]:
+    """Create a response; the status, and the response's id, after which a stream is left. "" if there is none."""
     body = json.dumps(fields).encode()
     async with connected(target, rng) as (reader, writer):
         await send(writer, head(target, "POST", "/v1/responses", len(body)) + body)
+        answer, name = b"", None
         try:
-            answer = await asyncio.wait_for(reader.read(MAX_ANSWER_BYTES), ANSWER_SECONDS)
-            while data := await asyncio.wait_for(reader.read(MAX_ANSWER_BYTES), ANSWER_SECONDS):
+            while not name and (data := await asyncio.wait_for(reader.read(1 << 16), ANSWER_SECONDS)):
                 answer += data
+                name = ID.search(answer)
         except asyncio.TimeoutError:
-            return UNANSWERED
+            return UNANSWERED, ""
         except OSError:
-            return "closed"
-    line, _, text = answer.partition(b"\r\n\r\n")
-    status = line.split()[1].decode() if line else "closed"
-    if status != "200":
-        return status
-    try:
-        response: dict[str, Any] = json.loads(text)
-    except ValueError:
-        return "no JSON"
-    return response
+            return "closed", ""
+    status = answer.split()[1].decode() if answer.startswith(b"HTTP/") else "closed"
+    return status, name[1].decode() if name else ""
