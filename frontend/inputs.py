@@ -22,7 +22,7 @@ from pagewire.ipc.bounds import check_int, check_length, check_number, meta_of, 
 from pagewire.ipc.budget import MAX_TOKENS
 from pagewire.ipc.items import Prompt
 from pagewire.ipc.messages import EngineInfo, Request
-from pagewire.ipc.params import Name, SamplingParams
+from pagewire.ipc.params import Name, SamplingParams, check_logit_edits
 
 PRIORITY_LIMIT = 2**31  # priorities lie within plus and minus this value
 MASK = 2**64 - 1  # of the 64-bit arithmetic of seeds
@@ -247,6 +247,7 @@ class Intake:
                 raise ValueError("bad_words need a tokenizer")
             words = [ids for word in params.bad_words for ids in spellings(self.tokenizer, word)]
             params.bad_words_token_ids = words + (params.bad_words_token_ids or [])
+            check_logit_edits(params.n, params.num_logit_edits)
         for ids in params.bad_words_token_ids or ():
             check_vocabulary("bad_words", ids, self.info.vocab_size)
         params.update_from_generation_config(self.info.generation_config, self.eos_token_id)

@@ -5,6 +5,10 @@ from __future__ import annotations
 from pagewire.ipc.messages import Request, TokenDelta
 
 
+class TooManyLogprobsError(ValueError):
+    """More log probabilities would be kept for an answer than its budget allows."""
+
+
 class LogprobBudget:
     """Counts the log probabilities that are kept for one answer, and refuses those over a limit.
 
@@ -24,7 +28,7 @@ class LogprobBudget:
         """Count the log probabilities of a prompt that is to be submitted.
 
         Raises:
-            ValueError: the prompts so far have more than the limit.
+            TooManyLogprobsError: the prompts so far have more than the limit.
         """
         number = request.params.prompt_logprobs
         if number is not None:
@@ -36,7 +40,7 @@ class LogprobBudget:
         """Count log probabilities that have arrived.
 
         Raises:
-            ValueError: more than the limit are kept.
+            TooManyLogprobsError: more than the limit are kept.
         """
         self._kept += number
         self._check(
@@ -49,7 +53,7 @@ class LogprobBudget:
 
     def _check(self, name: str, number: int, advice: str) -> None:
         if number > self._limit:
-            raise ValueError(
+            raise TooManyLogprobsError(
                 f"{name}: the answer has {number} log probabilities or more; at most {self._limit} are kept for a "
                 f"request (--max-request-logprobs): {advice}"
             )

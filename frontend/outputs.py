@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from pagewire.frontend.logprob_budget import LogprobBudget, num_logprobs
+from pagewire.frontend.logprob_budget import LogprobBudget, TooManyLogprobsError, num_logprobs
 from pagewire.frontend.text.logprobs import (
     FlatLogprobs,
     PromptLogprobs,
@@ -262,7 +262,7 @@ class RequestState:
         Returns True if a stop string has just ended the output: the caller must make the core drop it.
 
         Raises:
-            ValueError: too many log probabilities would be kept (`LogprobBudget`).
+            TooManyLogprobsError: the answer has no room for the log probabilities.
         """
         if not 0 <= delta.index < len(self._outputs):
             return False
@@ -370,7 +370,7 @@ class Outputs:
             try:
                 if state.apply(delta):
                     to_drop.append((delta.key, delta.index))
-            except ValueError as error:
+            except TooManyLogprobsError as error:
                 to_drop += state.refuse(error)
             if state.finished:
                 del self.states[delta.key]

@@ -12,7 +12,13 @@ from typing import Annotated, Any, TypeAlias
 
 from msgspec import Meta
 
-from pagewire.ipc.budget import MAX_ABORTS_PER_MESSAGE, MAX_REQUESTS_PER_MESSAGE, message_bytes
+from pagewire.ipc.budget import (
+    MAX_ABORTS_PER_MESSAGE,
+    MAX_ARGUMENTS,
+    MAX_REQUESTS_PER_MESSAGE,
+    MAX_RESUMED_SEQUENCES,
+    message_bytes,
+)
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.items import Item, LogprobRows, Message, Prompt, Task, TokenIds
 from pagewire.ipc.params import Name, SamplingParams
@@ -85,7 +91,7 @@ class Request(Item):
     seed: int
     eos_token_id: int | None = None
     priority: int = 0
-    output_token_ids: list[TokenIds] | None = None
+    output_token_ids: Annotated[list[TokenIds], Meta(max_length=MAX_RESUMED_SEQUENCES)] | None = None
     num_prompt_logprobs: int = 0
     age: float = 0.0
 
@@ -118,8 +124,8 @@ class Call(Message, tag="call"):
 
     call_id: int
     method: Name
-    args: list[Any] = []
-    kwargs: dict[str, Any] = {}
+    args: Annotated[list[Any], Meta(max_length=MAX_ARGUMENTS)] = []
+    kwargs: Annotated[dict[str, Any], Meta(max_length=MAX_ARGUMENTS)] = {}
 
 
 class Ping(Message, tag="ping"):

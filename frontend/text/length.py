@@ -10,7 +10,9 @@ from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.budget import MAX_CHARS_PER_TOKEN, MIN_CHARS
 
 PIECE_CHARS = 1 << 16  # characters tokenized at a time, to count the tokens of a long text
-CUT_TOKENS = 64  # tokens by which the end of a piece may change the count
+CUT_TOKENS = (
+    256  # tokens by which a cut may change the count: a word that is one token in whole may be 100 in part
+)
 DENSE_CHARS = 6  # a text with fewer characters per token of the context length is tokenized at once
 
 
