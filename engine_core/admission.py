@@ -1,7 +1,7 @@
 """Validation of submitted requests in the core.
 
 Frontends make the same checks, but the core does not rely on them: a bad value must not reach the worker.
-`SamplingParams` validates itself when it is decoded.
+`SamplingParams` validates itself when it is decoded; lengths of lists and strings are bounded there (`ipc.budget`).
 """
 
 from __future__ import annotations

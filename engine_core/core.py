@@ -220,6 +220,7 @@ class EngineCore:
         if not self.started:
             self.scheduler = Scheduler(self.config.scheduler_config(ready))
             self.info = self.config.engine_info(ready)
+            self.clients.accept(self.info.max_message_bytes)
             self.grammars = self._open_grammars()
             self.metrics = Metrics(self.info.max_model_len)
             self.lobby = Lobby(self.grammars, self.config.args.max_waiting, self.metrics.grammar.observe)

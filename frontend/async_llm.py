@@ -17,7 +17,8 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from pagewire.frontend.calls import AsyncEngineCalls, timed_out
-from pagewire.frontend.inputs import Prepared, PromptType
+from pagewire.frontend.inputs import CheckedParams, Prepared, PromptType
+from pagewire.frontend.logprob_budget import LogprobBudget
 from pagewire.frontend.metrics import Metric, read_metrics
 from pagewire.frontend.outputs import RequestOutput, RequestState
 from pagewire.frontend.session import Session, ignore_usage_context, refuse_unsupported
@@ -214,17 +215,22 @@ class AsyncLLM(AsyncEngineCalls):
         *,
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
+        logprob_budget: LogprobBudget | None = None,
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         """Stream the outputs of several prompts, which are submitted together or not at all.
 
         Each item has all new outputs, as (index of the prompt, output). Prompt i of several has the
-        request id `request_id`-i. Otherwise as `generate`; the first error ends all.
+        request id `request_id`-i. `logprob_budget`: of all these outputs; over it comes a ValueError. Otherwise as
+        `generate`; the first error ends all.
         """
         name = request_id or uuid.uuid4().hex
         names = [name] if len(prompts) == 1 else [f"{name}-{i}" for i in range(len(prompts))]
+        params = await self._check(sampling_params)
         prepared = []
         for prompt, name in zip(prompts, names, strict=True):
-            prepared.append(await self._prepare(prompt, sampling_params, name, priority))
+            prepared.append(await self._prepare(prompt, params, name, priority))
+            if logprob_budget is not None:
+                logprob_budget.expect(prepared[-1].request)
             if len(prepared) % PROMPTS_AT_ONCE == 0:
                 await asyncio.sleep(0)
         keys = [item.request.key for item in prepared]
@@ -232,7 +238,7 @@ class AsyncLLM(AsyncEngineCalls):
         listener = mailbox.open(keys)
         states: list[RequestState] = []
         try:
-            states = self.session.submit(prepared, mailbox, trace_headers)
+            states = self.session.submit(prepared, mailbox, trace_headers, logprob_budget)
             places = {state.key: (index, state) for index, state in enumerate(states)}
             while places:
                 if outputs := self._take(places, await listener.wait()):
@@ -263,8 +269,13 @@ class AsyncLLM(AsyncEngineCalls):
                     del places[key]
         return outputs
 
+    async def _check(self, params: SamplingParams) -> CheckedParams:
+        if params is not None and params.bad_words:  # they are tokenized
+            return await asyncio.to_thread(self.session.check, params)
+        return self.session.check(params)
+
     async def _prepare(
-        self, prompt: PromptType, params: SamplingParams, request_id: str, priority: int
+        self, prompt: PromptType, params: CheckedParams, request_id: str, priority: int
     ) -> Prepared:
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         if isinstance(text, str) and len(text) > LONG_PROMPT_CHARACTERS:

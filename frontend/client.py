@@ -139,13 +139,20 @@ class CoreClient:
     # -------------------------------------------------------------- any thread
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Send new requests, in this order.
+        """Send new requests, in this order, in as many messages as their sizes need.
 
         Raises:
             EngineDeadError: the core is lost. EngineBusyError: it reads nothing, and too many messages wait.
-            OverflowError, TypeError: a value that msgpack cannot represent.
+            OverflowError, TypeError: a value that msgpack cannot represent. ValueError: a request is too large.
         """
-        self._post(Submit(list(requests)))
+        middle = len(requests) // 2
+        try:
+            self._post(Submit(list(requests)))
+        except ValueError:  # too large for one message
+            if not middle:
+                raise
+            self.submit(requests[:middle])
+            self.submit(requests[middle:])
 
     def abort(self, keys: Sequence[int] = (), sequences: Sequence[tuple[int, int]] = ()) -> None:
         """Drop requests, or single sequences (key, index) of them. Does nothing once the core is lost."""
@@ -158,7 +165,7 @@ class CoreClient:
         """Call one of the core's methods. The future gets the answer, or the error that the core reports.
 
         Raises:
-            EngineDeadError, EngineBusyError, OverflowError, TypeError: as `submit`.
+            EngineDeadError, EngineBusyError, OverflowError, TypeError, ValueError: as `submit`.
         """
         future: Future[Any] = Future()
         call_id = next(self._call_ids)
@@ -190,7 +197,12 @@ class CoreClient:
                 self._close_by = time.monotonic() + FLUSH_SECONDS
             elif len(self._outbox) >= MAX_OUTBOX:
                 raise EngineBusyError(f"the engine core reads no messages; {MAX_OUTBOX} are waiting")
-            self._outbox.append(self._encoder.encode(message))
+            frames = self._encoder.encode(message)
+            if len(frames[0]) > (limit := self.info.max_message_bytes):
+                raise ValueError(
+                    f"a message of {len(frames[0])} bytes is over this engine's limit of {limit}"
+                )
+            self._outbox.append(frames)
             if not self._waking:  # one wake-up for all messages until the thread empties the outbox
                 self._waking = True
                 os.write(self._wake_write_fd, b"!")

@@ -7,6 +7,7 @@ Everything that the core would refuse is refused here, so that the exception is 
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import operator
@@ -15,14 +16,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict
 
+from pagewire.frontend.text.length import ContextLengthError, encode_within
 from pagewire.frontend.text.tokenizer import Tokenizer
-from pagewire.ipc.bounds import check_int, check_number, unknown_name
+from pagewire.ipc.bounds import check_int, check_length, check_number, meta_of, shown, unknown_name
+from pagewire.ipc.budget import MAX_TOKENS
 from pagewire.ipc.items import Prompt
 from pagewire.ipc.messages import EngineInfo, Request
-from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.params import Name, SamplingParams, check_logit_edits
 
 PRIORITY_LIMIT = 2**31  # priorities lie within plus and minus this value
 MASK = 2**64 - 1  # of the 64-bit arithmetic of seeds
+NAME = meta_of(Name)
 
 
 class TextPrompt(TypedDict, total=False):
@@ -105,6 +109,13 @@ class Prepared:
     prompt_text: str | None
 
 
+@dataclass(frozen=True)
+class CheckedParams:
+    """Sampling parameters that an engine takes, completed; made by `Intake.check`, and not changed any more."""
+
+    params: SamplingParams
+
+
 class Intake:
     """Converts prompts and parameters to requests for the core. Thread-safe.
 
@@ -123,7 +134,7 @@ class Intake:
     def prepare(
         self,
         prompt: PromptType,
-        params: SamplingParams | None,
+        params: SamplingParams | CheckedParams | None,
         request_id: str,
         key: int,
         priority: int = 0,
@@ -133,19 +144,21 @@ class Intake:
 
         age: seconds since the request arrived.
 
-        The parameters are copied. `max_tokens` is limited to the room that the prompt leaves in `max_model_len`.
+        The parameters are copied, but for checked ones, which requests may share. `max_tokens` is limited to the
+        room that the prompt leaves in `max_model_len`.
 
         Raises:
             ValueError, TypeError: the prompt or a parameter is invalid or not supported.
         """
         if not isinstance(request_id, str):
-            raise TypeError(f"request_id must be a string, got {request_id!r}")
+            raise TypeError(f"request_id must be a string, got {shown(request_id)}")
+        check_length("request_id", request_id, NAME, "characters")
         check_int("priority", priority, -PRIORITY_LIMIT, PRIORITY_LIMIT)
-        token_ids, text = self.tokenize(prompt)
-        eos_token_id = self.eos_token_id
-        params = self._params(params, eos_token_id)
+        checked = params if isinstance(params, CheckedParams) else self.check(params)
+        params = checked.params
+        token_ids, text = self.tokenize(prompt, truncates=params.truncate_prompt_tokens is not None)
         token_ids = truncated(token_ids, params, self.info.max_model_len)
-        self._fit(params, len(token_ids))
+        params = self._fit(params, len(token_ids))
         return Prepared(
             Request(
                 key=key,
@@ -153,17 +166,20 @@ class Intake:
                 prompt=Prompt(token_ids, cache_salt=salt_of(prompt)),
                 task=params,
                 seed=self._seed() if params.seed is None else params.seed,
-                eos_token_id=eos_token_id,
+                eos_token_id=self.eos_token_id,
                 priority=priority,
                 age=age,
             ),
             text,
         )
 
-    def tokenize(self, prompt: PromptType) -> tuple[list[int], str | None]:
+    def tokenize(self, prompt: PromptType, truncates: bool = False) -> tuple[list[int], str | None]:
         """Return the token ids of one prompt, checked but not truncated, and its text, if known.
 
+        truncates: they will be, so there may be more than the model takes.
+
         Raises:
+            ContextLengthError: the prompt is longer than the model's context length.
             ValueError, TypeError: the prompt is invalid or not supported.
         """
         text: Any = None
@@ -180,30 +196,38 @@ class Intake:
         if text is not None and not isinstance(text, str):
             raise TypeError(f"the text of a prompt must be a string, got {type(text).__name__}")
         if token_ids is None and text is not None:
-            token_ids = self._encode(text)
-        return self._checked(token_ids), text
+            token_ids = self._encode(text, truncates)
+        return self._checked(token_ids, truncates), text
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, truncates: bool) -> list[int]:
         if self.tokenizer is None:
             raise ValueError("there is no tokenizer (skip_tokenizer_init): give the prompt as token ids")
         try:
-            return self.tokenizer.encode(text)
+            return encode_within(self.tokenizer, text, self.info.max_model_len, truncates=truncates)
         except (TypeError, UnicodeError) as error:  # such as an unpaired surrogate
             raise ValueError(f"the prompt is not valid Unicode text: {error}") from error
 
-    def _checked(self, token_ids: Any) -> list[int]:
+    def _checked(self, token_ids: Any, truncates: bool) -> list[int]:
         if isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, Iterable):
             raise TypeError(f"a prompt is a string, token ids or a dict, got {type(token_ids).__name__}")
         ids = list(token_ids)
         if not ids:
             raise ValueError("the prompt is empty")
+        if len(ids) > (MAX_TOKENS if truncates else self.info.max_model_len):
+            raise ContextLengthError(self.info.max_model_len, f"the prompt has {len(ids)} tokens")
         if set(map(type, ids)) != {int}:
             ids = [as_int(token_id) for token_id in ids]
         check_vocabulary("the prompt", ids, self.info.vocab_size)
         return ids
 
-    def _params(self, params: SamplingParams | None, eos_token_id: int | None) -> SamplingParams:
-        """Return a checked copy of the parameters, completed from the model's config and the tokenizer."""
+    def check(self, params: SamplingParams | None) -> CheckedParams:
+        """Return a checked copy of parameters (None: the model's defaults), completed for `prepare`.
+
+        It is completed from the model's config and the tokenizer, and good for any number of prompts.
+
+        Raises:
+            ValueError, TypeError: a parameter is invalid or not supported.
+        """
         if params is None:
             params = default_sampling_params(self.info)
         elif isinstance(params, SamplingParams):
@@ -223,31 +247,34 @@ class Intake:
                 raise ValueError("bad_words need a tokenizer")
             words = [ids for word in params.bad_words for ids in spellings(self.tokenizer, word)]
             params.bad_words_token_ids = words + (params.bad_words_token_ids or [])
+            check_logit_edits(params.n, params.num_logit_edits)
         for ids in params.bad_words_token_ids or ():
             check_vocabulary("bad_words", ids, self.info.vocab_size)
-        params.update_from_generation_config(self.info.generation_config, eos_token_id)
-        return params
+        params.update_from_generation_config(self.info.generation_config, self.eos_token_id)
+        return CheckedParams(params)
 
     def _check_logprobs(self, name: str, number: int | None) -> None:
         limit = self.info.max_logprobs
         if number is not None and limit != -1 and (number == -1 or number > limit):
             raise ValueError(f"{name}={number} is over this engine's max_logprobs={limit}")
 
-    def _fit(self, params: SamplingParams, num_prompt_tokens: int) -> None:
-        """Reduce `max_tokens` to the room that the prompt leaves; raise ValueError if there is too little."""
+    def _fit(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """Return the parameters with a `max_tokens` that has room; raise ValueError if there is too little."""
         room = self.info.max_model_len - num_prompt_tokens
         if room < 1:
-            raise ValueError(
-                f"This model's maximum context length is {self.info.max_model_len} tokens. However, "
-                f"the prompt has {num_prompt_tokens} tokens, which leaves no room for a new one: "
-                f"the prompt is too long (max_model_len is {self.info.max_model_len})"
+            raise ContextLengthError(
+                self.info.max_model_len,
+                f"the prompt has {num_prompt_tokens} tokens, which leaves no room for a new one",
             )
-        params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         if params.min_tokens > room:
             raise ValueError(
                 f"min_tokens={params.min_tokens}, but the prompt of {num_prompt_tokens} tokens leaves room for "
                 f"{room}: max_model_len is {self.info.max_model_len}"
             )
+        if params.max_tokens is None or params.max_tokens > room:
+            params = copy.copy(params)
+            params.max_tokens = room
+        return params
 
     @property
     def eos_token_id(self) -> int | None:
@@ -293,7 +320,7 @@ def params_for(params: SamplingParams | Sequence[SamplingParams], num_prompts: i
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
     if not isinstance(params, Sequence) or not all(isinstance(entry, SamplingParams) for entry in params):
-        raise TypeError(f"sampling_params must be SamplingParams or a list of them, got {params!r}")
+        raise TypeError(f"sampling_params must be SamplingParams or a list of them, got {shown(params)}")
     if len(params) != num_prompts:
         raise ValueError(f"{num_prompts} prompts, but {len(params)} sampling parameters")
     return list(params)
@@ -369,9 +396,10 @@ def salt_of(prompt: PromptType) -> str | None:
     """
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
     if salt is not None and not isinstance(salt, str):
-        raise TypeError(f"cache_salt must be a string, got {salt!r}")
+        raise TypeError(f"cache_salt must be a string, got {shown(salt)}")
     if salt == "":
         raise ValueError("cache_salt must not be empty")
+    check_length("cache_salt", salt or "", NAME, "characters")
     return salt
 
 
@@ -409,7 +437,7 @@ def as_int(value: Any) -> int:
         TypeError: the value is not an integer.
     """
     if not is_int(value):
-        raise TypeError(f"token ids must be integers, got {value!r}")
+        raise TypeError(f"token ids must be integers, got {shown(value)}")
     return operator.index(value)
 
 

@@ -16,6 +16,7 @@ from pagewire.frontend.beam_search import (
     tokens_prompt,
 )
 from pagewire.frontend.inputs import (
+    CheckedParams,
     PromptType,
     TextPrompt,
     TokensPrompt,
@@ -350,10 +351,11 @@ class LLM(EngineCalls):
         states: list[RequestState] = []
         try:
             prepared = []
-            for prompt, own_params, rank in zip(prompts, params, priority, strict=True):
-                own_params = own_params.clone()
-                own_params.output_kind = RequestOutputKind.FINAL_ONLY
-                prepared.append(session.prepare(prompt, own_params, f"{next(self._request_ids)}", rank))
+            checked: dict[int, CheckedParams] = {}  # by identity, since many prompts may share parameters
+            for prompt, own, rank in zip(prompts, params, priority, strict=True):
+                if id(own) not in checked:
+                    checked[id(own)] = session.check(final_only(own))
+                prepared.append(session.prepare(prompt, checked[id(own)], f"{next(self._request_ids)}", rank))
                 if len(prepared) == SUBMIT_CHUNK:
                     states += session.submit(prepared, inbox)
                     prepared = []
@@ -375,6 +377,13 @@ class LLM(EngineCalls):
                     done[state.key] = output
                     tick(output)
         return [done[state.key] for state in states]
+
+
+def final_only(params: SamplingParams) -> SamplingParams:
+    """Return a copy of parameters for which there is one output, when the request has ended."""
+    params = params.clone()
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    return params
 
 
 Tick: TypeAlias = Callable[[RequestOutput | None], None]

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from pagewire.frontend.logprob_budget import LogprobBudget, TooManyLogprobsError, num_logprobs
 from pagewire.frontend.text.logprobs import (
     FlatLogprobs,
     PromptLogprobs,
@@ -200,7 +201,13 @@ class RequestState:
         num_prompt_logprobs: prompt positions, from position 1 on, whose log probabilities have arrived.
     """
 
-    def __init__(self, request: Request, prompt_text: str | None, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        prompt_text: str | None,
+        tokenizer: Tokenizer | None,
+        logprob_budget: LogprobBudget | None = None,
+    ) -> None:
         params = request.params
         self.request = request
         self.key, self.request_id = request.key, request.request_id
@@ -208,6 +215,7 @@ class RequestState:
         self.error_type: str | None = None
         self.num_prompt_logprobs = 0
         self._prompt_text = prompt_text
+        self._budget, self._num_logprobs_kept = logprob_budget, 0
         self._kind = params.output_kind
         self._outputs = [OutputState(index, request, tokenizer) for index in range(params.n)]
         self._num_live = params.n
@@ -252,12 +260,18 @@ class RequestState:
         """Add a delta; a delta for an output that has ended is ignored.
 
         Returns True if a stop string has just ended the output: the caller must make the core drop it.
+
+        Raises:
+            TooManyLogprobsError: the answer has no room for the log probabilities.
         """
         if not 0 <= delta.index < len(self._outputs):
             return False
         output = self._outputs[delta.index]
         if output.finish_reason is not None:
             return False
+        if self._budget is not None and (number := num_logprobs(delta)):
+            self._budget.keep(number)
+            self._num_logprobs_kept += number
         if delta.prompt_logprobs is not None and self._prompt_logprobs is not None:
             add_rows(self._prompt_logprobs, delta.prompt_logprobs, self._texts)
             self.num_prompt_logprobs += delta.prompt_logprobs.token_ids.shape[0]
@@ -281,6 +295,12 @@ class RequestState:
         self._num_live = 0
         self._clock(None)
 
+    def refuse(self, error: ValueError) -> list[tuple[int, int]]:
+        """End the request with an error; returns its sequences (key, index), which the core must drop."""
+        self.end("error", str(error))
+        self.error_type = "ValueError"
+        return [(self.key, output.index) for output in self._outputs]
+
     def take(self) -> RequestOutput | None:
         """Return the next output, according to `output_kind`; None if nothing has changed since the last call."""
         finished = self.finished
@@ -288,6 +308,9 @@ class RequestState:
         if not changed or (self._kind is RequestOutputKind.FINAL_ONLY and not finished):
             return None
         delta = self._kind is RequestOutputKind.DELTA
+        if delta and self._budget is not None:
+            self._budget.release(self._num_logprobs_kept)
+            self._num_logprobs_kept = 0
         return RequestOutput(
             self.request_id,
             self._prompt_text,
@@ -344,8 +367,11 @@ class Outputs:
             if state is None:
                 continue
             touched[delta.key] = state
-            if state.apply(delta):
-                to_drop.append((delta.key, delta.index))
+            try:
+                if state.apply(delta):
+                    to_drop.append((delta.key, delta.index))
+            except TooManyLogprobsError as error:
+                to_drop += state.refuse(error)
             if state.finished:
                 del self.states[delta.key]
         return list(touched.values()), to_drop

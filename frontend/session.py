@@ -21,7 +21,8 @@ from typing import Any, Protocol
 import msgspec
 
 from pagewire.frontend.client import START_ERRORS, CoreClient
-from pagewire.frontend.inputs import Intake, Prepared, PromptType
+from pagewire.frontend.inputs import CheckedParams, Intake, Prepared, PromptType
+from pagewire.frontend.logprob_budget import LogprobBudget
 from pagewire.frontend.metrics import Metric, read_metrics
 from pagewire.frontend.outputs import Outputs, RequestOutput, RequestState
 from pagewire.frontend.spawn import SpawnedCore, spawn_core
@@ -227,10 +228,18 @@ class Session:
 
     # -------------------------------------------------------------- requests
 
+    def check(self, params: SamplingParams | None) -> CheckedParams:
+        """The parameters, checked and completed once for many prompts.
+
+        Raises:
+            ValueError, TypeError: a bad parameter.
+        """
+        return self._intake.check(params)
+
     def prepare(
         self,
         prompt: PromptType,
-        params: SamplingParams | None,
+        params: SamplingParams | CheckedParams | None,
         request_id: str,
         priority: int = 0,
         age: float = 0.0,
@@ -242,13 +251,13 @@ class Session:
         """
         return self._intake.prepare(prompt, params, request_id, next(self._keys), priority, age)
 
-    def tokenize(self, prompt: PromptType) -> list[int]:
-        """The token ids of a prompt.
+    def tokenize(self, prompt: PromptType, truncates: bool = False) -> list[int]:
+        """The token ids of a prompt. truncates: it will be truncated, so it may be longer than the model takes.
 
         Raises:
             ValueError, TypeError: a bad prompt.
         """
-        return self._intake.tokenize(prompt)[0]
+        return self._intake.tokenize(prompt, truncates)[0]
 
     @property
     def eos_token_id(self) -> int | None:
@@ -260,15 +269,19 @@ class Session:
         prepared: Sequence[Prepared],
         mailbox: Mailbox,
         trace_headers: Mapping[str, str] | None = None,
+        logprob_budget: LogprobBudget | None = None,
     ) -> list[RequestState]:
         """Send requests to the core; returns their states.
 
         mailbox: receives a request whenever it has new output. trace_headers: W3C trace context of the parent span.
+        logprob_budget: of the answer that these requests make; a request that exceeds it ends with a ValueError.
 
         Raises:
             ValueError: a request id is in use. EngineDeadError: the core is lost.
         """
-        states = [RequestState(item.request, item.prompt_text, self.tokenizer) for item in prepared]
+        states = [
+            RequestState(item.request, item.prompt_text, self.tokenizer, logprob_budget) for item in prepared
+        ]
         with self._lock:
             self._check_alive()
             for state in states:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sized
 from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -18,6 +18,8 @@ import msgspec
 from msgspec import Meta
 
 MAX_INT = 2**63 - 1
+MAX_SHOWN = 200  # characters of a value in an error text, which is answered and logged
+NO_BOUNDS = Meta()
 Check = Callable[[str, Any], Any]  # (name, value) -> the value, a number as `int` or `float`
 
 
@@ -31,6 +33,16 @@ def meta_of(kind: Any) -> Meta:
 def plain(kind: Any) -> Any:
     """A type without its annotations."""
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def shown(value: Any) -> str:
+    """A value for an error text: its `repr`, or the beginning of it if that is long."""
+    if isinstance(value, (str, bytes)):
+        value = value[: MAX_SHOWN + 1]
+    elif isinstance(value, (list, tuple, dict, set)) and len(value) > MAX_SHOWN:
+        return f"a {type(value).__name__} of {len(value)} entries"
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN + 2 else f"{text[:MAX_SHOWN]}..."
 
 
 def interval(meta: Meta) -> str:
@@ -106,29 +118,39 @@ def check_for(kind: Any) -> Check | None:
     if kind is float:
         return partial(check_float, meta=meta)
     if kind is str:
-        return check_string
-    if origin is list and (each := check_for(arguments[0])) is not None:
-        return partial(check_each, kind=plain(arguments[0]), check=each)
+        return partial(check_string, meta=meta)
+    if origin is list:
+        return check_for_list(arguments[0], meta)
     if origin is dict and (each := check_for(arguments[1])) is not None:
-        return partial(check_items, check_key=check_for(arguments[0]), check_value=each)
+        return partial(
+            check_items, kinds=arguments, check_key=check_for(arguments[0]), check_value=each, meta=meta
+        )
     if origin in (Union, UnionType):
         return check_for_union(arguments)
     return None
 
 
+def check_for_list(kind: Any, meta: Meta) -> Check | None:
+    """The check of a list. kind: the type of its elements; of those not checked here, only the number is."""
+    if (each := check_for(kind)) is not None:
+        return partial(check_each, kind=kind, check=each, meta=meta)
+    return partial(check_list, meta=meta) if meta.max_length is not None else None
+
+
 def check_for_union(kinds: tuple[Any, ...]) -> Check | None:
     """The check of a type that may be None, or a string or something else."""
-    others = [
-        check for kind in kinds if kind not in (str, NoneType) and (check := check_for(kind)) is not None
-    ]
-    if len(others) != len([kind for kind in kinds if kind not in (str, NoneType)]) or len(others) > 1:
+    kinds = tuple(kind for kind in kinds if kind is not NoneType)
+    checks = {plain(kind) is str: check_for(kind) for kind in kinds}
+    if None in checks.values() or len(checks) != len(kinds):
         return None
-    check = others[0] if others else check_string
+    text, other = checks.get(True), checks.get(False)
 
     def either(name: str, value: Any) -> Any:
-        if value is None and NoneType in kinds:
+        if value is None:
             return None
-        return (check_string if isinstance(value, str) and str in kinds else check)(name, value)
+        check = text if text is not None and (other is None or isinstance(value, str)) else other
+        assert check is not None, "a union has members"
+        return check(name, value)
 
     return either
 
@@ -136,14 +158,14 @@ def check_for_union(kinds: tuple[Any, ...]) -> Check | None:
 def check_bool(name: str, value: Any) -> bool:
     """Refuse what is not True or False."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, got {value!r}")
+        raise TypeError(f"{name} must be a bool, got {shown(value)}")
     return value
 
 
 def check_integer(name: str, value: Any, meta: Meta) -> int:
     """Refuse what is not an integer of 64 bits within the bounds."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
+        raise TypeError(f"{name} must be an integer, got {shown(value)}")
     if not within(value, meta):
         raise ValueError(f"{name} must be {interval(meta)}, got {value}")
     if not -MAX_INT - 1 <= value <= MAX_INT:
@@ -154,19 +176,30 @@ def check_integer(name: str, value: Any, meta: Meta) -> int:
 def check_float(name: str, value: Any, meta: Meta) -> float:
     """Refuse what is not a finite number within the bounds. 2**70 and a number of numpy are numbers, too."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r}")
+        raise TypeError(f"{name} must be a number, got {shown(value)}")
     finite = -sys.float_info.max <= value <= sys.float_info.max  # math.isfinite fails for huge integers
     if not finite or not within(value, meta):
         raise ValueError(f"{name} must be {interval(meta)}, got {value}")
     return float(value)
 
 
-def check_string(name: str, value: Any) -> str:
-    """Refuse what is not a string of Unicode text."""
+def check_string(name: str, value: Any, meta: Meta = NO_BOUNDS) -> str:
+    """Refuse what is not a string of Unicode text, or is too long."""
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, got {value!r}")
+        raise TypeError(f"{name} must be a string, got {shown(value)}")
+    check_length(name, value, meta, "characters")
     check_text(name, value)
     return value
+
+
+def check_length(name: str, value: Sized, meta: Meta, things: str) -> None:
+    """Refuse what has more than `meta.max_length` things.
+
+    Raises:
+        ValueError: it has; the text has both numbers.
+    """
+    if meta.max_length is not None and len(value) > meta.max_length:
+        raise ValueError(f"{name} must have at most {meta.max_length} {things}, got {len(value)}")
 
 
 def check_text(name: str, text: str) -> None:
@@ -178,30 +211,67 @@ def check_text(name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{name} must hold valid Unicode text, got {text!r}") from None
+        raise ValueError(f"{name} must hold valid Unicode text, got {shown(text)}") from None
 
 
-def check_each(name: str, value: Any, kind: Any, check: Check) -> list[Any]:
-    """Refuse what is not a list whose elements pass a check. kind: their type."""
-    python_type = get_origin(kind) or kind
+def check_list(name: str, value: Any, meta: Meta) -> list[Any]:
+    """Refuse what is not a list, or is too long."""
+    if not isinstance(value, list):
+        raise TypeError(f"{name} must be a list, got {shown(value)}")
+    check_length(name, value, meta, "entries")
+    return value
+
+
+def check_each(name: str, value: Any, kind: Any, check: Check, meta: Meta) -> list[Any]:
+    """Refuse what is not a list whose elements pass a check, or is too long. kind: the type of an element."""
+    python_type = get_origin(plain(kind)) or plain(kind)
+    if isinstance(value, list):
+        check_length(name, value, meta, "entries")
+        if all_within(value, kind):
+            return value
     if not isinstance(value, list) or any(
         isinstance(item, bool) or not isinstance(item, python_type) for item in value
     ):
-        raise TypeError(f"{name} must be a list of {python_type.__name__}, got {value!r}")
+        raise TypeError(f"{name} must be a list of {python_type.__name__}, got {shown(value)}")
     each = name if name.startswith("each of ") or python_type is str else f"each of {name}"
     for item in value:
         check(each, item)
     return value
 
 
-def check_items(name: str, value: Any, check_key: Check | None, check_value: Check) -> dict[Any, Any]:
-    """Refuse what is not a dict whose keys and values pass their checks."""
+def check_items(
+    name: str, value: Any, kinds: tuple[Any, ...], check_key: Check | None, check_value: Check, meta: Meta
+) -> dict[Any, Any]:
+    """Refuse what is not a dict whose keys and values pass their checks, or is too long. kinds: of both."""
     if not isinstance(value, dict):
-        raise TypeError(f"{name} must map token ids to numbers, got {value!r}")
+        raise TypeError(f"{name} must map token ids to numbers, got {shown(value)}")
+    check_length(name, value, meta, "entries")
+    if all_within(value.keys(), kinds[0]) and all_within(value.values(), kinds[1]):
+        return value
     if check_key is not None:
         for key in value:
             check_key(f"each key of {name}", key)
     return {key: check_value(f"{name}[{key}]", item) for key, item in value.items()}
+
+
+def all_within(values: Collection[Any], kind: Any) -> bool:
+    """True if all values are valid integers or floats of a type, found without a call for each of them.
+
+    False leaves it open: one may be invalid, and the check of single values says which and why.
+    """
+    meta, python_type = meta_of(kind), plain(kind)
+    if not values:
+        return True
+    if python_type not in (int, float) or set(map(type, values)) != {python_type}:
+        return False
+    if python_type is float and not math.isfinite(sum(values)):  # as it is with NaN, which has no order
+        return False
+    low, high = min(values), max(values)
+    return (
+        within(low, meta)
+        and within(high, meta)
+        and (python_type is float or -MAX_INT <= low <= high <= MAX_INT)
+    )
 
 
 # ---------------------------------------------------------------- names
@@ -209,8 +279,8 @@ def check_items(name: str, value: Any, check_key: Check | None, check_value: Che
 
 def unknown_name(kind: str, name: Any, known: Iterable[str]) -> str:
     """The error message for an unknown name, with the nearest known one: unknown option 'a'; did you mean 'b'?"""
-    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.8)
-    return f"unknown {kind} {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    near = difflib.get_close_matches(str(name)[:MAX_SHOWN], known, n=1, cutoff=0.8)
+    return f"unknown {kind} {shown(name)}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 # ---------------------------------------------------------------- single values
@@ -246,6 +316,6 @@ def converted(name: str, value: Any, kind: Any) -> Any:
     except msgspec.ValidationError as error:
         problem = str(error)
     if ", got `" not in problem and " - at " not in problem:
-        raise ValueError(f"{name} must be {interval(meta_of(kind))}, got {value!r}")
+        raise ValueError(f"{name} must be {interval(meta_of(kind))}, got {shown(value)}")
     hint = "; code never crosses a socket: give a name" if callable(value) else ""
     raise TypeError(f"{name}: {problem[0].lower()}{problem[1:]}{hint}")

@@ -19,6 +19,9 @@ from pagewire.ipc.errors import ProtocolError
 INLINE_BYTES = 4096  # smaller tensors cost less inline than as a frame of their own
 MAX_MESSAGE_BYTES = 256 << 20  # limits the memory that a peer can make a process allocate with one message
 MAX_FRAMES = 4096  # likewise
+MAX_EXPLAINED_BYTES = (
+    1 << 16
+)  # the error for a longer message does not quote the wrong value, which takes decoding
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 T = TypeVar("T")
@@ -80,9 +83,14 @@ class Codec(Generic[T]):
     """Encodes any message struct, and decodes messages of the union `kinds`.
 
     Not thread-safe: the frames of the current message are kept in the codec.
+
+    Attributes:
+        max_head_bytes: the largest first frame to decode. Its bytes become Python objects, unlike those of a
+            tensor, so a receiver that does not trust its peer sets it to what the peer has reason to send.
     """
 
-    def __init__(self, kinds: Any) -> None:
+    def __init__(self, kinds: Any, max_head_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self.max_head_bytes = max_head_bytes
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._pack)
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kinds, dec_hook=self._unpack)
         self._frames: list[Buffer] = []
@@ -108,12 +116,17 @@ class Codec(Generic[T]):
             raise ProtocolError(f"a message has 1 to {MAX_FRAMES} frames, not {len(frames)}")
         if (size := sum(len(frame) for frame in frames)) > MAX_MESSAGE_BYTES:
             raise ProtocolError(f"message of {size} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+        if (size := len(frames[0])) > self.max_head_bytes:
+            raise ProtocolError(
+                f"message of {size} bytes is over the limit of {self.max_head_bytes}: send fewer requests in it"
+            )
         self._frames = list(frames[1:])
         try:
             return self._decoder.decode(frames[0])
         except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
             text = str(error)
-            if text.startswith("Expected `") and " - at `$" in text:
+            explains = len(frames[0]) <= MAX_EXPLAINED_BYTES
+            if explains and text.startswith("Expected `") and " - at `$" in text:
                 text = with_value(text, frames[0])
             raise ProtocolError(f"not a message of this protocol: {text}") from error
         finally:

@@ -6,12 +6,15 @@ is detected and a dump is readable.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
+from pagewire.ipc.budget import MAX_MEDIA, MAX_NAME_CHARS, MAX_TOKENS
 from pagewire.ipc.codec import Tensor
-from pagewire.ipc.params import PoolingParams, SamplingParams
+from pagewire.ipc.params import Name, PoolingParams, SamplingParams
+
+TokenIds: TypeAlias = Annotated[list[int], msgspec.Meta(max_length=MAX_TOKENS)]
 
 
 class Item(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -81,10 +84,10 @@ class Prompt(Item):
     model's weights; empty for none. cache_salt: requests share cached prefixes only if their salts are equal.
     """
 
-    token_ids: list[int]
-    media: list[Media] = []
-    adapter: bytes = b""
-    cache_salt: str | None = None
+    token_ids: TokenIds
+    media: Annotated[list[Media], msgspec.Meta(max_length=MAX_MEDIA)] = []
+    adapter: Annotated[bytes, msgspec.Meta(max_length=MAX_NAME_CHARS)] = b""
+    cache_salt: Name | None = None
 
     def block_keys(self, index: int, block_size: int) -> list[tuple[str | bytes | int, ...]]:
         """What KV block `index` depends on beside its tokens and the blocks before it.

@@ -8,11 +8,20 @@ Increase `PROTOCOL` with every change, here or in the parts that messages share,
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
+from msgspec import Meta
+
+from pagewire.ipc.budget import (
+    MAX_ABORTS_PER_MESSAGE,
+    MAX_ARGUMENTS,
+    MAX_REQUESTS_PER_MESSAGE,
+    MAX_RESUMED_SEQUENCES,
+    message_bytes,
+)
 from pagewire.ipc.codec import Tensor
-from pagewire.ipc.items import Item, LogprobRows, Message, Prompt, Task
-from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.items import Item, LogprobRows, Message, Prompt, Task, TokenIds
+from pagewire.ipc.params import Name, SamplingParams
 
 PROTOCOL = 3
 
@@ -44,6 +53,11 @@ class EngineInfo(Message):
     tokenizer_revision: str | None = None
     scheduling_policy: str = "fcfs"
 
+    @property
+    def max_message_bytes(self) -> int:
+        """The largest first frame of a message to this engine: of a request that has all it may have."""
+        return message_bytes(self.max_model_len, self.vocab_size, self.max_n)
+
 
 # ---------------------------------------------------------------- frontend -> core
 
@@ -52,9 +66,9 @@ class Hello(Message, tag="hello"):
     """Attach: the first message of a frontend."""
 
     protocol: int
-    version: str
+    version: Name
     pid: int
-    name: str = ""
+    name: Name = ""
 
 
 class Request(Item):
@@ -71,13 +85,13 @@ class Request(Item):
     """
 
     key: int
-    request_id: str
+    request_id: Name
     prompt: Prompt
     task: Task
     seed: int
     eos_token_id: int | None = None
     priority: int = 0
-    output_token_ids: list[list[int]] | None = None
+    output_token_ids: Annotated[list[TokenIds], Meta(max_length=MAX_RESUMED_SEQUENCES)] | None = None
     num_prompt_logprobs: int = 0
     age: float = 0.0
 
@@ -91,7 +105,7 @@ class Request(Item):
 class Submit(Message, tag="submit"):
     """New requests, in order of arrival."""
 
-    requests: list[Request]
+    requests: Annotated[list[Request], Meta(max_length=MAX_REQUESTS_PER_MESSAGE)]
 
 
 class Abort(Message, tag="abort"):
@@ -101,17 +115,17 @@ class Abort(Message, tag="abort"):
         found a stop string.
     """
 
-    keys: list[int] = []
-    sequences: list[tuple[int, int]] = []
+    keys: Annotated[list[int], Meta(max_length=MAX_ABORTS_PER_MESSAGE)] = []
+    sequences: Annotated[list[tuple[int, int]], Meta(max_length=MAX_ABORTS_PER_MESSAGE)] = []
 
 
 class Call(Message, tag="call"):
     """Ask for one of the core's methods by name; answered by `CallAnswer` with the same `call_id`."""
 
     call_id: int
-    method: str
-    args: list[Any] = []
-    kwargs: dict[str, Any] = {}
+    method: Name
+    args: Annotated[list[Any], Meta(max_length=MAX_ARGUMENTS)] = []
+    kwargs: Annotated[dict[str, Any], Meta(max_length=MAX_ARGUMENTS)] = {}
 
 
 class Ping(Message, tag="ping"):

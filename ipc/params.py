@@ -12,9 +12,23 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from pagewire.ipc.bounds import check_fields, check_text, unknown_name
+from pagewire.ipc.bounds import check_fields, check_text, shown, unknown_name
+from pagewire.ipc.budget import (
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORD_SPELLINGS,
+    MAX_BAD_WORDS,
+    MAX_BAD_WORDS_CHARS,
+    MAX_CHOICES,
+    MAX_EXTRA_BYTES,
+    MAX_LOGIT_EDITS,
+    MAX_NAME_CHARS,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKENS,
+    MAX_STOPS,
+    MAX_STRUCTURE_CHARS,
+    MAX_TOKENS_OF_VOCABULARY,
+)
 
-MAX_STRUCTURE_CHARS = 1 << 18
 MAX_JSON_DEPTH = 100
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
@@ -40,7 +54,7 @@ def max_n() -> int:
     return int(os.environ.get("PAGEWIRE_MAX_N_SEQUENCES", "64"))
 
 
-# Numbers with bounds, which JSON schemas give, too.
+# Numbers, strings and lists with bounds, which JSON schemas give, too.
 NumSequences: TypeAlias = Annotated[int, Meta(ge=1)]
 Penalty: TypeAlias = Annotated[float, Meta(ge=-2.0, le=2.0)]
 RepetitionPenalty: TypeAlias = Annotated[float, Meta(gt=0.0)]
@@ -54,6 +68,16 @@ NumLogprobs: TypeAlias = Annotated[int, Meta(ge=-1)]
 TruncatedLength: TypeAlias = Annotated[int, Meta(ge=-1)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 LogitBias: TypeAlias = Annotated[float, Meta(ge=-100.0, le=100.0)]
+Name: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
+StopString: TypeAlias = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
+Stop: TypeAlias = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
+StopTokenIds: TypeAlias = Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)]
+BadWord: TypeAlias = Annotated[str, Meta(max_length=MAX_BAD_WORD_CHARS)]
+BadWords: TypeAlias = Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)]
+TokenSequence: TypeAlias = Annotated[list[TokenId], Meta(max_length=4 * MAX_BAD_WORD_CHARS)]
+AllowedTokenIds: TypeAlias = Annotated[list[TokenId], Meta(max_length=MAX_TOKENS_OF_VOCABULARY)]
+Structure: TypeAlias = Annotated[str, Meta(max_length=MAX_STRUCTURE_CHARS)]
+Choices: TypeAlias = Annotated[list[str], Meta(max_length=MAX_CHOICES)]
 
 
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
@@ -83,13 +107,13 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
         TypeError: a value of the wrong type.
     """
 
-    json: str | dict[str, Any] | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
+    json: Structure | dict[str, Any] | None = None
+    regex: Structure | None = None
+    choice: Choices | None = None
+    grammar: Structure | None = None
     json_object: bool | None = None
-    structural_tag: str | dict[str, Any] | None = None
-    whitespace_pattern: str | None = None
+    structural_tag: Structure | dict[str, Any] | None = None
+    whitespace_pattern: Structure | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     disable_fallback: bool = False
@@ -141,7 +165,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
 class GuidedDecodingParams(StructuredOutputsParams):
     """The older form of `StructuredOutputsParams`. `backend` is accepted, without effect: there is one."""
 
-    backend: str | None = None
+    backend: Name | None = None
 
 
 def json_object_text(name: str, value: Any) -> str:
@@ -153,7 +177,7 @@ def json_object_text(name: str, value: Any) -> str:
     if hasattr(value, "model_json_schema"):
         value = value.model_json_schema()
     if not isinstance(value, (str, dict)):
-        raise TypeError(f"{name} must be a JSON object or its text, got {value!r}")
+        raise TypeError(f"{name} must be a JSON object or its text, got {shown(value)}")
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
         text = json.dumps(parsed, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -223,9 +247,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     top_k: TopK = 0
     min_p: MinP = 0.0
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
-    bad_words: list[str] | None = None
+    stop: Stop | None = None
+    stop_token_ids: StopTokenIds | None = None
+    bad_words: BadWords | None = None
     ignore_eos: bool = False
     max_tokens: MaxTokens | None = 16
     min_tokens: NumTokens = 0
@@ -241,11 +265,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     structured_outputs: StructuredOutputsParams | None = None
     guided_decoding: GuidedDecodingParams | None = None
-    logit_bias: dict[TokenId, LogitBias] | None = None
-    allowed_token_ids: list[TokenId] | None = None
+    logit_bias: Annotated[dict[TokenId, LogitBias], Meta(max_length=MAX_TOKENS_OF_VOCABULARY)] | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
     extra_args: dict[str, Any] | None = None
     # Token sequences of `bad_words`, filled in by the frontend, which has the tokenizer.
-    bad_words_token_ids: list[list[TokenId]] | None = None
+    bad_words_token_ids: Annotated[list[TokenSequence], Meta(max_length=MAX_BAD_WORD_SPELLINGS)] | None = None
     # How many of the n outputs the client gets, filled in by the server for `best_of`; metrics report it.
     num_returned: NumSequences | None = None
 
@@ -272,6 +296,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     def stop_strings(self) -> list[str]:
         """`stop` as a list."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+
+    @property
+    def num_logit_edits(self) -> int:
+        """The tokens in the parameters that change logits or end an output, which each of the n sequences keeps."""
+        lists: list[Any] = [self.logit_bias, self.allowed_token_ids, self.stop_token_ids]
+        lists += self.bad_words_token_ids or [self.bad_words]  # words until the frontend has tokenized them
+        return sum(map(len, filter(None, lists)))
 
     def clone(self) -> SamplingParams:
         """A deep copy."""
@@ -314,7 +345,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
             raise ValueError("structured_outputs and guided_decoding are the same: give one")
         for name, value in (("structured_outputs", structure), ("guided_decoding", guided)):
             if value is not None and not isinstance(value, StructuredOutputsParams):
-                raise TypeError(f"{name} must be StructuredOutputsParams, got {value!r}")
+                raise TypeError(f"{name} must be StructuredOutputsParams, got {shown(value)}")
         if isinstance(guided, GuidedDecodingParams):
             fields = StructuredOutputsParams.__struct_fields__
             guided = StructuredOutputsParams(**{name: getattr(guided, name) for name in fields})
@@ -329,6 +360,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         for name, texts in (("stop", self.stop_strings), ("bad_words", self.bad_words)):
             if texts and "" in texts:
                 raise ValueError(f"{name} must not contain an empty string")
+        if (size := sum(map(len, self.bad_words or ()))) > MAX_BAD_WORDS_CHARS:
+            raise ValueError(
+                f"bad_words must have at most {MAX_BAD_WORDS_CHARS} characters together, they have {size}"
+            )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids must not be empty: no token could be generated")
         if self.extra_args is not None:
@@ -336,19 +371,22 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
 
     def _check_extra_args(self) -> None:
         if not isinstance(self.extra_args, dict) or not all(isinstance(k, str) for k in self.extra_args):
-            raise TypeError(f"extra_args must map strings to values, got {self.extra_args!r}")
+            raise TypeError(f"extra_args must map strings to values, got {shown(self.extra_args)}")
         try:
-            msgspec.msgpack.encode(self.extra_args)
+            size = len(msgspec.msgpack.encode(self.extra_args))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(f"extra_args must hold what msgpack can carry: {error}") from None
+        if size > MAX_EXTRA_BYTES:
+            raise ValueError(f"extra_args must have at most {MAX_EXTRA_BYTES} bytes (msgpack), it has {size}")
 
     def _check_together(self) -> None:
         if not isinstance(self.output_kind, RequestOutputKind):
-            raise TypeError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}")
+            raise TypeError(f"output_kind must be a RequestOutputKind, got {shown(self.output_kind)}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"
             )
+        check_logit_edits(self.n, self.num_logit_edits)
         if self.num_returned is not None and self.num_returned > self.n:
             raise ValueError(f"num_returned must be at most n={self.n}, got {self.num_returned}")
         if self.stop_strings and not self.detokenize:
@@ -360,6 +398,22 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
             )
         if self.temperature == 0.0:
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
+
+
+def check_logit_edits(num_sequences: int, num_edits: int) -> None:
+    """Refuse parameters whose lists of tokens are too long for so many sequences.
+
+    num_edits: `SamplingParams.num_logit_edits`.
+
+    Raises:
+        ValueError: their product is over `MAX_LOGIT_EDITS`.
+    """
+    if num_sequences * num_edits > MAX_LOGIT_EDITS:
+        raise ValueError(
+            f"logit_bias, allowed_token_ids, stop_token_ids and bad_words have {num_edits} entries for each of "
+            f"{num_sequences} sequences, which makes {num_sequences * num_edits}; at most {MAX_LOGIT_EDITS} are "
+            "allowed: give fewer, or ask for fewer sequences at a time"
+        )
 
 
 class PoolingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, tag="pooling"):
@@ -407,14 +461,14 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields
     include_stop_str_in_output: bool = False
     early_stopping: bool | Literal["never"] = False
     min_tokens: NumTokens = 0
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: StopTokenIds | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
         early: Any = self.early_stopping
         if not isinstance(early, bool) and early != "never":
             kind = ValueError if isinstance(early, str) else TypeError
-            raise kind(f"early_stopping must be True, False or 'never', got {early!r}")
+            raise kind(f"early_stopping must be True, False or 'never', got {shown(early)}")
         if self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"

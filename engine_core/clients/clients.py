@@ -15,6 +15,7 @@ from typing import Any
 import zmq
 
 from pagewire.engine_core.schedule.sequence import Sequence
+from pagewire.ipc.budget import MAX_HELLO_BYTES
 from pagewire.ipc.codec import Codec
 from pagewire.ipc.errors import ProtocolError, error_text, error_type
 from pagewire.ipc.items import LogprobRows
@@ -75,12 +76,16 @@ class Clients:
         self.socket = socket
         self.attached: dict[bytes, Client] = {}
         self._silence_seconds = silence_seconds
-        self._codec: Codec[ToCore] = Codec(ToCore)
+        self._codec: Codec[ToCore] = Codec(ToCore, MAX_HELLO_BYTES)
         self._lost: list[Client] = []
         self._numbers = count(1)
 
     def __len__(self) -> int:
         return len(self.attached)
+
+    def accept(self, max_message_bytes: int) -> None:
+        """Take messages whose first frame has at most this size; until this is called, only greetings fit."""
+        self._codec.max_head_bytes = max_message_bytes
 
     def attach(self, identity: bytes, name: str, pid: int, now: float) -> Client:
         """Register a frontend."""

@@ -12,6 +12,7 @@ from typing import Literal
 from pagewire.frontend.server.parsing.choice import PARSERS
 from pagewire.frontend.server.parsing.reasoning import BEGUN
 from pagewire.ipc.bounds import check_int, check_number
+from pagewire.ipc.budget import MAX_HTTP_LOGPROBS, MAX_HTTP_SEQUENCES, MAX_HTTP_TOKENS
 from pagewire.ipc.options import check_types, option
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
@@ -76,6 +77,12 @@ class ServerOptions:
     response_store_bytes: int = option(64 << 20, "Answers", "bytes of memory for responses of"
         " /v1/responses, which can then be continued and retrieved; the least recently used are dropped first;"
         " 0: keep none")
+    max_request_sequences: int = option(MAX_HTTP_SEQUENCES, "Answers", "most sequences that a request may ask"
+        " for: prompts times n")
+    max_request_tokens: int = option(MAX_HTTP_TOKENS, "Answers", "most tokens that a request for several sequences"
+        " may ask for: prompts times n times max_tokens")
+    max_request_logprobs: int = option(MAX_HTTP_LOGPROBS, "Answers", "most log probabilities (tokens times"
+        " candidates) that are kept for a request; those that a stream has sent no longer count")
     restarts: int = option(0, "Answers", "how often a spawned engine core that dies is replaced")
     reattach_timeout: float = option(30.0, "Answers", "with --attach: seconds to wait for another core at the"
         " address after the core has died; open requests continue on it")
@@ -99,6 +106,8 @@ class ServerOptions:
         check_int("port", self.port, 0, 65535)
         check_int("max_request_bytes", self.max_request_bytes, 1)
         check_int("response_store_bytes", self.response_store_bytes, 0)
+        for name in ("max_request_sequences", "max_request_tokens", "max_request_logprobs"):
+            check_int(name, getattr(self, name), 1)
         check_int("max_log_len", self.max_log_len, -1)
         check_int("restarts", self.restarts, 0)
         for name in ("body_seconds", "stall_seconds", "drain_seconds", "reattach_timeout"):

@@ -15,6 +15,7 @@ import jinja2
 from jinja2 import meta, nodes
 
 from pagewire.frontend.inputs import TokensPrompt
+from pagewire.frontend.text.length import encode_within
 from pagewire.frontend.text.sandbox import compile_source, environment, render
 from pagewire.frontend.text.tokenizer import Tokenizer
 
@@ -47,14 +48,29 @@ def conversations_of(messages: Any) -> list[list[Message]]:
 
 
 def chat_prompt(
-    tokenizer: Tokenizer, messages: Sequence[Message], *, add_special_tokens: bool = False, **options: Any
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    add_special_tokens: bool = False,
+    max_model_len: int | None = None,
+    truncates: bool = False,
+    **options: Any,
 ) -> TokensPrompt:
     """Convert a conversation to a prompt with token ids and text. options: see `render_chat`.
 
     add_special_tokens: add the tokenizer's special tokens; most templates write them themselves.
+    max_model_len: the model's context length, over which the text is not tokenized to its end; None: whatever its
+        length. truncates: it may have more tokens, since they will be truncated.
+
+    Raises:
+        ContextLengthError: the text is too long. And as `render_chat`.
     """
     text = render_chat(tokenizer, messages, **options)
-    return TokensPrompt(prompt_token_ids=tokenizer.encode(text, add_special_tokens), prompt=text)
+    if max_model_len is None:
+        ids = tokenizer.encode(text, add_special_tokens)
+    else:
+        ids = encode_within(tokenizer, text, max_model_len, add_special_tokens, truncates)
+    return TokensPrompt(prompt_token_ids=ids, prompt=text)
 
 
 def render_chat(

@@ -243,3 +243,24 @@ def test_curve(core: Any, new_core: Callable[..., Any], attach: Callable[..., Wa
         Watched(locked.address, curve=CurveKeys(ours.public, ours.secret, other.public), timeout=0.5)
     with pytest.raises(EngineDeadError):
         Watched(locked.address, timeout=0.5)
+
+
+def test_requests_go_in_as_many_messages_as_their_sizes_need(
+    core: Any, attach: Callable[..., Watched]
+) -> None:
+    client = attach(core.address).client
+    params = SamplingParams(extra_args={"a": "x" * 60_000})
+    requests = [Request(key, f"r{key}", Prompt([2, 3]), params, seed=0) for key in range(150)]
+    assert len(requests) * 60_000 > client.info.max_message_bytes
+    client.submit(requests)
+    keys: list[int] = []
+    num_messages = 0
+    while len(keys) < len(requests):
+        keys += [request.key for request in core.expect(Submit).requests]
+        num_messages += 1
+    assert keys == list(range(150)) and num_messages > 1
+    huge = Request(150, "r", Prompt([2] * client.info.max_message_bytes), SamplingParams(), seed=0)
+    with pytest.raises(ValueError, match="over this engine's limit of"):
+        client.submit([huge])
+    client.submit([request(151)])
+    assert core.expect(Submit).requests[0].key == 151

@@ -67,8 +67,8 @@ def row_sampling(slot: SamplingSlot, mask: int = -1, max_most_likely: int = MOST
         repetition=edits.repetition,
         frequency=edits.frequency,
         presence=edits.presence,
-        bias_ids=np.array(list(edits.bias), np.int64),
-        biases=np.array(list(edits.bias.values()), np.float32),
+        bias_ids=edits.bias_ids,
+        biases=edits.biases,
         allowed_ids=edits.allowed,
         forbidden_ids=edits.forbidden(),
     )

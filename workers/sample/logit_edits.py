@@ -113,7 +113,8 @@ class LogitEdits:
         self.allowed: NDArray[np.int64] | None = None
         if params.allowed_token_ids is not None:
             self.allowed = np.array([i for i in params.allowed_token_ids if i < vocab_size], np.int64)
-        self.bias = {i: bias for i, bias in (params.logit_bias or {}).items() if i < vocab_size}
+        bias = {i: bias for i, bias in (params.logit_bias or {}).items() if i < vocab_size}
+        self.bias_ids, self.biases = np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
         self.bad_words = BadWords(params.bad_words_token_ids, history) if params.bad_words_token_ids else None
         self.repetition = bounded(params.repetition_penalty)
         self.frequency, self.presence = params.frequency_penalty, params.presence_penalty
@@ -140,7 +141,7 @@ class LogitEdits:
     @property
     def active(self) -> bool:
         """True if the next token's logits are to be changed."""
-        lasting = self.allowed is not None or self.bias or self.counts or self.bad_words
+        lasting = self.allowed is not None or len(self.bias_ids) or self.counts or self.bad_words
         return bool(lasting or (self.held_back > 0 and self.stop_ids))
 
     def forbidden(self) -> list[int]:
@@ -175,11 +176,11 @@ def _keep_only(row: torch.Tensor, allowed: NDArray[np.int64]) -> None:
 
 
 def _add_bias(x: torch.Tensor, edits: Sequence[LogitEdits]) -> None:
-    biased = [(row, i, bias) for row, edit in enumerate(edits) for i, bias in edit.bias.items()]
+    biased = [(row, edit) for row, edit in enumerate(edits) if len(edit.bias_ids)]
     if biased:
-        rows, columns, biases = zip(*biased, strict=True)
-        at = torch.tensor(rows, device=x.device), torch.tensor(columns, device=x.device)
-        x[at] += torch.tensor(biases, dtype=torch.float32, device=x.device)
+        flat = np.concatenate([edit.bias_ids + row * x.shape[1] for row, edit in biased])
+        at = torch.from_numpy(flat).to(x.device)
+        x.view(-1)[at] += torch.from_numpy(np.concatenate([edit.biases for _, edit in biased])).to(x.device)
 
 
 def _penalise(x: torch.Tensor, edits: Sequence[LogitEdits]) -> None:

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope
 from pagewire.frontend.server.http.errors import APIError, invalid_field
 from pagewire.frontend.server.options import ServerOptions
 from pagewire.ipc.bounds import check_field
+from pagewire.ipc.budget import MAX_CONTAINERS
 
 logger = logging.getLogger("pagewire.server")
 
@@ -53,10 +54,14 @@ class Decoder(Generic[T]):
         """Decode a body. request_id: for the warning.
 
         Raises:
+            APIError: the body has too many arrays and objects.
             msgspec.DecodeError, UnicodeDecodeError, RecursionError: the body is not JSON.
             msgspec.ValidationError: the JSON does not match the struct.
             ValueError: a number is out of its bounds.
         """
+        if (number := body.count(b"{") + body.count(b"[")) > MAX_CONTAINERS:
+            message = f"the body has {number} opening brackets; at most {MAX_CONTAINERS} are allowed"
+            raise APIError(413, message, code="request_too_large")
         try:
             request = self._typed.decode(body)
         except msgspec.ValidationError as error:

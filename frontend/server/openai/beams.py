@@ -111,8 +111,11 @@ async def beam_outputs(
         )
     session, limit = service.engine.session, service.info.max_model_len
     search_params = beam_params(service, request, params)
+    truncates = params.truncate_prompt_tokens is not None
     batch = [
-        tokens_prompt(salted(prompt, request.cache_salt), truncated(session.tokenize(prompt), params, limit))
+        tokens_prompt(
+            salted(prompt, request.cache_salt), truncated(session.tokenize(prompt, truncates), params, limit)
+        )
         for prompt in prompts
     ]
     groups = await search(service, batch, search_params, request_id, request.priority or 0)

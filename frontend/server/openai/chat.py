@@ -36,6 +36,7 @@ from pagewire.frontend.server.openai.sampling import (
     salted,
     sampling_params,
 )
+from pagewire.frontend.server.openai.size import check_amount, check_conversation, logprob_budget
 from pagewire.frontend.server.parsing.choice import ToolUse, tool_use
 from pagewire.frontend.server.parsing.history import read_history
 from pagewire.frontend.server.parsing.reasoning import parser_for, reasoning_format, thinking
@@ -114,6 +115,7 @@ def generate(
         exchange.id,
         priority=request.priority or 0,
         trace_headers=exchange.headers,
+        logprob_budget=logprob_budget(service),
     )
 
 
@@ -169,17 +171,24 @@ def params_of(service: Service, request: ChatRequest, tools: ToolUse, prompt: To
     )
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     params = sampling_params(service, request, max_tokens, logprobs)
+    check_amount(service, 1, params)
     thought = None
     if tools.reasoning is not None:
         thought = reasoning_format(tools.reasoning, prompt.get("prompt", ""), continued_text(request))
     return constrained(params, request, tools, thought)
 
 
-async def prompt_of(service: Service, request: ChatRequest, tools: ToolUse) -> TokensPrompt:
+async def prompt_of(
+    service: Service, request: ChatRequest, tools: ToolUse, counts: bool = False
+) -> TokensPrompt:
     """Apply the chat template to the conversation, and return the prompt.
 
+    counts: the prompt's tokens are only counted or listed, so there may be more than the model takes.
+
     Raises:
-        APIError: there is no tokenizer, or the request has a template and that is not allowed.
+        APIError: there is no tokenizer, the conversation is too large, or the request has a template and that is
+            not allowed.
+        ContextLengthError: the conversation is too long for the model.
         ValueError, TypeError: there is no template, it rejects the conversation, or messages are malformed.
     """
     if request.chat_template is not None and not service.options.trust_request_chat_template:
@@ -197,7 +206,7 @@ async def prompt_of(service: Service, request: ChatRequest, tools: ToolUse) -> T
         variables["verbosity"] = request.verbosity
     continues = bool(request.continue_final_message)
     generation = not continues if request.add_generation_prompt is None else request.add_generation_prompt
-    size = sum(len(str(message.get("content", ""))) for message in request.messages)
+    size = check_conversation(service, request.messages)
     if request.chat_template is not None:
         size += LONG_TEXT  # an unknown template may be slow: run it in a thread
 
@@ -213,6 +222,8 @@ async def prompt_of(service: Service, request: ChatRequest, tools: ToolUse) -> T
             tools=tools.prompted,
             chat_template_kwargs=variables | (request.chat_template_kwargs or {}),
             add_special_tokens=bool(request.add_special_tokens),
+            max_model_len=service.info.max_model_len,
+            truncates=counts or request.truncate_prompt_tokens is not None,
         )
 
     return await off_loop(size, make)

@@ -27,16 +27,17 @@ from pagewire.frontend.server.openai.protocol import (
 from pagewire.frontend.server.openai.sampling import (
     best_outputs,
     check_stream_options,
-    check_text_length,
     salted,
     sampling_params,
 )
+from pagewire.frontend.server.openai.size import check_amount, logprob_budget
 from pagewire.frontend.server.service import Service, off_loop
+from pagewire.frontend.text.length import ContextLengthError, check_characters, encode_within
 from pagewire.frontend.text.logprobs import PromptLogprobs
 from pagewire.frontend.text.offsets import TextOffsets, prompt_offsets
+from pagewire.ipc.budget import MAX_PROMPTS
 from pagewire.ipc.params import SamplingParams
 
-MAX_PROMPTS = 1024  # prompts in one request: each is a request to the engine core
 DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
 
 
@@ -65,9 +66,12 @@ async def complete(service: Service, request: CompletionRequest, exchange: Excha
     """
     writer = CompletionWriter(service, request, exchange)
     check_beam_fields(request)
-    prompts = await prompts_in(service, request)
-    exchange.prompt = prompts[0] if isinstance(prompts[0], (str, list)) else ""
+    prompts = prompts_in(service, request)
     params = completion_params(service, request)
+    check_amount(service, len(prompts), params)
+    if request.add_special_tokens is False:
+        prompts = await without_special_tokens(service, prompts, params)
+    exchange.prompt = prompts[0] if isinstance(prompts[0], (str, list)) else ""
     if request.use_beam_search:
         return writer.whole(await beam_outputs(service, request, prompts, params, exchange.id))
     batches = service.engine.generate_all(
@@ -76,6 +80,7 @@ async def complete(service: Service, request: CompletionRequest, exchange: Excha
         exchange.id,
         priority=request.priority or 0,
         trace_headers=exchange.headers,
+        logprob_budget=logprob_budget(service, params.n),
     )
     if request.stream:
         return writer.stream(batches)
@@ -86,39 +91,51 @@ async def complete(service: Service, request: CompletionRequest, exchange: Excha
     return writer.whole([finals[index] for index in sorted(finals)])
 
 
-async def prompts_in(service: Service, request: CompletionRequest) -> list[Any]:
-    """Return the request's prompts, each as text, token ids, or a dict of both.
+def prompts_in(service: Service, request: CompletionRequest) -> list[Any]:
+    """Return the request's prompts, each as text or token ids.
 
     Raises:
         APIError: there are none or too many prompts, or a field is not supported.
+        ContextLengthError: a prompt is far too long for the model.
     """
     if request.suffix:
         raise APIError(400, "suffix is not supported", param="suffix")
+    given, max_model_len = request.prompt, service.info.max_model_len
+    is_tokens = isinstance(given, list) and bool(given) and isinstance(given[0], int)
+    if is_tokens and request.truncate_prompt_tokens is None and len(given) > max_model_len:
+        raise ContextLengthError(max_model_len, f"the prompt has {len(given)} tokens")
+    if isinstance(given, list) and not is_tokens and len(given) > MAX_PROMPTS:
+        raise APIError(400, f"there must be 1 to {MAX_PROMPTS} prompts, got {len(given)}", param="prompt")
     try:
-        prompts: list[Any] = prompts_of(request.prompt)
+        prompts: list[Any] = prompts_of(given)
     except TypeError as error:
         raise APIError(422, str(error), param="prompt") from None
     if any(isinstance(prompt, int) for prompt in prompts):
         raise APIError(422, "prompt mixes token ids with other prompts", param="prompt")
-    if not 1 <= len(prompts) <= MAX_PROMPTS:
-        raise APIError(400, f"there must be 1 to {MAX_PROMPTS} prompts, got {len(prompts)}", param="prompt")
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    for text in texts:
-        check_text_length(service, text)
-    if request.add_special_tokens is False:
-        size = sum(map(len, texts))
-        return await off_loop(size, without_special_tokens, service, prompts)
+    if not prompts:
+        raise APIError(400, f"there must be 1 to {MAX_PROMPTS} prompts, got 0", param="prompt")
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            check_characters(len(prompt), max_model_len)
     return prompts
 
 
-def without_special_tokens(service: Service, prompts: list[Any]) -> list[Any]:
-    """Tokenize the prompts that are text, without adding special tokens."""
-    return [
-        {"prompt": prompt, "prompt_token_ids": service.tokenizer.encode(prompt, add_special_tokens=False)}
-        if isinstance(prompt, str)
-        else prompt
-        for prompt in prompts
-    ]
+async def without_special_tokens(service: Service, prompts: list[Any], params: SamplingParams) -> list[Any]:
+    """Tokenize the prompts that are text, without adding special tokens; returns them as dicts with both.
+
+    Raises:
+        ContextLengthError: a prompt is too long for the model.
+    """
+    truncates = params.truncate_prompt_tokens is not None
+
+    def tokenized(prompt: Any) -> Any:
+        if not isinstance(prompt, str):
+            return prompt
+        ids = encode_within(service.tokenizer, prompt, service.info.max_model_len, False, truncates)
+        return {"prompt": prompt, "prompt_token_ids": ids}
+
+    size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    return await off_loop(size, lambda: [tokenized(prompt) for prompt in prompts])
 
 
 def completion_params(service: Service, request: CompletionRequest) -> SamplingParams:

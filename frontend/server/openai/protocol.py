@@ -9,19 +9,33 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
+from pagewire.ipc.budget import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOKENS,
+    MAX_TOKENS_OF_VOCABULARY,
+    MAX_TOOLS,
+)
+from pagewire.ipc.items import TokenIds
 from pagewire.ipc.params import (
+    AllowedTokenIds,
+    BadWords,
+    Choices,
     LogitBias,
     MaxTokens,
     MinP,
+    Name,
     NumLogprobs,
     NumSequences,
     NumTokens,
     Penalty,
     RepetitionPenalty,
+    Stop,
+    StopTokenIds,
+    Structure,
     Temperature,
-    TokenId,
     TopK,
     TopP,
     TruncatedLength,
@@ -37,7 +51,7 @@ PART = {
 # A dict and not a struct, since templates may read any field; the schema describes the fields that matter.
 InputMessage: TypeAlias = Annotated[
     dict[str, Any],
-    msgspec.Meta(
+    Meta(
         extra_json_schema={
             "title": "InputMessage",
             "properties": {
@@ -50,7 +64,13 @@ InputMessage: TypeAlias = Annotated[
         }
     ),
 ]
-InputMessages: TypeAlias = Annotated[list[InputMessage], msgspec.Meta(extra_json_schema={"minItems": 1})]
+InputMessages: TypeAlias = Annotated[
+    list[InputMessage], Meta(max_length=MAX_MESSAGES, extra_json_schema={"minItems": 1})
+]
+# Tools, and other lists of objects of which nobody has thousands.
+Objects: TypeAlias = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
+Documents: TypeAlias = Annotated[list[dict[str, Any]], Meta(max_length=MAX_PARTS)]
+LogitBiases: TypeAlias = Annotated[dict[str, LogitBias], Meta(max_length=MAX_TOKENS_OF_VOCABULARY)]
 
 
 class StreamOptions(msgspec.Struct):
@@ -68,7 +88,7 @@ class StreamOptions(msgspec.Struct):
 class JsonSchema(msgspec.Struct):
     """A named JSON schema. strict: accepted; outputs always follow it."""
 
-    name: str | None = None
+    name: Name | None = None
     schema: dict[str, Any] | bool | None = None
     description: str | None = None
     strict: bool | None = None
@@ -79,8 +99,8 @@ class ResponseFormat(msgspec.Struct):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
-    structures: list[dict[str, Any]] | None = None
-    triggers: list[str] | None = None
+    structures: Objects | None = None
+    triggers: Choices | None = None
     format: dict[str, Any] | None = None
 
 
@@ -101,7 +121,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     return_tokens_as_token_ids: write tokens as "token_id:ID" in log probabilities.
     """
 
-    model: str | None = None
+    model: Name | None = None
     n: NumSequences | None = None
     best_of: NumSequences | None = None
     use_beam_search: bool | None = None
@@ -115,9 +135,9 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
-    bad_words: list[str] | None = None
+    stop: Stop | None = None
+    stop_token_ids: StopTokenIds | None = None
+    bad_words: BadWords | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     max_tokens: NumTokens | None = None  # 0 with `echo`
@@ -127,27 +147,27 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: TruncatedLength | None = None
     truncation_side: Literal["left", "right"] | None = None
-    logit_bias: dict[str, LogitBias] | None = None
-    allowed_token_ids: list[TokenId] | None = None
+    logit_bias: LogitBiases | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
     add_special_tokens: bool | None = None
     echo: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
-    guided_json: str | dict[str, Any] | bool | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    guided_decoding_backend: str | None = None
-    guided_whitespace_pattern: str | None = None
+    guided_json: Structure | dict[str, Any] | bool | None = None
+    guided_regex: Structure | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Structure | None = None
+    guided_decoding_backend: Name | None = None
+    guided_whitespace_pattern: Structure | None = None
     priority: int | None = None
-    cache_salt: str | None = None
+    cache_salt: Name | None = None
     timeout: float | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    user: str | None = None
-    request_id: str | None = None
+    user: Name | None = None
+    request_id: Name | None = None
     vllm_xargs: dict[str, Any] | None = None
 
 
@@ -158,7 +178,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
     logprobs: return log probabilities of each token and of this many most likely tokens.
     """
 
-    prompt: str | list[str | int | list[int]]
+    prompt: str | Annotated[list[str | int | TokenIds], Meta(max_length=MAX_TOKENS)]
     suffix: str | None = None
     logprobs: NumLogprobs | None = None
 
@@ -184,27 +204,27 @@ class ChatRequest(SamplingFields, kw_only=True):
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: Objects | None = None
+    tool_choice: Name | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Documents | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-    functions: list[dict[str, Any]] | None = None
-    function_call: str | dict[str, Any] | None = None
-    modalities: list[str] | None = None
+    reasoning_effort: Name | None = None
+    functions: Objects | None = None
+    function_call: Name | dict[str, Any] | None = None
+    modalities: Annotated[list[Name], Meta(max_length=MAX_TOOLS)] | None = None
     audio: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
-    service_tier: str | None = None
+    service_tier: Name | None = None
     prediction: dict[str, Any] | None = None
-    verbosity: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
+    verbosity: Name | None = None
+    safety_identifier: Name | None = None
+    prompt_cache_key: Name | None = None
+    prompt_cache_retention: Name | None = None
     web_search_options: dict[str, Any] | None = None
 
 
@@ -410,7 +430,7 @@ class ModelList(msgspec.Struct):
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """POST /tokenize. Give either `prompt` or `messages`. add_special_tokens: true by default for a prompt."""
 
-    model: str | None = None
+    model: Name | None = None
     prompt: str | None = None
     messages: InputMessages | None = None
     add_special_tokens: bool | None = None
@@ -419,7 +439,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     return_token_strs: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
 
 
 class TokenizeResponse(msgspec.Struct):
@@ -434,8 +454,8 @@ class TokenizeResponse(msgspec.Struct):
 class DetokenizeRequest(msgspec.Struct):
     """POST /detokenize."""
 
-    tokens: list[int]
-    model: str | None = None
+    tokens: TokenIds
+    model: Name | None = None
 
 
 class DetokenizeResponse(msgspec.Struct):

@@ -38,7 +38,6 @@ SAME_NAME = (
     "logit_bias",
     "allowed_token_ids",
 )
-MAX_TOKEN_CHARACTERS = 256  # longest token that any vocabulary is expected to have
 
 
 def sampling_params(
@@ -126,21 +125,6 @@ def check_prompt_fields(service: Service, request: SamplingFields) -> None:
             f"got {request.truncate_prompt_tokens}"
         )
         raise APIError(400, message, param="truncate_prompt_tokens")
-
-
-def check_text_length(service: Service, text: str) -> None:
-    """Check that a text is not far too long, before seconds are spent on tokenizing it.
-
-    Raises:
-        APIError: the text has more characters than `max_model_len` tokens can hold.
-    """
-    limit = service.info.max_model_len * MAX_TOKEN_CHARACTERS
-    if len(text) > limit:
-        message = (
-            f"This model's maximum context length is {service.info.max_model_len} tokens. However, "
-            f"the prompt has {len(text)} characters, which so few tokens cannot hold: the prompt is too long"
-        )
-        raise APIError(400, message, code="context_length_exceeded")
 
 
 def salted(prompt: PromptType, salt: str | None) -> PromptType:

@@ -19,9 +19,10 @@ from pagewire.frontend.server.openai.protocol import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from pagewire.frontend.server.openai.sampling import check_text_length
 from pagewire.frontend.server.parsing.choice import ToolUse
 from pagewire.frontend.server.service import Service, off_loop
+from pagewire.frontend.text.length import encode_within
+from pagewire.ipc.budget import MIN_DETOKENIZED
 
 TO_TOKENS = Decoder(TokenizeRequest)
 TO_TEXT = Decoder(DetokenizeRequest)
@@ -40,6 +41,11 @@ def routes(service: Service) -> list[Operation]:
     async def detokenize(request: Request) -> Response:
         fields = await read_request(request, TO_TEXT, service.options)
         service.model(fields.model)
+        limit = max(MIN_DETOKENIZED, service.info.max_model_len)
+        if len(fields.tokens) > limit:
+            raise APIError(
+                400, f"tokens must have at most {limit} entries, got {len(fields.tokens)}", param="tokens"
+            )
         check_vocabulary("tokens", fields.tokens, service.info.vocab_size)
         text = await off_loop(
             len(fields.tokens), lambda: service.tokenizer.decode(fields.tokens, skip_special_tokens=False)
@@ -79,7 +85,7 @@ async def token_ids(service: Service, fields: TokenizeRequest) -> list[int]:
             name: getattr(fields, name) for name in TO_TOKENS.fields if name in ChatRequest.__struct_fields__
         }
         tools = ToolUse(prompted=fields.tools)
-        return (await prompt_of(service, ChatRequest(**chat_fields), tools))["prompt_token_ids"]
+        return (await prompt_of(service, ChatRequest(**chat_fields), tools, counts=True))["prompt_token_ids"]
     text, special = fields.prompt or "", fields.add_special_tokens is not False
-    check_text_length(service, text)
-    return await off_loop(len(text), service.tokenizer.encode, text, special)
+    max_model_len = service.info.max_model_len
+    return await off_loop(len(text), encode_within, service.tokenizer, text, max_model_len, special, True)

@@ -9,6 +9,7 @@ a function    all tools     that function's arguments    NamedCall
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -98,9 +99,8 @@ def tool_use(
     functions = [function_of(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
     names = [function["name"] for function in functions]
     if len(set(names)) < len(names):
-        raise ValueError(
-            f"tools: there are two functions named {next(n for n in names if names.count(n) > 1)!r}"
-        )
+        name, _ = Counter(names).most_common(1)[0]
+        raise ValueError(f"tools: there are two functions named {name!r}")
     if choice is None:
         choice = "auto" if functions else "none"
     prompted = list(tools or ()) or None

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
-from pagewire.frontend.server.openai.protocol import TokenLogprob
+from pagewire.frontend.server.openai.protocol import LogitBiases, Objects, TokenLogprob
+from pagewire.ipc.budget import MAX_MESSAGES, MAX_TOOLS
 from pagewire.ipc.params import (
-    LogitBias,
     MaxTokens,
     MinP,
+    Name,
     NumTokens,
     Penalty,
     RepetitionPenalty,
+    Stop,
     Temperature,
     TopK,
     TopP,
@@ -22,12 +24,14 @@ from pagewire.ipc.params import (
 
 # ---------------------------------------------------------------- requests
 
+InputItems: TypeAlias = Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)]
+
 
 class TextFormat(msgspec.Struct, omit_defaults=True):
     """The format that the text must have. strict: accepted; outputs always follow the schema."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
+    name: Name | None = None
     schema: dict[str, Any] | bool | None = None
     description: str | None = None
     strict: bool | None = None
@@ -37,7 +41,7 @@ class TextOptions(msgspec.Struct, omit_defaults=True):
     """Options of the generated text. verbosity: passed to the chat template."""
 
     format: TextFormat | None = None
-    verbosity: str | None = None
+    verbosity: Name | None = None
 
 
 class ReasoningOptions(msgspec.Struct, omit_defaults=True):
@@ -46,9 +50,9 @@ class ReasoningOptions(msgspec.Struct, omit_defaults=True):
     effort: passed to the chat template as `reasoning_effort`. summary, generate_summary: accepted, without effect.
     """
 
-    effort: str | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
+    effort: Name | None = None
+    summary: Name | None = None
+    generate_summary: Name | None = None
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
@@ -65,15 +69,15 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     The fields from `seed` on are those of chat completions.
     """
 
-    model: str | None = None
-    input: str | list[dict[str, Any]] | None = None
+    model: Name | None = None
+    input: str | InputItems | None = None
     instructions: str | None = None
-    previous_response_id: str | None = None
+    previous_response_id: Name | None = None
     store: bool | None = None
     background: bool | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
-    include: list[str] | None = None
+    include: Annotated[list[Name], Meta(max_length=MAX_TOOLS)] | None = None
     max_output_tokens: MaxTokens | None = None
     max_tool_calls: int | None = None
     metadata: dict[str, str] | None = None
@@ -81,32 +85,32 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     reasoning: ReasoningOptions | None = None
     temperature: Temperature | None = None
     text: TextOptions | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tool_choice: Name | dict[str, Any] | None = None
+    tools: Objects | None = None
     top_logprobs: int | None = None
     top_p: TopP | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    service_tier: str | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
+    service_tier: Name | None = None
+    user: Name | None = None
+    safety_identifier: Name | None = None
+    prompt_cache_key: Name | None = None
+    prompt_cache_retention: Name | None = None
     prompt: dict[str, Any] | None = None
-    conversation: str | dict[str, Any] | None = None
-    context_management: list[dict[str, Any]] | None = None
+    conversation: Name | dict[str, Any] | None = None
+    context_management: Objects | None = None
     moderation: dict[str, Any] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: Stop | None = None
     top_k: TopK | None = None
     min_p: MinP | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
-    logit_bias: dict[str, LogitBias] | None = None
+    logit_bias: LogitBiases | None = None
     ignore_eos: bool | None = None
     min_tokens: NumTokens | None = None
     priority: int | None = None
-    cache_salt: str | None = None
+    cache_salt: Name | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -235,17 +239,17 @@ class Response(msgspec.Struct, kw_only=True):
 class InputTokensRequest(msgspec.Struct, kw_only=True):
     """POST /v1/responses/input_tokens: the fields of a request that become its prompt."""
 
-    model: str | None = None
-    input: str | list[dict[str, Any]] | None = None
+    model: Name | None = None
+    input: str | InputItems | None = None
     instructions: str | None = None
-    previous_response_id: str | None = None
+    previous_response_id: Name | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tool_choice: Name | dict[str, Any] | None = None
+    tools: Objects | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    conversation: str | dict[str, Any] | None = None
+    conversation: Name | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

@@ -6,6 +6,8 @@ A request becomes one for a chat completion (`items`), which the engine answers 
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response as HTTPResponse
@@ -40,6 +42,7 @@ from pagewire.frontend.server.responses.protocol import (
 )
 from pagewire.frontend.server.responses.store import ResponseStore, StoredResponse
 from pagewire.frontend.server.service import Service
+from pagewire.frontend.text.length import ContextLengthError
 from pagewire.ipc.params import SamplingParams
 
 PATH = "/v1/responses"
@@ -200,7 +203,7 @@ async def num_input_tokens(service: Service, store: ResponseStore, fields: Input
     items = store.conversation(request.previous_response_id) + read_input(request.input, store.item)
     service.model(request.model)
     chat = chat_request(request, items)
-    prompt = await fitting_prompt(service, request, chat, tools_of(service, chat))
+    prompt = await fitting_prompt(service, request, chat, tools_of(service, chat), counts=True)
     return len(prompt["prompt_token_ids"])
 
 
@@ -237,27 +240,41 @@ def new_response(
 
 
 async def fitting_prompt(
-    service: Service, request: ResponsesRequest, chat: ChatRequest, tools: ToolUse
+    service: Service, request: ResponsesRequest, chat: ChatRequest, tools: ToolUse, counts: bool = False
 ) -> TokensPrompt:
     """Return the prompt of a conversation; with truncation, from the first turn on with which it fits the model.
+
+    counts: its tokens are only counted.
 
     Raises:
         APIError, ValueError, TypeError: as `prompt_of`.
     """
-    prompt = await prompt_of(service, chat, tools)
+    if request.truncation != "auto":
+        return await prompt_of(service, chat, tools, counts)
     room = service.info.max_model_len - (request.max_output_tokens or 1)
-    if request.truncation != "auto" or len(prompt["prompt_token_ids"]) <= room:
+
+    async def fitting(messages: list[Any]) -> TokensPrompt | None:
+        try:
+            prompt = await prompt_of(service, msgspec.structs.replace(chat, messages=messages), tools, counts)
+        except ContextLengthError:
+            return None
+        return prompt if len(prompt["prompt_token_ids"]) <= room else None
+
+    if (prompt := await fitting(chat.messages)) is not None:
         return prompt
     roles = [message["role"] for message in chat.messages]
     head = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
     turns = [i for i, role in enumerate(roles) if role == "user" and i > head]
+    best = None
     low, high = 0, len(turns)  # the first turn that fits is one of turns[low:high], or the last
     while low < high:
         middle = (low + high) // 2
-        messages = chat.messages[:head] + chat.messages[turns[middle] :]
-        prompt = await prompt_of(service, msgspec.structs.replace(chat, messages=messages), tools)
-        if len(prompt["prompt_token_ids"]) <= room:
-            high, best = middle, prompt
-        else:
+        prompt = await fitting(chat.messages[:head] + chat.messages[turns[middle] :])
+        if prompt is None:
             low = middle + 1
-    return best if high < len(turns) else prompt
+        else:
+            high, best = middle, prompt
+    if best is not None:
+        return best
+    last = chat.messages if not turns else chat.messages[:head] + chat.messages[turns[-1] :]
+    return await prompt_of(service, msgspec.structs.replace(chat, messages=last), tools, counts)
