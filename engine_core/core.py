@@ -16,9 +16,9 @@ from contextlib import suppress
 
 import zmq
 
-from pagewire.engine_core.admission import check_request
 from pagewire.engine_core.clients.clients import Client, Clients
 from pagewire.engine_core.clients.control import Control
+from pagewire.engine_core.clients.intake import Intake
 from pagewire.engine_core.clients.metrics import Metrics, summary
 from pagewire.engine_core.clients.outbox import Outbox
 from pagewire.engine_core.config import EngineConfig
@@ -26,15 +26,13 @@ from pagewire.engine_core.grammar.compile import load_tokenizer
 from pagewire.engine_core.grammar.pool import Grammars
 from pagewire.engine_core.lobby import Lobby
 from pagewire.engine_core.schedule.scheduler import Scheduler
-from pagewire.engine_core.schedule.sequence import Sequence, sequences
+from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.workers.group import GroupReply, WorkerGroup
 from pagewire.engine_core.workers.process import Stopwatch
 from pagewire.ipc import messages
-from pagewire.ipc.errors import EngineBusyError, EngineDeadError, error_text, error_type, received_error
-from pagewire.ipc.messages import PROTOCOL, EngineInfo, Request, TokenDelta
+from pagewire.ipc.errors import EngineDeadError, error_text, received_error
+from pagewire.ipc.messages import EngineInfo, TokenDelta
 from pagewire.ipc.options import env_float
-from pagewire.ipc.params import PoolingParams
-from pagewire.ipc.version import __version__
 from pagewire.ipc.worker_messages import Ready, StepResult, WorkerFailed
 
 logger = logging.getLogger("pagewire.core")
@@ -75,6 +73,7 @@ class EngineCore:
         self.worker = worker
         self.clients = clients
         self.control = Control(self)
+        self.intake = Intake(self)
         self.started = False
         self.started_at = time.monotonic()
         self.on_ready: Callable[[], None] = lambda: None
@@ -88,8 +87,6 @@ class EngineCore:
             if fd >= 0:
                 self._poller.register(fd, zmq.POLLIN)
         self._stop_by: float | None = None
-        self._early_hellos: list[tuple[bytes, messages.Hello]] = []
-        self._num_arrivals = 0
         self._failed_starts = 0
         self._stopwatch = Stopwatch(env_float("PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S", 300.0))
         self._next_heartbeat = self._next_stats = 0.0
@@ -130,6 +127,11 @@ class EngineCore:
         with suppress(BlockingIOError):  # the pipe is full, so the loop wakes up anyway
             os.write(self._wake_write_fd, b"x")
 
+    @property
+    def stopping(self) -> bool:
+        """True once `stop` was called: no new requests are accepted."""
+        return self._stop_by is not None
+
     def _is_over(self) -> bool:
         if self._stop_by is None:
             return False
@@ -151,7 +153,7 @@ class EngineCore:
         if self.worker.exit_fd in ready:
             self._worker_lost()
         if self.clients.socket in ready:
-            self._receive_from_clients()
+            self.intake.receive()
         self._check_timers()
         if self.started:
             self._advance()
@@ -159,8 +161,8 @@ class EngineCore:
 
     def _advance(self) -> None:
         for client in self.clients.lost():
-            self._drop(client.live_requests())
-        self._admit()
+            self.drop(client.live_requests())
+        self.admit()
         self.control.advance()
         self._launch()
         self.deliver()
@@ -191,9 +193,7 @@ class EngineCore:
             logger.info("%s", line, extra={"facts": facts})
 
     def _announce_end(self, cause: BaseException) -> None:
-        for identity, _ in self._early_hellos:
-            self.clients.refuse(identity, cause)
-        self._early_hellos.clear()
+        self.intake.refuse_early(cause)
         if not self.started:
             self.clients.refuse_all(cause, wait_ms=0)
         for client in list(self.clients.attached.values()):
@@ -232,9 +232,7 @@ class EngineCore:
             )
             gc.collect()
             gc.freeze()
-            early_hellos, self._early_hellos = self._early_hellos, []
-            for identity, hello in early_hellos:
-                self._welcome(identity, hello)
+            self.intake.welcome_early()
             self.on_ready()
         elif ready.num_blocks < self.scheduler.config.num_blocks:
             raise CoreError(f"not enough memory: the new worker has only {ready.num_blocks} KV blocks")
@@ -293,71 +291,7 @@ class EngineCore:
         if masks is not None:
             self.worker.send(masks)
 
-    # ------------------------------------------------------------ frontends
-
-    def _receive_from_clients(self) -> None:
-        for identity, message in self.clients.messages(time.monotonic()):
-            client = self.clients.attached.get(identity)
-            if isinstance(message, messages.Hello):
-                self._handshake(identity, message)
-            elif client is None:
-                self.clients.send(
-                    identity, messages.Refused(error="not attached: the first message must be Hello")
-                )
-            elif isinstance(message, messages.Submit):
-                for request in message.requests:
-                    self._submit(client, request)
-            elif isinstance(message, messages.Abort):
-                self._abort(client, message)
-            elif isinstance(message, messages.Call):
-                self.control.call(identity, message)
-            elif isinstance(message, messages.Goodbye):
-                self.clients.detach(client, "it disconnected")
-
-    def _handshake(self, identity: bytes, hello: messages.Hello) -> None:
-        if hello.protocol != PROTOCOL:
-            text = (
-                f"this core (pagewire {__version__}) uses protocol {PROTOCOL}, the frontend (pagewire "
-                f"{hello.version}) protocol {hello.protocol}: install the same version on both sides"
-            )
-            self.clients.send(identity, messages.Refused(error=text))
-        elif self.started:
-            self._welcome(identity, hello)
-        else:
-            self._early_hellos.append((identity, hello))
-
-    def _welcome(self, identity: bytes, hello: messages.Hello) -> None:
-        client = self.clients.attached.get(identity)
-        if client is not None:
-            self.clients.detach(client, "it attached again")
-        self.clients.attach(identity, hello.name, hello.pid, time.monotonic())
-        welcome = messages.Welcome(info=self.info, version=__version__, ping_seconds=TICK_SECONDS)
-        self.clients.send(identity, welcome)
-
-    def _submit(self, client: Client, request: Request) -> None:
-        now = time.monotonic()
-        try:
-            if request.key in client.requests:
-                raise ValueError(f"request key {request.key} is already in use")
-            if self._stop_by is not None:
-                raise EngineBusyError("the engine core is shutting down and accepts no new requests")
-            check_request(request, self.info)
-            group = sequences(
-                request,
-                client.identity,
-                self._num_arrivals,
-                now,
-                max_model_len=self.info.max_model_len,
-                share_prefixes=self.config.args.enable_prefix_caching,
-            )
-            self.lobby.add(group, self.scheduler.num_waiting, now)
-        except (ValueError, TypeError, EngineBusyError) as error:
-            self._reject(client, request, error)
-            return
-        self._num_arrivals += len(group)
-        self.metrics.submitted(group)
-        client.requests[request.key] = {sequence.index: sequence for sequence in group}
-        self._admit()
+    # ------------------------------------------------------------ requests
 
     def _open_grammars(self) -> Grammars:
         config = self.config
@@ -368,7 +302,7 @@ class EngineCore:
             wake=self._wake,
         )
 
-    def _admit(self) -> None:
+    def admit(self) -> None:
         """Schedule the sequences that need wait no longer; end those whose grammar is refused."""
         ready, refusals = self.lobby.ready(time.monotonic())
         for sequence in ready:
@@ -380,31 +314,7 @@ class EngineCore:
                 )
         self.outbox.add(refusals)
 
-    def _reject(self, client: Client, request: Request, why: Exception) -> None:
-        error, kind = error_text(why), error_type(why)
-        self.metrics.num_refused["busy" if isinstance(why, EngineBusyError) else "invalid"] += 1
-        logger.warning("refused request %s of %s: %s", request.request_id, client.label, error)
-        if request.key in client.requests:  # an error delta would end the live request of that key
-            self.clients.send(client.identity, messages.Refused(error=error))
-            return
-        num_sequences = 1 if isinstance(request.task, PoolingParams) else request.task.n
-        deltas = [
-            TokenDelta(request.key, index, [], finish_reason="error", error=error, error_type=kind)
-            for index in range(num_sequences)
-        ]
-        self.clients.deliver(client, deltas)
-
-    def _abort(self, client: Client, abort: messages.Abort) -> None:
-        for key in abort.keys:
-            self._drop(client.requests.pop(key, {}).values())
-        for key, index in abort.sequences:
-            group = client.requests.get(key, {})
-            if index in group:
-                self._drop([group.pop(index)], reason="stop")
-                if not group:
-                    del client.requests[key]
-
-    def _drop(self, sequences: Iterable[Sequence], reason: str = "abort") -> None:
+    def drop(self, sequences: Iterable[Sequence], reason: str = "abort") -> None:
         """End sequences that their frontend no longer waits for; no delta is sent."""
         now = time.monotonic()
         for sequence in sequences:
