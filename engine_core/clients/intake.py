@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable
 from typing import Protocol
@@ -16,8 +15,6 @@ from pagewire.ipc.errors import EngineBusyError, error_text, error_type
 from pagewire.ipc.messages import PROTOCOL, Request, ToCore, TokenDelta
 from pagewire.ipc.params import PoolingParams
 from pagewire.ipc.version import __version__
-
-logger = logging.getLogger("pagewire.core")
 
 PING_SECONDS = 1.0  # interval at which frontends send `Ping`
 
@@ -44,23 +41,26 @@ class Intake:
 
     def __init__(self, core: ServedEngine) -> None:
         self._core = core
-        self._early_hellos: list[tuple[bytes, messages.Hello]] = []
+        self._early_hellos: dict[bytes, messages.Hello] = {}
         self._num_arrivals = 0
 
     def receive(self) -> None:
-        """Handle the messages that have arrived."""
+        """Handle the messages that have arrived. What one raises is answered, and ends no more than its sender."""
         for identity, message in self._core.clients.messages(time.monotonic()):
-            self._handle(identity, message)
+            try:
+                self._handle(identity, message)
+            except Exception as error:  # whatever it is, it ends no more than this frontend
+                self._core.clients.fault(identity, error)
 
     def welcome_early(self) -> None:
         """Attach the frontends that have waited for the engine to be ready."""
-        early_hellos, self._early_hellos = self._early_hellos, []
-        for identity, hello in early_hellos:
+        early_hellos, self._early_hellos = self._early_hellos, {}
+        for identity, hello in early_hellos.items():
             self._welcome(identity, hello)
 
     def refuse_early(self, cause: BaseException) -> None:
         """Tell the frontends that wait for the engine why it does not start."""
-        for identity, _ in self._early_hellos:
+        for identity in self._early_hellos:
             self._core.clients.refuse(identity, cause)
         self._early_hellos.clear()
 
@@ -91,7 +91,7 @@ class Intake:
         elif self._core.started:
             self._welcome(identity, hello)
         else:
-            self._early_hellos.append((identity, hello))
+            self._early_hellos[identity] = hello
 
     def _welcome(self, identity: bytes, hello: messages.Hello) -> None:
         clients = self._core.clients
@@ -107,6 +107,10 @@ class Intake:
         try:
             if request.key in client.requests:
                 raise ValueError(f"request key {request.key} is already in use")
+            if request.key in client.backlog:
+                raise ValueError(
+                    f"request key {request.key} is in use until the output of its request is read"
+                )
             if core.stopping:
                 raise EngineBusyError("the engine core is shutting down and accepts no new requests")
             check_request(request, core.info)
@@ -130,8 +134,10 @@ class Intake:
     def _reject(self, client: Client, request: Request, why: Exception) -> None:
         error, kind = error_text(why), error_type(why)
         self._core.metrics.num_refused["busy" if isinstance(why, EngineBusyError) else "invalid"] += 1
-        logger.warning("refused request %s of %s: %s", request.request_id, client.label, error)
-        if request.key in client.requests:  # an error delta would end the live request of that key
+        self._core.clients.warn("refused request %s of %s: %s", request.request_id, client.label, error)
+        if (
+            request.key in client.requests or request.key in client.backlog
+        ):  # a delta would be for that request
             self._core.clients.send(client.identity, messages.Refused(error=error))
             return
         num_sequences = 1 if isinstance(request.task, PoolingParams) else request.task.n
@@ -144,6 +150,7 @@ class Intake:
     def _abort(self, client: Client, abort: messages.Abort) -> None:
         for key in abort.keys:
             self._core.drop(client.requests.pop(key, {}).values())
+            client.backlog.forget(key)
         for key, index in abort.sequences:
             group = client.requests.get(key, {})
             if index in group:

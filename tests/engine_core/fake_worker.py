@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from pagewire.ipc.codec import Codec
+from pagewire.ipc.codec import Codec, Tensor
+from pagewire.ipc.items import LogprobRows
 from pagewire.ipc.lifeline import die_with_parent
 from pagewire.ipc.messages import PROTOCOL
 from pagewire.ipc.sockets import connect_dealer, receive, send
@@ -66,12 +67,25 @@ def mask_rows(masks: Masks | None) -> dict[int, bytes]:
     return {sample: data[i * width : (i + 1) * width] for i, sample in enumerate(masks.samples)}
 
 
+def logprob_rows(token_id: int, count: int | None) -> LogprobRows | None:
+    """Log probabilities at one position, all zero, if there are to be any."""
+    if count is None:
+        return None
+    width = 1 + count
+    return LogprobRows(
+        Tensor("int32", (1, width), token_id.to_bytes(4, "little") * width),
+        Tensor("float32", (1, width), bytes(4 * width)),
+        Tensor("int32", (1,), (1).to_bytes(4, "little")),
+    )
+
+
 class FakeWorker:
     """Slots with token histories; answers plans."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}
         self.seeds: dict[int, int] = {}
+        self.num_logprobs: dict[int, int | None] = {}
         self.sampled: list[int] = []
         self.asleep: set[str] = set()
 
@@ -101,6 +115,7 @@ class FakeWorker:
         for init in plan.inits:
             self.tokens[init.slot] = list(init.token_ids)
             self.seeds[init.slot] = init.seed
+            self.num_logprobs[init.slot] = getattr(init.task, "logprobs", None)
         result = StepResult(plan.step_id, [])
         num_samples = 0
         for row in plan.rows:
@@ -121,6 +136,7 @@ class FakeWorker:
             tokens.append(token_id or 0)
             self.sampled.append(token_id or 0)
             result.token_ids = [token_id or 0]
+            result.logprobs = logprob_rows(token_id or 0, self.num_logprobs[row.slot])
         return result
 
     def obey(self, token_ids: Sequence[int], result: RowResult) -> None:
