@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +30,7 @@ from pagewire.engine_core.schedule.scheduler import Scheduler
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.workers.group import GroupReply, WorkerGroup
 from pagewire.engine_core.workers.process import Stopwatch
+from pagewire.engine_core.workers.restarts import Restarts
 from pagewire.ipc import messages
 from pagewire.ipc.errors import EngineDeadError, error_text, received_error
 from pagewire.ipc.messages import EngineInfo, TokenDelta
@@ -43,7 +45,6 @@ TICK_SECONDS = (
 # The longest wait while a frontend has unsent deltas. No event tells when its socket has room again, so sending
 # is retried this often.
 BEHIND_SECONDS = 0.02
-MAX_FAILED_STARTS = 3  # failed worker starts in a row after which the core gives up
 
 
 class CoreError(EngineDeadError):
@@ -87,8 +88,9 @@ class EngineCore:
             if fd >= 0:
                 self._poller.register(fd, zmq.POLLIN)
         self._stop_by: float | None = None
-        self._failed_starts = 0
-        self._stopwatch = Stopwatch(env_float("PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S", 300.0))
+        self._restarts = Restarts()
+        self._start_limit = env_float("PAGEWIRE_WORKER_START_TIMEOUT_S", 300.0)
+        self.stopwatch = Stopwatch(env_float("PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S", 300.0))
         self._next_heartbeat = self._next_stats = 0.0
         self._was_busy = False
         self.worker_busy_us = self.worker_idle_us = 0
@@ -104,7 +106,7 @@ class EngineCore:
         """
         cause: BaseException = EngineDeadError("the engine core has shut down")
         try:
-            self.worker.start()
+            self._start_worker()
             while not self._is_over():
                 self._iterate()
         except BaseException as error:
@@ -142,7 +144,9 @@ class EngineCore:
 
     def _iterate(self) -> None:
         wait = BEHIND_SECONDS if self.clients.behind else TICK_SECONDS
-        ready = {source for source, _ in self._poller.poll(int(wait * 1000))}
+        if self._restarts.due is not None:
+            wait = min(wait, max(0.0, self._restarts.due - time.monotonic()))
+        ready = {source for source, _ in self._poller.poll(math.ceil(wait * 1000))}
         awake_at = time.monotonic()
         if self._lifeline_fd in ready:
             self.stop(0.0)
@@ -170,18 +174,30 @@ class EngineCore:
     def _check_timers(self) -> None:
         now = time.monotonic()
         self.clients.flush()
-        if self._stopwatch.expired:
-            logger.error(
-                "no result of a step from the worker for over %.0f s; killing it", self._stopwatch.limit
-            )
-            self._stopwatch.restart(False)
-            self.worker.kill()
+        self._check_worker(now)
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + TICK_SECONDS
             self.clients.heartbeat(now)
         if self.started and now >= self._next_stats:
             self._next_stats = now + self.config.args.log_stats_interval
             self._log_stats(now)
+
+    def _check_worker(self, now: float) -> None:
+        """Kill workers that hang, and start new ones when their time has come."""
+        if self.stopwatch.expired:
+            logger.error(
+                "no result of a step from the worker for over %.0f s; killing it", self.stopwatch.limit
+            )
+            self.stopwatch.restart(False)
+            self.worker.kill()
+        if self.worker.silence(now) > self._start_limit:
+            text = f"the start of the worker has made no progress for {self._start_limit:g} s"
+            logger.error("%s; killing it (PAGEWIRE_WORKER_START_TIMEOUT_S)", text)
+            self.worker.kill(text)
+        if self.started:
+            self.control.check_timers(now)
+        if self._restarts.due is not None and now >= self._restarts.due:
+            self._start_worker()
 
     def _log_stats(self, now: float) -> None:
         """Compute the rates of the last interval, and log them unless the engine was idle."""
@@ -214,7 +230,7 @@ class EngineCore:
                 logger.error("the worker failed: %s\n%s", message.error, message.traceback)
 
     def _worker_ready(self, ready: Ready) -> None:
-        self._failed_starts = 0
+        self._restarts.ready()
         phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ready.startup_seconds.items())
         logger.info("worker ready: %s", phases)
         if not self.started:
@@ -242,17 +258,30 @@ class EngineCore:
         self._receive_from_worker()
         was_ready, failure = self.worker.ready is not None, self.worker.failure
         why = self.worker.reap()
-        self._failed_starts += not was_ready
         if failure is not None and failure.fatal:
             raise received_error(failure.error, failure.error_type)
-        if self._failed_starts >= MAX_FAILED_STARTS:
-            raise CoreError(f"the worker did not start: {why}")
-        logger.error("the worker was lost (%s); starting another", why)
-        self._stopwatch.restart(False)
+        self._plan_restart(f"the worker was lost ({why})", why, was_ready)
+        self.stopwatch.restart(False)
         if self.started:
             self.outbox.add(self.scheduler.fail(time.monotonic()))
             self.control.worker_lost(why)
-        self.worker.start()
+
+    def _start_worker(self) -> None:
+        """Start the worker. What the machine lacks for that now, it may have a moment later."""
+        self._restarts.due = None
+        try:
+            self.worker.start()
+        except (OSError, MemoryError) as error:
+            why = error_text(error)
+            self._plan_restart(f"the worker cannot be started ({why})", why, was_ready=False)
+            if self.started:
+                self.control.worker_lost(why)
+
+    def _plan_restart(self, text: str, why: str, was_ready: bool) -> None:
+        pause = self._restarts.lost(time.monotonic(), was_ready=was_ready)
+        if self._restarts.hopeless:
+            raise CoreError(f"the worker did not start: {why}")
+        logger.error("%s; starting another%s", text, f" in {pause:g} s" if pause else "")
 
     def _commit(self, result: StepResult) -> None:
         now = time.monotonic()
@@ -265,7 +294,7 @@ class EngineCore:
             return
         self.outbox.add(outcomes)
         self._send_masks(now)
-        self._stopwatch.restart(bool(self.scheduler.in_flight))
+        self.stopwatch.restart(bool(self.scheduler.in_flight))
         self.worker_busy_us += result.busy_us
         self.worker_idle_us += result.idle_us if self._was_busy else 0
         self._was_busy = self.scheduler.num_unfinished > 0
@@ -279,7 +308,7 @@ class EngineCore:
             and (plan := self.scheduler.plan(time.monotonic())) is not None
         ):
             if len(self.scheduler.in_flight) == 1:
-                self._stopwatch.restart(True)
+                self.stopwatch.restart(True)
             self.worker.send(plan)
             if len(self.scheduler.in_flight) == 1:
                 self._send_masks(time.monotonic())

@@ -14,7 +14,7 @@ from pagewire.ipc.codec import Tensor
 from pagewire.ipc.items import Item, LogprobRows, Message, Prompt, Task
 from pagewire.ipc.params import SamplingParams
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 
 class EngineInfo(Message):

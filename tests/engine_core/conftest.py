@@ -150,8 +150,9 @@ class RunningCore:
 
 
 @pytest.fixture
-def start_core(tmp_path: Path) -> Iterator[Callable[..., RunningCore]]:
+def start_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RunningCore]]:
     """Start a core: `start_core(worker_options=[...], silence=30, folder=..., num_workers=1, **engine options)`."""
+    monkeypatch.setattr("pagewire.engine_core.workers.restarts.FIRST_PAUSE_SECONDS", 0.02)
     cores: list[RunningCore] = []
 
     def start(
