@@ -325,7 +325,7 @@ class AsyncLLM(AsyncEngineCalls):
             raise EngineDeadError(report["reason"])
 
     async def health(self) -> dict[str, Any]:
-        """The core's answer to `check_health`: "alive" and "ready" as truth values, and the "reason" if one is false.
+        """The core's answer to `check_health`: "alive" and "ready", truth values, and the "reason" if not both.
 
         Raises:
             EngineDeadError: the core is lost, or does not answer.

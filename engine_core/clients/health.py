@@ -38,9 +38,12 @@ class Health(Generic[C]):
         self._core, self._calls, self._answer = core, calls, answer
         self._seconds = env_float("PAGEWIRE_HEALTH_TIMEOUT_S", 5.0)
         self._waiting: list[C] = []
+        self._asked_at = 0.0  # when the first of them asked
 
     def check(self, caller: C) -> None:
         """Answer a caller, now or within the time limit."""
+        if not self._waiting:
+            self._asked_at = time.monotonic()
         self._waiting.append(caller)
         self.advance()
 
@@ -63,7 +66,7 @@ class Health(Generic[C]):
             limit = max(self._seconds, LONG_STEPS * worker.longest_step)
             late = elapsed > limit
             return True, f"a step has been running for {elapsed:.0f} s (limit: {limit:.0f})" if late else None
-        if now - worker.last_sign <= FRESH_SECONDS:
+        if worker.last_sign >= min(self._asked_at, now - FRESH_SECONDS):
             return True, None
         call = self._calls.oldest
         if call is None:
