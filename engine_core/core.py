@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,9 +17,9 @@ from contextlib import suppress
 
 import zmq
 
-from pagewire.engine_core.admission import check_request
 from pagewire.engine_core.clients.clients import Client, Clients
 from pagewire.engine_core.clients.control import Control
+from pagewire.engine_core.clients.intake import Intake
 from pagewire.engine_core.clients.metrics import Metrics, summary
 from pagewire.engine_core.clients.outbox import Outbox
 from pagewire.engine_core.config import EngineConfig
@@ -26,15 +27,14 @@ from pagewire.engine_core.grammar.compile import load_tokenizer
 from pagewire.engine_core.grammar.pool import Grammars
 from pagewire.engine_core.lobby import Lobby
 from pagewire.engine_core.schedule.scheduler import Scheduler
-from pagewire.engine_core.schedule.sequence import Sequence, sequences
+from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.workers.group import GroupReply, WorkerGroup
 from pagewire.engine_core.workers.process import Stopwatch
+from pagewire.engine_core.workers.restarts import Restarts
 from pagewire.ipc import messages
-from pagewire.ipc.errors import EngineBusyError, EngineDeadError, error_text, error_type, received_error
-from pagewire.ipc.messages import PROTOCOL, EngineInfo, Request, TokenDelta
+from pagewire.ipc.errors import EngineDeadError, error_text, received_error
+from pagewire.ipc.messages import EngineInfo, TokenDelta
 from pagewire.ipc.options import env_float
-from pagewire.ipc.params import PoolingParams
-from pagewire.ipc.version import __version__
 from pagewire.ipc.worker_messages import Ready, StepResult, WorkerFailed
 
 logger = logging.getLogger("pagewire.core")
@@ -45,7 +45,6 @@ TICK_SECONDS = (
 # The longest wait while a frontend has unsent deltas. No event tells when its socket has room again, so sending
 # is retried this often.
 BEHIND_SECONDS = 0.02
-MAX_FAILED_STARTS = 3  # failed worker starts in a row after which the core gives up
 
 
 class CoreError(EngineDeadError):
@@ -75,6 +74,7 @@ class EngineCore:
         self.worker = worker
         self.clients = clients
         self.control = Control(self)
+        self.intake = Intake(self)
         self.started = False
         self.started_at = time.monotonic()
         self.on_ready: Callable[[], None] = lambda: None
@@ -88,10 +88,9 @@ class EngineCore:
             if fd >= 0:
                 self._poller.register(fd, zmq.POLLIN)
         self._stop_by: float | None = None
-        self._early_hellos: list[tuple[bytes, messages.Hello]] = []
-        self._num_arrivals = 0
-        self._failed_starts = 0
-        self._stopwatch = Stopwatch(env_float("PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S", 300.0))
+        self._restarts = Restarts()
+        self._start_limit = env_float("PAGEWIRE_WORKER_START_TIMEOUT_S", 300.0)
+        self.stopwatch = Stopwatch(env_float("PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S", 300.0))
         self._next_heartbeat = self._next_stats = 0.0
         self._was_busy = False
         self.worker_busy_us = self.worker_idle_us = 0
@@ -107,7 +106,7 @@ class EngineCore:
         """
         cause: BaseException = EngineDeadError("the engine core has shut down")
         try:
-            self.worker.start()
+            self._start_worker()
             while not self._is_over():
                 self._iterate()
         except BaseException as error:
@@ -130,6 +129,11 @@ class EngineCore:
         with suppress(BlockingIOError):  # the pipe is full, so the loop wakes up anyway
             os.write(self._wake_write_fd, b"x")
 
+    @property
+    def stopping(self) -> bool:
+        """True once `stop` was called: no new requests are accepted."""
+        return self._stop_by is not None
+
     def _is_over(self) -> bool:
         if self._stop_by is None:
             return False
@@ -140,7 +144,9 @@ class EngineCore:
 
     def _iterate(self) -> None:
         wait = BEHIND_SECONDS if self.clients.behind else TICK_SECONDS
-        ready = {source for source, _ in self._poller.poll(int(wait * 1000))}
+        if self._restarts.due is not None:
+            wait = min(wait, max(0.0, self._restarts.due - time.monotonic()))
+        ready = {source for source, _ in self._poller.poll(math.ceil(wait * 1000))}
         awake_at = time.monotonic()
         if self._lifeline_fd in ready:
             self.stop(0.0)
@@ -151,7 +157,7 @@ class EngineCore:
         if self.worker.exit_fd in ready:
             self._worker_lost()
         if self.clients.socket in ready:
-            self._receive_from_clients()
+            self.intake.receive()
         self._check_timers()
         if self.started:
             self._advance()
@@ -159,8 +165,8 @@ class EngineCore:
 
     def _advance(self) -> None:
         for client in self.clients.lost():
-            self._drop(client.live_requests())
-        self._admit()
+            self.drop(client.live_requests())
+        self.admit()
         self.control.advance()
         self._launch()
         self.deliver()
@@ -168,18 +174,30 @@ class EngineCore:
     def _check_timers(self) -> None:
         now = time.monotonic()
         self.clients.flush()
-        if self._stopwatch.expired:
-            logger.error(
-                "no result of a step from the worker for over %.0f s; killing it", self._stopwatch.limit
-            )
-            self._stopwatch.restart(False)
-            self.worker.kill()
+        self._check_worker(now)
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + TICK_SECONDS
             self.clients.heartbeat(now)
         if self.started and now >= self._next_stats:
             self._next_stats = now + self.config.args.log_stats_interval
             self._log_stats(now)
+
+    def _check_worker(self, now: float) -> None:
+        """Kill workers that hang, and start new ones when their time has come."""
+        if self.stopwatch.expired:
+            logger.error(
+                "no result of a step from the worker for over %.0f s; killing it", self.stopwatch.limit
+            )
+            self.stopwatch.restart(False)
+            self.worker.kill()
+        if self.worker.silence(now) > self._start_limit:
+            text = f"the start of the worker has made no progress for {self._start_limit:g} s"
+            logger.error("%s; killing it (PAGEWIRE_WORKER_START_TIMEOUT_S)", text)
+            self.worker.kill(text)
+        if self.started:
+            self.control.check_timers(now)
+        if self._restarts.due is not None and now >= self._restarts.due:
+            self._start_worker()
 
     def _log_stats(self, now: float) -> None:
         """Compute the rates of the last interval, and log them unless the engine was idle."""
@@ -191,9 +209,7 @@ class EngineCore:
             logger.info("%s", line, extra={"facts": facts})
 
     def _announce_end(self, cause: BaseException) -> None:
-        for identity, _ in self._early_hellos:
-            self.clients.refuse(identity, cause)
-        self._early_hellos.clear()
+        self.intake.refuse_early(cause)
         if not self.started:
             self.clients.refuse_all(cause, wait_ms=0)
         for client in list(self.clients.attached.values()):
@@ -214,7 +230,7 @@ class EngineCore:
                 logger.error("the worker failed: %s\n%s", message.error, message.traceback)
 
     def _worker_ready(self, ready: Ready) -> None:
-        self._failed_starts = 0
+        self._restarts.ready()
         phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ready.startup_seconds.items())
         logger.info("worker ready: %s", phases)
         if not self.started:
@@ -233,9 +249,7 @@ class EngineCore:
             )
             gc.collect()
             gc.freeze()
-            early_hellos, self._early_hellos = self._early_hellos, []
-            for identity, hello in early_hellos:
-                self._welcome(identity, hello)
+            self.intake.welcome_early()
             self.on_ready()
         elif ready.num_blocks < self.scheduler.config.num_blocks:
             raise CoreError(f"not enough memory: the new worker has only {ready.num_blocks} KV blocks")
@@ -245,17 +259,30 @@ class EngineCore:
         self._receive_from_worker()
         was_ready, failure = self.worker.ready is not None, self.worker.failure
         why = self.worker.reap()
-        self._failed_starts += not was_ready
         if failure is not None and failure.fatal:
             raise received_error(failure.error, failure.error_type)
-        if self._failed_starts >= MAX_FAILED_STARTS:
-            raise CoreError(f"the worker did not start: {why}")
-        logger.error("the worker was lost (%s); starting another", why)
-        self._stopwatch.restart(False)
+        self._plan_restart(f"the worker was lost ({why})", why, was_ready)
+        self.stopwatch.restart(False)
         if self.started:
             self.outbox.add(self.scheduler.fail(time.monotonic()))
             self.control.worker_lost(why)
-        self.worker.start()
+
+    def _start_worker(self) -> None:
+        """Start the worker. What the machine lacks for that now, it may have a moment later."""
+        self._restarts.due = None
+        try:
+            self.worker.start()
+        except (OSError, MemoryError) as error:
+            why = error_text(error)
+            self._plan_restart(f"the worker cannot be started ({why})", why, was_ready=False)
+            if self.started:
+                self.control.worker_lost(why)
+
+    def _plan_restart(self, text: str, why: str, was_ready: bool) -> None:
+        pause = self._restarts.lost(time.monotonic(), was_ready=was_ready)
+        if self._restarts.hopeless:
+            raise CoreError(f"the worker did not start: {why}")
+        logger.error("%s; starting another%s", text, f" in {pause:g} s" if pause else "")
 
     def _commit(self, result: StepResult) -> None:
         now = time.monotonic()
@@ -268,7 +295,7 @@ class EngineCore:
             return
         self.outbox.add(outcomes)
         self._send_masks(now)
-        self._stopwatch.restart(bool(self.scheduler.in_flight))
+        self.stopwatch.restart(bool(self.scheduler.in_flight))
         self.worker_busy_us += result.busy_us
         self.worker_idle_us += result.idle_us if self._was_busy else 0
         self._was_busy = self.scheduler.num_unfinished > 0
@@ -282,7 +309,7 @@ class EngineCore:
             and (plan := self.scheduler.plan(time.monotonic())) is not None
         ):
             if len(self.scheduler.in_flight) == 1:
-                self._stopwatch.restart(True)
+                self.stopwatch.restart(True)
             self.worker.send(plan)
             if len(self.scheduler.in_flight) == 1:
                 self._send_masks(time.monotonic())
@@ -294,71 +321,7 @@ class EngineCore:
         if masks is not None:
             self.worker.send(masks)
 
-    # ------------------------------------------------------------ frontends
-
-    def _receive_from_clients(self) -> None:
-        for identity, message in self.clients.messages(time.monotonic()):
-            client = self.clients.attached.get(identity)
-            if isinstance(message, messages.Hello):
-                self._handshake(identity, message)
-            elif client is None:
-                self.clients.send(
-                    identity, messages.Refused(error="not attached: the first message must be Hello")
-                )
-            elif isinstance(message, messages.Submit):
-                for request in message.requests:
-                    self._submit(client, request)
-            elif isinstance(message, messages.Abort):
-                self._abort(client, message)
-            elif isinstance(message, messages.Call):
-                self.control.call(identity, message)
-            elif isinstance(message, messages.Goodbye):
-                self.clients.detach(client, "it disconnected")
-
-    def _handshake(self, identity: bytes, hello: messages.Hello) -> None:
-        if hello.protocol != PROTOCOL:
-            text = (
-                f"this core (pagewire {__version__}) uses protocol {PROTOCOL}, the frontend (pagewire "
-                f"{hello.version}) protocol {hello.protocol}: install the same version on both sides"
-            )
-            self.clients.send(identity, messages.Refused(error=text))
-        elif self.started:
-            self._welcome(identity, hello)
-        else:
-            self._early_hellos.append((identity, hello))
-
-    def _welcome(self, identity: bytes, hello: messages.Hello) -> None:
-        client = self.clients.attached.get(identity)
-        if client is not None:
-            self.clients.detach(client, "it attached again")
-        self.clients.attach(identity, hello.name, hello.pid, time.monotonic())
-        welcome = messages.Welcome(info=self.info, version=__version__, ping_seconds=TICK_SECONDS)
-        self.clients.send(identity, welcome)
-
-    def _submit(self, client: Client, request: Request) -> None:
-        now = time.monotonic()
-        try:
-            if request.key in client.requests:
-                raise ValueError(f"request key {request.key} is already in use")
-            if self._stop_by is not None:
-                raise EngineBusyError("the engine core is shutting down and accepts no new requests")
-            check_request(request, self.info)
-            group = sequences(
-                request,
-                client.identity,
-                self._num_arrivals,
-                now,
-                max_model_len=self.info.max_model_len,
-                share_prefixes=self.config.args.enable_prefix_caching,
-            )
-            self.lobby.add(group, self.scheduler.num_waiting, now)
-        except (ValueError, TypeError, EngineBusyError) as error:
-            self._reject(client, request, error)
-            return
-        self._num_arrivals += len(group)
-        self.metrics.submitted(group)
-        client.requests[request.key] = {sequence.index: sequence for sequence in group}
-        self._admit()
+    # ------------------------------------------------------------ requests
 
     def _open_grammars(self) -> Grammars:
         config = self.config
@@ -369,7 +332,7 @@ class EngineCore:
             wake=self._wake,
         )
 
-    def _admit(self) -> None:
+    def admit(self) -> None:
         """Schedule the sequences that need wait no longer; end those whose grammar is refused."""
         ready, refusals = self.lobby.ready(time.monotonic())
         for sequence in ready:
@@ -381,31 +344,7 @@ class EngineCore:
                 )
         self.outbox.add(refusals)
 
-    def _reject(self, client: Client, request: Request, why: Exception) -> None:
-        error, kind = error_text(why), error_type(why)
-        self.metrics.num_refused["busy" if isinstance(why, EngineBusyError) else "invalid"] += 1
-        logger.warning("refused request %s of %s: %s", request.request_id, client.label, error)
-        if request.key in client.requests:  # an error delta would end the live request of that key
-            self.clients.send(client.identity, messages.Refused(error=error))
-            return
-        num_sequences = 1 if isinstance(request.task, PoolingParams) else request.task.n
-        deltas = [
-            TokenDelta(request.key, index, [], finish_reason="error", error=error, error_type=kind)
-            for index in range(num_sequences)
-        ]
-        self.clients.deliver(client, deltas)
-
-    def _abort(self, client: Client, abort: messages.Abort) -> None:
-        for key in abort.keys:
-            self._drop(client.requests.pop(key, {}).values())
-        for key, index in abort.sequences:
-            group = client.requests.get(key, {})
-            if index in group:
-                self._drop([group.pop(index)], reason="stop")
-                if not group:
-                    del client.requests[key]
-
-    def _drop(self, sequences: Iterable[Sequence], reason: str = "abort") -> None:
+    def drop(self, sequences: Iterable[Sequence], reason: str = "abort") -> None:
         """End sequences that their frontend no longer waits for; no delta is sent."""
         now = time.monotonic()
         for sequence in sequences:

@@ -23,6 +23,7 @@ from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.core import EngineCore
 from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.ipc import logs
+from pagewire.ipc.descriptors import raise_limit
 from pagewire.ipc.options import EngineArgs, env_float
 from pagewire.ipc.sockets import AddressLock, CurveKeys, bind_router
 
@@ -71,6 +72,7 @@ def run(args: EngineArgs, listen: Listen, lifeline_fd: int, stack: ExitStack) ->
     The address is bound first, so frontends may connect at once; they get an answer when the model is loaded,
     or loading has failed.
     """
+    raise_limit()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     stack.callback(context.term)
     lock = AddressLock(listen.address)

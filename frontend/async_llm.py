@@ -36,6 +36,7 @@ T = TypeVar("T")
 logger = logging.getLogger("pagewire.frontend")
 
 LONG_PROMPT_CHARACTERS = 8192  # a few milliseconds of tokenizing; longer ones must not hold up the event loop
+HEALTH_SECONDS = 8.0  # longer than the core takes to say whether its worker lives
 PROMPTS_AT_ONCE = 32  # tokenized before others have their turn
 
 
@@ -325,13 +326,30 @@ class AsyncLLM(AsyncEngineCalls):
         return self.session.info
 
     async def check_health(self) -> None:
-        """Return if the core runs.
+        """Return if the engine is proven to live: every worker took a step or answered a ping within seconds.
 
         Raises:
             EngineDeadError: it does not; the message gives the cause.
         """
+        report = await self.health()
+        if not report["alive"]:
+            raise EngineDeadError(report["reason"])
+
+    async def health(self) -> dict[str, Any]:
+        """The core's answer to `check_health`: "alive" and "ready", truth values, and the "reason" if not both.
+
+        Raises:
+            EngineDeadError: the core is lost, or does not answer.
+        """
         if self.dead_error is not None:
             raise EngineDeadError(*self.dead_error.args)
+        answer = asyncio.wrap_future(self.session.call("check_health"))
+        try:
+            report: dict[str, Any] = await asyncio.wait_for(answer, HEALTH_SECONDS)
+            return report
+        except asyncio.TimeoutError:
+            text = f"the engine core has not said for {HEALTH_SECONDS:g} s whether it is healthy"
+            raise EngineDeadError(text) from None
 
     @property
     def dead_error(self) -> EngineDeadError | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 
@@ -27,6 +27,8 @@ from pagewire.ipc.errors import ProtocolError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+CALL_SECONDS = 600.0  # time limit of a call that declares none
 
 
 class RunsIn(Enum):
@@ -45,6 +47,7 @@ class RemoteCall:
         name: on the wire. runs_in: the process that implements it. documentation: of the method that declares it.
         signature: the method's, without `self`. sent: the same without what stays in the frontend.
         types: by argument, bounds and description included. result: type that the method returns.
+        seconds: time limit. Then the core answers TimeoutError; a worker that has not answered counts as hung.
     """
 
     name: str
@@ -54,6 +57,7 @@ class RemoteCall:
     sent: inspect.Signature
     types: Mapping[str, Any]
     result: Any
+    seconds: float = CALL_SECONDS
 
     def local(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The given arguments of the method that stay in the frontend.
@@ -131,16 +135,20 @@ C = TypeVar("C", bound=Caller)
 
 
 def remote(
-    runs_in: RunsIn, name: str = "", local: tuple[str, ...] = (), **arguments: Meta
+    runs_in: RunsIn,
+    name: str = "",
+    local: tuple[str, ...] = (),
+    seconds: float = CALL_SECONDS,
+    **arguments: Meta,
 ) -> Callable[[Callable[Concatenate[C, P], R]], Callable[Concatenate[C, P], R]]:
     """Declare a call: put it into `CALLS`, and give the method its body, which calls and waits for the answer.
 
-    name: on the wire, if not the method's. local: arguments that stay in the frontend.
+    name: on the wire, if not the method's. local: arguments that stay in the frontend. seconds: its time limit.
     arguments: bounds and description of arguments.
     """
 
     def declare(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R]:
-        call = described(method, runs_in, name or method.__name__, local, arguments)
+        call = replace(described(method, runs_in, name or method.__name__, local, arguments), seconds=seconds)
         CALLS[call.name] = call
 
         @functools.wraps(method)
@@ -183,6 +191,7 @@ class EngineCalls(Caller):
     @remote(
         RunsIn.CORE,
         name="pause",
+        seconds=3600.0,
         wait_for_inflight_requests=Meta(description="wait for those that run (default: they are aborted)"),
         clear_cache=Meta(description="forget cached prefixes as well (default: true)"),
     )
@@ -193,6 +202,9 @@ class EngineCalls(Caller):
 
         wait_for_inflight_requests: let those that run finish; else they end with the finish reason "abort".
         clear_cache: forget cached prefixes as well.
+
+        Raises:
+            TimeoutError: some still run after an hour; new ones are held back until `resume_generation`.
         """
 
     @remote(RunsIn.CORE, name="resume")
@@ -219,10 +231,12 @@ class EngineCalls(Caller):
 
         Raises:
             ValueError: another level. EngineBusyError: requests are unfinished.
+            TimeoutError: the workers have not done it within 10 minutes; they are replaced, awake.
         """
 
     @remote(
         RunsIn.BOTH,
+        seconds=3600.0,  # the weights may come from a slow disk
         tags=Meta(description="what to take again: weights, or kv_cache, which takes both (default: all)"),
     )
     def wake_up(self, tags: list[str] | None = None) -> None:
@@ -232,6 +246,7 @@ class EngineCalls(Caller):
 
         Raises:
             ValueError: an unknown tag. RuntimeError: there is too little memory now.
+            TimeoutError: the workers have not done it within an hour; they are replaced, and still asleep.
         """
 
     @remote(RunsIn.CORE)
@@ -256,12 +271,15 @@ class EngineCalls(Caller):
     ) -> list[Any]:
         """Call a method of every worker by name, one of `WorkerCalls`; the results in the order of the workers.
 
-        timeout: seconds to wait for the answer; None: for ever.
+        timeout: seconds to wait for the answer; None: as long as the core does. After 10 minutes without an answer
+            the workers count as hung, and are replaced.
 
         Raises:
             TypeError: a callable (code never crosses a socket), or arguments that msgpack cannot hold.
-            ValueError: no such method, or one in which the core takes part, such as `sleep`: call that itself.
-            TimeoutError: no answer within `timeout` seconds. And what the method raises, by name.
+            ValueError: no such method, over a megabyte of arguments, or a method in which the core takes part, such
+                as `sleep`: call that itself.
+            TimeoutError: no answer in time. EngineBusyError: too many calls wait.
+            And what the method raises, by name.
         """
 
     @remote(RunsIn.WORKER)
@@ -284,6 +302,14 @@ class EngineCalls(Caller):
 class ReportCalls(Caller):
     """The calls by which the core reports on itself, for monitoring."""
 
+    @remote(RunsIn.CORE, seconds=60.0)
+    def check_health(self) -> dict[str, Any]:
+        """Whether the engine is proven to live, and whether it takes requests.
+
+        alive: every worker has finished a step or answered a ping within seconds (`PAGEWIRE_HEALTH_TIMEOUT_S`).
+        ready: alive, and neither asleep, nor paused, nor shutting down. reason: why not; empty if ready.
+        """
+
     @remote(RunsIn.CORE)
     def metrics(self) -> list[dict[str, Any]]:
         """The value of every metric of the core: counters, gauges and histograms, over all frontends."""
@@ -303,7 +329,7 @@ class ReportCalls(Caller):
 class WorkerCalls(Caller):
     """The other methods of a worker, for `collective_rpc`."""
 
-    @remote(RunsIn.WORKER)
+    @remote(RunsIn.WORKER, seconds=60.0)
     def ping(self) -> str:
         """Answers "pong"."""
 

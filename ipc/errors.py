@@ -25,6 +25,8 @@ class ModelNotFoundError(ValueError):
     """The model folder does not exist, or the hub does not have the model or could not be reached."""
 
 
+MAX_ERROR_CHARACTERS = 4000
+
 # The exceptions that keep their type between processes, by the name that messages carry (`error_type`).
 ERROR_TYPES: dict[str, type[Exception]] = {
     kind.__name__: kind
@@ -61,8 +63,12 @@ def error_type(error: BaseException) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """The text under which an exception is sent: its message, or the name of its class if it has none."""
-    return str(error) or type(error).__name__
+    """The text under which an exception is sent: its message, or the name of its class if it has none.
+
+    At most `MAX_ERROR_CHARACTERS` of it: a message may quote what it is about.
+    """
+    text = str(error) or type(error).__name__
+    return text if len(text) <= MAX_ERROR_CHARACTERS else f"{text[:MAX_ERROR_CHARACTERS]} ..."
 
 
 def received_error(text: str, name: str | None) -> Exception:

@@ -21,7 +21,12 @@ class Child:
 
     command: gets the additional arguments `--lifeline FD`, the read end of the pipe.
     stdin: bytes to write to its standard input.
+
+    Raises:
+        OSError, MemoryError: it cannot be started.
     """
+
+    _write_fd = -1
 
     def __init__(
         self,

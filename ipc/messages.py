@@ -23,7 +23,7 @@ from pagewire.ipc.codec import Tensor
 from pagewire.ipc.items import Item, LogprobRows, Message, Prompt, Task, TokenIds
 from pagewire.ipc.params import Name, SamplingParams
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 
 class EngineInfo(Message):

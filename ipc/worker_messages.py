@@ -130,6 +130,10 @@ class Progress(Message, tag="progress"):
     seconds: float
 
 
+class Loading(Message, tag="loading"):
+    """The worker's start goes on: since its last message it has used the processor, or read bytes."""
+
+
 class Ready(Message, tag="ready"):
     """The model is loaded and the KV cache allocated; the fields describe them."""
 
@@ -196,4 +200,4 @@ class WorkerFailed(Message, tag="failed"):
 
 
 ToWorker: TypeAlias = WorkerConfig | StepPlan | Masks | WorkerCall | Shutdown
-FromWorker: TypeAlias = WorkerHello | Progress | Ready | StepResult | WorkerReply | WorkerFailed
+FromWorker: TypeAlias = WorkerHello | Progress | Loading | Ready | StepResult | WorkerReply | WorkerFailed

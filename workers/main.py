@@ -11,6 +11,7 @@ import argparse
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from pagewire.ipc import logs
-from pagewire.ipc.codec import Codec
+from pagewire.ipc.codec import MAX_MESSAGE_BYTES, Codec
 from pagewire.ipc.errors import error_text, error_type
 from pagewire.ipc.lifeline import die_with_parent
 from pagewire.ipc.messages import PROTOCOL
 from pagewire.ipc.sockets import connect_dealer, receive, send
 from pagewire.ipc.worker_messages import (
+    Loading,
     Masks,
     Progress,
     Shutdown,
@@ -38,6 +40,7 @@ from pagewire.ipc.worker_messages import (
     WorkerReply,
 )
 from pagewire.kernels.cpu.arena import Reserve, weight_bytes
+from pagewire.workers.loading_signs import LoadingSigns
 
 if TYPE_CHECKING:
     from pagewire.workers.runner import Runner
@@ -63,10 +66,20 @@ class Connection:
         self._socket = connect_dealer(zmq.Context.instance(), address, identity.encode())
         self._codec: Codec[ToWorker] = Codec(ToWorker)
         self._early: deque[ToWorker] = deque()
+        self._lock = threading.Lock()  # while the model is loaded, two threads send, and none receives
 
     def send(self, message: Any) -> None:
-        """Send a message to the core."""
-        send(self._socket, self._codec.encode(message))
+        """Send a message to the core.
+
+        Raises:
+            TypeError, ValueError, OverflowError, RecursionError: the message cannot be encoded, or is too large;
+                nothing was sent.
+        """
+        with self._lock:
+            frames = self._codec.encode(message)
+            if (size := sum(map(len, frames))) > MAX_MESSAGE_BYTES:
+                raise ValueError(f"a message of {size:,} bytes is over the limit of {MAX_MESSAGE_BYTES:,}")
+            send(self._socket, frames)
 
     def receive(
         self, until: Callable[[], bool] | None = None, spare: Iterator[object] = _NOTHING
@@ -125,7 +138,7 @@ def serve(connection: Connection) -> None:
         elif steps is not None and steps.running:
             steps.finish()
         if isinstance(message, WorkerCall):
-            connection.send(answer(runner, message))
+            reply(connection, runner, message)
         elif isinstance(message, Shutdown):
             return
 
@@ -161,13 +174,15 @@ class Pipeline:
 
 def start(connection: Connection, config: WorkerConfig) -> Runner:
     """Load the model and send `Ready`. While torch is imported here, a thread reserves memory for the weights."""
-    reserve = reserve_weights(config)
-    from pagewire.workers.runner import Runner
 
     def report(phase: str, seconds: float) -> None:
         connection.send(Progress(phase, seconds))
 
-    runner, ready = Runner.start(config, report, reserve)
+    with LoadingSigns(lambda: connection.send(Loading())):
+        reserve = reserve_weights(config)
+        from pagewire.workers.runner import Runner
+
+        runner, ready = Runner.start(config, report, reserve)
     connection.send(ready)
     return runner
 
@@ -180,6 +195,15 @@ def reserve_weights(config: WorkerConfig) -> Reserve | None:
         return Reserve(size) if size else None
     except OSError:
         return None  # loading will fail, with a better message
+
+
+def reply(connection: Connection, runner: Runner | None, call: WorkerCall) -> None:
+    """Run a call and send its reply; an error instead of a result that no message can hold."""
+    try:
+        connection.send(answer(runner, call))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        text = f"{call.method}: the result cannot be sent: {error_text(error)}"
+        connection.send(WorkerReply(call.call_id, error=text, error_type=error_type(error)))
 
 
 def answer(runner: Runner | None, call: WorkerCall) -> WorkerReply:

@@ -115,13 +115,14 @@ def poster(engine: AsyncLLM, options: ServerOptions) -> Post:
     """
     from pagewire.cli.batch import in_process
     from pagewire.frontend.server.app import create_app
+    from pagewire.ipc.errors import EngineDeadError
 
     post = in_process.poster(create_app(engine, options), next(iter(options.keys()), None))
 
     async def post_while_alive(path: str, body: bytes) -> Response:
         response = await post(path, body)
-        if response.status_code == 503:
-            await engine.check_health()
+        if response.status_code == 503 and engine.dead_error is not None:
+            raise EngineDeadError(*engine.dead_error.args)
         return response
 
     return post_while_alive

@@ -14,11 +14,11 @@ from typing import Any
 
 import zmq
 
+from pagewire.engine_core.clients.backlog import Backlog
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.ipc.budget import MAX_HELLO_BYTES
-from pagewire.ipc.codec import Codec
+from pagewire.ipc.codec import Buffer, Codec
 from pagewire.ipc.errors import ProtocolError, error_text, error_type
-from pagewire.ipc.items import LogprobRows
 from pagewire.ipc.messages import CallAnswer, Deltas, Pong, Refused, ToCore, TokenDelta
 from pagewire.ipc.sockets import receive, send
 
@@ -27,7 +27,11 @@ logger = logging.getLogger("pagewire.core")
 MAX_MESSAGES_PER_ITERATION = (
     256  # read before the loop turns to the worker again, so that a flood cannot stall it
 )
-MAX_UNREAD_REPLIES = 1000  # answers kept for a frontend that does not read, before it is detached
+# Unsent output (tokens, refusals, answers) for which a frontend that does not read is detached. That of 20 s at
+# 30,000 tokens a second with 20 log probabilities each is about this much.
+MAX_BACKLOG_BYTES = 128 << 20
+MAX_FAULTS = 3  # messages that the core failed to handle, after which their sender is detached
+MAX_WARNINGS = 50  # lines about frontends' messages that are logged between two heartbeats
 
 
 @dataclass(slots=True)
@@ -38,7 +42,8 @@ class Client:
     number: counts attachments, so it is unique in the life of the core.
     last_seen: monotonic time of its last message.
     requests: its unfinished sequences, by request key and sequence index.
-    backlog, replies: unsent deltas by (key, index), and answers to be sent after them.
+    backlog: what could not be sent to it yet.
+    num_faults: its messages that the core failed to handle.
     """
 
     identity: bytes
@@ -47,13 +52,8 @@ class Client:
     pid: int
     last_seen: float
     requests: dict[int, dict[int, Sequence]] = field(default_factory=dict)
-    backlog: dict[tuple[int, int], TokenDelta] = field(default_factory=dict)
-    replies: list[CallAnswer] = field(default_factory=list)
-
-    @property
-    def behind(self) -> bool:
-        """True while something for this frontend could not be sent yet."""
-        return bool(self.backlog or self.replies)
+    backlog: Backlog = field(default_factory=Backlog)
+    num_faults: int = 0
 
     @property
     def label(self) -> str:
@@ -70,12 +70,19 @@ class Clients:
     """The bound ROUTER socket and the frontends attached to it.
 
     silence_seconds: a frontend that sends nothing for this long is detached.
+    max_backlog_bytes: a frontend that leaves more output than this unread is detached.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], silence_seconds: float) -> None:
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        silence_seconds: float,
+        max_backlog_bytes: int = MAX_BACKLOG_BYTES,
+    ) -> None:
         self.socket = socket
         self.attached: dict[bytes, Client] = {}
-        self._silence_seconds = silence_seconds
+        self._silence_seconds, self._max_backlog_bytes = silence_seconds, max_backlog_bytes
+        self._num_warnings = 0
         self._codec: Codec[ToCore] = Codec(ToCore, MAX_HELLO_BYTES)
         self._lost: list[Client] = []
         self._numbers = count(1)
@@ -118,15 +125,18 @@ class Clients:
             try:
                 message = self._codec.decode(frames)
             except ProtocolError as error:
-                logger.warning("refused a message from %s: %s", client.label if client else sender, error)
+                self.warn("refused a message from %s: %s", client.label if client else sender, error)
                 self.send(sender, Refused(error=str(error)))
                 continue
             yield sender, message
 
     def send(self, identity: bytes, message: Any) -> bool:
         """Send without waiting. Returns False if the frontend is gone or its queue is full."""
+        return self._send_frames(identity, self._codec.encode(message))
+
+    def _send_frames(self, identity: bytes, frames: list[Buffer]) -> bool:
         try:
-            send(self.socket, [identity, *self._codec.encode(message)], zmq.NOBLOCK)
+            send(self.socket, [identity, *frames], zmq.NOBLOCK)
             return True
         except zmq.Again:
             return False
@@ -153,62 +163,71 @@ class Clients:
         """Send deltas; if the frontend's queue is full, merge them into its backlog."""
         if client.identity not in self.attached:
             return
-        if not client.behind and self.send(client.identity, Deltas(deltas)):
+        if not client.backlog and self.send(client.identity, Deltas(deltas)):
             return
         for delta in deltas:
-            place = (delta.key, delta.index)
-            earlier = client.backlog.get(place)
-            client.backlog[place] = delta if earlier is None else merge(earlier, delta)
+            client.backlog.add(delta)
+        self._limit_backlog(client)
 
     def answer(self, identity: bytes, reply: CallAnswer) -> None:
         """Send the answer to a call, after all deltas that came before it."""
         client = self.attached.get(identity)
-        if client is not None and (client.behind or not self.send(identity, reply)):
-            client.replies.append(reply)
-            if len(client.replies) > MAX_UNREAD_REPLIES:
-                self.detach(client, "it does not read the answers to its calls")
+        if client is not None and (client.backlog or not self.send(identity, reply)):
+            client.backlog.add_answer(self._codec.encode(reply))
+            self._limit_backlog(client)
+
+    def fault(self, identity: bytes, error: Exception) -> None:
+        """Record that a message could not be handled: answer it, and detach its sender if that repeats."""
+        client = self.attached.get(identity)
+        self.warn(
+            "a message of %s could not be handled", client.label if client else identity, exc_info=error
+        )
+        self.refuse(identity, error)
+        if client is not None:
+            client.num_faults += 1
+            if client.num_faults == MAX_FAULTS:
+                self.detach(client, f"{MAX_FAULTS} of its messages could not be handled")
 
     def flush(self) -> None:
-        """Retry to send backlogs and answers that are still unsent."""
+        """Retry to send backlogs."""
         for client in list(self.attached.values()):
-            if client.backlog and self.send(client.identity, Deltas(list(client.backlog.values()))):
-                client.backlog = {}
-            while not client.backlog and client.replies and self.send(client.identity, client.replies[0]):
-                del client.replies[0]
+            backlog = client.backlog
+            if not backlog:
+                continue
+            deltas = backlog.deltas
+            if deltas:
+                if not self.send(client.identity, Deltas(deltas)):
+                    continue
+                backlog.deltas_sent()
+            while backlog.answers and self._send_frames(client.identity, backlog.answers[0]):
+                backlog.answer_sent()
 
     @property
     def behind(self) -> bool:
         """True while any frontend has a backlog."""
-        return any(client.behind for client in self.attached.values())
+        return any(client.backlog for client in self.attached.values())
 
     def heartbeat(self, now: float) -> None:
         """Send a heartbeat to every frontend; detach those that have been silent for too long."""
+        if (left_out := self._num_warnings - MAX_WARNINGS) > 0:
+            logger.warning("%d more warnings about messages of frontends are left out", left_out)
+        self._num_warnings = 0
         for client in list(self.attached.values()):
             self.send(client.identity, Pong())
             if now - client.last_seen > self._silence_seconds:
                 self.detach(client, f"no message for {now - client.last_seen:.0f} s")
 
+    def warn(self, text: str, *values: object, exc_info: Exception | None = None) -> None:
+        """Log a warning about a message; of a flood, only the first `MAX_WARNINGS` between two heartbeats."""
+        self._num_warnings += 1
+        if self._num_warnings <= MAX_WARNINGS:
+            logger.warning(text, *values, exc_info=exc_info)
 
-def merge(first: TokenDelta, second: TokenDelta) -> TokenDelta:
-    """Two consecutive deltas of a sequence as one."""
-    return TokenDelta(
-        key=first.key,
-        index=first.index,
-        token_ids=first.token_ids + second.token_ids,
-        finish_reason=second.finish_reason,
-        stop_reason=second.stop_reason,
-        logprobs=join(first.logprobs, second.logprobs),
-        prompt_logprobs=join(first.prompt_logprobs, second.prompt_logprobs),
-        pooled=second.pooled,
-        num_cached_tokens=first.num_cached_tokens
-        if second.num_cached_tokens is None
-        else second.num_cached_tokens,
-        timing=second.timing or first.timing,
-        error=second.error,
-        error_type=second.error_type,
-    )
-
-
-def join(first: LogprobRows | None, second: LogprobRows | None) -> LogprobRows | None:
-    """The rows of both, in order; None if neither has any."""
-    return LogprobRows.join([rows for rows in (first, second) if rows is not None])
+    def _limit_backlog(self, client: Client) -> None:
+        size = client.backlog.num_bytes
+        if size > self._max_backlog_bytes:
+            client.backlog = Backlog()
+            self.detach(
+                client,
+                f"it does not read: {size:,} bytes of output are unsent (limit: {self._max_backlog_bytes:,})",
+            )

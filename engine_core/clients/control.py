@@ -7,21 +7,27 @@ outcome is known.
 from __future__ import annotations
 
 import logging
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pagewire.engine_core.clients import metrics, reports
 from pagewire.engine_core.clients.calls import PendingCalls
+from pagewire.engine_core.clients.health import Health, report
 from pagewire.engine_core.clients.metrics import MeasuredEngine
 from pagewire.engine_core.lobby import Lobby
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.workers.group import GroupReply, Outcome
-from pagewire.ipc.calls import CALLS, RunsIn
+from pagewire.engine_core.workers.process import Stopwatch
+from pagewire.ipc.calls import CALLS, RemoteCall, RunsIn
 from pagewire.ipc.errors import EngineBusyError, error_text, error_type
 from pagewire.ipc.messages import Call, CallAnswer
 
 logger = logging.getLogger("pagewire.core")
+
+MAX_OPEN_CALLS = 1000  # of one frontend, that are not answered yet
 
 # What the workers give back at each level of sleep. The KV cache is of no use without the weights, so `wake_up`
 # takes both for the cache.
@@ -39,6 +45,12 @@ class ControlledEngine(MeasuredEngine, Protocol):
     def lobby(self) -> Lobby:
         """The sequences that are not scheduled yet."""
 
+    stopwatch: Stopwatch
+
+    @property
+    def stopping(self) -> bool:
+        """True once the core accepts no new requests."""
+
     def abort(self, requests: Iterable[Sequence]) -> int:
         """End requests of any frontend. Returns how many."""
 
@@ -53,11 +65,16 @@ class Caller:
 
 @dataclass(slots=True)
 class Deferred:
-    """An action that runs once no step is in flight. `drain`: once all requests have ended as well."""
+    """An action that runs once no step is in flight. `drain`: once all requests have ended as well.
 
+    call: whose time limit applies. since: monotonic time of the call.
+    """
+
+    call: RemoteCall
     caller: Caller
     action: Callable[[Caller], None]
     drain: bool
+    since: float = field(default_factory=time.monotonic)
 
 
 class Control:
@@ -71,6 +88,8 @@ class Control:
         self._core = core
         self._deferred: list[Deferred] = []
         self._worker_calls = PendingCalls(core.worker)
+        self._health: Health[Caller] = Health(core, self._worker_calls, self._answer_health)
+        self._num_open: Counter[bytes] = Counter()  # unanswered calls, by frontend
         self._num_memory_calls = 0  # `sleep` and `wake_up` calls that the workers have not answered yet
         self.asleep: set[str] = set()
         self._methods: dict[str, Callable[..., None]] = {
@@ -90,7 +109,10 @@ class Control:
         """Check a call and run its method, which answers it then or later. An error is answered at once."""
         caller = Caller(identity, call.call_id)
         self._core.deliver()  # earlier output of requests goes before the answer
+        self._num_open[identity] += 1
         try:
+            if self._num_open[identity] > MAX_OPEN_CALLS:
+                raise EngineBusyError(f"{MAX_OPEN_CALLS} calls of this frontend are not answered yet")
             if call.method not in CALLS:
                 raise ValueError(f"no method {call.method!r}; there are {', '.join(sorted(CALLS))}")
             arguments = CALLS[call.method].receive(call.args, call.kwargs)
@@ -116,13 +138,26 @@ class Control:
             except Exception as error:
                 self._refuse(deferred.caller, error)
 
+    def check_timers(self, now: float) -> None:
+        """Answer the calls whose time limit has passed; workers that have not answered are hung, and are killed."""
+        for deferred in [other for other in self._deferred if now - other.since > other.call.seconds]:
+            self._deferred.remove(deferred)
+            name, seconds = deferred.call.name, deferred.call.seconds
+            self._refuse(deferred.caller, TimeoutError(f"{name}: requests still run after {seconds:g} s"))
+        if (why := self._worker_calls.expire(now)) is not None:
+            logger.error("%s; killing the worker", why)
+            self._core.worker.kill(why)
+        self._health.advance()
+
     def receive(self, reply: GroupReply) -> None:
         """Answer the call that all workers have answered."""
         self._worker_calls.receive(reply)
+        self._health.advance()
 
     def worker_lost(self, why: str) -> None:
-        """Answer the calls that the lost workers had not answered with an error."""
+        """Answer the calls that the lost workers had not answered, or not received, with an error."""
         self._worker_calls.workers_lost(why)
+        self._health.advance()
 
     def worker_ready(self) -> None:
         """Put new workers to sleep if the lost ones slept, then send the calls that have waited for them."""
@@ -147,7 +182,7 @@ class Control:
             self._core.scheduler.preempt_all()
             self._reply(caller, self._core.scheduler.reset_prefix_cache())
 
-        self._deferred.append(Deferred(caller, reset, drain=False))
+        self._deferred.append(Deferred(CALLS["reset_prefix_cache"], caller, reset, drain=False))
 
     def pause(self, caller: Caller, wait_for_inflight_requests: bool, clear_cache: bool) -> None:
         """Hold new requests back; answers True once all others have ended, by themselves or by an abort.
@@ -164,7 +199,7 @@ class Control:
                 self._core.scheduler.reset_prefix_cache()
             self._reply(caller, True)
 
-        self._deferred.append(Deferred(caller, paused, drain=True))
+        self._deferred.append(Deferred(CALLS["pause"], caller, paused, drain=True))
 
     def resume(self, caller: Caller) -> None:
         """Admit the requests that were held back, and new ones; end the pauses that still wait."""
@@ -208,8 +243,8 @@ class Control:
             self._core.scheduler.reset_prefix_cache()
             self._reply(caller, None)
 
-        self._num_memory_calls += 1
         self._worker_calls.call("sleep", {"level": level}, done)
+        self._num_memory_calls += 1
 
     def wake_up(self, caller: Caller, tags: list[str] | None) -> None:
         """Let the workers take memory again; after an error it still counts as asleep.
@@ -230,8 +265,8 @@ class Control:
 
         if not (self.asleep or self._num_memory_calls):
             return self._reply(caller, None)
-        self._num_memory_calls += 1
         self._worker_calls.call("wake_up", {"tags": tags}, done)
+        self._num_memory_calls += 1
 
     def is_sleeping(self, caller: Caller) -> None:
         """Answer whether the workers have given memory back, and not taken all of it again."""
@@ -248,6 +283,10 @@ class Control:
         if (declared := CALLS.get(method)) is not None and declared.runs_in is RunsIn.BOTH:
             raise ValueError(f"collective_rpc: the core takes part in {method}: call {method} itself")
         self._call_workers(caller, method, kwargs or {}, args)
+
+    def check_health(self, caller: Caller) -> None:
+        """Answer whether the workers are proven to live, and whether the engine takes requests."""
+        self._health.check(caller)
 
     def metrics(self, caller: Caller) -> None:
         """Answer the value of every metric."""
@@ -282,5 +321,17 @@ class Control:
     def _refuse(self, caller: Caller, error: Exception) -> None:
         self._send(caller, CallAnswer(caller.call_id, error=error_text(error), error_type=error_type(error)))
 
+    def _answer_health(self, caller: Caller, problem: str | None) -> None:
+        obstacles = {
+            "the engine is shutting down": self._core.stopping,
+            "the engine sleeps": bool(self.asleep or self._num_memory_calls),
+            "the engine is paused": self._core.lobby.held,
+        }
+        obstacle = next((text for text, applies in obstacles.items() if applies), None)
+        self._reply(caller, report(problem, obstacle))
+
     def _send(self, caller: Caller, reply: CallAnswer) -> None:
+        self._num_open[caller.identity] -= 1
+        if not self._num_open[caller.identity]:
+            del self._num_open[caller.identity]
         self._core.clients.answer(caller.identity, reply)

@@ -23,11 +23,15 @@ class Outbox:
         self._outcomes += outcomes
 
     def send(self, now: float) -> None:
-        """Send each frontend its queued deltas in one message; record the sequences that these deltas end."""
+        """Send each frontend its queued deltas in one message; record the sequences that these deltas end.
+
+        A delta of a sequence that its frontend has given up is dropped: the key may be that of another request now.
+        """
         outcomes, self._outcomes = self._outcomes, []
         by_client: dict[bytes, list[TokenDelta]] = {}
         for sequence, delta in outcomes:
-            by_client.setdefault(sequence.client, []).append(delta)
+            if self._is_awaited(sequence):
+                by_client.setdefault(sequence.client, []).append(delta)
             if delta.finish_reason is not None:
                 self._metrics.finished(sequence, delta.finish_reason, now)
                 self._forget(sequence)
@@ -36,8 +40,14 @@ class Outbox:
             if client is not None:
                 self._clients.deliver(client, deltas)
 
-    def _forget(self, sequence: Sequence) -> None:
+    def _is_awaited(self, sequence: Sequence) -> bool:
         client = self._clients.attached.get(sequence.client)
         group = client.requests.get(sequence.key) if client else None
-        if client and group and group.pop(sequence.index, None) is not None and not group:
-            del client.requests[sequence.key]
+        return group is not None and group.get(sequence.index) is sequence
+
+    def _forget(self, sequence: Sequence) -> None:
+        if self._is_awaited(sequence):
+            requests = self._clients.attached[sequence.client].requests
+            del requests[sequence.key][sequence.index]
+            if not requests[sequence.key]:
+                del requests[sequence.key]

@@ -40,7 +40,11 @@ from pagewire.ipc.worker_messages import Masks, Row, RowResult, SlotInit, StepPl
 
 Outcome: TypeAlias = tuple[Sequence, TokenDelta]
 
-CRASHES_TO_ISOLATE = 2  # worker crashes after which a sequence runs alone, to find the one that causes them
+# Worker crashes after which a sequence runs alone, to find the one that causes them: crashes without a token of it
+# in between, and all since it was last cleared. It ends with an error at one crash more, or at two.
+CRASHES_TO_ISOLATE = 2
+RELAPSES_TO_ISOLATE = 3
+STEPS_TO_CLEAR = 8  # steps that a sequence survives alone, after which its crashes are forgotten
 
 
 @dataclass(frozen=True)
@@ -187,16 +191,17 @@ class Scheduler:
     def fail(self, now: float) -> list[Outcome]:
         """Queue every running sequence again, because the worker and with it all KV is lost.
 
-        A sequence that was in flight at `CRASHES_TO_ISOLATE` crashes since its last token runs alone from then on.
-        If the worker crashes again, the sequence ends with an error. Returns the deltas of such ends.
+        A sequence that was in flight at `CRASHES_TO_ISOLATE` crashes since its last token, or at
+        `RELAPSES_TO_ISOLATE` since it was cleared, runs alone until it has survived `STEPS_TO_CLEAR` steps. If the
+        worker crashes again (at relapses: twice), the sequence ends with an error. Returns the deltas of such ends.
         """
         for sequence in {sequence for step in self.in_flight for sequence in step.sequences}:
             sequence.crash()
         self.in_flight.clear()
         outcomes = []
         for sequence in list(self.running):
-            if sequence.num_crashes > CRASHES_TO_ISOLATE:
-                text = f"the worker crashed {sequence.num_crashes} times while it ran this request"
+            if sequence.num_crashes > CRASHES_TO_ISOLATE or sequence.num_relapses > RELAPSES_TO_ISOLATE + 1:
+                text = f"the worker crashed {sequence.num_relapses} times while it ran this request"
                 outcomes.append(self._end_with_error(sequence, text, now))
             else:
                 self._stop_running(sequence)
@@ -247,7 +252,7 @@ class Scheduler:
             if not self.running and not self.in_flight:  # alone means: without leftover rows either
                 self._admit(step, suspects[0], now)
             return
-        if len(self.running) == 1 and self.running[0].num_crashes >= CRASHES_TO_ISOLATE:
+        if len(self.running) == 1 and is_suspect(self.running[0]):
             return
         while step.budget and self._free_slots:
             sequence = self.waiting.first()
@@ -395,7 +400,8 @@ class Scheduler:
             reason, stop_token = finish_reason(sequence)
             if reason is not None:
                 break
-        sequence.num_crashes = 0
+        if sequence.num_relapses:
+            sequence.survive(alone=len(self.running) == 1, steps_to_clear=STEPS_TO_CLEAR)
         if sequence.first_token_time == 0.0:
             sequence.first_token_time = now
         else:
@@ -429,7 +435,7 @@ class Scheduler:
         return (sequence.request.priority if self.config.policy == "priority" else 0, sequence.arrival)
 
     def _wait(self, sequence: Sequence) -> None:
-        self.waiting.add(sequence, alone=sequence.num_crashes >= CRASHES_TO_ISOLATE)
+        self.waiting.add(sequence, alone=is_suspect(sequence))
 
     def _preempt(self, sequence: Sequence) -> None:
         self.stats.num_preemptions += 1
@@ -451,3 +457,8 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
         sequence.state = State.FINISHED
+
+
+def is_suspect(sequence: Sequence) -> bool:
+    """True if workers have crashed so often with a sequence in flight that it runs alone."""
+    return sequence.num_crashes >= CRASHES_TO_ISOLATE or sequence.num_relapses >= RELAPSES_TO_ISOLATE

@@ -33,7 +33,8 @@ class Sequence:
     client: the frontend's identity. request: what it submitted. index: 0 to n - 1.
     arrival: position in the order of arrival. max_output: maximum number of output tokens.
     in_flight: for each step in flight that runs this sequence, oldest first, how many tokens it samples.
-    num_crashes: worker crashes with this sequence in flight, since its last token.
+    num_crashes, num_relapses: worker crashes with this sequence in flight, since its last token; and since it was
+        last cleared of them by running alone. num_survived: steps that it has run alone since the last.
     namespace: prefixes are shared within a namespace only; empty for that of all requests.
     num_cached_tokens: tokens found in the prefix cache on first admission; None before that.
     num_prompt_logprobs: prompt log probabilities that were returned.
@@ -61,6 +62,8 @@ class Sequence:
     computed: int = 0
     num_pending: int = 0
     num_crashes: int = 0
+    num_relapses: int = 0
+    num_survived: int = 0
     slot: int = -1
     in_flight: deque[int] = field(default_factory=deque)
     blocks: list[Block] = field(default_factory=list)
@@ -143,8 +146,17 @@ class Sequence:
     def crash(self) -> None:
         """Record that the worker was lost with steps of this sequence in flight."""
         self.num_crashes += 1
+        self.num_relapses += 1
+        self.num_survived = 0
         self.in_flight.clear()
         self.num_pending = 0
+
+    def survive(self, *, alone: bool, steps_to_clear: int) -> None:
+        """Record a step that gave a token after a crash; enough of them alone clear the sequence."""
+        self.num_crashes = 0
+        self.num_survived += alone
+        if self.num_survived >= steps_to_clear:
+            self.num_relapses = 0
 
     def rewind(self, num_tokens: int) -> None:
         """Take `computed` back by the last `num_tokens`: their KV is that of drafts which were not accepted."""

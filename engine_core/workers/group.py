@@ -1,6 +1,6 @@
 """The core's handle on its worker processes: start, messages, supervision, restart.
 
-    start -> WorkerHello -> WorkerConfig -> Progress ... -> Ready -> StepPlan <-> StepResult ...
+    start -> WorkerHello -> WorkerConfig -> Progress, Loading ... -> Ready -> StepPlan <-> StepResult ...
 
 A group has one process for each rank. What the core sends goes to all ranks; their answers come back as one message
 once the last of them has answered. So a step lasts until every rank has run it, and a rank that hangs is noticed
@@ -14,6 +14,7 @@ import os
 import select
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,6 +23,7 @@ import zmq
 
 from pagewire.engine_core.workers.process import WORKER_COMMAND, WorkerProcess
 from pagewire.ipc.codec import Buffer, Codec
+from pagewire.ipc.descriptors import SpareDescriptors
 from pagewire.ipc.errors import ProtocolError, received_error
 from pagewire.ipc.messages import PROTOCOL
 from pagewire.ipc.sockets import bind_router, private_address, receive, send
@@ -38,6 +40,7 @@ from pagewire.ipc.worker_messages import (
 
 logger = logging.getLogger("pagewire.core")
 
+SPARE_DESCRIPTORS = 8  # kept for the start of a process: pipes, a pidfd, its connection
 # Fields of `Ready` that are the same in every rank of a group.
 MUST_AGREE = ("architecture", "dtype", "vocab_size", "max_model_len", "eos_token_id")
 
@@ -76,6 +79,8 @@ class WorkerGroup:
         failure: the first cause that a process sent before it exited; None if none did.
         exit_fd: a file descriptor that is readable from the end of any process until `reap`.
         num_starts: how often the group was started.
+        last_sign: monotonic time of the last message of the group, for which every rank has sent its own.
+        longest_step: seconds of the longest step since the workers were started.
     """
 
     def __init__(
@@ -92,6 +97,9 @@ class WorkerGroup:
         self.ready: Ready | None = None
         self.failure: WorkerFailed | None = None
         self.num_starts = 0
+        self.last_sign = self.longest_step = 0.0
+        self._killed = False
+        self._spare = SpareDescriptors(SPARE_DESCRIPTORS * self.size)
         self._configs, self._command = configs, command
         self._codec: Codec[FromWorker] = Codec(FromWorker)
         self._processes: dict[bytes, WorkerProcess] = {}  # by identity, in the order of the ranks
@@ -107,18 +115,42 @@ class WorkerGroup:
     # ------------------------------------------------------------ life
 
     def start(self) -> None:
-        """Start all processes. Each has an identity of its own, so late messages of earlier ones are ignored."""
+        """Start all processes. Each has an identity of its own, so late messages of earlier ones are ignored.
+
+        Raises:
+            OSError, MemoryError: a process cannot be started; then none runs.
+        """
         self.num_starts += 1
         self.ready = self.failure = None
-        for rank in range(self.size):
-            identity = f"worker-{self.num_starts}-{rank}"
-            process = WorkerProcess(self._command, self.address, identity, rank)
-            self._processes[process.identity] = process
-            self._exits.register(process.exit_fd, select.EPOLLIN)
-            logger.info("worker %d%s started (pid %d)", self.num_starts, self._label(process), process.pid)
+        self.longest_step, self._killed = 0.0, False
+        self._spare.release()  # taken again once the workers are connected
+        try:
+            for rank in range(self.size):
+                self._start_process(rank)
+        except BaseException:
+            for process in self._forget_all():
+                process.reap()
+            raise
 
-    def kill(self) -> None:
-        """Kill all processes without waiting; `exit_fd` reports their exit."""
+    def _start_process(self, rank: int) -> None:
+        identity = f"worker-{self.num_starts}-{rank}"
+        process = WorkerProcess(self._command, self.address, identity, rank)
+        self._processes[process.identity] = process
+        self._exits.register(process.exit_fd, select.EPOLLIN)
+        logger.info("worker %d%s started (pid %d)", self.num_starts, self._label(process), process.pid)
+
+    def silence(self, now: float) -> float:
+        """Seconds since the last message of a process that is loading; 0 if none is, or they are being killed."""
+        if self.ready is not None or self._killed:
+            return 0.0
+        signs = [process.last_sign for process in self._processes.values() if process.ready is None]
+        return now - min(signs, default=now)
+
+    def kill(self, why: str = "") -> None:
+        """Kill all processes without waiting; `exit_fd` reports their exit. why: the cause, for `reap`."""
+        if why and self.failure is None:
+            self.failure = WorkerFailed(why)
+        self._killed = True
         for process in self._processes.values():
             process.kill()
 
@@ -143,12 +175,14 @@ class WorkerGroup:
         for process in processes:
             process.stop(max(0.0, give_up - time.monotonic()))
         self._exits.close()
+        self._spare.release()
         self.socket.close()
 
     def _forget_all(self) -> list[WorkerProcess]:
         processes, self._processes = list(self._processes.values()), {}
         for process in processes:
-            self._exits.unregister(process.exit_fd)
+            with suppress(FileNotFoundError):  # its registration may be what has failed
+                self._exits.unregister(process.exit_fd)
         self.ready = None
         self._partial.clear()
         return processes
@@ -171,6 +205,7 @@ class WorkerGroup:
             process = self._processes.get(bytes(identity))
             if process is None:
                 continue
+            process.last_sign = time.monotonic()
             try:
                 message = self._take(process, self._codec.decode(frames))
             except ProtocolError as error:
@@ -178,11 +213,13 @@ class WorkerGroup:
                 self.kill()
                 return
             if message is not None:
+                self.last_sign = process.last_sign
                 yield message
 
     def _take(self, process: WorkerProcess, message: FromWorker) -> FromGroup | None:
         """Handle the message of one rank; returns that of the group once all ranks have sent theirs, else None."""
         if isinstance(message, StepResult):
+            self.longest_step = max(self.longest_step, message.busy_us / 1e6)
             results = self._gather(process, message.step_id, message)
             return None if results is None else results[0]
         if isinstance(message, WorkerReply):
@@ -221,6 +258,7 @@ class WorkerGroup:
             self.ready = merged(all_ready)
         except ValueError as error:
             self._refuse(str(error))
+        self._spare.refill()
         return self.ready
 
     def _handshake(self, process: WorkerProcess, hello: WorkerHello) -> None:
@@ -236,7 +274,10 @@ class WorkerGroup:
 
     def _send_to(self, process: WorkerProcess, frames: Sequence[Buffer]) -> None:
         try:
-            send(self.socket, [process.identity, *frames])
+            send(self.socket, [process.identity, *frames], zmq.NOBLOCK)
+        except zmq.Again:
+            logger.error("the worker%s reads no messages; killing it", self._label(process))
+            self.kill("the worker reads no messages")
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise

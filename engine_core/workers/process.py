@@ -1,6 +1,6 @@
 """One worker process: its start, its exit, and the detection of a hang.
 
-A pidfd reports an exit at once; a time limit per step detects a hang.
+A pidfd reports an exit at once; time limits of a step, of a call and of silence during the start detect a hang.
 """
 
 from __future__ import annotations
@@ -25,13 +25,22 @@ class WorkerProcess:
         rank: its place in the group. identity: its ZeroMQ routing id.
         exit_fd: a file descriptor that becomes readable when the process has ended.
         ready: its `Ready` message; None while it is loading.
+        last_sign: monotonic time of its last message, or of its start.
+
+    Raises:
+        OSError, MemoryError: the process cannot be started.
     """
 
     def __init__(self, command: Sequence[str], address: str, identity: str, rank: int) -> None:
         self.rank, self.identity = rank, identity.encode()
         self.ready: Ready | None = None
         self._child = Child([*command, "--connect", address, "--identity", identity])
-        self.exit_fd = os.pidfd_open(self._child.pid)
+        self.last_sign = time.monotonic()
+        try:
+            self.exit_fd = os.pidfd_open(self._child.pid)
+        except BaseException:
+            self._child.kill()
+            raise
 
     @property
     def pid(self) -> int:
@@ -78,6 +87,12 @@ class Stopwatch:
         self._since = time.monotonic() if running else None
 
     @property
+    def elapsed(self) -> float | None:
+        """Seconds for which the oldest step has been running; None if no step runs."""
+        return None if self._since is None else time.monotonic() - self._since
+
+    @property
     def expired(self) -> bool:
         """True if the oldest step has been running for longer than the limit."""
-        return self._since is not None and time.monotonic() - self._since > self.limit
+        elapsed = self.elapsed
+        return elapsed is not None and elapsed > self.limit

@@ -53,7 +53,7 @@ class ServerOptions:
         " second signal ends the server at once")
 
     api_key: list[str] = option(None, "Access", "API key(s), one of which clients must send, except to"
-        " /health and for the page's files; also read from $PAGEWIRE_API_KEY", make=list)
+        " /health, /ready and the page's files; also read from $PAGEWIRE_API_KEY", make=list)
     enable_admin: bool = option(False, "Access", "serve /pause, /resume, /sleep, /wake_up, /abort, ...")
 
     chat_template: str | None = option(None, "Chat", "chat template: the template itself, a file, or the"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import zmq
 
-from pagewire.engine_core.clients.clients import Clients
+from pagewire.engine_core.clients.clients import MAX_BACKLOG_BYTES, Clients
 from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.core import EngineCore
 from pagewire.engine_core.workers.group import WorkerGroup
@@ -119,10 +119,11 @@ class RunningCore:
         silence: float,
         folder: Path,
         num_workers: int,
+        max_backlog_bytes: int,
     ) -> None:
         self.context: zmq.Context[Any] = zmq.Context()
         self.address = address
-        self.clients = Clients(bind_router(self.context, address), silence)
+        self.clients = Clients(bind_router(self.context, address), silence, max_backlog_bytes)
         config = EngineConfig(args, folder, {}, 999)
         command = [*FAKE_WORKER, *worker_options]
         self.workers = WorkerGroup(self.context, [config.worker_config()] * num_workers, command)
@@ -149,8 +150,9 @@ class RunningCore:
 
 
 @pytest.fixture
-def start_core(tmp_path: Path) -> Iterator[Callable[..., RunningCore]]:
+def start_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RunningCore]]:
     """Start a core: `start_core(worker_options=[...], silence=30, folder=..., num_workers=1, **engine options)`."""
+    monkeypatch.setattr("pagewire.engine_core.workers.restarts.FIRST_PAUSE_SECONDS", 0.02)
     cores: list[RunningCore] = []
 
     def start(
@@ -158,11 +160,14 @@ def start_core(tmp_path: Path) -> Iterator[Callable[..., RunningCore]]:
         silence: float = 30.0,
         folder: Path = Path("/nowhere"),
         num_workers: int = 1,
+        max_backlog_bytes: int = MAX_BACKLOG_BYTES,
         **options: Any,
     ) -> RunningCore:
         args = EngineArgs(**({"max_model_len": 128, "disable_log_stats": True} | options))
         address = f"ipc://{tmp_path}/core{len(cores)}.sock"
-        cores.append(RunningCore(address, args, worker_options or [], silence, folder, num_workers))
+        cores.append(
+            RunningCore(address, args, worker_options or [], silence, folder, num_workers, max_backlog_bytes)
+        )
         return cores[-1]
 
     yield start

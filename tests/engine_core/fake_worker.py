@@ -1,8 +1,14 @@
 """A worker without a model: the next token is a pure function of the tokens so far and the seed.
 
-It keeps slots and the relay as a real one does, so a core that plans wrongly gets wrong tokens. Prompt
-token `CRASH` kills it (as long as the file named by `CRASH_WHILE` exists), token `HANG` stops it. A step while
-it is asleep ends it.
+It keeps slots and the relay as a real one does, so a core that plans wrongly gets wrong tokens. A step while it is
+asleep ends it. Some tokens of a prompt, and files, make it fail:
+
+    CRASH               kills it, as long as the file named by $CRASH_WHILE exists
+    CRASH_AFTER_A_STEP  likewise, but in the step after
+    HANG                stops it
+    FAIL                gives the row an error
+
+It stops at its start while the file named by $HANG_WHILE_STARTING exists.
 """
 
 from __future__ import annotations
@@ -19,7 +25,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from pagewire.ipc.codec import Codec
+from pagewire.ipc.codec import Codec, Tensor
+from pagewire.ipc.items import LogprobRows
 from pagewire.ipc.lifeline import die_with_parent
 from pagewire.ipc.messages import PROTOCOL
 from pagewire.ipc.sockets import connect_dealer, receive, send
@@ -44,12 +51,13 @@ EOS = 999
 CRASH = 998
 HANG = 997
 FAIL = 996
+CRASH_AFTER_A_STEP = 995
 
 
 def next_token(token_ids: Sequence[int], seed: int) -> int:
     """The token after `token_ids`: any but the special ones."""
     digest = sha256(repr((list(token_ids), seed)).encode()).digest()
-    return int.from_bytes(digest[:4], "little") % FAIL
+    return int.from_bytes(digest[:4], "little") % CRASH_AFTER_A_STEP
 
 
 def allowed_from(token_id: int, mask: bytes) -> int | None:
@@ -66,17 +74,35 @@ def mask_rows(masks: Masks | None) -> dict[int, bytes]:
     return {sample: data[i * width : (i + 1) * width] for i, sample in enumerate(masks.samples)}
 
 
+def logprob_rows(token_id: int, count: int | None) -> LogprobRows | None:
+    """Log probabilities at one position, all zero, if there are to be any."""
+    if count is None:
+        return None
+    width = 1 + count
+    return LogprobRows(
+        Tensor("int32", (1, width), token_id.to_bytes(4, "little") * width),
+        Tensor("float32", (1, width), bytes(4 * width)),
+        Tensor("int32", (1,), (1).to_bytes(4, "little")),
+    )
+
+
 class FakeWorker:
     """Slots with token histories; answers plans."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}
         self.seeds: dict[int, int] = {}
+        self.num_logprobs: dict[int, int | None] = {}
         self.sampled: list[int] = []
         self.asleep: set[str] = set()
+        self.doomed = False  # the next step ends this process
 
     def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run a method that the core calls."""
+        if method == "ping":
+            return "pong"
+        if method == "hang":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if method == "echo":
             return args
         if method == "sampled":
@@ -101,6 +127,7 @@ class FakeWorker:
         for init in plan.inits:
             self.tokens[init.slot] = list(init.token_ids)
             self.seeds[init.slot] = init.seed
+            self.num_logprobs[init.slot] = getattr(init.task, "logprobs", None)
         result = StepResult(plan.step_id, [])
         num_samples = 0
         for row in plan.rows:
@@ -121,6 +148,7 @@ class FakeWorker:
             tokens.append(token_id or 0)
             self.sampled.append(token_id or 0)
             result.token_ids = [token_id or 0]
+            result.logprobs = logprob_rows(token_id or 0, self.num_logprobs[row.slot])
         return result
 
     def obey(self, token_ids: Sequence[int], result: RowResult) -> None:
@@ -128,6 +156,10 @@ class FakeWorker:
             os.kill(os.getpid(), signal.SIGKILL)
         if HANG in token_ids:
             os.kill(os.getpid(), signal.SIGSTOP)
+        if CRASH_AFTER_A_STEP in token_ids or self.doomed:
+            if self.doomed and Path(os.environ.get("CRASH_WHILE", "/")).exists():
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.doomed = True
         if FAIL in token_ids:
             result.error = "token 996 is unlucky"
 
@@ -143,6 +175,8 @@ def main() -> None:
     parser.add_argument("--rank-1", type=json.loads, default={}, help="other fields of its Ready")
     parser.add_argument("--fail", nargs=2, action="append", default=[], help="RANK METHOD")
     options = parser.parse_args()
+    if Path(os.environ.get("HANG_WHILE_STARTING", "/nowhere")).exists():
+        os.kill(os.getpid(), signal.SIGSTOP)
     die_with_parent(options.lifeline)
     rank = options.identity.rpartition("-")[-1]
     socket = connect_dealer(zmq.Context(), options.connect, options.identity.encode())

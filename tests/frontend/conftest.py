@@ -42,6 +42,9 @@ PATIENCE = 20.0
 VOCAB = {"</s>": EOS, "<unk>": 1} | {f"w{i}": i for i in range(2, 64)}
 
 
+HEALTHY = {"alive": True, "ready": True, "reason": ""}
+
+
 class FakeCore:
     """A thread with a bound ROUTER. `auto`: it answers each request by itself with `answer(request, index)`.
 
@@ -58,7 +61,7 @@ class FakeCore:
         self.logprobs: Callable[[Request], LogprobRows | None] = lambda request: (
             None
         )  # of each token of an answer
-        self.calls: dict[str, Callable[..., Any]] = {}
+        self.calls: dict[str, Callable[..., Any]] = {"check_health": lambda: HEALTHY}
         self.seen: queue.Queue[Any] = queue.Queue()
         self.submitted: dict[int, Request] = {}
         self.client = b""

@@ -1,4 +1,4 @@
-"""API keys: every path requires one, except /health and the page's files.
+"""API keys: every path requires one, except /health, /ready and the page's files.
 
 A browser cannot send a key when it opens an address, so the page itself is public; it asks the user for the key and
 sends it with every call.
@@ -18,7 +18,7 @@ from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import error_response
 from pagewire.frontend.server.page import PATHS
 
-PUBLIC = PATHS | {"/health"}
+PUBLIC = PATHS | {"/health", "/ready"}
 
 
 class KeyCheck:

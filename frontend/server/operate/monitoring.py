@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 from starlette.requests import Request
@@ -14,18 +15,24 @@ from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.operate.metrics import CONTENT_TYPE, exposition
 from pagewire.frontend.server.service import Service
+from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.version import __version__
 
 ANSWER_SECONDS = 5.0  # a scrape that takes longer has failed
+HEALTH_SECONDS = 1.0  # for which the core's answer about its health is given again
 
 
 def routes(service: Service) -> list[Operation]:
     """The endpoints of a server."""
-    engine = service.engine
+    engine, monitor = service.engine, HealthMonitor(service.engine)
 
     async def health(request: Request) -> Response:
-        await engine.check_health()
-        return Response()
+        report = await monitor.report()
+        return answered(report["alive"], report["reason"])
+
+    async def ready(request: Request) -> Response:
+        report = await monitor.report()
+        return answered(report["ready"], report["reason"])
 
     async def version(request: Request) -> Response:
         return json_response({"version": __version__})
@@ -39,7 +46,8 @@ def routes(service: Service) -> list[Operation]:
         )
 
     return [
-        Operation("GET", "/health", health, "200 while the engine lives, 503 when it is down."),
+        Operation("GET", "/health", health, "200 if the engine is proven to live; else 503, and why."),
+        Operation("GET", "/ready", ready, "200 if the engine takes requests; else 503, and why."),
         Operation("GET", "/ping", health, "As /health."),
         Operation("POST", "/ping", health, "As /health."),
         Operation("GET", "/version", version, "The version.", result=dict[str, str]),
@@ -48,6 +56,39 @@ def routes(service: Service) -> list[Operation]:
             "GET", "/metrics", metrics, "What the engine measures, for Prometheus.", media="text/plain"
         ),
     ]
+
+
+class HealthMonitor:
+    """Asks the core for its health, at most once a second however many clients ask."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+        self._asked: asyncio.Task[dict[str, Any]] | None = None
+        self._asked_at = 0.0
+
+    async def report(self) -> dict[str, Any]:
+        """What `AsyncLLM.health` returns.
+
+        Raises:
+            EngineDeadError: the core is lost, or does not answer.
+        """
+        if (dead := self._engine.dead_error) is not None:
+            raise EngineDeadError(*dead.args)
+        now = time.monotonic()
+        if self._asked is None or (self._asked.done() and now - self._asked_at > HEALTH_SECONDS):
+            self._asked, self._asked_at = asyncio.create_task(self._engine.health()), now
+        return await asyncio.shield(self._asked)
+
+
+def answered(good: bool, reason: str) -> Response:
+    """200; or an error with the reason.
+
+    Raises:
+        APIError: it is not good.
+    """
+    if not good:
+        raise APIError(503, reason, code="engine_unhealthy")
+    return Response()
 
 
 async def answer_of(engine: AsyncLLM, method: str) -> Any:

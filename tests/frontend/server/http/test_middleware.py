@@ -59,8 +59,10 @@ def spellings(path: str) -> list[str]:
 
 @pytest.mark.parametrize("root_path", ["", "/root", "/health"])
 def test_every_path_wants_a_key(serve: Callable[..., Client], root_path: str) -> None:
-    """But /health and the files of the page, which tell nothing."""
-    assert {"/health"} == PUBLIC - PATHS and all(path == "/" or path.startswith("/page/") for path in PATHS)
+    """But /health, /ready and the files of the page, which tell nothing."""
+    assert {"/health", "/ready"} == PUBLIC - PATHS and all(
+        path == "/" or path.startswith("/page/") for path in PATHS
+    )
     client = serve(api_key=KEYS, enable_admin=True, root_path=root_path)
     methods = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "health")
     for method, path in [*paths_of(client), ("GET", "/"), ("GET", "/nothing"), ("GET", "")]:

@@ -1,0 +1,159 @@
+"""Messages of frontends: attaching, new requests, aborts and calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+from pagewire.engine_core.admission import check_request
+from pagewire.engine_core.clients.clients import Client
+from pagewire.engine_core.clients.control import Control, ControlledEngine
+from pagewire.engine_core.schedule.sequence import Sequence, sequences
+from pagewire.ipc import messages
+from pagewire.ipc.errors import EngineBusyError, error_text, error_type
+from pagewire.ipc.messages import PROTOCOL, Request, ToCore, TokenDelta
+from pagewire.ipc.params import PoolingParams
+from pagewire.ipc.version import __version__
+
+PING_SECONDS = 1.0  # interval at which frontends send `Ping`
+
+
+class ServedEngine(ControlledEngine, Protocol):
+    """The part of the core that frontends' messages act on."""
+
+    control: Control
+    started: bool
+
+    @property
+    def stopping(self) -> bool:
+        """True once the core accepts no new requests."""
+
+    def admit(self) -> None:
+        """Schedule the sequences that need wait no longer."""
+
+    def drop(self, sequences: Iterable[Sequence], reason: str = "abort") -> None:
+        """End sequences without a delta."""
+
+
+class Intake:
+    """Handles what frontends send. Frontends that attach before the engine is ready wait for `welcome_early`."""
+
+    def __init__(self, core: ServedEngine) -> None:
+        self._core = core
+        self._early_hellos: dict[bytes, messages.Hello] = {}
+        self._num_arrivals = 0
+
+    def receive(self) -> None:
+        """Handle the messages that have arrived. What one raises is answered, and ends no more than its sender."""
+        for identity, message in self._core.clients.messages(time.monotonic()):
+            try:
+                self._handle(identity, message)
+            except Exception as error:  # whatever it is, it ends no more than this frontend
+                self._core.clients.fault(identity, error)
+
+    def welcome_early(self) -> None:
+        """Attach the frontends that have waited for the engine to be ready."""
+        early_hellos, self._early_hellos = self._early_hellos, {}
+        for identity, hello in early_hellos.items():
+            self._welcome(identity, hello)
+
+    def refuse_early(self, cause: BaseException) -> None:
+        """Tell the frontends that wait for the engine why it does not start."""
+        for identity in self._early_hellos:
+            self._core.clients.refuse(identity, cause)
+        self._early_hellos.clear()
+
+    def _handle(self, identity: bytes, message: ToCore) -> None:
+        clients = self._core.clients
+        client = clients.attached.get(identity)
+        if isinstance(message, messages.Hello):
+            self._handshake(identity, message)
+        elif client is None:
+            clients.send(identity, messages.Refused(error="not attached: the first message must be Hello"))
+        elif isinstance(message, messages.Submit):
+            for request in message.requests:
+                self._submit(client, request)
+        elif isinstance(message, messages.Abort):
+            self._abort(client, message)
+        elif isinstance(message, messages.Call):
+            self._core.control.call(identity, message)
+        elif isinstance(message, messages.Goodbye):
+            clients.detach(client, "it disconnected")
+
+    def _handshake(self, identity: bytes, hello: messages.Hello) -> None:
+        if hello.protocol != PROTOCOL:
+            text = (
+                f"this core (pagewire {__version__}) uses protocol {PROTOCOL}, the frontend (pagewire "
+                f"{hello.version}) protocol {hello.protocol}: install the same version on both sides"
+            )
+            self._core.clients.send(identity, messages.Refused(error=text))
+        elif self._core.started:
+            self._welcome(identity, hello)
+        else:
+            self._early_hellos[identity] = hello
+
+    def _welcome(self, identity: bytes, hello: messages.Hello) -> None:
+        clients = self._core.clients
+        client = clients.attached.get(identity)
+        if client is not None:
+            clients.detach(client, "it attached again")
+        clients.attach(identity, hello.name, hello.pid, time.monotonic())
+        welcome = messages.Welcome(info=self._core.info, version=__version__, ping_seconds=PING_SECONDS)
+        clients.send(identity, welcome)
+
+    def _submit(self, client: Client, request: Request) -> None:
+        core, now = self._core, time.monotonic()
+        try:
+            if request.key in client.requests:
+                raise ValueError(f"request key {request.key} is already in use")
+            if request.key in client.backlog:
+                raise ValueError(
+                    f"request key {request.key} is in use until the output of its request is read"
+                )
+            if core.stopping:
+                raise EngineBusyError("the engine core is shutting down and accepts no new requests")
+            check_request(request, core.info)
+            group = sequences(
+                request,
+                client.identity,
+                self._num_arrivals,
+                now,
+                max_model_len=core.info.max_model_len,
+                share_prefixes=core.config.args.enable_prefix_caching,
+            )
+            core.lobby.add(group, core.scheduler.num_waiting, now)
+        except (ValueError, TypeError, EngineBusyError) as error:
+            self._reject(client, request, error)
+            return
+        self._num_arrivals += len(group)
+        core.metrics.submitted(group)
+        client.requests[request.key] = {sequence.index: sequence for sequence in group}
+        core.admit()
+
+    def _reject(self, client: Client, request: Request, why: Exception) -> None:
+        error, kind = error_text(why), error_type(why)
+        self._core.metrics.num_refused["busy" if isinstance(why, EngineBusyError) else "invalid"] += 1
+        self._core.clients.warn("refused request %s of %s: %s", request.request_id, client.label, error)
+        if (
+            request.key in client.requests or request.key in client.backlog
+        ):  # a delta would be for that request
+            self._core.clients.send(client.identity, messages.Refused(error=error))
+            return
+        num_sequences = 1 if isinstance(request.task, PoolingParams) else request.task.n
+        deltas = [
+            TokenDelta(request.key, index, [], finish_reason="error", error=error, error_type=kind)
+            for index in range(num_sequences)
+        ]
+        self._core.clients.deliver(client, deltas)
+
+    def _abort(self, client: Client, abort: messages.Abort) -> None:
+        for key in abort.keys:
+            self._core.drop(client.requests.pop(key, {}).values())
+            client.backlog.forget(key)
+        for key, index in abort.sequences:
+            group = client.requests.get(key, {})
+            if index in group:
+                self._core.drop([group.pop(index)], reason="stop")
+                if not group:
+                    del client.requests[key]

@@ -1,0 +1,185 @@
+"""Frontends that do not read, use keys again, or send what cannot be handled: none of them harms another."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pagewire.engine_core.clients.clients import MAX_FAULTS, Client
+from pagewire.ipc.items import Prompt
+from pagewire.ipc.messages import Abort, Deltas, Refused, Request, Submit
+from pagewire.ipc.params import SamplingParams
+
+from ..conftest import RawFrontend, RunningCore
+from ..test_core import roll_out
+
+
+def attached(core: RunningCore, name: str) -> RawFrontend:
+    frontend = core.frontend(name)
+    frontend.attach()
+    return frontend
+
+
+def refused_requests(count: int, first: int = 0) -> Submit:
+    """Requests that the core refuses one by one: their prompts are empty."""
+    params = SamplingParams(n=64)
+    return Submit([Request(first + i, "r", Prompt([]), params, 7) for i in range(count)])
+
+
+class FullQueue:
+    """Makes the queue to one frontend full, as if it did not read, until `empty` is called."""
+
+    def __init__(self, core: RunningCore, frontend: RawFrontend, monkeypatch: pytest.MonkeyPatch) -> None:
+        clients, name = core.clients, frontend.name.encode()
+        self.client: Client = clients.attached[name]
+        self.full = True
+        real = clients._send_frames
+
+        def send(identity: bytes, frames: list[Any]) -> bool:
+            return not (self.full and identity == name) and real(identity, frames)
+
+        monkeypatch.setattr(clients, "_send_frames", send)
+
+    def empty(self) -> None:
+        self.full = False
+
+    def wait_for_end(self, key: int, watcher: RawFrontend) -> None:
+        """Wait until the end of a request is in the backlog."""
+        while not any(delta.key == key and delta.finish_reason for delta in self.client.backlog.deltas):
+            watcher.status()
+
+
+def test_a_key_in_the_backlog_is_not_used_again(
+    start_core: Callable[..., RunningCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = start_core()
+    watcher, slow = attached(core, "watcher"), attached(core, "slow")
+    queue = FullQueue(core, slow, monkeypatch)
+    slow.submit(1, [5, 6], logprobs=2, max_tokens=3)
+    queue.wait_for_end(1, watcher)
+    slow.submit(1, [5, 6], logprobs=5, max_tokens=3)
+    while not core.core.metrics.num_refused["invalid"]:
+        watcher.status()
+    queue.empty()
+    message = slow.hear()
+    while not (isinstance(message, Deltas) and any(delta.key == 1 for delta in message.deltas)):
+        message = slow.hear()
+    (delta,) = [delta for delta in message.deltas if delta.key == 1]
+    assert delta.token_ids == roll_out([5, 6], 3) and delta.logprobs.token_ids.shape == (3, 3)
+    slow.submit(1, [5, 6], logprobs=5, max_tokens=3)  # it is free again
+    while not (isinstance(message := slow.hear(), Deltas) and message.deltas[-1].finish_reason == "length"):
+        pass
+    assert core.error is None
+
+
+def test_an_abort_frees_a_key_in_the_backlog(
+    start_core: Callable[..., RunningCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = start_core()
+    watcher, slow = attached(core, "watcher"), attached(core, "slow")
+    queue = FullQueue(core, slow, monkeypatch)
+    slow.submit(1, [5, 6], max_tokens=3)
+    queue.wait_for_end(1, watcher)
+    slow.say(Abort(keys=[1]))
+    while 1 in queue.client.backlog:
+        watcher.status()
+    slow.submit(1, [8, 9], max_tokens=4)
+    queue.wait_for_end(1, watcher)
+    queue.empty()
+    tokens: list[int] = []
+    while len(tokens) < 4:
+        message = slow.hear()
+        assert isinstance(message, Deltas), message
+        tokens += [token for delta in message.deltas if delta.key == 1 for token in delta.token_ids]
+    assert tokens == roll_out([8, 9], 4)
+
+
+def test_output_of_a_request_that_was_given_up_is_not_that_of_the_next(
+    start_core: Callable[..., RunningCore],
+) -> None:
+    """Many times, since the abort must come between a commit and its delivery."""
+    frontend = attached(start_core(), "hasty")
+    for key in range(200):
+        frontend.submit(key % 2, [key], max_tokens=50)
+        frontend.hear()
+        frontend.say(Abort(keys=[key % 2]))
+    frontend.submit(5, [5, 6], max_tokens=9)
+    tokens: list[int] = []
+    while len(tokens) < 9:
+        message = frontend.hear()
+        assert isinstance(message, Deltas), message
+        tokens += [token for delta in message.deltas if delta.key == 5 for token in delta.token_ids]
+    assert tokens == roll_out([5, 6], 9)
+
+
+def test_a_frontend_that_leaves_too_much_unread_is_detached(
+    start_core: Callable[..., RunningCore], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pagewire.core")
+    core = start_core(max_backlog_bytes=1 << 20)
+    watcher, greedy = attached(core, "watcher"), attached(core, "greedy")
+    greedy.submit(1, [4, 4], max_tokens=120)
+    client = FullQueue(core, greedy, monkeypatch).client
+    for key in range(0, 5000, 50):
+        greedy.say(refused_requests(50, key + 2))
+    while len((status := watcher.status())["clients"]) > 1 or status["running"] + status["waiting"]:
+        pass
+    assert not client.backlog and status["num_free_blocks"] == status["num_blocks"]
+    assert "does not read" in caplog.text and "limit: 1,048,576" in caplog.text
+    watcher.submit(1, [9, 9])
+    watcher.finish((1, 0))
+    assert watcher.outputs[1, 0] == roll_out([9, 9], 8)
+
+
+def test_unread_answers_count_as_well(
+    start_core: Callable[..., RunningCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = start_core(max_backlog_bytes=1 << 20)
+    watcher, greedy = attached(core, "watcher"), attached(core, "greedy")
+    FullQueue(core, greedy, monkeypatch)
+    for call_id in range(2000):
+        greedy.begin_call(call_id, "metrics")
+    while len(watcher.status()["clients"]) > 1:
+        pass
+    assert core.error is None
+
+
+def test_what_a_message_raises_ends_its_sender_alone(
+    start_core: Callable[..., RunningCore], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    core = start_core()
+    good, bad = attached(core, "good"), attached(core, "bad")
+    real = core.core.lobby.add
+
+    def add(group: list[Any], *rest: Any) -> None:
+        if group[0].request_id == "r13":
+            raise ZeroDivisionError("an oversight in the core")
+        real(group, *rest)
+
+    monkeypatch.setattr(core.core.lobby, "add", add)
+    bad.submit(1, [1], max_tokens=120)
+    for number in range(MAX_FAULTS):
+        bad.submit(13, [1])
+        while not isinstance(message := bad.hear(), Refused):
+            pass
+        assert message.error == "an oversight in the core", number
+    assert "Traceback" in caplog.text and "ZeroDivisionError" in caplog.text
+    while len((status := good.status())["clients"]) > 1 or status["running"] + status["waiting"]:
+        pass
+    assert status["num_free_blocks"] == status["num_blocks"]
+    good.submit(1, [3, 4])
+    good.finish((1, 0))
+    assert good.outputs[1, 0] == roll_out([3, 4], 8)
+
+
+def test_a_flood_of_refusals_does_not_fill_the_log(
+    start_core: Callable[..., RunningCore], caplog: pytest.LogCaptureFixture
+) -> None:
+    frontend = attached(start_core(), "noisy")
+    frontend.say(refused_requests(1000))
+    while (999, 63) not in frontend.ends:
+        frontend.take(frontend.hear())
+    assert 0 < sum("refused request" in record.getMessage() for record in caplog.records) <= 500

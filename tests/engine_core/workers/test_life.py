@@ -1,0 +1,299 @@
+"""Workers that hang, crash and cannot be started: what callers are told, and that the engine goes on."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagewire.engine_core.clients import calls
+from pagewire.engine_core.clients.control import MAX_OPEN_CALLS
+from pagewire.engine_core.workers.process import WorkerProcess
+from pagewire.ipc.calls import CALLS
+
+from ..conftest import RawFrontend, RunningCore
+from ..fake_worker import CRASH_AFTER_A_STEP
+from ..test_core import roll_out
+
+StartCore = Callable[..., RunningCore]
+
+
+def attached(core: RunningCore) -> RawFrontend:
+    frontend = core.frontend()
+    frontend.attach()
+    return frontend
+
+
+def assert_runs(frontend: RawFrontend, key: int) -> None:
+    frontend.submit(key, [key, 1])
+    frontend.finish((key, 0))
+    assert frontend.outputs[key, 0] == roll_out([key, 1], 8)
+
+
+@pytest.fixture(autouse=True)
+def quick_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The core checks time limits every tenth of a second."""
+    monkeypatch.setattr("pagewire.engine_core.core.TICK_SECONDS", 0.1)
+
+
+@pytest.fixture
+def hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file that stops workers at their start while it exists; a second of silence counts as a hang."""
+    path = tmp_path / "hang"
+    monkeypatch.setenv("HANG_WHILE_STARTING", str(path))
+    monkeypatch.setenv("PAGEWIRE_WORKER_START_TIMEOUT_S", "1")
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def limit_call(monkeypatch: pytest.MonkeyPatch, name: str, seconds: float) -> None:
+    monkeypatch.setitem(CALLS, name, replace(CALLS[name], seconds=seconds))
+
+
+# ---------------------------------------------------------------- starts
+
+
+def test_a_worker_that_hangs_while_it_starts_is_replaced_and_no_call_is_lost(
+    start_core: StartCore, hang: Path
+) -> None:
+    core = start_core()
+    frontend = attached(core)
+    hang.touch()
+    os.kill(core.workers.pids[0], signal.SIGKILL)
+    while frontend.status()["worker_starts"] < 2:
+        pass
+    frontend.begin_call(5, "sleep")
+    frontend.begin_call(6, "collective_rpc", "echo", [5])
+    frontend.submit(1, [1, 1])
+    answers = [frontend.answer() for _ in range(2)]
+    assert [answer.call_id for answer in answers] == [5, 6]
+    assert all("no progress for 1 s" in (answer.error or "") for answer in answers)
+    hang.unlink()
+    frontend.finish((1, 0))
+    assert frontend.outputs[1, 0] == roll_out([1, 1], 8)
+    assert frontend.call("is_sleeping").result is False
+
+
+def test_a_first_worker_that_hangs_is_replaced(start_core: StartCore, hang: Path) -> None:
+    hang.touch()
+    core = start_core()
+    while core.workers.num_starts < 2:
+        pass
+    hang.unlink()
+    frontend = attached(core)
+    assert_runs(frontend, 1)
+
+
+def test_a_core_without_descriptors_starts_workers_again(start_core: StartCore) -> None:
+    core = start_core()
+    frontend = attached(core)
+    assert_runs(frontend, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (max(int(path.name) for path in Path("/proc/self/fd").iterdir()) + 8, hard)
+    )
+    hoard = []
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                hoard.append(os.open(os.devnull, os.O_RDONLY))
+        os.kill(core.workers.pids[0], signal.SIGKILL)
+        assert_runs(frontend, 2)
+    finally:
+        for fd in hoard:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert core.workers.num_starts == 2 and core.error is None
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), MemoryError("no memory")])
+def test_what_the_machine_lacks_for_a_start_it_may_have_later(
+    start_core: StartCore, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    core = start_core(num_workers=2)
+    frontend = attached(core)
+    tries: list[int] = []
+
+    def start(command: Any, address: str, identity: str, rank: int) -> WorkerProcess:
+        tries.append(rank)
+        if rank == 1 and len(tries) <= 6:
+            raise error
+        return WorkerProcess(command, address, identity, rank)
+
+    monkeypatch.setattr("pagewire.engine_core.workers.group.WorkerProcess", start)
+    os.kill(core.workers.pids[1], signal.SIGKILL)
+    assert_runs(frontend, 1)
+    assert tries == [0, 1] * 4 and core.error is None and len(core.workers.pids) == 2
+
+
+# ---------------------------------------------------------------- calls
+
+
+@pytest.mark.parametrize("method", ["sleep", "wake_up"])
+def test_a_call_that_is_not_answered_in_time_leaves_the_engine_as_it_was(
+    start_core: StartCore, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    core = start_core()
+    frontend = attached(core)
+    if method == "wake_up":
+        assert frontend.call("sleep").error is None
+    limit_call(monkeypatch, method, 0.3)
+    os.kill(core.workers.pids[0], signal.SIGSTOP)
+    answer = frontend.call(method)
+    assert (answer.error, answer.error_type) == (f"{method} has not returned within 0.3 s", "TimeoutError")
+    limit_call(monkeypatch, method, 60.0)
+    assert frontend.call("is_sleeping").result is (method == "wake_up")
+    if method == "wake_up":
+        assert frontend.call("wake_up").error is None
+    assert_runs(frontend, 1)
+    assert core.workers.num_starts == 2
+
+
+def test_a_method_that_never_returns_is_ended(start_core: StartCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "CALL_SECONDS", 0.3)
+    frontend = attached(start_core())
+    answer = frontend.call("collective_rpc", "hang")
+    assert (answer.error, answer.error_type) == ("hang has not returned within 0.3 s", "TimeoutError")
+    assert_runs(frontend, 1)
+
+
+def test_a_pause_that_waits_too_long_says_so(start_core: StartCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_call(monkeypatch, "pause", 0.3)
+    core = start_core()
+    frontend = attached(core)
+    os.kill(core.workers.pids[0], signal.SIGSTOP)
+    frontend.submit(1, [1, 1])
+    answer = frontend.call("pause", wait_for_inflight_requests=True)
+    assert answer.error_type == "TimeoutError" and "requests still run after 0.3 s" in (answer.error or "")
+    assert frontend.call("is_paused").result is True and frontend.call("resume").error is None
+    os.kill(core.workers.pids[0], signal.SIGCONT)
+    frontend.finish((1, 0))
+
+
+def test_calls_that_no_worker_could_take_are_refused(
+    start_core: StartCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = start_core()
+    frontend = attached(core)
+    answer = frontend.call("collective_rpc", "echo", ["x" * calls.MAX_CALL_BYTES])
+    assert answer.error_type == "ValueError" and "no more than 1,048,576" in (answer.error or "")
+    answer = frontend.call("collective_rpc", "\x01" * (2 * calls.MAX_CALL_BYTES))
+    assert answer.error_type == "ValueError" and len(answer.error or "") < 1000
+    answer = frontend.call("\x01" * (2 * calls.MAX_CALL_BYTES))
+    assert answer.error_type == "ValueError" and len(answer.error or "") < 5000
+    os.kill(core.workers.pids[0], signal.SIGSTOP)
+    for call_id in range(MAX_OPEN_CALLS + 1):
+        frontend.begin_call(call_id, "collective_rpc", "echo", [call_id])
+    refused = [frontend.answer() for _ in range(MAX_OPEN_CALLS + 1 - calls.MAX_PENDING_CALLS)]
+    assert {answer.error_type for answer in refused} == {"EngineBusyError"}
+    os.kill(core.workers.pids[0], signal.SIGCONT)
+    answered = [frontend.answer() for _ in range(calls.MAX_PENDING_CALLS)]
+    assert [answer.result for answer in answered] == [[[i]] for i in range(calls.MAX_PENDING_CALLS)]
+    assert core.workers.num_starts == 1
+    assert not core.core.control._num_open
+
+
+def test_a_frontend_has_a_limited_number_of_open_calls(
+    start_core: StartCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagewire.engine_core.clients.control.MAX_OPEN_CALLS", 3)
+    core = start_core()
+    frontend, other = attached(core), core.frontend("other")
+    other.attach()
+    os.kill(core.workers.pids[0], signal.SIGSTOP)
+    for call_id in range(4):
+        frontend.begin_call(call_id, "collective_rpc", "echo", [call_id])
+    answer = frontend.answer()
+    assert (answer.call_id, answer.error_type) == (3, "EngineBusyError")
+    assert other.call("is_paused").error is None
+    os.kill(core.workers.pids[0], signal.SIGCONT)
+    assert [frontend.answer().call_id for _ in range(3)] == [0, 1, 2]
+
+
+# ---------------------------------------------------------------- health
+
+
+def test_health_is_proven_by_a_ping_and_a_worker_that_does_not_answer_is_replaced(
+    start_core: StartCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGEWIRE_HEALTH_TIMEOUT_S", "0.3")
+    monkeypatch.setattr("pagewire.engine_core.clients.health.FRESH_SECONDS", 0.0)
+    core = start_core()
+    frontend = attached(core)
+    healthy = {"alive": True, "ready": True, "reason": ""}
+    assert frontend.call("check_health").result == healthy
+    os.kill(core.workers.pids[0], signal.SIGSTOP)
+    frontend.begin_call(1, "check_health")
+    frontend.begin_call(2, "check_health")
+    for _ in range(2):
+        health = frontend.answer().result
+        assert not health["alive"] and not health["ready"] and "has not answered ping" in health["reason"]
+    assert core.core.control._worker_calls.oldest.method == "ping"
+    os.kill(core.workers.pids[0], signal.SIGCONT)
+    assert frontend.call("collective_rpc", "echo", [1]).result == [[1]]
+    assert frontend.call("check_health").result == healthy
+    limit_call(monkeypatch, "ping", 0.5)
+    os.kill(core.workers.pids[0], signal.SIGSTOP)
+    assert frontend.call("check_health").result["alive"] is False
+    while frontend.status()["worker_starts"] < 2:
+        pass
+    assert_runs(frontend, 1)
+    assert frontend.call("check_health").result == healthy
+
+
+def test_health_of_a_step_that_hangs(start_core: StartCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEWIRE_HEALTH_TIMEOUT_S", "0.3")
+    core = start_core()
+    frontend = attached(core)
+    os.kill(core.workers.pids[0], signal.SIGSTOP)
+    frontend.submit(1, [1, 1])
+    while (health := frontend.call("check_health").result)["alive"]:
+        pass
+    assert "a step has been running" in health["reason"]
+    os.kill(core.workers.pids[0], signal.SIGCONT)
+    frontend.finish((1, 0))
+    assert frontend.call("check_health").result["alive"]
+
+
+def test_an_engine_that_takes_no_requests_is_alive_and_not_ready(start_core: StartCore, hang: Path) -> None:
+    core = start_core()
+    frontend = attached(core)
+    for before, after, reason in (("sleep", "wake_up", "sleeps"), ("pause", "resume", "paused")):
+        assert frontend.call(before).error is None
+        health = frontend.call("check_health").result
+        assert health["alive"] and not health["ready"] and reason in health["reason"]
+        assert frontend.call(after).error is None and frontend.call("check_health").result["ready"]
+    hang.touch()
+    os.kill(core.workers.pids[0], signal.SIGKILL)
+    while frontend.status()["worker_ready"]:
+        pass
+    health = frontend.call("check_health").result
+    assert not health["alive"] and "is starting" in health["reason"]
+    hang.unlink()
+    while not frontend.call("check_health").result["ready"]:
+        pass
+
+
+# ---------------------------------------------------------------- crashes
+
+
+def test_a_request_that_crashes_its_worker_after_every_token_ends(
+    start_core: StartCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flag = tmp_path / "crash"
+    flag.touch()
+    monkeypatch.setenv("CRASH_WHILE", str(flag))
+    frontend = attached(start_core())
+    frontend.submit(1, [1, 2], max_tokens=60)
+    frontend.submit(2, [3, CRASH_AFTER_A_STEP], max_tokens=60)
+    frontend.finish((1, 0), (2, 0))
+    end = frontend.ends[2, 0]
+    assert end.finish_reason == "error" and "crashed 5 times" in (end.error or "")
+    assert 0 < len(frontend.outputs[2, 0]) < 10
+    assert frontend.outputs[1, 0] == roll_out([1, 2], 60)

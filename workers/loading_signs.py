@@ -1,0 +1,69 @@
+"""Signs of life while a model is loaded: a thread that tells the core when the start has got on.
+
+It compares the processor time and the bytes read of all processes of the worker's session, compilers included. A
+start that waits for ever (a dead network disk, a lock) gives no sign, although this thread runs.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+INTERVAL_SECONDS = 1.0
+MIN_TICKS = 2  # of processor time (10 ms each) in an interval that count as work
+
+
+def work_done(session: int) -> int:
+    """A number that grows with the work of a session's processes: processor ticks, and megabytes read."""
+    total = 0
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            total += work_of(folder, session)
+    return total
+
+
+def work_of(folder: Path, session: int) -> int:
+    """The work of the process with this folder in /proc; 0 if it is of another session, or has ended."""
+    try:
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        if int(fields[3]) != session:
+            return 0
+        ticks = sum(map(int, fields[11:15]))  # of its own, and of children that have ended
+        counts = dict(line.split(": ") for line in (folder / "io").read_text().splitlines())
+        return ticks + (int(counts["rchar"]) + int(counts["read_bytes"]) >> 20)
+    except (OSError, ValueError, LookupError):
+        return 0
+
+
+class LoadingSigns:
+    """Calls `send` from a thread, at most once a second, while work is done; use with `with`."""
+
+    def __init__(self, send: Callable[[], None], interval: float = INTERVAL_SECONDS) -> None:
+        self._send, self._interval = send, interval
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="loading-signs", daemon=True)
+
+    def __enter__(self) -> LoadingSigns:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop the thread, so that it sends nothing any more."""
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        session = os.getsid(0)
+        before = work_done(session)
+        while not self._over.wait(self._interval):
+            now = work_done(session)
+            if (
+                abs(now - before) >= MIN_TICKS
+            ):  # it falls when a process has ended and its parent has not counted it
+                before = now
+                self._send()
