@@ -16,12 +16,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
-from pagewire.frontend.client import START_ERRORS, CoreClient
+from pagewire.frontend.client import CoreClient
 from pagewire.frontend.inputs import Intake, Prepared, PromptType
+from pagewire.frontend.link import START_ERRORS
+from pagewire.frontend.mailbox import Mailbox
 from pagewire.frontend.metrics import Metric, read_metrics
 from pagewire.frontend.outputs import Outputs, RequestOutput, RequestState
 from pagewire.frontend.spawn import SpawnedCore, spawn_core
@@ -40,34 +42,6 @@ logger = logging.getLogger("pagewire.frontend")
 Connection = tuple[CoreClient, SpawnedCore | None]
 RETRY_SECONDS = 0.5  # between two attempts to attach to another core
 METRICS_SECONDS = 5.0  # for the core's answer, after which the loggers of statistics go without
-
-
-class Mailbox(Protocol):
-    """Receives the requests that have new output."""
-
-    def put(self, states: list[RequestState]) -> None:
-        """Receive requests that have new output. Called on the client's thread: must not block."""
-
-
-class Inbox:
-    """A mailbox for a thread that blocks until there is new output."""
-
-    def __init__(self) -> None:
-        self._ready: dict[int, RequestState] = {}
-        self._arrival = threading.Condition()
-
-    def put(self, states: list[RequestState]) -> None:
-        """Wake the waiting thread."""
-        with self._arrival:
-            self._ready.update((state.request.key, state) for state in states)
-            self._arrival.notify()
-
-    def get(self) -> list[RequestState]:
-        """Wait until a request has new output; returns all that have, each once."""
-        with self._arrival:
-            self._arrival.wait_for(lambda: self._ready)
-            ready, self._ready = self._ready, {}
-        return list(ready.values())
 
 
 class Session:

@@ -161,7 +161,7 @@ def test_an_error_in_a_callback_is_not_swallowed(core: Any) -> None:
 
 
 def test_another_protocol_is_a_clear_error(core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagewire.frontend.client.PROTOCOL", 99)
+    monkeypatch.setattr("pagewire.frontend.link.PROTOCOL", 99)
     with pytest.raises(ProtocolError, match="protocol 99"):
         Watched(core.address)
 
