@@ -30,7 +30,14 @@ from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.engine_core.workers.group import GroupReply, WorkerGroup
 from pagewire.engine_core.workers.process import Stopwatch
 from pagewire.ipc import messages
-from pagewire.ipc.errors import EngineBusyError, EngineDeadError, error_text, error_type, received_error
+from pagewire.ipc.errors import (
+    EngineBusyError,
+    EngineDeadError,
+    EngineStoppedError,
+    error_text,
+    error_type,
+    received_error,
+)
 from pagewire.ipc.messages import PROTOCOL, EngineInfo, Request, TokenDelta
 from pagewire.ipc.options import env_float
 from pagewire.ipc.params import PoolingParams
@@ -105,7 +112,7 @@ class EngineCore:
             CoreError: the worker cannot be started, or a new one has too little memory.
             ValueError: the model cannot be loaded with these options; the text says why.
         """
-        cause: BaseException = EngineDeadError("the engine core has shut down")
+        cause: BaseException = EngineStoppedError("the engine core has shut down")
         try:
             self.worker.start()
             while not self._is_over():
@@ -197,7 +204,8 @@ class EngineCore:
         if not self.started:
             self.clients.refuse_all(cause, wait_ms=0)
         for client in list(self.clients.attached.values()):
-            self.clients.send(client.identity, messages.CoreDying(cause=error_text(cause)))
+            stopped = isinstance(cause, EngineStoppedError)
+            self.clients.send(client.identity, messages.CoreDying(error_text(cause), stopped))
         self.worker.stop()
 
     # ------------------------------------------------------------ the worker
@@ -301,15 +309,15 @@ class EngineCore:
             if isinstance(message, messages.Hello):
                 self._handshake(identity, message)
             elif client is None:
-                self.clients.send(
-                    identity, messages.Refused(error="not attached: the first message must be Hello")
-                )
+                cause = "it is not attached, or was silent or read nothing for too long"
+                self.clients.send(identity, messages.Detached(cause))
             elif isinstance(message, messages.Submit):
                 for request in message.requests:
                     self._submit(client, request)
             elif isinstance(message, messages.Abort):
                 self._abort(client, message)
             elif isinstance(message, messages.Call):
+                self.deliver()  # an answer comes after all output that came before it
                 self.control.call(identity, message)
             elif isinstance(message, messages.Goodbye):
                 self.clients.detach(client, "it disconnected")
