@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import subprocess
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from pagewire.ipc.sockets import CurveKeys, new_dealer, receive, send
 from pagewire.ipc.version import __version__
 
 EXIT_SECONDS = 1.0  # wait for the exit status of a core that has closed the connection
+PING_SECONDS = 1.0  # interval of pings to a core that has not answered yet
 CONNECT_STEP_MS = 50  # interval at which a client that attaches checks its deadline and the spawned process
 
 REACHED = zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -47,6 +49,7 @@ class Link:
     def __init__(self, address: str, curve: CurveKeys | None) -> None:
         self.address = address
         self.reached = False
+        self._lost = False
         self._codec: Codec[ToFrontend] = Codec(ToFrontend)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
@@ -92,13 +95,12 @@ class Link:
         return True
 
     def lost(self) -> bool:
-        """True if the core closed the connection or refused the handshake since the last call."""
-        lost = False
+        """True once the core has closed the connection or refused the handshake; ZeroMQ may connect again later."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             self.reached |= bool(event & REACHED)
-            lost |= bool(event & LOST)
-        return lost
+            self._lost |= bool(event & LOST)
+        return self._lost
 
     def close(self, linger_ms: int = 0) -> None:
         """Close; wait up to `linger_ms` until queued messages are sent."""
@@ -110,7 +112,14 @@ class Link:
 PING = Codec[Any](ToFrontend).encode(Ping())
 
 
-def attach(link: Link, name: str, timeout: float | None, child: Child | None) -> Welcome:
+def attach(
+    link: Link,
+    name: str,
+    timeout: float | None,
+    patience: float | None,
+    child: Child | None,
+    cancelled: threading.Event | None,
+) -> Welcome:
     """Send `Hello` and return the core's `Welcome`.
 
     Raises:
@@ -119,17 +128,16 @@ def attach(link: Link, name: str, timeout: float | None, child: Child | None) ->
     hello = Hello(PROTOCOL, __version__, os.getpid(), name)
     link.send(Codec[Any](ToFrontend).encode(hello))
     give_up = None if timeout is None or child is not None else time.monotonic() + timeout
-    while True:
+    answered = next_ping = time.monotonic()
+    while cancelled is None or not cancelled.is_set():
         link.wait(None, CONNECT_STEP_MS / 1000)
         exited = child is not None and child.poll() is not None
         lost = link.lost()
+        now = time.monotonic()
         for message in link.messages():
-            if isinstance(message, Welcome):
-                return message
-            if isinstance(message, Refused):
-                raise start_error(received_error(message.error, message.error_type))
-            if isinstance(message, CoreDying):
-                raise start_error(EngineDeadError(message.cause))
+            answered = now
+            if (welcome := handshake(message)) is not None:
+                return welcome
         if child is not None and (lost or (exited and not link.reached)):
             cause = core_exit(child) or "it closed the connection"
             raise EngineDeadError(f"the engine core did not start: {cause}; its log tells why")
@@ -137,8 +145,29 @@ def attach(link: Link, name: str, timeout: float | None, child: Child | None) ->
             raise EngineDeadError(
                 f"{link.address} closed the connection: no engine core, or other CURVE keys"
             )
-        if give_up is not None and not link.reached and time.monotonic() > give_up:
+        if give_up is not None and not link.reached and now > give_up:
             raise EngineDeadError(f"no engine core answers at {link.address} (waited {timeout:g} s)")
+        if patience is not None and link.reached and now >= next_ping:
+            if now - answered > patience:
+                raise EngineDeadError(f"the engine core at {link.address} answers nothing for {patience:g} s")
+            next_ping = now + PING_SECONDS
+            link.send(PING)  # a core that is loading answers that we are not attached
+    raise EngineDeadError("the engine was shut down")
+
+
+def handshake(message: ToFrontend) -> Welcome | None:
+    """The answer to `Hello`, if this message is it.
+
+    Raises:
+        as `CoreClient.connect`: the core refuses, or ends.
+    """
+    if isinstance(message, Welcome):
+        return message
+    if isinstance(message, Refused):
+        raise start_error(received_error(message.error, message.error_type))
+    if isinstance(message, CoreDying):
+        raise start_error(EngineDeadError(message.cause))
+    return None
 
 
 def start_error(error: Exception) -> Exception:

@@ -45,7 +45,7 @@ VOCAB = {"</s>": EOS, "<unk>": 1} | {f"w{i}": i for i in range(2, 64)}
 class FakeCore:
     """A thread with a bound ROUTER. `auto`: it answers each request by itself with `answer(request, index)`.
 
-    seen: every message that came, in order, but for pings. A test sends messages with `send`.
+    seen: every message that came, in order, but for pings. pings: the pings. A test sends messages with `send`.
     """
 
     def __init__(self, address: str, info: EngineInfo, curve: CurveKeys | None = None) -> None:
@@ -60,6 +60,7 @@ class FakeCore:
         )  # of each token of an answer
         self.calls: dict[str, Callable[..., Any]] = {}
         self.seen: queue.Queue[Any] = queue.Queue()
+        self.pings: queue.Queue[Ping] = queue.Queue()
         self.submitted: dict[int, Request] = {}
         self.client = b""
         self._outbox: queue.Queue[Any] = queue.Queue()
@@ -110,6 +111,7 @@ class FakeCore:
 
     def _take(self, message: ToCore) -> None:
         if isinstance(message, Ping):
+            self.pings.put(message)
             if self.pongs:
                 self._reply(Pong())
             return
