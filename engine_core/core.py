@@ -32,7 +32,7 @@ from pagewire.engine_core.workers.group import GroupReply, WorkerGroup
 from pagewire.engine_core.workers.process import Stopwatch
 from pagewire.engine_core.workers.restarts import Restarts
 from pagewire.ipc import messages
-from pagewire.ipc.errors import EngineDeadError, error_text, received_error
+from pagewire.ipc.errors import EngineDeadError, EngineStoppedError, error_text, received_error
 from pagewire.ipc.messages import EngineInfo, TokenDelta
 from pagewire.ipc.options import env_float
 from pagewire.ipc.worker_messages import Ready, StepResult, WorkerFailed
@@ -104,7 +104,7 @@ class EngineCore:
             CoreError: the worker cannot be started, or a new one has too little memory.
             ValueError: the model cannot be loaded with these options; the text says why.
         """
-        cause: BaseException = EngineDeadError("the engine core has shut down")
+        cause: BaseException = EngineStoppedError("the engine core has shut down")
         try:
             self._start_worker()
             while not self._is_over():
@@ -213,7 +213,8 @@ class EngineCore:
         if not self.started:
             self.clients.refuse_all(cause, wait_ms=0)
         for client in list(self.clients.attached.values()):
-            self.clients.send(client.identity, messages.CoreDying(cause=error_text(cause)))
+            stopped = isinstance(cause, EngineStoppedError)
+            self.clients.send(client.identity, messages.CoreDying(error_text(cause), stopped))
         self.worker.stop()
 
     # ------------------------------------------------------------ the worker

@@ -2,42 +2,48 @@
 
     submit, abort, call --> outbox --> [IO thread] --DEALER--> core
     on_deltas, on_dead, futures <----- [IO thread] <---------- core
+                               Ping -- [heartbeat]
 
 A client is attached once. The loss of its core is final: the client reports it within milliseconds (socket
 monitor, `CoreDying`, exit of a spawned core) or after `PAGEWIRE_HEARTBEAT_TIMEOUT_S` of silence, and accepts
 nothing more.
+
+While the IO thread runs a callback, which may take long or wait for a lock, the heartbeat thread sends the pings:
+the core must not take a busy frontend for a hung one. Nor does the frontend blame the core for its own slowness:
+only time that it spent waiting for messages counts as the core's silence, not time in which it was busy or stopped.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
+import logging
 import os
-import subprocess
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
+from itertools import islice
 from typing import Any
 
-import zmq
-from zmq.utils.monitor import recv_monitor_message
-
+from pagewire.frontend.link import PING, Link, attach, core_exit
 from pagewire.ipc.codec import Buffer, Codec
-from pagewire.ipc.errors import EngineBusyError, EngineDeadError, ProtocolError, received_error
-from pagewire.ipc.lifeline import Child, exit_cause
+from pagewire.ipc.errors import (
+    DetachedError,
+    EngineBusyError,
+    EngineDeadError,
+    EngineStoppedError,
+    received_error,
+)
+from pagewire.ipc.lifeline import Child
 from pagewire.ipc.messages import (
-    PROTOCOL,
     Abort,
     Call,
     CallAnswer,
     CoreDying,
     Deltas,
+    Detached,
     Goodbye,
-    Hello,
-    Ping,
     Refused,
     Request,
     Submit,
@@ -46,32 +52,25 @@ from pagewire.ipc.messages import (
     Welcome,
 )
 from pagewire.ipc.options import env_float
-from pagewire.ipc.sockets import CurveKeys, new_dealer, receive, send
-from pagewire.ipc.version import __version__
+from pagewire.ipc.sockets import CurveKeys
+
+logger = logging.getLogger("pagewire.frontend")
 
 HEARTBEAT_TIMEOUT_S = 30.0
+SUBMIT_BATCH = 64  # requests in one message, so that encoding it takes little memory
 MAX_OUTBOX = 100_000  # messages that wait for a core that reads none, before `submit` refuses more
+READ_AT_ONCE = 256  # messages decoded before their callbacks run, which bounds memory
+WAKE_SECONDS = 0.1  # by which a wait may last longer without the process having been stopped
 FLUSH_SECONDS = 1.0  # how long closing may take to send what is in the outbox
-EXIT_SECONDS = 1.0  # wait for the exit status of a core that has closed the connection
-CONNECT_STEP_MS = 50  # interval at which a client that attaches checks its deadline and the spawned process
-
-REACHED = zmq.EVENT_HANDSHAKE_SUCCEEDED
-LOST = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
-# Errors of a core that did not start which are about its options, its model or this machine: they keep their type.
-# Any other is a failure of the core itself, and arrives as EngineDeadError.
-START_ERRORS = (ValueError, TypeError, OSError, MemoryError, ProtocolError)
 
 
 class CoreClient:
     """One attachment to a core, made by `CoreClient.connect`.
 
-    Callbacks run on the client's own thread: `on_deltas` with the deltas of each step; `on_dead` once, when the
-    core is lost (not after `close`), and nothing after it.
+    Callbacks run on the client's own thread: `on_deltas` with the deltas of each step; `on_refused` with the keys
+    of requests that the core could not read, and why; `on_dead` once, when the core is lost (not after `close`),
+    and nothing after it. Its error is an `EngineStoppedError` if the core was stopped on purpose, and a
+    `DetachedError` if it runs, but has dropped this frontend.
 
     Attributes:
         info: model and options of the core. dead: the cause, once the core is lost or the client is closed.
@@ -83,16 +82,17 @@ class CoreClient:
         welcome: Welcome,
         on_deltas: Callable[[list[TokenDelta]], None],
         on_dead: Callable[[EngineDeadError], None],
+        on_refused: Callable[[list[int], Exception], None],
         child: Child | None,
     ) -> None:
         self.info = welcome.info
         self.dead: EngineDeadError | None = None
         self._link, self._child = link, child
-        self._on_deltas, self._on_dead = on_deltas, on_dead
+        self._on_deltas, self._on_dead, self._on_refused = on_deltas, on_dead, on_refused
         self._ping_seconds = welcome.ping_seconds
         self._silence_seconds = env_float("PAGEWIRE_HEARTBEAT_TIMEOUT_S", HEARTBEAT_TIMEOUT_S)
         self._next_ping = 0.0
-        self._silent_since: float | None = None  # when the oldest unanswered Ping was sent
+        self._silence = 0.0  # seconds spent waiting for messages since the last one came
         self._encoder: Codec[Any] = Codec(ToFrontend)
         self._call_ids = itertools.count()
         self._calls: dict[int, Future[Any]] = {}
@@ -101,8 +101,12 @@ class CoreClient:
         self._waking = False  # a byte is in the wake-up pipe
         self._wake_read_fd, self._wake_write_fd = os.pipe()
         self._close_by: float | None = None
+        self._link_lock = threading.Lock()  # held by the IO thread except while callbacks run
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pagewire-client", daemon=True)
+        self._heart = threading.Thread(target=self._beat, name="pagewire-heartbeat", daemon=True)
         self._thread.start()
+        self._heart.start()
 
     @classmethod
     def connect(
@@ -111,15 +115,20 @@ class CoreClient:
         *,
         on_deltas: Callable[[list[TokenDelta]], None],
         on_dead: Callable[[EngineDeadError], None],
+        on_refused: Callable[[list[int], Exception], None] = lambda keys, error: None,
         curve: CurveKeys | None = None,
         name: str = "",
         timeout: float | None = 10.0,
+        patience: float | None = None,
         child: Child | None = None,
+        cancelled: threading.Event | None = None,
     ) -> CoreClient:
         """Attach to the core at `address`, and wait until it is ready.
 
         timeout: seconds to wait for a connection; once connected, the wait lasts until the model is loaded.
+        patience: seconds for which a connected core may answer nothing at all; None: any.
         child: the spawned process that will listen there; its exit ends the wait, and `timeout` does not apply.
+        cancelled: ends the wait when it is set.
 
         Raises:
             EngineDeadError: no core listens, or it failed while it started; the text is the cause.
@@ -130,34 +139,34 @@ class CoreClient:
         """
         link = Link(address, curve)
         try:
-            welcome = attach(link, name, timeout, child)
-            return cls(link, welcome, on_deltas, on_dead, child)
+            welcome = attach(link, name, timeout, patience, child, cancelled)
+            return cls(link, welcome, on_deltas, on_dead, on_refused, child)
         except BaseException:
             link.close()
             raise
 
     # -------------------------------------------------------------- any thread
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[Request]) -> list[tuple[Request, ValueError]]:
         """Send new requests, in this order, in as many messages as their sizes need.
+
+        Returns the requests that no message can hold, each with its error; the others are sent.
 
         Raises:
             EngineDeadError: the core is lost. EngineBusyError: it reads nothing, and too many messages wait.
-            OverflowError, TypeError: a value that msgpack cannot represent. ValueError: a request is too large.
+            OverflowError, TypeError: a value that msgpack cannot represent; nothing is sent.
         """
-        middle = len(requests) // 2
-        try:
-            self._post(Submit(list(requests)))
-        except ValueError:  # too large for one message
-            if not middle:
-                raise
-            self.submit(requests[:middle])
-            self.submit(requests[middle:])
+        refused: list[tuple[Request, ValueError]] = []
+        with self._lock:
+            batches = [requests[at : at + SUBMIT_BATCH] for at in range(0, len(requests), SUBMIT_BATCH)]
+            messages = [frames for batch in batches for frames in self._encode_requests(batch, refused)]
+            self._post(messages)
+        return refused
 
     def abort(self, keys: Sequence[int] = (), sequences: Sequence[tuple[int, int]] = ()) -> None:
         """Drop requests, or single sequences (key, index) of them. Does nothing once the core is lost."""
         try:
-            self._post(Abort(list(keys), list(sequences)))
+            self._send_later(Abort(list(keys), list(sequences)), urgent=True)
         except EngineDeadError:
             pass
 
@@ -165,13 +174,14 @@ class CoreClient:
         """Call one of the core's methods. The future gets the answer, or the error that the core reports.
 
         Raises:
-            EngineDeadError, EngineBusyError, OverflowError, TypeError, ValueError: as `submit`.
+            EngineDeadError, EngineBusyError, OverflowError, TypeError: as `submit`.
+            ValueError: the arguments are too large.
         """
         future: Future[Any] = Future()
         call_id = next(self._call_ids)
         self._calls[call_id] = future
         try:
-            self._post(Call(call_id, method, list(args), kwargs))
+            self._send_later(Call(call_id, method, list(args), kwargs))
         except BaseException:
             self._calls.pop(call_id, None)
             raise
@@ -182,234 +192,171 @@ class CoreClient:
         if threading.current_thread() is self._thread:
             raise RuntimeError("a callback must not close its client")
         try:
-            self._post(Goodbye(), closing=True)
-        except (EngineDeadError, EngineBusyError):
+            self._send_later(Goodbye(), urgent=True, closing=True)
+        except EngineDeadError:
             pass
         self._thread.join()
+        self._heart.join()
 
-    def _post(self, message: Any, closing: bool = False) -> None:
+    def _send_later(self, message: Any, urgent: bool = False, closing: bool = False) -> None:
+        """Put a message into the outbox, even a full one if it is urgent. Raises as `call`."""
         with self._lock:
-            if self.dead is not None:
-                raise EngineDeadError(*self.dead.args)
-            if self._close_by is not None:
-                raise EngineDeadError("the engine was shut down")
-            if closing:
-                self._close_by = time.monotonic() + FLUSH_SECONDS
-            elif len(self._outbox) >= MAX_OUTBOX:
-                raise EngineBusyError(f"the engine core reads no messages; {MAX_OUTBOX} are waiting")
             frames = self._encoder.encode(message)
-            if len(frames[0]) > (limit := self.info.max_message_bytes):
-                raise ValueError(
-                    f"a message of {len(frames[0])} bytes is over this engine's limit of {limit}"
-                )
-            self._outbox.append(frames)
-            if not self._waking:  # one wake-up for all messages until the thread empties the outbox
-                self._waking = True
-                os.write(self._wake_write_fd, b"!")
+            if (error := too_large(frames, "the message", self.info.max_message_bytes)) is not None:
+                raise error
+            self._post([frames], urgent, closing)
+
+    def _encode_requests(
+        self, requests: Sequence[Request], refused: list[tuple[Request, ValueError]]
+    ) -> Iterator[list[Buffer]]:
+        """The messages that submit the requests; too large ones are halved. What none can hold is `refused`."""
+        frames = self._encoder.encode(Submit(list(requests)))
+        name = f"request {requests[0].request_id[:100]!r}"
+        if (error := too_large(frames, name, self.info.max_message_bytes)) is None:
+            yield frames
+        elif len(requests) == 1:
+            refused.append((requests[0], error))
+        else:
+            half = len(requests) // 2
+            yield from self._encode_requests(requests[:half], refused)
+            yield from self._encode_requests(requests[half:], refused)
+
+    def _post(self, messages: Sequence[list[Buffer]], urgent: bool = False, closing: bool = False) -> None:
+        """Put messages into the outbox, all or none. The caller holds the lock."""
+        if self.dead is not None:
+            raise EngineDeadError(*self.dead.args)
+        if self._close_by is not None:
+            raise EngineDeadError("the engine was shut down")
+        if len(self._outbox) >= MAX_OUTBOX and not urgent:
+            raise EngineBusyError(f"the engine core reads no messages; {MAX_OUTBOX} are waiting")
+        if closing:
+            self._close_by = time.monotonic() + FLUSH_SECONDS
+        self._outbox.extend(messages)
+        if not self._waking:  # one wake-up for all messages until the thread empties the outbox
+            self._waking = True
+            os.write(self._wake_write_fd, b"!")
+
+    # -------------------------------------------------------------- the heartbeat thread
+
+    def _beat(self) -> None:
+        """Ping the core while the IO thread is in a callback; otherwise it holds the lock, and pings itself."""
+        while not self._ended.wait(self._ping_seconds):
+            if self._link_lock.acquire(blocking=False):
+                try:
+                    if not self._ended.is_set():
+                        self._ping(time.monotonic())
+                finally:
+                    self._link_lock.release()
 
     # -------------------------------------------------------------- the IO thread
 
     def _run(self) -> None:
+        cause: EngineDeadError | None
         try:
             cause = self._serve()
         except Exception as error:  # of any kind: no caller may wait for ever
-            cause = f"the connection to the engine core failed: {type(error).__name__}: {error}"
+            logger.debug("traceback", exc_info=True)
+            text = f"the connection to the engine core failed: {type(error).__name__}: {error}"
+            cause = EngineDeadError(text)
         self._end(cause)
 
-    def _serve(self) -> str | None:
+    def _serve(self) -> EngineDeadError | None:
         """Send and receive until the client is closed, then return None; if the core is lost, return the cause."""
         while True:
-            self._wait()
-            lost = (
-                self._link.lost()
-            )  # before reading, so that the last messages of a dying core are still handled
-            for message in self._link.messages():
+            with self._link_lock:
+                self._wait()
+                # Before reading, so that the last messages of a dying core are still handled.
+                lost = self._link.lost()
+                messages = list(islice(self._link.messages(), None if lost else READ_AT_ONCE))
+            if messages:
+                self._silence = 0.0
+            for message in messages:
                 if (cause := self._take(message)) is not None:
                     return cause
             if lost:
-                return core_exit(self._child) or "the engine core closed the connection"
+                return EngineDeadError(core_exit(self._child) or "the engine core closed the connection")
+            if self._silence > self._silence_seconds:
+                return EngineDeadError(f"the engine core has not answered for {self._silence_seconds:g} s")
             now = time.monotonic()
-            if self._silent(now):
-                return f"the engine core has not answered for {self._silence_seconds:g} s"
-            self._send(now)
+            with self._link_lock:
+                self._ping(now)
+                self._send()
             if self._close_by is not None and (not self._outbox or now > self._close_by):
                 return None
 
     def _wait(self) -> None:
-        """Sleep until a message can be read or sent, or a deadline has passed."""
-        deadlines = [self._next_ping]
-        if self._silent_since is not None:
-            deadlines.append(self._silent_since + self._silence_seconds)
+        """Sleep until a message can be read or sent, or a deadline has passed; add the time to the core's silence.
+
+        If this process was stopped meanwhile, only the time for which it meant to wait counts.
+        """
+        now = time.monotonic()
+        deadlines = [self._next_ping, now + max(0.0, self._silence_seconds - self._silence)]
         if self._close_by is not None:
             deadlines.append(self._close_by)
-        seconds = max(0.0, min(deadlines) - time.monotonic())
+        seconds = max(0.0, min(deadlines) - now)
         if self._link.wait(self._wake_read_fd, seconds, to_send=bool(self._outbox)):
             os.read(self._wake_read_fd, 1)
             self._waking = False  # before the outbox is read, so that no wake-up is lost
+        self._silence += min(time.monotonic() - now, seconds + WAKE_SECONDS)
 
-    def _take(self, message: ToFrontend) -> str | None:
+    def _take(self, message: ToFrontend) -> EngineDeadError | None:
         """Handle one message. Returns the cause if it ends the connection, else None."""
-        self._silent_since = None
         if isinstance(message, Deltas):
             self._on_deltas(message.deltas)
         elif isinstance(message, CallAnswer):
             if (future := self._calls.pop(message.call_id, None)) is not None:
                 settle(future, message)
         elif isinstance(message, CoreDying):
-            return message.cause
+            return (EngineStoppedError if message.stopped else EngineDeadError)(message.cause)
+        elif isinstance(message, Detached):
+            return DetachedError(f"the engine core has detached this frontend: {message.cause}")
         elif isinstance(message, Refused):
-            return f"the engine core refused a message: {message.error}"
+            self._refused(message)
         return None
 
-    def _silent(self, now: float) -> bool:
-        return self._silent_since is not None and now - self._silent_since > self._silence_seconds
+    def _refused(self, refused: Refused) -> None:
+        """End what the core refused, as far as it says what that was; all else goes on."""
+        error = received_error(refused.error, refused.error_type)
+        logger.error("the engine core refused a message: %s", error)
+        if refused.call_id is not None and (future := self._calls.pop(refused.call_id, None)) is not None:
+            fail(future, error)
+        if refused.keys:
+            self._on_refused(refused.keys, error)
 
-    def _send(self, now: float) -> None:
-        """Send what can be sent without waiting."""
+    def _ping(self, now: float) -> None:
+        """Send a Ping if it is time. The caller holds the link's lock."""
         if now >= self._next_ping:
             self._next_ping = now + self._ping_seconds
-            if self._silent_since is None:
-                self._silent_since = now
             self._link.send(PING)
+
+    def _send(self) -> None:
+        """Send what can be sent without waiting. The caller holds the link's lock."""
         while self._outbox and self._link.send(self._outbox[0]):
             self._outbox.popleft()
 
-    def _end(self, cause: str | None) -> None:
+    def _end(self, cause: EngineDeadError | None) -> None:
+        self._ended.set()
         with self._lock:
-            self.dead = EngineDeadError(cause or "the engine was shut down")
+            self.dead = cause or EngineDeadError("the engine was shut down")
             self._outbox.clear()
             os.close(self._wake_write_fd)
             os.close(self._wake_read_fd)
-        self._link.close(linger_ms=int(FLUSH_SECONDS * 1000) if cause is None else 0)
+        with self._link_lock:
+            self._link.close(linger_ms=int(FLUSH_SECONDS * 1000) if cause is None else 0)
         for call_id in list(self._calls):
             fail(self._calls.pop(call_id), EngineDeadError(*self.dead.args))
         if cause is not None:
-            self._on_dead(self.dead)
+            self._on_dead(cause)
 
 
-class Link:
-    """A DEALER socket that connects to a core, and its monitor. Not thread-safe.
-
-    reached: True once the core has accepted a connection.
-
-    Raises:
-        ValueError: a bad address, or keys without the server's.
-    """
-
-    def __init__(self, address: str, curve: CurveKeys | None) -> None:
-        self.address = address
-        self.reached = False
-        self._codec: Codec[ToFrontend] = Codec(ToFrontend)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        try:
-            identity = f"frontend-{os.getpid()}-{uuid.uuid4().hex}".encode()
-            self._socket = new_dealer(self._context, address, identity, curve)
-        except BaseException:
-            self._context.destroy(linger=0)
-            raise
-        self._monitor = self._socket.get_monitor_socket(REACHED | LOST)
-        self._socket.connect(address)
-        self._poller = zmq.Poller()
-        self._poller.register(self._monitor, zmq.POLLIN)
-
-    def wait(self, wake_fd: int | None, seconds: float, *, to_send: bool = False) -> bool:
-        """Wait until a message has arrived, or `wake_fd` is readable; with `to_send` also until one can be sent.
-
-        Returns True if `wake_fd` is readable.
-        """
-        self._poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if to_send else 0))
-        if wake_fd is not None:
-            self._poller.register(wake_fd, zmq.POLLIN)
-        return any(source == wake_fd for source, _ in self._poller.poll(math.ceil(seconds * 1000)))
-
-    def messages(self) -> Iterator[ToFrontend]:
-        """The messages that have arrived.
-
-        Raises:
-            ProtocolError: one is invalid.
-        """
-        while True:
-            try:
-                frames = receive(self._socket, zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            yield self._codec.decode(frames)
-
-    def send(self, frames: Sequence[Buffer]) -> bool:
-        """Send one message without waiting. Returns False if the queue to the core is full."""
-        try:
-            send(self._socket, frames, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
-
-    def lost(self) -> bool:
-        """True if the core closed the connection or refused the handshake since the last call."""
-        lost = False
-        while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)["event"]
-            self.reached |= bool(event & REACHED)
-            lost |= bool(event & LOST)
-        return lost
-
-    def close(self, linger_ms: int = 0) -> None:
-        """Close; wait up to `linger_ms` until queued messages are sent."""
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._context.destroy(linger=linger_ms)
-
-
-PING = Codec[Any](ToFrontend).encode(Ping())
-
-
-def attach(link: Link, name: str, timeout: float | None, child: Child | None) -> Welcome:
-    """Send `Hello` and return the core's `Welcome`.
-
-    Raises:
-        as `CoreClient.connect`.
-    """
-    hello = Hello(PROTOCOL, __version__, os.getpid(), name)
-    link.send(Codec[Any](ToFrontend).encode(hello))
-    give_up = None if timeout is None or child is not None else time.monotonic() + timeout
-    while True:
-        link.wait(None, CONNECT_STEP_MS / 1000)
-        exited = child is not None and child.poll() is not None
-        lost = link.lost()
-        for message in link.messages():
-            if isinstance(message, Welcome):
-                return message
-            if isinstance(message, Refused):
-                raise start_error(received_error(message.error, message.error_type))
-            if isinstance(message, CoreDying):
-                raise start_error(EngineDeadError(message.cause))
-        if child is not None and (lost or (exited and not link.reached)):
-            cause = core_exit(child) or "it closed the connection"
-            raise EngineDeadError(f"the engine core did not start: {cause}; its log tells why")
-        if lost:
-            raise EngineDeadError(
-                f"{link.address} closed the connection: no engine core, or other CURVE keys"
-            )
-        if give_up is not None and not link.reached and time.monotonic() > give_up:
-            raise EngineDeadError(f"no engine core answers at {link.address} (waited {timeout:g} s)")
-
-
-def start_error(error: Exception) -> Exception:
-    """The exception for the caller whose core did not start because of `error`; see `START_ERRORS`."""
-    if isinstance(error, START_ERRORS):
-        return error
-    cause = f"{error}" if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}"
-    return EngineDeadError(f"the engine core did not start: {cause}")
-
-
-def core_exit(child: Child | None) -> str | None:
-    """How a spawned core has ended, waiting up to `EXIT_SECONDS`; None if it runs, or was not spawned."""
-    if child is None:
+def too_large(frames: Sequence[Buffer], name: str, limit: int) -> ValueError | None:
+    """The error for a message whose first frame has more bytes than the core takes; None if it takes it."""
+    if (size := len(frames[0])) <= limit:
         return None
-    try:
-        status = child.process.wait(EXIT_SECONDS)
-    except subprocess.TimeoutExpired:
-        return None
-    return f"the engine core (pid {child.pid}) {exit_cause(status)}"
+    return ValueError(
+        f"{name} is too large: {size} bytes, and a message to this engine core has at most {limit}; shorten the "
+        "prompt or the parameters"
+    )
 
 
 def settle(future: Future[Any], reply: CallAnswer) -> None:

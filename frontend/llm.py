@@ -25,9 +25,10 @@ from pagewire.frontend.inputs import (
     prompts_of,
 )
 from pagewire.frontend.llm_engine import LLMEngine
+from pagewire.frontend.mailbox import Inbox
 from pagewire.frontend.metrics import Metric
 from pagewire.frontend.outputs import RequestOutput, RequestState
-from pagewire.frontend.session import Inbox, refuse_unsupported
+from pagewire.frontend.session import refuse_unsupported
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.calls import EngineCalls, RemoteCall
 from pagewire.ipc.errors import RequestError

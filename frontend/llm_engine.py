@@ -10,9 +10,10 @@ from typing import Any
 
 from pagewire.frontend.calls import timed_out
 from pagewire.frontend.inputs import PromptType, age_of
+from pagewire.frontend.mailbox import Inbox
 from pagewire.frontend.metrics import Metric
 from pagewire.frontend.outputs import RequestOutput, RequestState
-from pagewire.frontend.session import Inbox, Session, ignore_usage_context, refuse_unsupported
+from pagewire.frontend.session import Session, ignore_usage_context, refuse_unsupported
 from pagewire.frontend.stat_loggers import StatLoggerBase, checked, status_line
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.calls import EngineCalls, RemoteCall

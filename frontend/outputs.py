@@ -9,8 +9,10 @@ several deltas merged into one output.
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,15 +26,25 @@ from pagewire.frontend.text.logprobs import (
     TokenTexts,
     add_rows,
 )
-from pagewire.frontend.text.stop import Detokenizer
+from pagewire.frontend.text.stop import Detokenizer, StopStrings
 from pagewire.frontend.text.tokenizer import Tokenizer
-from pagewire.ipc.errors import EngineBusyError, RequestError
-from pagewire.ipc.messages import Request, RequestTiming, TokenDelta
+from pagewire.ipc.errors import (
+    EngineBusyError,
+    EngineDeadError,
+    RequestCrashedEngineError,
+    RequestError,
+    error_text,
+    error_type,
+)
+from pagewire.ipc.messages import Abort, Request, RequestTiming, TokenDelta
 from pagewire.ipc.params import RequestOutputKind
 
-# Exceptions of the core with these names are raised to the caller as such, others as RequestError.
+logger = logging.getLogger("pagewire.frontend")
+
+# Exceptions with these names are raised to the caller as such, others as RequestError.
 REFUSALS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (ValueError, TypeError, EngineBusyError)
+    kind.__name__: kind
+    for kind in (ValueError, TypeError, EngineBusyError, EngineDeadError, RequestCrashedEngineError)
 }
 
 
@@ -116,7 +128,9 @@ class RequestOutput:
 class OutputState:
     """State of one of the n outputs of a request."""
 
-    def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, index: int, request: Request, tokenizer: Tokenizer | None, stops: StopStrings | None
+    ) -> None:
         params = request.params
         self.index = index
         self.token_ids: list[int] = []
@@ -127,7 +141,7 @@ class OutputState:
         self._flat = params.flat_logprobs
         self._num_taken = 0
         self._text = ""
-        self._detokenizer = Detokenizer(tokenizer, params) if tokenizer and params.detokenize else None
+        self._detokenizer = Detokenizer(tokenizer, params, stops) if tokenizer and params.detokenize else None
         # Special tokens that are left out of the text if they end the output. With `skip_special_tokens` the
         # decoder drops them itself.
         keep_stop = params.skip_special_tokens or params.include_stop_str_in_output
@@ -168,6 +182,11 @@ class OutputState:
         if self._detokenizer is not None:
             self._detokenizer.end()
 
+    def fail(self) -> None:
+        """End the output with the reason "error". Never raises: a broken detokenizer keeps what it holds back."""
+        with suppress(Exception):
+            self.end("error")
+
     def take(self) -> CompletionOutput:
         """Return the output so far or, with DELTA, its increment since the last call."""
         self.changed = False
@@ -197,7 +216,7 @@ class RequestState:
     Attributes:
         request: the request as sent to the core. key: the frontend's number of it. request_id: the caller's id.
         error: message of the failure of an output; None if none failed.
-        error_type: name of the exception with which the core refused the request; else None.
+        error_type: name of the exception with which the request was refused or ended; else None.
         num_prompt_logprobs: prompt positions, from position 1 on, whose log probabilities have arrived.
     """
 
@@ -217,7 +236,8 @@ class RequestState:
         self._prompt_text = prompt_text
         self._budget, self._num_logprobs_kept = logprob_budget, 0
         self._kind = params.output_kind
-        self._outputs = [OutputState(index, request, tokenizer) for index in range(params.n)]
+        stops = StopStrings(params.stop_strings) if params.stop_strings else None
+        self._outputs = [OutputState(index, request, tokenizer, stops) for index in range(params.n)]
         self._num_live = params.n
         self._texts = TokenTexts(tokenizer if params.detokenize else None)
         self._prompt_logprobs: PromptLogprobs | None = None
@@ -243,6 +263,16 @@ class RequestState:
         return [list(output.token_ids) for output in self._outputs]
 
     @property
+    def num_outputs(self) -> int:
+        """How many outputs the request has, ended ones included."""
+        return len(self._outputs)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """How many tokens all outputs have so far."""
+        return sum(len(output.token_ids) for output in self._outputs)
+
+    @property
     def finish_reasons(self) -> list[str | None]:
         """Finish reason of each output; None while it runs."""
         return [output.finish_reason for output in self._outputs]
@@ -253,7 +283,7 @@ class RequestState:
         return self._kind is not RequestOutputKind.FINAL_ONLY or self.error is not None or self.finished
 
     def exception(self) -> Exception:
-        """Return the exception for the caller: of the type with which the core refused, else RequestError."""
+        """Return the exception for the caller: of the type `error_type` if it is a known one, else RequestError."""
         return REFUSALS.get(self.error_type or "", RequestError)(self.error)
 
     def apply(self, delta: TokenDelta) -> bool:
@@ -286,20 +316,26 @@ class RequestState:
         self._clock(delta.timing)
         return drop
 
-    def end(self, finish_reason: str, error: str | None = None) -> None:
-        """End all running outputs, for example because the request is aborted or the core is lost."""
-        self.error = self.error or error
+    def end(self, finish_reason: str) -> None:
+        """End all running outputs, for example because the request is aborted."""
         for output in self._outputs:
             if output.finish_reason is None:
-                output.end(finish_reason)
+                try:
+                    output.end(finish_reason)
+                except Exception:  # of a tokenizer's decoder: the output ends without its last characters
+                    logger.exception("request %.100r: the end of its text is lost", self.request_id)
         self._num_live = 0
         self._clock(None)
 
-    def refuse(self, error: ValueError) -> list[tuple[int, int]]:
-        """End the request with an error; returns its sequences (key, index), which the core must drop."""
-        self.end("error", str(error))
-        self.error_type = "ValueError"
-        return [(self.key, output.index) for output in self._outputs]
+    def fail(self, error: Exception) -> None:
+        """End all running outputs with an error, for example because the core is lost. Never raises."""
+        if self.error is None:
+            self.error, self.error_type = error_text(error), error_type(error)
+        for output in self._outputs:
+            if output.finish_reason is None:
+                output.fail()
+        self._num_live = 0
+        self._clock(None)
 
     def take(self) -> RequestOutput | None:
         """Return the next output, according to `output_kind`; None if nothing has changed since the last call."""
@@ -355,13 +391,15 @@ class Outputs:
         """Remove a request and return it; later deltas for its key are ignored."""
         return self.states.pop(key, None)
 
-    def process(self, deltas: Sequence[TokenDelta]) -> tuple[list[RequestState], list[tuple[int, int]]]:
+    def process(self, deltas: Sequence[TokenDelta]) -> tuple[list[RequestState], Abort]:
         """Add deltas to their requests, and remove the requests that have finished.
 
-        Returns the requests that got deltas, each once, and the sequences (key, index) that the core must drop.
+        An exception that a delta causes, for example in a tokenizer's decoder, ends its request alone.
+
+        Returns the requests that got deltas, each once, and what the core must drop, for it does not know the end.
         """
         touched: dict[int, RequestState] = {}
-        to_drop = []
+        to_drop = Abort([], [])
         for delta in deltas:
             state = self.states.get(delta.key)
             if state is None:
@@ -369,20 +407,18 @@ class Outputs:
             touched[delta.key] = state
             try:
                 if state.apply(delta):
-                    to_drop.append((delta.key, delta.index))
+                    to_drop.sequences.append((delta.key, delta.index))
             except TooManyLogprobsError as error:
-                to_drop += state.refuse(error)
+                state.fail(error)
+                to_drop.keys.append(delta.key)
+            except Exception as error:
+                logger.exception("request %.100r: its output could not be processed", state.request_id)
+                name = type(error).__name__
+                state.fail(RequestError(f"the output of the request could not be processed: {name}: {error}"))
+                to_drop.keys.append(delta.key)
             if state.finished:
                 del self.states[delta.key]
         return list(touched.values()), to_drop
-
-    def fail(self, error: Exception) -> list[RequestState]:
-        """End all requests with an error, remove them, and return them."""
-        failed = list(self.states.values())
-        self.states.clear()
-        for state in failed:
-            state.end("error", str(error))
-        return failed
 
 
 def no_logprobs(flat: bool) -> Any:

@@ -1,10 +1,12 @@
-"""A connection to an engine core and the open requests on it; a lost core is reported or replaced.
+"""The open requests of a frontend on an engine core, which they outlive.
 
     prepare --> submit --> [client] --> core
     take <-- Outputs <---- [client] <-- core        (deltas are applied on the client's thread)
 
 `LLMEngine`, `LLM` and `AsyncLLM` use it, and differ in how they wait: each request is submitted with a mailbox,
 which receives the request whenever it has new output to `take`.
+
+They survive the loss of a core if another takes its place (`open_requests.py`, `connection.py`).
 """
 
 from __future__ import annotations
@@ -13,62 +15,33 @@ import itertools
 import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
-import msgspec
-
-from pagewire.frontend.client import START_ERRORS, CoreClient
+from pagewire.frontend.core_source import CoreSource, RunningCores, SpawnedCores
 from pagewire.frontend.inputs import CheckedParams, Intake, Prepared, PromptType
 from pagewire.frontend.logprob_budget import LogprobBudget
+from pagewire.frontend.mailbox import Mailbox
 from pagewire.frontend.metrics import Metric, read_metrics
-from pagewire.frontend.outputs import Outputs, RequestOutput, RequestState
-from pagewire.frontend.spawn import SpawnedCore, spawn_core
+from pagewire.frontend.open_requests import OpenRequests
+from pagewire.frontend.outputs import RequestOutput, RequestState
+from pagewire.frontend.spawn import SpawnedCore
 from pagewire.frontend.stat_loggers import StatLoggerBase, StatLoggers
 from pagewire.frontend.text.tokenizer import Tokenizer, as_tokenizer, load_tokenizer
 from pagewire.frontend.tracing import Tracer
 from pagewire.ipc.calls import CALLS
-from pagewire.ipc.errors import EngineDeadError
-from pagewire.ipc.messages import EngineInfo, Request, TokenDelta
+from pagewire.ipc.errors import (
+    EngineDeadError,
+)
+from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.sockets import CurveKeys
 
 logger = logging.getLogger("pagewire.frontend")
 
-Connection = tuple[CoreClient, SpawnedCore | None]
-RETRY_SECONDS = 0.5  # between two attempts to attach to another core
 METRICS_SECONDS = 5.0  # for the core's answer, after which the loggers of statistics go without
-
-
-class Mailbox(Protocol):
-    """Receives the requests that have new output."""
-
-    def put(self, states: list[RequestState]) -> None:
-        """Receive requests that have new output. Called on the client's thread: must not block."""
-
-
-class Inbox:
-    """A mailbox for a thread that blocks until there is new output."""
-
-    def __init__(self) -> None:
-        self._ready: dict[int, RequestState] = {}
-        self._arrival = threading.Condition()
-
-    def put(self, states: list[RequestState]) -> None:
-        """Wake the waiting thread."""
-        with self._arrival:
-            self._ready.update((state.request.key, state) for state in states)
-            self._arrival.notify()
-
-    def get(self) -> list[RequestState]:
-        """Wait until a request has new output; returns all that have, each once."""
-        with self._arrival:
-            self._arrival.wait_for(lambda: self._ready)
-            ready, self._ready = self._ready, {}
-        return list(ready.values())
 
 
 class Session:
@@ -76,39 +49,27 @@ class Session:
 
     Attributes:
         info: model and options of the core. tokenizer: of the frontend; None with `skip_tokenizer_init`.
-        dead: the error with which the core was lost, until another core replaces it; None while there is a core.
         stat_loggers: the program's own loggers of statistics.
+
+    Raises:
+        as `spawn` or `attach`, whichever made `source`.
     """
 
     info: EngineInfo
     tokenizer: Tokenizer | None
 
-    def __init__(
-        self,
-        connect: Callable[[Session], Connection],
-        replace: Callable[[Session, EngineDeadError], Connection],
-        traces_endpoint: str | None = None,
-    ) -> None:
-        """connect: attaches to the first core. replace: attaches to another core after one was lost, or raises the
-        error that it is given.
-        """
-        self.dead: EngineDeadError | None = None
-        self._replace = replace
-        self._lock = threading.RLock()  # guards all below except the client, which is thread-safe
-        self._outputs = Outputs()
-        self._open: dict[str, RequestState] = {}
-        self._mailboxes: dict[int, Mailbox] = {}
+    def __init__(self, source: CoreSource, traces_endpoint: str | None = None) -> None:
         self._keys = itertools.count()
-        self._closing = threading.Event()
+        self._closed = threading.Lock()
         self._tracer = None if traces_endpoint is None else Tracer(traces_endpoint)
         self.stat_loggers = StatLoggers({}, self.get_metrics)
         try:
-            self._client, self._spawned = connect(self)
+            self._requests = OpenRequests(source, self._tracer)
         except BaseException:
             if self._tracer is not None:
                 self._tracer.shutdown()
             raise
-        self.info = self._client.info
+        self.info = self._requests.connection.info
 
     @classmethod
     def spawn(
@@ -124,26 +85,7 @@ class Session:
             EngineDeadError: the core failed while it started; the text is the cause.
         """
         args.check()
-        restarts_left = itertools.count(restarts, -1)
-
-        def connect(session: Session) -> Connection:
-            spawned = spawn_core(args)
-            try:
-                client = session._attach(spawned.address, child=spawned.child, name="owner", timeout=None)
-            except BaseException:
-                spawned.shutdown()
-                raise
-            return client, spawned
-
-        def replace(session: Session, error: EngineDeadError) -> Connection:
-            if (remaining := next(restarts_left)) <= 0:
-                raise error
-            logger.error("%s; starting another core (restarts left after this one: %d)", error, remaining - 1)
-            if session._spawned is not None:
-                session._spawned.shutdown()
-            return connect(session)
-
-        session = cls(connect, replace, args.otlp_traces_endpoint)._with_tokenizer(
+        session = cls(SpawnedCores(args, restarts), args.otlp_traces_endpoint)._with_tokenizer(
             None, salt=0, token=args.hf_token, cache_dir=args.download_dir
         )
         session.stat_loggers = StatLoggers(stat_loggers or {}, session.get_metrics)
@@ -172,32 +114,10 @@ class Session:
             EngineDeadError: no core answers. ProtocolError: it uses another version. ValueError: a bad address.
             If the core fails while it starts: as `spawn`.
         """
-
-        def connect(session: Session, timeout: float | None = timeout) -> Connection:
-            return session._attach(address, curve=curve, name=name, timeout=timeout), None
-
-        def replace(session: Session, error: EngineDeadError) -> Connection:
-            if reattach_timeout <= 0:
-                raise error
-            give_up = time.monotonic() + reattach_timeout
-            failure: Exception = error
-            logger.error("%s; waiting %g s for another core at %s", error, reattach_timeout, address)
-            while not session._closing.wait(RETRY_SECONDS) and time.monotonic() < give_up:
-                try:
-                    return connect(session, RETRY_SECONDS)
-                except EngineDeadError:
-                    pass  # no core listens yet
-                except START_ERRORS as start_failure:
-                    failure = start_failure
-            raise failure
-
         # Frontends on one core must not draw the same seeds.
-        return cls(connect, replace, traces_endpoint)._with_tokenizer(
-            tokenizer, salt=int.from_bytes(os.urandom(7), "little")
-        )
-
-    def _attach(self, address: str, **options: Any) -> CoreClient:
-        return CoreClient.connect(address, on_deltas=self._take_deltas, on_dead=self._core_lost, **options)
+        salt = int.from_bytes(os.urandom(7), "little")
+        source = RunningCores(address, curve, name, timeout, reattach_timeout)
+        return cls(source, traces_endpoint)._with_tokenizer(tokenizer, salt)
 
     def _with_tokenizer(self, name: str | None, salt: int, **source: Any) -> Session:
         """Load the tokenizer, unless `skip_tokenizer_init` is set and no `name` is given. Returns this session."""
@@ -273,6 +193,8 @@ class Session:
     ) -> list[RequestState]:
         """Send requests to the core; returns their states.
 
+        A request that is too large for a message ends at once, alone, with a ValueError (`RequestState.exception`).
+
         mailbox: receives a request whenever it has new output. trace_headers: W3C trace context of the parent span.
         logprob_budget: of the answer that these requests make; a request that exceeds it ends with a ValueError.
 
@@ -282,22 +204,7 @@ class Session:
         states = [
             RequestState(item.request, item.prompt_text, self.tokenizer, logprob_budget) for item in prepared
         ]
-        with self._lock:
-            self._check_alive()
-            for state in states:
-                if state.request_id in self._open:
-                    self._drop(states)
-                    raise ValueError(f"request id {state.request_id!r} is in use")
-                self._open[state.request_id] = state
-                self._outputs.add(state)
-                self._mailboxes[state.key] = mailbox
-                if self._tracer is not None:
-                    self._tracer.begin(state, self.info.served_model_names[0], trace_headers)
-            try:
-                self._client.submit([state.request for state in states])
-            except BaseException:
-                self._drop(states)
-                raise
+        self._requests.submit(states, mailbox, self.info.served_model_names[0], trace_headers)
         return states
 
     def take(self, state: RequestState) -> RequestOutput | None:
@@ -306,28 +213,15 @@ class Session:
         Raises:
             EngineDeadError: the core was lost before the request had ended.
         """
-        with self._lock:
-            if state.error is not None:
-                self._check_alive()
-            return state.take()
+        return self._requests.take(state)
 
     def find(self, request_ids: Iterable[str]) -> list[RequestState]:
         """The open requests with these ids."""
-        with self._lock:
-            return [self._open[name] for name in request_ids if name in self._open]
+        return self._requests.find(request_ids)
 
     def abort(self, states: Iterable[RequestState]) -> None:
         """End requests with finish reason "abort"; requests that have ended keep their reason."""
-        with self._lock:
-            live = [state for state in states if self._open.get(state.request_id) is state]
-            for state in live:
-                state.end("abort")
-            mailboxes = [(self._mailboxes[state.key], state) for state in live]
-            self._drop(live)
-            if live:
-                self._client.abort([state.key for state in live])
-        for mailbox, state in mailboxes:
-            mailbox.put([state])
+        self._requests.abort(states)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Future[Any]:
         """Send a call to the core; the future gets the answer, or the error that the core reports.
@@ -339,8 +233,8 @@ class Session:
             ValueError: an argument is out of bounds.
         """
         if (call := CALLS.get(name)) is None:
-            return self._client.call(name, *args, **kwargs)
-        return self._client.call(name, *call.pack(args, kwargs))
+            return self._requests.connection.client.call(name, *args, **kwargs)
+        return self._requests.connection.client.call(name, *call.pack(args, kwargs))
 
     def get_metrics(self, timeout: float | None = METRICS_SECONDS) -> list[Metric]:
         """A snapshot of the core's metrics, over all its frontends.
@@ -352,123 +246,26 @@ class Session:
 
     def close(self) -> None:
         """Detach, and stop the core if this session spawned it. May be called twice."""
-        with self._lock:
-            if self._closing.is_set():
-                return
-            self._closing.set()
-        self._client.close()
+        if not self._closed.acquire(blocking=False):
+            return
+        self._requests.close()
         self.stat_loggers.stop()
-        if self._spawned is not None:
-            self._spawned.shutdown()
-        self._end_all(EngineDeadError("the engine was shut down"))
         if self._tracer is not None:
             self._tracer.shutdown()
 
-    # -------------------------------------------------------------- on the client's thread
+    @property
+    def dead(self) -> EngineDeadError | None:
+        """The error with which the core was lost, until another core replaces it; None while there is a core."""
+        return self._requests.connection.dead
 
-    def _take_deltas(self, deltas: list[TokenDelta]) -> None:
-        with self._lock:
-            states, sequences = self._outputs.process(deltas)
-            if sequences:
-                self._client.abort(sequences=sequences)
-            ready: dict[Mailbox, list[RequestState]] = {}
-            for state in states:
-                if state.has_output:
-                    ready.setdefault(self._mailboxes[state.key], []).append(state)
-            self._drop([state for state in states if state.finished])
-        for mailbox, new in ready.items():
-            mailbox.put(new)
+    @property
+    def gone(self) -> Future[EngineDeadError]:
+        """Gets the error when the core is lost for good; cancelled if the session is closed before."""
+        return self._requests.gone
 
-    def _core_lost(self, error: EngineDeadError) -> None:
-        """Replace the core and resubmit open requests; without another core they end with the cause."""
-        self.dead = error  # until another core has been found
-        try:
-            client, spawned = self._replacement(error)
-        except EngineDeadError as cause:
-            self.dead = cause
-            self._end_all(cause)
-            return
-        with self._lock:
-            self._client, self._spawned = client, spawned
-            if self._closing.is_set():  # `close` was called meanwhile, and has closed the lost client only
-                client.close()
-                return
-            self.dead = None
-            client.submit([resumed(state) for state in self._open.values()])
-            client.abort(sequences=[place for state in self._open.values() for place in ended(state)])
-
-    def _replacement(self, error: EngineDeadError) -> Connection:
-        """A connection to another core of the same model.
-
-        Raises:
-            EngineDeadError: there is none; the text is the cause.
-        """
-        if self._closing.is_set():
-            raise error
-        try:
-            client, spawned = self._replace(self, error)
-        except Exception as failure:
-            if failure is error:
-                raise
-            raise EngineDeadError(f"{error}; another core did not start: {failure}") from failure
-        if not same_model(client.info, self.info):
-            client.close()
-            raise EngineDeadError(f"{error}; the new one serves another model, {client.info.model}")
-        return client, spawned
-
-    def _end_all(self, error: EngineDeadError) -> None:
-        """End every open request with the error with which the core was lost."""
-        with self._lock:
-            self.dead = self.dead or error
-            states = self._outputs.fail(error)
-            mailboxes = [(self._mailboxes[state.key], state) for state in states]
-            self._drop(states)
-        for mailbox, state in mailboxes:
-            mailbox.put([state])
-
-    # -------------------------------------------------------------- under the lock
-
-    def _check_alive(self) -> None:
-        if self.dead is not None:
-            raise EngineDeadError(*self.dead.args)
-
-    def _drop(self, states: Iterable[RequestState]) -> None:
-        for state in states:
-            if self._open.get(state.request_id) is state:
-                del self._open[state.request_id]
-                self._outputs.drop(state.key)
-                del self._mailboxes[state.key]
-                if self._tracer is not None:
-                    self._tracer.end(state)
-
-
-def same_model(first: EngineInfo, second: EngineInfo) -> bool:
-    """True if requests prepared for one engine are valid for the other."""
-    names = (
-        *("model", "architecture", "dtype", "vocab_size", "max_model_len"),
-        *("tokenizer", "tokenizer_revision"),
-    )
-    return all(getattr(first, name) == getattr(second, name) for name in names)
-
-
-def resumed(state: RequestState) -> Request:
-    """The request as a new core gets it, to go on where the lost one was.
-
-    What was delivered is not delivered again: tokens, and log probabilities of the prompt. A sequence that has
-    ended is sent without tokens, so that the core takes it, and is aborted then.
-    """
-    token_ids = [
-        tokens if reason is None else []
-        for tokens, reason in zip(state.output_token_ids, state.finish_reasons, strict=True)
-    ]
-    return msgspec.structs.replace(
-        state.request, output_token_ids=token_ids, num_prompt_logprobs=state.num_prompt_logprobs
-    )
-
-
-def ended(state: RequestState) -> list[tuple[int, int]]:
-    """(key, index) of each sequence of the request that has ended."""
-    return [(state.key, index) for index, reason in enumerate(state.finish_reasons) if reason is not None]
+    @property
+    def _spawned(self) -> SpawnedCore | None:
+        return self._requests.connection.spawned
 
 
 def ignore_usage_context(usage_context: Any) -> None:

@@ -17,6 +17,18 @@ class RequestError(RuntimeError):
     """The engine core ended this request with an error; other requests are not affected."""
 
 
+class RequestCrashedEngineError(RequestError):
+    """Two engine cores died with this request in flight, at the last one alone: it is not sent to a third."""
+
+
+class EngineStoppedError(EngineDeadError):
+    """The engine core was stopped, as by SIGTERM. No request is the cause."""
+
+
+class DetachedError(EngineDeadError):
+    """The engine core runs, but has dropped this frontend, which was silent or did not read, and its requests."""
+
+
 class ProtocolError(RuntimeError):
     """A peer sent something that is not a valid message."""
 
@@ -46,6 +58,7 @@ ERROR_TYPES: dict[str, type[Exception]] = {
         EngineBusyError,
         EngineDeadError,
         RequestError,
+        RequestCrashedEngineError,
         ProtocolError,
     )
 }

@@ -151,10 +151,19 @@ class Refused(Message, tag="refused"):
     """A message was refused; `error` says why. As the answer to `Hello`: the frontend is not attached.
 
     error_type: name of the exception (`ipc.errors.ERROR_TYPES`), such as the one for which the core did not start.
+    keys, call_id: the requests and the call of the refused message, as far as they could be read.
     """
 
     error: str
     error_type: str = "ProtocolError"
+    keys: list[int] = []
+    call_id: int | None = None
+
+
+class Detached(Message, tag="detached"):
+    """The core has dropped this frontend and its requests, or never knew it; `Hello` attaches it again."""
+
+    cause: str
 
 
 class RequestTiming(Item):
@@ -212,10 +221,11 @@ class Pong(Message, tag="pong"):
 
 
 class CoreDying(Message, tag="dying"):
-    """The core is ending; all open requests end with this cause."""
+    """The core is ending; all open requests end with this cause. stopped: on purpose, not by a failure."""
 
     cause: str
+    stopped: bool = False
 
 
 ToCore: TypeAlias = Hello | Submit | Abort | Call | Ping | Goodbye
-ToFrontend: TypeAlias = Welcome | Refused | Deltas | CallAnswer | Pong | CoreDying
+ToFrontend: TypeAlias = Welcome | Refused | Detached | Deltas | CallAnswer | Pong | CoreDying

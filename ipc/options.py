@@ -206,6 +206,18 @@ NOT_SUPPORTED_YET: dict[str, Any] = {
 }
 
 
+def env_flag(name: str) -> bool:
+    """True if an environment variable is "1", False if it is "0", empty or not set.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    text = os.environ.get(name, "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"{name} must be 0 or 1, got {text!r}")
+    return text == "1"
+
+
 def env_float(name: str, default: float) -> float:
     """The number in an environment variable, or `default` if it is not set.
 

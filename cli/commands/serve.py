@@ -22,6 +22,9 @@ from pagewire.frontend.server.options import ServerOptions
 if TYPE_CHECKING:
     from pagewire.frontend.async_llm import AsyncLLM
 
+# For clients to get the error of their open requests, and for new requests to be answered with 503, when the engine
+# core is lost for good.
+GRACE_SECONDS = 3.0
 NAMES = frozenset(field.name for field in dataclasses.fields(ServerOptions))
 
 
@@ -31,7 +34,8 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "serve",
         help="serve a model over HTTP with OpenAI's API",
         description="Serve a model over HTTP until SIGTERM or SIGINT: open requests then finish and new ones are "
-        "refused; a second signal ends it at once. Prints 'ready URL' on standard output once it listens.",
+        "refused; a second signal ends it at once. Prints 'ready URL' on standard output once it listens. If the "
+        "engine core is lost for good, the server ends with status 1.",
     )
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="same as --model")
     add_attach_options(parser)
@@ -41,7 +45,11 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the server until it is stopped."""
+    """Run the server until it is stopped, or until its engine core is lost for good.
+
+    Raises:
+        EngineDeadError: the engine core was lost.
+    """
     from pagewire.cli.engine import opened
     from pagewire.frontend import async_llm
     from pagewire.frontend.server.http.uvicorn_server import bound
@@ -59,14 +67,32 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def serve(engine: AsyncLLM, options: ServerOptions, listening: socket.socket) -> None:
-    """Serve an engine on a listening socket until stopped."""
+    """Serve an engine on a listening socket until stopped.
+
+    Raises:
+        EngineDeadError: the engine core was lost for good, and the server does not keep alive without it.
+    """
+    import asyncio
+
     from pagewire.frontend.server.app import create_app
     from pagewire.frontend.server.http.uvicorn_server import HTTPServer, url_of
 
     def ready() -> None:
         print(f"ready {url_of(listening, options)}", flush=True)
 
-    await HTTPServer(create_app(engine, options), options, ready).serve(sockets=[listening])
+    server = HTTPServer(create_app(engine, options), options, ready)
+    if options.keeps_alive():
+        await server.serve(sockets=[listening])
+        return
+    serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+    gone = asyncio.wrap_future(engine.session.gone)
+    await asyncio.wait((serving, gone), return_when=asyncio.FIRST_COMPLETED)
+    if not serving.done():
+        await asyncio.wait((serving,), timeout=GRACE_SECONDS)
+        server.should_exit = True
+    await serving
+    if gone.done():
+        raise gone.result()
 
 
 def take_server_options(options: argparse.Namespace) -> ServerOptions:

@@ -20,6 +20,7 @@ from pagewire.ipc.budget import MAX_HELLO_BYTES
 from pagewire.ipc.codec import Buffer, Codec
 from pagewire.ipc.errors import ProtocolError, error_text, error_type
 from pagewire.ipc.messages import CallAnswer, Deltas, Pong, Refused, ToCore, TokenDelta
+from pagewire.ipc.refusal import refusal
 from pagewire.ipc.sockets import receive, send
 
 logger = logging.getLogger("pagewire.core")
@@ -126,7 +127,7 @@ class Clients:
                 message = self._codec.decode(frames)
             except ProtocolError as error:
                 self.warn("refused a message from %s: %s", client.label if client else sender, error)
-                self.send(sender, Refused(error=str(error)))
+                self.send(sender, refusal(error, frames))
                 continue
             yield sender, message
 

@@ -70,7 +70,8 @@ class Intake:
         if isinstance(message, messages.Hello):
             self._handshake(identity, message)
         elif client is None:
-            clients.send(identity, messages.Refused(error="not attached: the first message must be Hello"))
+            cause = "it is not attached, or was silent or read nothing for too long"
+            clients.send(identity, messages.Detached(cause))
         elif isinstance(message, messages.Submit):
             for request in message.requests:
                 self._submit(client, request)

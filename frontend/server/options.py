@@ -13,7 +13,7 @@ from pagewire.frontend.server.parsing.choice import PARSERS
 from pagewire.frontend.server.parsing.reasoning import BEGUN
 from pagewire.ipc.bounds import check_int, check_number
 from pagewire.ipc.budget import MAX_HTTP_LOGPROBS, MAX_HTTP_SEQUENCES, MAX_HTTP_TOKENS
-from pagewire.ipc.options import check_types, option
+from pagewire.ipc.options import check_types, env_flag, option
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 TOOL_PARSERS = tuple(PARSERS)
@@ -86,6 +86,9 @@ class ServerOptions:
     restarts: int = option(0, "Answers", "how often a spawned engine core that dies is replaced")
     reattach_timeout: float = option(30.0, "Answers", "with --attach: seconds to wait for another core at the"
         " address after the core has died; open requests continue on it")
+    keep_alive_on_engine_death: bool = option(False, "Answers", "when the engine core is lost for good, go on and"
+        " answer 503 (default: exit with status 1 once open requests have their error); also"
+        " $PAGEWIRE_KEEP_ALIVE_ON_ENGINE_DEATH=1")
 
     uvicorn_log_level: str = option("warning", "Server log", "log level of the HTTP library"
         " (uvicorn)", choices=LOG_LEVELS)
@@ -112,12 +115,17 @@ class ServerOptions:
         check_int("restarts", self.restarts, 0)
         for name in ("body_seconds", "stall_seconds", "drain_seconds", "reattach_timeout"):
             check_number(name, getattr(self, name), 0.0, math.inf)
+        self.keeps_alive()
         if self.root_path and not self.root_path.startswith("/"):
             raise ValueError(f"root_path must begin with '/', got {self.root_path!r}")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("TLS needs both ssl_keyfile and ssl_certfile")
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ValueError("enable_auto_tool_choice needs tool_call_parser")
+
+    def keeps_alive(self) -> bool:
+        """Return True if the server goes on without its engine core."""
+        return self.keep_alive_on_engine_death or env_flag("PAGEWIRE_KEEP_ALIVE_ON_ENGINE_DEATH")
 
     def keys(self) -> list[str]:
         """Return the accepted API keys; without any, no key is required."""

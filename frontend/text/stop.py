@@ -5,9 +5,78 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pagewire.frontend.text.detokenize import text_stream
-from pagewire.frontend.text.steps import overlap
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.params import SamplingParams
+
+
+class StopStrings:
+    """Searches growing text for any of several strings, all at once (an Aho-Corasick automaton).
+
+    The work per character does not depend on how many strings there are, and memory is linear in their characters.
+    A state is a number: it stands for the longest end of the text so far that is the beginning of a string, and is
+    0 before the text.
+
+    found: by state, the longest string that ends with the text; None if none does.
+    held: by state, the length of the longest end of the text that is a proper beginning of a string.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self.found: list[str | None] = [None]
+        self.held: list[int] = [0]
+        self._next: list[dict[str, int]] = [{}]
+        self._shorter: list[int] = [0]  # the state of the next shorter end of the text
+        for string in strings:
+            self._add(string)
+        self._link()
+        self._first = frozenset(self._next[0])
+
+    def _add(self, string: str) -> None:
+        state = 0
+        for char in string:
+            following = self._next[state]
+            if char not in following:
+                following[char] = len(self._next)
+                self._next.append({})
+                self.found.append(None)
+            state = following[char]
+        self.found[state] = string
+
+    def _link(self) -> None:
+        """Complete the states, shorter ones first, since each takes from the next shorter end of its text."""
+        self._shorter = [0] * len(self._next)
+        self.held = [0] * len(self._next)
+        level, depth = [0], 0
+        while level:
+            depth += 1
+            following = []
+            for parent in level:
+                for char, state in self._next[parent].items():
+                    shorter = self._step(self._shorter[parent], char) if parent else 0
+                    self._shorter[state] = shorter
+                    self.found[state] = self.found[state] or self.found[shorter]
+                    self.held[state] = depth if self._next[state] else self.held[shorter]
+                    following.append(state)
+            level = following
+
+    def _step(self, state: int, char: str) -> int:
+        while (following := self._next[state].get(char)) is None:
+            if not state:
+                return 0
+            state = self._shorter[state]
+        return following
+
+    def search(self, state: int, text: str, after: int) -> tuple[int, int | None]:
+        """Go on with `text` up to the first end of a string behind its first `after` characters.
+
+        Returns the state there, and where in `text` it is; if there is none, the state after `text`, and None.
+        """
+        if not state and self._first.isdisjoint(text):
+            return 0, None
+        for end, char in enumerate(text, 1):
+            state = self._step(state, char)
+            if self.found[state] is not None and end > after:
+                return state, end
+        return state, None
 
 
 class Detokenizer:
@@ -17,20 +86,24 @@ class Detokenizer:
     result does not depend on how tokens are split into deltas. Of several stop strings, the one that ends first
     counts, and of those with the same end the longest.
 
+    stops: of `params.stop_strings`, shared by the outputs of a request; None: made here.
     stop: the stop string that has ended the output; None if none has.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, stops: StopStrings | None = None
+    ) -> None:
         self.stop: str | None = None
         self._stream = text_stream(
             tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens
         )
-        self._stops = params.stop_strings
+        if stops is None and params.stop_strings:
+            stops = StopStrings(params.stop_strings)
+        self._stops = stops
         self._keep_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
-        self._longest = max(map(len, self._stops), default=0)
-        self._recent = ""  # end of the certain text, which may contain the start of a stop string
+        self._state = 0  # of the search, after the certain text
         self._length = 0  # length of the certain text
         self._barrier = 0  # stop strings that end before this position (by `min_tokens`) do not count
         self._unread: list[str] = []
@@ -43,7 +116,7 @@ class Detokenizer:
             self._num_tokens += 1
             if text:
                 self._unread.append(text)
-            if self._stops and self._find_stop(text):
+            if self._stops is not None and self._find_stop(self._stops, text):
                 return count
         return len(token_ids)
 
@@ -56,41 +129,27 @@ class Detokenizer:
     def read(self) -> str:
         """Return the text since the last read, except an end that may be the start of a stop string."""
         text, self._unread = "".join(self._unread), []
-        if self._ended or not self._stops:
+        if self._ended or self._stops is None:
             return text
-        if held := max(overlap(text, stop) for stop in self._stops):
+        if held := min(self._stops.held[self._state], len(text)):
             self._unread = [text[len(text) - held :]]
         return text[: len(text) - held]
 
-    def _find_stop(self, text: str) -> bool:
+    def _find_stop(self, stops: StopStrings, text: str) -> bool:
         """Search for stop strings that end in the new text or in the tail; end the output at the first."""
         tail = self._stream.tail()
-        window = self._recent + text + tail
-        start = self._length - len(self._recent)  # position of the window in the whole text
+        start, self._length = self._length, self._length + len(text)
         if self._num_tokens <= self._min_tokens:
-            self._barrier = self._length + len(text) + len(tail)
-        match = first_end(window, self._stops, max(self._length, self._barrier) - start)
-        self._length += len(text)
-        self._recent = (self._recent + text)[-self._longest :]
-        if match is None:
+            self._barrier = self._length + len(tail)
+        state, end = stops.search(self._state, text, self._barrier - start)
+        if end is None:
+            self._state, start = state, self._length
+            state, end = stops.search(state, tail, self._barrier - start)
+        if end is None or (stop := stops.found[state]) is None:
             return False
-        at, self.stop = match
+        self.stop = stop
         unread = "".join(self._unread) + tail
-        cut = start + at + (len(self.stop) if self._keep_stop else 0)
-        excess = self._length + len(tail) - cut
+        excess = self._length + len(tail) - (start + end) + (0 if self._keep_stop else len(stop))
         self._unread = [unread[: len(unread) - excess]]
         self._ended = True
         return True
-
-
-def first_end(text: str, stops: Sequence[str], after: int) -> tuple[int, str] | None:
-    """Return position and text of the stop string that ends first after `after`; None if there is none."""
-    matches = [
-        (at + len(stop), at, stop)
-        for stop in stops
-        if (at := text.find(stop, max(0, after - len(stop) + 1))) >= 0
-    ]
-    if not matches:
-        return None
-    _, at, stop = min(matches)
-    return at, stop

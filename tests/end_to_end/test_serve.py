@@ -94,19 +94,25 @@ def test_a_client_that_reads_nothing_is_dropped(start_server: Callable[..., Serv
 
 
 def test_the_core_is_killed(start_server: Callable[..., Server], start_daemon: Callable[..., Daemon]) -> None:
+    """One server ends, with the status of a failure; one that is to keep alive goes on."""
     daemon = start_daemon()
-    server = start_server("--attach", daemon.address, "--port", "0", "--reattach-timeout", "0.5")
-    response = server.begin("POST", "/v1/completions", LONG | {"stream": True})
-    assert response.readline().startswith(b"data: {")
+    options = ("--attach", daemon.address, "--port", "0", "--reattach-timeout", "0.5")
+    ending, staying = start_server(*options), start_server(*options, "--keep-alive-on-engine-death")
+    responses = [one.begin("POST", "/v1/completions", LONG | {"stream": True}) for one in (ending, staying)]
+    for response in responses:
+        assert response.readline().startswith(b"data: {")
     daemon.process.kill()
     daemon.process.wait()
-    *_, error, done, nothing = response.read().split(b"\n\n")
-    assert json.loads(error.strip().removeprefix(b"data: "))["error"]["code"] == "engine_down"
-    assert (done, nothing) == (b"data: [DONE]", b"")
-    assert server.request("GET", "/health")[0] == 503
-    status, answer = server.request("POST", "/v1/completions", LONG)
+    for response in responses:
+        *_, error, done, nothing = response.read().split(b"\n\n")
+        assert json.loads(error.strip().removeprefix(b"data: "))["error"]["code"] == "engine_down"
+        assert (done, nothing) == (b"data: [DONE]", b"")
+    assert ending.process.wait(PATIENCE) == 1
+    assert "pagewire serve: the engine core closed the connection" in ending.log.splitlines()[-1]
+    assert staying.request("GET", "/health")[0] == 503
+    status, answer = staying.request("POST", "/v1/completions", LONG)
     assert status == 503 and answer["error"]["type"] == "service_unavailable_error"
-    assert server.stop() == 0
+    assert staying.stop() == 0
 
 
 def test_a_queue_that_is_full(

@@ -14,7 +14,22 @@ from pagewire.engine_core.schedule.sequence import sequence_seed
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.errors import ModelNotFoundError
 from pagewire.ipc.items import Media, Prompt
-from pagewire.ipc.messages import PROTOCOL, Abort, CoreDying, Goodbye, Hello, Refused, Request, Submit
+from pagewire.ipc.messages import (
+    PROTOCOL,
+    Abort,
+    Call,
+    CallAnswer,
+    CoreDying,
+    Deltas,
+    Detached,
+    Goodbye,
+    Hello,
+    Ping,
+    Refused,
+    Request,
+    Submit,
+    Welcome,
+)
 from pagewire.ipc.params import PoolingParams, SamplingParams
 
 from .fake_worker import CRASH, FAIL, HANG, next_token
@@ -66,7 +81,7 @@ def test_a_frontend_must_say_hello_in_the_right_protocol(start_core: Callable) -
     core = start_core()
     stranger = core.frontend("stranger")
     stranger.submit(1, [1])
-    assert "Hello" in stranger.hear().error
+    assert isinstance(told := stranger.hear(), Detached) and "not attached" in told.cause
     stranger.say(Hello(99, "9.9", 1))
     refusal = stranger.hear()
     assert isinstance(refusal, Refused) and "protocol 99" in refusal.error and "9.9" in refusal.error
@@ -211,6 +226,12 @@ def test_blocks_come_back_after_abort_goodbye_and_silence(start_core: Callable) 
     assert watcher.call("resume").error is None
     status = watcher.status()
     assert status["num_free_blocks"] == status["num_blocks"] and status["waiting"] == 0
+    silent.say(Ping())  # it was stopped, for example, and goes on
+    assert isinstance(silent.hear(), Detached)
+    silent.say(Hello(PROTOCOL, "test", os.getpid()))
+    while not isinstance(message := silent.hear(), Welcome):
+        assert isinstance(message, Detached)
+    assert len(silent.status()["clients"]) == 2
 
 
 def test_a_slow_reader_gets_everything_in_the_end(
@@ -427,6 +448,41 @@ def test_draining_finishes_what_runs_and_refuses_the_rest(start_core: Callable) 
     assert frontend.outputs[1, 0] == roll_out([1], 100)
     while not isinstance(message := frontend.hear(), CoreDying):
         frontend.take(message)
-    assert "shut down" in message.cause
+    assert message.stopped and "shut down" in message.cause
     if (2, 0) in frontend.ends:
         assert "shutting down" in frontend.ends[2, 0].error
+
+
+def test_a_message_that_cannot_be_read_is_refused_by_name(start_core: Callable) -> None:
+    """The frontend learns which of its requests, or which call, will not be answered; others go on."""
+    frontend = start_core().frontend()
+    frontend.attach()
+    frontend.submit(1, [1, 2], max_tokens=40)
+    broken = [[2, "two", "no prompt"], [3, "three"], ["four"], 5, []]
+    for message, keys, call_id in (
+        ({"type": "submit", "requests": broken}, [2, 3], None),
+        ({"type": "submit", "requests": 7}, [], None),
+        ({"type": "call", "call_id": 9, "method": ["sleep"]}, [], 9),
+        ({"type": "call", "call_id": 2**64 - 1, "method": 1}, [], None),
+        ([1, 2], [], None),
+    ):
+        frontend.say(message)
+        while isinstance(refused := frontend.hear(), Deltas):
+            frontend.take(refused)
+        assert isinstance(refused, Refused) and refused.error_type == "ProtocolError"
+        assert (refused.keys, refused.call_id) == (keys, call_id)
+    frontend.finish((1, 0))
+    assert frontend.outputs[1, 0] == roll_out([1, 2], 40)
+
+
+def test_an_answer_comes_after_all_output_before_it(start_core: Callable) -> None:
+    """So a request that was aborted before the call may be submitted again under its key."""
+    frontend = start_core().frontend()
+    frontend.attach()
+    for round in range(20):
+        frontend.submit(1, [1, 2 + round], max_tokens=100)
+        frontend.take(frontend.hear())
+        frontend.say(Abort([1]))
+        frontend.status()
+        frontend.say(Call(2, "status"))
+        assert isinstance(frontend.hear(), CallAnswer)

@@ -48,7 +48,7 @@ HEALTHY = {"alive": True, "ready": True, "reason": ""}
 class FakeCore:
     """A thread with a bound ROUTER. `auto`: it answers each request by itself with `answer(request, index)`.
 
-    seen: every message that came, in order, but for pings. A test sends messages with `send`.
+    seen: every message that came, in order, but for pings. pings: the pings. A test sends messages with `send`.
     """
 
     def __init__(self, address: str, info: EngineInfo, curve: CurveKeys | None = None) -> None:
@@ -63,6 +63,7 @@ class FakeCore:
         )  # of each token of an answer
         self.calls: dict[str, Callable[..., Any]] = {"check_health": lambda: HEALTHY}
         self.seen: queue.Queue[Any] = queue.Queue()
+        self.pings: queue.Queue[Ping] = queue.Queue()
         self.submitted: dict[int, Request] = {}
         self.client = b""
         self._outbox: queue.Queue[Any] = queue.Queue()
@@ -113,6 +114,7 @@ class FakeCore:
 
     def _take(self, message: ToCore) -> None:
         if isinstance(message, Ping):
+            self.pings.put(message)
             if self.pongs:
                 self._reply(Pong())
             return

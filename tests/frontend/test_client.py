@@ -14,10 +14,28 @@ import pytest
 import zmq
 
 from pagewire.frontend.client import CoreClient
-from pagewire.ipc.errors import EngineDeadError, ModelNotFoundError, ProtocolError
+from pagewire.ipc.codec import Codec
+from pagewire.ipc.errors import (
+    DetachedError,
+    EngineDeadError,
+    EngineStoppedError,
+    ModelNotFoundError,
+    ProtocolError,
+)
 from pagewire.ipc.items import Prompt
 from pagewire.ipc.lifeline import Child
-from pagewire.ipc.messages import Abort, CoreDying, Goodbye, Refused, Request, Submit, TokenDelta
+from pagewire.ipc.messages import (
+    Abort,
+    CoreDying,
+    Detached,
+    EngineInfo,
+    Goodbye,
+    Hello,
+    Refused,
+    Request,
+    Submit,
+    TokenDelta,
+)
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.sockets import CurveKeys
 
@@ -30,8 +48,13 @@ class Watched:
     def __init__(self, address: str, **options: Any) -> None:
         self.deltas: queue.Queue[list[TokenDelta]] = queue.Queue()
         self.deaths: queue.Queue[EngineDeadError] = queue.Queue()
+        self.refusals: queue.Queue[tuple[list[int], Exception]] = queue.Queue()
         self.client = CoreClient.connect(
-            address, on_deltas=self.deltas.put, on_dead=self.deaths.put, **options
+            address,
+            on_deltas=self.deltas.put,
+            on_dead=self.deaths.put,
+            on_refused=lambda keys, error: self.refusals.put((keys, error)),
+            **options,
         )
 
 
@@ -142,10 +165,101 @@ def test_a_silent_core_is_dead(
     assert "has not answered for 0.2 s" in str(watched.deaths.get(timeout=PATIENCE))
 
 
-def test_a_refused_message_ends_the_connection(core: Any, attach: Callable[..., Watched]) -> None:
+def test_a_refused_message_ends_what_was_in_it_and_no_more(core: Any, attach: Callable[..., Watched]) -> None:
     watched = attach(core.address)
-    core.send(Refused("n must be at most 64"))
-    assert "n must be at most 64" in str(watched.deaths.get(timeout=PATIENCE))
+    core._called = lambda call: Refused("no such argument", "ValueError", call_id=call.call_id)
+    with pytest.raises(ValueError, match="no such argument"):
+        watched.client.call("add", 1, 2).result(PATIENCE)
+    core.send(Refused("n must be at most 64", "ValueError", keys=[1, 2]))
+    keys, error = watched.refusals.get(timeout=PATIENCE)
+    assert (keys, type(error), str(error)) == ([1, 2], ValueError, "n must be at most 64")
+    core.send(Refused("not a message of this protocol"))  # names nothing
+    core.tokens(3, [7])
+    assert watched.deltas.get(timeout=PATIENCE) == [TokenDelta(3, 0, [7])]
+    assert watched.client.dead is None and watched.deaths.empty() and watched.refusals.empty()
+
+
+def test_a_core_that_stops_and_one_that_detaches_are_told_apart(
+    core: Any, new_core: Callable[..., Any], attach: Callable[..., Watched]
+) -> None:
+    watched = attach(core.address)
+    core.send(CoreDying("it has shut down", stopped=True))
+    assert type(watched.deaths.get(timeout=PATIENCE)) is EngineStoppedError
+    other = new_core("other")
+    watched = attach(other.address)
+    other.send(Detached("it was silent"))
+    error = watched.deaths.get(timeout=PATIENCE)
+    assert type(error) is DetachedError and "it was silent" in str(error)
+
+
+class SlowCallback:
+    """A client whose callback waits for `go`."""
+
+    def __init__(self, core: Any) -> None:
+        self.entered, self.go = threading.Event(), threading.Event()
+        self.deaths: queue.Queue[EngineDeadError] = queue.Queue()
+        self.client = CoreClient.connect(core.address, on_deltas=self.wait, on_dead=self.deaths.put)
+        core.tokens(1, [7])
+        assert self.entered.wait(PATIENCE)
+
+    def wait(self, deltas: list[TokenDelta]) -> None:
+        self.entered.set()
+        assert self.go.wait(PATIENCE)
+
+
+def test_a_slow_callback_does_not_silence_the_frontend(core: Any) -> None:
+    slow = SlowCallback(core)
+    while not core.pings.empty():
+        core.pings.get()
+    for _ in range(3):  # while the callback waits
+        core.pings.get(timeout=PATIENCE)
+    slow.go.set()
+    slow.client.close()
+    assert slow.deaths.empty()
+
+
+def test_the_frontends_own_slowness_is_not_the_cores_silence(
+    core: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No message comes for longer than the limit, while the callback waits."""
+    monkeypatch.setenv("PAGEWIRE_HEARTBEAT_TIMEOUT_S", "0.4")
+    core.calls = {"add": lambda a, b: a + b}
+    slow = SlowCallback(core)
+    core.pongs = False
+    while not core.pings.empty():
+        core.pings.get()
+    for _ in range(12):  # at an interval of 0.05 s
+        core.pings.get(timeout=PATIENCE)
+    core.pongs = True
+    slow.go.set()
+    assert slow.client.call("add", 1, 2).result(PATIENCE) == 3
+    slow.client.close()
+    assert slow.deaths.empty()
+
+
+def sized_request(key: int, size: int) -> Request:
+    return Request(key, f"r{key}", Prompt([2] * size), SamplingParams(), seed=0)
+
+
+def test_messages_stay_below_the_limit_of_the_cores_socket(
+    core: Any, attach: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request is too large for any message: it is refused alone, and nothing of it is sent."""
+    monkeypatch.setattr(EngineInfo, "max_message_bytes", 10_000)
+    client = attach(core.address).client
+    requests = [sized_request(key, 20_000 if key == 5 else 3_000) for key in range(12)]
+    [(refused, error)] = client.submit(requests)
+    assert refused.key == 5
+    assert "request 'r5'" in str(error) and "10000" in str(error) and "20" in str(error)
+    with pytest.raises(ValueError, match="at most 10000"):
+        client.call("echo", "x" * 20_000)
+    client.submit([request(99)])
+    keys: list[int] = []
+    while 99 not in keys:
+        submit = core.expect(Submit)
+        assert len(Codec[Any](Submit).encode(submit)[0]) <= 10_000
+        keys += [one.key for one in submit.requests]
+    assert keys == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11, 99]
 
 
 def test_an_error_in_a_callback_is_not_swallowed(core: Any) -> None:
@@ -161,9 +275,33 @@ def test_an_error_in_a_callback_is_not_swallowed(core: Any) -> None:
 
 
 def test_another_protocol_is_a_clear_error(core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagewire.frontend.client.PROTOCOL", 99)
+    monkeypatch.setattr("pagewire.frontend.link.PROTOCOL", 99)
     with pytest.raises(ProtocolError, match="protocol 99"):
         Watched(core.address)
+
+
+def test_a_core_that_hangs_is_not_waited_for(core: Any) -> None:
+    """It has accepted the connection, and answers nothing at all; one that loads its model answers pings."""
+    core.welcomes = core.pongs = False
+    with pytest.raises(EngineDeadError, match="answers nothing for"):
+        Watched(core.address, timeout=0.1, patience=0.2)
+
+
+def test_a_wait_for_a_core_can_be_cancelled(core: Any) -> None:
+    core.welcomes = False
+    cancelled, errors = threading.Event(), []
+
+    def connect() -> None:
+        with pytest.raises(EngineDeadError) as error:
+            Watched(core.address, timeout=None, cancelled=cancelled)
+        errors.append(str(error.value))
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    core.expect(Hello)
+    cancelled.set()
+    thread.join(PATIENCE)
+    assert errors == ["the engine was shut down"]
 
 
 @pytest.mark.parametrize("address", ["ipc:///nowhere/at/all.sock", "tcp://127.0.0.1:1"])
@@ -243,24 +381,3 @@ def test_curve(core: Any, new_core: Callable[..., Any], attach: Callable[..., Wa
         Watched(locked.address, curve=CurveKeys(ours.public, ours.secret, other.public), timeout=0.5)
     with pytest.raises(EngineDeadError):
         Watched(locked.address, timeout=0.5)
-
-
-def test_requests_go_in_as_many_messages_as_their_sizes_need(
-    core: Any, attach: Callable[..., Watched]
-) -> None:
-    client = attach(core.address).client
-    params = SamplingParams(extra_args={"a": "x" * 60_000})
-    requests = [Request(key, f"r{key}", Prompt([2, 3]), params, seed=0) for key in range(150)]
-    assert len(requests) * 60_000 > client.info.max_message_bytes
-    client.submit(requests)
-    keys: list[int] = []
-    num_messages = 0
-    while len(keys) < len(requests):
-        keys += [request.key for request in core.expect(Submit).requests]
-        num_messages += 1
-    assert keys == list(range(150)) and num_messages > 1
-    huge = Request(150, "r", Prompt([2] * client.info.max_message_bytes), SamplingParams(), seed=0)
-    with pytest.raises(ValueError, match="over this engine's limit of"):
-        client.submit([huge])
-    client.submit([request(151)])
-    assert core.expect(Submit).requests[0].key == 151

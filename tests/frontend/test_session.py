@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from pagewire.frontend import session as session_module
+from pagewire.frontend.mailbox import Inbox
 from pagewire.frontend.outputs import RequestOutput
-from pagewire.frontend.session import Inbox, Session
+from pagewire.frontend.session import Session
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.items import LogprobRows

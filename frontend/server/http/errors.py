@@ -6,7 +6,7 @@ import re
 
 import msgspec
 
-from pagewire.ipc.errors import EngineBusyError, EngineDeadError
+from pagewire.ipc.errors import EngineBusyError, EngineDeadError, RequestCrashedEngineError
 
 RETRY_SECONDS = 1  # Retry-After header when too many requests are waiting
 # In messages about prompts over the context length. LiteLLM knows them by the first of these phrases,
@@ -80,6 +80,8 @@ def api_error(error: BaseException, fields: tuple[str, ...] = ()) -> APIError:
         return APIError(429, str(error), code="engine_busy", headers={"retry-after": str(RETRY_SECONDS)})
     if isinstance(error, EngineDeadError):
         return APIError(503, f"the engine is not available: {error}", code="engine_down")
+    if isinstance(error, RequestCrashedEngineError):
+        return APIError(500, str(error), code="request_crashed_engine", headers=NO_RETRY)
     if isinstance(error, msgspec.ValidationError):
         return APIError(422, str(error), param=invalid_field(str(error)))
     if isinstance(error, (msgspec.DecodeError, UnicodeDecodeError, RecursionError)):

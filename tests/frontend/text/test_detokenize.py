@@ -7,6 +7,7 @@ import random
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from pagewire.frontend.text.detokenize import StepStream, WindowStream, text_stream
 from pagewire.frontend.text.steps import ReplaceText, Step, StripText, compile_decoder, overlap
-from pagewire.frontend.text.stop import Detokenizer
+from pagewire.frontend.text.stop import Detokenizer, StopStrings
 from pagewire.frontend.text.tokenizer import Tokenizer, as_tokenizer, clean_up
 from pagewire.ipc.params import SamplingParams
 
@@ -280,6 +281,47 @@ def test_which_stop_string(
         assert run(tokenizer, ids, [size], SamplingParams(stop=stop))[::2] == (text, expected_stop)
     with_stop = SamplingParams(stop=stop, include_stop_str_in_output=True)
     assert run(tokenizer, ids, [1], with_stop)[0] == text + (expected_stop or "")
+
+
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_all_stop_strings_are_searched_for_at_once(data: st.DataObject) -> None:
+    """Against the definition, over an alphabet of two letters in which strings contain and overlap each other."""
+    strings = data.draw(st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=6))
+    text = data.draw(st.text("abc", max_size=20))
+    after = data.draw(st.integers(0, 20))
+    stops = StopStrings(strings)
+    ends = [
+        (end, -len(s), s)
+        for s in strings
+        for end in range(after + 1, len(text) + 1)
+        if text[:end].endswith(s)
+    ]
+    state, end = stops.search(0, text, after)
+    assert (end, stops.found[state]) == (min(ends)[::2] if ends else (None, stops.found[state]))
+    if end is None:
+        held = [n for s in strings for n in range(len(s)) if text.endswith(s[:n])]
+        assert stops.held[state] == max(held)
+        assert any(map(text.endswith, strings)) == (stops.found[state] is not None)
+
+
+def test_a_search_does_the_same_work_however_many_strings_there_are() -> None:
+    class CountedDict(dict[str, int]):
+        lookups = 0
+
+        def get(self, *args: Any) -> Any:
+            CountedDict.lookups += 1
+            return super().get(*args)
+
+    text = "".join(random.Random(1).choices("abcdefgh", k=400))
+    counts = []
+    for number in (10, 2000):
+        stops = StopStrings([f"{i:b}".replace("0", "a").replace("1", "b") + "#" for i in range(number)])
+        stops._next = [CountedDict(following) for following in stops._next]
+        CountedDict.lookups = 0
+        assert stops.search(0, text, 0) == (stops.search(0, text, 0)[0], None)
+        counts.append(CountedDict.lookups)
+    assert 2 * len(text) <= counts[1] <= 2 * counts[0] <= 8 * len(text)
 
 
 def test_text_that_may_begin_a_stop_string_is_held_back(tokenizers: dict[str, Tokenizer]) -> None:

@@ -148,7 +148,14 @@ def test_paths_and_methods(client: Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error_type", "status"), [("EngineBusyError", 429), ("ValueError", 400), ("TypeError", 400), (None, 500)]
+    ("error_type", "status"),
+    [
+        ("EngineBusyError", 429),
+        ("ValueError", 400),
+        ("TypeError", 400),
+        ("RequestCrashedEngineError", 500),
+        (None, 500),
+    ],
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_the_core_refuses(
@@ -166,6 +173,8 @@ def test_what_the_core_refuses(
     answer = client.run(play)
     assert (answer.status, answer.error["message"]) == (status, "because")
     assert ("retry-after" in answer.headers) == (status == 429)
+    crashed = error_type == "RequestCrashedEngineError"
+    assert (answer.error["code"] == "request_crashed_engine") == crashed
     assert not client.app.state.service.open
 
 

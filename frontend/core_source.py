@@ -1,0 +1,171 @@
+"""Where a session gets its engine core from: it spawns one, or attaches to one that runs.
+
+Both can give another core when one is lost, as often or for as long as their options say.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import NamedTuple, Protocol
+
+from pagewire.frontend.client import HEARTBEAT_TIMEOUT_S, CoreClient
+from pagewire.frontend.link import START_ERRORS
+from pagewire.frontend.spawn import SpawnedCore, spawn_core
+from pagewire.ipc.errors import EngineDeadError
+from pagewire.ipc.options import EngineArgs, env_float
+from pagewire.ipc.sockets import CurveKeys
+
+logger = logging.getLogger("pagewire.frontend")
+
+RETRY_SECONDS = 0.5  # between two attempts to attach to another core
+AGAIN_SECONDS = 5.0  # for a core that runs to take a frontend again that it has detached
+MAX_PAUSE_SECONDS = 30.0  # between two starts of a core
+HEALTHY_SECONDS = 60.0  # a core that has lived for so long did not die of its start: pauses begin anew
+
+
+class Attached(NamedTuple):
+    """A client that is attached to a core. spawned: the core's process if it was spawned here."""
+
+    client: CoreClient
+    spawned: SpawnedCore | None
+
+
+class Dial(Protocol):
+    """Attaches to a core. options: as of `CoreClient.connect`, which says what it raises."""
+
+    def __call__(self, address: str, **options: object) -> CoreClient: ...
+
+
+class CoreSource(Protocol):
+    """Gives a session its cores."""
+
+    def connect(self, dial: Dial) -> Attached:
+        """The first core.
+
+        Raises:
+            as `Session.spawn` or `Session.attach`.
+        """
+
+    def replace(self, dial: Dial, error: EngineDeadError, closing: threading.Event) -> Attached:
+        """Another core, after one was lost with `error`; the wait for it ends when `closing` is set.
+
+        Raises:
+            EngineDeadError: there is no other one; the text is the cause.
+        """
+
+    def again(self, dial: Dial, spawned: SpawnedCore | None) -> Attached:
+        """A new connection to the same core, which has detached this frontend.
+
+        Raises:
+            EngineDeadError and others, as `CoreClient.connect`.
+        """
+
+
+class Pauses:
+    """Seconds to wait before each new start: 0, 1, 2, 4 ... 30, and 0 again after `HEALTHY_SECONDS` of peace."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._last = -HEALTHY_SECONDS
+
+    def next(self) -> float:
+        """The pause before a start now."""
+        now = time.monotonic()
+        if now - self._last >= HEALTHY_SECONDS:
+            self._seconds = 0.0
+        seconds = self._seconds
+        self._last = now + seconds
+        self._seconds = min(max(1.0, 2 * seconds), MAX_PAUSE_SECONDS)
+        return seconds
+
+
+class SpawnedCores:
+    """Spawns a core from options. restarts: how many cores may replace one that was lost."""
+
+    def __init__(self, args: EngineArgs, restarts: int) -> None:
+        self._args, self._restarts_left = args, restarts
+        self._pauses = Pauses()
+
+    def connect(self, dial: Dial) -> Attached:
+        """Spawn a core, and wait until it is ready."""
+        spawned = spawn_core(self._args)
+        try:
+            return self.again(dial, spawned)
+        except BaseException:
+            spawned.shutdown()
+            raise
+
+    def replace(self, dial: Dial, error: EngineDeadError, closing: threading.Event) -> Attached:
+        """Spawn another core; one that does not start counts as a restart, too."""
+        cause = error
+        while self._restarts_left > 0:
+            self._restarts_left -= 1
+            pause = self._pauses.next()
+            when = f" in {pause:g} s" if pause else ""
+            message = "%s; starting another core%s (restarts left after this one: %d)"
+            logger.error(message, cause, when, self._restarts_left)
+            if closing.wait(pause):
+                break
+            try:
+                return self.connect(dial)
+            except (EngineDeadError, *START_ERRORS) as failure:
+                cause = EngineDeadError(f"{error}; another core did not start: {failure}")
+        raise cause
+
+    def again(self, dial: Dial, spawned: SpawnedCore | None) -> Attached:
+        """Attach to the spawned core."""
+        assert spawned is not None
+        return Attached(
+            dial(spawned.address, child=spawned.child, name="owner", timeout=None),
+            spawned,
+        )
+
+
+class RunningCores:
+    """Attaches to whichever core runs at an address.
+
+    name: of this frontend. timeout: seconds to wait for a connection. reattach_timeout: seconds to wait for another
+    core after one was lost; 0: none may take its place.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        curve: CurveKeys | None,
+        name: str,
+        timeout: float | None,
+        reattach_timeout: float,
+    ) -> None:
+        self._address, self._curve, self._name = address, curve, name
+        self._timeout, self._reattach_timeout = timeout, reattach_timeout
+
+    def connect(self, dial: Dial) -> Attached:
+        """Attach to the core, and wait until it is ready."""
+        return self._attach(dial, self._timeout)
+
+    def replace(self, dial: Dial, error: EngineDeadError, closing: threading.Event) -> Attached:
+        """Wait for another core at the address. One that loads its model may take longer."""
+        if self._reattach_timeout <= 0:
+            raise error
+        give_up = time.monotonic() + self._reattach_timeout
+        cause = error
+        patience = env_float("PAGEWIRE_HEARTBEAT_TIMEOUT_S", HEARTBEAT_TIMEOUT_S)
+        logger.error("%s; waiting %g s for another core at %s", error, self._reattach_timeout, self._address)
+        while not closing.wait(RETRY_SECONDS) and time.monotonic() < give_up:
+            try:
+                return self._attach(dial, RETRY_SECONDS, patience)
+            except EngineDeadError:
+                pass  # no core listens yet, or it hangs
+            except START_ERRORS as failure:
+                cause = EngineDeadError(f"{error}; another core did not start: {failure}")
+        raise cause
+
+    def again(self, dial: Dial, spawned: SpawnedCore | None) -> Attached:
+        """Attach to the core at the address, which runs."""
+        return self._attach(dial, AGAIN_SECONDS, AGAIN_SECONDS)
+
+    def _attach(self, dial: Dial, timeout: float | None, patience: float | None = None) -> Attached:
+        client = dial(self._address, curve=self._curve, name=self._name, timeout=timeout, patience=patience)
+        return Attached(client, None)

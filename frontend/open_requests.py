@@ -1,0 +1,340 @@
+"""The open requests of a session: their states, who waits for them, and which of them the core has.
+
+    submit --> [client] --> core
+    take <-- Outputs <---- [client] <-- core        (deltas are applied on the client's thread)
+
+When the core is lost and another takes its place (`connection.py`), open requests go on there with the tokens that
+they have. After a crash the suspects are tried one by one first (`blame.py`), while the others are held.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import TypeAlias
+
+import msgspec
+
+from pagewire.frontend.blame import Blame
+from pagewire.frontend.client import CoreClient
+from pagewire.frontend.connection import Connection
+from pagewire.frontend.core_source import CoreSource
+from pagewire.frontend.mailbox import Mailbox
+from pagewire.frontend.outputs import Outputs, RequestOutput, RequestState
+from pagewire.frontend.tracing import Tracer
+from pagewire.ipc.errors import (
+    DetachedError,
+    EngineBusyError,
+    EngineDeadError,
+    EngineStoppedError,
+    RequestCrashedEngineError,
+)
+from pagewire.ipc.messages import Request, TokenDelta
+
+logger = logging.getLogger("pagewire.frontend")
+
+TRIAL_SECONDS = 30.0  # for the trials of all suspects after a core was lost, while other requests wait
+
+Failed: TypeAlias = list[tuple[RequestState, Exception]]
+
+
+class OpenRequests:
+    """The requests of a session that have not ended, on a connection that outlives cores.
+
+    Attributes:
+        connection: to the core. gone: gets the error when the core is lost for good; cancelled by `close`.
+
+    Raises:
+        as `CoreSource.connect`.
+    """
+
+    def __init__(self, source: CoreSource, tracer: Tracer | None) -> None:
+        self.gone: Future[EngineDeadError] = Future()
+        self._tracer = tracer
+        # Guards all below, except the connection and its clients, which are thread-safe.
+        self._lock = threading.RLock()
+        self._outputs = Outputs()
+        self._open: dict[str, RequestState] = {}
+        self._mailboxes: dict[int, Mailbox] = {}
+        self._blame = Blame()
+        self._held: dict[int, RequestState] | None = (
+            None  # what waits for trials to be over; None: there are none
+        )
+        self._trial: tuple[RequestState, int] | None = (
+            None  # a suspect, and the number of tokens that clears it
+        )
+        self._trial_over = threading.Event()
+        self._closing = False
+        self.connection = Connection(source, self)
+
+    # -------------------------------------------------------------- any thread
+
+    def submit(
+        self,
+        states: Sequence[RequestState],
+        mailbox: Mailbox,
+        model: str,
+        trace_headers: Mapping[str, str] | None,
+    ) -> None:
+        """Send requests to the core.
+
+        A request that is too large for a message ends at once, alone, with a ValueError (`RequestState.exception`).
+
+        mailbox: receives a request whenever it has new output. model: its name in traces.
+        trace_headers: W3C trace context of the parent span.
+
+        Raises:
+            ValueError: a request id is in use. EngineDeadError: the core is lost.
+        """
+        with self._lock:
+            self.connection.check()
+            try:
+                for state in states:
+                    self._add(state, mailbox, model, trace_headers)
+                if self._held is None:
+                    failed = self._send(self.connection.client, [state.request for state in states])
+                else:  # until the suspects of a core's death have been tried
+                    self._held.update((state.key, state) for state in states)
+                    failed = []
+            except BaseException:
+                self._drop(states)
+                raise
+        self._fail(failed)
+
+    def take(self, state: RequestState) -> RequestOutput | None:
+        """The new output of a request; None if nothing is new.
+
+        Raises:
+            EngineDeadError: the core was lost before the request had ended.
+        """
+        with self._lock:
+            if state.error is not None and isinstance(error := state.exception(), EngineDeadError):
+                raise error
+            return state.take()
+
+    def find(self, request_ids: Iterable[str]) -> list[RequestState]:
+        """The open requests with these ids."""
+        with self._lock:
+            return [self._open[name] for name in request_ids if name in self._open]
+
+    def abort(self, states: Iterable[RequestState]) -> None:
+        """End requests with finish reason "abort"; requests that have ended keep their reason."""
+        with self._lock:
+            live = [state for state in states if self._open.get(state.request_id) is state]
+            for state in live:
+                state.end("abort")
+            mailboxes = [(self._mailboxes[state.key], state) for state in live]
+            self._drop(live)
+            if live:
+                self.connection.client.abort([state.key for state in live])
+        for mailbox, state in mailboxes:
+            mailbox.put([state])
+
+    def close(self) -> None:
+        """Detach, stop the core if it was spawned here, and end every open request. Called once."""
+        with self._lock:
+            self._closing = True
+            self._trial_over.set()
+        self.connection.close()
+        self.gone.cancel()
+        self._end_all(EngineDeadError("the engine was shut down"))
+
+    # -------------------------------------------------------------- on the client's thread
+
+    def take_deltas(self, deltas: list[TokenDelta]) -> None:
+        """Add new output to its requests, and tell their mailboxes."""
+        with self._lock:
+            states, to_drop = self._outputs.process(deltas)
+            if to_drop.keys or to_drop.sequences:
+                self.connection.client.abort(to_drop.keys, to_drop.sequences)
+            ready: dict[Mailbox, list[RequestState]] = {}
+            for state in states:
+                if state.has_output:
+                    ready.setdefault(self._mailboxes[state.key], []).append(state)
+            if self._trial is not None and self._trial[0].num_output_tokens >= self._trial[1]:
+                self._trial_over.set()
+            self._drop([state for state in states if state.finished])
+        for mailbox, new in ready.items():
+            mailbox.put(new)
+
+    def requests_refused(self, keys: list[int], error: Exception) -> None:
+        """End requests that the core could not read."""
+        with self._lock:
+            states = [self._outputs.states[key] for key in keys if key in self._outputs.states]
+        self._fail([(state, error) for state in states])
+
+    def core_failing(self) -> None:
+        """End the wait for a suspect: the core is lost."""
+        self._trial_over.set()
+
+    # -------------------------------------------------------------- on the thread of the connection
+
+    def core_lost(self, error: EngineDeadError) -> None:
+        """Keep what is open for another core, except the request that is to blame."""
+        with self._lock:
+            held = self._held or {}
+            in_flight = [state for state in self._open.values() if state.key not in held]
+            self._held = {state.key: state for state in self._open.values()}
+            guilty = None
+            if not isinstance(error, (EngineStoppedError, DetachedError)):
+                guilty = self._blame.core_died(in_flight, held.values())
+        if guilty is not None:
+            text = f"the engine died twice with this request, which is not tried again ({error})"
+            logger.error("request %.100r ends: %s", guilty.request_id, text)
+            self._fail([(guilty, RequestCrashedEngineError(text))])
+
+    def core_attached(self, client: CoreClient) -> None:
+        """Let open requests go on with another core: suspects one by one first, then all."""
+        give_up = time.monotonic() + TRIAL_SECONDS
+        with self._lock:
+            suspects = self._blame.suspects(self._open.values())
+        if suspects:
+            logger.warning("requests that were open when the core died are tried alone: %d", len(suspects))
+            self._settle(client)  # a core that dies before its answer dies of something else
+        for state in suspects:
+            if not self._try_alone(client, state, give_up):
+                break
+        with self._lock:
+            if self._closing or client.dead is not None or self._held is None:
+                return  # none of the held requests was on the core that is lost
+            held, self._held = self._held, None
+            try:
+                failed = self._resume(client, sorted(held.values(), key=lambda state: state.key))
+            except EngineDeadError:
+                self._held = held
+                return
+        self._fail(failed)
+
+    def core_gone(self, error: EngineDeadError) -> None:
+        """End every open request with the error with which the core was lost."""
+        self._end_all(error)
+        with suppress(InvalidStateError):  # `close` has cancelled it
+            self.gone.set_result(error)
+
+    def _try_alone(self, client: CoreClient, state: RequestState, give_up: float) -> bool:
+        """Run a request alone until it has brought some tokens, then take it back. Returns False to try no more."""
+        with self._lock:
+            if self._held is None or self._held.pop(state.key, None) is None:
+                return True  # it has been aborted
+            goal = state.num_output_tokens + self._blame.tokens_to_bring(state)
+            self._trial = state, goal
+            self._trial_over.clear()
+            try:
+                failed = self._resume(client, [state])
+            except EngineDeadError:
+                self._held[state.key] = state
+                return False
+        self._fail(failed)
+        if client.dead is None and not self._closing:
+            self._trial_over.wait(max(0.0, give_up - time.monotonic()))
+        with self._lock:
+            self._trial = None
+            if state.finished:
+                return True
+            client.abort([state.key])
+        self._settle(client)
+        with self._lock:
+            if client.dead is not None or self._closing:
+                return False  # the request was in flight
+            if not state.finished:
+                self._held[state.key] = state
+            if state.num_output_tokens < goal:
+                return False  # there is no more time
+            self._blame.passed(state)
+        return True
+
+    def _settle(self, client: CoreClient) -> None:
+        """Wait for the core's answer to a call, before which it has sent all output of aborted requests."""
+        with self._lock:
+            self._trial_over.clear()
+            try:
+                answer = client.call("status")
+            except (EngineDeadError, EngineBusyError):
+                return
+        answer.add_done_callback(lambda _: self._trial_over.set())
+        if not self._closing:
+            self._trial_over.wait()
+
+    def _end_all(self, error: EngineDeadError) -> None:
+        with self._lock:
+            states = list(self._open.values())
+        self._fail([(state, error) for state in states])
+
+    def _fail(self, failed: Iterable[tuple[RequestState, Exception]]) -> None:
+        """End requests with an error, and tell their mailboxes. Called without the lock."""
+        with self._lock:
+            live = [(state, error) for state, error in failed if self._open.get(state.request_id) is state]
+            for state, error in live:
+                state.fail(error)
+            mailboxes = [(self._mailboxes[state.key], state) for state, _ in live]
+            self._drop([state for state, _ in live])
+        for mailbox, state in mailboxes:
+            mailbox.put([state])
+
+    # -------------------------------------------------------------- under the lock
+
+    def _add(
+        self, state: RequestState, mailbox: Mailbox, model: str, trace_headers: Mapping[str, str] | None
+    ) -> None:
+        if state.request_id in self._open:
+            raise ValueError(f"request id {state.request_id!r} is in use")
+        self._open[state.request_id] = state
+        self._outputs.add(state)
+        self._mailboxes[state.key] = mailbox
+        if self._tracer is not None:
+            self._tracer.begin(state, model, trace_headers)
+
+    def _resume(self, client: CoreClient, states: list[RequestState]) -> Failed:
+        """Send requests to another core, where they go on. Returns those that it cannot get, with the errors."""
+        try:
+            failed = self._send(client, [resumed(state) for state in states])
+        except EngineBusyError as error:
+            return [(state, error) for state in states]
+        client.abort(sequences=[place for state in states for place in ended(state)])
+        return failed
+
+    def _send(self, client: CoreClient, requests: list[Request]) -> Failed:
+        """Send requests to the core. Returns those that are too large, with the errors."""
+        refused = client.submit(requests)
+        return [(self._outputs.states[request.key], error) for request, error in refused]
+
+    def _drop(self, states: Iterable[RequestState]) -> None:
+        for state in states:
+            if self._open.get(state.request_id) is not state:
+                continue
+            del self._open[state.request_id]
+            self._outputs.drop(state.key)
+            del self._mailboxes[state.key]
+            if self._held is not None:
+                self._held.pop(state.key, None)
+            if self._trial is not None and self._trial[0] is state:
+                self._trial_over.set()
+            if self._tracer is not None:
+                try:
+                    self._tracer.end(state)
+                except Exception:  # a span less; the others go on
+                    logger.exception("request %.100r: its span could not be sent", state.request_id)
+
+
+def resumed(state: RequestState) -> Request:
+    """The request as a new core gets it, to go on where the lost one was.
+
+    What was delivered is not delivered again: tokens, and log probabilities of the prompt. A sequence that has
+    ended is sent without tokens, so that the core takes it, and is aborted then.
+    """
+    token_ids = [
+        tokens if reason is None else []
+        for tokens, reason in zip(state.output_token_ids, state.finish_reasons, strict=True)
+    ]
+    return msgspec.structs.replace(
+        state.request, output_token_ids=token_ids, num_prompt_logprobs=state.num_prompt_logprobs
+    )
+
+
+def ended(state: RequestState) -> list[tuple[int, int]]:
+    """(key, index) of each sequence of the request that has ended."""
+    return [(state.key, index) for index, reason in enumerate(state.finish_reasons) if reason is not None]
