@@ -30,6 +30,7 @@ from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.engine_core.workers.group import GroupReply, WorkerGroup
 from pagewire.engine_core.workers.process import Stopwatch
 from pagewire.ipc import messages
+from pagewire.ipc.calls import Right
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError, error_text, error_type, received_error
 from pagewire.ipc.messages import PROTOCOL, EngineInfo, Request, TokenDelta
 from pagewire.ipc.options import env_float
@@ -337,6 +338,7 @@ class EngineCore:
     def _submit(self, client: Client, request: Request) -> None:
         now = time.monotonic()
         try:
+            client.check_right(Right.GENERATE, "a request")
             if request.key in client.requests:
                 raise ValueError(f"request key {request.key} is already in use")
             if self._stop_by is not None:
@@ -351,7 +353,7 @@ class EngineCore:
                 share_prefixes=self.config.args.enable_prefix_caching,
             )
             self.lobby.add(group, self.scheduler.num_waiting, now)
-        except (ValueError, TypeError, EngineBusyError) as error:
+        except (ValueError, TypeError, EngineBusyError, PermissionError) as error:
             self._reject(client, request, error)
             return
         self._num_arrivals += len(group)

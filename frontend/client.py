@@ -27,6 +27,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from pagewire.ipc.codec import Buffer, Codec
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError, ProtocolError, received_error
+from pagewire.ipc.gate import Gate, owner_of
 from pagewire.ipc.lifeline import Child, exit_cause
 from pagewire.ipc.messages import (
     PROTOCOL,
@@ -112,12 +113,14 @@ class CoreClient:
         on_deltas: Callable[[list[TokenDelta]], None],
         on_dead: Callable[[EngineDeadError], None],
         curve: CurveKeys | None = None,
+        peer_uid: int | None = None,
         name: str = "",
         timeout: float | None = 10.0,
         child: Child | None = None,
     ) -> CoreClient:
         """Attach to the core at `address`, and wait until it is ready.
 
+        peer_uid: id of the user as whom the core runs, for ipc addresses; None: this process's own user, or root.
         timeout: seconds to wait for a connection; once connected, the wait lasts until the model is loaded.
         child: the spawned process that will listen there; its exit ends the wait, and `timeout` does not apply.
 
@@ -126,9 +129,10 @@ class CoreClient:
             ProtocolError: the core uses another version of the protocol.
             ValueError: a bad address, or options of the core that cannot work, such as a model that it cannot load;
                 `ModelNotFoundError` if there is no such model.
+            PermissionError: the core runs as another user, or does not admit this user or key.
             TypeError, OSError, MemoryError: the core did not start for this reason.
         """
-        link = Link(address, curve)
+        link = Link(address, curve, peer_uid)
         try:
             welcome = attach(link, name, timeout, child)
             return cls(link, welcome, on_deltas, on_dead, child)
@@ -278,20 +282,26 @@ class CoreClient:
 class Link:
     """A DEALER socket that connects to a core, and its monitor. Not thread-safe.
 
-    reached: True once the core has accepted a connection.
+    An ipc connection is made only if the core runs as this user, as root, or as `peer_uid`.
+
+    Attributes:
+        reached: True once the core has accepted a connection. refusal: why one side has refused the other, if so.
 
     Raises:
         ValueError: a bad address, or keys without the server's.
     """
 
-    def __init__(self, address: str, curve: CurveKeys | None) -> None:
+    def __init__(self, address: str, curve: CurveKeys | None, peer_uid: int | None = None) -> None:
         self.address = address
         self.reached = False
+        self.refusal: PermissionError | None = None
         self._codec: Codec[ToFrontend] = Codec(ToFrontend)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             identity = f"frontend-{os.getpid()}-{uuid.uuid4().hex}".encode()
-            self._socket = new_dealer(self._context, address, identity, curve)
+            self._gate = Gate(self._context, owner_of(address, peer_uid))
+            guarded = address.startswith("ipc://") and curve is None  # a key proves more than a user id
+            self._socket = new_dealer(self._context, address, identity, curve, guarded=guarded)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -299,6 +309,7 @@ class Link:
         self._socket.connect(address)
         self._poller = zmq.Poller()
         self._poller.register(self._monitor, zmq.POLLIN)
+        self._poller.register(self._gate.socket, zmq.POLLIN)
 
     def wait(self, wake_fd: int | None, seconds: float, *, to_send: bool = False) -> bool:
         """Wait until a message has arrived, or `wake_fd` is readable; with `to_send` also until one can be sent.
@@ -308,7 +319,9 @@ class Link:
         self._poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if to_send else 0))
         if wake_fd is not None:
             self._poller.register(wake_fd, zmq.POLLIN)
-        return any(source == wake_fd for source, _ in self._poller.poll(math.ceil(seconds * 1000)))
+        ready = self._poller.poll(math.ceil(seconds * 1000))
+        self._gate.answer()
+        return any(source == wake_fd for source, _ in ready)
 
     def messages(self) -> Iterator[ToFrontend]:
         """The messages that have arrived.
@@ -338,6 +351,11 @@ class Link:
             event = recv_monitor_message(self._monitor)["event"]
             self.reached |= bool(event & REACHED)
             lost |= bool(event & LOST)
+            if event & zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self.refusal = self._gate.refusal or PermissionError(
+                    f"the core at {self.address} does not admit this user or CURVE key: see its log, and its "
+                    "options --allow-uid, --curve-clients and --rights"
+                )
         return lost
 
     def close(self, linger_ms: int = 0) -> None:
@@ -373,6 +391,8 @@ def attach(link: Link, name: str, timeout: float | None, child: Child | None) ->
         if child is not None and (lost or (exited and not link.reached)):
             cause = core_exit(child) or "it closed the connection"
             raise EngineDeadError(f"the engine core did not start: {cause}; its log tells why")
+        if link.refusal is not None:
+            raise link.refusal
         if lost:
             raise EngineDeadError(
                 f"{link.address} closed the connection: no engine core, or other CURVE keys"

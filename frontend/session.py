@@ -143,7 +143,11 @@ class Session:
             return connect(session)
 
         session = cls(connect, replace, args.otlp_traces_endpoint)._with_tokenizer(
-            None, salt=0, token=args.hf_token, cache_dir=args.download_dir
+            None,
+            salt=0,
+            token=args.hf_token,
+            cache_dir=args.download_dir,
+            trust_remote_code=args.trust_remote_code,
         )
         session.stat_loggers = StatLoggers(stat_loggers or {}, session.get_metrics)
         return session
@@ -159,10 +163,13 @@ class Session:
         name: str = "attached",
         traces_endpoint: str | None = None,
         reattach_timeout: float = 0.0,
+        peer_uid: int | None = None,
+        trust_remote_code: bool = False,
     ) -> Session:
         """Attach to a running core, and load the tokenizer.
 
-        tokenizer: folder or id; None: the core's. name: of this frontend, for the core's log and metrics.
+        tokenizer: folder or id; None: the core's, of which no code is run unless `trust_remote_code` is set here.
+        peer_uid: see `CoreClient.connect`. name: of this frontend, for the core's log and metrics.
         timeout: seconds to wait for a connection. traces_endpoint: URL of an OpenTelemetry collector.
         reattach_timeout: seconds to wait for another core at the address after this one was lost; open requests
             continue there.
@@ -173,7 +180,7 @@ class Session:
         """
 
         def connect(session: Session, timeout: float | None = timeout) -> Connection:
-            return session._attach(address, curve=curve, name=name, timeout=timeout), None
+            return session._attach(address, curve=curve, peer_uid=peer_uid, name=name, timeout=timeout), None
 
         def replace(session: Session, error: EngineDeadError) -> Connection:
             if reattach_timeout <= 0:
@@ -192,7 +199,7 @@ class Session:
 
         # Frontends on one core must not draw the same seeds.
         return cls(connect, replace, traces_endpoint)._with_tokenizer(
-            tokenizer, salt=int.from_bytes(os.urandom(7), "little")
+            tokenizer, salt=int.from_bytes(os.urandom(7), "little"), trust_remote_code=trust_remote_code
         )
 
     def _attach(self, address: str, **options: Any) -> CoreClient:
@@ -207,7 +214,6 @@ class Session:
                     name or self.info.tokenizer,
                     self.info.tokenizer_mode,
                     revision=None if name else self.info.tokenizer_revision,
-                    trust_remote_code=self.info.trust_remote_code,
                     **source,
                 )
             self._intake = Intake(self.info, tokenizer, salt)

@@ -93,6 +93,7 @@ class Control:
         try:
             if call.method not in CALLS:
                 raise ValueError(f"no method {call.method!r}; there are {', '.join(sorted(CALLS))}")
+            self._core.clients.attached[identity].check_right(CALLS[call.method].right, call.method)
             arguments = CALLS[call.method].receive(call.args, call.kwargs)
             if (method := self._methods.get(call.method)) is not None:
                 method(caller, **arguments)
