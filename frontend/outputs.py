@@ -31,7 +31,7 @@ from pagewire.ipc.params import RequestOutputKind
 
 # Exceptions of the core with these names are raised to the caller as such, others as RequestError.
 REFUSALS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (ValueError, TypeError, EngineBusyError)
+    kind.__name__: kind for kind in (ValueError, TypeError, PermissionError, EngineBusyError)
 }
 
 

@@ -116,7 +116,7 @@ class Clients:
         peer = self._peers.pop(identity, "")
         rights = self._access.rights(peer)
         client = self.attached[identity] = Client(identity, next(self._numbers), name, pid, now, peer, rights)
-        logger.info("%s attached", client.label)
+        logger.info("%s attached%s", client.label, f" as {peer}" if peer else "")
         return client
 
     def detach(self, client: Client, why: str) -> None:

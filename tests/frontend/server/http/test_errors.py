@@ -148,7 +148,14 @@ def test_paths_and_methods(client: Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error_type", "status"), [("EngineBusyError", 429), ("ValueError", 400), ("TypeError", 400), (None, 500)]
+    ("error_type", "status"),
+    [
+        ("EngineBusyError", 429),
+        ("PermissionError", 403),
+        ("ValueError", 400),
+        ("TypeError", 400),
+        (None, 500),
+    ],
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_the_core_refuses(
