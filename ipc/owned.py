@@ -46,21 +46,19 @@ def is_private_group(user_id: int, group_id: int) -> bool:
 def check_folder(folder: Path) -> None:
     """Check that other users can neither replace nor remove this user's files in a folder.
 
-    So the folder and those around it belong to this user or root, and either nobody else may write to them, or
-    (like /tmp) they are sticky: then everyone may add files, but only their owners may replace them.
+    So the folder belongs to this user or root, and either nobody else may write to it, or (like /tmp) it is sticky:
+    then everyone may add files, but only their owners may replace them.
 
     Raises:
         PermissionError: they can. OSError: the folder does not exist.
     """
-    real = folder.resolve()
-    for path in (real, *real.parents):
-        info = path.stat()
-        is_sticky = info.st_mode & stat.S_ISVTX and info.st_uid in trusted_users()
-        if not is_sticky and (reason := weakness(info)) is not None:
-            raise PermissionError(
-                f"{folder} is open to other users ({path}: {reason}); use a folder that only you can change, "
-                "such as a new one of mode 0700"
-            )
+    info = folder.stat()
+    is_sticky = info.st_mode & stat.S_ISVTX and info.st_uid in trusted_users()
+    if not is_sticky and (reason := weakness(info)) is not None:
+        raise PermissionError(
+            f"{folder} is open to other users ({reason}); use a folder that only you can change, such as a new one "
+            "of mode 0700"
+        )
 
 
 def open_owned(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:

@@ -21,7 +21,7 @@ logger = logging.getLogger("pagewire.core")
 
 ALL = frozenset(Right)
 DEFAULT = "default"  # in a file of rights: the entry for peers that have none
-MAX_RIGHTS_BYTES = 1 << 20
+MAX_RIGHTS_BYTES = 256 << 10  # thousands of peers
 T = TypeVar("T")
 
 
@@ -94,7 +94,8 @@ def read_rights(path: Path) -> dict[str, frozenset[Right]]:
     import yaml
 
     try:
-        table = yaml.safe_load(read_owned(path.resolve(), MAX_RIGHTS_BYTES))
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is ten times as fast
+        table = yaml.load(read_owned(path.resolve(), MAX_RIGHTS_BYTES), loader)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(table, dict):

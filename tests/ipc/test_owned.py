@@ -74,17 +74,16 @@ def test_links_pipes_folders_and_sockets_are_no_files(tmp_path: Path, file: Path
         open_owned(tmp_path / "none")
 
 
-def test_a_folder_is_as_safe_as_those_around_it(tmp_path: Path) -> None:
-    inner = tmp_path / "outer" / "inner"
-    inner.mkdir(parents=True)
-    check_folder(inner)
-    inner.parent.chmod(0o777)
-    (tmp_path / "link").symlink_to(inner)
-    for path in (inner, tmp_path / "link"):
-        with pytest.raises(PermissionError, match="outer: every user may write to it"):
+def test_a_folder_that_others_may_write_to_is_safe_only_if_it_is_sticky(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "link").symlink_to(folder)
+    folder.chmod(0o777)
+    for path in (folder, tmp_path / "link"):
+        with pytest.raises(PermissionError, match="every user may write to it"):
             check_folder(path)
-    inner.parent.chmod(0o1777)
-    check_folder(inner)
+    folder.chmod(0o1777)
+    check_folder(folder)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -191,25 +192,27 @@ def attached(core: RunningCore) -> RawFrontend:
 
 def test_rights_follow_the_connection_and_not_the_identity(tmp_path: Path) -> None:
     """The identity of a frontend that has gone is free; with another name at the gate, it is another frontend."""
-    names = iter(["curve:first", "curve:second"])
+    names = chain(["curve:first"], repeat("curve:second"))
     address, codec = f"ipc://{tmp_path}/core.sock", Codec[Any](ToFrontend)
     with zmq.Context() as core, zmq.Context() as context:
         gate = Gate(core, lambda peer: next(names))
         gate.start()
         router = bind_router(core, address, guarded=True)
-        disconnections = router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         clients = Clients(router, 30.0, AllRights())
         with connect_dealer(context, address, b"me") as first:
             send(first, codec.encode(Hello(PROTOCOL, "test", 1)))
             assert router.poll(WAIT_MS)
             [(identity, _)] = clients.messages(0.0)
             clients.attach(identity, "", 1, 0.0)
-        assert clients.attached[b"me"].peer == "curve:first" and disconnections.poll(WAIT_MS)
-        with connect_dealer(context, address, b"me") as second:
-            send(second, codec.encode(Call(1, "pause")))
-            assert router.poll(WAIT_MS)
-            assert list(clients.messages(0.0)) == [(b"me", Call(1, "pause"))]  # which the core refuses
-            assert not clients.attached
+        assert clients.attached[b"me"].peer == "curve:first"
+        arrived: list[Any] = []
+        while not arrived:  # a connection with an identity that libzmq has not freed yet leads nowhere
+            with connect_dealer(context, address, b"me") as second:
+                send(second, codec.encode(Call(1, "pause")))
+                router.poll(100)
+                arrived = list(clients.messages(0.0))
+        assert arrived == [(b"me", Call(1, "pause"))]  # which the core refuses
+        assert not clients.attached
         gate.stop()
         core.destroy(linger=0)
 
