@@ -319,9 +319,10 @@ class Link:
         self._poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if to_send else 0))
         if wake_fd is not None:
             self._poller.register(wake_fd, zmq.POLLIN)
-        ready = self._poller.poll(math.ceil(seconds * 1000))
-        self._gate.answer()
-        return any(source == wake_fd for source, _ in ready)
+        ready = {source for source, _ in self._poller.poll(math.ceil(seconds * 1000))}
+        if self._gate.socket in ready:
+            self._gate.answer()
+        return wake_fd in ready
 
     def messages(self) -> Iterator[ToFrontend]:
         """The messages that have arrived.
