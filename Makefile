@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Sources are compiled to bytecode once, not in each of the hundreds of processes that the tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast siege test-cuda12 test-cuda13 lint clean
+.PHONY: demo test test-fast siege test-cuda12 test-cuda13 lint sbom clean
 
 demo: $(STAMP)
 	$(BIN)/pagewire generate 'The "with" statement is used to' --max-tokens 120
@@ -26,7 +26,7 @@ build/cuda13: $(PIP)
 # Tests of the layers without torch come first, in a process for each processor: they are over soon. The tests of the
 # rest start engines, whose threads use the processors themselves: three at a time keep two processors busy while an
 # engine starts, compiles or waits. A process that is done first takes tests from the others.
-LIGHT := tests/test_imports.py tests/ipc tests/engine_core tests/frontend tests/benchmarks
+LIGHT := tests/test_imports.py tests/test_sbom.py tests/ipc tests/engine_core tests/frontend tests/benchmarks
 HEAVY := tests/kernels tests/workers tests/cli tests/end_to_end
 
 CUDA12 := PYTHONPATH=$(CURDIR)/build/cuda12 LD_LIBRARY_PATH=$(CURDIR)/build/cuda12/nvidia/cuda_nvrtc/lib \
@@ -59,6 +59,10 @@ lint: $(STAMP)
 	@for folder in $(FOLDERS); do ln -sfn ../../../$$folder build/types/pagewire/$$folder; done
 	@for file in __init__.py py.typed demo; do ln -sfn ../../../pagewire/$$file build/types/pagewire/$$file; done
 	$(BIN)/mypy -p pagewire
+
+# The software bill of materials, from what is installed: nothing is fetched.
+sbom: $(STAMP)
+	$(BIN)/python .ci/sbom.py build/sbom.json
 
 # Pip would compile the packages on one processor. Some hold files for a newer Python, which do not compile.
 $(STAMP): $(PIP) pyproject.toml setup.py

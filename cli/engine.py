@@ -14,7 +14,11 @@ from pagewire.cli.options import UsageError, engine_args, flag, given_options
 if TYPE_CHECKING:
     from pagewire.frontend.async_llm import AsyncLLM
 
-FRONTEND_OPTIONS = ("seed", "otlp_traces_endpoint")  # engine options that a frontend uses too
+FRONTEND_OPTIONS = (
+    "seed",
+    "otlp_traces_endpoint",
+    "trust_remote_code",
+)  # engine options that a frontend uses too
 
 
 @contextmanager
@@ -52,6 +56,8 @@ def opened(
             name=options.command,
             otlp_traces_endpoint=traces,
             reattach_timeout=reattach_timeout,
+            peer_uid=options.peer_uid,
+            trust_remote_code=getattr(options, "trust_remote_code", False),
         )
     else:
         engine = AsyncLLM.from_engine_args(engine_args(options), restarts=restarts)
@@ -67,13 +73,16 @@ def check_attachment(options: argparse.Namespace) -> None:
     Ignoring a CURVE option silently would leave a user believing that the connection is encrypted.
 
     Raises:
-        UsageError: engine options with `--attach`, CURVE options without it, or only one of the two CURVE files.
+        UsageError: engine options with `--attach`, CURVE options or `--peer-uid` without it, or one
+            CURVE file of two.
     """
     if bool(options.curve_secret) != bool(options.curve_server):
         raise UsageError("CURVE needs both --curve-secret and --curve-server")
     if not options.attach:
         if options.curve_secret:
             raise UsageError("--curve-secret and --curve-server need --attach")
+        if options.peer_uid is not None:
+            raise UsageError("--peer-uid needs --attach")
         return
     flags = [flag(name) for name in given_options(options) if name not in FRONTEND_OPTIONS]
     if options.config is not None:

@@ -206,11 +206,17 @@ def add_attach_options(parser: argparse.ArgumentParser) -> None:
         metavar="ADDRESS",
         help="use the running core at ipc://... or tcp://... instead of starting one",
     )
-    add_curve_options(group)
+    add_peer_options(group)
 
 
-def add_curve_options(group: Any) -> None:
-    """Add the options for a frontend's CURVE certificates."""
+def add_peer_options(group: Any) -> None:
+    """Add the options by which a frontend recognizes its core, and proves which frontend it is."""
+    group.add_argument(
+        "--peer-uid",
+        type=int,
+        metavar="UID",
+        help="user id that the core at an ipc address must have (default: your own, or root's)",
+    )
     group.add_argument(
         "--curve-secret", metavar="FILE", help="CURVE encryption: this frontend's NAME.key_secret"
     )

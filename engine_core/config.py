@@ -36,7 +36,12 @@ class EngineConfig:
         """
         args.check()
         path = model_folder(
-            args.model, revision=args.revision, token=args.hf_token, cache_dir=args.download_dir
+            args.model,
+            revision=args.revision,
+            token=args.hf_token,
+            cache_dir=args.download_dir,
+            load_format=args.load_format,
+            trust_remote_code=args.trust_remote_code,
         )
         model = read_json(path / "config.json") | args.hf_overrides
         generation = read_json(path / "generation_config.json")

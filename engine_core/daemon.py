@@ -16,16 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
+from pagewire.engine_core.clients.access import Access
 from pagewire.engine_core.clients.clients import Clients
 from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.core import EngineCore
 from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.ipc import logs
+from pagewire.ipc.address_lock import AddressLock, sweep
 from pagewire.ipc.descriptors import raise_limit
+from pagewire.ipc.gate import Gate
 from pagewire.ipc.options import EngineArgs, env_float
-from pagewire.ipc.sockets import AddressLock, CurveKeys, bind_router
+from pagewire.ipc.sockets import CurveKeys, bind_router, runtime_dir
 
 logger = logging.getLogger("pagewire.core")
 
@@ -37,6 +39,8 @@ class Listen:
     """The address of the core, and which frontends may connect.
 
     curve_secret: the core's certificate. curve_clients: folder of the public certificates of allowed frontends.
+    allowed_users: ids of users who may attach over ipc beside this user and root. rights: file of what each
+        frontend may do; without it, everything.
     drain_seconds: time that running requests get to finish after a signal.
     announce: print `ready ADDRESS` when the model is loaded.
     """
@@ -44,6 +48,8 @@ class Listen:
     address: str
     curve_secret: Path | None = None
     curve_clients: Path | None = None
+    allowed_users: tuple[int, ...] = ()
+    rights: Path | None = None
     drain_seconds: float = 30.0
     announce: bool = False
 
@@ -51,6 +57,11 @@ class Listen:
         if (self.curve_secret is None) != (self.curve_clients is None):
             raise ValueError(
                 "CURVE needs both the core's secret certificate and the folder of client certificates"
+            )
+        if self.allowed_users and not self.address.startswith("ipc://"):
+            raise ValueError(
+                f"--allow-uid has no effect at {self.address}: user ids are known over ipc:// only; over TCP, "
+                "CURVE keys say who may attach"
             )
 
 
@@ -77,16 +88,18 @@ def run(args: EngineArgs, listen: Listen, lifeline_fd: int, stack: ExitStack) ->
     stack.callback(context.term)
     lock = AddressLock(listen.address)
     stack.callback(lock.release)
+    sweep(runtime_dir())
     keys = CurveKeys.load(listen.curve_secret) if listen.curve_secret else None
-    if listen.curve_clients is not None:
-        guard = ThreadAuthenticator(context)
-        guard.start()
-        stack.callback(guard.stop)
-        guard.configure_curve(domain="*", location=str(listen.curve_clients))
-    socket = bind_router(context, listen.address, keys)
+    access = Access(listen.allowed_users, listen.curve_clients, listen.rights)
+    gate = Gate(context, access.admit)
+    stack.callback(gate.stop)
+    gate.start()
+    # The gate knows the user of each process that connects, so the socket's file may be open to all users.
+    mode = 0o666 if listen.allowed_users else 0o600
+    socket = bind_router(context, listen.address, keys, guarded=True, mode=mode)
     stack.callback(socket.close, FLUSH_MS)
     logger.info("listening on %s", listen.address)
-    clients = Clients(socket, env_float("PAGEWIRE_HEARTBEAT_TIMEOUT_S", 30.0))
+    clients = Clients(socket, env_float("PAGEWIRE_HEARTBEAT_TIMEOUT_S", 30.0), access)
     config = resolve(args, clients)
     core = EngineCore(config, WorkerGroup(context, [config.worker_config()]), clients, lifeline_fd)
     if listen.announce:

@@ -154,13 +154,18 @@ class AsyncLLM(AsyncEngineCalls):
         name: str = "attached",
         otlp_traces_endpoint: str | None = None,
         reattach_timeout: float = 0.0,
+        peer_uid: int | None = None,
+        trust_remote_code: bool = False,
     ) -> AsyncLLM:
         """Attach to a running core. `timeout`: seconds for an answer. `name`: this frontend's, in the core's
         log and metrics. `otlp_traces_endpoint`: URL of an OpenTelemetry collector that gets a span per request.
         `reattach_timeout`: seconds to wait for another core of the same model at the address, should this one be
         lost; open requests go on with it where they were.
+        `peer_uid`: id of the user as whom the core runs, if it is neither this process's user nor root.
+        `trust_remote_code`: run the Python code of the core's tokenizer, if it has any.
 
         Raises:
+            PermissionError: the core runs as another user, or does not admit this user or key.
             EngineDeadError: no core answers. ProtocolError: it uses another version. ValueError: a bad address.
             If the core fails while it starts: as `from_engine_args`.
         """
@@ -172,6 +177,8 @@ class AsyncLLM(AsyncEngineCalls):
             name=name,
             traces_endpoint=otlp_traces_endpoint,
             reattach_timeout=reattach_timeout,
+            peer_uid=peer_uid,
+            trust_remote_code=trust_remote_code,
         )
         return cls(session)
 

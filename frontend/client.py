@@ -117,6 +117,7 @@ class CoreClient:
         on_dead: Callable[[EngineDeadError], None],
         on_refused: Callable[[list[int], Exception], None] = lambda keys, error: None,
         curve: CurveKeys | None = None,
+        peer_uid: int | None = None,
         name: str = "",
         timeout: float | None = 10.0,
         patience: float | None = None,
@@ -125,6 +126,7 @@ class CoreClient:
     ) -> CoreClient:
         """Attach to the core at `address`, and wait until it is ready.
 
+        peer_uid: id of the user as whom the core runs, for ipc addresses; None: this process's own user, or root.
         timeout: seconds to wait for a connection; once connected, the wait lasts until the model is loaded.
         patience: seconds for which a connected core may answer nothing at all; None: any.
         child: the spawned process that will listen there; its exit ends the wait, and `timeout` does not apply.
@@ -135,9 +137,10 @@ class CoreClient:
             ProtocolError: the core uses another version of the protocol.
             ValueError: a bad address, or options of the core that cannot work, such as a model that it cannot load;
                 `ModelNotFoundError` if there is no such model.
+            PermissionError: the core runs as another user, or does not admit this user or key.
             TypeError, OSError, MemoryError: the core did not start for this reason.
         """
-        link = Link(address, curve)
+        link = Link(address, curve, peer_uid)
         try:
             welcome = attach(link, name, timeout, patience, child, cancelled)
             return cls(link, welcome, on_deltas, on_dead, on_refused, child)

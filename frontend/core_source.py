@@ -126,19 +126,20 @@ class SpawnedCores:
 class RunningCores:
     """Attaches to whichever core runs at an address.
 
-    name: of this frontend. timeout: seconds to wait for a connection. reattach_timeout: seconds to wait for another
-    core after one was lost; 0: none may take its place.
+    peer_uid: see `CoreClient.connect`. name: of this frontend. timeout: seconds to wait for a connection.
+    reattach_timeout: seconds to wait for another core after one was lost; 0: none may take its place.
     """
 
     def __init__(
         self,
         address: str,
         curve: CurveKeys | None,
+        peer_uid: int | None,
         name: str,
         timeout: float | None,
         reattach_timeout: float,
     ) -> None:
-        self._address, self._curve, self._name = address, curve, name
+        self._address, self._curve, self._peer_uid, self._name = address, curve, peer_uid, name
         self._timeout, self._reattach_timeout = timeout, reattach_timeout
 
     def connect(self, dial: Dial) -> Attached:
@@ -167,5 +168,12 @@ class RunningCores:
         return self._attach(dial, AGAIN_SECONDS, AGAIN_SECONDS)
 
     def _attach(self, dial: Dial, timeout: float | None, patience: float | None = None) -> Attached:
-        client = dial(self._address, curve=self._curve, name=self._name, timeout=timeout, patience=patience)
+        client = dial(
+            self._address,
+            curve=self._curve,
+            peer_uid=self._peer_uid,
+            name=self._name,
+            timeout=timeout,
+            patience=patience,
+        )
         return Attached(client, None)

@@ -16,6 +16,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from pagewire.ipc.codec import Buffer, Codec
 from pagewire.ipc.errors import EngineDeadError, ProtocolError, received_error
+from pagewire.ipc.gate import Gate, owner_of
 from pagewire.ipc.lifeline import Child, exit_cause
 from pagewire.ipc.messages import PROTOCOL, CoreDying, Hello, Ping, Refused, ToFrontend, Welcome
 from pagewire.ipc.sockets import CurveKeys, new_dealer, receive, send
@@ -40,21 +41,27 @@ START_ERRORS = (ValueError, TypeError, OSError, MemoryError, ProtocolError)
 class Link:
     """A DEALER socket that connects to a core, and its monitor. Not thread-safe.
 
-    reached: True once the core has accepted a connection.
+    An ipc connection is made only if the core runs as this user, as root, or as `peer_uid`.
+
+    Attributes:
+        reached: True once the core has accepted a connection. refusal: why one side has refused the other, if so.
 
     Raises:
         ValueError: a bad address, or keys without the server's.
     """
 
-    def __init__(self, address: str, curve: CurveKeys | None) -> None:
+    def __init__(self, address: str, curve: CurveKeys | None, peer_uid: int | None = None) -> None:
         self.address = address
         self.reached = False
+        self.refusal: PermissionError | None = None
         self._lost = False
         self._codec: Codec[ToFrontend] = Codec(ToFrontend)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             identity = f"frontend-{os.getpid()}-{uuid.uuid4().hex}".encode()
-            self._socket = new_dealer(self._context, address, identity, curve)
+            self._gate = Gate(self._context, owner_of(address, peer_uid))
+            guarded = address.startswith("ipc://") and curve is None  # a key proves more than a user id
+            self._socket = new_dealer(self._context, address, identity, curve, guarded=guarded)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -62,6 +69,7 @@ class Link:
         self._socket.connect(address)
         self._poller = zmq.Poller()
         self._poller.register(self._monitor, zmq.POLLIN)
+        self._poller.register(self._gate.socket, zmq.POLLIN)
 
     def wait(self, wake_fd: int | None, seconds: float, *, to_send: bool = False) -> bool:
         """Wait until a message has arrived, or `wake_fd` is readable; with `to_send` also until one can be sent.
@@ -71,7 +79,10 @@ class Link:
         self._poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if to_send else 0))
         if wake_fd is not None:
             self._poller.register(wake_fd, zmq.POLLIN)
-        return any(source == wake_fd for source, _ in self._poller.poll(math.ceil(seconds * 1000)))
+        ready = {source for source, _ in self._poller.poll(math.ceil(seconds * 1000))}
+        if self._gate.socket in ready:
+            self._gate.answer()
+        return wake_fd in ready
 
     def messages(self) -> Iterator[ToFrontend]:
         """The messages that have arrived.
@@ -100,6 +111,11 @@ class Link:
             event = recv_monitor_message(self._monitor)["event"]
             self.reached |= bool(event & REACHED)
             self._lost |= bool(event & LOST)
+            if event & zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self.refusal = self._gate.refusal or PermissionError(
+                    f"the core at {self.address} does not admit this user or CURVE key: see its log, and its "
+                    "options --allow-uid, --curve-clients and --rights"
+                )
         return self._lost
 
     def close(self, linger_ms: int = 0) -> None:

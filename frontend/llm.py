@@ -115,18 +115,27 @@ class LLM(EngineCalls):
         tokenizer: str | None = None,
         timeout: float | None = 10.0,
         reattach_timeout: float = 0.0,
+        peer_uid: int | None = None,
+        trust_remote_code: bool = False,
     ) -> LLM:
         """Use a core that runs already. `timeout`: seconds to wait for an answer at `address`.
-        `reattach_timeout`: see `AsyncLLM.attach`.
+        `reattach_timeout`, `peer_uid`, `trust_remote_code`: see `AsyncLLM.attach`.
 
         Raises:
+            PermissionError: the core runs as another user, or does not admit this user or key.
             EngineDeadError: no core answers. ProtocolError: it uses another version. ValueError: a bad address.
             If the core fails while it starts: as `LLM`.
         """
         llm = cls.__new__(cls)
         llm._use(
             LLMEngine.attach(
-                address, curve=curve, tokenizer=tokenizer, timeout=timeout, reattach_timeout=reattach_timeout
+                address,
+                curve=curve,
+                tokenizer=tokenizer,
+                timeout=timeout,
+                reattach_timeout=reattach_timeout,
+                peer_uid=peer_uid,
+                trust_remote_code=trust_remote_code,
             )
         )
         return llm

@@ -44,7 +44,10 @@ logger = logging.getLogger("pagewire.frontend")
 # Exceptions with these names are raised to the caller as such, others as RequestError.
 REFUSALS: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (ValueError, TypeError, EngineBusyError, EngineDeadError, RequestCrashedEngineError)
+    for kind in (
+        *(ValueError, TypeError, PermissionError),
+        *(EngineBusyError, EngineDeadError, RequestCrashedEngineError),
+    )
 }
 
 

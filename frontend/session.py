@@ -86,7 +86,11 @@ class Session:
         """
         args.check()
         session = cls(SpawnedCores(args, restarts), args.otlp_traces_endpoint)._with_tokenizer(
-            None, salt=0, token=args.hf_token, cache_dir=args.download_dir
+            None,
+            salt=0,
+            token=args.hf_token,
+            cache_dir=args.download_dir,
+            trust_remote_code=args.trust_remote_code,
         )
         session.stat_loggers = StatLoggers(stat_loggers or {}, session.get_metrics)
         return session
@@ -102,10 +106,13 @@ class Session:
         name: str = "attached",
         traces_endpoint: str | None = None,
         reattach_timeout: float = 0.0,
+        peer_uid: int | None = None,
+        trust_remote_code: bool = False,
     ) -> Session:
         """Attach to a running core, and load the tokenizer.
 
-        tokenizer: folder or id; None: the core's. name: of this frontend, for the core's log and metrics.
+        tokenizer: folder or id; None: the core's, of which no code is run unless `trust_remote_code` is set here.
+        peer_uid: see `CoreClient.connect`. name: of this frontend, for the core's log and metrics.
         timeout: seconds to wait for a connection. traces_endpoint: URL of an OpenTelemetry collector.
         reattach_timeout: seconds to wait for another core at the address after this one was lost; open requests
             continue there.
@@ -116,8 +123,10 @@ class Session:
         """
         # Frontends on one core must not draw the same seeds.
         salt = int.from_bytes(os.urandom(7), "little")
-        source = RunningCores(address, curve, name, timeout, reattach_timeout)
-        return cls(source, traces_endpoint)._with_tokenizer(tokenizer, salt)
+        source = RunningCores(address, curve, peer_uid, name, timeout, reattach_timeout)
+        return cls(source, traces_endpoint)._with_tokenizer(
+            tokenizer, salt, trust_remote_code=trust_remote_code
+        )
 
     def _with_tokenizer(self, name: str | None, salt: int, **source: Any) -> Session:
         """Load the tokenizer, unless `skip_tokenizer_init` is set and no `name` is given. Returns this session."""
@@ -128,7 +137,6 @@ class Session:
                     name or self.info.tokenizer,
                     self.info.tokenizer_mode,
                     revision=None if name else self.info.tokenizer_revision,
-                    trust_remote_code=self.info.trust_remote_code,
                     **source,
                 )
             self._intake = Intake(self.info, tokenizer, salt)

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import msgspec
 
+from pagewire.ipc.address_lock import remove_left_overs_of, sweep
 from pagewire.ipc.lifeline import Child
 from pagewire.ipc.options import EngineArgs
-from pagewire.ipc.sockets import private_address
+from pagewire.ipc.sockets import private_address, runtime_dir
 
 STOP_SECONDS = 10.0  # for a core to end after SIGTERM
 KILL_SECONDS = 1.0  # and after its lifeline is closed, before it is killed
@@ -57,7 +58,7 @@ def spawn_core(args: EngineArgs, address: str | None = None) -> SpawnedCore:
 
 
 def stop(child: Child, address: str, owner: int, timeout: float = STOP_SECONDS) -> None:
-    """End a core, and remove the files of its socket if they are left.
+    """End a core, and remove the files of its sockets if they are left.
 
     owner: id of the process that started it; in a fork of that process this does nothing.
     """
@@ -70,6 +71,5 @@ def stop(child: Child, address: str, owner: int, timeout: float = STOP_SECONDS) 
         pass
     child.stop(KILL_SECONDS)
     if address.startswith("ipc://"):
-        path = Path(address.removeprefix("ipc://"))
-        path.unlink(missing_ok=True)
-        path.with_name(path.name + ".lock").unlink(missing_ok=True)
+        remove_left_overs_of(Path(address.removeprefix("ipc://")))
+    sweep(runtime_dir())  # those of its workers

@@ -39,12 +39,24 @@ class RunsIn(Enum):
     BOTH = "the core, which calls the method of the same name of the worker"
 
 
+class Right(Enum):
+    """What a frontend may be allowed to do; the value is its name in a file of rights."""
+
+    READ = "read"
+    """See the state of the engine, its metrics, and the ids of all requests."""
+    GENERATE = "generate"
+    """Submit requests, and end its own."""
+    CONTROL = "control"
+    """Pause the engine and put it to sleep, end the requests of others, call and profile workers."""
+
+
 @dataclass(frozen=True)
 class RemoteCall:
     """One call.
 
     Attributes:
         name: on the wire. runs_in: the process that implements it. documentation: of the method that declares it.
+        right: what a frontend needs to make it.
         signature: the method's, without `self`. sent: the same without what stays in the frontend.
         types: by argument, bounds and description included. result: type that the method returns.
         seconds: time limit. Then the core answers TimeoutError; a worker that has not answered counts as hung.
@@ -52,6 +64,7 @@ class RemoteCall:
 
     name: str
     runs_in: RunsIn
+    right: Right
     documentation: str
     signature: inspect.Signature
     sent: inspect.Signature
@@ -139,16 +152,19 @@ def remote(
     name: str = "",
     local: tuple[str, ...] = (),
     seconds: float = CALL_SECONDS,
+    right: Right = Right.CONTROL,
     **arguments: Meta,
 ) -> Callable[[Callable[Concatenate[C, P], R]], Callable[Concatenate[C, P], R]]:
     """Declare a call: put it into `CALLS`, and give the method its body, which calls and waits for the answer.
 
     name: on the wire, if not the method's. local: arguments that stay in the frontend. seconds: its time limit.
+    right: needed to call it.
     arguments: bounds and description of arguments.
     """
 
     def declare(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R]:
-        call = replace(described(method, runs_in, name or method.__name__, local, arguments), seconds=seconds)
+        call = described(method, runs_in, right, name or method.__name__, local, arguments)
+        call = replace(call, seconds=seconds)
         CALLS[call.name] = call
 
         @functools.wraps(method)
@@ -165,6 +181,7 @@ def remote(
 def described(
     method: Callable[..., Any],
     runs_in: RunsIn,
+    right: Right,
     name: str,
     local: tuple[str, ...],
     arguments: Mapping[str, Meta],
@@ -177,6 +194,7 @@ def described(
     return RemoteCall(
         name,
         runs_in,
+        right,
         inspect.getdoc(method) or "",
         signature=inspect.Signature(parameters),
         sent=inspect.Signature([parameter for parameter in parameters if parameter.name not in local]),
@@ -211,7 +229,7 @@ class EngineCalls(Caller):
     def resume_generation(self) -> None:
         """Let requests run again."""
 
-    @remote(RunsIn.CORE)
+    @remote(RunsIn.CORE, right=Right.READ)
     def is_paused(self) -> bool:
         """True between `pause_generation` and `resume_generation`."""
 
@@ -249,7 +267,7 @@ class EngineCalls(Caller):
             TimeoutError: the workers have not done it within an hour; they are replaced, and still asleep.
         """
 
-    @remote(RunsIn.CORE)
+    @remote(RunsIn.CORE, right=Right.READ)
     def is_sleeping(self) -> bool:
         """True from `sleep` until all memory has been taken again by `wake_up`."""
 
@@ -302,7 +320,7 @@ class EngineCalls(Caller):
 class ReportCalls(Caller):
     """The calls by which the core reports on itself, for monitoring."""
 
-    @remote(RunsIn.CORE, seconds=60.0)
+    @remote(RunsIn.CORE, right=Right.READ, seconds=60.0)
     def check_health(self) -> dict[str, Any]:
         """Whether the engine is proven to live, and whether it takes requests.
 
@@ -310,18 +328,18 @@ class ReportCalls(Caller):
         ready: alive, and neither asleep, nor paused, nor shutting down. reason: why not; empty if ready.
         """
 
-    @remote(RunsIn.CORE)
+    @remote(RunsIn.CORE, right=Right.READ)
     def metrics(self) -> list[dict[str, Any]]:
         """The value of every metric of the core: counters, gauges and histograms, over all frontends."""
 
-    @remote(RunsIn.CORE)
+    @remote(RunsIn.CORE, right=Right.READ)
     def status(self) -> dict[str, Any]:
         """The state of scheduler, KV cache and worker, and each frontend. Counts begin at the core's start.
 
         running, waiting: sequences, of which a request has n. (The metrics count requests.)
         """
 
-    @remote(RunsIn.CORE)
+    @remote(RunsIn.CORE, right=Right.READ)
     def requests(self, limit: int = 1000) -> list[dict[str, Any]]:
         """At most `limit` unfinished sequences of all frontends, those that run before those that wait."""
 
@@ -329,14 +347,14 @@ class ReportCalls(Caller):
 class WorkerCalls(Caller):
     """The other methods of a worker, for `collective_rpc`."""
 
-    @remote(RunsIn.WORKER, seconds=60.0)
+    @remote(RunsIn.WORKER, right=Right.READ, seconds=60.0)
     def ping(self) -> str:
         """Answers "pong"."""
 
-    @remote(RunsIn.WORKER)
+    @remote(RunsIn.WORKER, right=Right.READ)
     def memory(self) -> dict[str, int]:
         """Bytes of memory: of the device, of the worker process, of weights and KV cache."""
 
-    @remote(RunsIn.WORKER)
+    @remote(RunsIn.WORKER, right=Right.READ)
     def model_info(self) -> dict[str, Any]:
         """The loaded model: architecture, dtype, and sizes of it and of its KV cache."""

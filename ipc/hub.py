@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,17 @@ TOKENIZER_FILES = [
     "config.json",
     "generation_config.json",
 ]
-WEIGHT_FILES = ["*.safetensors", "*.safetensors.index.json", "*.py"]
+WEIGHT_FILES = {  # by load format
+    "auto": ["*.safetensors", "*.safetensors.index.json"],
+    "safetensors": ["*.safetensors", "*.safetensors.index.json"],
+    "pt": ["*.bin", "*.bin.index.json"],  # pickles
+    "dummy": [],
+}
+OTHER_FORMATS = (
+    "'auto' takes .safetensors files, 'pt' takes .bin files: pickles, which can run code of their authors"
+)
+CODE_FILES = ["*.py"]
+MAX_FILE_BYTES = 256 << 20  # of a JSON file; the largest tokenizers have some 35 MB
 
 
 def model_folder(
@@ -33,11 +44,17 @@ def model_folder(
     token: str | bool | None = None,
     cache_dir: str | None = None,
     tokenizer_only: bool = False,
+    load_format: str = "auto",
+    trust_remote_code: bool = False,
 ) -> Path:
     """The local folder with the model's files, which are downloaded from the hub if necessary.
 
+    What can run code is downloaded only on request: .bin files (pickles) by `load_format`, .py files by
+    `trust_remote_code`.
+
     name: "demo" (the embedded model), a folder, or a repository of the hub.
     revision: branch, tag or commit of the repository. tokenizer_only: do not download weights.
+    load_format: which weights, one of `WEIGHT_FILES`. trust_remote_code: download Python code as well.
 
     Raises:
         ModelNotFoundError: there is no such folder, and the hub lacks the model, denies access or is unreachable.
@@ -59,8 +76,14 @@ def model_folder(
         return path.resolve()
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise ModelNotFoundError(f"no model folder {name}")
-    patterns = TOKENIZER_FILES if tokenizer_only else TOKENIZER_FILES + WEIGHT_FILES
-    return download(name, patterns, revision, token, cache_dir, fall_back_to_bin=not tokenizer_only)
+    weights = [] if tokenizer_only else WEIGHT_FILES[load_format]
+    patterns = TOKENIZER_FILES + weights + (CODE_FILES if trust_remote_code else [])
+    folder = download(name, patterns, revision, token, cache_dir)
+    if weights and not any(folder.glob(weights[0])):
+        raise ModelNotFoundError(
+            f"{name} has no {weights[0]} files on the hub, which load_format={load_format!r} takes; {OTHER_FORMATS}"
+        )
+    return folder
 
 
 def download(
@@ -69,11 +92,8 @@ def download(
     revision: str | None,
     token: str | bool | None,
     cache_dir: str | None,
-    fall_back_to_bin: bool,
 ) -> Path:
     """Download the files of a hub repository that match `patterns`, with a progress bar; offline, use the cache.
-
-    fall_back_to_bin: if there are no safetensors files, download *.bin files as well.
 
     Raises:
         ModelNotFoundError: the text says why, and how to fix it.
@@ -81,17 +101,12 @@ def download(
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
-    def fetch(patterns: list[str]) -> Path:
+    try:
         return Path(
             snapshot_download(
                 name, revision=revision, token=token, cache_dir=cache_dir, allow_patterns=patterns
             )
         )
-
-    try:
-        folder = fetch(patterns)
-        if fall_back_to_bin and not any(folder.glob("*.safetensors")):
-            folder = fetch([*patterns, "*.bin", "*.bin.index.json"])
     except GatedRepoError as error:
         raise ModelNotFoundError(
             f"{name} is gated: accept its terms on the hub, then give hf_token or set HF_TOKEN"
@@ -106,20 +121,56 @@ def download(
             f"{name} is not a local folder, and the hub could not be reached ({cause}); "
             "give a model folder, or model='demo' for the embedded one"
         ) from error
-    return folder
+
+
+def read_file(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """The content of a regular file of a model folder. Neither a pipe nor a device makes the caller wait.
+
+    Raises:
+        ValueError: it is no regular file, or has over `max_bytes` bytes. OSError: it cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError(f"{path} is not a regular file")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(
+            f"{path} has over {max_bytes} bytes, the most that is read of a file of a model folder"
+        )
+    return content
+
+
+def check_files(folder: Path) -> None:
+    """Check that a folder's tokenizer can be read by a library that does not limit what it reads.
+
+    Raises:
+        ValueError: one of its files is no regular file, or has over `MAX_FILE_BYTES` bytes.
+    """
+    for path in {path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)}:
+        info = path.stat()
+        if stat.S_ISDIR(info.st_mode):
+            continue
+        if not stat.S_ISREG(info.st_mode):
+            raise ValueError(f"{path} is not a regular file")
+        if info.st_size > MAX_FILE_BYTES:
+            raise ValueError(
+                f"{path} has over {MAX_FILE_BYTES} bytes, the most that is read of a file of a tokenizer"
+            )
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if the file does not exist.
 
     Raises:
-        ValueError: the file does not contain a JSON object.
+        ValueError: the file does not contain a JSON object, or is too large (`MAX_FILE_BYTES`).
     """
     if not path.is_file():
         return {}
+    content = read_file(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object")

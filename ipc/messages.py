@@ -27,7 +27,11 @@ PROTOCOL = 4
 
 
 class EngineInfo(Message):
-    """The properties of an engine that frontends need. tokenizer: folder or hub repository of its tokenizer."""
+    """The properties of an engine that frontends need.
+
+    tokenizer: folder or hub repository of its tokenizer. trust_remote_code: the core's setting, which no frontend
+        follows: each decides for itself whether the tokenizer's code may run.
+    """
 
     model: str
     model_path: str

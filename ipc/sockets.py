@@ -6,7 +6,6 @@ directory of mode 0700, or `tcp://HOST:PORT`, which needs CURVE keys unless it i
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import os
 import stat
@@ -14,13 +13,13 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 from urllib.parse import urlsplit
 
 import zmq
 import zmq.auth
 
 from pagewire.ipc.codec import MAX_MESSAGE_BYTES, Buffer
+from pagewire.ipc.owned import open_owned
 
 MAX_IPC_PATH = 107  # size of sockaddr_un.sun_path less its NUL
 SEND_HIGH_WATER = (
@@ -41,8 +40,12 @@ class CurveKeys:
         """Read certificate files in the format of `zmq.auth.create_certificates`.
 
         Raises:
-            ValueError: `own` has no secret key. OSError: a file cannot be read.
+            ValueError: `own` has no secret key. PermissionError: other users can change a file.
+            OSError: a file cannot be read.
         """
+        for path in (own, server):
+            if path is not None and path.exists():
+                os.close(open_owned(path.resolve()))
         public, secret = zmq.auth.load_certificate(own)
         if secret is None:
             raise ValueError(f"{own} holds no secret key: use the .key_secret file")
@@ -93,6 +96,8 @@ def check_address(address: str, *, encrypted: bool = True) -> str:
         return address
     if url.scheme == "tcp":
         host = (url.hostname or "").strip("[]")
+        if address != f"tcp://{url.netloc}" or set("@;") & set(url.netloc):
+            raise ValueError(f"{address!r} must be tcp://HOST:PORT, and nothing else")
         if url.port is None:
             raise ValueError(f"{address!r} needs a port: tcp://127.0.0.1:5555")
         if not encrypted and not is_loopback(host):
@@ -109,55 +114,6 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-class AddressLock:
-    """A file lock that allows one listener per `ipc://` address: libzmq would silently take over a bound path.
-
-    A socket file that exists once the lock is held is stale, and is removed. For TCP the lock does nothing.
-
-    Raises:
-        OSError: another process listens at the address; the text has its pid.
-    """
-
-    def __init__(self, address: str) -> None:
-        self._file: TextIO | None = None
-        if not address.startswith("ipc://"):
-            return
-        path = Path(address.removeprefix("ipc://"))
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._path, self._lock_path = path, path.with_name(path.name + ".lock")
-        file = self._acquire(address)
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        path.unlink(missing_ok=True)
-        self._file = file
-
-    def _acquire(self, address: str) -> TextIO:
-        while True:
-            file = self._lock_path.open("a+")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                file.seek(0)
-                pid = file.read().strip() or "unknown"
-                file.close()
-                raise OSError(f"another core (pid {pid}) already listens on {address}") from None
-            try:
-                if os.path.samestat(os.fstat(file.fileno()), self._lock_path.stat()):
-                    return file
-            except FileNotFoundError:
-                pass
-            file.close()  # the holder deleted the file after we had opened it: try again with the new one
-
-    def release(self) -> None:
-        """Remove the socket file and release the lock."""
-        if self._file is not None:
-            self._path.unlink(missing_ok=True)
-            self._lock_path.unlink(missing_ok=True)
-            self._file.close()
-            self._file = None
-
-
 def new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
     """A socket that does not block at exit, with limited queues and message size."""
     socket = context.socket(kind)
@@ -169,9 +125,17 @@ def new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket
 
 
 def bind_router(
-    context: zmq.Context[zmq.Socket[bytes]], address: str, curve: CurveKeys | None = None
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+    curve: CurveKeys | None = None,
+    *,
+    guarded: bool = False,
+    mode: int = 0o600,
 ) -> zmq.Socket[bytes]:
     """A bound ROUTER socket. Sending to a peer that is gone raises `EHOSTUNREACH`.
+
+    guarded: only those connect whom the `Gate` of the context admits; with CURVE keys that is always so.
+    mode: of the file of an ipc socket.
 
     Raises:
         ValueError: see `check_address`. OSError: the address cannot be bound.
@@ -179,6 +143,8 @@ def bind_router(
     check_address(address, encrypted=curve is not None)
     socket = new_socket(context, zmq.ROUTER)
     socket.router_mandatory = 1
+    if guarded or curve is not None:
+        guard(socket, address)
     if curve is not None:
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = curve.public, curve.secret
@@ -188,21 +154,36 @@ def bind_router(
         socket.close()
         raise OSError(f"cannot listen on {address}: {error.strerror}") from error
     if address.startswith("ipc://"):
-        Path(address.removeprefix("ipc://")).chmod(0o600)
+        Path(address.removeprefix("ipc://")).chmod(mode)
     return socket
 
 
+def guard(socket: zmq.Socket[bytes], address: str) -> None:
+    """Let only those peers connect whom the `Gate` of the socket's context admits; without a gate, nobody."""
+    socket.zap_domain = address.partition("://")[0].encode()
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
 def new_dealer(
-    context: zmq.Context[zmq.Socket[bytes]], address: str, identity: bytes, curve: CurveKeys | None = None
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+    identity: bytes,
+    curve: CurveKeys | None = None,
+    *,
+    guarded: bool = False,
 ) -> zmq.Socket[bytes]:
     """An unconnected DEALER socket for `address`, so that a monitor can be attached before it connects.
+
+    guarded: it sends nothing to a listener whom the `Gate` of the context does not admit.
 
     Raises:
         ValueError: see `check_address`; or `curve` lacks the server's public key.
     """
-    check_address(address)
+    check_address(address, encrypted=curve is not None)
     socket = new_socket(context, zmq.DEALER)
     socket.identity = identity
+    if guarded:
+        guard(socket, address)
     if curve is not None:
         if curve.server is None:
             raise ValueError("connecting with CURVE needs the server's public key")
@@ -239,7 +220,25 @@ def receive(socket: zmq.Socket[bytes], flags: int = 0) -> list[Buffer]:
     Raises:
         zmq.Again: there is no message, with `zmq.NOBLOCK`.
     """
-    return [
-        frame.bytes if len(frame) < 4096 else frame.buffer.toreadonly()
-        for frame in socket.recv_multipart(flags=flags, copy=False)
-    ]
+    return [content(frame) for frame in socket.recv_multipart(flags=flags, copy=False)]
+
+
+def receive_from(socket: zmq.Socket[bytes], flags: int = 0) -> tuple[bytes, str, list[Buffer]]:
+    """The next message of a ROUTER: its sender's identity, the sender's name with the gate, and the frames.
+
+    The name belongs to the connection, so no sender can claim another's; it is empty without a gate.
+
+    Raises:
+        zmq.Again: there is no message, with `zmq.NOBLOCK`.
+    """
+    first, *frames = socket.recv_multipart(flags=flags, copy=False)
+    try:
+        name = str(first.get("User-Id"))
+    except zmq.ZMQError:  # the socket is not guarded
+        name = ""
+    return first.bytes, name, [content(frame) for frame in frames]
+
+
+def content(frame: zmq.Frame) -> Buffer:
+    """The bytes of a frame: a copy of a small one, a read-only view of a large one."""
+    return frame.bytes if len(frame) < 4096 else frame.buffer.toreadonly()

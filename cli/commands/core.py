@@ -33,6 +33,22 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="CURVE encryption: folder with NAME.key of every frontend to accept",
     )
     group.add_argument(
+        "--allow-uid",
+        type=int,
+        action="append",
+        default=[],
+        metavar="UID",
+        help="user id that may attach to an ipc address, beside your own and root; may be repeated. The socket's "
+        "folder must let that user in",
+    )
+    group.add_argument(
+        "--rights",
+        type=Path,
+        metavar="FILE",
+        help="YAML file that says what each frontend may do: lists of read, generate and control for uid:NUMBER, "
+        "curve:NAME (its certificate), tcp (loopback without keys) and default (default: everything)",
+    )
+    group.add_argument(
         "--drain-seconds",
         type=seconds,
         default=30.0,
@@ -57,6 +73,8 @@ def run(options: argparse.Namespace) -> int:
             address=options.listen or private_address(DEFAULT_NAME),
             curve_secret=Path(options.curve_secret) if options.curve_secret else None,
             curve_clients=Path(options.curve_clients) if options.curve_clients else None,
+            allowed_users=tuple(options.allow_uid),
+            rights=options.rights,
             drain_seconds=options.drain_seconds,
             announce=True,
         )

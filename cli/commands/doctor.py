@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -182,11 +183,9 @@ def check_headers() -> Iterator[Finding]:
 
 def check_compile() -> Iterator[Finding]:
     """Compile a kernel for every kind of GPU of this machine, or for sm_90 if there is none; ignores the cache."""
-    import tempfile
-
     import torch
 
-    from pagewire.kernels.cache import cache_folder
+    from pagewire.kernels.cache import cache_folder, opened_folder
     from pagewire.kernels.cuda import compile
     from pagewire.kernels.cuda.gates import variants
 
@@ -206,10 +205,11 @@ def check_compile() -> Iterator[Finding]:
         size = f"{len(cubin.image)} bytes, {cubin.registers} registers"
         yield Finding(True, f"{variants()[0].name} for {arch}: {size}")
     try:
-        folder = cache_folder()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        cache_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+        with opened_folder() as folder:
+            probe = f"doctor.{os.urandom(8).hex()}"
+            os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600, dir_fd=folder))
+            os.unlink(probe, dir_fd=folder)
     except OSError as error:
         raise CheckError(f"the cache cannot be written: {error}; set PAGEWIRE_CACHE_ROOT") from None
 

@@ -25,9 +25,12 @@ def run(options: argparse.Namespace) -> int:
     """Write the two files and print their paths.
 
     Raises:
-        UsageError: the name is a path, or one of the files exists and its keys may be in use.
+        UsageError: the name is a path, one of the files exists and its keys may be in use, or other users can
+            change the folder.
     """
     import zmq.auth
+
+    from pagewire.ipc.owned import check_folder
 
     if not options.name or Path(options.name).name != options.name:
         raise UsageError(f"the name must not be a path, got {options.name!r}")
@@ -35,6 +38,10 @@ def run(options: argparse.Namespace) -> int:
         if path.exists():
             raise UsageError(f"{path} exists; choose another name, or remove it")
     options.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        check_folder(options.folder)
+    except PermissionError as error:
+        raise UsageError(str(error)) from error
     os.umask(0o077)  # before the secret is written: other users must not be able to read it at any time
     public, secret = zmq.auth.create_certificates(options.folder, options.name)
     Path(public).chmod(0o644)

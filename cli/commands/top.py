@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pagewire.cli.commands.core import DEFAULT_NAME
 from pagewire.cli.commands.top_snapshot import lines, take_snapshot
-from pagewire.cli.options import UsageError, add_curve_options
+from pagewire.cli.options import UsageError, add_peer_options
 from pagewire.cli.terminal import show
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         metavar="ADDRESS",
         help="ipc://... or tcp://... (default: the default address of `pagewire core`)",
     )
-    add_curve_options(group)
+    add_peer_options(group)
     parser.add_argument(
         "--interval",
         type=interval,
@@ -107,4 +107,6 @@ def attach(options: argparse.Namespace) -> CoreClient:
     def ignore(_: object) -> None:
         """Do nothing: this frontend has no requests, and after a lost core the next call raises."""
 
-    return CoreClient.connect(address, on_deltas=ignore, on_dead=ignore, curve=keys, name="top")
+    return CoreClient.connect(
+        address, on_deltas=ignore, on_dead=ignore, curve=keys, peer_uid=options.peer_uid, name="top"
+    )

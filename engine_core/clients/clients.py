@@ -14,14 +14,25 @@ from typing import Any
 
 import zmq
 
+from pagewire.engine_core.clients.access import Access
 from pagewire.engine_core.clients.backlog import Backlog
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.ipc.budget import MAX_HELLO_BYTES
+from pagewire.ipc.calls import Right
 from pagewire.ipc.codec import Buffer, Codec
 from pagewire.ipc.errors import ProtocolError, error_text, error_type
-from pagewire.ipc.messages import CallAnswer, Deltas, Pong, Refused, ToCore, TokenDelta
+from pagewire.ipc.messages import (
+    PROTOCOL,
+    CallAnswer,
+    Deltas,
+    Hello,
+    Pong,
+    Refused,
+    ToCore,
+    TokenDelta,
+)
 from pagewire.ipc.refusal import refusal
-from pagewire.ipc.sockets import receive, send
+from pagewire.ipc.sockets import receive_from, send
 
 logger = logging.getLogger("pagewire.core")
 
@@ -42,6 +53,7 @@ class Client:
     identity: its ZeroMQ routing id.
     number: counts attachments, so it is unique in the life of the core.
     last_seen: monotonic time of its last message.
+    peer, rights: what the gate knows its connection as, and what it may do (`clients.access`).
     requests: its unfinished sequences, by request key and sequence index.
     backlog: what could not be sent to it yet.
     num_faults: its messages that the core failed to handle.
@@ -52,6 +64,8 @@ class Client:
     name: str
     pid: int
     last_seen: float
+    peer: str
+    rights: frozenset[Right]
     requests: dict[int, dict[int, Sequence]] = field(default_factory=dict)
     backlog: Backlog = field(default_factory=Backlog)
     num_faults: int = 0
@@ -60,6 +74,17 @@ class Client:
     def label(self) -> str:
         """Name and process id, for log lines."""
         return f"{self.name or 'frontend'} (pid {self.pid})"
+
+    def check_right(self, right: Right, action: str) -> None:
+        """Check that the frontend may do something. action: what it wants, for the error.
+
+        Raises:
+            PermissionError: it may not.
+        """
+        if right not in self.rights:
+            raise PermissionError(
+                f"{action} needs the right {right.value!r}, which {self.peer or self.label} does not have"
+            )
 
     def live_requests(self) -> Iterator[Sequence]:
         """All unfinished sequences of this frontend."""
@@ -70,7 +95,7 @@ class Client:
 class Clients:
     """The bound ROUTER socket and the frontends attached to it.
 
-    silence_seconds: a frontend that sends nothing for this long is detached.
+    silence_seconds: a frontend that sends nothing for this long is detached. access: what peers may do.
     max_backlog_bytes: a frontend that leaves more output than this unread is detached.
     """
 
@@ -78,10 +103,13 @@ class Clients:
         self,
         socket: zmq.Socket[bytes],
         silence_seconds: float,
+        access: Access | None = None,
         max_backlog_bytes: int = MAX_BACKLOG_BYTES,
     ) -> None:
         self.socket = socket
         self.attached: dict[bytes, Client] = {}
+        self._access = access or Access()
+        self._peers: dict[bytes, str] = {}  # of those that have sent `Hello` and are not attached yet
         self._silence_seconds, self._max_backlog_bytes = silence_seconds, max_backlog_bytes
         self._num_warnings = 0
         self._codec: Codec[ToCore] = Codec(ToCore, MAX_HELLO_BYTES)
@@ -97,8 +125,10 @@ class Clients:
 
     def attach(self, identity: bytes, name: str, pid: int, now: float) -> Client:
         """Register a frontend."""
-        client = self.attached[identity] = Client(identity, next(self._numbers), name, pid, now)
-        logger.info("%s attached", client.label)
+        peer = self._peers.pop(identity, "")
+        rights = self._access.rights(peer)
+        client = self.attached[identity] = Client(identity, next(self._numbers), name, pid, now, peer, rights)
+        logger.info("%s attached%s", client.label, f" as {peer}" if peer else "")
         return client
 
     def detach(self, client: Client, why: str) -> None:
@@ -116,11 +146,13 @@ class Clients:
         """Messages that have arrived, each with its sender's identity; invalid ones are answered with `Refused`."""
         for _ in range(MAX_MESSAGES_PER_ITERATION):
             try:
-                identity, *frames = receive(self.socket, zmq.NOBLOCK)
+                sender, peer, frames = receive_from(self.socket, zmq.NOBLOCK)
             except zmq.Again:
                 return
-            sender = bytes(identity)
             client = self.attached.get(sender)
+            if client is not None and client.peer != peer:
+                self.detach(client, f"{peer} has taken its place")
+                client = None
             if client is not None:
                 client.last_seen = now
             try:
@@ -129,6 +161,12 @@ class Clients:
                 self.warn("refused a message from %s: %s", client.label if client else sender, error)
                 self.send(sender, refusal(error, frames))
                 continue
+            if isinstance(message, Hello):
+                if not self._access.rights(peer):
+                    self.refuse(sender, PermissionError(f"{peer} may no longer attach"))
+                    continue
+                if message.protocol == PROTOCOL:  # the core refuses others
+                    self._peers[sender] = peer
             yield sender, message
 
     def send(self, identity: bytes, message: Any) -> bool:
@@ -209,11 +247,17 @@ class Clients:
         return any(client.backlog for client in self.attached.values())
 
     def heartbeat(self, now: float) -> None:
-        """Send a heartbeat to every frontend; detach those that have been silent for too long."""
+        """Send a heartbeat to every frontend; detach those that are silent for too long or lost their rights."""
+        self._access.refresh()
         if (left_out := self._num_warnings - MAX_WARNINGS) > 0:
             logger.warning("%d more warnings about messages of frontends are left out", left_out)
         self._num_warnings = 0
         for client in list(self.attached.values()):
+            client.rights = self._access.rights(client.peer)
+            if not client.rights:
+                self.refuse(client.identity, PermissionError(f"{client.peer} may no longer be attached"))
+                self.detach(client, "its certificate or its rights were withdrawn")
+                continue
             self.send(client.identity, Pong())
             if now - client.last_seen > self._silence_seconds:
                 self.detach(client, f"no message for {now - client.last_seen:.0f} s")

@@ -115,6 +115,7 @@ class Control:
                 raise EngineBusyError(f"{MAX_OPEN_CALLS} calls of this frontend are not answered yet")
             if call.method not in CALLS:
                 raise ValueError(f"no method {call.method!r}; there are {', '.join(sorted(CALLS))}")
+            self._core.clients.attached[identity].check_right(CALLS[call.method].right, call.method)
             arguments = CALLS[call.method].receive(call.args, call.kwargs)
             if (method := self._methods.get(call.method)) is not None:
                 method(caller, **arguments)

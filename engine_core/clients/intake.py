@@ -11,6 +11,7 @@ from pagewire.engine_core.clients.clients import Client
 from pagewire.engine_core.clients.control import Control, ControlledEngine
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.ipc import messages
+from pagewire.ipc.calls import Right
 from pagewire.ipc.errors import EngineBusyError, error_text, error_type
 from pagewire.ipc.messages import PROTOCOL, Request, ToCore, TokenDelta
 from pagewire.ipc.params import PoolingParams
@@ -106,6 +107,7 @@ class Intake:
     def _submit(self, client: Client, request: Request) -> None:
         core, now = self._core, time.monotonic()
         try:
+            client.check_right(Right.GENERATE, "a request")
             if request.key in client.requests:
                 raise ValueError(f"request key {request.key} is already in use")
             if request.key in client.backlog:
@@ -124,7 +126,7 @@ class Intake:
                 share_prefixes=core.config.args.enable_prefix_caching,
             )
             core.lobby.add(group, core.scheduler.num_waiting, now)
-        except (ValueError, TypeError, EngineBusyError) as error:
+        except (ValueError, TypeError, EngineBusyError, PermissionError) as error:
             self._reject(client, request, error)
             return
         self._num_arrivals += len(group)

@@ -74,6 +74,7 @@ def status(core: ReportedEngine) -> dict[str, Any]:
                 "number": client.number,
                 "name": client.name,
                 "pid": client.pid,
+                "peer": client.peer,
                 "requests": len(client.requests),
                 "phases": by_phase[client.number],
             }

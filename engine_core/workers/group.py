@@ -22,6 +22,7 @@ import msgspec
 import zmq
 
 from pagewire.engine_core.workers.process import WORKER_COMMAND, WorkerProcess
+from pagewire.ipc.address_lock import AddressLock
 from pagewire.ipc.codec import Buffer, Codec
 from pagewire.ipc.descriptors import SpareDescriptors
 from pagewire.ipc.errors import ProtocolError, received_error
@@ -93,6 +94,7 @@ class WorkerGroup:
             raise ValueError("a worker group has at least one rank, but no configuration is given")
         self.size = len(configs)
         self.address = private_address(f"worker-{os.getpid()}-{os.urandom(4).hex()}")
+        self._lock = AddressLock(self.address)  # tells others that the socket is in use
         self.socket = bind_router(context, self.address)
         self.ready: Ready | None = None
         self.failure: WorkerFailed | None = None
@@ -177,6 +179,7 @@ class WorkerGroup:
         self._exits.close()
         self._spare.release()
         self.socket.close()
+        self._lock.release()
 
     def _forget_all(self) -> list[WorkerProcess]:
         processes, self._processes = list(self._processes.values()), {}

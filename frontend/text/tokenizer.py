@@ -17,7 +17,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, pre_tokenizers
 
-from pagewire.ipc.hub import model_folder, read_json
+from pagewire.ipc.hub import check_files, model_folder, read_file, read_json
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 CLEAN_UP = (
@@ -199,11 +199,20 @@ def load_tokenizer(
 
     mode: "auto" or "slow". "slow" uses the tokenizer of transformers; so does "auto" if there is no
         `tokenizer.json`, or if the folder has code of its own and `trust_remote_code` is set.
+    trust_remote_code: run the Python code in the folder. Otherwise the folder, which a core may have named, is only
+        read: no code, no pickles, no file over `hub.MAX_FILE_BYTES`.
 
     Raises:
         ModelNotFoundError: there is no such folder or repository. ValueError: it has no valid tokenizer.
     """
-    folder = model_folder(str(name), revision=revision, token=token, cache_dir=cache_dir, tokenizer_only=True)
+    folder = model_folder(
+        str(name),
+        revision=revision,
+        token=token,
+        cache_dir=cache_dir,
+        tokenizer_only=True,
+        trust_remote_code=trust_remote_code,
+    )
     config = read_json(folder / "tokenizer_config.json")
     own_code = trust_remote_code and "auto_map" in config
     if mode == "slow" or own_code or not (folder / "tokenizer.json").is_file():
@@ -233,7 +242,7 @@ def load_fast(folder: Path, config: dict[str, Any]) -> FastTokenizer:
         ValueError: the file is not a tokenizer.
     """
     try:
-        backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        backend = tokenizers.Tokenizer.from_buffer(read_file(folder / "tokenizer.json"))
     except Exception as error:  # the library raises nothing narrower
         raise ValueError(f"{folder / 'tokenizer.json'} is not a tokenizer: {error}") from error
     if is_llama(folder, config, backend):
@@ -278,10 +287,11 @@ def load_wrapped(folder: Path, trust_remote_code: bool) -> WrappedTokenizer:
     """Load a folder's tokenizer with transformers.
 
     Raises:
-        ValueError: transformers cannot load it.
+        ValueError: transformers cannot load it, or a file is too large.
     """
     from transformers import AutoTokenizer  # the import takes seconds
 
+    check_files(folder)
     try:
         return WrappedTokenizer(
             AutoTokenizer.from_pretrained(folder, use_fast=False, trust_remote_code=trust_remote_code)
@@ -366,11 +376,11 @@ def clean_up(text: str) -> str:
 def read_chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
     """Return a folder's chat template, or several by name; template files override `tokenizer_config.json`."""
     templates = {
-        path.stem: path.read_text(encoding="utf-8")
+        path.stem: read_file(path).decode()
         for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))
     }
     if (main := folder / "chat_template.jinja").is_file():
-        templates["default"] = main.read_text(encoding="utf-8")
+        templates["default"] = read_file(main).decode()
     if templates:
         return templates["default"] if list(templates) == ["default"] else templates
     template = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 LARGE_PAGE = 2 << 20
 MADV_POPULATE_WRITE = 23  # Linux 5.14
+MAX_HEADER_BYTES = 100 << 20  # of a safetensors file; its library has the same limit
 HALF = ("bfloat16", "float16", "half")
 
 _libc = ctypes.CDLL(None)
@@ -71,7 +72,7 @@ def weight_bytes(folder: str | os.PathLike[str], dtype: str) -> int:
     try:
         config = json.loads((Path(folder) / "config.json").read_text())
         num_weights = sum(_num_weights(path) for path in Path(folder).glob("*.safetensors"))
-    except (OSError, ValueError, KeyError, struct.error):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error):
         return 0  # loading will fail, with a better message
     if dtype == "auto":
         text = config.get("text_config") or config
@@ -80,8 +81,15 @@ def weight_bytes(folder: str | os.PathLike[str], dtype: str) -> int:
 
 
 def _num_weights(path: Path) -> int:
-    """The number of elements of all tensors in a safetensors file, by its header."""
+    """The number of elements of all tensors in a safetensors file, by its header; no more than the file has bytes.
+
+    Raises:
+        ValueError: the header is too large or no JSON. KeyError, TypeError, AttributeError: it is of another form.
+    """
     with path.open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
+        if size > MAX_HEADER_BYTES:
+            raise ValueError(f"{path} has a header of {size} bytes")
         header = json.loads(file.read(size))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    claimed: int = sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return min(claimed, path.stat().st_size)

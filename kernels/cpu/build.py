@@ -1,7 +1,7 @@
 """Compiles the CPU kernels with the host's compiler, once per machine.
 
-A library holds the kernels for one instruction set. Its file name is the hash of everything that went into it,
-so a changed source, compiler or flag gives another file, and a file once there is never written again.
+A library holds the kernels for one instruction set. Its name in the cache is the hash of everything that went into
+it, so a changed source, compiler or flag gives another file.
 """
 
 import functools
@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagewire.kernels.cache import cache_folder, locked
+from pagewire.kernels import cache
 
 logger = logging.getLogger("pagewire.kernels")
 
@@ -115,44 +115,42 @@ def compiler_command() -> list[str]:
     raise BuildError(f"no C++ compiler ({', '.join(candidates)})")
 
 
-def build(isa: InstructionSet) -> Path:
-    """The library for an instruction set, compiled if it is not in the cache.
+def build(isa: InstructionSet) -> bytes:
+    """The content of the library for an instruction set, compiled if it is not in the cache.
 
-    If several processes need the library at once, one of them compiles it and the others wait. The file is complete
-    before it gets its name.
+    If several processes need the library at once, one of them compiles it and the others wait.
 
     Raises:
-        BuildError: no compiler, the compiler failed, or the cache cannot be written.
+        BuildError: no compiler, the compiler failed, or there is no place for its files.
     """
     here = Path(__file__).parent
     compiler = compiler_command()
     flags = [*FLAGS, *isa.compiler_flags]
     key = hashlib.sha256()
-    for part in (_run([*compiler, "--version"]), platform.machine(), *flags):
+    for part in (cache.FORMAT, _run([*compiler, "--version"]), platform.machine(), *flags):
         key.update(part.encode() + b"\0")
     for source in (*HEADERS, *SOURCES):
         key.update((here / source).read_bytes() + b"\0")
-    library = cache_folder() / f"cpu-{isa.name}-{key.hexdigest()[:32]}.so"
-    if library.exists():
+    name = f"cpu-{isa.name}-{key.hexdigest()[:32]}.so"
+    if (library := cache.read(name)) is not None:
         return library
-
-    try:
-        library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with locked(library.parent):
-            if not library.exists():
-                logger.info("compiling the CPU kernels for %s", isa.name)
-                _compile_to(library, [*compiler, *flags])
-    except OSError as error:
-        raise BuildError(f"cannot write {library}: {error}") from error
+    with cache.locked():
+        if (library := cache.read(name)) is None:
+            logger.info("compiling the CPU kernels for %s", isa.name)
+            library = _compiled([*compiler, *flags])
+            cache.write(name, library)
     return library
 
 
-def _compile_to(library: Path, command: list[str]) -> None:
+def _compiled(command: list[str]) -> bytes:
     sources = [Path(__file__).parent / source for source in SOURCES]
-    with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as directory:
-        compiled = Path(directory) / library.name
-        _compile(command, sources, compiled)
-        compiled.rename(library)
+    try:
+        with tempfile.TemporaryDirectory(prefix="pagewire-build-") as directory:
+            library = Path(directory) / "kernels.so"
+            _compile(command, sources, library)
+            return library.read_bytes()
+    except OSError as error:
+        raise BuildError(f"cannot compile in {tempfile.gettempdir()}: {error}") from error
 
 
 def _compile(command: list[str], sources: list[Path], library: Path) -> None:

@@ -48,6 +48,19 @@ class InstructionsRefusedError(RuntimeError):
     """The CPU has the instructions, but the system does not let this process use them."""
 
 
+def load(content: bytes) -> ctypes.CDLL:
+    """A shared library, given its content: what was checked is what runs, whatever becomes of files meanwhile.
+
+    Raises:
+        OSError: it is no library, or cannot be loaded.
+    """
+    # The descriptor stays open: the dynamic linker would take another file of this name for the same library.
+    descriptor = os.memfd_create("pagewire-kernels")
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(content)
+    return ctypes.CDLL(f"/proc/self/fd/{descriptor}")
+
+
 def open_library(isa: InstructionSet) -> ctypes.CDLL:
     """The library for an instruction set, compiled on first use.
 
@@ -55,7 +68,7 @@ def open_library(isa: InstructionSet) -> ctypes.CDLL:
         BuildError, OSError: it cannot be compiled or loaded.
         InstructionsRefusedError: the system forbids its instructions (AMX needs a permission per process).
     """
-    library = ctypes.CDLL(str(build(isa)))
+    library = load(build(isa))
     for (name, result), parameters in functions(HEADER):
         function = getattr(library, name)
         function.restype = C_TYPES[result]

@@ -1,7 +1,7 @@
 """Compiles kernels with NVRTC, through CuPy. Needs neither a driver nor a device, nor CUDA's headers.
 
-A cubin holds one variant for one architecture. Its file name is the hash of its inputs (source, compiler, options),
-so changed inputs give another file, and an existing file is never overwritten.
+A cubin holds one variant for one architecture. Its name in the cache is the hash of its inputs (source, compiler,
+options), so changed inputs give another file.
 """
 
 import functools
@@ -9,14 +9,12 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from pagewire.kernels.cache import cache_folder
+from pagewire.kernels import cache
 from pagewire.kernels.cuda.source import Variant, read_source
 
 OPTIONS = ("--std=c++17", "--ptxas-options=-v")
@@ -109,28 +107,19 @@ def runs_on(variant: Variant, arch: str) -> bool:
 def compile_variant(variant: Variant, arch: str) -> Cubin:
     """The cubin of a variant for an architecture (`sm_90`), from the cache or compiled.
 
-    Any number of processes may compile at once: each writes its own file, then renames it.
-
     Raises:
         CompileError: there is no compiler; it failed (the message has its log); or the architecture cannot run the
             variant.
-        OSError: the cache cannot be written.
     """
     if not runs_on(variant, arch):
         raise CompileError(f"{variant.name} needs {variant.needs}, not {arch}")
-    file = _cached_file(variant, arch)
-    try:
-        return _read(file)
-    except (OSError, ValueError):  # missing, or truncated by a full disk
-        pass
+    name = _name_in_cache(variant, arch)
+    if (stored := cache.read(name)) is not None:
+        header, _, image = stored.partition(b"\n")
+        return Cubin(**json.loads(header), image=image)
     cubin = compile_uncached(variant, arch)
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=file.parent, prefix="build-") as directory:
-        written = Path(directory) / file.name
-        header = {key: value for key, value in asdict(cubin).items() if key != "image"}
-        header["size"] = len(cubin.image)
-        written.write_bytes(json.dumps(header).encode() + b"\n" + cubin.image)
-        written.rename(file)
+    fields = {key: value for key, value in asdict(cubin).items() if key != "image"}
+    cache.write(name, json.dumps(fields).encode() + b"\n" + cubin.image)
     return cubin
 
 
@@ -194,17 +183,9 @@ def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 
 
-def _cached_file(variant: Variant, arch: str) -> Path:
-    key = repr((read_source(variant.source), variant, arch, OPTIONS, nvrtc().getVersion()))
-    return cache_folder() / f"cuda-{arch}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
-
-
-def _read(file: Path) -> Cubin:
-    header, _, image = file.read_bytes().partition(b"\n")
-    fields = json.loads(header)
-    if fields.pop("size") != len(image):
-        raise ValueError(f"{file} is truncated")
-    return Cubin(**fields, image=image)
+def _name_in_cache(variant: Variant, arch: str) -> str:
+    key = repr((cache.FORMAT, read_source(variant.source), variant, arch, OPTIONS, nvrtc().getVersion()))
+    return f"cuda-{arch}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
 
 
 def _resources(log: str, symbol: str) -> tuple[int, int, int]:

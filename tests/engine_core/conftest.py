@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import zmq
 
+from pagewire.engine_core.clients.access import Access
 from pagewire.engine_core.clients.clients import MAX_BACKLOG_BYTES, Clients
 from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.core import EngineCore
 from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.ipc.codec import Codec
+from pagewire.ipc.gate import Gate
 from pagewire.ipc.items import Prompt
 from pagewire.ipc.messages import (
     PROTOCOL,
@@ -119,11 +121,16 @@ class RunningCore:
         silence: float,
         folder: Path,
         num_workers: int,
+        access: Access | None,
         max_backlog_bytes: int,
     ) -> None:
         self.context: zmq.Context[Any] = zmq.Context()
         self.address = address
-        self.clients = Clients(bind_router(self.context, address), silence, max_backlog_bytes)
+        self.gate = None if access is None else Gate(self.context, access.admit)
+        if self.gate is not None:
+            self.gate.start()
+        socket = bind_router(self.context, address, guarded=access is not None)
+        self.clients = Clients(socket, silence, access, max_backlog_bytes)
         config = EngineConfig(args, folder, {}, 999)
         command = [*FAKE_WORKER, *worker_options]
         self.workers = WorkerGroup(self.context, [config.worker_config()] * num_workers, command)
@@ -146,12 +153,17 @@ class RunningCore:
         self.core.stop(0.0)
         self.thread.join(WAIT_MS / 1000)
         assert not self.thread.is_alive()
+        if self.gate is not None:
+            self.gate.stop()
         self.context.destroy(0)
 
 
 @pytest.fixture
 def start_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RunningCore]]:
-    """Start a core: `start_core(worker_options=[...], silence=30, folder=..., num_workers=1, **engine options)`."""
+    """Start a core: `start_core(worker_options=[...], silence=30, folder=..., num_workers=1, **engine options)`.
+
+    access: with it, only peers that it admits can attach.
+    """
     monkeypatch.setattr("pagewire.engine_core.workers.restarts.FIRST_PAUSE_SECONDS", 0.02)
     cores: list[RunningCore] = []
 
@@ -160,13 +172,17 @@ def start_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
         silence: float = 30.0,
         folder: Path = Path("/nowhere"),
         num_workers: int = 1,
+        access: Access | None = None,
         max_backlog_bytes: int = MAX_BACKLOG_BYTES,
         **options: Any,
     ) -> RunningCore:
         args = EngineArgs(**({"max_model_len": 128, "disable_log_stats": True} | options))
         address = f"ipc://{tmp_path}/core{len(cores)}.sock"
+        options_of_worker = worker_options or []
         cores.append(
-            RunningCore(address, args, worker_options or [], silence, folder, num_workers, max_backlog_bytes)
+            RunningCore(
+                address, args, options_of_worker, silence, folder, num_workers, access, max_backlog_bytes
+            )
         )
         return cores[-1]
 

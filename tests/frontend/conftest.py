@@ -16,6 +16,7 @@ import zmq
 
 from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from pagewire.ipc.codec import Codec
+from pagewire.ipc.gate import Gate
 from pagewire.ipc.items import LogprobRows
 from pagewire.ipc.messages import (
     PROTOCOL,
@@ -68,6 +69,8 @@ class FakeCore:
         self.client = b""
         self._outbox: queue.Queue[Any] = queue.Queue()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._gate = Gate(self._context, lambda peer: "frontend")
+        self._gate.start()
         self._socket = bind_router(self._context, address, curve)
         self._codec: Codec[ToCore] = Codec(ToCore)
         self._stop = threading.Event()
@@ -104,6 +107,7 @@ class FakeCore:
             if self._socket.poll(2):
                 self.client, *frames = receive(self._socket)  # type: ignore[assignment]
                 self._take(self._codec.decode(frames))
+        self._gate.stop()
         self._context.destroy(linger=0)
 
     def _reply(self, message: Any) -> None:

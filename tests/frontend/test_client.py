@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from pagewire.ipc.errors import (
     ModelNotFoundError,
     ProtocolError,
 )
+from pagewire.ipc.gate import Gate, Peer
 from pagewire.ipc.items import Prompt
 from pagewire.ipc.lifeline import Child
 from pagewire.ipc.messages import (
@@ -37,7 +39,7 @@ from pagewire.ipc.messages import (
     TokenDelta,
 )
 from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.sockets import CurveKeys
+from pagewire.ipc.sockets import CurveKeys, bind_router
 
 PATIENCE = 20.0
 
@@ -381,3 +383,31 @@ def test_curve(core: Any, new_core: Callable[..., Any], attach: Callable[..., Wa
         Watched(locked.address, curve=CurveKeys(ours.public, ours.secret, other.public), timeout=0.5)
     with pytest.raises(EngineDeadError):
         Watched(locked.address, timeout=0.5)
+
+
+def test_a_core_of_another_user_gets_nothing(core: Any, attach: Callable[..., Watched]) -> None:
+    """A core that claims to be ours; the user id comes from the kernel."""
+    with pytest.raises(PermissionError, match=f"runs as user {os.geteuid()}, not as user {os.geteuid() + 1}"):
+        Watched(core.address, peer_uid=os.geteuid() + 1)
+    assert core.seen.empty()
+    assert attach(core.address, peer_uid=os.geteuid()).client.info == core.info
+
+
+def test_a_core_that_does_not_admit_us(tmp_path: Path) -> None:
+    def refuse(peer: Peer) -> str:
+        raise PermissionError("a stranger")
+
+    with zmq.Context() as context:
+        gate = Gate(context, refuse)
+        gate.start()
+        with (
+            bind_router(context, f"ipc://{tmp_path}/core.sock", guarded=True),
+            pytest.raises(PermissionError, match="does not admit this user or CURVE key: see its log"),
+        ):
+            Watched(f"ipc://{tmp_path}/core.sock")
+        gate.stop()
+
+
+def test_without_keys_nothing_goes_beyond_this_machine() -> None:
+    with pytest.raises(ValueError, match="is open to other machines: give CURVE keys, or use loopback"):
+        Watched("tcp://192.0.2.1:5555")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from pagewire.frontend import session as session_module
 from pagewire.frontend.mailbox import Inbox
 from pagewire.frontend.outputs import RequestOutput
 from pagewire.frontend.session import Session
+from pagewire.frontend.text import tokenizer as tokenizer_module
+from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.items import LogprobRows
@@ -66,6 +69,28 @@ def test_the_revision_is_that_of_the_engines_tokenizer(
     Session.attach(core.address, curve=None, tokenizer=given, timeout=10).close()
     core.close()
     assert calls == [(loaded, revision)]
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_the_code_of_a_cores_tokenizer_runs_only_if_this_frontend_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine_info: EngineInfo, trust: bool
+) -> None:
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(engine_info.tokenizer, folder)
+    (folder / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["code.Tokenizer", null]}}')
+    with_code: list[bool] = []
+
+    def load_wrapped(folder: Path, trust_remote_code: bool) -> Tokenizer:
+        with_code.append(trust_remote_code)
+        return load_tokenizer(engine_info.tokenizer)
+
+    monkeypatch.setattr(tokenizer_module, "load_wrapped", load_wrapped)
+    info = msgspec.structs.replace(engine_info, tokenizer=str(folder), trust_remote_code=True)
+    core = FakeCore(f"ipc://{tmp_path}/core.sock", info)
+    session = Session.attach(core.address, curve=None, tokenizer=None, timeout=10, trust_remote_code=trust)
+    session.close()
+    core.close()
+    assert with_code == ([True] if trust else [])
 
 
 def begin(session: Session, core: FakeCore, inbox: Inbox) -> Request:

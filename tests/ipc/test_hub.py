@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 import pagewire.demo
 from pagewire.ipc.errors import ModelNotFoundError
-from pagewire.ipc.hub import model_folder, read_json
+from pagewire.ipc.hub import MAX_FILE_BYTES, check_files, model_folder, read_file, read_json
 
 
 def repository(tmp_path: Path, *files: str) -> tuple[list[dict[str, Any]], Callable[..., str]]:
@@ -120,13 +121,54 @@ def test_weights_are_taken_as_safetensors(tmp_path: Path, monkeypatch: pytest.Mo
     assert "*.safetensors" in call["allow_patterns"] and "*.bin" not in call["allow_patterns"]
 
 
-def test_older_weights_only_where_there_are_no_safetensors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+CODE = {"*.bin", "*.bin.index.json", "*.py"}  # what can run code of its author
+
+
+@pytest.mark.parametrize(
+    ("options", "fetched"),
+    [
+        ({}, set()),
+        ({"load_format": "safetensors"}, set()),
+        ({"load_format": "dummy"}, set()),
+        ({"load_format": "pt"}, {"*.bin", "*.bin.index.json"}),
+        ({"trust_remote_code": True}, {"*.py"}),
+        ({"tokenizer_only": True}, set()),
+        ({"tokenizer_only": True, "trust_remote_code": True}, {"*.py"}),
+    ],
+)
+def test_what_can_run_code_is_fetched_on_request_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], fetched: set[str]
+) -> None:
+    calls, download = repository(tmp_path, "config.json", "model.safetensors", "pytorch_model.bin")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    model_folder("a/b", **options)
+    (call,) = calls
+    assert CODE & set(call["allow_patterns"]) == fetched
+    assert not any(
+        Path(name).match(pattern)
+        for name in ("x.py", "x.bin")
+        for pattern in call["allow_patterns"]
+        if pattern not in CODE
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, r"has no \*\.safetensors files on the hub, which load_format='auto' takes"),
+        ({"load_format": "pt"}, r"has no \*\.bin files on the hub, which load_format='pt' takes"),
+    ],
+)
+def test_a_repository_without_the_weights_asked_for_is_refused_with_the_alternative(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], text: str
 ) -> None:
     calls, download = repository(tmp_path, "config.json")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    model_folder("a/b")
-    assert ["*.bin" in call["allow_patterns"] for call in calls] == [False, True]
+    with pytest.raises(
+        ModelNotFoundError, match=text + "; 'auto' takes .safetensors files, 'pt' takes .bin files"
+    ):
+        model_folder("a/b", **options)
+    assert len(calls) == 1
 
 
 def test_a_tokenizer_comes_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,6 +198,33 @@ def test_reading_json(tmp_path: Path) -> None:
     file.write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
         read_json(file)
+    file.write_text("[" * 200_000)
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+        read_json(file)
     file.write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
         read_json(file)
+
+
+def test_files_of_a_model_folder_are_bounded_and_never_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345678")
+    assert read_file(tmp_path / "file", 8) == b"12345678"
+    with pytest.raises(ValueError, match="has over 7 bytes, the most that is read"):
+        read_file(tmp_path / "file", 7)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(ValueError, match="is not a regular file"):
+            read_file(path)
+
+
+def test_a_library_reads_only_tokenizers_that_are_bounded(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").touch()
+    (tmp_path / "additional_chat_templates").mkdir()
+    check_files(tmp_path)
+    os.truncate(tmp_path / "tokenizer.json", MAX_FILE_BYTES + 1)  # takes no space
+    with pytest.raises(ValueError, match=r"tokenizer\.json has over 268435456 bytes"):
+        check_files(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(ValueError, match="is not a regular file"):
+        check_files(tmp_path)

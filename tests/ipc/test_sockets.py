@@ -1,11 +1,7 @@
 from __future__ import annotations
 
-import fcntl
 import os
-import signal
 import stat
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +12,12 @@ import zmq.auth
 
 from pagewire.ipc import sockets
 from pagewire.ipc.codec import INLINE_BYTES, MAX_MESSAGE_BYTES, Codec, Tensor
+from pagewire.ipc.gate import Gate
 from pagewire.ipc.items import LogprobRows
 from pagewire.ipc.messages import CallAnswer
 from pagewire.ipc.sockets import (
     MAX_IPC_PATH,
     SEND_HIGH_WATER,
-    AddressLock,
     CurveKeys,
     bind_router,
     check_address,
@@ -83,6 +79,10 @@ def test_addresses_for_all(address: str) -> None:
         ("tcp://127.0.0.1:port", "[Pp]ort"),
         ("tcp://127.0.0.1:99999", "[Pp]ort"),
         ("tcp://", "needs a port"),
+        ("tcp://127.0.0.1:1;192.0.2.1:2", "must be tcp://HOST:PORT"),
+        ("tcp://me@127.0.0.1:1", "must be tcp://HOST:PORT"),
+        ("tcp://127.0.0.1:1/x", "must be tcp://HOST:PORT"),
+        ("tcp://127.0.0.1:1#@192.0.2.1:2", "must be tcp://HOST:PORT"),
         ("http://localhost:80", "must begin with ipc:// or tcp://"),
         ("inproc://a", "must begin with"),
         ("/run/a.sock", "must begin with"),
@@ -104,6 +104,8 @@ def test_beyond_loopback_only_with_keys(host: str, context: zmq.Context[Any]) ->
         check_address(address, encrypted=False)
     with pytest.raises(ValueError, match="open to other machines"):
         bind_router(context, address)
+    with pytest.raises(ValueError, match="open to other machines"):
+        connect_dealer(context, address, b"me")
 
 
 def test_the_longest_path() -> None:
@@ -175,94 +177,6 @@ def test_a_private_address_may_be_too_long(tmp_path: Path, monkeypatch: pytest.M
         private_address("core")
 
 
-# ---------------------------------------------------------------- one listener per address
-
-HOLD_LOCK = """
-import sys
-from pagewire.ipc.sockets import AddressLock
-lock = AddressLock(sys.argv[1])
-print("locked", flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.fixture
-def holder(address: str) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the lock of `address`."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD_LOCK, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None and process.stdout.readline() == "locked\n"
-    with process:
-        yield process
-        process.kill()
-
-
-def test_a_second_lock_names_the_process_that_holds_the_first(
-    address: str, holder: subprocess.Popen[str]
-) -> None:
-    with pytest.raises(OSError, match=rf"another core \(pid {holder.pid}\) already listens on {address}"):
-        AddressLock(address)
-
-
-def test_a_killed_process_frees_its_lock(address: str, holder: subprocess.Popen[str]) -> None:
-    path = Path(address.removeprefix("ipc://"))
-    path.touch()  # the socket it left behind
-    holder.send_signal(signal.SIGKILL)
-    holder.wait()
-    lock = AddressLock(address)
-    assert not path.exists()
-    lock.release()
-
-
-def test_a_lock_within_one_process(address: str) -> None:
-    lock = AddressLock(address)
-    with pytest.raises(OSError, match=f"pid {os.getpid()}"):
-        AddressLock(address)
-    lock.release()
-    lock.release()
-    AddressLock(address).release()
-    assert not list(Path(address.removeprefix("ipc://")).parent.iterdir())
-
-
-def test_a_refused_lock_leaves_the_listeners_socket_alone(address: str) -> None:
-    lock = AddressLock(address)
-    path = Path(address.removeprefix("ipc://"))
-    path.touch()
-    with pytest.raises(OSError, match="already listens"):
-        AddressLock(address)
-    assert path.exists()
-    lock.release()
-    assert not path.exists()
-
-
-def test_a_lock_released_just_before_it_is_taken(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its file is removed between our opening and our locking it: what we locked is nothing."""
-    first, flock = AddressLock(address), fcntl.flock
-
-    def release_first(file: Any, operation: int) -> None:
-        first.release()
-        flock(file, operation)
-
-    monkeypatch.setattr(fcntl, "flock", release_first)
-    second = AddressLock(address)
-    with pytest.raises(OSError, match="already listens"):
-        AddressLock(address)
-    second.release()
-
-
-def test_the_directory_is_made(tmp_path: Path) -> None:
-    lock = AddressLock(f"ipc://{tmp_path}/new/s.sock")
-    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
-    lock.release()
-
-
-def test_tcp_needs_no_lock() -> None:
-    locks = [AddressLock("tcp://127.0.0.1:5555") for _ in range(2)]
-    for lock in locks:
-        lock.release()
-
-
 # ---------------------------------------------------------------- messages
 
 
@@ -332,6 +246,15 @@ def test_a_tcp_port_in_use(context: zmq.Context[Any]) -> None:
 
 
 @pytest.fixture
+def gate(context: zmq.Context[Any]) -> Iterator[Gate]:
+    """Admits every key: the key of the core itself is what these tests are about."""
+    gate = Gate(context, lambda peer: "frontend")
+    gate.start()
+    yield gate
+    gate.stop()
+
+
+@pytest.fixture
 def certificates(tmp_path: Path) -> dict[str, tuple[Path, Path]]:
     """Public and secret certificate files by name."""
     return {
@@ -340,6 +263,7 @@ def certificates(tmp_path: Path) -> dict[str, tuple[Path, Path]]:
     }
 
 
+@pytest.mark.usefixtures("gate")
 def test_the_right_keys(context: zmq.Context[Any], certificates: dict[str, tuple[Path, Path]]) -> None:
     core = CurveKeys.load(certificates["core"][1])
     frontend = CurveKeys.load(certificates["frontend"][1], certificates["core"][0])
@@ -353,6 +277,7 @@ def test_the_right_keys(context: zmq.Context[Any], certificates: dict[str, tuple
             assert codec.decode(hear(dealer)) == message(INLINE_BYTES)
 
 
+@pytest.mark.usefixtures("gate")
 @pytest.mark.parametrize("keys", ["wrong server key", "none"])
 def test_other_keys_get_nothing_through(
     context: zmq.Context[Any], certificates: dict[str, tuple[Path, Path]], keys: str

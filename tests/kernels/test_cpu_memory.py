@@ -113,6 +113,23 @@ def test_weights_on_disk_are_counted_in_the_dtype_that_they_are_packed_in(tmp_pa
     assert weight_bytes(tmp_path, "auto") == 0
 
 
+@pytest.mark.parametrize("header", [b"[]", b'{"a": 1}', b'{"a": {"shape": "x"}}', b"[" * 200_000])
+def test_a_header_of_another_form_reserves_nothing(tmp_path: Path, header: bytes) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert weight_bytes(tmp_path, "float32") == 0
+
+
+def test_a_header_cannot_claim_more_than_its_file_may_hold(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    header = b'{"a": {"shape": [1000000000, 1000000000]}}'
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    assert weight_bytes(tmp_path, "float32") == 4 * file.stat().st_size
+    file.write_bytes((1 << 62).to_bytes(8, "little") + header)
+    assert weight_bytes(tmp_path, "float32") == 0
+
+
 def mapped(path: Path, size: int) -> torch.Tensor:
     """A file of `size` float32 as transformers would map it."""
     torch.arange(size, dtype=torch.float32).numpy().tofile(path)

@@ -22,7 +22,7 @@ from pagewire.kernels.cpu.build import (
     supported_instruction_sets,
 )
 from pagewire.kernels.cpu.kernels import CpuKernels
-from pagewire.kernels.cpu.library import InstructionsRefusedError, open_library
+from pagewire.kernels.cpu.library import InstructionsRefusedError, load, open_library
 from pagewire.kernels.weight import dense_weight
 
 from .batches import Request, Shape, page, random_request
@@ -253,7 +253,7 @@ def attend(kernels: CpuKernels, shape: Shape, requests: list[Request]) -> torch.
 def test_a_library_for_tiles_says_whether_it_may_use_them(isa: InstructionSet) -> None:
     """On any CPU: it compiles, loads, and asks the system; after a no, no instruction of it ever runs."""
     try:
-        library = ctypes.CDLL(str(build(isa)))
+        library = load(build(isa))
     except BuildError as error:
         pytest.skip(str(error))  # an assembler older than the instructions
     if library.pagewire_prepare():

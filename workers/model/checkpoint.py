@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pagewire.ipc.hub import read_json
 from pagewire.kernels.cpu import arena
 from pagewire.workers.errors import LoadError
 
@@ -91,9 +91,12 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.is_file():
         try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, OSError) as error:
+            names = set(read_json(index)["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
             raise LoadError(f"cannot load {index}: {error!r}") from error
+        for name in names:
+            if not isinstance(name, str) or Path(name).name != name:
+                raise LoadError(f"cannot load {index}: {name!r} is not the name of a file in its folder")
         return [folder / name for name in sorted(names)]
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]

@@ -86,6 +86,8 @@ def api_error(error: BaseException, fields: tuple[str, ...] = ()) -> APIError:
         return APIError(422, str(error), param=invalid_field(str(error)))
     if isinstance(error, (msgspec.DecodeError, UnicodeDecodeError, RecursionError)):
         return APIError(400, f"the body is not valid JSON: {error}")
+    if isinstance(error, PermissionError) and error.errno is None:  # the core's, not the file system's
+        return APIError(403, str(error), code="not_permitted")
     if isinstance(error, (ValueError, TypeError)):
         code = "context_length_exceeded" if TOO_LONG.search(str(error)) else None
         return APIError(400, str(error), param=named_field(str(error), fields), code=code)

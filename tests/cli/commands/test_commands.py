@@ -165,6 +165,14 @@ def test_bench_prints_json(address: str) -> None:
             assert tokens == pytest.approx(5 * count, rel=0.05)  # both figures are rounded
 
 
+def test_keys_are_not_made_where_others_could_replace_them(tmp_path: Path) -> None:
+    (folder := tmp_path / "keys").mkdir()
+    folder.chmod(0o777)
+    done = pagewire("keys", str(folder), "core")
+    assert done.returncode == 2 and "open to other users" in done.stderr
+    assert not list(folder.iterdir())
+
+
 def test_keys_are_made_once(tmp_path: Path) -> None:
     folder = tmp_path / "keys"
     done = pagewire("keys", str(folder), "core")

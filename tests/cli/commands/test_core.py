@@ -105,6 +105,7 @@ def test_a_signal_while_it_loads(tmp_path: Path) -> None:
         (["--listen", "tcp://0.0.0.0:0"], "'tcp://0.0.0.0:0' is open to other machines: give CURVE keys"),
         (["--listen", "nonsense"], "'nonsense' must begin with ipc:// or tcp://"),
         (["--curve-secret", "/nowhere/x", "--curve-clients", "/nowhere"], "Invalid certificate file"),
+        (["--rights", "/nowhere/rights.yaml"], "[Errno 2] No such file or directory: '/nowhere/rights.yaml'"),
     ],
 )
 def test_a_failure_is_status_1_and_one_cause(options: list[str], cause: str, tmp_path: Path) -> None:

@@ -94,11 +94,11 @@ def test_the_cache_key_covers_variant_architecture_options_and_source(
     nvrtc: object, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = norms.variants()[1]
-    files = {compile._cached_file(variant, arch) for variant in (ONE, other) for arch in ("sm_80", "sm_90")}
+    files = {compile._name_in_cache(variant, arch) for variant in (ONE, other) for arch in ("sm_80", "sm_90")}
     monkeypatch.setattr(compile, "OPTIONS", (*compile.OPTIONS, "-lineinfo"))
-    files.add(compile._cached_file(ONE, "sm_90"))
+    files.add(compile._name_in_cache(ONE, "sm_90"))
     monkeypatch.setattr(compile, "read_source", lambda name: ((name, "// changed"),))
-    files.add(compile._cached_file(ONE, "sm_90"))
+    files.add(compile._name_in_cache(ONE, "sm_90"))
     assert len(files) == 6
 
 

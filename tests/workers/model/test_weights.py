@@ -119,6 +119,11 @@ def test_an_index_that_is_broken_or_names_a_file_that_is_missing(tmp_path: Path)
         ("{", "cannot load"),
         ("{}", "weight_map"),
         ('{"weight_map": {"a": "b"}}', "cannot load"),
+        ('{"weight_map": {"a": "../b.safetensors"}}', "is not the name of a file in its folder"),
+        ('{"weight_map": {"a": "/dev/zero"}}', "is not the name of a file in its folder"),
+        ('{"weight_map": {"a": 5}}', "is not the name of a file in its folder"),
+        ('{"weight_map": {"a": []}}', "cannot load"),
+        ("[" * 200_000, "cannot load"),
     ):
         index.write_text(text)
         with pytest.raises(LoadError, match=words):

@@ -151,6 +151,7 @@ def test_paths_and_methods(client: Client) -> None:
     ("error_type", "status"),
     [
         ("EngineBusyError", 429),
+        ("PermissionError", 403),
         ("ValueError", 400),
         ("TypeError", 400),
         ("RequestCrashedEngineError", 500),

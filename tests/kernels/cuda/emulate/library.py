@@ -68,7 +68,7 @@ def _precompiled_header(command: tuple[str, ...]) -> Path:
     cache_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.mkdir(exist_ok=True)
     header, compiled = folder / HEADER.name, folder / f"{HEADER.name}.gch"
-    with locked(folder):
+    with locked():
         if not compiled.exists():
             header.write_bytes(HEADER.read_bytes())
             unfinished = compiled.with_suffix(".unfinished")

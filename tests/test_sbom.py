@@ -1,0 +1,38 @@
+"""The bill of materials names all that an installation brings along, and refuses versions that were not tested."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from importlib.metadata import requires
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+SCRIPT = Path(__file__).parents[1] / ".ci" / "sbom.py"
+
+
+def test_the_bill_has_every_dependency_with_its_version(tmp_path: Path) -> None:
+    target = tmp_path / "sbom.json"
+    done = subprocess.run([sys.executable, str(SCRIPT), str(target)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(target.read_text())
+    components = {entry["name"]: entry for entry in document["components"]}
+    needed = {
+        canonicalize_name(Requirement(text).name) for text in requires("pagewire") or [] if "dev" not in text
+    }
+    assert needed <= components.keys() and not {"pytest", "mypy"} & components.keys()
+    assert components["msgspec"]["purl"] == f"pkg:pypi/msgspec@{components['msgspec']['version']}"
+    references = {entry["bom-ref"] for entry in [*components.values(), document["metadata"]["component"]]}
+    assert {entry["ref"] for entry in document["dependencies"]} == references
+    assert {other for entry in document["dependencies"] for other in entry["dependsOn"]} <= references
+
+
+def test_a_version_that_was_not_tested_is_named() -> None:
+    problems = runpy.run_path(str(SCRIPT))["problems"]
+    assert not list(problems({"msgspec": set()}, {}))
+    (text,) = problems({"msgspec": set()}, {"msgspec": "0.0.1"})
+    assert text.startswith("msgspec ") and text.endswith("but constraints.txt says 0.0.1")
