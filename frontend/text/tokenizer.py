@@ -20,6 +20,7 @@ from tokenizers import AddedToken, decoders, pre_tokenizers
 from pagewire.ipc.hub import check_files, model_folder, read_file, read_json
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+LONG_TEXT = 4096  # characters, from which a text is tokenized without holding up other threads
 CLEAN_UP = (
     (" .", "."),
     (" ?", "?"),
@@ -118,6 +119,10 @@ class FastTokenizer(Tokenizer):
         return token_id
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if (
+            len(text) > LONG_TEXT
+        ):  # the library's `encode` holds the interpreter's lock, `encode_batch` does not
+            return self.encode_batch([text], add_special_tokens)[0]
         ids: list[int] = self.original.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 

@@ -6,7 +6,7 @@ import pytest
 
 from pagewire.frontend.text import length
 from pagewire.frontend.text.length import ContextLengthError, check_characters, encode_within
-from pagewire.frontend.text.tokenizer import FastTokenizer, Tokenizer
+from pagewire.frontend.text.tokenizer import LONG_TEXT, FastTokenizer, Tokenizer
 from pagewire.ipc.budget import MAX_CHARS_PER_TOKEN, MIN_CHARS
 
 from .. import trained
@@ -70,3 +70,12 @@ def test_no_text_that_fits_is_refused(
     for piece in range(16, 300, 7):
         monkeypatch.setattr(length, "PIECE_CHARS", piece)
         assert encode_within(tokenizer, text, len(fits)) == fits
+
+
+@pytest.mark.parametrize("family", sorted(trained.FAMILIES))
+def test_a_long_text_has_the_tokens_of_the_library(family: str, tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer, text = tokenizers[family], "The quick brown fox, é 你好  jumps. <s>" * 150
+    assert isinstance(tokenizer, FastTokenizer) and len(text) > LONG_TEXT
+    for special in (True, False):
+        expected = tokenizer.original.encode(text, add_special_tokens=special).ids
+        assert tokenizer.encode(text, special) == expected
