@@ -17,6 +17,8 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from pagewire.ipc.quoting import quoted
+
 MAX_INT = 2**63 - 1
 Check = Callable[[str, Any], Any]  # (name, value) -> the value, a number as `int` or `float`
 
@@ -136,35 +138,35 @@ def check_for_union(kinds: tuple[Any, ...]) -> Check | None:
 def check_bool(name: str, value: Any) -> bool:
     """Refuse what is not True or False."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, got {value!r}")
+        raise TypeError(f"{name} must be a bool, got {quoted(value)}")
     return value
 
 
 def check_integer(name: str, value: Any, meta: Meta) -> int:
     """Refuse what is not an integer of 64 bits within the bounds."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
+        raise TypeError(f"{name} must be an integer, got {quoted(value)}")
     if not within(value, meta):
-        raise ValueError(f"{name} must be {interval(meta)}, got {value}")
+        raise ValueError(f"{name} must be {interval(meta)}, got {quoted(value)}")
     if not -MAX_INT - 1 <= value <= MAX_INT:
-        raise ValueError(f"{name} must be in [-2**63, 2**63 - 1], got {value}")
+        raise ValueError(f"{name} must be in [-2**63, 2**63 - 1], got {quoted(value)}")
     return value
 
 
 def check_float(name: str, value: Any, meta: Meta) -> float:
     """Refuse what is not a finite number within the bounds. 2**70 and a number of numpy are numbers, too."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r}")
+        raise TypeError(f"{name} must be a number, got {quoted(value)}")
     finite = -sys.float_info.max <= value <= sys.float_info.max  # math.isfinite fails for huge integers
     if not finite or not within(value, meta):
-        raise ValueError(f"{name} must be {interval(meta)}, got {value}")
+        raise ValueError(f"{name} must be {interval(meta)}, got {quoted(value)}")
     return float(value)
 
 
 def check_string(name: str, value: Any) -> str:
     """Refuse what is not a string of Unicode text."""
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, got {value!r}")
+        raise TypeError(f"{name} must be a string, got {quoted(value)}")
     check_text(name, value)
     return value
 
@@ -178,7 +180,7 @@ def check_text(name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{name} must hold valid Unicode text, got {text!r}") from None
+        raise ValueError(f"{name} must hold valid Unicode text, got {quoted(text)}") from None
 
 
 def check_each(name: str, value: Any, kind: Any, check: Check) -> list[Any]:
@@ -187,7 +189,7 @@ def check_each(name: str, value: Any, kind: Any, check: Check) -> list[Any]:
     if not isinstance(value, list) or any(
         isinstance(item, bool) or not isinstance(item, python_type) for item in value
     ):
-        raise TypeError(f"{name} must be a list of {python_type.__name__}, got {value!r}")
+        raise TypeError(f"{name} must be a list of {python_type.__name__}, got {quoted(value)}")
     each = name if name.startswith("each of ") or python_type is str else f"each of {name}"
     for item in value:
         check(each, item)
@@ -197,7 +199,7 @@ def check_each(name: str, value: Any, kind: Any, check: Check) -> list[Any]:
 def check_items(name: str, value: Any, check_key: Check | None, check_value: Check) -> dict[Any, Any]:
     """Refuse what is not a dict whose keys and values pass their checks."""
     if not isinstance(value, dict):
-        raise TypeError(f"{name} must map token ids to numbers, got {value!r}")
+        raise TypeError(f"{name} must map token ids to numbers, got {quoted(value)}")
     if check_key is not None:
         for key in value:
             check_key(f"each key of {name}", key)
@@ -210,7 +212,7 @@ def check_items(name: str, value: Any, check_key: Check | None, check_value: Che
 def unknown_name(kind: str, name: Any, known: Iterable[str]) -> str:
     """The error message for an unknown name, with the nearest known one: unknown option 'a'; did you mean 'b'?"""
     near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.8)
-    return f"unknown {kind} {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    return f"unknown {kind} {quoted(name)}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 # ---------------------------------------------------------------- single values
@@ -246,6 +248,6 @@ def converted(name: str, value: Any, kind: Any) -> Any:
     except msgspec.ValidationError as error:
         problem = str(error)
     if ", got `" not in problem and " - at " not in problem:
-        raise ValueError(f"{name} must be {interval(meta_of(kind))}, got {value!r}")
+        raise ValueError(f"{name} must be {interval(meta_of(kind))}, got {quoted(value)}")
     hint = "; code never crosses a socket: give a name" if callable(value) else ""
     raise TypeError(f"{name}: {problem[0].lower()}{problem[1:]}{hint}")

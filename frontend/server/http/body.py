@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope
 from pagewire.frontend.server.http.errors import APIError, invalid_field
 from pagewire.frontend.server.options import ServerOptions
 from pagewire.ipc.bounds import check_field
+from pagewire.ipc.quoting import quoted
 
 logger = logging.getLogger("pagewire.server")
 
@@ -109,7 +110,9 @@ async def read_body(scope: Scope, receive: Receive, options: ServerOptions) -> b
     headers = Headers(scope=scope)
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
-        raise APIError(415, f"the body must be JSON: Content-Type: application/json, got {kind or 'none'!r}")
+        raise APIError(
+            415, f"the body must be JSON: Content-Type: application/json, got {quoted(kind or 'none')}"
+        )
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length) > options.max_request_bytes:
         raise too_long(options.max_request_bytes)

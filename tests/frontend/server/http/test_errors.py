@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
+from pagewire.ipc.logs import TEXT, TextFormatter
 from pagewire.ipc.messages import Abort, Submit, TokenDelta
+from pagewire.ipc.quoting import MAX_MESSAGE
 
 from ...conftest import FakeCore
 from ..client import Answer, Client
 
+ADMIN = {"x-pagewire-admin": "1"}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "w5"}]
 
@@ -291,3 +294,46 @@ def test_what_nobody_foresaw(client: Client, monkeypatch: pytest.MonkeyPatch, ca
     answer = client.post(COMPLETIONS, {"prompt": "w5"})
     assert answer.status == 500 and answer.error["type"] == "server_error"
     assert "ZeroDivisionError" in caplog.text
+
+
+LONG = "x" * 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("target", "body"),
+    [
+        (COMPLETIONS, {"prompt": "w5", "model": LONG}),
+        (COMPLETIONS, {"prompt": "w5", "response_format": {"type": LONG}}),
+        (COMPLETIONS, {"prompt": "w5", "early_stopping": LONG}),
+        (COMPLETIONS, {"prompt": "w5", "logit_bias": {LONG: 1}}),
+        (COMPLETIONS, {"prompt": "w5", "n": int("9" * 4000)}),
+        (COMPLETIONS, {"prompt": "w5", "user": LONG, "safety_identifier": LONG, "temperature": -1}),
+        (CHAT, {"messages": HELLO, "tools": [{"type": LONG}]}),
+        (CHAT, {"messages": HELLO, "tool_choice": {"type": "function", "function": {"name": LONG}}}),
+        ("/v1/responses", {"input": "w5", "previous_response_id": LONG}),
+        ("/v1/responses", {"input": [{"type": "item_reference", "id": LONG}]}),
+        ("/v1/responses", {"input": [{"type": LONG}]}),
+        ("/" + LONG, {}),
+        ("/pause?wait_for_inflight_requests=" + LONG, {}),
+        ("/sleep?level=" + LONG, {}),
+        ("/v1/models/" + LONG, None),
+    ],
+    ids=range(15),
+)
+def test_neither_answers_nor_the_log_repeat_all_of_the_input(
+    serve: Callable[..., Client], target: str, body: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pagewire")
+    answer = serve(enable_admin=True).request("GET" if body is None else "POST", target, body, ADMIN)
+    assert 400 <= answer.status < 500
+    assert len(answer.body) < 2 * MAX_MESSAGE
+    assert all(len(TextFormatter(TEXT).format(record)) < 3 * MAX_MESSAGE for record in caplog.records)
+
+
+def test_the_log_line_of_a_request_is_bounded(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    """Of one that is answered, too; only its prompt is logged at the length that the operator wants."""
+    caplog.set_level(logging.INFO, "pagewire")
+    body = {"prompt": ["w5"] * 1000, "user": LONG, "request_id": LONG, LONG: 1}
+    assert client.post(COMPLETIONS, body).status == 200
+    assert len(caplog.records) == 2
+    assert all(len(TextFormatter(TEXT).format(record)) < MAX_MESSAGE for record in caplog.records)
