@@ -53,6 +53,8 @@ NumTokens: TypeAlias = Annotated[int, Meta(ge=0)]
 NumLogprobs: TypeAlias = Annotated[int, Meta(ge=-1)]
 TruncatedLength: TypeAlias = Annotated[int, Meta(ge=-1)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+# At most 16: length ** 16 is a float even for a length of 2**63, and so is its inverse.
+LengthPenalty: TypeAlias = Annotated[float, Meta(ge=-16.0, le=16.0)]
 LogitBias: TypeAlias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 
 
@@ -387,7 +389,7 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields
         max_tokens: largest number of tokens per beam, at least 1.
         ignore_eos: beams go on past end-of-sequence tokens.
         temperature: divides the logits before scores are taken.
-        length_penalty: a beam's score is its log probability divided by length ** length_penalty.
+        length_penalty: a beam's score is its log probability divided by length ** length_penalty; in [-16, 16].
         include_stop_str_in_output: keep the text of the token that ended a beam.
         early_stopping: when to end the search, once `beam_width` beams have ended. True: at once. False: when the
             best running beam, scored at its present length, is no better than the worst of them. "never": when no
@@ -403,7 +405,7 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields
     max_tokens: MaxTokens
     ignore_eos: bool = False
     temperature: Temperature = 0.0
-    length_penalty: float = 1.0
+    length_penalty: LengthPenalty = 1.0
     include_stop_str_in_output: bool = False
     early_stopping: bool | Literal["never"] = False
     min_tokens: NumTokens = 0

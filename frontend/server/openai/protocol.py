@@ -12,6 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from pagewire.ipc.params import (
+    LengthPenalty,
     LogitBias,
     MaxTokens,
     MinP,
@@ -105,7 +106,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     n: NumSequences | None = None
     best_of: NumSequences | None = None
     use_beam_search: bool | None = None
-    length_penalty: float | None = None
+    length_penalty: LengthPenalty | None = None
     early_stopping: bool | Literal["never"] | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
