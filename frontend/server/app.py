@@ -1,6 +1,6 @@
 """The server as an ASGI application: middleware and routes.
 
-request id --> CORS --> API key --> the user's middleware --> routes
+request id --> Host and Origin --> CORS --> API key --> the user's middleware --> routes
 """
 
 from __future__ import annotations

@@ -252,7 +252,7 @@ def test_abort(serve: Callable[..., Client], core: FakeCore, stream: bool) -> No
         call = client.call("POST", COMPLETIONS, {"prompt": "w5", "stream": stream})
         (request,) = (await asyncio.to_thread(core.expect, Submit)).requests
         names = [request.request_id, "other", "elsewhere"]
-        done = await client.call("POST", "/abort", {"request_id": names}).answer()
+        done = await client.call("POST", "/abort", {"request_id": names}, ADMIN).answer()
         assert done.json == {"aborted": [request.request_id, "elsewhere"]}
         return await call.answer()
 
