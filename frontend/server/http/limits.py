@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import resource
+from functools import lru_cache
 from typing import NamedTuple
 
 MAX_TARGET_BYTES = 8 << 10  # path and query of a request
@@ -63,6 +64,7 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+@lru_cache(4096)
 def network_of(host: str) -> str:
     """Return what counts as one address: an IPv4 address, or the /64 network that a host has with IPv6."""
     try:

@@ -20,6 +20,7 @@ from pagewire.ipc.quoting import quoted
 
 ANY = "*"
 AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%!$&'()*+,;=-]*)(?::\d*)?")  # as in RFC 3986
+MOST_KNOWN = 64  # hosts that are not checked again
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
@@ -33,6 +34,9 @@ class OriginCheck:
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self.app = app
+        self._known: set[tuple[bytes, bytes]] = (
+            set()
+        )  # headers Host that are allowed: most requests have one of them
         needs_key = bool(options.keys())
         checks_hosts = options.allowed_hosts or (options.is_local() and options.uds is None and not needs_key)
         self._hosts = (
@@ -42,14 +46,22 @@ class OriginCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer 400 or 403."""
-        error = self._refusal(scope) if scope["type"] == "http" else None
-        await (self.app if error is None else error_response(error))(scope, receive, send)
+        if scope["type"] == "http":
+            given = [header for header in scope["headers"] if header[0] in (b"host", b"origin")]
+            if len(given) != 1 or given[0] not in self._known:
+                error = self._refusal(given, scope["http_version"])
+                if error is not None:
+                    await error_response(error)(scope, receive, send)
+                    return
+                if len(given) == 1 and given[0][0] == b"host" and len(self._known) < MOST_KNOWN:
+                    self._known.add(given[0])
+        await self.app(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> APIError | None:
-        hosts = [value for name, value in scope["headers"] if name == b"host"]
-        origins = [value for name, value in scope["headers"] if name == b"origin"]
+    def _refusal(self, given: list[tuple[bytes, bytes]], version: str) -> APIError | None:
+        hosts = [value for name, value in given if name == b"host"]
+        origins = [value for name, value in given if name == b"origin"]
         host = hosts[0].decode("latin-1").lower() if hosts else ""
-        if len(hosts) != 1 and not (not hosts and scope["http_version"] == "1.0"):
+        if len(hosts) != 1 and not (not hosts and version == "1.0"):
             return APIError(400, f"a request needs one header Host, got {len(hosts)}", code="invalid_host")
         if AUTHORITY.fullmatch(host) is None:
             return APIError(400, f"the header Host is not valid: {quoted(host)}", code="invalid_host")

@@ -44,7 +44,6 @@ class HttpProtocol(HttpToolsProtocol):
         self._overhead = (
             0  # bytes received since the last byte of a body, or since the end of the last request
         )
-        self._num_headers = self._header_bytes = 0
         self._receiving = False  # a request has begun, and not all of it has come
         self._in_head = True  # what comes next belongs to a head
         self._unanswered = 0  # requests whose head has come and whose answer is not complete
@@ -88,7 +87,6 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
-        self._num_headers = self._header_bytes = 0
         self._receiving = self._in_head = True
         if not self._unanswered:
             self._connection.deadline = self.loop.time() + self._options.head_seconds
@@ -99,18 +97,6 @@ class HttpProtocol(HttpToolsProtocol):
             self._fail(APIError(414, f"the path and query are over {MAX_TARGET_BYTES} bytes"))
         super().on_url(url)
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """A header has come, or a trailer behind the body, which is dropped: checks of headers are over."""
-        if not self._in_head:
-            return
-        self._num_headers += 1
-        self._header_bytes += len(name) + len(value)
-        if self._num_headers > MAX_HEADERS:
-            self._fail(too_large(f"there are over {MAX_HEADERS} headers"))
-        if self._header_bytes > MAX_HEAD_BYTES:
-            self._fail(too_large(f"the headers are over {MAX_HEAD_BYTES} bytes"))
-        super().on_header(name, value)
-
     def on_headers_complete(self) -> None:
         """The head is complete: start the application, or queue the request behind earlier ones."""
         version = self.parser.get_http_version()
@@ -120,7 +106,12 @@ class HttpProtocol(HttpToolsProtocol):
             )
         if self._unanswered > MAX_PIPELINED:
             self._fail(APIError(429, f"over {MAX_PIPELINED} requests wait on this connection"))
+        if len(self.headers) > MAX_HEADERS:
+            self._fail(too_large(f"there are over {MAX_HEADERS} headers"))
+        if self._overhead > MAX_HEAD_BYTES and head_size(self.headers) > MAX_HEAD_BYTES:
+            self._fail(too_large(f"the headers are over {MAX_HEAD_BYTES} bytes"))
         super().on_headers_complete()
+        self.headers = []  # for trailers, which nobody reads: checks of headers are over
         self._overhead, self._in_head = 0, False
         self._unanswered += 1
         if self._unanswered == 1:
@@ -210,6 +201,11 @@ class HttpProtocol(HttpToolsProtocol):
         else:
             self.transport.close()
             self._connection.deadline = now + self._options.stall_seconds
+
+
+def head_size(headers: list[tuple[bytes, bytes]]) -> int:
+    """Return the number of bytes of some headers."""
+    return sum(len(name) + len(value) for name, value in headers)
 
 
 def too_large(message: str) -> APIError:

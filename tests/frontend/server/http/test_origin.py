@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from pagewire.frontend.server.http.origin import is_allowed_host, is_allowed_origin
+from pagewire.frontend.server.http.origin import (
+    MOST_KNOWN,
+    OriginCheck,
+    is_allowed_host,
+    is_allowed_origin,
+)
+from pagewire.frontend.server.options import ServerOptions
 
 from ...conftest import FakeCore
 from ..client import Client
@@ -118,6 +126,41 @@ def test_which_names_are_checked(serve: Callable[..., Client]) -> None:
         assert some.get("/v1/models", host=host, authorization="Bearer k").status == status, host
         assert some.get("/v1/models", host=host).status == (403 if status == 403 else 401)
     assert serve(allowed_hosts=["*"]).get("/v1/models", host="a.example").status == 200
+
+
+def test_what_is_allowed_once_is_remembered_as_a_host_only(serve: Callable[..., Client]) -> None:
+    client = serve(allowed_origins=["https://chat.example"])
+    for _ in range(2):
+        assert client.get("/v1/models").status == 200
+        assert client.get("/v1/models", host="evil.example").status == 403
+        assert client.get("/v1/models", origin=EVIL).status == 403
+        assert client.get("/v1/models", origin="https://chat.example").status == 200
+    check = OriginCheck(client.app, ServerOptions(allowed_origins=["https://chat.example"]))
+    origin = [(b"origin", b"https://chat.example")]
+    for _ in range(2):
+        assert status_of(check, origin, "1.0") == 200
+        assert status_of(check, origin, "1.1") == 400
+    for number in range(200):
+        assert status_of(check, [(b"host", b"10.0.0.%d" % number)], "1.1") == 200
+    assert len(check._known) == MOST_KNOWN
+
+
+def status_of(check: OriginCheck, headers: list[tuple[bytes, bytes]], version: str) -> int:
+    """The status of a request with exactly these headers; 200: it was passed on."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        raise AssertionError("the body was read")
+
+    async def passed(scope: Any, receive: Any, send: Any) -> None:
+        await send({"status": 200})
+
+    check.app = passed
+    asyncio.run(check({"type": "http", "headers": headers, "http_version": version}, receive, send))
+    return int(sent[0]["status"])
 
 
 @pytest.mark.parametrize("host", ["a b", "a/b", "a@b", "[::1", "a:b", "a:1:2", "a\x00", "é", "a#b", "a\\b"])
