@@ -36,7 +36,7 @@ class OriginCheck:
         self.app = app
         self._known: set[tuple[bytes, bytes]] = (
             set()
-        )  # headers Host that are allowed: most requests have one of them
+        )  # headers Host that are allowed
         needs_key = bool(options.keys())
         checks_hosts = options.allowed_hosts or (options.is_local() and options.uds is None and not needs_key)
         self._hosts = (
