@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pagewire.frontend.server.http.body import LARGE_BODIES, IncomingBodies
 from pagewire.ipc.logs import TEXT, TextFormatter
 from pagewire.ipc.messages import Abort, Submit, TokenDelta
 from pagewire.ipc.quoting import MAX_MESSAGE
@@ -129,6 +130,33 @@ def test_bodies(serve: Callable[..., Client], core: FakeCore) -> None:
         assert client.post(COMPLETIONS, {"prompt": "w5"}, **{"content-type": kind}).status == 415
     kind = "Application/JSON; charset=utf-8"
     assert client.post(COMPLETIONS, {"prompt": "w5"}, **{"content-type": kind}).status == 200
+
+
+def test_bodies_that_arrive_have_a_limit_in_all(serve: Callable[..., Client], core: FakeCore) -> None:
+    """Else many slow clients could fill the memory; small requests pass nevertheless."""
+    core.auto = True
+    client = serve(max_request_bytes=1 << 20)
+    bodies: IncomingBodies = client.app.state.incoming_bodies
+    assert bodies.limit == LARGE_BODIES << 20
+    part = b" " * ((1 << 20) - 100)
+
+    async def play() -> None:
+        slow = [client.call("POST", COMPLETIONS, [part], ends=False) for _ in range(LARGE_BODIES + 1)]
+        while bodies.num_bytes <= bodies.limit - len(part):
+            await asyncio.sleep(0)
+        refused = await client.call("POST", COMPLETIONS, [part, part], ends=False).answer()
+        assert (refused.status, refused.error["code"]) == (503, "too_many_bodies")
+        assert refused.headers["connection"] == "close" and refused.headers["retry-after"] == "1"
+        assert (await client.call("POST", COMPLETIONS, {"prompt": "w5"}).answer()).status == 200
+        for call in slow:
+            call.hang_up()
+            await call.task
+        assert bodies.num_bytes == 0
+        large = json.dumps({"prompt": "w5"}).encode() + part[:-100]
+        assert (await client.call("POST", COMPLETIONS, large).answer()).status == 200
+        assert bodies.num_bytes == 0
+
+    client.run(play)
 
 
 def test_a_body_that_never_ends(serve: Callable[..., Client]) -> None:
