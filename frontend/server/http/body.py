@@ -36,7 +36,7 @@ class ClientLeftError(APIError):
 
 
 class IncomingBodies:
-    """The memory that all bodies take which are still arriving. limit: in bytes, beside `SMALL_BODY_BYTES` of each."""
+    """Memory of the bodies that are still arriving. limit: bytes of all together, beside a small part of each."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.num_bytes = limit, 0

@@ -20,6 +20,7 @@ from pagewire.ipc.quoting import quoted
 
 ANY = "*"
 AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%!$&'()*+,;=-]*)(?::\d*)?")  # as in RFC 3986
+CLOSE = {"connection": "close"}  # what is behind such a request cannot be trusted to be another one
 MOST_KNOWN = 64  # hosts that are not checked again
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
@@ -60,9 +61,13 @@ class OriginCheck:
         origins = [value for name, value in given if name == b"origin"]
         host = hosts[0].decode("latin-1").lower() if hosts else ""
         if len(hosts) != 1 and not (not hosts and version == "1.0"):
-            return APIError(400, f"a request needs one header Host, got {len(hosts)}", code="invalid_host")
+            return APIError(
+                400, f"a request needs one header Host, got {len(hosts)}", code="invalid_host", headers=CLOSE
+            )
         if AUTHORITY.fullmatch(host) is None:
-            return APIError(400, f"the header Host is not valid: {quoted(host)}", code="invalid_host")
+            return APIError(
+                400, f"the header Host is not valid: {quoted(host)}", code="invalid_host", headers=CLOSE
+            )
         if host and not is_allowed_host(host, self._hosts):
             message = (
                 f"the host {quoted(host)} is not one of this server: if it is, give --allowed-hosts NAME"
