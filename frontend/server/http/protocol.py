@@ -69,10 +69,6 @@ class HttpProtocol(HttpToolsProtocol):
             self._running.message_event.set()
         super().connection_lost(exc)
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._running = cycle
-        super()._start_asgi_task(cycle, app)
-
     def data_received(self, data: bytes) -> None:
         """Parse what has come. Headers, trailers and the framing of a body may take `MAX_HEAD_BYTES` in a row."""
         if self._refusal is not None or self.transport.is_closing():
@@ -115,6 +111,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._overhead, self._in_head = 0, False
         self._unanswered += 1
         if self._unanswered == 1:
+            self._running = self.cycle
             self._connection.deadline = self._body_deadline()
 
     def on_body(self, body: bytes) -> None:
@@ -137,6 +134,8 @@ class HttpProtocol(HttpToolsProtocol):
         if not self._unanswered:
             deadline = self._body_deadline() if self._receiving else self.loop.time() + KEEP_ALIVE_SECONDS
             self._table.idle(self._connection, deadline)
+        if self.pipeline:
+            self._running = self.pipeline[-1][0]
         super().on_response_complete()
 
     def _body_deadline(self) -> float:
