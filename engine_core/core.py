@@ -228,7 +228,7 @@ class EngineCore:
             elif isinstance(message, Ready):
                 self._worker_ready(message)
             elif isinstance(message, WorkerFailed):
-                logger.error("the worker failed: %s\n%s", message.error, message.traceback)
+                logger.error("the worker failed: %s", message.error, extra={"traceback": message.traceback})
 
     def _worker_ready(self, ready: Ready) -> None:
         self._restarts.ready()

@@ -24,7 +24,7 @@ from pagewire.engine_core.core import EngineCore
 from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.ipc import logs
 from pagewire.ipc.address_lock import AddressLock, sweep
-from pagewire.ipc.descriptors import raise_limit
+from pagewire.ipc.descriptors import raise_descriptor_limit
 from pagewire.ipc.gate import Gate
 from pagewire.ipc.options import EngineArgs, env_float
 from pagewire.ipc.sockets import CurveKeys, bind_router, runtime_dir
@@ -83,7 +83,7 @@ def run(args: EngineArgs, listen: Listen, lifeline_fd: int, stack: ExitStack) ->
     The address is bound first, so frontends may connect at once; they get an answer when the model is loaded,
     or loading has failed.
     """
-    raise_limit()
+    raise_descriptor_limit()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     stack.callback(context.term)
     lock = AddressLock(listen.address)

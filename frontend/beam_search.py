@@ -313,8 +313,8 @@ def candidates(output: RequestOutput, params: BeamSearchParams, num_ends: int) -
     assert first is not None, "steps request log probabilities"
     logprob_of = {token_id: entry.logprob for token_id, entry in first.items()}
     if params.temperature not in (0.0, 1.0):
-        scaled = {token_id: logprob / params.temperature for token_id, logprob in logprob_of.items()}
-        peak = max(scaled.values())
-        norm = peak + math.log(math.fsum(math.exp(value - peak) for value in scaled.values()))
+        peak = max(logprob_of.values())  # subtracted first: divided by a tiny temperature, all could be -inf
+        scaled = {token_id: (logprob - peak) / params.temperature for token_id, logprob in logprob_of.items()}
+        norm = math.log(math.fsum(map(math.exp, scaled.values())))
         logprob_of = {token_id: value - norm for token_id, value in scaled.items()}
     return heapq.nlargest(params.beam_width + num_ends, logprob_of.items(), key=lambda pair: pair[1])

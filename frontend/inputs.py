@@ -18,11 +18,12 @@ from typing import Any, TypeAlias, TypedDict
 
 from pagewire.frontend.text.length import ContextLengthError, encode_within
 from pagewire.frontend.text.tokenizer import Tokenizer
-from pagewire.ipc.bounds import check_int, check_length, check_number, meta_of, shown, unknown_name
+from pagewire.ipc.bounds import check_int, check_length, check_number, meta_of, unknown_name
 from pagewire.ipc.budget import MAX_TOKENS
 from pagewire.ipc.items import Prompt
 from pagewire.ipc.messages import EngineInfo, Request
 from pagewire.ipc.params import Name, SamplingParams, check_logit_edits
+from pagewire.ipc.quoting import quoted
 
 PRIORITY_LIMIT = 2**31  # priorities lie within plus and minus this value
 MASK = 2**64 - 1  # of the 64-bit arithmetic of seeds
@@ -151,7 +152,7 @@ class Intake:
             ValueError, TypeError: the prompt or a parameter is invalid or not supported.
         """
         if not isinstance(request_id, str):
-            raise TypeError(f"request_id must be a string, got {shown(request_id)}")
+            raise TypeError(f"request_id must be a string, got {quoted(request_id)}")
         check_length("request_id", request_id, NAME, "characters")
         check_int("priority", priority, -PRIORITY_LIMIT, PRIORITY_LIMIT)
         checked = params if isinstance(params, CheckedParams) else self.check(params)
@@ -320,7 +321,7 @@ def params_for(params: SamplingParams | Sequence[SamplingParams], num_prompts: i
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
     if not isinstance(params, Sequence) or not all(isinstance(entry, SamplingParams) for entry in params):
-        raise TypeError(f"sampling_params must be SamplingParams or a list of them, got {shown(params)}")
+        raise TypeError(f"sampling_params must be SamplingParams or a list of them, got {quoted(params)}")
     if len(params) != num_prompts:
         raise ValueError(f"{num_prompts} prompts, but {len(params)} sampling parameters")
     return list(params)
@@ -396,7 +397,7 @@ def salt_of(prompt: PromptType) -> str | None:
     """
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
     if salt is not None and not isinstance(salt, str):
-        raise TypeError(f"cache_salt must be a string, got {shown(salt)}")
+        raise TypeError(f"cache_salt must be a string, got {quoted(salt)}")
     if salt == "":
         raise ValueError("cache_salt must not be empty")
     check_length("cache_salt", salt or "", NAME, "characters")
@@ -437,7 +438,7 @@ def as_int(value: Any) -> int:
         TypeError: the value is not an integer.
     """
     if not is_int(value):
-        raise TypeError(f"token ids must be integers, got {shown(value)}")
+        raise TypeError(f"token ids must be integers, got {quoted(value)}")
     return operator.index(value)
 
 

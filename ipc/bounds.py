@@ -17,8 +17,9 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from pagewire.ipc.quoting import MAX_QUOTED, quoted
+
 MAX_INT = 2**63 - 1
-MAX_SHOWN = 200  # characters of a value in an error text, which is answered and logged
 NO_BOUNDS = Meta()
 Check = Callable[[str, Any], Any]  # (name, value) -> the value, a number as `int` or `float`
 
@@ -33,16 +34,6 @@ def meta_of(kind: Any) -> Meta:
 def plain(kind: Any) -> Any:
     """A type without its annotations."""
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
-
-
-def shown(value: Any) -> str:
-    """A value for an error text: its `repr`, or the beginning of it if that is long."""
-    if isinstance(value, (str, bytes)):
-        value = value[: MAX_SHOWN + 1]
-    elif isinstance(value, (list, tuple, dict, set)) and len(value) > MAX_SHOWN:
-        return f"a {type(value).__name__} of {len(value)} entries"
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN + 2 else f"{text[:MAX_SHOWN]}..."
 
 
 def interval(meta: Meta) -> str:
@@ -158,35 +149,35 @@ def check_for_union(kinds: tuple[Any, ...]) -> Check | None:
 def check_bool(name: str, value: Any) -> bool:
     """Refuse what is not True or False."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, got {shown(value)}")
+        raise TypeError(f"{name} must be a bool, got {quoted(value)}")
     return value
 
 
 def check_integer(name: str, value: Any, meta: Meta) -> int:
     """Refuse what is not an integer of 64 bits within the bounds."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {shown(value)}")
+        raise TypeError(f"{name} must be an integer, got {quoted(value)}")
     if not within(value, meta):
-        raise ValueError(f"{name} must be {interval(meta)}, got {value}")
+        raise ValueError(f"{name} must be {interval(meta)}, got {quoted(value)}")
     if not -MAX_INT - 1 <= value <= MAX_INT:
-        raise ValueError(f"{name} must be in [-2**63, 2**63 - 1], got {value}")
+        raise ValueError(f"{name} must be in [-2**63, 2**63 - 1], got {quoted(value)}")
     return value
 
 
 def check_float(name: str, value: Any, meta: Meta) -> float:
     """Refuse what is not a finite number within the bounds. 2**70 and a number of numpy are numbers, too."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {shown(value)}")
+        raise TypeError(f"{name} must be a number, got {quoted(value)}")
     finite = -sys.float_info.max <= value <= sys.float_info.max  # math.isfinite fails for huge integers
     if not finite or not within(value, meta):
-        raise ValueError(f"{name} must be {interval(meta)}, got {value}")
+        raise ValueError(f"{name} must be {interval(meta)}, got {quoted(value)}")
     return float(value)
 
 
 def check_string(name: str, value: Any, meta: Meta = NO_BOUNDS) -> str:
     """Refuse what is not a string of Unicode text, or is too long."""
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, got {shown(value)}")
+        raise TypeError(f"{name} must be a string, got {quoted(value)}")
     check_length(name, value, meta, "characters")
     check_text(name, value)
     return value
@@ -211,13 +202,13 @@ def check_text(name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{name} must hold valid Unicode text, got {shown(text)}") from None
+        raise ValueError(f"{name} must hold valid Unicode text, got {quoted(text)}") from None
 
 
 def check_list(name: str, value: Any, meta: Meta) -> list[Any]:
     """Refuse what is not a list, or is too long."""
     if not isinstance(value, list):
-        raise TypeError(f"{name} must be a list, got {shown(value)}")
+        raise TypeError(f"{name} must be a list, got {quoted(value)}")
     check_length(name, value, meta, "entries")
     return value
 
@@ -232,7 +223,7 @@ def check_each(name: str, value: Any, kind: Any, check: Check, meta: Meta) -> li
     if not isinstance(value, list) or any(
         isinstance(item, bool) or not isinstance(item, python_type) for item in value
     ):
-        raise TypeError(f"{name} must be a list of {python_type.__name__}, got {shown(value)}")
+        raise TypeError(f"{name} must be a list of {python_type.__name__}, got {quoted(value)}")
     each = name if name.startswith("each of ") or python_type is str else f"each of {name}"
     for item in value:
         check(each, item)
@@ -244,7 +235,7 @@ def check_items(
 ) -> dict[Any, Any]:
     """Refuse what is not a dict whose keys and values pass their checks, or is too long. kinds: of both."""
     if not isinstance(value, dict):
-        raise TypeError(f"{name} must map token ids to numbers, got {shown(value)}")
+        raise TypeError(f"{name} must map token ids to numbers, got {quoted(value)}")
     check_length(name, value, meta, "entries")
     if all_within(value.keys(), kinds[0]) and all_within(value.values(), kinds[1]):
         return value
@@ -279,8 +270,8 @@ def all_within(values: Collection[Any], kind: Any) -> bool:
 
 def unknown_name(kind: str, name: Any, known: Iterable[str]) -> str:
     """The error message for an unknown name, with the nearest known one: unknown option 'a'; did you mean 'b'?"""
-    near = difflib.get_close_matches(str(name)[:MAX_SHOWN], known, n=1, cutoff=0.8)
-    return f"unknown {kind} {shown(name)}" + (f"; did you mean {near[0]!r}?" if near else "")
+    near = difflib.get_close_matches(str(name)[:MAX_QUOTED], known, n=1, cutoff=0.8)
+    return f"unknown {kind} {quoted(name)}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 # ---------------------------------------------------------------- single values
@@ -316,6 +307,6 @@ def converted(name: str, value: Any, kind: Any) -> Any:
     except msgspec.ValidationError as error:
         problem = str(error)
     if ", got `" not in problem and " - at " not in problem:
-        raise ValueError(f"{name} must be {interval(meta_of(kind))}, got {shown(value)}")
+        raise ValueError(f"{name} must be {interval(meta_of(kind))}, got {quoted(value)}")
     hint = "; code never crosses a socket: give a name" if callable(value) else ""
     raise TypeError(f"{name}: {problem[0].lower()}{problem[1:]}{hint}")

@@ -6,12 +6,24 @@ import os
 import resource
 from contextlib import suppress
 
+MOST_DESCRIPTORS = (
+    1 << 16
+)  # more are not asked for: some programs do work for each descriptor that they may have
 
-def raise_limit() -> None:
-    """Raise this process's limit of open files to the highest that it may set."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):  # some systems refuse "unlimited"
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+def descriptor_limit() -> int:
+    """How many files this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+
+
+def raise_descriptor_limit() -> None:
+    """Raise the soft limit of open files towards the hard one: shells often set a low one, of 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):  # of a sandbox
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class SpareDescriptors:

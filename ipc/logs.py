@@ -1,5 +1,8 @@
 """Logging of every pagewire process: one line of text or JSON per record, on standard error.
 
+What a record repeats of a client's input can neither end its line nor control the terminal that shows it: control
+characters are escaped, and the lines of a traceback are indented. Lines and tracebacks have a largest length.
+
     PAGEWIRE_LOGGING_LEVEL         DEBUG, INFO (the default), WARNING, ERROR
     PAGEWIRE_LOG_FORMAT            text (the default) or json
     PAGEWIRE_LOGGING_CONFIG_PATH   a JSON file for `logging.config.dictConfig`, instead of the above
@@ -17,10 +20,38 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
+
+from pagewire.ipc.quoting import escaped_json, on_one_line, shortened
 
 FORMATS = ("text", "json")
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 TEXT = "%(levelname).1s %(asctime)s.%(msecs)03d %(name)s: %(message)s"
+MAX_TRACEBACK_LINES = 100  # the last ones, of the error itself, and the first few
+INDENT = "    "  # before the lines of a traceback: a line of a record begins with the letter of its level
+
+
+class TextFormatter(logging.Formatter):
+    """Formats a record as one line of text, and its traceback as indented lines after it.
+
+    A record may bring the traceback of another process as text: `extra={"traceback": text}`. Facts are written
+    whole (see `JsonFormatter`): what is logged of a request is limited where they are made.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (the base class's name)
+        """The line, with control characters escaped, and the traceback that the record brings."""
+        record.message = message_of(record)
+        line = on_one_line(super().formatMessage(record))
+        brought = getattr(record, "traceback", None)
+        return f"{line}\n{indented(brought)}" if brought else line
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 (the base class's name)
+        """The traceback of an exception."""
+        return indented(super().formatException(ei))
+
+    def formatStack(self, stack_info: str) -> str:  # noqa: N802 (the base class's name)
+        """The stack of a record with `stack_info`."""
+        return indented(stack_info)
 
 
 class JsonFormatter(logging.Formatter):
@@ -38,11 +69,33 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "pid": record.process,
         }
-        fields = getattr(record, "facts", None) or {"message": record.getMessage()}
+        fields = getattr(record, "facts", None) or {"message": message_of(record)}
         line |= {name: value for name, value in fields.items() if name not in line}
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        brought = getattr(record, "traceback", None)
+        if exception := self.formatException(record.exc_info) if record.exc_info else brought:
+            line["exception"] = "\n".join(lines_of(exception))
+        return escaped_json(json.dumps(line, ensure_ascii=False, default=str))
+
+
+def message_of(record: logging.LogRecord) -> str:
+    """The message of a record, shortened unless it is made of facts."""
+    message = record.getMessage()
+    return message if hasattr(record, "facts") else shortened(message)
+
+
+def indented(traceback: str) -> str:
+    """A traceback as it is written after a line of text."""
+    return "\n".join(INDENT + line for line in lines_of(traceback))
+
+
+def lines_of(traceback: str) -> list[str]:
+    """The lines of a traceback, each shortened and without control characters; a long one without its middle."""
+    lines = [on_one_line(shortened(line)) for line in traceback.rstrip("\n").split("\n")]
+    left_out = len(lines) - MAX_TRACEBACK_LINES
+    if left_out <= 0:
+        return lines
+    head = MAX_TRACEBACK_LINES // 4
+    return [*lines[:head], f"... ({left_out} more lines)", *lines[head + left_out :]]
 
 
 def configure(log_format: str | None = None) -> None:
@@ -67,7 +120,7 @@ def configure(log_format: str | None = None) -> None:
     if chosen("PAGEWIRE_LOG_FORMAT", FORMATS, "text") == "json":
         handler.setFormatter(JsonFormatter())
     else:
-        handler.setFormatter(logging.Formatter(TEXT, "%H:%M:%S"))
+        handler.setFormatter(TextFormatter(TEXT, "%H:%M:%S"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])  # for libraries
     logging.getLogger("pagewire").setLevel(chosen("PAGEWIRE_LOGGING_LEVEL", LEVELS, "INFO"))
 

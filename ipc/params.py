@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from pagewire.ipc.bounds import check_fields, check_text, shown, unknown_name
+from pagewire.ipc.bounds import check_fields, check_text, unknown_name
 from pagewire.ipc.budget import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORD_SPELLINGS,
@@ -28,6 +28,7 @@ from pagewire.ipc.budget import (
     MAX_STRUCTURE_CHARS,
     MAX_TOKENS_OF_VOCABULARY,
 )
+from pagewire.ipc.quoting import quoted
 
 MAX_JSON_DEPTH = 100
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -67,6 +68,8 @@ NumTokens: TypeAlias = Annotated[int, Meta(ge=0)]
 NumLogprobs: TypeAlias = Annotated[int, Meta(ge=-1)]
 TruncatedLength: TypeAlias = Annotated[int, Meta(ge=-1)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+# At most 16: length ** 16 is a float even for a length of 2**63, and so is its inverse.
+LengthPenalty: TypeAlias = Annotated[float, Meta(ge=-16.0, le=16.0)]
 LogitBias: TypeAlias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 Name: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 StopString: TypeAlias = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
@@ -177,7 +180,7 @@ def json_object_text(name: str, value: Any) -> str:
     if hasattr(value, "model_json_schema"):
         value = value.model_json_schema()
     if not isinstance(value, (str, dict)):
-        raise TypeError(f"{name} must be a JSON object or its text, got {shown(value)}")
+        raise TypeError(f"{name} must be a JSON object or its text, got {quoted(value)}")
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
         text = json.dumps(parsed, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -345,7 +348,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
             raise ValueError("structured_outputs and guided_decoding are the same: give one")
         for name, value in (("structured_outputs", structure), ("guided_decoding", guided)):
             if value is not None and not isinstance(value, StructuredOutputsParams):
-                raise TypeError(f"{name} must be StructuredOutputsParams, got {shown(value)}")
+                raise TypeError(f"{name} must be StructuredOutputsParams, got {quoted(value)}")
         if isinstance(guided, GuidedDecodingParams):
             fields = StructuredOutputsParams.__struct_fields__
             guided = StructuredOutputsParams(**{name: getattr(guided, name) for name in fields})
@@ -371,7 +374,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
 
     def _check_extra_args(self) -> None:
         if not isinstance(self.extra_args, dict) or not all(isinstance(k, str) for k in self.extra_args):
-            raise TypeError(f"extra_args must map strings to values, got {shown(self.extra_args)}")
+            raise TypeError(f"extra_args must map strings to values, got {quoted(self.extra_args)}")
         try:
             size = len(msgspec.msgpack.encode(self.extra_args))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -381,7 +384,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
 
     def _check_together(self) -> None:
         if not isinstance(self.output_kind, RequestOutputKind):
-            raise TypeError(f"output_kind must be a RequestOutputKind, got {shown(self.output_kind)}")
+            raise TypeError(f"output_kind must be a RequestOutputKind, got {quoted(self.output_kind)}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"
@@ -441,7 +444,7 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields
         max_tokens: largest number of tokens per beam, at least 1.
         ignore_eos: beams go on past end-of-sequence tokens.
         temperature: divides the logits before scores are taken.
-        length_penalty: a beam's score is its log probability divided by length ** length_penalty.
+        length_penalty: a beam's score is its log probability divided by length ** length_penalty; in [-16, 16].
         include_stop_str_in_output: keep the text of the token that ended a beam.
         early_stopping: when to end the search, once `beam_width` beams have ended. True: at once. False: when the
             best running beam, scored at its present length, is no better than the worst of them. "never": when no
@@ -457,7 +460,7 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields
     max_tokens: MaxTokens
     ignore_eos: bool = False
     temperature: Temperature = 0.0
-    length_penalty: float = 1.0
+    length_penalty: LengthPenalty = 1.0
     include_stop_str_in_output: bool = False
     early_stopping: bool | Literal["never"] = False
     min_tokens: NumTokens = 0
@@ -468,7 +471,7 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields
         early: Any = self.early_stopping
         if not isinstance(early, bool) and early != "never":
             kind = ValueError if isinstance(early, str) else TypeError
-            raise kind(f"early_stopping must be True, False or 'never', got {shown(early)}")
+            raise kind(f"early_stopping must be True, False or 'never', got {quoted(early)}")
         if self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"

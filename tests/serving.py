@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from pagewire.frontend.async_llm import AsyncLLM
@@ -14,9 +14,13 @@ from pagewire.frontend.server.options import ServerOptions
 
 
 @contextmanager
-def serving(address: str, options: ServerOptions) -> Iterator[str]:
+def serving(
+    address: str,
+    options: ServerOptions,
+    new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+) -> Iterator[str]:
     """The URL of a server, on a free port, that is attached to the core at `address`."""
-    ready, loop = threading.Event(), asyncio.new_event_loop()
+    ready, loop = threading.Event(), new_loop()
     with bound(options) as socket:
         engine = AsyncLLM.attach(address)
         server = HTTPServer(create_app(engine, options), options, ready.set)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
 import os
 import socket
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ from pagewire.frontend.server.options import ServerOptions
 
 if TYPE_CHECKING:
     from pagewire.frontend.async_llm import AsyncLLM
+
+logger = logging.getLogger("pagewire.server")
 
 # For clients to get the error of their open requests, and for new requests to be answered with 503, when the engine
 # core is lost for good.
@@ -54,10 +57,14 @@ def run(options: argparse.Namespace) -> int:
     from pagewire.frontend import async_llm
     from pagewire.frontend.server.http.uvicorn_server import bound
     from pagewire.ipc import logs
+    from pagewire.ipc.descriptors import raise_descriptor_limit
 
+    raise_descriptor_limit()
     server_options = take_server_options(options)
     os.environ.setdefault("PAGEWIRE_LOGGING_LEVEL", "INFO")  # inherited by a spawned core
     logs.configure(server_options.log_format)
+    if not server_options.keys() and not server_options.is_local():
+        logger.warning("no API key: whoever can connect to this machine may use the engine (--api-key)")
     with (
         bound(server_options) as listening,
         opened(options, server_options.restarts, server_options.reattach_timeout) as engine,

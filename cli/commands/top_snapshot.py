@@ -8,8 +8,8 @@ from concurrent import futures
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pagewire.cli.terminal import safe_line
 from pagewire.ipc.errors import EngineDeadError
+from pagewire.ipc.quoting import on_one_line
 
 if TYPE_CHECKING:
     from pagewire.frontend.client import CoreClient
@@ -177,7 +177,7 @@ def span(seconds: float) -> str:
 
 def printable(text: str) -> str:
     """Return a name without control characters, cut to `NAME_WIDTH`: other users choose it."""
-    clean = safe_line(text)
+    clean = on_one_line(text)
     return clean if len(clean) <= NAME_WIDTH else clean[: NAME_WIDTH - 1] + "…"
 
 

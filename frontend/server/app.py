@@ -1,6 +1,6 @@
 """The server as an ASGI application: middleware and routes.
 
-request id --> CORS --> API key --> the user's middleware --> routes
+request id --> Host and Origin --> CORS --> API key --> the user's middleware --> routes
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 
 from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.frontend.server.http import openapi
+from pagewire.frontend.server.http.body import LARGE_BODIES, IncomingBodies
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import on_error, on_http_error
 from pagewire.frontend.server.http.middleware import middleware
@@ -54,4 +55,5 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> Starle
     )
     app.router.redirect_slashes = False  # a path with an additional slash is an unknown path
     app.state.service = service
+    app.state.incoming_bodies = IncomingBodies(LARGE_BODIES * options.max_request_bytes)
     return app

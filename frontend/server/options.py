@@ -6,18 +6,22 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import dataclass
 from typing import Literal
 
+from pagewire.frontend.server.http.limits import connection_limits
 from pagewire.frontend.server.parsing.choice import PARSERS
 from pagewire.frontend.server.parsing.reasoning import BEGUN
 from pagewire.ipc.bounds import check_int, check_number
 from pagewire.ipc.budget import MAX_HTTP_LOGPROBS, MAX_HTTP_SEQUENCES, MAX_HTTP_TOKENS
 from pagewire.ipc.options import check_types, env_flag, option
+from pagewire.ipc.sockets import is_loopback
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 TOOL_PARSERS = tuple(PARSERS)
 REASONING_PARSERS = tuple(BEGUN)
+ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/]*")
 CERTIFICATE = (0, 1, 2)  # client certificates: ssl.CERT_NONE, ssl.CERT_OPTIONAL, ssl.CERT_REQUIRED
 
 
@@ -38,13 +42,23 @@ class ServerOptions:
         " 1 optional, 2 required",
         choices=CERTIFICATE)
     allow_credentials: bool = option(False, "HTTP", "CORS: allow cookies and the Authorization header")
-    allowed_origins: list[str] = option(None, "HTTP", "CORS: origins (default: *)", make=lambda: ["*"])
+    allowed_hosts: list[str] = option(None, "HTTP", "host names of this server, beside localhost and IP"
+        " addresses; *.NAME: all below it; *: any (default: any, but on loopback without an API key none)",
+        make=list)
+    allowed_origins: list[str] = option(None, "HTTP", "web pages of other origins that may use this server, such"
+        " as https://chat.example; *: all pages (default: only the server's own)", make=list)
     allowed_methods: list[str] = option(None, "HTTP", "CORS: methods (default: *)", make=lambda: ["*"])
     allowed_headers: list[str] = option(None, "HTTP", "CORS: headers (default: *)", make=lambda: ["*"])
     middleware: list[str] = option(None, "HTTP", "import path of an ASGI middleware class, or of a function"
         " (request, call_next)", make=list)
     max_request_bytes: int = option(16 << 20, "HTTP", "largest request body in bytes; a larger one gets"
         " status 413")
+    max_connections: int | None = option(None, "HTTP", "most open connections; over it, one without a request"
+        " is closed, or a new one gets status 503 (default: as many as the limit of open files leaves)")
+    max_connections_per_address: int | None = option(None, "HTTP", "most of them from one IP address (default:"
+        " half)")
+    head_seconds: float = option(30.0, "HTTP", "seconds for a request's line and headers to arrive, and for a"
+        " TLS handshake")
     body_seconds: float = option(60.0, "HTTP", "seconds for a request's body to arrive; a slower one gets"
         " status 408")
     stall_seconds: float = option(120.0, "HTTP", "seconds after which a TCP client that reads nothing is"
@@ -54,7 +68,8 @@ class ServerOptions:
 
     api_key: list[str] = option(None, "Access", "API key(s), one of which clients must send, except to"
         " /health, /ready and the page's files; also read from $PAGEWIRE_API_KEY", make=list)
-    enable_admin: bool = option(False, "Access", "serve /pause, /resume, /sleep, /wake_up, /abort, ...")
+    enable_admin: bool = option(False, "Access", "serve /pause, /resume, /sleep, /wake_up, /abort, ...; without an"
+        " API key only on loopback, and to requests with the header X-Pagewire-Admin: 1")
 
     chat_template: str | None = option(None, "Chat", "chat template: the template itself, a file, or the"
         " name of one of the model's templates")
@@ -111,9 +126,13 @@ class ServerOptions:
         check_int("response_store_bytes", self.response_store_bytes, 0)
         for name in ("max_request_sequences", "max_request_tokens", "max_request_logprobs"):
             check_int(name, getattr(self, name), 1)
+        for name in ("max_connections", "max_connections_per_address"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 1)
+        self._check_access()
         check_int("max_log_len", self.max_log_len, -1)
         check_int("restarts", self.restarts, 0)
-        for name in ("body_seconds", "stall_seconds", "drain_seconds", "reattach_timeout"):
+        for name in ("head_seconds", "body_seconds", "stall_seconds", "drain_seconds", "reattach_timeout"):
             check_number(name, getattr(self, name), 0.0, math.inf)
         self.keeps_alive()
         if self.root_path and not self.root_path.startswith("/"):
@@ -122,6 +141,27 @@ class ServerOptions:
             raise ValueError("TLS needs both ssl_keyfile and ssl_certfile")
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ValueError("enable_auto_tool_choice needs tool_call_parser")
+
+    def _check_access(self) -> None:
+        if any(not key.strip() for key in [*self.api_key, os.environ.get("PAGEWIRE_API_KEY", "-")]):
+            raise ValueError("api_key and $PAGEWIRE_API_KEY must not be empty: give a key, or unset them")
+        for origin in self.allowed_origins:
+            if ORIGIN.fullmatch(origin) is None:
+                raise ValueError(f"allowed_origins must be like https://chat.example or *, got {origin!r}")
+        if self.enable_admin and not self.keys():
+            if not self.is_local():
+                raise ValueError(
+                    f"enable_admin needs an api_key where other machines can connect: host is {self.host!r}"
+                )
+            if "*" in self.allowed_origins:
+                raise ValueError(
+                    "enable_admin needs an api_key where all web pages may connect: allowed_origins *"
+                )
+        connection_limits(self.max_connections, self.max_connections_per_address)
+
+    def is_local(self) -> bool:
+        """Return True if only this machine can connect: by loopback or a Unix socket."""
+        return self.uds is not None or is_loopback(self.host)
 
     def keeps_alive(self) -> bool:
         """Return True if the server goes on without its engine core."""

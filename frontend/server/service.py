@@ -15,6 +15,7 @@ from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.exchange import Exchange
 from pagewire.frontend.server.options import ServerOptions
 from pagewire.frontend.text.tokenizer import Tokenizer
+from pagewire.ipc.quoting import quoted
 
 T = TypeVar("T")
 
@@ -58,7 +59,7 @@ class Service:
         """
         if name is None or name in self.names:
             return self.names[0]
-        raise APIError(404, f"there is no model {name!r}", param="model", code="model_not_found")
+        raise APIError(404, f"there is no model {quoted(name)}", param="model", code="model_not_found")
 
     def abort(self, request_id: str) -> bool:
         """End a generation request with an error response; return False if there is none with this id."""

@@ -17,9 +17,10 @@ import zmq
 from pagewire import AsyncLLM, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from pagewire.cli.commands.generate import stream
 from pagewire.cli.main import main
-from pagewire.cli.terminal import safe_line, safe_text, show
+from pagewire.cli.terminal import safe_text, show
 from pagewire.ipc.codec import Codec
 from pagewire.ipc.messages import Refused, ToFrontend
+from pagewire.ipc.quoting import on_one_line
 from pagewire.ipc.sockets import bind_router
 
 TITLE = "\x1b]0;taken\x07"
@@ -41,7 +42,7 @@ def test_controls_are_shown_and_letters_are_left() -> None:
     assert (
         safe_text(f"{TITLE}\x9b2J\r\x7f\u202e\ud800") == "\\x1b]0;taken\\x07\\x9b2J\\x0d\\x7f\\u202e\\ud800"
     )
-    assert safe_line("a\n\tb") == "a\\x0a\\x09b"
+    assert on_one_line("a\n\tb") == "a\\x0a\\x09b"
 
 
 def test_no_character_that_a_terminal_obeys_is_left() -> None:

@@ -48,7 +48,7 @@ def test_a_second_signal_does_not(
     """Here the request could never finish."""
     daemon = start_daemon()
     server = start_server("--attach", daemon.address, "--port", "0", "--enable-admin")
-    assert server.request("POST", "/pause") == (200, {"paused": True})
+    assert server.request("POST", "/pause", x_pagewire_admin="1") == (200, {"paused": True})
     waiting = server.connect()
     waiting.request("POST", "/v1/completions", json.dumps(LONG), {"content-type": "application/json"})
     while server.request("GET", "/load")[1]["server_load"] != 1:
@@ -87,7 +87,7 @@ def test_a_client_that_reads_nothing_is_dropped(start_server: Callable[..., Serv
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", server.port))
-        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         client.sendall(head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body)
         server.wait_for_log("status=499")
     assert server.request("GET", "/load")[1] == {"server_load": 0}

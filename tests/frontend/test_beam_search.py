@@ -236,3 +236,17 @@ def test_temperature_reshapes_the_scores() -> None:
     assert beam.cumulative_logprob == pytest.approx(
         scaled((3,), 0.5)[first] + scaled((3, first), 0.5)[second]
     )
+
+
+@pytest.mark.parametrize("penalty", [-16.0, 16.0])
+def test_scores_are_numbers_whatever_the_length(penalty: float) -> None:
+    for length in (1, 2**20, 2**63 - 1):
+        for cumulative in (-1e300, -1e-300, 0.0):
+            assert not math.isnan(BeamSearchSequence([1], cumulative).score(penalty, length))
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-8, 1e300])
+def test_any_temperature_gives_log_probabilities(temperature: float) -> None:
+    beams = search([1], beam_width=3, max_tokens=4, temperature=temperature)
+    assert len(beams) == 3
+    assert all(beam.cumulative_logprob <= 0.0 for beam in beams)  # and not nan

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from msgspec import Meta
 
 from pagewire.ipc import budget
-from pagewire.ipc.bounds import all_within, check_for, shown
+from pagewire.ipc.bounds import all_within, check_for
 from pagewire.ipc.codec import Codec, Tensor
 from pagewire.ipc.errors import ProtocolError
 from pagewire.ipc.items import Media, Prompt
 from pagewire.ipc.messages import Hello, Request, Submit, ToCore
 from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
+from pagewire.ipc.quoting import quoted
 
 ARRAY = msgspec.Raw(b"\xdd" + struct.pack(">I", 2**32 - 1))  # of so many elements, none of which follow
 MAP = msgspec.Raw(b"\xdf" + struct.pack(">I", 2**32 - 1))
@@ -162,8 +163,8 @@ def test_a_limit_is_named_with_the_value(fields: dict[str, Any], text: str) -> N
     "value", ["x" * 1_000_000, [1] * 1_000_000, {i: i for i in range(1000)}, [["x" * 100_000]], b"x" * 1000]
 )
 def test_an_error_shows_the_beginning_of_a_long_value(value: Any) -> None:
-    assert len(shown(value)) < 250
+    assert len(quoted(value)) < 250
     with pytest.raises(TypeError) as caught:
         SamplingParams(temperature=value)
     assert len(str(caught.value)) < 300
-    assert shown("short") == "'short'" and shown([1, 2]) == "[1, 2]"
+    assert quoted("short") == "'short'" and quoted([1, 2]) == "[1, 2]"

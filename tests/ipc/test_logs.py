@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pagewire.ipc import logs
+from pagewire.ipc.quoting import MAX_MESSAGE
 
 PROGRAM = """
 import logging, sys
@@ -19,14 +21,16 @@ from pagewire.ipc import logs
 logs.configure(*sys.argv[1:])
 logger = logging.getLogger("pagewire.core")
 logger.debug("fine")
-logger.info("a %s\\nb", "ü")
+logger.info("a %s", "ü\\nE 00:00:00.000 pagewire.core: forged\\r\\x1b[2J\\x9b2J")
 logger.info("facts", extra={"facts": {"tokens": 3, "level": "no"}})
 logging.getLogger("library").info("chatter")
 try:
-    1 / 0
-except ZeroDivisionError:
+    raise ValueError("no\\nE 00:00:00.000 pagewire.core: forged\\x9b2J")
+except ValueError:
     logging.getLogger("library").exception("it failed")
+logger.error("the worker failed", extra={"traceback": "of another process\\n"})
 """
+FORGED = "ü\nE 00:00:00.000 pagewire.core: forged\r\x1b[2J\x9b2J"
 
 
 def lines(*arguments: str, **environment: str) -> list[str]:
@@ -39,20 +43,41 @@ def lines(*arguments: str, **environment: str) -> list[str]:
 
 
 def test_text_is_one_line_with_level_time_and_name() -> None:
-    first, second, third, *rest = lines()
-    assert re.fullmatch(r"I \d\d:\d\d:\d\d\.\d{3} pagewire\.core: a ü", first) and second == "b"
-    assert third.endswith("pagewire.core: facts")
-    assert rest[0].startswith("E ") and rest[-1] == "ZeroDivisionError: division by zero"
+    """Whatever the arguments and the exception are: only lines of ours begin with a level."""
+    first, second, third, *traceback, fourth, fifth = lines()
+    told = r"a ü\x0aE 00:00:00.000 pagewire.core: forged\x0d\x1b[2J\x9b2J"
+    assert re.fullmatch(r"I \d\d:\d\d:\d\d\.\d{3} pagewire\.core: " + re.escape(told), first)
+    assert second.endswith("pagewire.core: facts")
+    assert third.startswith("E ") and traceback[-2] == "    ValueError: no"
+    assert traceback[-1] == r"    E 00:00:00.000 pagewire.core: forged\x9b2J"
+    assert all(line.startswith("    ") and line.isprintable() for line in traceback)
+    assert fourth.endswith("pagewire.core: the worker failed") and fifth == "    of another process"
+
+
+def test_lines_are_bounded() -> None:
+    def formatted(*arguments: object, formatter: logging.Formatter, **more: object) -> str:
+        record = logging.LogRecord("pagewire", logging.WARNING, "", 0, "got %s", arguments, None)
+        vars(record).update(more)
+        return formatter.format(record)
+
+    for formatter in (logs.TextFormatter(logs.TEXT), logs.JsonFormatter()):
+        assert len(formatted("x" * 1_000_000, formatter=formatter)) < 1.2 * MAX_MESSAGE
+        deep = "\n".join(["in main"] + ["in f" * 1000] * 5000 + ["ValueError: last"])
+        text = formatted("x", formatter=formatter, traceback=deep)
+        assert len(text) < 1.2 * logs.MAX_TRACEBACK_LINES * MAX_MESSAGE
+        assert "in main" in text and "ValueError: last" in text and "more lines" in text
 
 
 @pytest.mark.parametrize("by_option", [True, False])
 def test_json_is_one_object_per_record(by_option: bool) -> None:
     written = lines("json") if by_option else lines(PAGEWIRE_LOG_FORMAT="json")
-    info, facts, error = map(json.loads, written)
+    assert all(line.isprintable() for line in written)
+    info, facts, error, other = map(json.loads, written)
     assert info.pop("pid") and re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", info.pop("time"))
-    assert info == {"level": "INFO", "logger": "pagewire.core", "message": "a ü\nb"}
+    assert info == {"level": "INFO", "logger": "pagewire.core", "message": f"a {FORGED}"}
     assert (facts["tokens"], facts["level"], "message" in facts) == (3, "INFO", False)
-    assert error["message"] == "it failed" and "ZeroDivisionError" in error["exception"]
+    assert error["message"] == "it failed" and "ValueError: no" in error["exception"]
+    assert other["exception"] == "of another process"
 
 
 def test_levels_are_ours_and_libraries_only_warn() -> None:

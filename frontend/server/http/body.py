@@ -1,4 +1,4 @@
-"""Request bodies: read within limits of size and time, and decoded into structs."""
+"""Request bodies: read within limits of size, time and memory of all together, and decoded into structs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Receive, Scope
 
-from pagewire.frontend.server.http.errors import APIError, invalid_field
+from pagewire.frontend.server.http.errors import RETRY_SECONDS, APIError, invalid_field
 from pagewire.frontend.server.options import ServerOptions
 from pagewire.ipc.bounds import check_field
 from pagewire.ipc.budget import MAX_CONTAINERS
+from pagewire.ipc.quoting import quoted
 
 logger = logging.getLogger("pagewire.server")
 
 T = TypeVar("T")
 
 CLOSE = {"connection": "close"}  # for errors that leave a part of the body unread
+SMALL_BODY_BYTES = 64 << 10  # of each body, which are not counted: small requests pass when large ones cannot
+LARGE_BODIES = 16  # so many bodies of `max_request_bytes` may be arriving at once
 MAX_NAMED = 16  # unknown fields named in a log line: the client chooses how many it sends
 MAX_NAME = 64  # characters of each of these names
 
@@ -31,6 +34,27 @@ class ClientLeftError(APIError):
 
     def __init__(self) -> None:
         super().__init__(499, "the client left", code="client_left")
+
+
+class IncomingBodies:
+    """Memory of the bodies that are still arriving. limit: bytes of all together, beside a small part of each."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.num_bytes = limit, 0
+
+    def grow(self, before: int, after: int) -> None:
+        """Count a body that grows from one size to another.
+
+        Raises:
+            APIError: there is no room.
+        """
+        num_bytes = max(0, after - SMALL_BODY_BYTES) - max(0, before - SMALL_BODY_BYTES)
+        if num_bytes > 0 and self.num_bytes + num_bytes > self.limit:
+            message = f"requests of over {self.limit} bytes in all are arriving; try again"
+            raise APIError(
+                503, message, code="too_many_bodies", headers=CLOSE | {"retry-after": str(RETRY_SECONDS)}
+            )
+        self.num_bytes += num_bytes
 
 
 class Decoder(Generic[T]):
@@ -114,34 +138,43 @@ async def read_body(scope: Scope, receive: Receive, options: ServerOptions) -> b
     headers = Headers(scope=scope)
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
-        raise APIError(415, f"the body must be JSON: Content-Type: application/json, got {kind or 'none'!r}")
+        raise APIError(
+            415, f"the body must be JSON: Content-Type: application/json, got {quoted(kind or 'none')}"
+        )
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length) > options.max_request_bytes:
         raise too_long(options.max_request_bytes)
+    bodies: IncomingBodies = scope["app"].state.incoming_bodies
+    arrival = receive_body(receive, options.max_request_bytes, bodies)
     try:
-        return await asyncio.wait_for(receive_body(receive, options.max_request_bytes), options.body_seconds)
+        return await asyncio.wait_for(arrival, options.body_seconds)
     except asyncio.TimeoutError:
         raise APIError(
             408, f"the body did not arrive within {options.body_seconds:g} s", headers=CLOSE
         ) from None
 
 
-async def receive_body(receive: Receive, limit: int) -> bytes:
+async def receive_body(receive: Receive, limit: int, bodies: IncomingBodies) -> bytes:
     """Read the whole body.
 
     Raises:
-        APIError: it has more than `limit` bytes, or the client disconnected.
+        APIError: it has more than `limit` bytes, or there is no room for it, or the client disconnected.
     """
     body, more = bytearray(), True
-    while more:
-        message: Any = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientLeftError
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-        if len(body) > limit:
-            raise too_long(limit)
-    return bytes(body)
+    try:
+        while more:
+            message: Any = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientLeftError
+            part = message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) + len(part) > limit:
+                raise too_long(limit)
+            bodies.grow(len(body), len(body) + len(part))
+            body += part
+        return bytes(body)
+    finally:
+        bodies.grow(len(body), 0)
 
 
 def too_long(limit: int) -> APIError:

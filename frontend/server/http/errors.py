@@ -7,6 +7,7 @@ import re
 import msgspec
 
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError, RequestCrashedEngineError
+from pagewire.ipc.quoting import shortened
 
 RETRY_SECONDS = 1  # Retry-After header when too many requests are waiting
 # In messages about prompts over the context length. LiteLLM knows them by the first of these phrases,
@@ -46,7 +47,8 @@ class ErrorResponse(msgspec.Struct):
 class APIError(Exception):
     """An error with its HTTP status.
 
-    param: field that caused it. code: machine-readable name. headers: additional response headers.
+    message: shortened, so that neither the answer nor the log repeats all that a client sent. param: field that
+    caused it. code: machine-readable name. headers: additional response headers.
     """
 
     def __init__(
@@ -58,8 +60,8 @@ class APIError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.message, self.param, self.code = status, shortened(message), param, code
+        super().__init__(self.message)
         self.headers = headers or {}
 
     def encode(self) -> bytes:

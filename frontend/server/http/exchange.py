@@ -19,6 +19,7 @@ from pagewire.frontend.outputs import RequestOutput
 from pagewire.frontend.server.http.body import ClientLeftError
 from pagewire.frontend.server.http.errors import NO_RETRY, APIError
 from pagewire.frontend.server.openai.protocol import PromptTokensDetails, Usage
+from pagewire.ipc.quoting import MAX_QUOTED, shortened
 
 logger = logging.getLogger("pagewire.server")
 
@@ -127,15 +128,15 @@ class Exchange:
         facts = {
             "id": self.id,
             "request_id": self.given_id,
-            "user": self.user,
-            "path": self.path,
+            "user": self.user and shortened(self.user, MAX_QUOTED),
+            "path": shortened(self.path, MAX_QUOTED),
             "status": status,
             "tokens_in": self.num_prompt,
             "tokens_cached": self.num_cached,
             "tokens_out": self.num_output,
             "ttft_ms": None if first is None else round(1e3 * (first - self._came), 1),
             "seconds": round(time.time() - self._came, 3),
-            "finish": ",".join(self.reasons) or None,
+            "finish": shortened(",".join(self.reasons), MAX_QUOTED) or None,
             "error": why,
             "prompt": self.prompt[: None if max_log_len < 0 else max_log_len] or None,
         }

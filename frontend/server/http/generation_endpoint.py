@@ -21,6 +21,7 @@ from pagewire.frontend.server.http.exchange import Exchange
 from pagewire.frontend.server.http.response import HttpResponse
 from pagewire.frontend.server.service import Service
 from pagewire.ipc.errors import RequestError
+from pagewire.ipc.quoting import quoted
 
 logger = logging.getLogger("pagewire.server")
 
@@ -116,5 +117,7 @@ def deadline(request: Any, headers: Headers) -> float | None:
     except ValueError:
         seconds = 0.0
     if not 0.0 < seconds < float("inf"):
-        raise APIError(400, f"timeout must be a number of seconds over 0, got {given!r}", param="timeout")
+        raise APIError(
+            400, f"timeout must be a number of seconds over 0, got {quoted(given)}", param="timeout"
+        )
     return seconds

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagewire.frontend.server.http.errors import APIError, api_error
+from pagewire.ipc.quoting import quoted
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -33,7 +34,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
     message = {
-        404: f"unknown path {path!r}",
-        405: f"{path!r} does not support {request.method}",
+        404: f"unknown path {quoted(path)}",
+        405: f"{quoted(path)} does not support {request.method}",
     }.get(error.status_code, error.detail)
     return error_response(APIError(error.status_code, message, headers=dict(error.headers or {})))

@@ -1,6 +1,8 @@
 """The middleware around the routes, from the outside in:
 
-request id --> CORS --> API key --> the user's middleware
+request id --> Host and Origin --> CORS --> API key --> the user's middleware
+
+The cheap refusals come first.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagewire.frontend.server.http.auth import KeyCheck
+from pagewire.frontend.server.http.origin import OriginCheck
 from pagewire.frontend.server.options import ServerOptions
 
 VALID_ID = re.compile(rb"[\x21-\x7e\x80-\xff][\x20-\x7e\x80-\xff]{0,255}")
@@ -28,16 +31,16 @@ def middleware(options: ServerOptions) -> list[Middleware]:
     Raises:
         ValueError: a middleware of the user cannot be imported.
     """
-    stack = [
-        Middleware(RequestId, root_path=options.root_path),
-        Middleware(
+    stack = [Middleware(RequestId, root_path=options.root_path), Middleware(OriginCheck, options=options)]
+    if options.allowed_origins:
+        cors = Middleware(
             CORSMiddleware,
             allow_origins=options.allowed_origins,
             allow_methods=options.allowed_methods,
             allow_headers=options.allowed_headers,
             allow_credentials=options.allow_credentials,
-        ),
-    ]
+        )
+        stack.append(cors)
     if keys := options.keys():
         stack.append(Middleware(KeyCheck, keys=keys))
     return stack + [imported(path) for path in options.middleware]

@@ -21,6 +21,7 @@ REFERENCE = "#/components/schemas/{name}"
 FAILURES = {
     "400": "a value in the request is invalid or not supported",
     "401": "the API key is missing or invalid",
+    "403": "the Host or the Origin is not allowed, or the header for operators is missing",
     "404": "the model or path does not exist",
     "408": "the request's deadline has passed, or its body arrived too slowly",
     "413": "the body is too large",
@@ -32,7 +33,7 @@ FAILURES = {
     "503": "the engine is not available",
 }
 # Error statuses of every operation, and further ones of operations with a body or a query.
-EVERY_OPERATION = ("401", "503")
+EVERY_OPERATION = ("401", "403", "503")
 WITH_INPUT = ("400", "404", "408", "413", "415", "422", "429", "499", "500")
 
 

@@ -9,12 +9,13 @@ from starlette.requests import Request
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.ipc.bounds import converted, meta_of, plain
 from pagewire.ipc.calls import CALLS
+from pagewire.ipc.quoting import quoted
 
 TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
 
 
 class Query(NamedTuple):
-    """A parameter in the query, for the OpenAPI document.
+    """A parameter in the query, as the OpenAPI document shows it and `number` checks it.
 
     kind: its type, with bounds if it has any. text: what it does.
     """
@@ -32,21 +33,25 @@ def flag(request: Request, name: str, default: bool) -> bool:
     """
     text = request.query_params.get(name, str(default)).lower()
     if text not in TRUE + FALSE:
-        raise APIError(400, f"{name} must be true or false, got {text!r}", param=name)
+        raise APIError(400, f"{name} must be true or false, got {quoted(text)}", param=name)
     return text in TRUE
 
 
-def number(request: Request, name: str, default: int) -> int:
+def number(request: Request, query: Query, default: int) -> int:
     """Return an integer parameter of the query.
 
     Raises:
-        APIError: the value is not an integer.
+        APIError: the value is not an integer, or out of the bounds of the parameter's type.
     """
-    text = request.query_params.get(name, str(default))
+    name = query.name
+    text = request.query_params.get(name)
+    if text is None:
+        return default
     try:
-        return int(text)
+        value = int(text)
     except ValueError:
-        raise APIError(400, f"{name} must be an integer, got {text!r:.100}", param=name) from None
+        raise APIError(400, f"{name} must be an integer, got {quoted(text)}", param=name) from None
+    return within_bounds(name, value, query.kind)
 
 
 def queries_of(call: str) -> tuple[Query, ...]:
@@ -64,13 +69,14 @@ def arguments_of(request: Request, call: str) -> dict[str, Any]:
         APIError: a value has another type, or is out of its bounds.
     """
     arguments: dict[str, Any] = {}
-    for name, kind in CALLS[call].types.items():
+    for query in queries_of(call):
+        name = query.name
         if name not in request.query_params:
             continue
-        if plain(kind) is bool:
+        if plain(query.kind) is bool:
             arguments[name] = flag(request, name, False)
-        elif plain(kind) is int:
-            arguments[name] = within_bounds(name, number(request, name, 0), kind)
+        elif plain(query.kind) is int:
+            arguments[name] = number(request, query, 0)
         else:
             arguments[name] = request.query_params.getlist(name)
     return arguments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import socket
@@ -13,15 +14,26 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from pagewire.frontend.server.http.connections import Connection, Connections
+from pagewire.frontend.server.http.errors import APIError
+from pagewire.frontend.server.http.limits import KEEP_ALIVE_SECONDS, connection_limits
+from pagewire.frontend.server.http.listener import Listener
+from pagewire.frontend.server.http.protocol import HttpProtocol
 from pagewire.frontend.server.options import ServerOptions
 
-KEEP_ALIVE_SECONDS = 5  # idle connections are closed after this time
+TICKS_PER_SECOND = 10  # of uvicorn's main loop
 
 
 class HTTPServer(uvicorn.Server):
     """A uvicorn server that drains on the first SIGINT or SIGTERM and exits at once on the second.
 
-    on_ready: called once the server listens.
+    It accepts connections itself, within the limits of `connections`. on_ready: called once the server listens.
+
+    Attributes:
+        connections: the open connections.
+
+    Raises:
+        ValueError: there cannot be as many connections as the options say.
     """
 
     def __init__(self, app: ASGIApp, options: ServerOptions, on_ready: Callable[[], Any]) -> None:
@@ -35,7 +47,7 @@ class HTTPServer(uvicorn.Server):
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_keep_alive=round(KEEP_ALIVE_SECONDS),
             timeout_graceful_shutdown=max(1, round(options.drain_seconds)),
             ssl_keyfile=options.ssl_keyfile,
             ssl_certfile=options.ssl_certfile,
@@ -43,12 +55,44 @@ class HTTPServer(uvicorn.Server):
             ssl_cert_reqs=options.ssl_cert_reqs,
         )
         super().__init__(config)
-        self._on_ready = on_ready
+        self._options, self._on_ready = options, on_ready
+        limits = connection_limits(options.max_connections, options.max_connections_per_address)
+        self.connections = Connections(limits)
+        self._refusal = APIError(503, f"the server has {limits.most} connections (--max-connections)")
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start listening."""
-        await super().startup(sockets)
+        """Start listening on bound sockets."""
+        await self.lifespan.startup()
+        self.servers: list[Any] = [self._listener(bound_socket) for bound_socket in sockets or ()]
+        self.started = True
         self._on_ready()
+
+    def _listener(self, listening: socket.socket) -> Listener:
+        def new_protocol(connection: Connection) -> HttpProtocol:
+            return HttpProtocol(
+                self.config,
+                self.server_state,
+                self.lifespan.state,
+                connection,
+                self.connections,
+                self._options,
+            )
+
+        return Listener(
+            listening,
+            self.connections,
+            new_protocol,
+            context=self.config.ssl,
+            handshake_seconds=self._options.head_seconds,
+            refusal=self._refusal.encode(),
+            backlog=self.config.backlog,
+        )
+
+    async def on_tick(self, counter: int) -> bool:
+        """Close connections whose time is over, once per second; True: the server is to exit."""
+        if counter % TICKS_PER_SECOND == 0:
+            self.connections.expire(asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal. uvicorn's own handler would raise it again on exit, before the engine is shut down."""

@@ -23,6 +23,7 @@ from pagewire.ipc.params import (
     AllowedTokenIds,
     BadWords,
     Choices,
+    LengthPenalty,
     LogitBias,
     MaxTokens,
     MinP,
@@ -125,7 +126,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     n: NumSequences | None = None
     best_of: NumSequences | None = None
     use_beam_search: bool | None = None
-    length_penalty: float | None = None
+    length_penalty: LengthPenalty | None = None
     early_stopping: bool | Literal["never"] | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None

@@ -1,21 +1,27 @@
 """Endpoints for operators, which are there if the server was started with `--enable-admin`.
 
+They need an API key. A server on loopback may be without keys; they then need a header that no web page of another
+origin can send, since a browser asks the server first, which does not allow it.
+
 Most are a call of the engine: its arguments are read from the query, by the table in `pagewire.ipc.calls`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from pagewire.frontend.server.http.body import Decoder, read_request
+from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.http.query import arguments_of, queries_of
 from pagewire.frontend.server.service import Service, service_of
+
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class AbortRequest(msgspec.Struct):
@@ -30,6 +36,7 @@ class AbortResponse(msgspec.Struct):
     aborted: list[str]
 
 
+HEADER, VALUE = "X-Pagewire-Admin", "1"
 TO_ABORT = Decoder(AbortRequest)
 
 
@@ -47,13 +54,25 @@ def routes(service: Service) -> list[Operation]:
         operation(
             "POST", "/reset_prefix_cache", reset_prefix_cache, "Forget cached prefixes.", "reset_prefix_cache"
         ),
-        Operation("POST", "/abort", abort, "End requests.", body=AbortRequest, result=AbortResponse),
+        Operation("POST", "/abort", guarded(abort), "End requests.", body=AbortRequest, result=AbortResponse),
     ]
 
 
-def operation(method: str, path: str, endpoint: Any, summary: str, call: str) -> Operation:
+def operation(method: str, path: str, endpoint: Endpoint, summary: str, call: str) -> Operation:
     """An endpoint that takes the arguments of a call in its query, and answers a truth value."""
-    return Operation(method, path, endpoint, summary, query=queries_of(call), result=dict[str, bool])
+    return Operation(method, path, guarded(endpoint), summary, query=queries_of(call), result=dict[str, bool])
+
+
+def guarded(endpoint: Endpoint) -> Endpoint:
+    """An endpoint that wants the header for operators where no API key is required."""
+
+    async def checked(request: Request) -> Response:
+        if not service_of(request).options.keys() and request.headers.get(HEADER) != VALUE:
+            message = f"send the header {HEADER}: {VALUE}, or start the server with --api-key"
+            raise APIError(403, message, code="admin_header_missing")
+        return await endpoint(request)
+
+    return checked
 
 
 async def pause(request: Request) -> Response:

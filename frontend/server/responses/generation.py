@@ -18,7 +18,7 @@ from pagewire.frontend.server.openai.logprobs import TokenNames
 from pagewire.frontend.server.openai.protocol import ChatRequest
 from pagewire.frontend.server.parsing.choice import ToolUse
 from pagewire.frontend.server.responses.errors import in_response_terms
-from pagewire.frontend.server.responses.protocol import Status
+from pagewire.frontend.server.responses.protocol import ResponseFailure, Status
 from pagewire.frontend.server.responses.reader import OutputReader
 from pagewire.frontend.server.responses.store import ResponseStore, StoredResponse
 from pagewire.frontend.server.responses.writer import ResponseWriter
@@ -52,6 +52,7 @@ class Generation:
         self.prompt, self.params = prompt, params
         self.stored, self.store = stored, store
         self.writer = ResponseWriter(stored.response)
+        self._grown = 0  # bytes by which the output has grown that the store has not counted yet
         tokenizer = service.engine.session.tokenizer
         self._reader = OutputReader(
             reply_parser(chat, tools, prompt.get("prompt")),
@@ -108,8 +109,7 @@ class Generation:
         self.stored.task = asyncio.create_task(self._run())
         if not self.store.put(self.stored):
             self.stored.task.cancel()
-            message = "there is no room to keep a response (--response-store-bytes)"
-            raise APIError(429, message, code="response_store_full")
+            raise no_room(self.store.limit)
 
     async def _run(self) -> None:
         """Generate the response in a task, which is cancelled to end it early."""
@@ -117,11 +117,12 @@ class Generation:
             async with aclosing(self.steps()) as steps:
                 async for events in steps:
                     self.stored.add_events(events)
+                    self._count_growth(events)
         except asyncio.CancelledError:
             self.stored.add_events(self._end("cancelled"))
         except Exception as error:
             self.stored.add_events(self._fail(error))
-        self.keep()
+        self._keep_at_last()
         if not self.service.options.disable_log_requests:
             failure = self.stored.response.error
             why = None if failure is None else failure.message
@@ -133,10 +134,33 @@ class Generation:
         if response.store and not self.store.put(self.stored):
             logger.warning("response %s is not stored: it is too large", response.id)
 
+    def _count_growth(self, events: list[bytes]) -> None:
+        """Count what a step has added to the stored response.
+
+        Raises:
+            APIError: there is no room for it.
+        """
+        grown, self._grown = self._grown, 0
+        if self.stored.events is not None:
+            grown += sum(map(len, events))
+        if not self.store.grow(self.stored, grown):
+            raise no_room(self.store.limit)
+
+    def _keep_at_last(self) -> None:
+        """Store a background response that has ended; without its output if there is no room for that."""
+        if self.store.put(self.stored):
+            return
+        response, reported = self.stored.response, no_room(self.store.limit)
+        response.output, self.stored.events = [], None
+        response.status, response.error = "failed", ResponseFailure("server_error", reported.message)
+        self.keep()
+
     def _read(self, output: RequestOutput) -> list[bytes]:
         """Return the events of an increment of the output, which has one part."""
         (part,) = output.outputs
         delta, logprobs = self._reader.read(part)
+        if self.stored.task is not None:
+            self._grown += len(sse.ENCODER.encode((delta, logprobs)))
         events = self.writer.read(delta, logprobs)
         if part.finished():
             events += self._end("incomplete" if part.finish_reason == "length" else "completed")
@@ -151,6 +175,15 @@ class Generation:
             logger.error("response %s failed", self.stored.response.id, exc_info=error)
         code = CODES.get(reported.status, "server_error")
         return self.writer.fail(code, reported.message, self.exchange.usage(), self._reader.reasoning_tokens)
+
+
+def no_room(limit: int) -> APIError:
+    """Return the error for a response that the store has no room for."""
+    message = (
+        f"there is no room to keep a response: all of {limit} bytes (--response-store-bytes) are taken by "
+        "responses that are being generated"
+    )
+    return APIError(429, message, code="response_store_full")
 
 
 async def stop(stored: StoredResponse) -> None:

@@ -6,7 +6,7 @@ A request becomes one for a chat completion (`items`), which the engine answers 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from starlette.requests import Request
@@ -43,10 +43,16 @@ from pagewire.frontend.server.responses.protocol import (
 from pagewire.frontend.server.responses.store import ResponseStore, StoredResponse
 from pagewire.frontend.server.service import Service
 from pagewire.frontend.text.length import ContextLengthError
+from pagewire.ipc.bounds import MAX_INT
 from pagewire.ipc.params import SamplingParams
 
 PATH = "/v1/responses"
 COUNTED = Decoder(InputTokensRequest)
+AFTER = Query(
+    "starting_after",
+    Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT)],
+    "or from the one after this sequence_number; -1: from the first",
+)
 
 
 def routes(service: Service) -> list[Operation]:
@@ -54,7 +60,6 @@ def routes(service: Service) -> list[Operation]:
     responses = StoredResponses(service)
     path = PATH + "/{response_id}"
     stream = Query("stream", bool, "return the events, from the first")
-    after = Query("starting_after", int, "or from the one after this sequence_number")
     order = Query("order", str, "asc or desc (default)")
     return [
         Operation(
@@ -79,7 +84,7 @@ def routes(service: Service) -> list[Operation]:
             path,
             responses.retrieve,
             "Retrieve a stored response.",
-            query=(stream, after),
+            query=(stream, AFTER),
             result=Response,
             streams=ResponseEvent,
         ),
@@ -129,7 +134,7 @@ class StoredResponses:
         if stored.events is None:
             message = "only a response created with background and stream can be streamed"
             raise APIError(400, message, param="stream")
-        after = number(request, "starting_after", -1)
+        after = number(request, AFTER, -1)
         headers = {name.decode(): value.decode() for name, value in sse.HEADERS}
         return StreamingResponse(stored.follow(after), headers=headers)
 

@@ -11,10 +11,12 @@ import msgspec
 
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.responses.protocol import Response
+from pagewire.ipc.quoting import quoted
 
 JSON = dict[str, Any]
 RUNNING = ("queued", "in_progress")
 USABLE = ("completed", "incomplete")
+FOLLOWED_AT_ONCE = 256  # events in one write: a follower that reads slowly holds no copy of all of them
 
 
 class StoredResponse:
@@ -49,11 +51,17 @@ class StoredResponse:
         added.set()
 
     async def follow(self, after: int) -> AsyncGenerator[bytes, None]:
-        """Yield the events after sequence number `after`, until the response ends."""
+        """Yield the events after sequence number `after` (-1: all), until the response ends.
+
+        Raises:
+            ValueError: `after` is less than -1.
+        """
+        if after < -1:  # a negative index would find the same events again and again
+            raise ValueError(f"after must be at least -1, got {after}")
         assert self.events is not None
-        next_event = after + 1
+        all_events, next_event = self.events, after + 1
         while True:
-            if events := self.events[next_event:]:
+            if events := all_events[next_event : next_event + FOLLOWED_AT_ONCE]:
                 next_event += len(events)
                 yield b"".join(events)
             elif self.response.status not in RUNNING:
@@ -83,16 +91,34 @@ class ResponseStore:
         name = stored.response.id
         self.forget(name)
         size = stored.size()
-        idle = (other for other, entry in list(self._stored.items()) if not entry.busy)
+        if not self._make_room(size):
+            return False
+        self._stored[name], self._sizes[name] = stored, size
+        for item in item_ids(stored):
+            self._places.setdefault(item, []).append(name)
+        self.num_bytes += size
+        return True
+
+    def grow(self, stored: StoredResponse, num_bytes: int) -> bool:
+        """Count the bytes by which a stored response has grown. Return False if there is no room for them.
+
+        For one that is still generated: others are dropped as by `put`, which counts exactly once it has ended.
+        """
+        name = stored.response.id
+        if name not in self._sizes or not self._make_room(num_bytes):
+            return False
+        self._sizes[name] += num_bytes
+        self.num_bytes += num_bytes
+        return True
+
+    def _make_room(self, size: int) -> bool:
+        """Drop the least recently used responses until there is room for `size` bytes; False: there is none."""
+        idle = (name for name, entry in list(self._stored.items()) if not entry.busy)
         while self.num_bytes + size > self.limit:
             oldest = next(idle, None)
             if oldest is None:
                 return False
             self.forget(oldest)
-        self._stored[name], self._sizes[name] = stored, size
-        for item in item_ids(stored):
-            self._places.setdefault(item, []).append(name)
-        self.num_bytes += size
         return True
 
     def get(self, name: str) -> StoredResponse:
@@ -102,7 +128,7 @@ class ResponseStore:
             APIError: it is not stored.
         """
         if name not in self._stored:
-            raise APIError(404, f"response {name!r:.100} is not stored (any more)", code="not_found")
+            raise APIError(404, f"response {quoted(name)} is not stored (any more)", code="not_found")
         self._stored.move_to_end(name)
         return self._stored[name]
 
@@ -126,7 +152,7 @@ class ResponseStore:
         """Yield this response and its predecessors, the latest first."""
         while name is not None:
             if name not in self._stored:
-                message = f"previous_response_id: response {name!r:.100} is not stored (any more)"
+                message = f"previous_response_id: response {quoted(name)} is not stored (any more)"
                 raise APIError(404, message, param="previous_response_id", code="previous_response_not_found")
             stored = self.get(name)
             if stored.response.status not in USABLE:

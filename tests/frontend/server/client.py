@@ -111,7 +111,7 @@ class Client:
     ) -> Call:
         """Begin a request. body: of JSON, bytes, or parts of bytes that arrive one by one; `ends`: all of it."""
         path, _, query = target.partition("?")
-        named = {"host": "test"} | ({} if body is None else {"content-type": "application/json"})
+        named = {"host": "localhost"} | ({} if body is None else {"content-type": "application/json"})
         named |= {name.lower(): value for name, value in (headers or {}).items()}
         scope = {
             "type": "http",
@@ -121,7 +121,7 @@ class Client:
             "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()],
             "http_version": "1.1",
             "scheme": "http",
-            "server": ("test", 80),
+            "server": ("localhost", 80),
             "root_path": "",
         }
         parts = body if isinstance(body, list) and body and isinstance(body[0], bytes) else None

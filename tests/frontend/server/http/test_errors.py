@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 
+from pagewire.frontend.server.http.body import LARGE_BODIES, IncomingBodies
+from pagewire.ipc.logs import TEXT, TextFormatter
 from pagewire.ipc.messages import Abort, Submit, TokenDelta
+from pagewire.ipc.quoting import MAX_MESSAGE
 
 from ...conftest import FakeCore
 from ..client import Answer, Client
 
+ADMIN = {"x-pagewire-admin": "1"}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "w5"}]
 
@@ -126,6 +130,33 @@ def test_bodies(serve: Callable[..., Client], core: FakeCore) -> None:
         assert client.post(COMPLETIONS, {"prompt": "w5"}, **{"content-type": kind}).status == 415
     kind = "Application/JSON; charset=utf-8"
     assert client.post(COMPLETIONS, {"prompt": "w5"}, **{"content-type": kind}).status == 200
+
+
+def test_bodies_that_arrive_have_a_limit_in_all(serve: Callable[..., Client], core: FakeCore) -> None:
+    """Else many slow clients could fill the memory; small requests pass nevertheless."""
+    core.auto = True
+    client = serve(max_request_bytes=1 << 20)
+    bodies: IncomingBodies = client.app.state.incoming_bodies
+    assert bodies.limit == LARGE_BODIES << 20
+    part = b" " * ((1 << 20) - 100)
+
+    async def play() -> None:
+        slow = [client.call("POST", COMPLETIONS, [part], ends=False) for _ in range(LARGE_BODIES + 1)]
+        while bodies.num_bytes <= bodies.limit - len(part):
+            await asyncio.sleep(0)
+        refused = await client.call("POST", COMPLETIONS, [part, part], ends=False).answer()
+        assert (refused.status, refused.error["code"]) == (503, "too_many_bodies")
+        assert refused.headers["connection"] == "close" and refused.headers["retry-after"] == "1"
+        assert (await client.call("POST", COMPLETIONS, {"prompt": "w5"}).answer()).status == 200
+        for call in slow:
+            call.hang_up()
+            await call.task
+        assert bodies.num_bytes == 0
+        large = json.dumps({"prompt": "w5"}).encode() + part[:-100]
+        assert (await client.call("POST", COMPLETIONS, large).answer()).status == 200
+        assert bodies.num_bytes == 0
+
+    client.run(play)
 
 
 def test_a_body_that_never_ends(serve: Callable[..., Client]) -> None:
@@ -259,7 +290,7 @@ def test_abort(serve: Callable[..., Client], core: FakeCore, stream: bool) -> No
         call = client.call("POST", COMPLETIONS, {"prompt": "w5", "stream": stream})
         (request,) = (await asyncio.to_thread(core.expect, Submit)).requests
         names = [request.request_id, "other", "elsewhere"]
-        done = await client.call("POST", "/abort", {"request_id": names}).answer()
+        done = await client.call("POST", "/abort", {"request_id": names}, ADMIN).answer()
         assert done.json == {"aborted": [request.request_id, "elsewhere"]}
         return await call.answer()
 
@@ -301,3 +332,46 @@ def test_what_nobody_foresaw(client: Client, monkeypatch: pytest.MonkeyPatch, ca
     answer = client.post(COMPLETIONS, {"prompt": "w5"})
     assert answer.status == 500 and answer.error["type"] == "server_error"
     assert "ZeroDivisionError" in caplog.text
+
+
+LONG = "x" * 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("target", "body"),
+    [
+        (COMPLETIONS, {"prompt": "w5", "model": LONG}),
+        (COMPLETIONS, {"prompt": "w5", "response_format": {"type": LONG}}),
+        (COMPLETIONS, {"prompt": "w5", "early_stopping": LONG}),
+        (COMPLETIONS, {"prompt": "w5", "logit_bias": {LONG: 1}}),
+        (COMPLETIONS, {"prompt": "w5", "n": int("9" * 4000)}),
+        (COMPLETIONS, {"prompt": "w5", "user": LONG, "safety_identifier": LONG, "temperature": -1}),
+        (CHAT, {"messages": HELLO, "tools": [{"type": LONG}]}),
+        (CHAT, {"messages": HELLO, "tool_choice": {"type": "function", "function": {"name": LONG}}}),
+        ("/v1/responses", {"input": "w5", "previous_response_id": LONG}),
+        ("/v1/responses", {"input": [{"type": "item_reference", "id": LONG}]}),
+        ("/v1/responses", {"input": [{"type": LONG}]}),
+        ("/" + LONG, {}),
+        ("/pause?wait_for_inflight_requests=" + LONG, {}),
+        ("/sleep?level=" + LONG, {}),
+        ("/v1/models/" + LONG, None),
+    ],
+    ids=range(15),
+)
+def test_neither_answers_nor_the_log_repeat_all_of_the_input(
+    serve: Callable[..., Client], target: str, body: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pagewire")
+    answer = serve(enable_admin=True).request("GET" if body is None else "POST", target, body, ADMIN)
+    assert 400 <= answer.status < 500
+    assert len(answer.body) < 2 * MAX_MESSAGE
+    assert all(len(TextFormatter(TEXT).format(record)) < 3 * MAX_MESSAGE for record in caplog.records)
+
+
+def test_the_log_line_of_a_request_is_bounded(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    """Of one that is answered, too; only its prompt is logged at the length that the operator wants."""
+    caplog.set_level(logging.INFO, "pagewire")
+    body = {"prompt": ["w5"] * 1000, "user": LONG, "request_id": LONG, LONG: 1}
+    assert client.post(COMPLETIONS, body).status == 200
+    assert len(caplog.records) == 2
+    assert all(len(TextFormatter(TEXT).format(record)) < MAX_MESSAGE for record in caplog.records)

@@ -210,3 +210,20 @@ def test_a_wide_beam_is_refused_with_the_limit(beam_client: Client, core: FakeCo
     answer = beam_client.post(COMPLETIONS, {"prompt": "w5", "use_beam_search": True, "temperature": 0.5})
     assert answer.status == 400 and "give temperature 0 or 1" in answer.error["message"]
     assert not core.submitted
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308, -2000.0, 16.5, -16.5])
+def test_a_length_penalty_has_bounds(beam_client: Client, value: float) -> None:
+    body = {"prompt": "w5", "use_beam_search": True, "max_tokens": 5, "n": 2, "length_penalty": value}
+    answer = beam_client.post(COMPLETIONS, body)
+    assert (answer.status, answer.error["param"]) == (400, "length_penalty")
+    assert "length_penalty must be in [-16.0, 16.0]" in answer.error["message"]
+
+
+@pytest.mark.parametrize("value", [16.0, -16.0])
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+def test_the_largest_length_penalties(beam_client: Client, value: float, early_stopping: Any) -> None:
+    body = {"prompt": "w5", "use_beam_search": True, "max_tokens": 5, "n": 2, "length_penalty": value}
+    answer = beam_client.post(COMPLETIONS, body | {"early_stopping": early_stopping})
+    assert answer.status == 200, answer.body
+    assert len(answer.json["choices"]) == 2

@@ -1,0 +1,64 @@
+"""Limits of HTTP connections that hold before any request is looked at.
+
+Heads are limited in bytes and in time, connections in number. The number follows from how many files the process
+may have open: some are reserved, since the engine's sockets, log files and certificates need descriptors, too.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from functools import lru_cache
+from typing import NamedTuple
+
+from pagewire.ipc.descriptors import descriptor_limit
+
+MAX_TARGET_BYTES = 8 << 10  # path and query of a request
+MAX_HEADERS = 128
+MAX_HEAD_BYTES = 64 << 10  # all headers of a request; also trailers and the framing between parts of a body
+MAX_PIPELINED = 16  # requests on one connection that wait for the answers of earlier ones
+KEEP_ALIVE_SECONDS = 5.0  # a connection without a request is closed after this time
+BODY_GRACE_SECONDS = 1.0  # after `body_seconds`: endpoints that read a body answer 408 themselves before that
+
+RESERVED_DESCRIPTORS = 64  # files and sockets that are not connections of clients
+MOST_CONNECTIONS = 16384  # unless `--max-connections` says otherwise
+
+
+class ConnectionLimits(NamedTuple):
+    """How many connections a server has at most.
+
+    most: in all. most_per_address: from one address.
+    """
+
+    most: int
+    most_per_address: int
+
+
+def connection_limits(most: int | None, most_per_address: int | None) -> ConnectionLimits:
+    """Return the limits for given options; None: from the limit of open files, and half of all for one address.
+
+    Raises:
+        ValueError: there cannot be that many open files.
+    """
+    descriptors = descriptor_limit()
+    room = max(descriptors - RESERVED_DESCRIPTORS, descriptors // 2)
+    if most is not None and most > room:
+        raise ValueError(
+            f"max_connections must be at most {room}, got {most}: this process may have {descriptors} open files "
+            "(ulimit -n)"
+        )
+    most = min(room, MOST_CONNECTIONS) if most is None else most
+    return ConnectionLimits(most, max(1, most // 2) if most_per_address is None else most_per_address)
+
+
+@lru_cache(4096)
+def network_of(host: str) -> str:
+    """Return what counts as one address: an IPv4 address, or the /64 network that a host has with IPv6."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((address, 64), strict=False))
