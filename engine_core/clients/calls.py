@@ -89,7 +89,7 @@ class PendingCalls:
         return why
 
     def workers_lost(self, why: str, *, were_ready: bool) -> None:
-        """End the calls that the lost workers ran with an error; if these were not ready, those that waited, too."""
+        """End the calls that the lost workers ran with an error, and if they were not ready those that waited."""
         lost = [call.done for call in self._sent.values()]
         self._sent = {}
         if not were_ready:
