@@ -266,7 +266,7 @@ class EngineCore:
         self.stopwatch.restart(False)
         if self.started:
             self.outbox.add(self.scheduler.fail(time.monotonic()))
-            self.control.worker_lost(why)
+            self.control.worker_lost(why, was_ready=was_ready)
 
     def _start_worker(self) -> None:
         """Start the worker. What the machine lacks for that now, it may have a moment later."""
@@ -277,7 +277,7 @@ class EngineCore:
             why = error_text(error)
             self._plan_restart(f"the worker cannot be started ({why})", why, was_ready=False)
             if self.started:
-                self.control.worker_lost(why)
+                self.control.worker_lost(why, was_ready=False)
 
     def _plan_restart(self, text: str, why: str, was_ready: bool) -> None:
         pause = self._restarts.lost(time.monotonic(), was_ready=was_ready)
@@ -304,7 +304,7 @@ class EngineCore:
 
     def _launch(self) -> None:
         while (
-            self.worker.ready is not None
+            self.worker.accepting
             and not self.control.holds_plans
             and len(self.scheduler.in_flight) < self.scheduler.config.depth
             and (plan := self.scheduler.plan(time.monotonic())) is not None

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-INTERVAL_SECONDS = 1.0
-MIN_TICKS = 2  # of processor time (10 ms each) in an interval that count as work
+INTERVAL_SECONDS = 2.0
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+BYTES_PER_TICK = 1 << 16  # reading this much counts as a tick of processor time
+MIN_WORK = 6  # ticks in an interval; fewer are the noise of looking
 
 
 def work_done(session: int) -> int:
-    """A number that grows with the work of a session's processes: processor ticks, and megabytes read."""
+    """A number that grows with the work of a session's processes: processor ticks, and bytes read."""
     total = 0
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -32,14 +35,22 @@ def work_of(folder: Path, session: int) -> int:
         if int(fields[3]) != session:
             return 0
         ticks = sum(map(int, fields[11:15]))  # of its own, and of children that have ended
+    except (OSError, ValueError, LookupError):
+        return 0
+    return ticks + bytes_read(folder) // BYTES_PER_TICK
+
+
+def bytes_read(folder: Path) -> int:
+    """Bytes that the process with this folder in /proc has read; 0 where the system does not tell."""
+    try:
         counts = dict(line.split(": ") for line in (folder / "io").read_text().splitlines())
-        return ticks + (int(counts["rchar"]) + int(counts["read_bytes"]) >> 20)
+        return int(counts["rchar"]) + int(counts["read_bytes"])
     except (OSError, ValueError, LookupError):
         return 0
 
 
 class LoadingSigns:
-    """Calls `send` from a thread, at most once a second, while work is done; use with `with`."""
+    """Calls `send` from a thread, every two seconds in which work was done; use with `with`."""
 
     def __init__(self, send: Callable[[], None], interval: float = INTERVAL_SECONDS) -> None:
         self._send, self._interval = send, interval
@@ -59,11 +70,14 @@ class LoadingSigns:
 
     def _run(self) -> None:
         session = os.getsid(0)
-        before = work_done(session)
+        before = work_done(session) - own_ticks()
         while not self._over.wait(self._interval):
-            now = work_done(session)
-            if (
-                abs(now - before) >= MIN_TICKS
-            ):  # it falls when a process has ended and its parent has not counted it
-                before = now
+            now = work_done(session) - own_ticks()
+            if now - before >= MIN_WORK:
                 self._send()
+            before = now
+
+
+def own_ticks() -> int:
+    """Processor ticks of the calling thread, whose looking is not work."""
+    return int(time.thread_time() * TICKS_PER_SECOND)

@@ -60,7 +60,7 @@ class PendingCalls:
             )
         if (num_pending := len(self._sent) + len(self._unsent)) >= MAX_PENDING_CALLS:
             raise EngineBusyError(f"{num_pending} calls already wait for the workers")
-        if self._workers.ready is None:
+        if not self._workers.accepting:
             self._unsent.append((call, done))
         else:
             self._send(call, done)
@@ -88,10 +88,13 @@ class PendingCalls:
                 call.done(TimeoutError(text))
         return why
 
-    def workers_lost(self, why: str) -> None:
-        """End all calls with an error: those that the lost workers ran, and those that waited for their start."""
-        lost = [call.done for call in self._sent.values()] + [done for _, done in self._unsent]
-        self._sent, self._unsent = {}, []
+    def workers_lost(self, why: str, *, were_ready: bool) -> None:
+        """End the calls that the lost workers ran with an error, and if they were not ready those that waited."""
+        lost = [call.done for call in self._sent.values()]
+        self._sent = {}
+        if not were_ready:
+            lost += [done for _, done in self._unsent]
+            self._unsent = []
         for done in lost:
             done(RuntimeError(f"the worker was lost: {why}"))
 

@@ -155,9 +155,9 @@ class Control:
         self._worker_calls.receive(reply)
         self._health.advance()
 
-    def worker_lost(self, why: str) -> None:
-        """Answer the calls that the lost workers had not answered, or not received, with an error."""
-        self._worker_calls.workers_lost(why)
+    def worker_lost(self, why: str, *, was_ready: bool) -> None:
+        """Answer the calls that the lost workers had not answered, or waited for their start, with an error."""
+        self._worker_calls.workers_lost(why, were_ready=was_ready)
         self._health.advance()
 
     def worker_ready(self) -> None:

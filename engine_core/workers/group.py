@@ -141,6 +141,11 @@ class WorkerGroup:
         self._exits.register(process.exit_fd, select.EPOLLIN)
         logger.info("worker %d%s started (pid %d)", self.num_starts, self._label(process), process.pid)
 
+    @property
+    def accepting(self) -> bool:
+        """True while the workers take plans and calls: they are ready, and are not being killed."""
+        return self.ready is not None and not self._killed
+
     def silence(self, now: float) -> float:
         """Seconds since the last message of a process that is loading; 0 if none is, or they are being killed."""
         if self.ready is not None or self._killed:

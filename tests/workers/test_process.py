@@ -17,6 +17,7 @@ from pagewire.ipc.messages import PROTOCOL
 from pagewire.ipc.sockets import bind_router, receive, send
 from pagewire.ipc.worker_messages import (
     FromWorker,
+    Loading,
     Masks,
     Progress,
     Ready,
@@ -31,6 +32,7 @@ from pagewire.ipc.worker_messages import (
     WorkerHello,
     WorkerReply,
 )
+from pagewire.workers import main
 
 from .driver import GREEDY, tokens_of
 
@@ -56,8 +58,8 @@ class Core:
         return self.codec.decode(receive(self.socket)[1:])
 
     def hear_after_progress(self) -> FromWorker:
-        while isinstance(message := self.hear(), Progress):
-            assert message.seconds >= 0
+        while isinstance(message := self.hear(), Progress | Loading):
+            assert isinstance(message, Loading) or message.seconds >= 0
         return message
 
 
@@ -148,3 +150,33 @@ def test_a_masked_step_waits_for_its_masks(core: Core, llama: Path) -> None:
     core.say(StepPlan(3, [Row(2, 3, 1, num_samples=1)], masked=True))
     core.say(Shutdown())  # rather than the masks
     assert core.child.process.wait(20) == 0
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        (object(), "cannot contain object"),
+        (1 << 70, "result cannot be sent"),
+        (b"x" * 3000, "over the limit of 2,000"),
+    ],
+)
+def test_a_result_that_no_message_holds_is_an_error_of_its_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, result: Any, text: str
+) -> None:
+    monkeypatch.setattr(main, "MAX_MESSAGE_BYTES", 2000)
+    monkeypatch.setattr(main, "answer", lambda runner, call: WorkerReply(call.call_id, result))
+    context: zmq.Context[Any] = zmq.Context()
+    socket = bind_router(context, f"ipc://{tmp_path}/core.sock")
+    connection = main.Connection(f"ipc://{tmp_path}/core.sock", "worker")
+    try:
+        main.reply(connection, None, WorkerCall(3, "odd"))
+        assert socket.poll(10_000)
+        reply = Codec[Any](FromWorker).decode(receive(socket)[1:])
+    finally:
+        connection.close()
+        context.destroy(0)
+    assert (
+        reply.call_id == 3
+        and reply.error.startswith("odd: the result cannot be sent")
+        and text in reply.error
+    )

@@ -24,7 +24,14 @@ from llguidance import LLTokenizer, TokenizerWrapper
 from pagewire.engine_core.grammar.compile import compile_grammar
 from pagewire.engine_core.grammar.matcher import Grammar, Matcher
 from pagewire.engine_core.schedule.drafting import Drafter
-from pagewire.engine_core.schedule.scheduler import CRASHES_TO_ISOLATE, Outcome, Scheduler, SchedulerConfig
+from pagewire.engine_core.schedule.scheduler import (
+    CRASHES_TO_ISOLATE,
+    RELAPSES_TO_ISOLATE,
+    Outcome,
+    Scheduler,
+    SchedulerConfig,
+    is_suspect,
+)
 from pagewire.engine_core.schedule.sequence import Sequence, State, sequences
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.items import LogprobRows, Media, Prompt, Task
@@ -298,7 +305,13 @@ class Stream:
     prompt_logprobs: list[int] = field(default_factory=list)
     deltas: list[TokenDelta] = field(default_factory=list)
     num_crashes: int = 0
+    num_relapses: int = 0
     aborted: bool = False
+
+    @property
+    def is_guilty(self) -> bool:
+        """Another crash is one too many."""
+        return self.num_crashes > CRASHES_TO_ISOLATE or self.num_relapses > RELAPSES_TO_ISOLATE + 1
 
     @property
     def last(self) -> TokenDelta | None:
@@ -410,11 +423,12 @@ class Simulation:
         """The worker dies, and another one comes."""
         for sequence in {r for step in self.scheduler.in_flight for r in step.sequences}:
             self.streams[sequence].num_crashes += 1
+            self.streams[sequence].num_relapses += 1
         self.worker = self._new_worker()
         self.plans.clear()
         self.results.clear()
         outcomes = self.scheduler.fail(self._tick())
-        guilty = {r for r in self.live() if self.streams[r].num_crashes > CRASHES_TO_ISOLATE}
+        guilty = {r for r in self.live() if self.streams[r].is_guilty}
         assert {sequence for sequence, _ in outcomes} == guilty
         self._hear(outcomes)
         return outcomes
@@ -547,6 +561,8 @@ class Simulation:
         assert stream.tokens == output[: len(stream.tokens)], "a token depends on how it was scheduled"
         if delta.token_ids:
             stream.num_crashes = 0
+            if not sequence.num_relapses:  # it was cleared, by steps alone
+                stream.num_relapses = 0
             prompt = sequence.token_ids[: sequence.num_prompt_tokens]
             assert stream.prompt_logprobs == (prompt[1:] if sequence.returns_prompt_logprobs else [])
         if delta.num_cached_tokens is not None:
@@ -603,7 +619,7 @@ class Snapshot:
         admitted = [sequence for sequence in now if sequence not in self.running]
         assert not (preempted and admitted)
         waiting = [entry[-1] for entry in scheduler.waiting._heap if entry[-1].state is State.WAITING]
-        if admitted and admitted[0].num_crashes < CRASHES_TO_ISOLATE:
+        if admitted and not is_suspect(admitted[0]):
             assert not scheduler.waiting.suspects
             assert all(order(a) < order(w) for a in admitted for w in waiting)
         for sequence in self.running:
@@ -612,6 +628,6 @@ class Snapshot:
                 assert all(order(other) < order(sequence) for other in served)
 
     def _check_suspects(self, now: list[Sequence]) -> None:
-        """Whoever was there at two crashes runs alone."""
-        if any(sequence.num_crashes >= CRASHES_TO_ISOLATE for sequence in now):
+        """Whoever was there at two crashes, or at three with tokens in between, runs alone."""
+        if any(is_suspect(sequence) for sequence in now):
             assert len(now) == 1 and self.in_flight <= set(now)

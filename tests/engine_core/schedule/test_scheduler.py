@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.engine_core.schedule.scheduler import SchedulerConfig
+from pagewire.engine_core.schedule.scheduler import RELAPSES_TO_ISOLATE, STEPS_TO_CLEAR, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import Sequence, State
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.items import Media
@@ -772,6 +772,43 @@ def test_a_token_proves_a_suspect_innocent() -> None:
     crash(simulation, 2)
     simulation.drain()
     assert simulation.finish_reason(request) == "length"
+
+
+def test_crashes_with_tokens_in_between_isolate_and_end_a_request() -> None:
+    simulation = Simulation(depth=1)
+    request, other = simulation.submit([2, 3], max_tokens=50)[0], simulation.submit([4, 5], max_tokens=50)[0]
+    for _ in range(RELAPSES_TO_ISOLATE):
+        simulation.step()
+        crash(simulation)
+    simulation.plan()
+    assert served(simulation) == [request]
+    simulation.commit()
+    crash(simulation)
+    simulation.plan()
+    assert served(simulation) == [request], "a token clears it"
+    simulation.commit()
+    crash(simulation)
+    simulation.drain()
+    assert simulation.finish_reason(request) == "error"
+    assert simulation.finish_reason(other) == "length"
+
+
+def test_steps_alone_clear_a_request_of_its_crashes() -> None:
+    simulation = Simulation(depth=1)
+    request = simulation.submit([2, 3], max_tokens=50)[0]
+    for _ in range(RELAPSES_TO_ISOLATE):
+        simulation.step()
+        crash(simulation)
+    other = simulation.submit([4, 5], max_tokens=50)[0]
+    for _ in range(STEPS_TO_CLEAR):
+        simulation.plan()
+        assert served(simulation) == [request]
+        simulation.commit()
+    simulation.plan()
+    assert served(simulation) == [request, other]
+    simulation.commit()
+    simulation.drain()
+    assert {simulation.finish_reason(request), simulation.finish_reason(other)} == {"length"}
 
 
 def test_a_suspect_waits_until_a_dropped_row_has_returned() -> None:
