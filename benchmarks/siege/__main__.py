@@ -55,7 +55,7 @@ class Siege:
         report = Report(given, self._log, self._client, watcher, self._lag)
         await self._attack(watcher, report)
         alive = not (watcher.deaths or watcher.overflow)
-        if alive:
+        if alive and not report.others:
             report.others += await self._settle()
             report.after = watcher.sample()
         report.others += await asyncio.to_thread(self._fortress.stop)
@@ -77,10 +77,15 @@ class Siege:
                 watcher.kill_workers(random.Random(self._options.seed), self._client.worker_killed)
             )
         tasks = [asyncio.create_task(helper) for helper in helpers]
+        tasks.append(stuck := asyncio.create_task(self._client.stuck()))
         try:
             await asyncio.wait(
-                [watch, reading], timeout=self._seconds + END_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                [watch, reading, stuck],
+                timeout=self._seconds + END_SECONDS,
+                return_when=asyncio.FIRST_COMPLETED,
             )
+            if stuck.done():
+                report.others.append("called off: the client waits and waits")
             ended = attackers.poll()
             if not watch.done() and ended:
                 report.others.append(f"the attackers ended with status {ended}")

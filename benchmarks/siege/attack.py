@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -58,10 +60,13 @@ async def connected(target: Target, rng: random.Random) -> AsyncIterator[Connect
     """A connection to the server from one of `SOURCES`; it is cut, not closed, in the end.
 
     Raises:
-        OSError: the server does not accept it. TimeoutError: not in time.
+        OSError: the server does not accept it, or not in time.
     """
     connecting = asyncio.open_connection(target.host, target.port, local_addr=(rng.choice(SOURCES), 0))
-    reader, writer = await asyncio.wait_for(connecting, CONNECT_SECONDS)
+    try:
+        reader, writer = await asyncio.wait_for(connecting, CONNECT_SECONDS)
+    except asyncio.TimeoutError:
+        raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)) from None
     try:
         yield reader, writer
     finally:

@@ -87,10 +87,10 @@ class Attacking:
         rng = random.Random(f"{self._seed}/{attacker.name}/{number}")
         try:
             return await asyncio.wait_for(attacker.attack(self._target, rng), LONGEST_SECONDS)
-        except OSError as error:
-            return f"no connection ({os.strerror(error.errno) if error.errno else error})"
         except asyncio.TimeoutError:
             return UNANSWERED
+        except OSError as error:
+            return f"no connection ({os.strerror(error.errno) if error.errno else error})"
         except Exception as error:
             return f"{BROKEN}: {error!r:.200}"
 

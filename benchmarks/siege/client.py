@@ -17,6 +17,7 @@ GRAMMAR_SECONDS = 10.0  # likewise with a schema never seen, which must be compi
 RESTART_SECONDS = 60.0  # likewise where a worker was killed since the last answer
 OLD_ANSWER_SECONDS = 0.5  # what comes this soon after a worker was killed may be that worker's
 HANG_SECONDS = 120.0  # an answer that takes longer does not come
+STUCK_SECONDS = 30.0  # over the limit of a wait: the siege is called off, for it has failed
 PAUSE_SECONDS = 0.1
 NUM_TOKENS = 12
 COMPLETION = {
@@ -162,6 +163,11 @@ class Client:
             return []
         seconds = time.monotonic() - self._waiting_since
         return [Wait("unfinished", self._waiting_since, seconds, self._killed_at is not None)]
+
+    async def stuck(self) -> None:
+        """Return once a wait has lasted for `STUCK_SECONDS`, which nobody would wait for."""
+        while not any(wait.seconds > STUCK_SECONDS + wait.limit for wait in self.open_wait()):
+            await asyncio.sleep(0.5)
 
     def end(self) -> None:
         """Count the wait that is not over as one that is."""
