@@ -342,6 +342,7 @@ class EngineCore:
             if self._stop_by is not None:
                 raise EngineBusyError("the engine core is shutting down and accepts no new requests")
             check_request(request, self.info)
+            tenant = self.scheduler.tenants.get(request.tenant or client.identity)
             group = sequences(
                 request,
                 client.identity,
@@ -349,8 +350,9 @@ class EngineCore:
                 now,
                 max_model_len=self.info.max_model_len,
                 share_prefixes=self.config.args.enable_prefix_caching,
+                tenant=tenant,
             )
-            self.lobby.add(group, self.scheduler.num_waiting, now)
+            self.lobby.add(group, self.scheduler.waiting.num_before(tenant), now)
         except (ValueError, TypeError, EngineBusyError) as error:
             self._reject(client, request, error)
             return

@@ -8,9 +8,10 @@ chunks if necessary. Up to `depth` plans may be in flight. The next one is made 
 are known, so a sequence that ends with a stop token may have one row too many in flight; the token of that row is
 dropped. An end by length is known in advance.
 
-When blocks run out, the last running sequence is preempted: its blocks are freed, and it is recomputed later. A
-sequence with a step in flight cannot be preempted. So nothing behind the sequence that lacks blocks is planned,
-and one step later the last sequence is idle.
+When blocks run out, the last running sequence of the most served tenant is preempted: its blocks are freed, and it
+is recomputed later. A sequence with a step in flight cannot be preempted. So nothing behind the sequence that lacks
+blocks is planned, and one step later the last sequence is idle. Sequences are also preempted for the sake of their
+slot, if another tenant or request waits that has none (`fairness`).
 
 A row may carry drafts: proposed tokens, computed and sampled after in the same step. How many of them count is
 known when the step returns; until then the sequence is not planned again.
@@ -29,10 +30,12 @@ from typing import Literal, TypeAlias
 
 from pagewire.engine_core.grammar.matcher import GrammarError
 from pagewire.engine_core.schedule.drafting import Drafter
+from pagewire.engine_core.schedule.fairness import PATIENCE_SECONDS, gives_slot, gives_way
 from pagewire.engine_core.schedule.kv_cache import KVCache
 from pagewire.engine_core.schedule.sequence import Sequence, State
 from pagewire.engine_core.schedule.step import PlannedStep, SchedulerStats, check_result
 from pagewire.engine_core.schedule.stopping import finish_reason, stop_ids
+from pagewire.engine_core.schedule.tenants import Tenants
 from pagewire.engine_core.schedule.waiting import WaitingQueue
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.messages import TokenDelta
@@ -73,7 +76,7 @@ class Scheduler:
     """Owns all unfinished sequences and all KV blocks.
 
     drafter: proposes tokens for sequences whose tokens are all known; None: no drafts.
-    running: in order of priority, then arrival. waiting: without a slot, new or preempted.
+    running: in order of priority, then arrival. waiting: without a slot, new or preempted. tenants: whose they are.
     """
 
     def __init__(self, config: SchedulerConfig, drafter: Drafter | None = None) -> None:
@@ -81,12 +84,14 @@ class Scheduler:
         self.kv = KVCache(config.num_blocks, config.block_size)
         self.stats = SchedulerStats()
         self.running: list[Sequence] = []
-        self.waiting = WaitingQueue(self._order)
+        self.tenants = Tenants()
+        self.waiting = WaitingQueue(self._order, self.tenants)
         self.in_flight: deque[PlannedStep] = deque()
         self._drafter = drafter
         self._free_slots = list(range(config.max_num_seqs))[::-1]
         self._freed_slots: list[int] = []
         self._next_step_id = 0
+        self._next_handover = 0.0
         self._watermark = int(config.watermark * config.num_blocks)
 
     # ------------------------------------------------------------ events
@@ -125,8 +130,9 @@ class Scheduler:
         if len(self.in_flight) >= self.config.depth:
             raise RuntimeError(f"{len(self.in_flight)} steps are in flight")
         step = PlannedStep(self._next_step_id, self.config.max_num_batched_tokens)
-        if self._plan_running(step):
-            self._plan_waiting(step, now)
+        newcomer, leaving = self._hand_over(now)
+        if self._plan_running(step, leaving):
+            self._plan_waiting(step, newcomer, now)
         if not step.rows:
             return None
         self._next_step_id += 1
@@ -222,26 +228,44 @@ class Scheduler:
 
     # ------------------------------------------------------------ planning
 
-    def _plan_running(self, step: PlannedStep) -> bool:
-        """Plan running sequences. False if blocks ran out, so that no waiting one may be admitted."""
+    def _hand_over(self, now: float) -> tuple[Sequence | None, Sequence | None]:
+        """Preempt a sequence whose slot goes to another tenant or request that has none.
+
+        Returns the sequence that gets the slot, or the one that gives it but is still in flight: it is not planned.
+        """
+        if self._free_slots or now < self._next_handover or self.waiting.suspects:
+            return None, None
+        newcomer = self.waiting.first()
+        leaving = None if newcomer is None else gives_slot(newcomer, self.running, self._order, now)
+        if leaving is None or leaving.in_flight:
+            return None, leaving
+        self._next_handover = now + PATIENCE_SECONDS
+        self._preempt(leaving)
+        return newcomer, None
+
+    def _plan_running(self, step: PlannedStep, leaving: Sequence | None) -> bool:
+        """Plan running sequences but `leaving`. False if blocks ran out, so that no waiting one may be admitted."""
         num_preemptions = self.stats.num_preemptions
         for sequence in list(self.running):
             if step.budget == 0:
                 break
             num_left = sequence.num_to_compute
-            if num_left == 0 or sequence.state is not State.RUNNING:
+            if num_left == 0 or sequence.state is not State.RUNNING or sequence is leaving:
                 continue
             count = self._chunk(sequence, num_left, step)
             if count == 0:  # a medium is larger than what is left of the budget, and nothing may pass it
                 return False
             missing = self.kv.missing(sequence, sequence.computed + count)
             if missing and not self._make_room(sequence, missing):
-                return False
+                if sequence.state is State.RUNNING:
+                    return False
+                continue  # it was preempted itself, for it is of the most served tenant
             drafts = [] if self._drafter is None else self._drafts(self._drafter, sequence, count, step)
             self._schedule(step, sequence, count, drafts)
         return num_preemptions == self.stats.num_preemptions
 
-    def _plan_waiting(self, step: PlannedStep, now: float) -> None:
+    def _plan_waiting(self, step: PlannedStep, newcomer: Sequence | None, now: float) -> None:
+        """Admit waiting sequences, `newcomer` before all others."""
         suspects = self.waiting.suspects
         if suspects:
             if not self.running and not self.in_flight:  # alone means: without leftover rows either
@@ -250,7 +274,7 @@ class Scheduler:
         if len(self.running) == 1 and self.running[0].num_crashes >= CRASHES_TO_ISOLATE:
             return
         while step.budget and self._free_slots:
-            sequence = self.waiting.first()
+            sequence, newcomer = newcomer or self.waiting.first(), None
             if sequence is None or not self._admit(step, sequence, now):
                 break
 
@@ -265,11 +289,15 @@ class Scheduler:
         self.waiting.remove(sequence)
         sequence.state, sequence.slot = State.RUNNING, self._free_slots.pop()
         insort(self.running, sequence, key=self._order)
+        self.tenants.selected(sequence.tenant)
+        num_charged = 0
         if sequence.num_cached_tokens is None:
+            num_charged = len(sequence.token_ids) - sequence.computed
             sequence.num_cached_tokens = sequence.computed
             sequence.scheduled_time = now
             self.stats.num_prefix_queries += len(sequence.token_ids)
             self.stats.num_prefix_hits += sequence.computed
+        sequence.tenant.admit(sequence.turn, num_charged)
         step.inits.append(
             SlotInit(
                 slot=sequence.slot,
@@ -334,9 +362,9 @@ class Scheduler:
         self.kv.register(sequence)
 
     def _make_room(self, sequence: Sequence, missing: int) -> bool:
-        """Free `missing` blocks by preempting the last sequences; False if `sequence` must wait."""
+        """Free `missing` blocks by preempting others; False if `sequence` must wait, or was preempted itself."""
         while self.kv.pool.num_free < missing:
-            victim = self.running[-1]
+            victim = gives_way(sequence, self.running, self._order)
             if victim.in_flight:
                 return False
             self._preempt(victim)
@@ -402,6 +430,7 @@ class Scheduler:
             sequence.token_gap = (now - sequence.last_token_time) / num_tokens
         sequence.last_token_time = now
         self.stats.num_output_tokens += num_tokens
+        sequence.tenant.num_output_tokens += num_tokens
         return num_tokens, reason, stop_token
 
     def _end_pooled(self, sequence: Sequence, result: RowResult, now: float) -> TokenDelta:
@@ -439,6 +468,7 @@ class Scheduler:
     def _stop_running(self, sequence: Sequence) -> None:
         """Free blocks and slot of a running sequence; safe with steps in flight, as workers run plans in order."""
         self.running.remove(sequence)
+        sequence.tenant.num_running -= 1
         self.kv.free(sequence)
         self._free_slots.append(sequence.slot)
         self._freed_slots.append(sequence.slot)

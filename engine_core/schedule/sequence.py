@@ -10,6 +10,7 @@ import msgspec
 
 from pagewire.engine_core.grammar.matcher import Matcher
 from pagewire.engine_core.schedule.blocks import Block
+from pagewire.engine_core.schedule.tenants import Tenant
 from pagewire.ipc.messages import Request, RequestTiming
 from pagewire.ipc.params import PoolingParams, SamplingParams
 
@@ -32,6 +33,7 @@ class Sequence:
 
     client: the frontend's identity. request: what it submitted. index: 0 to n - 1.
     arrival: position in the order of arrival. max_output: maximum number of output tokens.
+    tenant: whose sequence it is. turn: its place among those of the tenant, while it waits.
     in_flight: for each step in flight that runs this sequence, oldest first, how many tokens it samples.
     num_crashes: worker crashes with this sequence in flight, since its last token.
     namespace: prefixes are shared within a namespace only; empty for that of all requests.
@@ -54,6 +56,8 @@ class Sequence:
     token_ids: list[int]
     num_prompt_tokens: int
     max_output: int
+    tenant: Tenant
+    turn: int = 0
     namespace: bytes = b""
     matcher: Matcher | None = None
 
@@ -192,12 +196,14 @@ def sequences(
     *,
     max_model_len: int,
     share_prefixes: bool,
+    tenant: Tenant | None = None,
 ) -> list[Sequence]:
     """The n sequences of a submitted request, with `arrival`, `arrival` + 1, ... as their order of arrival.
 
     Without `share_prefixes` each request gets a namespace of its own, so that only its own n sequences share the
-    prompt.
+    prompt. tenant: whose request it is; None: one without any other request.
     """
+    tenant = tenant or Tenant(client)
     prompt, task = request.prompt.token_ids, request.task
     namespace = b"" if share_prefixes else b"%b|%d" % (client, arrival)
     limit = max_model_len - len(prompt)
@@ -217,6 +223,8 @@ def sequences(
             token_ids=[*prompt, *done[index]],
             num_prompt_tokens=len(prompt),
             max_output=max_output,
+            tenant=tenant,
+            turn=tenant.turn(request.rank),
             namespace=namespace,
             num_prompt_logprobs=request.num_prompt_logprobs if index == 0 else 0,
         )
