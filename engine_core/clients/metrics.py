@@ -376,7 +376,7 @@ def own(core: MeasuredEngine) -> Iterator[Row]:
 
 
 def tenants(core: MeasuredEngine) -> Iterator[Row]:
-    """What each named tenant has and was given; those beyond the `MAX_TENANTS` most served together as "(others)"."""
+    """What each named tenant has and was given; beyond the `MAX_TENANTS` most served, all as "(others)"."""
     named = [tenant for tenant in core.scheduler.tenants if isinstance(tenant.name, str)]
     named.sort(key=lambda tenant: tenant.served, reverse=True)
     parts = [(str(tenant.name), [tenant]) for tenant in named[:MAX_TENANTS]]

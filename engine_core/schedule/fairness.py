@@ -1,7 +1,7 @@
 """Which running sequence gives way to others: for its blocks, or for its slot.
 
-Both choose the last sequence of the most served tenant, within the worst priority. With one tenant, that is the last
-in order.
+Both choose the last sequence of the most served tenant, within the worst priority. With one tenant, that is the
+last in order.
 
 A slot changes hands so that whoever begins is not kept waiting by one who fills all slots with long outputs: a
 tenant without a running sequence gets a slot of one with several, and the beginning of a batch a slot of the same
@@ -17,7 +17,9 @@ from typing import TypeAlias
 
 from pagewire.engine_core.schedule.sequence import Sequence
 
-PATIENCE_SECONDS = 0.5  # that a sequence waits for a slot to get free, and between two slots that change hands
+PATIENCE_SECONDS = (
+    0.5  # that a sequence waits for a slot to get free, and between two slots that change hands
+)
 
 Order: TypeAlias = Callable[[Sequence], tuple[int, int]]
 

@@ -257,9 +257,9 @@ class Scheduler:
                 return False
             missing = self.kv.missing(sequence, sequence.computed + count)
             if missing and not self._make_room(sequence, missing):
-                if sequence.state is State.RUNNING:
+                if sequence.slot >= 0:
                     return False
-                continue  # it was preempted itself, for it is of the most served tenant
+                continue  # it was preempted itself, as one of the most served tenant
             drafts = [] if self._drafter is None else self._drafts(self._drafter, sequence, count, step)
             self._schedule(step, sequence, count, drafts)
         return num_preemptions == self.stats.num_preemptions

@@ -53,6 +53,11 @@ class ServerOptions:
 
     api_key: list[str] = option(None, "Access", "API key(s), one of which clients must send, except to"
         " /health and for the page's files; also read from $PAGEWIRE_API_KEY", make=list)
+    api_key_file: str | None = option(None, "Access", "file with a line NAME KEY [RIGHTS] per API key, for this"
+        " user's eyes only (mode 600); read again when it changes; `pagewire keys --api` adds a line")
+    cache_salt_by_key: bool | None = option(None, "Access", "share cached prefixes only between requests with the"
+        " same key's name; if not, clients are not told how much was cached (default: with several keys or a key"
+        " file)")
     enable_admin: bool = option(False, "Access", "serve /pause, /resume, /sleep, /wake_up, /abort, ...")
 
     chat_template: str | None = option(None, "Chat", "chat template: the template itself, a file, or the"
@@ -109,6 +114,11 @@ class ServerOptions:
             raise ValueError("TLS needs both ssl_keyfile and ssl_certfile")
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ValueError("enable_auto_tool_choice needs tool_call_parser")
+
+    @property
+    def keyed(self) -> bool:
+        """True if clients must send an API key."""
+        return bool(self.keys()) or self.api_key_file is not None
 
     def keys(self) -> list[str]:
         """Return the accepted API keys; without any, no key is required."""

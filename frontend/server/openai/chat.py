@@ -93,7 +93,7 @@ async def answer(service: Service, request: ChatRequest, exchange: Exchange) -> 
     params = params_of(service, request, tools, prompt)
     exchange.prompt = prompt.get("prompt", "")
     if request.use_beam_search:
-        (output,) = await beam_outputs(service, request, [prompt], params, exchange.id)
+        (output,) = await beam_outputs(service, request, [prompt], params, exchange)
         return writer.whole(output)
     batches = generate(service, request, exchange, prompt, params)
     if request.stream:
@@ -114,6 +114,7 @@ def generate(
         exchange.id,
         priority=request.priority or 0,
         trace_headers=exchange.headers,
+        admit=exchange.lease.admit,
     )
 
 

@@ -69,13 +69,14 @@ async def complete(service: Service, request: CompletionRequest, exchange: Excha
     exchange.prompt = prompts[0] if isinstance(prompts[0], (str, list)) else ""
     params = completion_params(service, request)
     if request.use_beam_search:
-        return writer.whole(await beam_outputs(service, request, prompts, params, exchange.id))
+        return writer.whole(await beam_outputs(service, request, prompts, params, exchange))
     batches = service.engine.generate_all(
         [salted(prompt, request.cache_salt) for prompt in prompts],
         params,
         exchange.id,
         priority=request.priority or 0,
         trace_headers=exchange.headers,
+        admit=exchange.lease.admit,
     )
     if request.stream:
         return writer.stream(batches)

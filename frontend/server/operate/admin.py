@@ -1,5 +1,7 @@
 """Endpoints for operators, which are there if the server was started with `--enable-admin`.
 
+A key needs the right `admin`, as those of `--api-key` have.
+
 Most are a call of the engine: its arguments are read from the query, by the table in `pagewire.ipc.calls`.
 """
 
@@ -15,6 +17,7 @@ from pagewire.frontend.server.http.body import Decoder, read_request
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.http.query import arguments_of, queries_of
+from pagewire.frontend.server.http.tenants import require_admin
 from pagewire.frontend.server.service import Service, service_of
 
 
@@ -47,13 +50,17 @@ def routes(service: Service) -> list[Operation]:
         operation(
             "POST", "/reset_prefix_cache", reset_prefix_cache, "Forget cached prefixes.", "reset_prefix_cache"
         ),
-        Operation("POST", "/abort", abort, "End requests.", body=AbortRequest, result=AbortResponse),
+        Operation(
+            "POST", "/abort", require_admin(abort), "End requests.", body=AbortRequest, result=AbortResponse
+        ),
     ]
 
 
 def operation(method: str, path: str, endpoint: Any, summary: str, call: str) -> Operation:
     """An endpoint that takes the arguments of a call in its query, and answers a truth value."""
-    return Operation(method, path, endpoint, summary, query=queries_of(call), result=dict[str, bool])
+    return Operation(
+        method, path, require_admin(endpoint), summary, query=queries_of(call), result=dict[str, bool]
+    )
 
 
 async def pause(request: Request) -> Response:

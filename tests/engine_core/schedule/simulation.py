@@ -532,7 +532,7 @@ class Simulation:
         self._check_tenants()
 
     def _check_tenants(self) -> None:
-        """What is counted of each tenant is what its sequences are and have; suspects are not counted as waiting."""
+        """What is counted of each tenant is what its sequences are and have. Suspects do not count as waiting."""
         suspects = self.scheduler.waiting.suspects
         for tenant in self.scheduler.tenants:
             mine = [sequence for sequence in self.streams if sequence.tenant is tenant]
@@ -698,7 +698,9 @@ class Snapshot:
                 assert sequence is self._next()
                 self.queues[sequence.tenant].remove(sequence)
                 if sequence in self.new:
-                    self.served[sequence.tenant] += len(sequence.token_ids) - (sequence.num_cached_tokens or 0)
+                    self.served[sequence.tenant] += len(sequence.token_ids) - (
+                        sequence.num_cached_tokens or 0
+                    )
         run = set(planned)
         left = [s for s in self.running if s.state is State.RUNNING and s not in run and self.to_compute[s]]
         if giver := next((sequence for sequence in left if sequence in givers), None):
