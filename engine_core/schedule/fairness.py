@@ -1,12 +1,11 @@
-"""Which running sequence gives way to others: for its blocks, or for its slot.
+"""Which running sequence gives way to others: one that needs blocks to go on, or one that has not begun.
 
 Both choose the last sequence of the most served tenant, within the worst priority. With one tenant, that is the
 last in order.
 
-A slot changes hands so that whoever begins is not kept waiting by one who fills all slots with long outputs: a
-tenant without a running sequence gets a slot of one with several, and the beginning of a batch a slot of the same
-tenant's that goes to the later part of another. Only a sequence that never ran gets a slot that way, so it happens
-at most once for each.
+Room changes hands so that whoever begins is not kept waiting by one who fills the engine with long outputs: a
+tenant without a running sequence gets the room of one with several, and the beginning of a batch that of the later
+part of another batch of the same tenant. Only a sequence that never ran gets room that way, so once for each.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ def gives_way(sequence: Sequence, running: list[Sequence], order: Order) -> Sequ
     return max(behind, key=lambda other: last(other, order))
 
 
-def gives_slot(newcomer: Sequence, running: list[Sequence], order: Order, now: float) -> Sequence | None:
-    """The running sequence whose slot goes to `newcomer`, which is the next that waits; None if it has to wait on.
+def gives_room(newcomer: Sequence, running: list[Sequence], order: Order, now: float) -> Sequence | None:
+    """The running sequence whose room goes to `newcomer`, which is the next that waits; None if it has to wait on.
 
     An idle one, if there is one: a sequence in flight cannot be preempted.
     """
@@ -45,7 +44,7 @@ def gives_slot(newcomer: Sequence, running: list[Sequence], order: Order, now: f
 
 
 def must_share(running: Sequence, newcomer: Sequence, order: Order) -> bool:
-    """True if a running sequence has no better right to its slot than `newcomer`."""
+    """True if a running sequence has no better right to its room than `newcomer`."""
     if order(running)[0] < order(newcomer)[0]:
         return False
     if running.tenant is newcomer.tenant:

@@ -10,8 +10,8 @@ dropped. An end by length is known in advance.
 
 When blocks run out, the last running sequence of the most served tenant is preempted: its blocks are freed, and it
 is recomputed later. A sequence with a step in flight cannot be preempted. So nothing behind the sequence that lacks
-blocks is planned, and one step later the last sequence is idle. Sequences are also preempted for the sake of their
-slot, if another tenant or request waits that has none (`fairness`).
+blocks is planned, and one step later the last sequence is idle. A sequence is also preempted if another tenant or
+request waits that has no room at all (`fairness`).
 
 A row may carry drafts: proposed tokens, computed and sampled after in the same step. How many of them count is
 known when the step returns; until then the sequence is not planned again.
@@ -30,7 +30,7 @@ from typing import Literal, TypeAlias
 
 from pagewire.engine_core.grammar.matcher import GrammarError
 from pagewire.engine_core.schedule.drafting import Drafter
-from pagewire.engine_core.schedule.fairness import PATIENCE_SECONDS, gives_slot, gives_way
+from pagewire.engine_core.schedule.fairness import PATIENCE_SECONDS, gives_room, gives_way
 from pagewire.engine_core.schedule.kv_cache import KVCache
 from pagewire.engine_core.schedule.sequence import Sequence, State
 from pagewire.engine_core.schedule.step import PlannedStep, SchedulerStats, check_result
@@ -229,17 +229,22 @@ class Scheduler:
     # ------------------------------------------------------------ planning
 
     def _hand_over(self, now: float) -> tuple[Sequence | None, Sequence | None]:
-        """Preempt a sequence whose slot goes to another tenant or request that has none.
+        """Preempt a sequence that makes room for another tenant or request which has none.
 
-        Returns the sequence that gets the slot, or the one that gives it but is still in flight: it is not planned.
+        Returns the sequence that gets the room, or else the one that gives it once its step in flight is over.
         """
-        if self._free_slots or now < self._next_handover or self.waiting.suspects:
+        newcomer = None if self.waiting.suspects else self.waiting.first()
+        if newcomer is None or now < self._next_handover:
             return None, None
-        newcomer = self.waiting.first()
-        leaving = None if newcomer is None else gives_slot(newcomer, self.running, self._order, now)
-        if leaving is None or leaving.in_flight:
+        leaving = gives_room(newcomer, self.running, self._order, now)
+        if leaving is None:
+            return None, None
+        if self._free_slots and self.kv.fits(newcomer, 0):
+            return newcomer, None
+        if leaving.in_flight:
             return None, leaving
-        self._next_handover = now + PATIENCE_SECONDS
+        if leaving.tenant is newcomer.tenant:
+            leaving.turn = max(leaving.turn, newcomer.turn + 1)
         self._preempt(leaving)
         return newcomer, None
 
@@ -265,22 +270,25 @@ class Scheduler:
         return num_preemptions == self.stats.num_preemptions
 
     def _plan_waiting(self, step: PlannedStep, newcomer: Sequence | None, now: float) -> None:
-        """Admit waiting sequences, `newcomer` before all others."""
+        """Admit waiting sequences while there is room; `newcomer` also gets what is kept free for running ones."""
         suspects = self.waiting.suspects
         if suspects:
             if not self.running and not self.in_flight:  # alone means: without leftover rows either
-                self._admit(step, suspects[0], now)
+                self._admit(step, suspects[0], 0, now)
             return
         if len(self.running) == 1 and self.running[0].num_crashes >= CRASHES_TO_ISOLATE:
             return
-        while step.budget and self._free_slots:
-            sequence, newcomer = newcomer or self.waiting.first(), None
-            if sequence is None or not self._admit(step, sequence, now):
+        while step.budget and self._free_slots and (sequence := self.waiting.first()) is not None:
+            watermark = self._watermark if self.running and sequence is not newcomer else 0
+            if not self._admit(step, sequence, watermark, now):
+                break
+            if sequence is newcomer:
+                self._next_handover = now + PATIENCE_SECONDS
                 break
 
-    def _admit(self, step: PlannedStep, sequence: Sequence, now: float) -> bool:
+    def _admit(self, step: PlannedStep, sequence: Sequence, watermark: int, now: float) -> bool:
         """Give a waiting sequence blocks and a slot, and plan its first chunk; False if it does not fit."""
-        if not self.kv.admit(sequence, self._watermark if self.running else 0):
+        if not self.kv.admit(sequence, watermark):
             return False
         count = self._chunk(sequence, sequence.num_to_compute, step)
         if count == 0:  # it goes on with a medium that is larger than what is left of the budget

@@ -595,7 +595,7 @@ class Snapshot:
     """What a plan is measured against: the scheduler as it was before.
 
     new: sequences that never ran. served: by tenant. queues: by tenant, its waiting sequences in turn, without
-    suspects. full: all slots are taken. handover: the time from which on a slot may change hands.
+    suspects. handover: the time from which on room may change hands.
     """
 
     order: Order
@@ -605,7 +605,8 @@ class Snapshot:
     new: set[Sequence]
     served: dict[Tenant, int]
     queues: dict[Tenant, list[Sequence]]
-    full: bool
+    turn: dict[Sequence, int]
+    suspects: bool
     handover: float
 
     @classmethod
@@ -623,7 +624,8 @@ class Snapshot:
             {sequence for sequence in live if not sequence.scheduled_time},
             {tenant: tenant.served for tenant in scheduler.tenants},
             queues,
-            len(running) == scheduler.config.max_num_seqs and not scheduler.waiting.suspects,
+            {sequence: sequence.turn for sequence in live},
+            bool(scheduler.waiting.suspects),
             scheduler._next_handover,
         )
 
@@ -634,23 +636,21 @@ class Snapshot:
         preempted = [sequence for sequence in self.running if sequence.state is not State.RUNNING]
         assert not self.in_flight.intersection(preempted)
         givers = self._givers(now)
-        handed_over = scheduler._next_handover != self.handover
-        assert handed_over == any(sequence not in self.in_flight for sequence in givers)
-        assert not handed_over or any(sequence in preempted for sequence in givers)
-        if not handed_over:
-            self._check_preempted(scheduler, preempted)
+        self._check_preempted(scheduler, preempted, givers)
         self._check_suspects(planned)
         admitted = [sequence for sequence in planned if sequence not in self.running]
         assert [init.slot for init in plan.inits] == [sequence.slot for sequence in admitted]
-        assert handed_over or not (preempted and admitted)
+        assert givers or not (preempted and admitted)
+        if len(self.running) == config.max_num_seqs and not self.in_flight.issuperset(givers):
+            assert any(sequence in preempted for sequence in givers)
         self._check_order(scheduler, planned, admitted, givers)
         if admitted and len(scheduler.running) > 1:
             assert scheduler.kv.pool.num_free >= int(config.watermark * config.num_blocks)
 
     def _givers(self, now: float) -> list[Sequence]:
-        """The sequences one of which has to give its slot to the next that waits."""
+        """The sequences one of which has to give its room to the next that waits."""
         newcomer = self._next()
-        if not self.full or now < self.handover or newcomer not in self.new:
+        if self.suspects or now < self.handover or newcomer not in self.new:
             return []
         if now - newcomer.arrival_time < PATIENCE_SECONDS:
             return []
@@ -673,16 +673,23 @@ class Snapshot:
 
         return min(heads, key=key, default=None)
 
-    def _check_preempted(self, scheduler: Scheduler, preempted: list[Sequence]) -> None:
-        """What was preempted for its blocks was before all behind it that still run."""
+    def _check_preempted(
+        self, scheduler: Scheduler, preempted: list[Sequence], givers: Collection[Sequence]
+    ) -> None:
+        """What was preempted for its blocks was before all behind it that still run; one more gave its room."""
 
         def last(sequence: Sequence) -> tuple[int, int, int, int]:
             priority, arrival = self.order(sequence)
-            return (priority, self.served[sequence.tenant], sequence.turn, arrival)
+            return (priority, self.served[sequence.tenant], self.turn[sequence], arrival)
 
-        for victim in preempted:
-            for other in scheduler.running:
-                assert self.order(other) < self.order(victim) or last(other) < last(victim)
+        early = [
+            victim
+            for victim in preempted
+            for other in scheduler.running
+            if other in self.turn
+            and not (self.order(other) < self.order(victim) or last(other) < last(victim))
+        ]
+        assert len(set(early)) <= 1 and set(early) <= set(givers)
 
     def _check_order(
         self,
@@ -691,7 +698,7 @@ class Snapshot:
         admitted: list[Sequence],
         givers: Collection[Sequence],
     ) -> None:
-        """Nothing passes what comes before it, but for the one sequence that gives its slot."""
+        """Nothing passes what comes before it, but for the one sequence that gives its room."""
         if admitted and admitted[0].num_crashes < CRASHES_TO_ISOLATE:
             assert not scheduler.waiting.suspects
             for sequence in admitted:
