@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pagewire.cli.options import UsageError
 from pagewire.frontend.server.http.key_file import digest_of, parse, read_key_file
+from pagewire.ipc.tenants import check_tenant
 
 RIGHTS = {
     "priority": "of requests that give none (default: 0; lower runs earlier)",
@@ -68,6 +69,7 @@ def add_api_key(path: Path, name: str, words: list[str]) -> int:
     key = "pw-" + secrets.token_urlsafe(32)
     line = " ".join([name, "sha256:" + digest_of(key.encode()).hex(), *words])
     try:
+        check_tenant(name)
         (entry,) = parse(line)
         entries = read_key_file(str(path)) if path.exists() else []
         if any(other.name == name and other.rights != entry.rights for other in entries):

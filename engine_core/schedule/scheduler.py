@@ -243,8 +243,6 @@ class Scheduler:
             return newcomer, None
         if leaving.in_flight:
             return None, leaving
-        if leaving.tenant is newcomer.tenant:
-            leaving.turn = max(leaving.turn, newcomer.turn + 1)
         self._preempt(leaving)
         return newcomer, None
 
@@ -470,6 +468,8 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.stats.num_preemptions += 1
+        if sequence.request.rank:  # the later part of a batch queues behind what waits already
+            sequence.turn = max(sequence.turn, sequence.tenant.clock + 1)
         self._stop_running(sequence)
         self._wait(sequence)
 

@@ -644,7 +644,7 @@ class Snapshot:
         if len(self.running) == config.max_num_seqs and not self.in_flight.issuperset(givers):
             assert any(sequence in preempted for sequence in givers)
         self._check_order(scheduler, planned, admitted, givers)
-        if admitted and len(scheduler.running) > 1:
+        if admitted and len(scheduler.running) > 1 and not givers:
             assert scheduler.kv.pool.num_free >= int(config.watermark * config.num_blocks)
 
     def _givers(self, now: float) -> list[Sequence]:
