@@ -533,17 +533,21 @@ class Simulation:
 
     def _check_tenants(self) -> None:
         """What is counted of each tenant is what its sequences are and have. Suspects do not count as waiting."""
-        suspects = self.scheduler.waiting.suspects
+        waiting: Counter[Tenant] = Counter()
+        running: Counter[Tenant] = Counter()
+        num_output: Counter[Tenant] = Counter()
+        for sequence in self.streams:
+            waiting[sequence.tenant] += sequence.state is State.WAITING
+            running[sequence.tenant] += sequence.state is State.RUNNING
+            done = sequence.request.output_token_ids
+            num_output[sequence.tenant] += sequence.num_output_tokens - (
+                len(done[sequence.index]) if done else 0
+            )
+        waiting.subtract(sequence.tenant for sequence in self.scheduler.waiting.suspects)
         for tenant in self.scheduler.tenants:
-            mine = [sequence for sequence in self.streams if sequence.tenant is tenant]
-            states = Counter(sequence.state for sequence in mine if sequence not in suspects)
-            assert tenant.num_waiting == states[State.WAITING]
-            assert tenant.num_running == states[State.RUNNING]
-            done = [sequence.request.output_token_ids or [[]] * 99 for sequence in mine]
-            num_done = sum(len(ids[sequence.index]) for sequence, ids in zip(mine, done, strict=True))
-            assert tenant.num_output_tokens == sum(sequence.num_output_tokens for sequence in mine) - num_done
-        waiting = {s.tenant for s in self.live() if s.state is State.WAITING and s not in suspects}
-        assert set(self.scheduler.waiting._heaps) == waiting
+            counted = (tenant.num_waiting, tenant.num_running, tenant.num_output_tokens)
+            assert counted == (waiting[tenant], running[tenant], num_output[tenant])
+        assert set(self.scheduler.waiting._heaps) == {tenant for tenant in waiting if waiting[tenant]}
 
     def _hear(self, outcomes: list[Outcome]) -> None:
         for sequence, delta in outcomes:
