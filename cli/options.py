@@ -80,7 +80,7 @@ def add_option(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
         text += f" (default: {default})"
     common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
     kinds = {hint} if hint == list[str] else set(get_args(hint)) or {hint}
-    if hint is bool:
+    if kinds <= {bool, type(None)}:
         group.add_argument(flag(field.name), action=argparse.BooleanOptionalAction, **common)
     elif get_origin(hint) is dict:
         group.add_argument(flag(field.name), type=json_object, metavar="JSON", **common)

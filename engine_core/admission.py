@@ -12,8 +12,10 @@ from collections.abc import Iterable
 from pagewire.ipc.bounds import MAX_INT, check_int, check_number
 from pagewire.ipc.messages import EngineInfo, Request
 from pagewire.ipc.params import PoolingParams, max_n
+from pagewire.ipc.tenants import check_tenant
 
 PRIORITY_LIMIT = 2**31  # priorities lie within +- this
+MAX_RANK = 2**31  # sequences of one batch
 
 
 def check_request(request: Request, info: EngineInfo) -> None:
@@ -26,6 +28,9 @@ def check_request(request: Request, info: EngineInfo) -> None:
     check_int("seed", request.seed, -MAX_INT - 1)
     check_int("priority", request.priority, -PRIORITY_LIMIT, PRIORITY_LIMIT)
     check_number("age", request.age, 0.0, math.inf)
+    check_int("rank", request.rank, 0, MAX_RANK)
+    if request.tenant:
+        check_tenant(request.tenant)
     if isinstance(request.task, PoolingParams):
         raise ValueError("this engine generates text and does not pool: submit SamplingParams")
     if request.prompt.media:

@@ -12,7 +12,7 @@ import logging
 import threading
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -224,12 +224,13 @@ class AsyncLLM(AsyncEngineCalls):
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
         logprob_budget: LogprobBudget | None = None,
+        admit: Callable[[Sequence[Prepared]], None] | None = None,
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         """Stream the outputs of several prompts, which are submitted together or not at all.
 
         Each item has all new outputs, as (index of the prompt, output). Prompt i of several has the
-        request id `request_id`-i. `logprob_budget`: of all these outputs; over it comes a ValueError. Otherwise as
-        `generate`; the first error ends all.
+        request id `request_id`-i. `logprob_budget`: of all these outputs; over it comes a ValueError. `admit` sees
+        the requests before they are submitted, and may raise. Otherwise as `generate`; the first error ends all.
         """
         name = request_id or uuid.uuid4().hex
         names = [name] if len(prompts) == 1 else [f"{name}-{i}" for i in range(len(prompts))]
@@ -241,6 +242,8 @@ class AsyncLLM(AsyncEngineCalls):
                 logprob_budget.expect(prepared[-1].request)
             if len(prepared) % PROMPTS_AT_ONCE == 0:
                 await asyncio.sleep(0)
+        if admit is not None:
+            admit(prepared)
         keys = [item.request.key for item in prepared]
         mailbox = self._mailbox()
         listener = mailbox.open(keys)

@@ -86,6 +86,9 @@ class Request(Item):
     output_token_ids: the tokens generated so far, for each sequence (a resubmission after the core was lost).
     num_prompt_logprobs: the prompt positions, from position 1 on, whose log probabilities were delivered before.
     age: seconds between its arrival and its submission; the core dates the arrival back by it.
+    rank: how many sequences of the same batch (such as the prompts of one HTTP request) come before its own; later
+        requests of the tenant may pass those with a high rank.
+    tenant: the name of whom it is served for; tenants share the engine. Empty: the frontend is the tenant.
     """
 
     key: int
@@ -98,6 +101,8 @@ class Request(Item):
     output_token_ids: Annotated[list[TokenIds], Meta(max_length=MAX_RESUMED_SEQUENCES)] | None = None
     num_prompt_logprobs: int = 0
     age: float = 0.0
+    rank: int = 0
+    tenant: str = ""
 
     @property
     def params(self) -> SamplingParams:

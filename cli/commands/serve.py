@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     server_options = take_server_options(options)
     os.environ.setdefault("PAGEWIRE_LOGGING_LEVEL", "INFO")  # inherited by a spawned core
     logs.configure(server_options.log_format)
-    if not server_options.keys() and not server_options.is_local():
+    if not server_options.keyed and not server_options.is_local():
         logger.warning("no API key: whoever can connect to this machine may use the engine (--api-key)")
     with (
         bound(server_options) as listening,

@@ -117,6 +117,7 @@ class Intake:
             if core.stopping:
                 raise EngineBusyError("the engine core is shutting down and accepts no new requests")
             check_request(request, core.info)
+            tenant = core.scheduler.tenants.get(request.tenant or client.identity)
             group = sequences(
                 request,
                 client.identity,
@@ -124,8 +125,9 @@ class Intake:
                 now,
                 max_model_len=core.info.max_model_len,
                 share_prefixes=core.config.args.enable_prefix_caching,
+                tenant=tenant,
             )
-            core.lobby.add(group, core.scheduler.num_waiting, now)
+            core.lobby.add(group, core.scheduler.waiting.num_before(tenant), now)
         except (ValueError, TypeError, EngineBusyError, PermissionError) as error:
             self._reject(client, request, error)
             return

@@ -26,6 +26,7 @@ from pagewire.engine_core.schedule.step import SchedulerStats
 
 Row = dict[str, Any]
 
+MAX_TENANTS = 100  # values of the label "tenant"
 REASONS = ("stop", "length", "abort", "error")  # a request ended for the last of those of its sequences
 
 # Bucket bounds: seconds, except STEP_TOKENS and SEQUENCES. Those of `vllm:` metrics are vLLM's.
@@ -151,6 +152,7 @@ class Metrics:
         """Record a new request, given its n sequences."""
         first = group[0]
         self.num_open += 1
+        first.tenant.num_requests += 1
         request = OpenRequest(len(group), first.arrival_time, first.num_prompt_tokens)
         self._requests.update(dict.fromkeys(group, request))
         self.params_n.observe(first.params.num_returned or len(group))
@@ -242,7 +244,7 @@ def num_requests(core: MeasuredEngine) -> tuple[int, int]:
 def snapshot(core: MeasuredEngine) -> list[Row]:
     """Every metric as a dict: name, type, documentation, labels, and value or (histograms) buckets, sum, count."""
     labels = {"model_name": core.info.served_model_names[0], "engine": core.metrics.engine_id}
-    rows = [*states(core), *counts(core), *distributions(core.metrics), *own(core)]
+    rows = [*states(core), *counts(core), *distributions(core.metrics), *own(core), *tenants(core)]
     return [row | {"labels": labels | row.get("labels", {})} for row in rows]
 
 
@@ -371,6 +373,31 @@ def own(core: MeasuredEngine) -> Iterator[Row]:
         "Duration of one iteration of the core loop; a message that arrives meanwhile waits up to this long."
     )
     yield histogram("pagewire:core_turn_seconds", text, metrics.iteration_seconds)
+
+
+def tenants(core: MeasuredEngine) -> Iterator[Row]:
+    """What each named tenant has and was given; beyond the `MAX_TENANTS` most served, all as "(others)"."""
+    named = [tenant for tenant in core.scheduler.tenants if isinstance(tenant.name, str)]
+    named.sort(key=lambda tenant: tenant.served, reverse=True)
+    parts = [(str(tenant.name), [tenant]) for tenant in named[:MAX_TENANTS]]
+    if others := named[MAX_TENANTS:]:
+        parts.append(("(others)", others))
+    text, tokens = "Scheduled sequences by tenant and phase.", "Tokens computed by tenant and kind."
+    for name, members in parts:
+        phases = {
+            "waiting": sum(tenant.num_waiting for tenant in members),
+            "running": sum(tenant.num_running for tenant in members),
+        }
+        for phase, number in phases.items():
+            yield gauge("pagewire:tenant_sequences", text, number, {"tenant": name, "phase": phase})
+        number = sum(tenant.num_requests for tenant in members)
+        yield counter("pagewire:tenant_requests_total", "Requests by tenant.", number, {"tenant": name})
+        kinds = {
+            "prompt": sum(tenant.num_prompt_tokens for tenant in members),
+            "output": sum(tenant.num_output_tokens for tenant in members),
+        }
+        for kind, number in kinds.items():
+            yield counter("pagewire:tenant_tokens_total", tokens, number, {"tenant": name, "kind": kind})
 
 
 def cache(core: MeasuredEngine) -> dict[str, str]:

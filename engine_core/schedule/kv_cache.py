@@ -42,15 +42,26 @@ class KVCache:
         Returns False, and does nothing, if fewer than `watermark` blocks would stay free.
         """
         cached = self.cached_prefix(sequence)
-        num_new = self.blocks_for(len(sequence.token_ids)) - len(cached)
-        num_idle = sum(block.num_refs == 0 for block in cached)
-        if num_new + num_idle + watermark > self.pool.num_free:
+        num_new = self._num_new(sequence, cached)
+        if not self._fit(num_new, cached, watermark):
             return False
         self.pool.share(cached)
         sequence.blocks = cached + self.pool.allocate(num_new)
         sequence.computed = len(cached) * self.block_size
         sequence.num_registered = len(cached)
         return True
+
+    def fits(self, sequence: Sequence, watermark: int) -> bool:
+        """True if `admit` would succeed."""
+        cached = self.cached_prefix(sequence)
+        return self._fit(self._num_new(sequence, cached), cached, watermark)
+
+    def _num_new(self, sequence: Sequence, cached: list[Block]) -> int:
+        return self.blocks_for(len(sequence.token_ids)) - len(cached)
+
+    def _fit(self, num_new: int, cached: list[Block], watermark: int) -> bool:
+        num_idle = sum(block.num_refs == 0 for block in cached)
+        return num_new + num_idle + watermark <= self.pool.num_free
 
     def missing(self, sequence: Sequence, num_tokens: int) -> int:
         """Number of blocks that the sequence still needs for its first `num_tokens` tokens."""

@@ -8,9 +8,10 @@ chunks if necessary. Up to `depth` plans may be in flight. The next one is made 
 are known, so a sequence that ends with a stop token may have one row too many in flight; the token of that row is
 dropped. An end by length is known in advance.
 
-When blocks run out, the last running sequence is preempted: its blocks are freed, and it is recomputed later. A
-sequence with a step in flight cannot be preempted. So nothing behind the sequence that lacks blocks is planned,
-and one step later the last sequence is idle.
+When blocks run out, the last running sequence of the most served tenant is preempted: its blocks are freed, and it
+is recomputed later. A sequence with a step in flight cannot be preempted. So nothing behind the sequence that lacks
+blocks is planned, and one step later the last sequence is idle. A sequence is also preempted if another tenant or
+request waits that has no room at all (`fairness`).
 
 A row may carry drafts: proposed tokens, computed and sampled after in the same step. How many of them count is
 known when the step returns; until then the sequence is not planned again.
@@ -29,22 +30,18 @@ from typing import Literal, TypeAlias
 
 from pagewire.engine_core.grammar.matcher import GrammarError
 from pagewire.engine_core.schedule.drafting import Drafter
+from pagewire.engine_core.schedule.fairness import PATIENCE_SECONDS, gives_room, gives_way
 from pagewire.engine_core.schedule.kv_cache import KVCache
 from pagewire.engine_core.schedule.sequence import Sequence, State
 from pagewire.engine_core.schedule.step import PlannedStep, SchedulerStats, check_result
 from pagewire.engine_core.schedule.stopping import finish_reason, stop_ids
+from pagewire.engine_core.schedule.tenants import Tenants
 from pagewire.engine_core.schedule.waiting import WaitingQueue
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.messages import TokenDelta
 from pagewire.ipc.worker_messages import Masks, Row, RowResult, SlotInit, StepPlan, StepResult
 
 Outcome: TypeAlias = tuple[Sequence, TokenDelta]
-
-# Worker crashes after which a sequence runs alone, to find the one that causes them: crashes without a token of it
-# in between, and all since it was last cleared. It ends with an error at one crash more, or at two.
-CRASHES_TO_ISOLATE = 2
-RELAPSES_TO_ISOLATE = 3
-STEPS_TO_CLEAR = 8  # steps that a sequence survives alone, after which its crashes are forgotten
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ class Scheduler:
     """Owns all unfinished sequences and all KV blocks.
 
     drafter: proposes tokens for sequences whose tokens are all known; None: no drafts.
-    running: in order of priority, then arrival. waiting: without a slot, new or preempted.
+    running: in order of priority, then arrival. waiting: without a slot, new or preempted. tenants: whose they are.
     """
 
     def __init__(self, config: SchedulerConfig, drafter: Drafter | None = None) -> None:
@@ -85,12 +82,14 @@ class Scheduler:
         self.kv = KVCache(config.num_blocks, config.block_size)
         self.stats = SchedulerStats()
         self.running: list[Sequence] = []
-        self.waiting = WaitingQueue(self._order)
+        self.tenants = Tenants()
+        self.waiting = WaitingQueue(self._order, self.tenants)
         self.in_flight: deque[PlannedStep] = deque()
         self._drafter = drafter
         self._free_slots = list(range(config.max_num_seqs))[::-1]
         self._freed_slots: list[int] = []
         self._next_step_id = 0
+        self._next_handover = 0.0
         self._watermark = int(config.watermark * config.num_blocks)
 
     # ------------------------------------------------------------ events
@@ -129,8 +128,9 @@ class Scheduler:
         if len(self.in_flight) >= self.config.depth:
             raise RuntimeError(f"{len(self.in_flight)} steps are in flight")
         step = PlannedStep(self._next_step_id, self.config.max_num_batched_tokens)
-        if self._plan_running(step):
-            self._plan_waiting(step, now)
+        newcomer, leaving = self._hand_over(now)
+        if self._plan_running(step, leaving):
+            self._plan_waiting(step, newcomer, now)
         if not step.rows:
             return None
         self._next_step_id += 1
@@ -191,16 +191,15 @@ class Scheduler:
     def fail(self, now: float) -> list[Outcome]:
         """Queue every running sequence again, because the worker and with it all KV is lost.
 
-        A sequence that was in flight at `CRASHES_TO_ISOLATE` crashes since its last token, or at
-        `RELAPSES_TO_ISOLATE` since it was cleared, runs alone until it has survived `STEPS_TO_CLEAR` steps. If the
-        worker crashes again (at relapses: twice), the sequence ends with an error. Returns the deltas of such ends.
+        One that is `suspect` of the crash runs alone from then on; one that is `guilty` ends with an error.
+        Returns the deltas of such ends.
         """
         for sequence in {sequence for step in self.in_flight for sequence in step.sequences}:
             sequence.crash()
         self.in_flight.clear()
         outcomes = []
         for sequence in list(self.running):
-            if sequence.num_crashes > CRASHES_TO_ISOLATE or sequence.num_relapses > RELAPSES_TO_ISOLATE + 1:
+            if sequence.guilty:
                 text = f"the worker crashed {sequence.num_relapses} times while it ran this request"
                 outcomes.append(self._end_with_error(sequence, text, now))
             else:
@@ -227,41 +226,65 @@ class Scheduler:
 
     # ------------------------------------------------------------ planning
 
-    def _plan_running(self, step: PlannedStep) -> bool:
-        """Plan running sequences. False if blocks ran out, so that no waiting one may be admitted."""
+    def _hand_over(self, now: float) -> tuple[Sequence | None, Sequence | None]:
+        """Preempt a sequence that makes room for another tenant or request which has none.
+
+        Returns the sequence that gets the room, or else the one that gives it once its step in flight is over.
+        """
+        newcomer = None if self.waiting.suspects else self.waiting.first()
+        if newcomer is None or now < self._next_handover:
+            return None, None
+        leaving = gives_room(newcomer, self.running, self._order, now)
+        if leaving is None:
+            return None, None
+        if self._free_slots and self.kv.fits(newcomer, 0):
+            return newcomer, None
+        if leaving.in_flight:
+            return None, leaving
+        self._preempt(leaving)
+        return newcomer, None
+
+    def _plan_running(self, step: PlannedStep, leaving: Sequence | None) -> bool:
+        """Plan running sequences but `leaving`. False if blocks ran out, so that no waiting one may be admitted."""
         num_preemptions = self.stats.num_preemptions
         for sequence in list(self.running):
             if step.budget == 0:
                 break
             num_left = sequence.num_to_compute
-            if num_left == 0 or sequence.state is not State.RUNNING:
+            if num_left == 0 or sequence.state is not State.RUNNING or sequence is leaving:
                 continue
             count = self._chunk(sequence, num_left, step)
             if count == 0:  # a medium is larger than what is left of the budget, and nothing may pass it
                 return False
             missing = self.kv.missing(sequence, sequence.computed + count)
             if missing and not self._make_room(sequence, missing):
-                return False
+                if sequence.slot >= 0:
+                    return False
+                continue  # it was preempted itself, as one of the most served tenant
             drafts = [] if self._drafter is None else self._drafts(self._drafter, sequence, count, step)
             self._schedule(step, sequence, count, drafts)
         return num_preemptions == self.stats.num_preemptions
 
-    def _plan_waiting(self, step: PlannedStep, now: float) -> None:
+    def _plan_waiting(self, step: PlannedStep, newcomer: Sequence | None, now: float) -> None:
+        """Admit waiting sequences while there is room; `newcomer` also gets what is kept free for running ones."""
         suspects = self.waiting.suspects
         if suspects:
             if not self.running and not self.in_flight:  # alone means: without leftover rows either
-                self._admit(step, suspects[0], now)
+                self._admit(step, suspects[0], 0, now)
             return
-        if len(self.running) == 1 and is_suspect(self.running[0]):
+        if len(self.running) == 1 and self.running[0].suspect:
             return
-        while step.budget and self._free_slots:
-            sequence = self.waiting.first()
-            if sequence is None or not self._admit(step, sequence, now):
+        while step.budget and self._free_slots and (sequence := self.waiting.first()) is not None:
+            watermark = self._watermark if self.running and sequence is not newcomer else 0
+            if not self._admit(step, sequence, watermark, now):
+                break
+            if sequence is newcomer:
+                self._next_handover = now + PATIENCE_SECONDS
                 break
 
-    def _admit(self, step: PlannedStep, sequence: Sequence, now: float) -> bool:
+    def _admit(self, step: PlannedStep, sequence: Sequence, watermark: int, now: float) -> bool:
         """Give a waiting sequence blocks and a slot, and plan its first chunk; False if it does not fit."""
-        if not self.kv.admit(sequence, self._watermark if self.running else 0):
+        if not self.kv.admit(sequence, watermark):
             return False
         count = self._chunk(sequence, sequence.num_to_compute, step)
         if count == 0:  # it goes on with a medium that is larger than what is left of the budget
@@ -270,11 +293,15 @@ class Scheduler:
         self.waiting.remove(sequence)
         sequence.state, sequence.slot = State.RUNNING, self._free_slots.pop()
         insort(self.running, sequence, key=self._order)
+        self.tenants.selected(sequence.tenant)
+        num_charged = 0
         if sequence.num_cached_tokens is None:
+            num_charged = len(sequence.token_ids) - sequence.computed
             sequence.num_cached_tokens = sequence.computed
             sequence.scheduled_time = now
             self.stats.num_prefix_queries += len(sequence.token_ids)
             self.stats.num_prefix_hits += sequence.computed
+        sequence.tenant.admit(sequence.turn, num_charged)
         step.inits.append(
             SlotInit(
                 slot=sequence.slot,
@@ -339,9 +366,9 @@ class Scheduler:
         self.kv.register(sequence)
 
     def _make_room(self, sequence: Sequence, missing: int) -> bool:
-        """Free `missing` blocks by preempting the last sequences; False if `sequence` must wait."""
+        """Free `missing` blocks by preempting others; False if `sequence` must wait, or was preempted itself."""
         while self.kv.pool.num_free < missing:
-            victim = self.running[-1]
+            victim = gives_way(sequence, self.running, self._order)
             if victim.in_flight:
                 return False
             self._preempt(victim)
@@ -401,13 +428,14 @@ class Scheduler:
             if reason is not None:
                 break
         if sequence.num_relapses:
-            sequence.survive(alone=len(self.running) == 1, steps_to_clear=STEPS_TO_CLEAR)
+            sequence.survive(alone=len(self.running) == 1)
         if sequence.first_token_time == 0.0:
             sequence.first_token_time = now
         else:
             sequence.token_gap = (now - sequence.last_token_time) / num_tokens
         sequence.last_token_time = now
         self.stats.num_output_tokens += num_tokens
+        sequence.tenant.num_output_tokens += num_tokens
         return num_tokens, reason, stop_token
 
     def _end_pooled(self, sequence: Sequence, result: RowResult, now: float) -> TokenDelta:
@@ -435,16 +463,19 @@ class Scheduler:
         return (sequence.request.priority if self.config.policy == "priority" else 0, sequence.arrival)
 
     def _wait(self, sequence: Sequence) -> None:
-        self.waiting.add(sequence, alone=is_suspect(sequence))
+        self.waiting.add(sequence, alone=sequence.suspect)
 
     def _preempt(self, sequence: Sequence) -> None:
         self.stats.num_preemptions += 1
+        if sequence.request.rank:  # the later part of a batch queues behind what waits already
+            sequence.turn = max(sequence.turn, sequence.tenant.clock + 1)
         self._stop_running(sequence)
         self._wait(sequence)
 
     def _stop_running(self, sequence: Sequence) -> None:
         """Free blocks and slot of a running sequence; safe with steps in flight, as workers run plans in order."""
         self.running.remove(sequence)
+        sequence.tenant.num_running -= 1
         self.kv.free(sequence)
         self._free_slots.append(sequence.slot)
         self._freed_slots.append(sequence.slot)
@@ -457,8 +488,3 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
         sequence.state = State.FINISHED
-
-
-def is_suspect(sequence: Sequence) -> bool:
-    """True if workers have crashed so often with a sequence in flight that it runs alone."""
-    return sequence.num_crashes >= CRASHES_TO_ISOLATE or sequence.num_relapses >= RELAPSES_TO_ISOLATE

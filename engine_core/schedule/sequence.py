@@ -10,8 +10,15 @@ import msgspec
 
 from pagewire.engine_core.grammar.matcher import Matcher
 from pagewire.engine_core.schedule.blocks import Block
+from pagewire.engine_core.schedule.tenants import Tenant
 from pagewire.ipc.messages import Request, RequestTiming
 from pagewire.ipc.params import PoolingParams, SamplingParams
+
+# Worker crashes after which a sequence runs alone, to find the one that causes them: crashes without a token of it
+# in between, and all since it was last cleared. It ends with an error at one crash more, or at two.
+CRASHES_TO_ISOLATE = 2
+RELAPSES_TO_ISOLATE = 3
+STEPS_TO_CLEAR = 8  # steps that a sequence survives alone, after which its crashes are forgotten
 
 
 class State(Enum):
@@ -32,6 +39,7 @@ class Sequence:
 
     client: the frontend's identity. request: what it submitted. index: 0 to n - 1.
     arrival: position in the order of arrival. max_output: maximum number of output tokens.
+    tenant: whose sequence it is. turn: its place among those of the tenant, while it waits.
     in_flight: for each step in flight that runs this sequence, oldest first, how many tokens it samples.
     num_crashes, num_relapses: worker crashes with this sequence in flight, since its last token; and since it was
         last cleared of them by running alone. num_survived: steps that it has run alone since the last.
@@ -55,6 +63,8 @@ class Sequence:
     token_ids: list[int]
     num_prompt_tokens: int
     max_output: int
+    tenant: Tenant
+    turn: int = 0
     namespace: bytes = b""
     matcher: Matcher | None = None
 
@@ -151,12 +161,22 @@ class Sequence:
         self.in_flight.clear()
         self.num_pending = 0
 
-    def survive(self, *, alone: bool, steps_to_clear: int) -> None:
+    def survive(self, *, alone: bool) -> None:
         """Record a step that gave a token after a crash; enough of them alone clear the sequence."""
         self.num_crashes = 0
         self.num_survived += alone
-        if self.num_survived >= steps_to_clear:
+        if self.num_survived >= STEPS_TO_CLEAR:
             self.num_relapses = 0
+
+    @property
+    def suspect(self) -> bool:
+        """True if workers have crashed so often with this sequence in flight that it runs alone."""
+        return self.num_crashes >= CRASHES_TO_ISOLATE or self.num_relapses >= RELAPSES_TO_ISOLATE
+
+    @property
+    def guilty(self) -> bool:
+        """True if workers have crashed with this sequence alone in flight, as often as it takes to end it."""
+        return self.num_crashes > CRASHES_TO_ISOLATE or self.num_relapses > RELAPSES_TO_ISOLATE + 1
 
     def rewind(self, num_tokens: int) -> None:
         """Take `computed` back by the last `num_tokens`: their KV is that of drafts which were not accepted."""
@@ -204,12 +224,14 @@ def sequences(
     *,
     max_model_len: int,
     share_prefixes: bool,
+    tenant: Tenant | None = None,
 ) -> list[Sequence]:
     """The n sequences of a submitted request, with `arrival`, `arrival` + 1, ... as their order of arrival.
 
     Without `share_prefixes` each request gets a namespace of its own, so that only its own n sequences share the
-    prompt.
+    prompt. tenant: whose request it is; None: one without any other request.
     """
+    tenant = tenant or Tenant(client)
     prompt, task = request.prompt.token_ids, request.task
     namespace = b"" if share_prefixes else b"%b|%d" % (client, arrival)
     limit = max_model_len - len(prompt)
@@ -229,6 +251,8 @@ def sequences(
             token_ids=[*prompt, *done[index]],
             num_prompt_tokens=len(prompt),
             max_output=max_output,
+            tenant=tenant,
+            turn=tenant.turn(request.rank),
             namespace=namespace,
             num_prompt_logprobs=request.num_prompt_logprobs if index == 0 else 0,
         )

@@ -1,4 +1,4 @@
-"""The sequences that wait for a slot, in order."""
+"""The sequences that wait for a slot, in order: the best priority, the least served tenant, its first in turn."""
 
 from __future__ import annotations
 
@@ -8,50 +8,75 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from pagewire.engine_core.schedule.sequence import Sequence, State
+from pagewire.engine_core.schedule.tenants import Tenant, Tenants
 
-MAX_STALE = 64  # stale entries that the heap may hold beyond the number of waiting ones, before it is rebuilt
+MAX_STALE = 64  # stale entries that a heap may hold beyond the number of waiting ones, before it is rebuilt
 Order: TypeAlias = Callable[[Sequence], tuple[int, int]]
+Heap: TypeAlias = list[tuple[int, int, int, Sequence]]
 
 
 class WaitingQueue:
-    """Sequences in state WAITING, by `order`. O(log n) to add; a removal leaves an entry, skipped when it comes up.
+    """Sequences in state WAITING. O(log n) to add; a removal leaves an entry, skipped when it comes up.
 
+    order: (priority, arrival) of a sequence.
     suspects: those that run only when nothing else does, because the worker crashed repeatedly with them in flight.
     """
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order, tenants: Tenants) -> None:
         self.suspects: list[Sequence] = []
         self._order = order
-        self._heap: list[tuple[int, int, Sequence]] = []
+        self._tenants = tenants
+        self._heaps: dict[Tenant, Heap] = {}  # of the tenants with a live entry
         self._num_live = 0
 
     def __len__(self) -> int:
         return self._num_live + len(self.suspects)
 
+    def num_before(self, tenant: Tenant) -> int:
+        """How full the queue is for a tenant: if full for others, it still has an equal share of the room."""
+        return min(len(self), tenant.num_waiting * len({*self._heaps, tenant}))
+
     def add(self, sequence: Sequence, *, alone: bool = False) -> None:
         """Queue a sequence. alone: among the suspects."""
         sequence.state = State.WAITING
+        tenant = sequence.tenant
         if alone:
             insort(self.suspects, sequence, key=self._order)
-        else:
-            heapq.heappush(self._heap, (*self._order(sequence), sequence))
-            self._num_live += 1
+            return
+        if tenant not in self._heaps:
+            self._tenants.enter(tenant, self._heaps)
+            self._heaps[tenant] = []
+        priority, arrival = self._order(sequence)
+        heapq.heappush(self._heaps[tenant], (priority, sequence.turn, arrival, sequence))
+        tenant.num_waiting += 1
+        self._num_live += 1
 
     def first(self) -> Sequence | None:
-        """The next sequence in order that is no suspect; None if there is none."""
-        while self._heap and self._heap[0][-1].state is not State.WAITING:
-            heapq.heappop(self._heap)
-        return self._heap[0][-1] if self._heap else None
+        """The next sequence that is no suspect; None if there is none."""
+        best, best_key = None, None
+        for tenant, heap in self._heaps.items():
+            while heap[0][-1].state is not State.WAITING:
+                heapq.heappop(heap)
+            priority, _, arrival, sequence = heap[0]
+            key = (priority, tenant.served, arrival)
+            if best_key is None or key < best_key:
+                best, best_key = sequence, key
+        return best
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a waiting sequence, which is about to get another state."""
         if sequence in self.suspects:
             self.suspects.remove(sequence)
             return
+        tenant = sequence.tenant
+        heap = self._heaps[tenant]
         self._num_live -= 1
-        if self._heap[0][-1] is sequence:
-            heapq.heappop(self._heap)
-        elif len(self._heap) > 2 * self._num_live + MAX_STALE:
-            live = (entry for entry in self._heap if entry[-1].state is State.WAITING)
-            self._heap = [entry for entry in live if entry[-1] is not sequence]
-            heapq.heapify(self._heap)
+        tenant.num_waiting -= 1
+        if tenant.num_waiting == 0:
+            del self._heaps[tenant]
+        elif heap[0][-1] is sequence:
+            heapq.heappop(heap)
+        elif len(heap) > 2 * tenant.num_waiting + MAX_STALE:
+            live = (entry for entry in heap if entry[-1].state is State.WAITING)
+            self._heaps[tenant] = [entry for entry in live if entry[-1] is not sequence]
+            heapq.heapify(self._heaps[tenant])

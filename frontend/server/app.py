@@ -50,7 +50,7 @@ def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> Starle
     routes.append(openapi.document_route(routes, service.options))
     app = Starlette(
         routes=[*routes, *page_routes()],
-        middleware=middleware(options),
+        middleware=middleware(options, priorities=engine.info.scheduling_policy == "priority"),
         exception_handlers={HTTPException: on_http_error, **dict.fromkeys(HANDLED, on_error)},
     )
     app.router.redirect_slashes = False  # a path with an additional slash is an unknown path

@@ -68,6 +68,11 @@ class ServerOptions:
 
     api_key: list[str] = option(None, "Access", "API key(s), one of which clients must send, except to"
         " /health, /ready and the page's files; also read from $PAGEWIRE_API_KEY", make=list)
+    api_key_file: str | None = option(None, "Access", "file with a line NAME KEY [RIGHTS] per API key, for this"
+        " user's eyes only (mode 600); read again when it changes; `pagewire keys --api` adds a line")
+    cache_salt_by_key: bool | None = option(None, "Access", "share cached prefixes only between requests with the"
+        " same key's name; if not, clients are not told how much was cached (default: with several keys or a key"
+        " file)")
     enable_admin: bool = option(False, "Access", "serve /pause, /resume, /sleep, /wake_up, /abort, ...; without an"
         " API key only on loopback, and to requests with the header X-Pagewire-Admin: 1")
 
@@ -148,7 +153,7 @@ class ServerOptions:
         for origin in self.allowed_origins:
             if ORIGIN.fullmatch(origin) is None:
                 raise ValueError(f"allowed_origins must be like https://chat.example or *, got {origin!r}")
-        if self.enable_admin and not self.keys():
+        if self.enable_admin and not self.keyed:
             if not self.is_local():
                 raise ValueError(
                     f"enable_admin needs an api_key where other machines can connect: host is {self.host!r}"
@@ -166,6 +171,11 @@ class ServerOptions:
     def keeps_alive(self) -> bool:
         """Return True if the server goes on without its engine core."""
         return self.keep_alive_on_engine_death or env_flag("PAGEWIRE_KEEP_ALIVE_ON_ENGINE_DEATH")
+
+    @property
+    def keyed(self) -> bool:
+        """True if clients must send an API key."""
+        return bool(self.keys()) or self.api_key_file is not None
 
     def keys(self) -> list[str]:
         """Return the accepted API keys; without any, no key is required."""

@@ -6,9 +6,7 @@ sends it with every call.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-from collections.abc import Sequence
+import logging
 
 from starlette._utils import get_route_path
 from starlette.datastructures import Headers
@@ -16,37 +14,135 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import error_response
+from pagewire.frontend.server.http.key_file import (
+    KeyEntry,
+    Rights,
+    check_entries,
+    digest_of,
+    read_key_file,
+    signature_of,
+)
+from pagewire.frontend.server.http.tenants import Tenant, secret_salt
+from pagewire.frontend.server.options import ServerOptions
 from pagewire.frontend.server.page import PATHS
+
+logger = logging.getLogger("pagewire.server")
 
 PUBLIC = PATHS | {"/health", "/ready"}
 
 
-class KeyCheck:
-    """ASGI middleware that requires `Authorization: Bearer KEY` with one of `keys`."""
+class ApiKeys:
+    """The keys of a server: those of its options, named key-1, key-2, ..., and those of its key file.
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self.app = app
-        self._digests = [digest(key.encode()) for key in keys]
+    The file is read again when it has changed, so a key is withdrawn by deleting its line; requests that are open
+    go on. A file that became unreadable or malformed changes nothing, and is logged.
+
+    Args:
+        options: those of the server. priorities: the engine schedules by priority.
+
+    Raises:
+        ValueError: the file cannot be read, or is not safe or malformed.
+    """
+
+    def __init__(self, options: ServerOptions, *, priorities: bool) -> None:
+        self._path, self._priorities = options.api_key_file, priorities
+        self._own = [
+            KeyEntry(f"key-{number}", digest_of(key.encode()), Rights(admin=True))
+            for number, key in enumerate(options.keys(), 1)
+        ]
+        several = self._path is not None or len(self._own) > 1
+        self._salted = several if options.cache_salt_by_key is None else options.cache_salt_by_key
+        self._shows_cached = self._salted or not several
+        self._by_name: dict[str, Tenant] = {}
+        self._by_digest: dict[bytes, Tenant] = {}
+        self._signature: tuple[int, ...] = ()
+        try:
+            if self._path is not None:
+                self._signature = signature_of(self._path)
+            self._read()
+        except OSError as error:
+            raise ValueError(f"api_key_file: {error}") from None
+
+    def tenant(self, key: bytes) -> Tenant | None:
+        """The tenant whose key this is; None if it is nobody's.
+
+        Keys are looked up by their digest: how long that takes tells nothing about a key.
+        """
+        if self._path is not None:
+            self._refresh(self._path)
+        return self._by_digest.get(digest_of(key))
+
+    def _refresh(self, path: str) -> None:
+        """Read the file again if it has changed; a failure is logged once."""
+        try:
+            signature = signature_of(path)
+        except OSError:
+            signature = ()
+        if signature == self._signature:
+            return
+        self._signature = signature
+        try:
+            self._read()
+            logger.info("read the API keys in %s again: %d keys", path, len(self._by_digest))
+        except (OSError, ValueError) as error:
+            logger.error("the API keys stay as they were: %s", error)
+
+    def _read(self) -> None:
+        """Read the file, and take over what its tenants have in flight."""
+        entries = list(self._own)
+        if self._path is not None:
+            read = read_key_file(self._path)
+            own = {entry.name for entry in self._own}
+            if taken := sorted(own & {entry.name for entry in read}):
+                raise ValueError(f"{self._path}: the name {taken[0]} is that of a key of --api-key")
+            entries += read
+            check_entries(entries)
+        self._check_priorities(entries)
+        by_name: dict[str, Tenant] = {
+            name: tenant for name, tenant in self._by_name.items() if tenant.num_requests
+        }
+        self._by_digest = {}
+        for entry in entries:
+            if entry.name not in by_name:
+                by_name[entry.name] = Tenant(entry.name, entry.rights)
+            self._by_digest[entry.digest] = by_name[entry.name]
+        for entry in reversed(entries):  # so that the first line of a name gives the salt
+            tenant = by_name[entry.name]
+            tenant.rights, tenant.shows_cached = entry.rights, self._shows_cached
+            tenant.salt = secret_salt(entry.digest) if self._salted else None
+        self._by_name = by_name
+
+    def _check_priorities(self, entries: list[KeyEntry]) -> None:
+        for entry in entries:
+            if not self._priorities and (entry.rights.priority or entry.rights.best_priority is not None):
+                raise ValueError(
+                    f"{self._path}: {entry.name} has a priority, but the engine schedules in order of arrival: "
+                    "start it with --scheduling-policy priority"
+                )
+
+
+class KeyCheck:
+    """ASGI middleware that requires `Authorization: Bearer KEY`, and puts the key's tenant into the scope."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+        self.app, self._keys = app, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer 401."""
         # The same path that the router matches: a path is public only if it is exactly equal.
-        if scope["type"] == "lifespan" or get_route_path(scope) in PUBLIC or self._has_key(scope):
+        if scope["type"] == "lifespan" or get_route_path(scope) in PUBLIC:
             await self.app(scope, receive, send)
+            return
+        if (tenant := self._tenant(scope)) is not None:
+            await self.app({**scope, "tenant": tenant}, receive, send)
             return
         error = APIError(
             401, "give a valid API key", code="invalid_api_key", headers={"www-authenticate": "Bearer"}
         )
         await error_response(error)(scope, receive, send)
 
-    def _has_key(self, scope: Scope) -> bool:
+    def _tenant(self, scope: Scope) -> Tenant | None:
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        given_digest = digest(given.strip().encode("latin-1"))
-        # Every key is compared in constant time, so that timing reveals nothing about the keys.
-        matches = [hmac.compare_digest(given_digest, known) for known in self._digests]
-        return scheme.lower() == "bearer" and any(matches)
-
-
-def digest(key: bytes) -> bytes:
-    """Hash a key to a fixed length, so that comparing does not reveal the key's length."""
-    return hashlib.sha256(key).digest()
+        if scheme.lower() != "bearer":
+            return None
+        return self._keys.tenant(given.strip().encode("latin-1"))

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope
 from pagewire.frontend.outputs import RequestOutput
 from pagewire.frontend.server.http.body import ClientLeftError
 from pagewire.frontend.server.http.errors import NO_RETRY, APIError
+from pagewire.frontend.server.http.tenants import Lease, tenant_of
 from pagewire.frontend.server.openai.protocol import PromptTokensDetails, Usage
 from pagewire.ipc.quoting import MAX_QUOTED, shortened
 
@@ -34,6 +35,7 @@ class Exchange:
         id: unique id, used in the response and in the engine. given_id: value of the X-Request-Id header of the
             response, which is the client's own if it sent one.
         client_id: value of the X-Request-Id header of the request; "": none.
+        tenant: for whom it is served. lease: what it has in flight.
         headers: the request's headers. created: time of arrival, in seconds since the epoch.
         num_prompt, num_cached, num_output: token counts. reasons: finish reasons, in order of arrival.
         prompt: text or token ids of the first prompt, for the log. user: the request's `user`, for the log.
@@ -44,6 +46,8 @@ class Exchange:
         self.client_id: str = scope["client_request_id"]
         self.id = self._id(self.client_id)
         self.path: str = scope["path"]
+        self.tenant = tenant_of(scope)
+        self.lease = Lease(self.tenant)
         self.headers = Headers(scope=scope)
         self.given_id: str = scope["request_id"]
         self._came = time.time()
@@ -118,9 +122,12 @@ class Exchange:
             self._stopped.set_result(error)
 
     def usage(self) -> Usage:
-        """Return the token counts so far."""
-        total = self.num_prompt + self.num_output
-        return Usage(self.num_prompt, self.num_output, total, PromptTokensDetails(self.num_cached))
+        """Return the token counts so far; no tokens count as cached if they could be those of other tenants."""
+        total, num_cached = (
+            self.num_prompt + self.num_output,
+            self.num_cached if self.tenant.shows_cached else 0,
+        )
+        return Usage(self.num_prompt, self.num_output, total, PromptTokensDetails(num_cached))
 
     def log(self, status: int, why: str | None, max_log_len: int) -> None:
         """Log one line. why: the error's message. max_log_len: how much of the prompt to log; -1: all."""
@@ -128,6 +135,7 @@ class Exchange:
         facts = {
             "id": self.id,
             "request_id": self.given_id,
+            "key": self.tenant.name or None,
             "user": self.user and shortened(self.user, MAX_QUOTED),
             "path": shortened(self.path, MAX_QUOTED),
             "status": status,

@@ -55,8 +55,10 @@ class GenerationEndpoint(Generic[T]):
         status, why = 200, None
         self.service.open[exchange.id] = exchange
         try:
+            exchange.lease.begin()
             request = self.decoder.decode(await read_body(scope, receive, self.service.options), exchange.id)
             self._name(exchange, request)
+            exchange.tenant.apply(request)
             seconds = deadline(request, exchange.headers)
             await exchange.run(self._serve(request, exchange, response), receive, seconds)
         except (Exception, asyncio.CancelledError) as error:
@@ -65,6 +67,7 @@ class GenerationEndpoint(Generic[T]):
             await response.fail(reported)
         finally:
             del self.service.open[exchange.id]
+            exchange.lease.end()
             if not self.service.options.disable_log_requests:
                 exchange.log(status, why, self.service.options.max_log_len)
 

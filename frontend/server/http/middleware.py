@@ -18,18 +18,20 @@ from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagewire.frontend.server.http.auth import KeyCheck
+from pagewire.frontend.server.http.auth import ApiKeys, KeyCheck
 from pagewire.frontend.server.http.origin import OriginCheck
 from pagewire.frontend.server.options import ServerOptions
 
 VALID_ID = re.compile(rb"[\x21-\x7e\x80-\xff][\x20-\x7e\x80-\xff]{0,255}")
 
 
-def middleware(options: ServerOptions) -> list[Middleware]:
+def middleware(options: ServerOptions, *, priorities: bool = False) -> list[Middleware]:
     """Return the middleware of a server with these options, outermost first.
 
+    priorities: the engine schedules by priority.
+
     Raises:
-        ValueError: a middleware of the user cannot be imported.
+        ValueError: a middleware of the user cannot be imported, or the key file is not valid.
     """
     stack = [Middleware(RequestId, root_path=options.root_path), Middleware(OriginCheck, options=options)]
     if options.allowed_origins:
@@ -41,8 +43,8 @@ def middleware(options: ServerOptions) -> list[Middleware]:
             allow_credentials=options.allow_credentials,
         )
         stack.append(cors)
-    if keys := options.keys():
-        stack.append(Middleware(KeyCheck, keys=keys))
+    if options.keyed:
+        stack.append(Middleware(KeyCheck, keys=ApiKeys(options, priorities=priorities)))
     return stack + [imported(path) for path in options.middleware]
 
 

@@ -21,7 +21,7 @@ REFERENCE = "#/components/schemas/{name}"
 FAILURES = {
     "400": "a value in the request is invalid or not supported",
     "401": "the API key is missing or invalid",
-    "403": "the Host or the Origin is not allowed, or the header for operators is missing",
+    "403": "the key has no right to this, Host or Origin is not allowed, or the header for operators is missing",
     "404": "the model or path does not exist",
     "408": "the request's deadline has passed, or its body arrived too slowly",
     "413": "the body is too large",
@@ -90,7 +90,7 @@ def document(operations: Sequence[Operation], options: ServerOptions) -> dict[st
         path = re.sub(r"{(\w+):\w+}", r"{\1}", operation.path)
         paths.setdefault(path, {})[operation.method.lower()] = described(operation, schema_of)
     components = {"schemas": components}
-    if options.keys():
+    if options.keyed:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",
@@ -98,7 +98,7 @@ def document(operations: Sequence[Operation], options: ServerOptions) -> dict[st
         "servers": [{"url": options.root_path or "/"}],
         "paths": paths,
         "components": components,
-        "security": [{"key": []}] if options.keys() else [],
+        "security": [{"key": []}] if options.keyed else [],
     }
 
 

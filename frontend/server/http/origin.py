@@ -36,7 +36,7 @@ class OriginCheck:
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self.app = app
         self._known: set[tuple[bytes, bytes]] = set()  # headers Host that are allowed
-        needs_key = bool(options.keys())
+        needs_key = options.keyed
         checks_hosts = options.allowed_hosts or (options.is_local() and options.uds is None and not needs_key)
         self._hosts = (
             [name.lower() for name in [*options.allowed_hosts, options.host]] if checks_hosts else [ANY]

@@ -16,7 +16,7 @@ from pagewire.frontend.beam_search import (
 from pagewire.frontend.inputs import PromptType, TokensPrompt, truncated
 from pagewire.frontend.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.server.http.errors import APIError
-from pagewire.frontend.server.http.exchange import check_aborted
+from pagewire.frontend.server.http.exchange import Exchange, check_aborted
 from pagewire.frontend.server.openai.constraints import demands
 from pagewire.frontend.server.openai.protocol import SamplingFields
 from pagewire.frontend.server.openai.sampling import salted
@@ -95,7 +95,7 @@ async def beam_outputs(
     request: SamplingFields,
     prompts: Sequence[PromptType],
     params: SamplingParams,
-    request_id: str,
+    exchange: Exchange,
 ) -> list[RequestOutput]:
     """Run a beam search for each prompt, and return one output per prompt, with its n best beams as completions.
 
@@ -118,7 +118,7 @@ async def beam_outputs(
         )
         for prompt in prompts
     ]
-    groups = await search(service, batch, search_params, request_id, request.priority or 0)
+    groups = await search(service, batch, search_params, exchange, request.priority or 0)
     outputs = []
     for prompt, tokens, group in zip(prompts, batch, groups, strict=True):
         best = group[: request.n or 1]
@@ -132,7 +132,7 @@ async def beam_outputs(
             )
         completions = [as_output(index, beam) for index, beam in enumerate(best)]
         ids = tokens["prompt_token_ids"]
-        outputs.append(RequestOutput(request_id, text_of(prompt), ids, None, completions, True))
+        outputs.append(RequestOutput(exchange.id, text_of(prompt), ids, None, completions, True))
     return outputs
 
 
@@ -145,7 +145,7 @@ def text_of(prompt: PromptType) -> str | None:
 
 
 async def search(
-    service: Service, prompts: list[TokensPrompt], params: BeamSearchParams, request_id: str, priority: int
+    service: Service, prompts: list[TokensPrompt], params: BeamSearchParams, exchange: Exchange, priority: int
 ) -> list[list[BeamSearchSequence]]:
     """Run the steps of a beam search on the engine, and return the beams of each prompt, best first."""
     info = service.info
@@ -163,15 +163,16 @@ async def search(
         except StopIteration as stop:
             beams: list[list[BeamSearchSequence]] = stop.value
             return beams
-        outputs = await complete_all(service, batch, step_params, request_id, priority)
+        outputs = await complete_all(service, batch, step_params, exchange, priority)
 
 
 async def complete_all(
-    service: Service, prompts: list[TokensPrompt], params: SamplingParams, request_id: str, priority: int
+    service: Service, prompts: list[TokensPrompt], params: SamplingParams, exchange: Exchange, priority: int
 ) -> list[RequestOutput]:
     """Run some prompts to their end, and return their outputs in order."""
     finals: dict[int, RequestOutput] = {}
-    batches = service.engine.generate_all(prompts, params, request_id, priority=priority)
+    admit = exchange.lease.admit
+    batches = service.engine.generate_all(prompts, params, exchange.id, priority=priority, admit=admit)
     async with aclosing(batches):
         async for outputs in batches:
             for index, output in outputs:

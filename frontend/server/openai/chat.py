@@ -94,7 +94,7 @@ async def answer(service: Service, request: ChatRequest, exchange: Exchange) -> 
     params = params_of(service, request, tools, prompt)
     exchange.prompt = prompt.get("prompt", "")
     if request.use_beam_search:
-        (output,) = await beam_outputs(service, request, [prompt], params, exchange.id)
+        (output,) = await beam_outputs(service, request, [prompt], params, exchange)
         return writer.whole(output)
     batches = generate(service, request, exchange, prompt, params)
     if request.stream:
@@ -116,6 +116,7 @@ def generate(
         priority=request.priority or 0,
         trace_headers=exchange.headers,
         logprob_budget=logprob_budget(service),
+        admit=exchange.lease.admit,
     )
 
 

@@ -73,7 +73,7 @@ async def complete(service: Service, request: CompletionRequest, exchange: Excha
         prompts = await without_special_tokens(service, prompts, params)
     exchange.prompt = prompts[0] if isinstance(prompts[0], (str, list)) else ""
     if request.use_beam_search:
-        return writer.whole(await beam_outputs(service, request, prompts, params, exchange.id))
+        return writer.whole(await beam_outputs(service, request, prompts, params, exchange))
     batches = service.engine.generate_all(
         [salted(prompt, request.cache_salt) for prompt in prompts],
         params,
@@ -81,6 +81,7 @@ async def complete(service: Service, request: CompletionRequest, exchange: Excha
         priority=request.priority or 0,
         trace_headers=exchange.headers,
         logprob_budget=logprob_budget(service, params.n),
+        admit=exchange.lease.admit,
     )
     if request.stream:
         return writer.stream(batches)

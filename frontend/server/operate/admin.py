@@ -1,7 +1,7 @@
 """Endpoints for operators, which are there if the server was started with `--enable-admin`.
 
-They need an API key. A server on loopback may be without keys; they then need a header that no web page of another
-origin can send, since a browser asks the server first, which does not allow it.
+A key needs the right `admin`, as those of `--api-key` have. A server on loopback may be without keys; requests then
+need a header that no web page of another origin can send: a browser asks the server first, which does not allow it.
 
 Most are a call of the engine: its arguments are read from the query, by the table in `pagewire.ipc.calls`.
 """
@@ -19,6 +19,7 @@ from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.http.query import arguments_of, queries_of
+from pagewire.frontend.server.http.tenants import require_admin
 from pagewire.frontend.server.service import Service, service_of
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -64,13 +65,14 @@ def operation(method: str, path: str, endpoint: Endpoint, summary: str, call: st
 
 
 def guarded(endpoint: Endpoint) -> Endpoint:
-    """An endpoint that wants the header for operators where no API key is required."""
+    """An endpoint for tenants with the right `admin`; where no key is required, the header for operators is."""
+    allowed = require_admin(endpoint)
 
     async def checked(request: Request) -> Response:
-        if not service_of(request).options.keys() and request.headers.get(HEADER) != VALUE:
+        if not service_of(request).options.keyed and request.headers.get(HEADER) != VALUE:
             message = f"send the header {HEADER}: {VALUE}, or start the server with --api-key"
             raise APIError(403, message, code="admin_header_missing")
-        return await endpoint(request)
+        return await allowed(request)
 
     return checked
 

@@ -13,6 +13,7 @@ from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
+from pagewire.frontend.server.http.tenants import Tenant, tenant_of
 from pagewire.frontend.server.operate.metrics import CONTENT_TYPE, exposition
 from pagewire.frontend.server.service import Service
 from pagewire.ipc.errors import EngineDeadError
@@ -41,9 +42,8 @@ def routes(service: Service) -> list[Operation]:
         return json_response({"server_load": len(service.open)})
 
     async def metrics(request: Request) -> Response:
-        return Response(
-            exposition(await answer_of(engine, "metrics")), headers={"content-type": CONTENT_TYPE}
-        )
+        rows = visible_rows(await answer_of(engine, "metrics"), tenant_of(request.scope))
+        return Response(exposition(rows), headers={"content-type": CONTENT_TYPE})
 
     return [
         Operation("GET", "/health", health, "200 if the engine is proven to live; else 503, and why."),
@@ -89,6 +89,13 @@ def answered(good: bool, reason: str) -> Response:
     if not good:
         raise APIError(503, reason, code="engine_unhealthy")
     return Response()
+
+
+def visible_rows(rows: list[dict[str, Any]], tenant: Tenant) -> list[dict[str, Any]]:
+    """The metrics that a tenant may see: of those by tenant its own, unless it has the right `admin`."""
+    if tenant.admin:
+        return rows
+    return [row for row in rows if row["labels"].get("tenant", tenant.name) == tenant.name]
 
 
 async def answer_of(engine: AsyncLLM, method: str) -> Any:

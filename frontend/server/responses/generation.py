@@ -107,6 +107,7 @@ class Generation:
         """
         self.stored.add_events(self.writer.create() + self.writer.queue())
         self.stored.task = asyncio.create_task(self._run())
+        self.exchange.lease.keep_until(self.stored.task)
         if not self.store.put(self.stored):
             self.stored.task.cancel()
             raise no_room(self.store.limit)

@@ -22,6 +22,7 @@ from pagewire.frontend.server.http.generation_endpoint import Events, Generation
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.http.query import Query, flag, number
+from pagewire.frontend.server.http.tenants import tenant_of
 from pagewire.frontend.server.openai.chat import check_chat, params_of, prompt_of, tools_of
 from pagewire.frontend.server.openai.protocol import ChatRequest
 from pagewire.frontend.server.parsing.choice import ToolUse
@@ -121,8 +122,11 @@ class StoredResponses:
     async def count_input_tokens(self, request: Request) -> HTTPResponse:
         """POST /v1/responses/input_tokens."""
         fields = await read_request(request, COUNTED, self._service.options)
+        owner = tenant_of(request.scope).name
         try:
-            return json_response(InputTokens(await num_input_tokens(self._service, self._store, fields)))
+            return json_response(
+                InputTokens(await num_input_tokens(self._service, self._store, fields, owner))
+            )
         except (APIError, ValueError, TypeError) as error:
             raise in_response_terms(api_error(error, COUNTED.fields)) from error
 
@@ -162,7 +166,7 @@ class StoredResponses:
         return json_response(ItemList(data=items, first_id=items[0]["id"], last_id=items[-1]["id"]))
 
     def _stored(self, request: Request) -> StoredResponse:
-        return self._store.get(request.path_params["response_id"])
+        return self._store.get(request.path_params["response_id"], tenant_of(request.scope).name)
 
 
 async def answer(
@@ -175,8 +179,9 @@ async def answer(
         Exceptions of the engine.
     """
     check_request(request)
-    items = read_input(request.input, store.item)
-    chat = chat_request(request, store.conversation(request.previous_response_id) + items)
+    owner = exchange.tenant.name
+    items = read_input(request.input, lambda name: store.item(name, owner))
+    chat = chat_request(request, store.conversation(request.previous_response_id, owner) + items)
     model = service.model(request.model)
     tools = tools_of(service, chat)
     check_chat(chat)
@@ -185,7 +190,8 @@ async def answer(
     response = new_response(model, request, exchange, params)
     response.store = response.store and store.limit > 0
     exchange.prompt = prompt.get("prompt", "")
-    stored = StoredResponse(response, items, [] if request.background and request.stream else None)
+    events: list[bytes] | None = [] if request.background and request.stream else None
+    stored = StoredResponse(response, items, events, owner)
     generation = Generation(service, chat, tools, prompt, params, exchange, stored, store)
     if request.background:  # what the engine would refuse later is refused now
         service.engine.session.prepare(prompt, params, exchange.id, chat.priority or 0)
@@ -196,8 +202,10 @@ async def answer(
     return await generation.whole()
 
 
-async def num_input_tokens(service: Service, store: ResponseStore, fields: InputTokensRequest) -> int:
-    """Return the number of tokens of the prompt that a request with these fields would have.
+async def num_input_tokens(
+    service: Service, store: ResponseStore, fields: InputTokensRequest, owner: str
+) -> int:
+    """Return the number of tokens of the prompt that a request of tenant `owner` with these fields would have.
 
     Raises:
         APIError, ValueError, TypeError: the request is invalid.
@@ -205,7 +213,8 @@ async def num_input_tokens(service: Service, store: ResponseStore, fields: Input
     given = {name: getattr(fields, name) for name in fields.__struct_fields__}
     request = ResponsesRequest(**given)
     check_request(request)
-    items = store.conversation(request.previous_response_id) + read_input(request.input, store.item)
+    items = store.conversation(request.previous_response_id, owner)
+    items += read_input(request.input, lambda name: store.item(name, owner))
     service.model(request.model)
     chat = chat_request(request, items)
     prompt = await fitting_prompt(service, request, chat, tools_of(service, chat), counts=True)

@@ -24,12 +24,15 @@ class StoredResponse:
 
     Attributes:
         response: the response, which grows while it is generated. items: its own input items.
+        owner: name of the tenant that made it; for all others it does not exist.
         task: generates the response in the background; None: not a background response.
         events: its encoded events, by sequence number, for a streamed background response; else None.
     """
 
-    def __init__(self, response: Response, items: list[JSON], events: list[bytes] | None = None) -> None:
-        self.response, self.items, self.events = response, items, events
+    def __init__(
+        self, response: Response, items: list[JSON], events: list[bytes] | None = None, owner: str = ""
+    ) -> None:
+        self.response, self.items, self.events, self.owner = response, items, events, owner
         self.task: asyncio.Task[None] | None = None
         self._added = asyncio.Event()
 
@@ -121,40 +124,46 @@ class ResponseStore:
             self.forget(oldest)
         return True
 
-    def get(self, name: str) -> StoredResponse:
-        """Return the response with an id, and mark it as used.
+    def get(self, name: str, owner: str = "") -> StoredResponse:
+        """Return the owner's response with an id, and mark it as used.
 
         Raises:
-            APIError: it is not stored.
+            APIError: it is not stored, or is another's.
         """
-        if name not in self._stored:
+        if not self._has(name, owner):
             raise APIError(404, f"response {quoted(name)} is not stored (any more)", code="not_found")
         self._stored.move_to_end(name)
         return self._stored[name]
 
-    def item(self, name: str) -> JSON | None:
-        """Return the input or output item with an id; None if it is not stored."""
-        if name not in self._places:
+    def item(self, name: str, owner: str = "") -> JSON | None:
+        """Return the owner's input or output item with an id; None if it is not stored."""
+        place = next(
+            (place for place in reversed(self._places.get(name, ())) if self._has(place, owner)), None
+        )
+        if place is None:
             return None
-        stored = self.get(self._places[name][-1])
+        stored = self.get(place, owner)
         return next(item for item in (*stored.items, *output_of(stored)) if item["id"] == name)
 
-    def conversation(self, name: str | None) -> list[JSON]:
+    def conversation(self, name: str | None, owner: str = "") -> list[JSON]:
         """Return all items of the conversation that ends with this response, including its output.
 
         Raises:
-            APIError: a response of the conversation is not stored, or has failed or not ended.
+            APIError: a response of the conversation is not stored, is another's, or has failed or not ended.
         """
-        turns = reversed(list(self._turns(name)))
+        turns = reversed(list(self._turns(name, owner)))
         return [item for stored in turns for item in (*stored.items, *output_of(stored))]
 
-    def _turns(self, name: str | None) -> Iterator[StoredResponse]:
+    def _has(self, name: str, owner: str) -> bool:
+        return name in self._stored and self._stored[name].owner == owner
+
+    def _turns(self, name: str | None, owner: str) -> Iterator[StoredResponse]:
         """Yield this response and its predecessors, the latest first."""
         while name is not None:
-            if name not in self._stored:
+            if not self._has(name, owner):
                 message = f"previous_response_id: response {quoted(name)} is not stored (any more)"
                 raise APIError(404, message, param="previous_response_id", code="previous_response_not_found")
-            stored = self.get(name)
+            stored = self.get(name, owner)
             if stored.response.status not in USABLE:
                 message = f"previous_response_id: response {name} is {stored.response.status}"
                 raise APIError(400, message, param="previous_response_id")

@@ -7,12 +7,15 @@ import json
 import os
 import pty
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
+
+from pagewire.frontend.server.http.key_file import Rights, digest_of, read_key_file
 
 from ..command import COMMAND, ENDLESS, ENVIRONMENT, PROMPT, SAMPLING, pagewire, start
 
@@ -171,6 +174,32 @@ def test_keys_are_not_made_where_others_could_replace_them(tmp_path: Path) -> No
     done = pagewire("keys", str(folder), "core")
     assert done.returncode == 2 and "open to other users" in done.stderr
     assert not list(folder.iterdir())
+
+
+def test_api_keys_are_added_to_a_file(tmp_path: Path) -> None:
+    """The file has their hash only, and is one that a server takes."""
+    file = tmp_path / "api-keys"
+    first = pagewire("keys", str(file), "alice", "--api", "--max-requests", "4", "--admin")
+    assert first.returncode == 0 and stat.S_IMODE(file.stat().st_mode) == 0o600
+    again = pagewire("keys", str(file), "alice", "--api", "--max-requests", "4", "--admin")
+    other = pagewire("keys", str(file), "bob", "--api")
+    keys = [done.stdout.split()[1] for done in (first, again, other)]
+    entries = read_key_file(str(file))
+    assert [entry.name for entry in entries] == ["alice", "alice", "bob"]
+    assert [entry.digest for entry in entries] == [digest_of(key.encode()) for key in keys]
+    assert entries[0].rights == entries[1].rights == Rights(max_requests=4, admin=True)
+    assert not any(key in file.read_text() for key in keys)
+    for words, reason in (
+        (("bob", "--api", "--admin"), "other rights"),
+        (("a b", "--api"), "tenant's name"),
+        (("bob", "--api", "--max-tokens", "0"), "max_tokens must be"),
+        (("bob", "--admin"), "give --api"),
+    ):
+        done = pagewire("keys", str(file), *words)
+        assert done.returncode == 2 and reason in done.stderr
+    file.chmod(0o644)
+    assert "chmod 600" in pagewire("keys", str(file), "carol", "--api").stderr
+    assert len(file.read_text().splitlines()) == 3
 
 
 def test_keys_are_made_once(tmp_path: Path) -> None:

@@ -24,15 +24,20 @@ from llguidance import LLTokenizer, TokenizerWrapper
 from pagewire.engine_core.grammar.compile import compile_grammar
 from pagewire.engine_core.grammar.matcher import Grammar, Matcher
 from pagewire.engine_core.schedule.drafting import Drafter
+from pagewire.engine_core.schedule.fairness import PATIENCE_SECONDS, Order
 from pagewire.engine_core.schedule.scheduler import (
-    CRASHES_TO_ISOLATE,
-    RELAPSES_TO_ISOLATE,
     Outcome,
     Scheduler,
     SchedulerConfig,
-    is_suspect,
 )
-from pagewire.engine_core.schedule.sequence import Sequence, State, sequences
+from pagewire.engine_core.schedule.sequence import (
+    CRASHES_TO_ISOLATE,
+    RELAPSES_TO_ISOLATE,
+    Sequence,
+    State,
+    sequences,
+)
+from pagewire.engine_core.schedule.tenants import Tenant
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.items import LogprobRows, Media, Prompt, Task
 from pagewire.ipc.messages import Request, TokenDelta
@@ -351,6 +356,8 @@ class Simulation:
         done: list[list[int]] | None = None,
         num_prompt_logprobs: int = 0,
         pool: PoolingParams | None = None,
+        tenant: str = "",
+        rank: int = 0,
         **params: Any,
     ) -> list[Sequence]:
         """Add a request; by default nothing but its length ends it."""
@@ -366,6 +373,8 @@ class Simulation:
             priority=priority,
             output_token_ids=done,
             num_prompt_logprobs=num_prompt_logprobs,
+            rank=rank,
+            tenant=tenant,
         )
         group = sequences(
             submitted,
@@ -374,6 +383,7 @@ class Simulation:
             self._tick(),
             max_model_len=self.config.max_model_len,
             share_prefixes=self.share_prefixes,
+            tenant=self.scheduler.tenants.get(tenant or b"client"),
         )
         self.num_added += len(group)
         for sequence in group:
@@ -388,12 +398,12 @@ class Simulation:
 
     def plan(self) -> StepPlan | None:
         """Plan a step and, ahead of what the scheduler knows, run it."""
-        before = Snapshot.of(self.scheduler)
+        before = Snapshot.of(self.scheduler, self.live())
         plan = self.scheduler.plan(self._tick())
         if plan is None:
             assert self.scheduler.in_flight or not self.scheduler.num_unfinished, "nothing will ever run"
         else:
-            before.check(self.scheduler, plan)
+            before.check(self.scheduler, plan, self.now)
             self.plans.append(plan)
             self._run_worker()
         self.check()
@@ -536,6 +546,26 @@ class Simulation:
             if sequence.state is State.WAITING:
                 assert not rows[sequence]
 
+        self._check_tenants()
+
+    def _check_tenants(self) -> None:
+        """What is counted of each tenant is what its sequences are and have. Suspects do not count as waiting."""
+        waiting: Counter[Tenant] = Counter()
+        running: Counter[Tenant] = Counter()
+        num_output: Counter[Tenant] = Counter()
+        for sequence in self.streams:
+            waiting[sequence.tenant] += sequence.state is State.WAITING
+            running[sequence.tenant] += sequence.state is State.RUNNING
+            done = sequence.request.output_token_ids
+            num_output[sequence.tenant] += sequence.num_output_tokens - (
+                len(done[sequence.index]) if done else 0
+            )
+        waiting.subtract(sequence.tenant for sequence in self.scheduler.waiting.suspects)
+        for tenant in self.scheduler.tenants:
+            counted = (tenant.num_waiting, tenant.num_running, tenant.num_output_tokens)
+            assert counted == (waiting[tenant], running[tenant], num_output[tenant])
+        assert set(self.scheduler.waiting._heaps) == {tenant for tenant in waiting if waiting[tenant]}
+
     def _hear(self, outcomes: list[Outcome]) -> None:
         for sequence, delta in outcomes:
             stream = self.streams[sequence]
@@ -585,49 +615,131 @@ class Simulation:
 
 @dataclass
 class Snapshot:
-    """What a plan is measured against: the scheduler as it was before."""
+    """What a plan is measured against: the scheduler as it was before.
 
+    new: sequences that never ran. served: by tenant. queues: by tenant, its waiting sequences in turn, without
+    suspects. handover: the time from which on room may change hands.
+    """
+
+    order: Order
     running: list[Sequence]
     to_compute: dict[Sequence, int]
     in_flight: set[Sequence]
+    new: set[Sequence]
+    served: dict[Tenant, int]
+    queues: dict[Tenant, list[Sequence]]
+    turn: dict[Sequence, int]
+    suspects: bool
+    handover: float
 
     @classmethod
-    def of(cls, scheduler: Scheduler) -> Snapshot:
-        running = list(scheduler.running)
-        in_flight = {sequence for step in scheduler.in_flight for sequence in step.sequences}
-        return cls(running, {sequence: sequence.num_to_compute for sequence in running}, in_flight)
+    def of(cls, scheduler: Scheduler, live: list[Sequence]) -> Snapshot:
+        running, order = list(scheduler.running), scheduler._order
+        queues: dict[Tenant, list[Sequence]] = {}
+        for sequence in sorted(live, key=lambda s: (order(s)[0], s.turn, s.arrival)):
+            if sequence.state is State.WAITING and sequence not in scheduler.waiting.suspects:
+                queues.setdefault(sequence.tenant, []).append(sequence)
+        return cls(
+            order,
+            running,
+            {sequence: sequence.num_to_compute for sequence in running},
+            {sequence for step in scheduler.in_flight for sequence in step.sequences},
+            {sequence for sequence in live if not sequence.scheduled_time},
+            {tenant: tenant.served for tenant in scheduler.tenants},
+            queues,
+            {sequence: sequence.turn for sequence in live},
+            bool(scheduler.waiting.suspects),
+            scheduler._next_handover,
+        )
 
-    def check(self, scheduler: Scheduler, plan: StepPlan) -> None:
-        config, now = scheduler.config, scheduler.in_flight[-1].sequences
+    def check(self, scheduler: Scheduler, plan: StepPlan, now: float) -> None:
+        config, planned = scheduler.config, scheduler.in_flight[-1].sequences
         assert 0 < sum(row.num_tokens for row in plan.rows) <= config.max_num_batched_tokens
         assert len({row.slot for row in plan.rows}) == len(plan.rows) <= config.max_num_seqs
-        self._check_order(scheduler, now)
-        self._check_suspects(now)
-        admitted = [sequence for sequence in now if sequence not in self.running]
-        assert [init.slot for init in plan.inits] == [sequence.slot for sequence in admitted]
-        if admitted and len(scheduler.running) > 1:
-            assert scheduler.kv.pool.num_free >= int(config.watermark * config.num_blocks)
-
-    def _check_order(self, scheduler: Scheduler, now: list[Sequence]) -> None:
-        """Nothing passes what comes before it; only the last in order, and not in flight, is preempted."""
-        order = scheduler._order
-        served = set(now)
         preempted = [sequence for sequence in self.running if sequence.state is not State.RUNNING]
         assert not self.in_flight.intersection(preempted)
-        for victim in preempted:
-            assert all(order(sequence) < order(victim) for sequence in scheduler.running)
-        admitted = [sequence for sequence in now if sequence not in self.running]
-        assert not (preempted and admitted)
-        waiting = [entry[-1] for entry in scheduler.waiting._heap if entry[-1].state is State.WAITING]
-        if admitted and not is_suspect(admitted[0]):
-            assert not scheduler.waiting.suspects
-            assert all(order(a) < order(w) for a in admitted for w in waiting)
-        for sequence in self.running:
-            if sequence.state is State.RUNNING and sequence not in served and self.to_compute[sequence]:
-                assert not admitted
-                assert all(order(other) < order(sequence) for other in served)
+        givers = self._givers(now)
+        self._check_preempted(scheduler, preempted, givers)
+        self._check_suspects(planned)
+        admitted = [sequence for sequence in planned if sequence not in self.running]
+        assert [init.slot for init in plan.inits] == [sequence.slot for sequence in admitted]
+        assert givers or not (preempted and admitted)
+        if len(self.running) == config.max_num_seqs and not self.in_flight.issuperset(givers):
+            assert any(sequence in preempted for sequence in givers)
+        self._check_order(scheduler, planned, admitted, givers)
+        if admitted and len(scheduler.running) > 1 and not givers:
+            assert scheduler.kv.pool.num_free >= int(config.watermark * config.num_blocks)
 
-    def _check_suspects(self, now: list[Sequence]) -> None:
+    def _givers(self, now: float) -> list[Sequence]:
+        """The sequences one of which has to give its room to the next that waits."""
+        newcomer = self._next()
+        if self.suspects or now < self.handover or newcomer not in self.new:
+            return []
+        if now - newcomer.arrival_time < PATIENCE_SECONDS:
+            return []
+        num_running = Counter(sequence.tenant for sequence in self.running)
+        tenant, givers = newcomer.tenant, []
+        for sequence in self.running:
+            batch = sequence.tenant is tenant and sequence.request.rank and not newcomer.request.rank
+            several = num_running[sequence.tenant] > 1 and not num_running[tenant]
+            greedy = several and self.served[sequence.tenant] >= self.served[tenant]
+            if self.order(sequence)[0] >= self.order(newcomer)[0] and (batch or greedy):
+                givers.append(sequence)
+        return givers
+
+    def _next(self) -> Sequence | None:
+        """The head of the queue of the least served tenant."""
+        heads = [queue[0] for queue in self.queues.values() if queue]
+
+        def key(head: Sequence) -> tuple[int, int, int]:
+            return (self.order(head)[0], self.served[head.tenant], head.arrival)
+
+        return min(heads, key=key, default=None)
+
+    def _check_preempted(
+        self, scheduler: Scheduler, preempted: list[Sequence], givers: Collection[Sequence]
+    ) -> None:
+        """What was preempted for its blocks was before all behind it that still run; one more gave its room."""
+
+        def last(sequence: Sequence) -> tuple[int, int, int, int]:
+            priority, arrival = self.order(sequence)
+            return (priority, self.served[sequence.tenant], self.turn[sequence], arrival)
+
+        early = [
+            victim
+            for victim in preempted
+            for other in scheduler.running
+            if other in self.turn
+            and not (self.order(other) < self.order(victim) or last(other) < last(victim))
+        ]
+        assert len(set(early)) <= 1 and set(early) <= set(givers)
+
+    def _check_order(
+        self,
+        scheduler: Scheduler,
+        planned: list[Sequence],
+        admitted: list[Sequence],
+        givers: Collection[Sequence],
+    ) -> None:
+        """Nothing passes what comes before it, but for the one sequence that gives its room."""
+        if admitted and not admitted[0].suspect:
+            assert not scheduler.waiting.suspects
+            for sequence in admitted:
+                assert sequence is self._next()
+                self.queues[sequence.tenant].remove(sequence)
+                if sequence in self.new:
+                    self.served[sequence.tenant] += len(sequence.token_ids) - (
+                        sequence.num_cached_tokens or 0
+                    )
+        run = set(planned)
+        left = [s for s in self.running if s.state is State.RUNNING and s not in run and self.to_compute[s]]
+        if giver := next((sequence for sequence in left if sequence in givers), None):
+            left.remove(giver)
+        for sequence in left:
+            assert not admitted
+            assert all(self.order(other) < self.order(sequence) for other in run)
+
+    def _check_suspects(self, planned: list[Sequence]) -> None:
         """Whoever was there at two crashes, or at three with tokens in between, runs alone."""
-        if any(is_suspect(sequence) for sequence in now):
-            assert len(now) == 1 and self.in_flight <= set(now)
+        if any(sequence.suspect for sequence in planned):
+            assert len(planned) == 1 and self.in_flight <= set(planned)

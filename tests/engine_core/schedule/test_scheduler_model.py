@@ -88,6 +88,8 @@ class SchedulerLife(RuleBasedStateMachine):
         salt=st.sampled_from([None, None, "a", "b"]),
         adapter=st.sampled_from([b"", b"", b"a"]),
         prompt_logprobs=st.sampled_from([None, None, 0]),
+        tenant=st.sampled_from(["", "", "alice", "bob"]),
+        rank=st.sampled_from([0, 0, 0, 1, 5]),
         regex=grammars,
     )
     def submit(self, prompt: list[int], ending: dict[str, object], regex: str | None, **more: object) -> None:

@@ -1,0 +1,59 @@
+"""Which running sequence gives way to others: one that needs blocks to go on, or one that has not begun.
+
+Both choose the last sequence of the most served tenant, within the worst priority. With one tenant, that is the
+last in order.
+
+Room changes hands so that whoever begins is not kept waiting by one who fills the engine with long outputs: a
+tenant without a running sequence gets the room of one with several, and the beginning of a batch that of the later
+part of another batch of the same tenant. Only a sequence that never ran gets room that way, so once for each.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import TypeAlias
+
+from pagewire.engine_core.schedule.sequence import Sequence
+
+PATIENCE_SECONDS = (
+    0.5  # that a sequence waits for a slot to get free, and between two slots that change hands
+)
+
+Order: TypeAlias = Callable[[Sequence], tuple[int, int]]
+
+
+def gives_way(sequence: Sequence, running: list[Sequence], order: Order) -> Sequence:
+    """The sequence that is preempted when `sequence` lacks blocks: it, or one behind it in `running`.
+
+    What is before it must not be preempted: it may be in this step already.
+    """
+    behind = running[bisect_left(running, order(sequence), key=order) :]
+    return max(behind, key=lambda other: last(other, order))
+
+
+def gives_room(newcomer: Sequence, running: list[Sequence], order: Order, now: float) -> Sequence | None:
+    """The running sequence whose room goes to `newcomer`, which is the next that waits; None if it has to wait on.
+
+    An idle one, if there is one: a sequence in flight cannot be preempted.
+    """
+    if newcomer.scheduled_time or now - newcomer.arrival_time < PATIENCE_SECONDS:
+        return None
+    candidates = [other for other in running if must_share(other, newcomer, order)]
+    return max(candidates, key=lambda other: (not other.in_flight, last(other, order)), default=None)
+
+
+def must_share(running: Sequence, newcomer: Sequence, order: Order) -> bool:
+    """True if a running sequence has no better right to its room than `newcomer`."""
+    if order(running)[0] < order(newcomer)[0]:
+        return False
+    if running.tenant is newcomer.tenant:
+        return running.request.rank > 0 == newcomer.request.rank
+    starts = newcomer.tenant.num_running == 0 and running.tenant.num_running > 1
+    return starts and running.tenant.served >= newcomer.tenant.served
+
+
+def last(sequence: Sequence, order: Order) -> tuple[int, int, int, int]:
+    """The order in which sequences give way: the greatest first."""
+    priority, arrival = order(sequence)
+    return priority, sequence.tenant.served, sequence.turn, arrival
