@@ -36,7 +36,9 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     group = parser.add_argument_group("API keys")
     group.add_argument(
-        "--api", action="store_true", help="FOLDER is a file of API keys, NAME the owner of the key"
+        "--api",
+        action="store_true",
+        help="make an API key: FOLDER is a file of API keys, NAME the owner of the key",
     )
     for name, text in RIGHTS.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="INT", help=text)
