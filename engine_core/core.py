@@ -24,6 +24,7 @@ from pagewire.engine_core.clients.outbox import Outbox
 from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.grammar.compile import load_tokenizer
 from pagewire.engine_core.grammar.pool import Grammars
+from pagewire.engine_core.grammar.prover import ConfinedProver
 from pagewire.engine_core.lobby import Lobby
 from pagewire.engine_core.schedule.scheduler import Scheduler
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
@@ -140,6 +141,8 @@ class EngineCore:
 
     def _iterate(self) -> None:
         wait = BEHIND_SECONDS if self.clients.behind else TICK_SECONDS
+        if self.started and self.lobby.has_work:
+            wait = 0.0
         ready = {source for source, _ in self._poller.poll(int(wait * 1000))}
         awake_at = time.monotonic()
         if self._lifeline_fd in ready:
@@ -196,6 +199,8 @@ class EngineCore:
         self._early_hellos.clear()
         if not self.started:
             self.clients.refuse_all(cause, wait_ms=0)
+        else:
+            self.grammars.close()
         for client in list(self.clients.attached.values()):
             self.clients.send(client.identity, messages.CoreDying(cause=error_text(cause)))
         self.worker.stop()
@@ -364,6 +369,9 @@ class EngineCore:
         return Grammars(
             lambda: load_tokenizer(config.tokenizer_folder(), config.eos_token_ids),
             self.info.vocab_size,
+            open_prover=lambda: ConfinedProver(
+                config.tokenizer_folder(), config.eos_token_ids, self.info.vocab_size
+            ),
             seconds=env_float("PAGEWIRE_GRAMMAR_TIMEOUT_S", 10.0),
             wake=self._wake,
         )
