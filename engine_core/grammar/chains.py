@@ -65,15 +65,15 @@ def chain_length(edges: Mapping[str, Iterable[str]]) -> int:
     lengths: dict[str, int] = {}
     for start in edges:
         path = [] if start in lengths else [(start, iter(edges[start]))]
-        lengths.setdefault(start, 1)
+        lengths.setdefault(start, 0)
         while path:
             name, others = path[-1]
             following = next((other for other in others if other in edges and other not in lengths), None)
             if following is not None:
-                lengths[following] = 1
+                lengths[following] = 0
                 path.append((following, iter(edges[following])))
                 continue
             path.pop()
-            inner = (lengths[other] for other in edges[name] if other in edges and other != name)
+            inner = (lengths[other] for other in edges[name] if other in edges)
             lengths[name] = 1 + max(inner, default=0)
     return max(lengths.values(), default=0)

@@ -56,6 +56,11 @@ class ConfinedProver:
         arguments = [str(folder), str(vocab_size), *map(str, eos_token_ids)]
         self._jobs = Confined(__name__, arguments, num_parallel=4)
 
+    @property
+    def pid(self) -> int | None:
+        """Process id of the job server; None before the first grammar."""
+        return self._jobs.pid
+
     def prove(self, structure: StructuredOutputsParams, seconds: float, cpu_seconds: float) -> Proof:
         """Compile a grammar, and generate a few tokens under it. Blocks.
 
