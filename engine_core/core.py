@@ -25,6 +25,7 @@ from pagewire.engine_core.clients.outbox import Outbox
 from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.grammar.compile import load_tokenizer
 from pagewire.engine_core.grammar.pool import Grammars
+from pagewire.engine_core.grammar.prover import ConfinedProver
 from pagewire.engine_core.lobby import Lobby
 from pagewire.engine_core.schedule.scheduler import Scheduler
 from pagewire.engine_core.schedule.sequence import Sequence
@@ -144,7 +145,9 @@ class EngineCore:
 
     def _iterate(self) -> None:
         wait = BEHIND_SECONDS if self.clients.behind else TICK_SECONDS
-        if self._restarts.due is not None:
+        if self.started and self.lobby.has_work:
+            wait = 0.0
+        elif self._restarts.due is not None:
             wait = min(wait, max(0.0, self._restarts.due - time.monotonic()))
         ready = {source for source, _ in self._poller.poll(math.ceil(wait * 1000))}
         awake_at = time.monotonic()
@@ -212,6 +215,8 @@ class EngineCore:
         self.intake.refuse_early(cause)
         if not self.started:
             self.clients.refuse_all(cause, wait_ms=0)
+        else:
+            self.grammars.close()
         for client in list(self.clients.attached.values()):
             stopped = isinstance(cause, EngineStoppedError)
             self.clients.send(client.identity, messages.CoreDying(error_text(cause), stopped))
@@ -329,6 +334,9 @@ class EngineCore:
         return Grammars(
             lambda: load_tokenizer(config.tokenizer_folder(), config.eos_token_ids),
             self.info.vocab_size,
+            open_prover=lambda: ConfinedProver(
+                config.tokenizer_folder(), config.eos_token_ids, self.info.vocab_size
+            ),
             seconds=env_float("PAGEWIRE_GRAMMAR_TIMEOUT_S", 10.0),
             wake=self._wake,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Protocol
 
 from pagewire.engine_core.grammar.matcher import Grammar, GrammarError
@@ -27,6 +28,9 @@ class GrammarCompiler(Protocol):
         """Begin to compile a grammar; raises EngineBusyError."""
 
 
+MAX_REPLAYED = 256  # matchers, and tokens that they start with, for which one call of `ready` does the work
+
+
 class Lobby:
     """Sequences between submission and the scheduler. Pure, as the scheduler is: no IO, no clock.
 
@@ -37,27 +41,29 @@ class Lobby:
 
     Attributes:
         held: nothing leaves the lobby, because the engine is paused.
+        has_work: `ready` has left work for its next call, for which the loop should not wait.
     """
 
     def __init__(
         self, grammars: GrammarCompiler, max_waiting: int, on_compiled: Callable[[float], None]
     ) -> None:
-        self.held = False
+        self.held = self.has_work = False
         self._grammars, self._max_waiting, self._on_compiled = grammars, max_waiting, on_compiled
-        self._compiling: dict[Sequence, PendingGrammar] = {}
+        self._grammar_of: dict[Sequence, PendingGrammar] = {}
+        self._compiling: dict[PendingGrammar, dict[Sequence, None]] = {}  # one entry however many wait for it
         self._ready: dict[Sequence, None] = {}  # in order
 
     def __len__(self) -> int:
-        return len(self._compiling) + len(self._ready)
+        return len(self._grammar_of) + len(self._ready)
 
     def __iter__(self) -> Iterator[Sequence]:
-        yield from self._compiling
+        yield from self._grammar_of
         yield from self._ready
 
     @property
     def num_compiling(self) -> int:
         """Number of sequences whose grammar is being compiled."""
-        return len(self._compiling)
+        return len(self._grammar_of)
 
     def add(self, group: Iterable[Sequence], num_queued: int, now: float) -> None:
         """Take in the sequences of a request. num_queued: those that wait in the scheduler.
@@ -72,11 +78,16 @@ class Lobby:
         structure = None if group[0].pools else group[0].params.structured_outputs
         if structure is None:
             self._ready.update(dict.fromkeys(group))
-        else:
-            self._compiling.update(dict.fromkeys(group, self._grammars.submit(structure, now)))
+            return
+        pending = self._grammars.submit(structure, now)
+        self._grammar_of.update(dict.fromkeys(group, pending))
+        self._compiling.setdefault(pending, {}).update(dict.fromkeys(group))
 
     def ready(self, now: float) -> tuple[list[Sequence], list[Outcome]]:
-        """The sequences that may be scheduled from now on, in order; and the ends of those that are refused."""
+        """The sequences that may be scheduled from now on, in order; and the ends of those that are refused.
+
+        A call does a bounded amount of work; `has_work` says whether more is left.
+        """
         refusals = self._poll(now) if self._compiling else []
         if self.held or not self._ready:
             return [], refusals
@@ -93,30 +104,56 @@ class Lobby:
 
     def drop(self, sequence: Sequence) -> bool:
         """End a sequence without a delta; False if it is not here."""
-        if sequence not in self._compiling and sequence not in self._ready:
+        if sequence in self._grammar_of:
+            self._leave(sequence)
+        elif sequence in self._ready:
+            del self._ready[sequence]
+        else:
             return False
-        self._compiling.pop(sequence, None)
-        self._ready.pop(sequence, None)
         sequence.state = State.FINISHED
         return True
 
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a sequence from those that wait for their grammar."""
+        pending = self._grammar_of.pop(sequence)
+        del self._compiling[pending][sequence]
+        if not self._compiling[pending]:
+            del self._compiling[pending]
+
     def _poll(self, now: float) -> list[Outcome]:
         """Give sequences their compiled grammars. Returns the ends of those whose grammar is refused."""
-        refusals = []
-        for sequence, pending in list(self._compiling.items()):
+        refusals: list[Outcome] = []
+        allowance = MAX_REPLAYED
+        self.has_work = False
+        for pending, waiting in list(self._compiling.items()):
             try:
-                grammar = pending.poll(now)
-                if grammar is None:
-                    continue
-                sequence.matcher = grammar.matcher(sequence.output_token_ids, sequence.params.ignore_eos)
-                self._ready[sequence] = None
-                if sequence.index == 0:
-                    self._on_compiled(now - sequence.arrival_time)
+                outcome: Grammar | Exception | None = pending.poll(now)
             except (GrammarError, EngineBusyError) as error:
-                sequence.state = State.FINISHED
-                refusals.append((sequence, refusal(sequence, error)))
-            del self._compiling[sequence]
+                outcome = error
+            if outcome is None:
+                continue
+            for sequence in list(islice(waiting, max(0, allowance))):
+                if allowance <= 0:
+                    break
+                allowance -= 1 + sequence.num_output_tokens
+                self._leave(sequence)
+                refusals += self._enter(sequence, outcome, now)
+            self.has_work |= bool(waiting)
         return refusals
+
+    def _enter(self, sequence: Sequence, outcome: Grammar | Exception, now: float) -> list[Outcome]:
+        """Make a sequence ready to leave; returns its end if it is refused."""
+        try:
+            if isinstance(outcome, Exception):
+                raise outcome
+            sequence.matcher = outcome.matcher(sequence.output_token_ids, sequence.params.ignore_eos)
+        except (GrammarError, EngineBusyError) as error:
+            sequence.state = State.FINISHED
+            return [(sequence, refusal(sequence, error))]
+        self._ready[sequence] = None
+        if sequence.index == 0:
+            self._on_compiled(now - sequence.arrival_time)
+        return []
 
 
 def refusal(sequence: Sequence, error: Exception) -> TokenDelta:

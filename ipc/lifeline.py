@@ -20,7 +20,7 @@ class Child:
     """A child process that ends when this process does.
 
     command: gets the additional arguments `--lifeline FD`, the read end of the pipe.
-    stdin: bytes to write to its standard input.
+    stdin: bytes to write to its standard input. pass_fds: descriptors that it inherits, under the same numbers.
 
     Raises:
         OSError, MemoryError: it cannot be started.
@@ -36,6 +36,7 @@ class Child:
         env: dict[str, str] | None = None,
         stdout: int | IO[Any] | None = None,
         stderr: int | IO[Any] | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         read_fd, self._write_fd = os.pipe()
         try:
@@ -44,7 +45,7 @@ class Child:
                 stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
                 stdout=stdout,
                 stderr=stderr,
-                pass_fds=[read_fd],
+                pass_fds=[read_fd, *pass_fds],
                 env=env,
                 start_new_session=True,  # Ctrl-C in the terminal goes to the parent only
             )

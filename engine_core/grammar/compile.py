@@ -1,7 +1,8 @@
 """Compiles the structured output parameters of a request with llguidance.
 
 https://github.com/guidance-ai/llguidance. Schemas are untrusted input: references are never fetched, and sizes
-and steps are limited.
+and steps are limited. What a grammar is to llguidance is worked out, and tried, in a process that may be lost
+(`prover.py`); the core itself only compiles texts that were proven there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pagewire.engine_core.grammar.chains import check_references, check_rules
 from pagewire.engine_core.grammar.matcher import Grammar, GrammarError, failure_reason
 from pagewire.engine_core.grammar.schema import json_schema
 from pagewire.engine_core.grammar.structural_tag import structural_tag_grammar
@@ -52,20 +54,34 @@ def compile_grammar(structure: StructuredOutputsParams, tokenizer: LLTokenizer, 
     Raises:
         GrammarError: the grammar is invalid, not supported, or allows no output.
     """
+    return compile_text(structure.kind, grammar_text(structure, tokenizer), tokenizer, vocab_size)
+
+
+def compile_text(
+    kind: str, text: str, tokenizer: LLTokenizer, vocab_size: int, num_bytes: int = 0
+) -> Grammar:
+    """The compiled grammar of a text in llguidance's notation, which allows at least one first token.
+
+    kind: of the structured output, for errors. num_bytes: memory that the compiled grammar takes.
+
+    Raises:
+        GrammarError: the grammar is invalid, not supported, or allows no output.
+    """
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-    state = LLMatcher(tokenizer, grammar_text(structure, tokenizer), log_level=0, limits=limits)
+    state = LLMatcher(tokenizer, text, log_level=0, limits=limits)
     if state.is_error():
-        raise GrammarError(f"{structure.kind}: {failure_reason(state)}")
-    grammar = Grammar(state, vocab_size, tuple(i for i in tokenizer.eos_tokens if i < vocab_size))
+        raise GrammarError(f"{kind}: {failure_reason(state)}")
+    eos_token_ids = tuple(i for i in tokenizer.eos_tokens if i < vocab_size)
+    grammar = Grammar(state, vocab_size, eos_token_ids, num_bytes)
     try:
         if any(grammar.matcher().mask()):
             return grammar
     except GrammarError as error:
         if "NoExtension" not in str(error):
-            raise GrammarError(f"{structure.kind}: {error}") from None
-    raise GrammarError(f"{structure.kind}: no output can satisfy it")
+            raise GrammarError(f"{kind}: {error}") from None
+    raise GrammarError(f"{kind}: no output can satisfy it")
 
 
 def grammar_text(structure: StructuredOutputsParams, tokenizer: LLTokenizer) -> str:
@@ -79,12 +95,15 @@ def grammar_text(structure: StructuredOutputsParams, tokenizer: LLTokenizer) -> 
     if structure.regex is not None:
         return LLMatcher.grammar_from_regex(structure.regex)
     if structure.grammar is not None:
-        return LLMatcher.grammar_from_lark(lark_text(structure.grammar))
+        lark = lark_text(structure.grammar)
+        check_rules(lark)
+        return LLMatcher.grammar_from_lark(lark)
     if structure.choice is not None:
         return LLMatcher.grammar_from_lark("start: " + " | ".join(map(literal, structure.choice)))
     if structure.structural_tag is not None:
         return structural_tag_grammar(structure, tokenizer, lark_text)
     schema = {"type": "object"} if structure.json is None else as_object(structure.json)
+    check_references(schema)
     return LLMatcher.grammar_from_json_schema(json_schema(schema, structure))
 
 

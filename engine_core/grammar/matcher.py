@@ -23,8 +23,8 @@ ERROR_REWRITES = (
         r"$ref: \1 is not in the schema, and references are never fetched",
     ),
     (r"oneOf constraints .*", "oneOf is not supported if its schemas may overlap: use anyOf"),
-    (r"\s*<non-verbose/>.*", ""),
 )
+MAX_ERROR_CHARS = 1000  # of llguidance's messages, which repeat the grammar
 
 
 class GrammarError(ValueError):
@@ -34,14 +34,14 @@ class GrammarError(ValueError):
 class Matcher:
     """The position of one sequence in its grammar. It depends on the tokens alone, so it can be rebuilt from them.
 
-    eos_token_ids: end-of-sequence tokens, allowed where the grammar is complete (unless `ignore_eos`).
+    ignore_eos: end-of-sequence tokens (`eos_token_ids`) are not allowed where the grammar is complete.
+    grammar: keeps the grammar's memory counted for as long as a sequence uses it.
     """
 
-    def __init__(self, state: LLMatcher, vocab_size: int, eos_token_ids: Sequence[int], ignore_eos: bool):
-        self._state = state
-        self._mask_bytes = -(-vocab_size // 32) * 4
-        self.eos_token_ids = tuple(eos_token_ids)
-        self._ignore_eos = ignore_eos
+    def __init__(self, grammar: Grammar, state: LLMatcher, ignore_eos: bool) -> None:
+        self.grammar, self._state, self._ignore_eos = grammar, state, ignore_eos
+        self._mask_bytes = -(-grammar.vocab_size // 32) * 4
+        self.eos_token_ids = grammar.eos_token_ids
 
     @property
     def complete(self) -> bool:
@@ -66,7 +66,7 @@ class Matcher:
         masks = [self.mask()]
         if not drafts:
             return masks
-        ahead = Matcher(self._state.deep_copy(), 8 * self._mask_bytes, self.eos_token_ids, self._ignore_eos)
+        ahead = Matcher(self.grammar, self._state.deep_copy(), self._ignore_eos)
         with suppress(GrammarError):
             for draft in drafts:
                 ahead.accept(draft)
@@ -91,13 +91,14 @@ class Matcher:
         return bytes(mask)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Grammar:
-    """A compiled grammar for one vocabulary."""
+    """A compiled grammar for one vocabulary. num_bytes: memory that it takes, with all its matchers."""
 
     start: LLMatcher
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    num_bytes: int = 0
 
     def matcher(self, token_ids: Sequence[int] = (), ignore_eos: bool = False) -> Matcher:
         """The matcher of a sequence that has generated `token_ids`.
@@ -105,7 +106,7 @@ class Grammar:
         Raises:
             GrammarError: the grammar does not allow them.
         """
-        matcher = Matcher(self.start.deep_copy(), self.vocab_size, self.eos_token_ids, ignore_eos)
+        matcher = Matcher(self, self.start.deep_copy(), ignore_eos)
         for token_id in token_ids:
             matcher.accept(token_id)
         return matcher
@@ -113,7 +114,7 @@ class Grammar:
 
 def failure_reason(state: LLMatcher) -> str:
     """The error message of a failed matcher, without llguidance's dump of its state."""
-    text = state.get_error()
+    text = state.get_error().partition("<non-verbose/>")[0][:MAX_ERROR_CHARS]
     for pattern, better in ERROR_REWRITES:
         text = re.sub(pattern, better, text, flags=re.DOTALL)
     return text.strip()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
+from pagewire.engine_core.grammar.chains import check_references, check_rules
 from pagewire.engine_core.grammar.matcher import GrammarError
 from pagewire.engine_core.grammar.schema import json_schema
 from pagewire.ipc.params import StructuredOutputsParams
@@ -227,6 +228,7 @@ class FormatWriter:
         """Return the expression of JSON that follows a schema."""
         if schema is False:
             raise GrammarError("structural_tag: no JSON follows the schema false")
+        check_references(schema)
         prepared = json_schema({} if schema is True else schema, self._structure)
         return self.rule(f"%json {json.dumps(prepared, ensure_ascii=False)}")
 
@@ -240,6 +242,7 @@ class FormatWriter:
         """Return the expression of a user's grammar, which may be a list whose first grammar is the main one."""
         lark = self._lark_text(text)
         if not lark.lstrip().startswith("{"):
+            check_rules(lark)
             return self.embed(lark_grammar=lark)
         try:
             main, *others = json.loads(lark)["grammars"]

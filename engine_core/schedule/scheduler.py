@@ -161,7 +161,7 @@ class Scheduler:
                 bits += masks
                 samples += range(first, first + len(masks))
             except GrammarError as error:
-                outcomes.append(self._end_with_error(sequence, str(error), now))
+                outcomes.append(self._end_with_error(sequence, str(error), now, "ValueError"))
         width = len(bits[0]) // 4 if bits else 0
         return Masks(step.step_id, samples, Tensor("int32", (len(bits), width), b"".join(bits))), outcomes
 
@@ -395,7 +395,7 @@ class Scheduler:
         try:
             num_tokens, reason, stop_token = self._append(sequence, result.token_ids, now)
         except GrammarError as error:
-            return self._end_with_error(sequence, str(error), now)[1]
+            return self._end_with_error(sequence, str(error), now, "ValueError")[1]
         if reason is not None:
             self._finish(sequence)
         return TokenDelta(
@@ -450,10 +450,18 @@ class Scheduler:
             timing=sequence.timing(now),
         )
 
-    def _end_with_error(self, sequence: Sequence, text: str, now: float) -> Outcome:
+    def _end_with_error(
+        self, sequence: Sequence, text: str, now: float, error_type: str | None = None
+    ) -> Outcome:
         self._finish(sequence)
         delta = TokenDelta(
-            sequence.key, sequence.index, [], finish_reason="error", error=text, timing=sequence.timing(now)
+            sequence.key,
+            sequence.index,
+            [],
+            finish_reason="error",
+            error=text,
+            error_type=error_type,
+            timing=sequence.timing(now),
         )
         return sequence, delta
 

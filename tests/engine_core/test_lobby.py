@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pagewire.engine_core.grammar.matcher import Grammar, GrammarError
-from pagewire.engine_core.lobby import Lobby
+from pagewire.engine_core.lobby import MAX_REPLAYED, Lobby
 from pagewire.engine_core.schedule.sequence import Sequence, State, sequences
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.items import Prompt
@@ -134,6 +134,25 @@ def test_a_full_lobby_takes_in_nothing() -> None:
     with pytest.raises(EngineBusyError, match="too many grammars"):
         waiting.add(REGEX)
     assert len(waiting.lobby) == 2
+
+
+def test_many_sequences_of_one_grammar_leave_a_few_at_a_time() -> None:
+    waiting = Waiting(max_waiting=100_000)
+    for _ in range(30):
+        waiting.add(REGEX, n=64)
+    polled = []
+    pending = waiting.compiler.pending[REGEX]
+    pending.poll = lambda now: polled.append(now)  # type: ignore[method-assign]
+    assert waiting.ready() == [] and len(polled) == 1  # one look for all of them
+    del pending.poll
+    pending.outcome = grammar(REGEX)
+    left, calls = 0, 0
+    while len(waiting.lobby):
+        ready = waiting.ready()
+        assert 0 < len(ready) <= MAX_REPLAYED
+        left, calls = left + len(ready), calls + 1
+        assert waiting.lobby.has_work == (left < 30 * 64)
+    assert left == 30 * 64 and calls == -(-left // MAX_REPLAYED)
 
 
 class LobbyLife(RuleBasedStateMachine):

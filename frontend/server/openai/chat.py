@@ -49,7 +49,8 @@ from pagewire.frontend.server.parsing.reply import (
     read,
 )
 from pagewire.frontend.server.service import LONG_TEXT, Service, off_loop
-from pagewire.frontend.text.chat_template import as_text, chat_prompt, check_template
+from pagewire.frontend.text.chat_template import chat_prompt, check_template
+from pagewire.frontend.text.conversation import as_text
 from pagewire.ipc.params import SamplingParams
 
 SERVICE_TIER = "default"  # the only one that there is

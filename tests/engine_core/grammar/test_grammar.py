@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pagewire.demo
 from pagewire.engine_core.grammar.compile import compile_grammar, load_tokenizer
 from pagewire.engine_core.grammar.matcher import Grammar, GrammarError
 from pagewire.engine_core.grammar.pool import Compilation, Grammars
+from pagewire.engine_core.grammar.prover import ConfinedProver
 from pagewire.engine_core.grammar.schema import json_schema
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.params import StructuredOutputsParams
@@ -58,12 +59,27 @@ def allowed(mask: bytes, token_id: int) -> bool:
     return bool(mask[token_id // 8] >> token_id % 8 & 1)
 
 
+@pytest.fixture(scope="module")
+def prover() -> Iterator[ConfinedProver]:
+    prover = ConfinedProver(FOLDER, [EOS], VOCAB)
+    Woken.prover = prover
+    yield prover
+    prover.close()
+
+
+@pytest.fixture(autouse=True)
+def _prover_for_all(prover: ConfinedProver) -> None:
+    """One process for all tests, as for all requests of a core."""
+
+
 class Woken:
     """Grammars whose compilations can be waited for."""
 
+    prover: ConfinedProver
+
     def __init__(self, load: Callable[[], LLTokenizer], **options: Any) -> None:
         self.event = threading.Event()
-        options = {"seconds": WAIT} | options
+        options = {"seconds": WAIT, "open_prover": lambda: self.prover} | options
         self.grammars = Grammars(load, VOCAB, wake=self.event.set, **options)
 
     def compile(self, **structure: Any) -> Compilation:

@@ -1,0 +1,271 @@
+"""A conversation as chat templates expect it, and its rendering with the text of a template.
+
+Templates run in a sandbox (`sandbox.py`) and have access to plain data only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+from jinja2 import meta, nodes
+
+from pagewire.frontend.text.sandbox import compile_source, environment, render
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+RESERVED = (  # variables set by other options, here or in transformers
+    "messages", "conversation", "tools", "add_generation_prompt", "continue_final_message", "chat_template",
+    "tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask", "tokenizer_kwargs", "padding",
+    "truncation", "max_length",
+)  # fmt: skip
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning in various APIs
+# Appended to the final message to find its end. The last space shows whether the template trims messages.
+END_MARK = "PAGEWIRE_FINAL_MESSAGE_ENDS_HERE "
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a template is rendered with; see `render_chat`."""
+
+    messages: list[Any]
+    tools: list[Any] | None
+    variables: dict[str, Any]
+    content_format: str
+    add_generation_prompt: bool
+    continue_final_message: bool
+
+
+def render_source(source: str, special_tokens: Mapping[str, Any], conversation: Conversation) -> str:
+    """Return the text of one conversation under the template with this text.
+
+    Raises:
+        ValueError, TypeError: as `render_chat`.
+    """
+    template = compile_template(source)
+    convert_content = content_reader(conversation.content_format, source)
+    messages, tools = conversation.messages, conversation.tools
+    variables = {
+        "documents": None,
+        **special_tokens,
+        **template_variables(source, conversation.variables),
+        "messages": [read_message(message, index, convert_content) for index, message in enumerate(messages)],
+        "tools": None if tools is None else [read_tool(tool) for tool in tools],
+        "add_generation_prompt": conversation.add_generation_prompt,
+    }
+    if conversation.continue_final_message:
+        return render_open(template, variables)
+    return render(template, variables)
+
+
+# ---------------------------------------------------------------- variables of a template
+
+
+def template_variables(source: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the given variables that the template reads, as plain data.
+
+    Raises:
+        ValueError: a variable is set by another option. TypeError: a value is not plain data.
+    """
+    if reserved := [name for name in given if name in RESERVED]:
+        raise ValueError(f"chat_template_kwargs cannot set {', '.join(reserved)}")
+    read = variables_of(source)
+    return {name: plain(value) for name, value in given.items() if name in read}
+
+
+@lru_cache(maxsize=64)
+def variables_of(source: str) -> frozenset[str]:
+    """Return the names of the variables that a template reads."""
+    tree = environment().parse(source)
+    return frozenset(meta.find_undeclared_variables(tree)) - frozenset(environment().globals)
+
+
+def plain(value: Any) -> Any:
+    """Return a copy made of plain JSON types: methods of other objects would be a way out of the sandbox.
+
+    Raises:
+        TypeError: the value has no such copy.
+    """
+    if value is None or type(value) in (str, bool, int, float):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):  # a subclass, such as an enum
+            return kind.__str__(value) if kind is str else kind(value)
+    if isinstance(value, Mapping):
+        return {plain(name): plain(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(part) for part in value]
+    if callable(dump := getattr(value, "model_dump", None)):
+        return plain(dump())
+    raise TypeError(f"chat templates take plain data, not {type(value).__name__}")
+
+
+def read_message(given: Any, index: int, convert_content: Callable[[Any], Any]) -> dict[str, Any]:
+    """Convert a message to the form that templates expect.
+
+    The result is plain data without null fields, has the reasoning under several names, converted content, and the
+    arguments of tool calls as data. index: position of the message, for errors.
+
+    Raises:
+        TypeError: it is not a message. ValueError: it has no role, or content that is not text.
+    """
+    given = plain(given)
+    if not isinstance(given, dict):
+        raise TypeError(f"a message must be a dict, got {type(given).__name__}")
+    if not isinstance(given.get("role"), str):
+        raise ValueError(f"messages[{index}]: a message needs a 'role', a string")
+    message: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if "content" not in message and isinstance(message.get("refusal"), str):
+        message["content"] = message["refusal"]
+    if "content" in message:
+        try:
+            message["content"] = convert_content(message["content"])
+        except ValueError as error:
+            raise ValueError(f"messages[{index}].content: {error}") from None
+    reasoning = next((message[name] for name in REASONING if name in message), None)
+    if reasoning is not None:
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            function["arguments"] = read_arguments(function["arguments"])
+    return message
+
+
+def read_arguments(text: str) -> Any:
+    """Parse the arguments of a tool call, which are JSON text in OpenAI's API."""
+    try:
+        return json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        return text  # models may write invalid JSON
+
+
+def read_tool(tool: Any) -> dict[str, Any]:
+    """Return the JSON schema of a tool as plain data.
+
+    Raises:
+        TypeError: the tool is not a JSON schema.
+    """
+    if not isinstance(tool, Mapping) and not hasattr(tool, "model_dump"):
+        raise TypeError(f"a tool must be a JSON schema (a dict), got {type(tool).__name__}")
+    schema: dict[str, Any] = plain(tool)
+    return schema
+
+
+def content_reader(content_format: str, source: str) -> Callable[[Any], Any]:
+    """Return a function that converts content to the form that the template expects, if it expects one."""
+    if content_format == "auto":
+        loops, tests = content_use(source)
+        if loops and tests:
+            return lambda content: content if isinstance(content, str) else as_parts(content)
+        content_format = "openai" if loops else "string"
+    return as_parts if content_format == "openai" else as_text
+
+
+def as_text(content: Any) -> str:
+    """Return content as a string, with its parts joined by newlines.
+
+    Raises:
+        ValueError: see `as_parts`.
+    """
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in as_parts(content))
+
+
+def as_parts(content: Any) -> list[dict[str, Any]]:
+    """Return content as a list of text parts.
+
+    Raises:
+        ValueError: a part is not text, or the content is neither text nor a list.
+    """
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise ValueError(f"it must be text or a list of parts, got {type(content).__name__}")
+    return [text_part(part, index) for index, part in enumerate(content)]
+
+
+def text_part(part: Any, index: int) -> dict[str, Any]:
+    """Return a part of content as `{"type": "text", "text": ...}`; a refusal becomes its text.
+
+    Raises:
+        ValueError: the part is not text.
+    """
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type", "unknown") if isinstance(part, dict) else type(part).__name__
+    text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+    if not isinstance(text, str):
+        wrong = (
+            "its text is missing" if kind in (*TEXT_PARTS, "refusal") else f"got a part of type {kind!r:.40}"
+        )
+        raise ValueError(f"part {index}: only text can be the content of a message, {wrong}")
+    if kind == "refusal":
+        return {"type": "text", "text": text}
+    return {**part, "type": "text"} if kind in TEXT_PARTS else part
+
+
+@lru_cache(maxsize=64)
+def content_use(source: str) -> tuple[bool, bool]:
+    """Return whether a template loops over the parts of content, and whether it tests if content is a string."""
+    tree = environment().parse(source)
+    aliases = {
+        assign.target.name
+        for assign in tree.find_all(nodes.Assign)
+        if isinstance(assign.target, nodes.Name) and is_content(assign.node, set())
+    }
+    loops = any(is_content(loop.iter, aliases) for loop in tree.find_all(nodes.For))
+    return loops, any(test.name == "string" for test in tree.find_all(nodes.Test))
+
+
+def is_content(node: nodes.Node, aliases: set[str]) -> bool:
+    """Return True for `message.content` and `message["content"]`, also with filters, and for aliases of them."""
+    while isinstance(node, nodes.Filter) and node.node is not None:
+        node = node.node
+    if isinstance(node, nodes.Getitem):
+        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    return isinstance(node, nodes.Name) and node.name in aliases
+
+
+# ---------------------------------------------------------------- rendering
+
+
+def render_open(template: jinja2.Template, variables: dict[str, Any]) -> str:
+    """Render a conversation up to the end of the final message's content.
+
+    Raises:
+        ValueError: see `render`; or the final message has no text, or the template changes or drops it.
+    """
+    final = variables["messages"][-1]
+    holder, name = final, "content"
+    if isinstance(final.get("content"), list):
+        holder = next((part for part in reversed(final["content"]) if "text" in part), {})
+        name = "text"
+    text = holder.get(name)
+    if not isinstance(text, str):
+        raise ValueError("continue_final_message: the final message has no text to continue")
+    holder[name] = text + END_MARK
+    rendered = render(template, variables)
+    end = rendered.rfind(END_MARK.strip())
+    if end < 0 or text.strip() not in rendered:
+        raise ValueError("continue_final_message: the chat template changes or drops the final message")
+    if rendered.startswith(END_MARK, end):
+        return rendered[:end]
+    return rendered[:end].rstrip()  # the template trims messages
+
+
+@lru_cache(maxsize=64)
+def compile_template(source: str) -> jinja2.Template:
+    """Compile a template; cached.
+
+    Raises:
+        ValueError: the template is too long, or invalid.
+    """
+    return compile_source(source)

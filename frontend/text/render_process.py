@@ -1,0 +1,81 @@
+"""Renders conversations with chat templates that came with requests, in processes that may be lost.
+
+Jinja's sandbox keeps such a template from everything but its data; limits of time, memory and stack keep it from
+stalling or filling the frontend, whatever it computes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from pagewire.frontend.text.conversation import Conversation, render_source
+from pagewire.ipc.confined import Confined, Handler, JobKilledError, Limits, serve
+
+SECONDS = 10.0  # of wall-clock time for one rendering
+CPU_SECONDS = 2.0  # of processor time for one rendering
+MEMORY_BYTES = 256 << 20
+STACK_BYTES = 8 << 20
+NUM_PARALLEL = 2  # renderings at the same time; others wait
+
+
+class Rendering(msgspec.Struct):
+    """A template, and what it is rendered with."""
+
+    source: str
+    special_tokens: dict[str, Any]
+    conversation: Conversation
+
+
+def render_confined(source: str, special_tokens: Mapping[str, Any], conversation: Conversation) -> str:
+    """Return the text of one conversation, as `render_source` does. Blocks for up to `SECONDS`, in any thread.
+
+    Raises:
+        ValueError: as `render_source`; or the template exceeds a limit.
+        TypeError: messages, tools or variables are not plain data.
+        EngineBusyError: other templates take too long.
+    """
+    try:
+        job = msgspec.msgpack.encode(Rendering(source, dict(special_tokens), conversation))
+    except OverflowError:
+        raise ValueError("messages, tools and variables must not have integers of over 64 bits") from None
+    limits = Limits(SECONDS, CPU_SECONDS, MEMORY_BYTES, STACK_BYTES)
+    try:
+        return processes().run(job, limits).decode()
+    except JobKilledError as error:
+        raise ValueError(f"the chat template fails on the conversation: {error}") from None
+
+
+@cache
+def processes() -> Confined:
+    """The processes of this frontend that render; the first rendering starts them."""
+    return Confined(__name__, num_parallel=NUM_PARALLEL)
+
+
+def renderer() -> Handler:
+    """The function that renders one conversation, in a process that was forked for it."""
+
+    def render(job: bytes) -> bytes:
+        rendering = msgspec.msgpack.decode(job, type=Rendering)
+        return render_source(rendering.source, rendering.special_tokens, rendering.conversation).encode()
+
+    return render
+
+
+def main() -> None:
+    """Entry point of the process."""
+    parser = argparse.ArgumentParser(
+        description="pagewire process that renders templates (started by a frontend)"
+    )
+    parser.add_argument("--control", type=int, required=True)
+    parser.add_argument("--lifeline", type=int, required=True)
+    options = parser.parse_args()
+    serve(options.control, options.lifeline, renderer)
+
+
+if __name__ == "__main__":
+    main()
