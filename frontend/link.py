@@ -157,6 +157,8 @@ def attach(
         if child is not None and (lost or (exited and not link.reached)):
             cause = core_exit(child) or "it closed the connection"
             raise EngineDeadError(f"the engine core did not start: {cause}; its log tells why")
+        if link.refusal is not None:
+            raise link.refusal
         if lost:
             raise EngineDeadError(
                 f"{link.address} closed the connection: no engine core, or other CURVE keys"

@@ -50,7 +50,8 @@ def must_share(running: Sequence, newcomer: Sequence, order: Order) -> bool:
     if running.tenant is newcomer.tenant:
         return running.request.rank > 0 == newcomer.request.rank
     starts = newcomer.tenant.num_running == 0 and running.tenant.num_running > 1
-    return starts and running.tenant.served >= newcomer.tenant.served
+    # More, not as much: what gives its room is queued again, and must not be before the newcomer there.
+    return starts and running.tenant.served > newcomer.tenant.served
 
 
 def last(sequence: Sequence, order: Order) -> tuple[int, int, int, int]:

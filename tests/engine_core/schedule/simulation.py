@@ -682,7 +682,7 @@ class Snapshot:
         for sequence in self.running:
             batch = sequence.tenant is tenant and sequence.request.rank and not newcomer.request.rank
             several = num_running[sequence.tenant] > 1 and not num_running[tenant]
-            greedy = several and self.served[sequence.tenant] >= self.served[tenant]
+            greedy = several and self.served[sequence.tenant] > self.served[tenant]
             if self.order(sequence)[0] >= self.order(newcomer)[0] and (batch or greedy):
                 givers.append(sequence)
         return givers

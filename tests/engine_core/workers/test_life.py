@@ -15,7 +15,9 @@ import pytest
 from pagewire.engine_core.clients import calls
 from pagewire.engine_core.clients.control import MAX_OPEN_CALLS
 from pagewire.engine_core.workers.process import WorkerProcess
+from pagewire.ipc.budget import MAX_NAME_CHARS
 from pagewire.ipc.calls import CALLS
+from pagewire.ipc.messages import Refused
 
 from ..conftest import RawFrontend, RunningCore
 from ..fake_worker import CRASH_AFTER_A_STEP
@@ -185,8 +187,11 @@ def test_calls_that_no_worker_could_take_are_refused(
     assert answer.error_type == "ValueError" and "no more than 1,048,576" in (answer.error or "")
     answer = frontend.call("collective_rpc", "\x01" * (2 * calls.MAX_CALL_BYTES))
     assert answer.error_type == "ValueError" and len(answer.error or "") < 1000
-    answer = frontend.call("\x01" * (2 * calls.MAX_CALL_BYTES))
+    answer = frontend.call("\x01" * MAX_NAME_CHARS)
     assert answer.error_type == "ValueError" and len(answer.error or "") < 5000
+    frontend.begin_call(7, "x" * (1 + MAX_NAME_CHARS))
+    refused_call = frontend.hear()
+    assert isinstance(refused_call, Refused) and refused_call.call_id == 7
     os.kill(core.workers.pids[0], signal.SIGSTOP)
     for call_id in range(MAX_OPEN_CALLS + 1):
         frontend.begin_call(call_id, "collective_rpc", "echo", [call_id])

@@ -371,7 +371,8 @@ def test_neither_answers_nor_the_log_repeat_all_of_the_input(
 def test_the_log_line_of_a_request_is_bounded(client: Client, caplog: pytest.LogCaptureFixture) -> None:
     """Of one that is answered, too; only its prompt is logged at the length that the operator wants."""
     caplog.set_level(logging.INFO, "pagewire")
-    body = {"prompt": ["w5"] * 1000, "user": LONG, "request_id": LONG, LONG: 1}
+    longest = "\n" * MAX_NAME_CHARS
+    body = {"prompt": ["w5"] * 1000, "user": longest, "request_id": longest, LONG: 1}
     assert client.post(COMPLETIONS, body).status == 200
     assert len(caplog.records) == 2
     assert all(len(TextFormatter(TEXT).format(record)) < MAX_MESSAGE for record in caplog.records)
