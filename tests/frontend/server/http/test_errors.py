@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pagewire.frontend.server.http.body import LARGE_BODIES, IncomingBodies
+from pagewire.ipc.budget import MAX_NAME_CHARS
 from pagewire.ipc.logs import TEXT, TextFormatter
 from pagewire.ipc.messages import Abort, Submit, TokenDelta
 from pagewire.ipc.quoting import MAX_MESSAGE
