@@ -31,7 +31,8 @@ async def get(app: ASGIApp, path: str) -> tuple[int, str, str]:
         "type": "http",
         "method": "GET",
         "path": path,
-        "headers": [],
+        "http_version": "1.1",
+        "headers": [(b"host", b"localhost")],
         "query_string": b"",
         "root_path": "",
     }
