@@ -145,7 +145,7 @@ class EngineCore:
 
     def _iterate(self) -> None:
         wait = BEHIND_SECONDS if self.clients.behind else TICK_SECONDS
-        if self.started and self.lobby.has_work:
+        if self.started and (self.lobby.has_work or self.intake.has_work):
             wait = 0.0
         elif self._restarts.due is not None:
             wait = min(wait, max(0.0, self._restarts.due - time.monotonic()))
@@ -159,7 +159,7 @@ class EngineCore:
             self._receive_from_worker()
         if self.worker.exit_fd in ready:
             self._worker_lost()
-        if self.clients.socket in ready:
+        if self.clients.socket in ready or self.intake.has_work:
             self.intake.receive()
         self._check_timers()
         if self.started:

@@ -18,7 +18,7 @@ from pathlib import Path
 import zmq
 
 from pagewire.engine_core.clients.access import Access
-from pagewire.engine_core.clients.clients import Clients
+from pagewire.engine_core.clients.clients import RECEIVE_QUEUE, SEND_QUEUE, Clients
 from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.core import EngineCore
 from pagewire.engine_core.workers.group import WorkerGroup
@@ -26,6 +26,7 @@ from pagewire.ipc import logs
 from pagewire.ipc.address_lock import AddressLock, sweep
 from pagewire.ipc.descriptors import raise_descriptor_limit
 from pagewire.ipc.gate import Gate
+from pagewire.ipc.heap import return_freed_memory
 from pagewire.ipc.options import EngineArgs, env_float
 from pagewire.ipc.sockets import CurveKeys, bind_router, runtime_dir
 
@@ -84,6 +85,7 @@ def run(args: EngineArgs, listen: Listen, lifeline_fd: int, stack: ExitStack) ->
     or loading has failed.
     """
     raise_descriptor_limit()
+    return_freed_memory()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     stack.callback(context.term)
     lock = AddressLock(listen.address)
@@ -96,7 +98,15 @@ def run(args: EngineArgs, listen: Listen, lifeline_fd: int, stack: ExitStack) ->
     gate.start()
     # The gate knows the user of each process that connects, so the socket's file may be open to all users.
     mode = 0o666 if listen.allowed_users else 0o600
-    socket = bind_router(context, listen.address, keys, guarded=True, mode=mode)
+    socket = bind_router(
+        context,
+        listen.address,
+        keys,
+        guarded=True,
+        mode=mode,
+        receive_queue=RECEIVE_QUEUE,
+        send_queue=SEND_QUEUE,
+    )
     stack.callback(socket.close, FLUSH_MS)
     logger.info("listening on %s", listen.address)
     clients = Clients(socket, env_float("PAGEWIRE_HEARTBEAT_TIMEOUT_S", 30.0), access)

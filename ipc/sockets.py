@@ -22,9 +22,7 @@ from pagewire.ipc.codec import MAX_MESSAGE_BYTES, Buffer
 from pagewire.ipc.owned import open_owned
 
 MAX_IPC_PATH = 107  # size of sockaddr_un.sun_path less its NUL
-SEND_HIGH_WATER = (
-    1000  # messages that ZeroMQ queues per peer before sending fails: bounds memory for a slow peer
-)
+HIGH_WATER = 1000  # messages that ZeroMQ queues per peer, in each direction, before sending fails or waits
 
 
 @dataclass(frozen=True)
@@ -119,8 +117,8 @@ def new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket
     socket = context.socket(kind)
     socket.linger = 0
     socket.maxmsgsize = MAX_MESSAGE_BYTES
-    socket.sndhwm = SEND_HIGH_WATER
-    socket.rcvhwm = SEND_HIGH_WATER
+    socket.sndhwm = HIGH_WATER
+    socket.rcvhwm = HIGH_WATER
     return socket
 
 
@@ -131,11 +129,13 @@ def bind_router(
     *,
     guarded: bool = False,
     mode: int = 0o600,
+    receive_queue: int = HIGH_WATER,
+    send_queue: int = HIGH_WATER,
 ) -> zmq.Socket[bytes]:
     """A bound ROUTER socket. Sending to a peer that is gone raises `EHOSTUNREACH`.
 
     guarded: only those connect whom the `Gate` of the context admits; with CURVE keys that is always so.
-    mode: of the file of an ipc socket.
+    mode: of the file of an ipc socket. receive_queue, send_queue: messages that ZeroMQ keeps for each peer.
 
     Raises:
         ValueError: see `check_address`. OSError: the address cannot be bound.
@@ -143,6 +143,7 @@ def bind_router(
     check_address(address, encrypted=curve is not None)
     socket = new_socket(context, zmq.ROUTER)
     socket.router_mandatory = 1
+    socket.rcvhwm, socket.sndhwm = receive_queue, send_queue
     if guarded or curve is not None:
         guard(socket, address)
     if curve is not None:

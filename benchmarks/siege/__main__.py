@@ -90,6 +90,8 @@ class Siege:
             if not watch.done() and ended:
                 report.others.append(f"the attackers ended with status {ended}")
         finally:
+            if attackers.poll() is None:
+                self._log.note_time()
             attackers.kill()
             self._client.end()
             for task in (watch, *tasks):

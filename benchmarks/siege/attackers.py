@@ -69,7 +69,15 @@ class Attacking:
         for name, given in numbers.items():
             queue = iter(given)
             loops += [self._loop(ATTACKERS[name], queue) for _ in range(ATTACKERS[name].loops)]
+        alive = asyncio.create_task(self._show_life())
         await asyncio.gather(*loops)
+        alive.cancel()
+
+    async def _show_life(self) -> None:
+        """Write a line each second: without them, the attackers stand still, and nothing is attacked."""
+        while True:
+            print("{}", flush=True)
+            await asyncio.sleep(1.0)
 
     async def _loop(self, attacker: Attacker, queue: Iterator[int]) -> None:
         pause = attacker.loops / attacker.per_second

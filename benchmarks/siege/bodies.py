@@ -32,6 +32,8 @@ ENDPOINTS: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
 }
 MAX_CHANGED = 4  # fields that differ from the good body
 WEIGHTS = (8, 8, 6, 2, 2, 1)
+MAX_BYTES = 4 << 20  # about the size of the largest conversation
+DISTINCT_MESSAGES = 50  # of a conversation; more repeat them
 DEEPEST = 100_000  # levels of a body that is written as text
 RARELY = {
     "model",
@@ -73,7 +75,12 @@ def drawn(path: str, rng: random.Random) -> bytes:
 def conversation(rng: random.Random, values: Values) -> list[dict[str, Any]]:
     """Messages, of any roles and contents; sometimes very many, or of very many parts."""
     count = log_uniform(rng, 1, 100_000) if rng.random() < 0.1 else rng.randint(1, 4)
-    return [message(rng, values) for _ in range(min(count, 50))] * max(1, count // 50)
+    drawn: list[dict[str, Any]] = []
+    size = 1
+    while len(drawn) < min(count, DISTINCT_MESSAGES) and size < MAX_BYTES:
+        drawn.append(message(rng, values))
+        size += len(json.dumps(drawn[-1]))
+    return drawn * max(1, min(count // DISTINCT_MESSAGES, MAX_BYTES // size))
 
 
 def message(rng: random.Random, values: Values) -> dict[str, Any]:
@@ -81,9 +88,10 @@ def message(rng: random.Random, values: Values) -> dict[str, Any]:
     drawn: dict[str, Any] = {
         "role": rng.choice(("system", "user", "assistant", "tool", "developer", values.text()))
     }
+    part = {"type": "text", "text": values.text()}
     contents = (
         values.text(),
-        [{"type": "text", "text": values.text()}] * values.size(50_000),
+        [part] * min(values.size(50_000), MAX_BYTES // len(json.dumps(part))),
         None,
         values.anything(),
     )
@@ -93,7 +101,8 @@ def message(rng: random.Random, values: Values) -> dict[str, Any]:
             "name": values.text()[:100],
             "arguments": rng.choice((values.text(), "{}", '{"a":' * 400)),
         }
-        drawn["tool_calls"] = [{"id": "a", "type": "function", "function": function}] * values.size(5000)
+        count = min(values.size(5000), MAX_BYTES // len(json.dumps(function)))
+        drawn["tool_calls"] = [{"id": "a", "type": "function", "function": function}] * count
     if rng.random() < 0.1:
         drawn[values.text()[:50]] = values.anything()
     return drawn

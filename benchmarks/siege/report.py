@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +15,7 @@ from .watcher import GROWTH_MIB, Lag, Watcher
 
 LAST = 60  # attacks before the first failure that a report lists
 KEPT = 5000
+SILENCE_SECONDS = 10.0  # of the attackers, who write a line each second: longer, and it is no siege
 
 
 @dataclass
@@ -24,9 +27,15 @@ class AttackLog:
     open: dict[str, float] = field(default_factory=dict)
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT))
     at_failure: list[str] = field(default_factory=list)
+    longest_silence: float = 0.0
+    clock: Callable[[], float] = time.monotonic
+    _last_line: float | None = None
 
     def add(self, line: dict[str, Any]) -> None:
-        """Note the begin or the end of an attack."""
+        """Note the begin or the end of an attack, or, with an empty line, that the attackers go on."""
+        self.note_time()
+        if not line:
+            return
         name = f"{line['name']}/{line['number']}"
         if "status" not in line:
             self.open[name] = line["at"]
@@ -37,6 +46,13 @@ class AttackLog:
         self.statuses.setdefault(line["name"], Counter())[status.partition(":")[0]] += 1
         if status == UNANSWERED or status.startswith((SERVER_ERROR, BROKEN)):
             self.bad.append(f"{name}: {status} after {line['took']:.1f} s")
+
+    def note_time(self) -> None:
+        """Count the time since the last line as one in which the attackers stood still."""
+        now = self.clock()
+        if self._last_line is not None:
+            self.longest_silence = max(self.longest_silence, now - self._last_line)
+        self._last_line = now
 
     def note_failure(self) -> None:
         """Keep the attacks that came before the first failure: those still open, then the latest."""
@@ -56,6 +72,7 @@ class Report:
     lag: Lag
     after: dict[str, float] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
+    begin: float = field(default_factory=time.monotonic)
 
     @property
     def late(self) -> list[Wait]:
@@ -79,6 +96,10 @@ class Report:
             found.append("the client got no answer at all")
         if watcher.growth > GROWTH_MIB:
             found.append(f"memory grew by {watcher.growth:.0f} MiB, limit {GROWTH_MIB:.0f}")
+        if self.log.longest_silence > SILENCE_SECONDS:
+            found.append(
+                f"the attackers stood still for {self.log.longest_silence:.1f} s, limit {SILENCE_SECONDS:g} s"
+            )
         if self.log.bad:
             first = "; ".join(text[:160] for text in self.log.bad[:5])
             found.append(f"{len(self.log.bad)} attacks failed as they must not; first: {first}")
@@ -90,8 +111,13 @@ class Report:
             "options": self.options,
             "attacks": {name: dict(counts.most_common()) for name, counts in self.log.statuses.items()},
             "waits": waits(self.client.waits),
+            "late": [
+                [wait.kind, round(wait.begin - self.begin, 1), round(wait.seconds, 2)] for wait in self.late
+            ],
             "answers": self.client.num_answers,
             "lag_s": round(self.lag.longest, 3),
+            "attackers_silent_s": round(self.log.longest_silence, 3),
+            "processors_used_by_others": round(self.watcher.others, 3),
             "memory_mib": {"before": self.watcher.before, "peak": self.watcher.peak, "after": self.after},
             "kills": self.watcher.kills,
             "jobs": self.watcher.num_jobs,
@@ -109,7 +135,7 @@ class Report:
             lines.append(f"  {name:<14} {sum(counts.values()):>6}: {shown}")
         lines.append(
             f"client: {self.client.num_answers} answers; waits in seconds (this process woke up to "
-            f"{self.lag.longest:.2f} s late)"
+            f"{self.lag.longest:.2f} s late, the attackers up to {self.log.longest_silence:.2f} s)"
         )
         for kind, figures in waits(self.client.waits).items():
             cells = "  ".join(f"{name} {value:.3f}" for name, value in figures.items() if name != "count")
@@ -119,6 +145,9 @@ class Report:
             lines.append(
                 f"  {role:<14} {self.watcher.before.get(role, 0):6.0f} {size:6.0f} {self.after.get(role, 0):6.0f}"
             )
+        lines.append(
+            f"processor time that went to others than the siege: {self.watcher.others:.0%} of the machine"
+        )
         lines.append(f"workers killed: {self.watcher.kills}; processes for jobs: {self.watcher.num_jobs}")
         failures = self.failures
         lines += [f"FAILED: {failure}" for failure in failures] or ["withstood"]

@@ -9,6 +9,8 @@ import signal
 import time
 from collections.abc import Callable
 
+import psutil
+
 from .fortress import JOB, Fortress
 
 SAMPLE_SECONDS = 0.25
@@ -22,6 +24,7 @@ class Watcher:
 
     before, peak: MiB by role, at the beginning and at most; role "all" is the sum without jobs, which have
     limits of their own. deaths: processes that have ended, which should not. kills: workers killed here.
+    others: the part of the machine's processor time that processes outside of the siege took.
     """
 
     def __init__(self, fortress: Fortress) -> None:
@@ -31,6 +34,8 @@ class Watcher:
         self.deaths: list[str] = []
         self.overflow = ""
         self.kills = 0
+        self.others = 0.0
+        self._usage = Usage()
         self.num_jobs = 0
         self._jobs: set[int] = set()
         self._pids = dict(fortress.pids)
@@ -47,6 +52,7 @@ class Watcher:
             await asyncio.sleep(SAMPLE_SECONDS)
 
     def _look(self) -> bool:
+        self.others = self._usage.share_of_others()
         sizes = self.sample()
         self.peak = {role: max(size, self.peak.get(role, 0.0)) for role, size in (self.peak | sizes).items()}
         if (total := sizes["all"] + sizes.get(JOB, 0.0)) > MEMORY_LIMIT_MIB:
@@ -84,6 +90,44 @@ class Watcher:
     def growth(self) -> float:
         """MiB by which server, core and worker have grown together, at their largest."""
         return self.peak["all"] - self.before["all"]
+
+
+class Usage:
+    """Processor time of this process with all that it started, and of the machine, since this object was made."""
+
+    def __init__(self) -> None:
+        self.num_processors = psutil.cpu_count() or 1
+        self._begin, self._busy, self._own = time.monotonic(), busy_seconds(), own_seconds()
+
+    def since_begin(self) -> tuple[float, float]:
+        """Seconds of processors that were busy at all, and that this process and its descendants used."""
+        return busy_seconds() - self._busy, own_seconds() - self._own
+
+    def share_of_others(self) -> float:
+        """The part of the machine's processor time that other processes took: time that a server did not have."""
+        busy, own = self.since_begin()
+        return self.others(busy, own, time.monotonic() - self._begin)
+
+    def others(self, busy: float, own: float, seconds: float) -> float:
+        """The same, of these figures."""
+        return max(0.0, busy - own) / (seconds * self.num_processors)
+
+
+def busy_seconds() -> float:
+    """Seconds that the machine's processors were busy so far."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
+
+
+def own_seconds() -> float:
+    """Processor seconds of this process and its descendants, those that have ended and were waited for included."""
+    this, total = psutil.Process(), 0.0
+    for process in (this, *this.children(recursive=True)):
+        try:
+            total += sum(process.cpu_times()[:4])
+        except psutil.Error:
+            pass  # it has ended meanwhile
+    return total
 
 
 class Lag:

@@ -58,8 +58,10 @@ def run(options: argparse.Namespace) -> int:
     from pagewire.frontend.server.http.uvicorn_server import bound
     from pagewire.ipc import logs
     from pagewire.ipc.descriptors import raise_descriptor_limit
+    from pagewire.ipc.heap import return_freed_memory
 
     raise_descriptor_limit()
+    return_freed_memory()
     server_options = take_server_options(options)
     os.environ.setdefault("PAGEWIRE_LOGGING_LEVEL", "INFO")  # inherited by a spawned core
     logs.configure(server_options.log_format)

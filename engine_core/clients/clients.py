@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import zmq
@@ -36,12 +36,14 @@ from pagewire.ipc.sockets import receive_from, send
 
 logger = logging.getLogger("pagewire.core")
 
-MAX_MESSAGES_PER_ITERATION = (
-    256  # read before the loop turns to the worker again, so that a flood cannot stall it
-)
+# Messages that ZeroMQ keeps for each frontend, whatever their size. Read: a message may have megabytes, and what is
+# not read yet waits in the frontend. Unsent: further output is merged, and bounded in bytes (`Backlog`).
+RECEIVE_QUEUE = 16
+SEND_QUEUE = 64
 # Unsent output (tokens, refusals, answers) for which a frontend that does not read is detached. That of 20 s at
 # 30,000 tokens a second with 20 log probabilities each is about this much.
 MAX_BACKLOG_BYTES = 128 << 20
+MAX_REFUSED = 1000  # messages that a core which does not start answers before it looks whether it should end
 MAX_FAULTS = 3  # messages that the core failed to handle, after which their sender is detached
 MAX_WARNINGS = 50  # lines about frontends' messages that are logged between two heartbeats
 
@@ -142,9 +144,12 @@ class Clients:
         lost, self._lost = self._lost, []
         return lost
 
-    def messages(self, now: float) -> Iterator[tuple[bytes, ToCore]]:
-        """Messages that have arrived, each with its sender's identity; invalid ones are answered with `Refused`."""
-        for _ in range(MAX_MESSAGES_PER_ITERATION):
+    def messages(self, now: float) -> Iterator[tuple[bytes, ToCore | None]]:
+        """Messages that have arrived, each with its sender's identity; invalid ones are answered with `Refused`.
+
+        Of an invalid one, None is given. There is no limit; ZeroMQ takes messages from all frontends in turn.
+        """
+        while True:
             try:
                 sender, peer, frames = receive_from(self.socket, zmq.NOBLOCK)
             except zmq.Again:
@@ -160,10 +165,12 @@ class Clients:
             except ProtocolError as error:
                 self.warn("refused a message from %s: %s", client.label if client else sender, error)
                 self.send(sender, refusal(error, frames))
+                yield sender, None
                 continue
             if isinstance(message, Hello):
                 if not self._access.rights(peer):
                     self.refuse(sender, PermissionError(f"{peer} may no longer attach"))
+                    yield sender, None
                     continue
                 if message.protocol == PROTOCOL:  # the core refuses others
                     self._peers[sender] = peer
@@ -190,7 +197,7 @@ class Clients:
     def refuse_all(self, error: BaseException, wait_ms: int = 1000) -> None:
         """Answer frontends that try to attach within `wait_ms` with `error`, because the core fails to start."""
         while self.socket.poll(wait_ms):
-            for identity, _ in self.messages(0.0):
+            for identity, _ in islice(self.messages(0.0), MAX_REFUSED):
                 self.refuse(identity, error)
             wait_ms = 0
 

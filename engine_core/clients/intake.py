@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 from pagewire.engine_core.admission import check_request
 from pagewire.engine_core.clients.clients import Client
@@ -17,6 +18,8 @@ from pagewire.ipc.messages import PROTOCOL, Request, ToCore, TokenDelta
 from pagewire.ipc.params import PoolingParams
 from pagewire.ipc.version import __version__
 
+# Time for messages before the loop turns to the worker again: a flood of them delays each step by this.
+RECEIVE_SECONDS = 0.003
 PING_SECONDS = 1.0  # interval at which frontends send `Ping`
 
 
@@ -44,14 +47,46 @@ class Intake:
         self._core = core
         self._early_hellos: dict[bytes, messages.Hello] = {}
         self._num_arrivals = 0
+        self._submitted: deque[tuple[Client, Request]] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        """True while requests of a message that was read wait for the next `receive`."""
+        return bool(self._submitted)
 
     def receive(self) -> None:
-        """Handle the messages that have arrived. What one raises is answered, and ends no more than its sender."""
-        for identity, message in self._core.clients.messages(time.monotonic()):
-            try:
-                self._handle(identity, message)
-            except Exception as error:  # whatever it is, it ends no more than this frontend
-                self._core.clients.fault(identity, error)
+        """Handle messages that have arrived, for about `RECEIVE_SECONDS`; the others wait for the next call.
+
+        Requests count one by one, since a message may have a thousand. What a message raises is answered, and ends
+        no more than its sender.
+        """
+        now = time.monotonic()
+        deadline = now + RECEIVE_SECONDS
+        self._take_requests(deadline)
+        if self._submitted:
+            return
+        for identity, message in self._core.clients.messages(now):
+            if message is not None:
+                self._guarded(identity, self._handle, identity, message)
+                self._take_requests(deadline)
+            if time.monotonic() >= deadline:
+                return
+
+    def _take_requests(self, deadline: float) -> None:
+        """Submit the requests of the message that was read last: all, or as many as there is time for, and one."""
+        while self._submitted:
+            client, request = self._submitted.popleft()
+            if self._core.clients.attached.get(client.identity) is client:
+                self._guarded(client.identity, self._submit, client, request)
+            if time.monotonic() >= deadline:
+                return
+
+    def _guarded(self, identity: bytes, handle: Callable[..., None], *args: Any) -> None:
+        """Call `handle`; an exception, whatever it is, ends no more than this frontend."""
+        try:
+            handle(*args)
+        except Exception as error:
+            self._core.clients.fault(identity, error)
 
     def welcome_early(self) -> None:
         """Attach the frontends that have waited for the engine to be ready."""
@@ -74,8 +109,7 @@ class Intake:
             cause = "it is not attached, or was silent or read nothing for too long"
             clients.send(identity, messages.Detached(cause))
         elif isinstance(message, messages.Submit):
-            for request in message.requests:
-                self._submit(client, request)
+            self._submitted += [(client, request) for request in message.requests]
         elif isinstance(message, messages.Abort):
             self._abort(client, message)
         elif isinstance(message, messages.Call):

@@ -30,7 +30,8 @@ def load(name: str) -> Any:
     return importlib.import_module(f"siege.{name}")
 
 
-attack, attackers, client, report, watcher = map(load, ("attack", "attackers", "client", "report", "watcher"))
+attack, attackers, bodies, client = map(load, ("attack", "attackers", "bodies", "client"))
+report, values, watcher = map(load, ("report", "values", "watcher"))
 
 
 # ------------------------------------------------------------ attacks
@@ -206,6 +207,33 @@ def test_growth_is_seen_and_too_much_of_it_calls_the_siege_off(processes: Proces
     processes.held = 100.0 + watcher.MEMORY_LIMIT_MIB
     asyncio.run(asyncio.wait_for(found.watcher.watch(), 20))
     assert "called off" in found.failures[0] and "memory grew by 9000 MiB" in found.failures[1]
+
+
+def test_attackers_that_stand_still_are_seen(processes: Processes) -> None:
+    found, times = siege_of(processes), iter((100.0, 101.0, 109.0, 121.0))
+    found.log.clock = lambda: next(times)
+    for _ in range(3):
+        found.log.add({})
+    assert not found.failures and not found.log.statuses
+    found.log.note_time()
+    (failure,) = found.failures
+    assert "stood still for 12.0 s" in failure and found.as_dict()["attackers_silent_s"] == 12.0
+
+
+def test_processor_time_of_the_siege_is_not_that_of_others() -> None:
+    usage = watcher.Usage()
+    assert subprocess.run([sys.executable, "-c", "sum(range(10_000_000))"]).returncode == 0
+    busy, own = usage.since_begin()
+    assert own > 0.01 and usage.others(busy=own, own=own, seconds=10.0) == 0.0
+    assert usage.others(busy=own + 5.0, own=own, seconds=10.0) == pytest.approx(0.5 / usage.num_processors)
+    assert busy > 0
+
+
+def test_bodies_have_a_size_that_can_be_sent() -> None:
+    for number in range(20):
+        rng = Random(number)
+        drawn = bodies.conversation(rng, values.Values(rng, wild=0.0, large=1.0))
+        assert sum(len(str(message)) for message in drawn) < 8 * bodies.MAX_BYTES
 
 
 def test_the_attacks_before_a_failure_are_kept() -> None:

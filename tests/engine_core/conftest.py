@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import zmq
 
+from pagewire.engine_core.clients import clients
 from pagewire.engine_core.clients.access import Access
 from pagewire.engine_core.clients.clients import MAX_BACKLOG_BYTES, Clients
 from pagewire.engine_core.config import EngineConfig
@@ -129,7 +130,8 @@ class RunningCore:
         self.gate = None if access is None else Gate(self.context, access.admit)
         if self.gate is not None:
             self.gate.start()
-        socket = bind_router(self.context, address, guarded=access is not None)
+        queues = {"receive_queue": clients.RECEIVE_QUEUE, "send_queue": clients.SEND_QUEUE}
+        socket = bind_router(self.context, address, guarded=access is not None, **queues)
         self.clients = Clients(socket, silence, access, max_backlog_bytes)
         config = EngineConfig(args, folder, {}, 999)
         command = [*FAKE_WORKER, *worker_options]

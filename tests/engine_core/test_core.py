@@ -237,7 +237,8 @@ def test_blocks_come_back_after_abort_goodbye_and_silence(start_core: Callable) 
 def test_a_slow_reader_gets_everything_in_the_end(
     start_core: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagewire.ipc.sockets.SEND_HIGH_WATER", 2)
+    monkeypatch.setattr("pagewire.ipc.sockets.HIGH_WATER", 2)
+    monkeypatch.setattr("pagewire.engine_core.clients.clients.SEND_QUEUE", 2)
     core = start_core(worker_options=["--num-blocks", "4000"])
     slow, quick = core.frontend("slow"), core.frontend("quick")
     slow.attach()

@@ -16,8 +16,8 @@ from pagewire.ipc.gate import Gate
 from pagewire.ipc.items import LogprobRows
 from pagewire.ipc.messages import CallAnswer
 from pagewire.ipc.sockets import (
+    HIGH_WATER,
     MAX_IPC_PATH,
-    SEND_HIGH_WATER,
     CurveKeys,
     bind_router,
     check_address,
@@ -227,7 +227,9 @@ def test_sockets_are_bounded_and_never_linger(address: str, context: zmq.Context
     with bind_router(context, address) as router, connect_dealer(context, address, b"me") as dealer:
         for socket in (router, dealer):
             assert (socket.linger, socket.maxmsgsize) == (0, MAX_MESSAGE_BYTES)
-            assert socket.sndhwm == socket.rcvhwm == SEND_HIGH_WATER
+            assert socket.sndhwm == socket.rcvhwm == HIGH_WATER
+    with bind_router(context, address, receive_queue=3, send_queue=4) as router:
+        assert (router.rcvhwm, router.sndhwm) == (3, 4)
 
 
 def test_an_address_that_cannot_be_bound(context: zmq.Context[Any]) -> None:

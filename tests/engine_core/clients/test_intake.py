@@ -183,3 +183,48 @@ def test_a_flood_of_refusals_does_not_fill_the_log(
     while (999, 63) not in frontend.ends:
         frontend.take(frontend.hear())
     assert 0 < sum("refused request" in record.getMessage() for record in caplog.records) <= 500
+
+
+def test_requests_of_one_message_are_taken_in_turns(
+    start_core: Callable[..., RunningCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message of many requests is spread over iterations, and what comes after it waits for the last of them."""
+    monkeypatch.setattr("pagewire.engine_core.clients.intake.RECEIVE_SECONDS", 0.0)
+    core = start_core()
+    many, other = attached(core, "many"), attached(core, "other")
+    intake, waiting = core.core.intake, []
+    real = intake.receive
+
+    def receive() -> None:
+        real()
+        waiting.append(len(intake._submitted))
+
+    monkeypatch.setattr(intake, "receive", receive)
+    params = SamplingParams(max_tokens=100)
+    many.say(Submit([Request(key, "r", Prompt([key + 1]), params, 7, eos_token_id=999) for key in range(60)]))
+    many.say(Abort(keys=list(range(1, 60))))
+    other.submit(1, [5, 6], max_tokens=20)
+    many.finish((0, 0))
+    other.finish((1, 0))
+    assert other.outputs[1, 0] == roll_out([5, 6], 20) and many.outputs[0, 0] == roll_out([1], 100)
+    assert set(range(1, 60)) <= set(waiting), "several requests were taken at once"
+    assert other.status()["running"] == other.status()["waiting"] == 0 and core.error is None
+
+
+def test_requests_of_a_frontend_that_is_detached_meanwhile_are_dropped(
+    start_core: Callable[..., RunningCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = start_core()
+    frontend, watcher = attached(core, "leaves"), attached(core, "watcher")
+    intake, clients = core.core.intake, core.clients
+    real = intake._submit
+
+    def submit(client: Client, request: Request) -> None:
+        real(client, request)
+        clients.detach(client, "it has ended")
+
+    monkeypatch.setattr(intake, "_submit", submit)
+    frontend.say(refused_requests(5))
+    while len(clients) > 1:
+        watcher.status()
+    assert core.core.metrics.num_refused["invalid"] == 1 and not intake.has_work
