@@ -2,33 +2,28 @@
 
     Confined.run(job) --a socket per job--> job server (kept warm, one thread) --fork--> the job's own process
 
-The job server imports what jobs need, once, and forks a process for each job. That process sets its own limits of
-time, memory and stack, which the kernel enforces: whatever the job does, it ends alone, and the next one starts
-from the same untouched memory. A job server that is lost or stops answering is replaced, and the jobs that were in
-it run again. A job that was killed is remembered for a while, and refused at once when it comes again.
+The job server (`job_server.py`) imports what jobs need, once, and forks processes for them, one of them ahead. Each
+limits its own time, memory and stack: whatever a job does, it ends alone. Only a process whose jobs have all
+succeeded may do another one. A job server that is lost or stops answering is replaced, and the jobs that were in it
+run again. A job that was killed is remembered for a while, and refused at once when it comes again.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import math
 import os
-import resource
-import select
 import signal
 import socket
 import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import NoReturn
 
 import msgspec
 
-from pagewire.ipc.errors import EngineBusyError, error_text, error_type, received_error
+from pagewire.ipc.errors import EngineBusyError, received_error
 from pagewire.ipc.lifeline import Child, exit_cause
 
 START_SECONDS = 60.0  # time that a job server gets to import and load what jobs need
@@ -36,11 +31,6 @@ GRACE_SECONDS = 2.0  # time over a job's own limit after which the job server co
 NUM_ATTEMPTS = 3  # job servers that may be lost under one job before it is given up
 REMEMBER_SECONDS = 600.0  # how long a job that was killed is refused at once
 MAX_REMEMBERED = 1024  # killed jobs that are remembered
-MAX_ERROR_CHARS = 1000  # of the text of a job's exception
-NICENESS = 5  # of a job beside the process that serves: it gets a third of a contended processor's time
-PR_SET_PDEATHSIG = 1
-
-Handler = Callable[[bytes], bytes]
 
 
 class Limits(msgspec.Struct, frozen=True, array_like=True):
@@ -240,7 +230,9 @@ class JobServer:
             self._control.close()
 
 
-STATUS_BYTES = 4  # the job server ends each answer with the exit status of the job's process
+STATUS_BYTES = (
+    4  # an answer ends with a status: 0 from the job's process, else the job server adds its exit status
+)
 OUT_OF_MEMORY = 3  # exit status of a job's process after a MemoryError
 
 
@@ -257,121 +249,3 @@ def killed_error(status: int, limits: Limits) -> JobKilledError:
     if status in (-signal.SIGABRT, -signal.SIGKILL, OUT_OF_MEMORY):
         return JobKilledError(f"it needs more than {limits.memory_bytes >> 20} MiB of memory")
     return JobKilledError(f"its process {exit_cause(status)}")
-
-
-# ---------------------------------------------------------------- in the job server
-
-
-def serve(control_fd: int, lifeline_fd: int, prepare: Callable[[], Handler]) -> NoReturn:
-    """Run the jobs that `Confined` sends, each in a forked process, until the parent has ended.
-
-    prepare: loads what all jobs need, and returns the function that does a job. Both run in the only thread of the
-    process: a fork in another state would not be safe.
-    """
-    control = socket.socket(fileno=control_fd)
-    try:
-        handler = prepare()
-    except Exception as error:
-        control.send(msgspec.msgpack.encode(failure(error)))
-        os._exit(1)
-    control.send(msgspec.msgpack.encode(Answer()))
-    running: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: process id, the job's socket
-    poller = select.poll()
-    for fd in (control_fd, lifeline_fd):
-        poller.register(fd, select.POLLIN)
-    while True:
-        for fd, _ in poller.poll():
-            if fd in running:
-                poller.unregister(fd)
-                report(fd, *running.pop(fd))
-            elif fd == lifeline_fd or not (job := receive_job(control)):
-                end_all(running)
-            else:
-                pid = os.fork()
-                if pid == 0:
-                    control.close()
-                    run_job(job, handler)
-                pidfd = os.pidfd_open(pid)
-                running[pidfd] = (pid, job)
-                poller.register(pidfd, select.POLLIN)
-
-
-def receive_job(control: socket.socket) -> socket.socket | None:
-    """The socket of the next job; None if the parent has closed the connection."""
-    try:
-        data, fds, _, _ = socket.recv_fds(control, 16, 1)
-    except OSError:
-        return None
-    return socket.socket(fileno=fds[0]) if data and fds else None
-
-
-def report(pidfd: int, pid: int, job: socket.socket) -> None:
-    """Collect a job's process that has ended, and append its exit status to the answer."""
-    os.close(pidfd)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    job.setblocking(False)  # the parent may have stopped reading
-    with job, suppress(OSError):
-        job.send(status.to_bytes(STATUS_BYTES, "little", signed=True))
-
-
-def end_all(running: dict[int, tuple[int, socket.socket]]) -> NoReturn:
-    """End this process and those of its jobs."""
-    for pid, _ in running.values():
-        os.kill(pid, signal.SIGKILL)
-    os._exit(0)
-
-
-def run_job(connection: socket.socket, handler: Handler) -> NoReturn:
-    """Do one job in this process, which was forked for it, and end the process."""
-    server = os.getppid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != server:
-        os._exit(1)
-    try:
-        data = b"".join(iter(lambda: connection.recv(1 << 18), b""))
-        job = msgspec.msgpack.decode(data, type=Job)
-        set_limits(job.limits)
-        try:
-            answer = Answer(handler(job.data))
-        except MemoryError:
-            os._exit(OUT_OF_MEMORY)
-        except Exception as error:
-            answer = failure(error)
-        connection.sendall(msgspec.msgpack.encode(answer))
-        os._exit(0)
-    except MemoryError:
-        os._exit(OUT_OF_MEMORY)
-    finally:
-        os._exit(1)
-
-
-def set_limits(limits: Limits) -> None:
-    """Let the kernel end this process when it exceeds a limit; it leaves no core file and writes no errors."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
-        file.write("1000")
-    for number in (signal.SIGALRM, signal.SIGPROF, signal.SIGXCPU):
-        signal.signal(number, signal.SIG_DFL)
-    os.nice(NICENESS)
-    signal.setitimer(signal.ITIMER_REAL, limits.seconds)
-    signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
-    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()  # noqa: PTH123, SIM115
-    cpu_seconds = math.ceil(limits.cpu_seconds) + 1
-    for kind, value in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_CPU, cpu_seconds),
-        (resource.RLIMIT_AS, used + limits.memory_bytes),
-        (resource.RLIMIT_STACK, limits.stack_bytes),
-    ):
-        hard = resource.getrlimit(kind)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (value, value))
-
-
-def failure(error: Exception) -> Answer:
-    """The answer that carries an exception."""
-    text = error_text(error)
-    if len(text) > MAX_ERROR_CHARS:
-        text = text[:MAX_ERROR_CHARS] + " ..."
-    return Answer(error=text, error_type=error_type(error))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagewire.engine_core.grammar.chains import check_references, check_rules
-from pagewire.engine_core.grammar.matcher import Grammar, GrammarError, failure_reason
+from pagewire.engine_core.grammar.matcher import DEAD_END, Grammar, GrammarError, failure_reason
 from pagewire.engine_core.grammar.schema import json_schema
 from pagewire.engine_core.grammar.structural_tag import structural_tag_grammar
 from pagewire.ipc.params import StructuredOutputsParams
@@ -79,7 +79,7 @@ def compile_text(
         if any(grammar.matcher().mask()):
             return grammar
     except GrammarError as error:
-        if "NoExtension" not in str(error):
+        if DEAD_END not in str(error):
             raise GrammarError(f"{kind}: {error}") from None
     raise GrammarError(f"{kind}: no output can satisfy it")
 

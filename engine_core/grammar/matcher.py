@@ -6,9 +6,10 @@ Accepting a token and computing a mask take microseconds, so the core does both 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ ERROR_REWRITES = (
     ),
     (r"oneOf constraints .*", "oneOf is not supported if its schemas may overlap: use anyOf"),
 )
+DEAD_END = "NoExtension"  # in llguidance's message if no token of the vocabulary goes on
+MASK_ALLOWANCE = 0.01  # processor time of a mask, in seconds, that is not counted
+MAX_EXCESS_SECONDS = 0.5  # of processor time that all masks of a grammar may take beyond that
 MAX_ERROR_CHARS = 1000  # of llguidance's messages, which repeat the grammar
 
 
@@ -81,7 +85,10 @@ class Matcher:
         Raises:
             GrammarError: no token is allowed, or the grammar has become too complex.
         """
+        self.grammar.masks_time.check()
+        begin = time.thread_time()
         bitmask = self._state.compute_bitmask()
+        self.grammar.masks_time.add(time.thread_time() - begin)
         if self._state.is_error():
             raise GrammarError(f"the grammar allows no next token: {failure_reason(self._state)}")
         mask = bytearray(bitmask[: self._mask_bytes].ljust(self._mask_bytes, b"\0"))
@@ -91,14 +98,38 @@ class Matcher:
         return bytes(mask)
 
 
+@dataclass
+class MasksTime:
+    """The processor time that a grammar's masks have taken beyond what is allowed for each, in seconds."""
+
+    excess: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count a mask."""
+        self.excess += max(0.0, seconds - MASK_ALLOWANCE)
+
+    def check(self) -> None:
+        """Refuse further masks if there is no time left; raises GrammarError."""
+        if self.excess > MAX_EXCESS_SECONDS:
+            raise GrammarError(
+                "the grammar has become too complex: to find the allowed next tokens took over "
+                f"{MASK_ALLOWANCE * 1000:.0f} ms many times, {self.excess:.1f} s in all"
+            )
+
+
 @dataclass(frozen=True, eq=False)
 class Grammar:
-    """A compiled grammar for one vocabulary. num_bytes: memory that it takes, with all its matchers."""
+    """A compiled grammar for one vocabulary.
+
+    num_bytes: memory that it takes, with all its matchers.
+    masks_time: of all its sequences together, since they make the same core wait.
+    """
 
     start: LLMatcher
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     num_bytes: int = 0
+    masks_time: MasksTime = field(default_factory=MasksTime)
 
     def matcher(self, token_ids: Sequence[int] = (), ignore_eos: bool = False) -> Matcher:
         """The matcher of a sequence that has generated `token_ids`.

@@ -7,28 +7,31 @@ within a quarter of the core's stack, and within limits of time and memory, is k
 from __future__ import annotations
 
 import argparse
-import ctypes
 import random
 import resource
+import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from pagewire.engine_core.grammar.compile import compile_text, grammar_text, load_tokenizer
-from pagewire.engine_core.grammar.matcher import Grammar, GrammarError
-from pagewire.ipc.confined import Confined, Handler, JobKilledError, JobTimeoutError, Limits, serve
+from pagewire.engine_core.grammar.matcher import DEAD_END, Grammar, GrammarError
+from pagewire.ipc.confined import Confined, JobKilledError, JobTimeoutError, Limits
+from pagewire.ipc.job_server import Handler, release_spare_memory, serve
 from pagewire.ipc.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from llguidance import LLTokenizer
+    pass
 
 MAX_GRAMMAR_BYTES = 128 << 20  # memory of one compiled grammar
 MAX_COMPILE_BYTES = 256 << 20  # address space for compiling it
 STACK_BYTES = 2 << 20  # a quarter of the stack of the core's threads
+JOBS_PER_PROCESS = 256  # grammars that one process proves
+MAX_MASK_SECONDS = 0.02  # processor time of a mask, on average over the tried tokens
 NUM_TRIED_STEPS = 16  # tokens that are generated under a grammar before it is believed
+NOTED_BYTES = 1 << 20  # memory over which it is worth the time to see how much of it is spare
 FIXED_BYTES = 64 << 10  # what any grammar takes, beside what can be measured in pages
 
 
@@ -108,8 +111,12 @@ def prover(folder: Path, eos_token_ids: Sequence[int], vocab_size: int) -> Handl
             raise GrammarError(f"{structure.kind}: it is nested too deeply") from None
         except ValueError as error:
             raise GrammarError(f"{structure.kind}: {error}") from None
-        try_steps(grammar, tokenizer)
-        num_bytes = FIXED_BYTES + len(text) + max(0, resident_bytes() - before)
+        try_steps(grammar, structure.kind)
+        grown = resident_bytes() - before
+        if grown > NOTED_BYTES:  # it may be memory that was needed for compiling only
+            release_spare_memory()
+            grown = resident_bytes() - before
+        num_bytes = FIXED_BYTES + len(text) + max(0, grown)
         if num_bytes > MAX_GRAMMAR_BYTES:
             raise GrammarError(
                 f"{structure.kind}: too complex: it takes {num_bytes >> 20} MiB of memory, "
@@ -120,26 +127,45 @@ def prover(folder: Path, eos_token_ids: Sequence[int], vocab_size: int) -> Handl
     return prove
 
 
-def try_steps(grammar: Grammar, tokenizer: LLTokenizer) -> None:
-    """Generate a few random tokens under a grammar, to see what its masks take in time, memory and stack."""
+def warm_up(prove: Handler) -> None:
+    """Prove a small grammar, so that the memory which all grammars use is there."""
+    schema = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"enum": ["c", 1]}}}
+    prove(msgspec.msgpack.encode(StructuredOutputsParams(json=schema)))
+    release_spare_memory()
+
+
+def try_steps(grammar: Grammar, kind: str) -> None:
+    """Generate a few random tokens under a grammar, to see what its masks take in time, memory and stack.
+
+    Raises:
+        GrammarError: they take too long, or the grammar becomes too complex at once.
+    """
     draw, matcher = random.Random(0), grammar.matcher()
-    with suppress(GrammarError):  # a grammar may become too complex on some path: that ends one request
+    begin, num_masks = time.process_time(), 0
+    try:
         for _ in range(NUM_TRIED_STEPS):
             mask = int.from_bytes(matcher.mask(), "little")
+            num_masks += 1
             start = draw.randrange(mask.bit_length() or 1)
             rest = mask >> start << start or mask
-            token_id = (rest & -rest).bit_length() - 1
-            matcher.accept(token_id)
+            matcher.accept((rest & -rest).bit_length() - 1)
             if matcher.complete:
                 break
+    except GrammarError as error:
+        if DEAD_END not in str(error):  # which depends on the vocabulary and the path, and ends one request
+            raise GrammarError(f"{kind}: too complex: {error}") from None
+    seconds = (time.process_time() - begin) / max(1, num_masks)
+    if seconds > MAX_MASK_SECONDS:
+        raise GrammarError(
+            f"{kind}: too complex: to find the allowed next tokens takes {seconds * 1000:.0f} ms for each token, "
+            f"and {MAX_MASK_SECONDS * 1000:.0f} ms are allowed"
+        )
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in use, once the C library has given back what it has spare."""
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * resource.getpagesize()
+    """Memory of this process that is in use and no part of a file."""
+    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text(encoding="ascii").split())
+    return (resident - shared) * resource.getpagesize()
 
 
 def main() -> None:
@@ -157,6 +183,8 @@ def main() -> None:
         options.control,
         options.lifeline,
         lambda: prover(options.folder, options.eos_token_ids, options.vocab_size),
+        warm_up,
+        JOBS_PER_PROCESS,
     )
 
 

@@ -14,12 +14,15 @@ from pagewire.frontend.inputs import default_sampling_params
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.exchange import Exchange
 from pagewire.frontend.server.options import ServerOptions
+from pagewire.frontend.server.slow_work import SlowWork
+from pagewire.frontend.text.render_process import NUM_PARALLEL
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.quoting import quoted
 
 T = TypeVar("T")
 
 LONG_TEXT = 8192  # characters; tokenizing and templates of longer texts run in a thread, off the event loop
+MAX_WAITING_TEMPLATES = 16  # templates from requests that may wait for others; each takes up to 2 s
 
 
 class Service:
@@ -29,7 +32,7 @@ class Service:
         engine, options: the constructor's arguments. info: properties of the engine.
         names: names of the model, the main one first. created: start of the server, in seconds since the epoch.
         defaults: sampling parameters from the model's generation config.
-        open: generation requests in flight, by id.
+        open: generation requests in flight, by id. request_templates: runs the chat templates of requests.
     """
 
     def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
@@ -39,6 +42,7 @@ class Service:
         self.created = int(time.time())
         self.defaults = default_sampling_params(engine.info)
         self.open: dict[str, Exchange] = {}
+        self.request_templates = SlowWork("chat templates", NUM_PARALLEL, MAX_WAITING_TEMPLATES)
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -14,13 +14,16 @@ from typing import Any
 import msgspec
 
 from pagewire.frontend.text.conversation import Conversation, render_source
-from pagewire.ipc.confined import Confined, Handler, JobKilledError, Limits, serve
+from pagewire.ipc.confined import Confined, JobKilledError, Limits
+from pagewire.ipc.job_server import Handler, serve
 
 SECONDS = 10.0  # of wall-clock time for one rendering
 CPU_SECONDS = 2.0  # of processor time for one rendering
 MEMORY_BYTES = 256 << 20
 STACK_BYTES = 8 << 20
 NUM_PARALLEL = 2  # renderings at the same time; others wait
+
+SMALL_TEMPLATE = "{% for message in messages %}{{ message.content | trim }}{% endfor %}"
 
 
 class Rendering(msgspec.Struct):
@@ -66,6 +69,12 @@ def renderer() -> Handler:
     return render
 
 
+def warm_up(render: Handler) -> None:
+    """Render a small template, so that the memory which all templates use is there."""
+    conversation = Conversation([{"role": "user", "content": "a"}], None, {}, "auto", True, False)
+    render(msgspec.msgpack.encode(Rendering(SMALL_TEMPLATE, {}, conversation)))
+
+
 def main() -> None:
     """Entry point of the process."""
     parser = argparse.ArgumentParser(
@@ -74,7 +83,7 @@ def main() -> None:
     parser.add_argument("--control", type=int, required=True)
     parser.add_argument("--lifeline", type=int, required=True)
     options = parser.parse_args()
-    serve(options.control, options.lifeline, renderer)
+    serve(options.control, options.lifeline, renderer, warm_up)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from pagewire import (
     StructuredOutputsParams,
 )
 from pagewire.frontend.llm import BatchError
+
+from .http_server import Server
 
 SCHEMAS: list[dict[str, Any]] = json.loads(
     Path(__file__).with_name("schemas.json").read_text(encoding="utf-8"), parse_float=Decimal
@@ -233,3 +236,45 @@ def test_an_error_in_one_request_leaves_the_others_alone(llm: LLM) -> None:
     outputs = outputs_of(llm, ["Once"] * 4, [good, impossible, refused, good])
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "error", "length"]
     assert outputs[0].outputs[0].token_ids == outputs[3].outputs[0].token_ids == expected
+
+
+ALTERNATIVES = {
+    "anyOf": [
+        {"type": "object", "properties": {f"p{i}": {"type": "integer"}, "q": {"type": "string"}}}
+        for i in range(395)
+    ]
+}
+LATE = {
+    "type": "object",
+    "properties": {"a": {"const": "x y z " * 20}, "b": ALTERNATIVES},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+FAILING = (
+    ({"guided_json": ALTERNATIVES}, "json: too complex"),
+    ({"guided_json": {"type": "string", "pattern": "a?" * 2500}}, "json: too complex"),
+    ({"guided_json": LATE}, "does not fit the grammar"),  # after many tokens
+    ({"guided_regex": "([a-f][0-9]){20}" + "a?" * 2000}, "too many expressions"),  # the same
+)
+
+
+def test_a_grammar_that_fails_is_the_client_s_mistake(
+    start_server: Callable[..., Server], address: str
+) -> None:
+    """Whether it fails before or after the first tokens, in a stream and out of it."""
+    server = start_server("--attach", address, "--port", "0")
+    asked = [{"role": "user", "content": "Hi"}]
+    for constraint, message in FAILING:
+        for path, body in (
+            ("/v1/completions", {"prompt": "The"}),
+            ("/v1/chat/completions", {"messages": asked}),
+        ):
+            fields = body | constraint | {"max_tokens": 200}
+            status, answer = server.request("POST", path, fields)
+            assert status == 400 and answer["error"]["type"] == "invalid_request_error"
+            assert message in answer["error"]["message"]
+            with server.begin("POST", path, fields | {"stream": True}) as response:
+                events = response.read().decode()
+            assert message in events and "invalid_request_error" in events

@@ -48,7 +48,7 @@ from pagewire.frontend.server.parsing.reply import (
     joined,
     read,
 )
-from pagewire.frontend.server.service import LONG_TEXT, Service, off_loop
+from pagewire.frontend.server.service import Service, off_loop
 from pagewire.frontend.text.chat_template import chat_prompt, check_template
 from pagewire.frontend.text.conversation import as_text
 from pagewire.ipc.params import SamplingParams
@@ -191,6 +191,7 @@ async def prompt_of(
         APIError: there is no tokenizer, the conversation is too large, or the request has a template and that is
             not allowed.
         ContextLengthError: the conversation is too long for the model.
+        EngineBusyError: too many templates from requests are waiting.
         ValueError, TypeError: there is no template, it rejects the conversation, or messages are malformed.
     """
     if request.chat_template is not None and not service.options.trust_request_chat_template:
@@ -209,8 +210,6 @@ async def prompt_of(
     continues = bool(request.continue_final_message)
     generation = not continues if request.add_generation_prompt is None else request.add_generation_prompt
     size = check_conversation(service, request.messages)
-    if request.chat_template is not None:
-        size += LONG_TEXT  # an unknown template may be slow: run it in a thread
 
     def make() -> TokensPrompt:
         return chat_prompt(
@@ -228,6 +227,8 @@ async def prompt_of(
             truncates=counts or request.truncate_prompt_tokens is not None,
         )
 
+    if request.chat_template is not None:
+        return await service.request_templates.run(make)
     return await off_loop(size, make)
 
 

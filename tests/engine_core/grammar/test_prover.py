@@ -15,10 +15,10 @@ import pytest
 
 import pagewire.demo
 from pagewire.engine_core.grammar.chains import chain_length
-from pagewire.engine_core.grammar.compile import load_tokenizer
+from pagewire.engine_core.grammar.compile import compile_text, load_tokenizer
 from pagewire.engine_core.grammar.matcher import Grammar, GrammarError
 from pagewire.engine_core.grammar.pool import Compilation, Grammars
-from pagewire.engine_core.grammar.prover import MAX_GRAMMAR_BYTES, ConfinedProver
+from pagewire.engine_core.grammar.prover import MAX_GRAMMAR_BYTES, ConfinedProver, try_steps
 from pagewire.ipc.confined import JobTimeoutError
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.params import StructuredOutputsParams
@@ -92,6 +92,55 @@ def test_the_longest_chain_is_found_wherever_it_begins() -> None:
     assert chain_length({"a": ["b"], "b": ["a"]}) == 2
 
 
+def children(pid: int | None) -> set[str]:
+    return set(Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split())
+
+
+def test_a_process_proves_one_grammar_after_the_other_until_one_fails(prover: ConfinedProver) -> None:
+    prove(prover, regex="x")
+    seen = set()
+    for number in range(20):
+        prove(prover, regex=f"x{number}")
+        seen |= children(prover.pid)
+    assert len(seen) < 10
+    before, failures = children(prover.pid), 0
+    while children(prover.pid) & before:
+        with pytest.raises(GrammarError):
+            prove(prover, regex="(")
+        failures += 1
+        assert failures < 100
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [{"type": "object", "properties": {f"p{i}": {}, "q": {}}} for i in range(395)]},
+        {"type": "string", "pattern": "a?" * 2500},
+    ],
+)
+def test_a_grammar_that_fails_at_once_is_refused(prover: ConfinedProver, schema: dict[str, Any]) -> None:
+    with pytest.raises(GrammarError, match="json: too complex: "):
+        prove(prover, json=schema)
+
+
+def test_masks_that_take_long_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagewire.engine_core.grammar.prover.MAX_MASK_SECONDS", -1.0)
+    tokenizer = load_tokenizer(FOLDER, [EOS])
+    with pytest.raises(GrammarError, match="regex: too complex: to find the allowed next tokens takes"):
+        try_steps(compile_text("regex", "start: /a+/", tokenizer, VOCAB), "regex")
+
+
+def test_the_time_of_masks_is_bounded_for_all_sequences_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagewire.engine_core.grammar.matcher.MASK_ALLOWANCE", -1.0)
+    monkeypatch.setattr("pagewire.engine_core.grammar.matcher.MAX_EXCESS_SECONDS", 3.5)
+    tokenizer = load_tokenizer(FOLDER, [EOS])
+    grammar = compile_text("regex", "start: /a+/", tokenizer, VOCAB)  # computes a mask
+    one, other = grammar.matcher(), grammar.matcher()
+    assert any(one.mask()) and any(other.mask()) and any(one.mask())
+    with pytest.raises(GrammarError, match="has become too complex"):
+        other.mask()
+
+
 class Pool:
     """Grammars, and a way to wait for them."""
 
@@ -127,14 +176,19 @@ def test_slow_grammars_do_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) ->
     pool.grammars.close()
 
 
+def words(first: int) -> dict[str, Any]:
+    """A schema of thousands of words, another one for each number."""
+    return {"enum": [f"{number * 7919}" for number in range(first, 5000)]}
+
+
 def test_the_memory_of_grammars_is_bounded_cached_and_in_use(prover: ConfinedProver) -> None:
     pool = Pool(prover)
-    sizes = [pool.wait(pool.submit(regex="a?" * (2000 + i))).num_bytes for i in range(2)]
+    sizes = [pool.wait(pool.submit(json=words(i))).num_bytes for i in range(2)]
     pool = Pool(prover, max_bytes=int(1.5 * max(sizes)))
-    kept = pool.wait(pool.submit(regex="a?" * 2000))
-    assert pool.submit(regex="a?" * 2000).outcome is kept
+    kept = pool.wait(pool.submit(json=words(0)))
+    assert pool.submit(json=words(0)).outcome is kept
     with pytest.raises(EngineBusyError, match="grammars in use take"):
-        pool.wait(pool.submit(regex="a?" * 2001))
+        pool.wait(pool.submit(json=words(1)))
     del kept
-    pool.wait(pool.submit(regex="a?" * 2001))  # it was not remembered as bad, and there is room now
+    pool.wait(pool.submit(json=words(1)))  # it was not remembered as bad, and there is room now
     assert pool.grammars.num_bytes <= 1.5 * max(sizes)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +16,12 @@ from pagewire.frontend.outputs import CompletionOutput
 from pagewire.frontend.server.openai.constraints import demanded
 from pagewire.frontend.server.openai.protocol import ChatRequest, CompletionRequest
 from pagewire.frontend.server.openai.sampling import best_outputs
+from pagewire.frontend.server.slow_work import SlowWork
 from pagewire.ipc.messages import Submit
 from pagewire.ipc.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 from ...conftest import FakeCore
-from ..client import Client
+from ..client import Answer, Client
 
 HELLO = [{"role": "user", "content": "w5"}]
 
@@ -219,6 +222,30 @@ def test_templates_in_requests(serve: Callable[..., Client], core: FakeCore) -> 
     answer = own.post("/v1/chat/completions", {"messages": HELLO})
     assert core.expect(Submit).requests[0].prompt.token_ids == [8, 5]
     assert answer.json["choices"][0]["message"]["role"] == "bot"
+
+
+def test_templates_in_requests_have_threads_of_their_own(
+    serve: Callable[..., Client], core: FakeCore
+) -> None:
+    """Those that are slow hold up neither other requests nor, beyond a bounded queue, one another."""
+    core.auto = True
+    client, release = serve(trust_request_chat_template=True), threading.Event()
+    work = client.app.state.service.request_templates = SlowWork("chat templates", 1, 1)
+    body = {"messages": HELLO, "chat_template": "w7 {{ messages[0].content }}"}
+
+    async def beside_slow_ones() -> list[Answer]:
+        slow = [asyncio.ensure_future(work.run(lambda: release.wait(20))) for _ in range(2)]
+        await asyncio.sleep(0)
+        refused = await client.call("POST", "/v1/chat/completions", body).answer()
+        other = await client.call("POST", "/v1/chat/completions", {"messages": HELLO}).answer()
+        release.set()
+        assert await asyncio.gather(*slow) == [True, True]
+        later = await client.call("POST", "/v1/chat/completions", body).answer()
+        return [refused, other, later]
+
+    refused, other, later = client.run(beside_slow_ones)
+    assert refused.status == 429 and "1 chat templates are already waiting" in refused.error["message"]
+    assert other.status == later.status == 200
 
 
 def test_what_templates_are_given(serve: Callable[..., Client], core: FakeCore) -> None:
