@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagewire.engine_core.grammar.chains import check_references, check_rules
-from pagewire.engine_core.grammar.matcher import DEAD_END, Grammar, GrammarError, failure_reason
+from pagewire.engine_core.grammar.matcher import DEAD_END, Grammar, GrammarError, MasksTime, failure_reason
 from pagewire.engine_core.grammar.schema import json_schema
 from pagewire.engine_core.grammar.structural_tag import structural_tag_grammar
 from pagewire.ipc.params import StructuredOutputsParams
@@ -74,7 +74,7 @@ def compile_text(
     if state.is_error():
         raise GrammarError(f"{kind}: {failure_reason(state)}")
     eos_token_ids = tuple(i for i in tokenizer.eos_tokens if i < vocab_size)
-    grammar = Grammar(state, vocab_size, eos_token_ids, num_bytes)
+    grammar = Grammar(state, vocab_size, eos_token_ids, MasksTime(time.thread_time), num_bytes)
     try:
         if any(grammar.matcher().mask()):
             return grammar

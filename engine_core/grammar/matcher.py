@@ -6,10 +6,9 @@ Accepting a token and computing a mask take microseconds, so the core does both 
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -86,9 +85,10 @@ class Matcher:
             GrammarError: no token is allowed, or the grammar has become too complex.
         """
         self.grammar.masks_time.check()
-        begin = time.thread_time()
+        clock = self.grammar.masks_time.clock
+        begin = clock()
         bitmask = self._state.compute_bitmask()
-        self.grammar.masks_time.add(time.thread_time() - begin)
+        self.grammar.masks_time.add(clock() - begin)
         if self._state.is_error():
             raise GrammarError(f"the grammar allows no next token: {failure_reason(self._state)}")
         mask = bytearray(bitmask[: self._mask_bytes].ljust(self._mask_bytes, b"\0"))
@@ -100,8 +100,12 @@ class Matcher:
 
 @dataclass
 class MasksTime:
-    """The processor time that a grammar's masks have taken beyond what is allowed for each, in seconds."""
+    """The processor time that a grammar's masks have taken beyond what is allowed for each, in seconds.
 
+    clock: processor time of the calling thread.
+    """
+
+    clock: Callable[[], float]
     excess: float = 0.0
 
     def add(self, seconds: float) -> None:
@@ -128,8 +132,8 @@ class Grammar:
     start: LLMatcher
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    masks_time: MasksTime
     num_bytes: int = 0
-    masks_time: MasksTime = field(default_factory=MasksTime)
 
     def matcher(self, token_ids: Sequence[int] = (), ignore_eos: bool = False) -> Matcher:
         """The matcher of a sequence that has generated `token_ids`.

@@ -48,14 +48,19 @@ def render_source(source: str, special_tokens: Mapping[str, Any], conversation: 
     template = compile_template(source)
     convert_content = content_reader(conversation.content_format, source)
     messages, tools = conversation.messages, conversation.tools
-    variables = {
-        "documents": None,
-        **special_tokens,
-        **template_variables(source, conversation.variables),
-        "messages": [read_message(message, index, convert_content) for index, message in enumerate(messages)],
-        "tools": None if tools is None else [read_tool(tool) for tool in tools],
-        "add_generation_prompt": conversation.add_generation_prompt,
-    }
+    try:
+        variables = {
+            "documents": None,
+            **special_tokens,
+            **template_variables(source, conversation.variables),
+            "messages": [
+                read_message(message, index, convert_content) for index, message in enumerate(messages)
+            ],
+            "tools": None if tools is None else [read_tool(tool) for tool in tools],
+            "add_generation_prompt": conversation.add_generation_prompt,
+        }
+    except RecursionError:
+        raise ValueError("messages, tools or variables of the template are nested too deeply") from None
     if conversation.continue_final_message:
         return render_open(template, variables)
     return render(template, variables)

@@ -335,3 +335,11 @@ def test_one_conversation_or_several() -> None:
         conversations_of("hello")
     with pytest.raises(TypeError, match="a list of messages"):
         conversations_of(USER)
+
+
+def test_messages_nested_too_deeply_are_refused_by_name(tokenizer: Tokenizer) -> None:
+    nested: Any = "x"
+    for _ in range(2000):
+        nested = [nested]
+    with pytest.raises(ValueError, match="nested too deeply"):
+        render_chat(tokenizer, [USER | {"extra": nested}], chat_template=CHATML)
