@@ -8,8 +8,10 @@ transformers 5 does. Other folders, and `tokenizer_mode="slow"`, use the tokeniz
 from __future__ import annotations
 
 import json
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,9 @@ from pagewire.ipc.hub import check_files, model_folder, read_file, read_json
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LONG_TEXT = 4096  # characters, from which a text is tokenized without holding up other threads
+# Texts over so many characters are tokenized one after the other: each takes hundreds of bytes of memory for a
+# character, and several would take all processors from whatever else runs here.
+VERY_LONG_TEXT = 1 << 16
 CLEAN_UP = (
     (" .", "."),
     (" ?", "?"),
@@ -108,6 +113,7 @@ class FastTokenizer(Tokenizer):
         self.cleans_up = clean_up
         self.decoder = read_decoder(original.decoder)
         self.vocab_size = original.get_vocab_size(with_added_tokens=True)
+        self._long = threading.Lock()
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_id = self._id_of("eos_token")
         added = original.get_added_tokens_decoder()
@@ -122,12 +128,14 @@ class FastTokenizer(Tokenizer):
         if (
             len(text) > LONG_TEXT
         ):  # the library's `encode` holds the interpreter's lock, `encode_batch` does not
-            return self.encode_batch([text], add_special_tokens)[0]
+            with self._long if len(text) > VERY_LONG_TEXT else nullcontext():
+                return self.encode_batch([text], add_special_tokens)[0]
         ids: list[int] = self.original.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        encodings = self.original.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        # Without offsets, which nobody reads: in a third of the time, with less memory.
+        encodings = self.original.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
     def decode(

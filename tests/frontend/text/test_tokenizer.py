@@ -6,7 +6,9 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from pagewire.frontend.text.tokenizer import (
+    VERY_LONG_TEXT,
     FastTokenizer,
     Tokenizer,
     WrappedTokenizer,
@@ -28,6 +31,7 @@ from pagewire.ipc.errors import ModelNotFoundError
 from .. import trained
 
 FAMILIES = sorted(trained.FAMILIES)
+WAIT_SECONDS = 20.0
 
 
 @lru_cache(maxsize=32)
@@ -272,3 +276,26 @@ def test_loading_needs_no_heavy_library(folders: dict[str, Path]) -> None:
         [sys.executable, "-c", code, str(folders["byte_level"])], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("length", "together"), [(VERY_LONG_TEXT, True), (VERY_LONG_TEXT + 1, False)])
+def test_very_long_texts_are_tokenized_one_after_the_other(
+    length: int, together: bool, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(folders[FAMILIES[0]])
+    meeting = threading.Barrier(2)
+    met: list[bool] = []
+
+    def encode_batch(texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        try:
+            meeting.wait(WAIT_SECONDS if together else 0.3)
+        except threading.BrokenBarrierError:
+            met.append(False)
+        else:
+            met.append(True)
+        return [[len(texts[0])]]
+
+    monkeypatch.setattr(tokenizer, "encode_batch", encode_batch)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(tokenizer.encode, ["a" * length] * 2)) == [[length]] * 2
+    assert met == [together] * 2
