@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import TypeAlias
@@ -23,6 +23,7 @@ from pagewire.frontend.blame import Blame
 from pagewire.frontend.client import CoreClient
 from pagewire.frontend.connection import Connection
 from pagewire.frontend.core_source import CoreSource
+from pagewire.frontend.logprob_budget import num_logprobs
 from pagewire.frontend.mailbox import Mailbox
 from pagewire.frontend.outputs import Outputs, RequestOutput, RequestState
 from pagewire.frontend.tracing import Tracer
@@ -38,6 +39,11 @@ from pagewire.ipc.messages import Request, TokenDelta
 logger = logging.getLogger("pagewire.frontend")
 
 TRIAL_SECONDS = 30.0  # for the trials of all suspects after a core was lost, while other requests wait
+
+PORTION = 2048  # log probabilities that are added to requests without a pause: a few milliseconds
+YIELD_SECONDS = (
+    0.0002  # Python's locks are not fair: who waits for one gets it if its owner rests for a moment
+)
 
 Failed: TypeAlias = list[tuple[RequestState, Exception]]
 
@@ -146,7 +152,16 @@ class OpenRequests:
     # -------------------------------------------------------------- on the client's thread
 
     def take_deltas(self, deltas: list[TokenDelta]) -> None:
-        """Add new output to its requests, and tell their mailboxes."""
+        """Add new output to its requests, and tell their mailboxes.
+
+        Log probabilities take long; threads that wait for the lock, such as an event loop, get it in between.
+        """
+        for number, portion in enumerate(portions(deltas)):
+            if number:
+                time.sleep(YIELD_SECONDS)
+            self._take_portion(portion)
+
+    def _take_portion(self, deltas: list[TokenDelta]) -> None:
         with self._lock:
             states, to_drop = self._outputs.process(deltas)
             if to_drop.keys or to_drop.sequences:
@@ -338,3 +353,18 @@ def resumed(state: RequestState) -> Request:
 def ended(state: RequestState) -> list[tuple[int, int]]:
     """(key, index) of each sequence of the request that has ended."""
     return [(state.key, index) for index, reason in enumerate(state.finish_reasons) if reason is not None]
+
+
+def portions(deltas: list[TokenDelta]) -> Iterator[list[TokenDelta]]:
+    """The deltas, in order, in parts of about `PORTION` log probabilities; all at once if they have fewer."""
+    portion: list[TokenDelta] = []
+    size = 0
+    for delta in deltas:
+        portion.append(delta)
+        if delta.logprobs is not None or delta.prompt_logprobs is not None:
+            size += num_logprobs(delta)
+            if size >= PORTION:
+                yield portion
+                portion, size = [], 0
+    if portion:
+        yield portion
