@@ -1,8 +1,12 @@
-"""Calls of the workers' methods: sent once the workers are ready, and over once all of them have answered."""
+"""Calls of the workers' methods: sent once the workers are ready, and over once all of them have answered.
+
+They are sent one at a time. Workers take messages in order, so each call may delay one step, however many wait.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
@@ -38,7 +42,7 @@ class PendingCalls:
         self._workers = workers
         self._call_ids = count()
         self._sent: dict[int, PendingCall] = {}  # in the order of the calls
-        self._unsent: list[tuple[WorkerCall, Done]] = []
+        self._unsent: deque[tuple[WorkerCall, Done]] = deque()
 
     @property
     def oldest(self) -> PendingCall | None:
@@ -52,6 +56,15 @@ class PendingCalls:
             TypeError, ValueError, RecursionError: arguments that a message cannot hold, or too large ones.
             EngineBusyError: too many calls wait.
         """
+        self._unsent.append((self._new(method, kwargs, args), done))
+        self._send_next()
+
+    def call_first(self, method: str, kwargs: dict[str, Any], done: Done) -> None:
+        """Call a method of every worker, as `call` does, before the calls that wait."""
+        self._unsent.appendleft((self._new(method, kwargs), done))
+        self._send_next()
+
+    def _new(self, method: str, kwargs: dict[str, Any], args: Iterable[Any] = ()) -> WorkerCall:
         call = WorkerCall(next(self._call_ids), method, list(args), kwargs)
         size = len(msgspec.msgpack.encode(call))
         if size > MAX_CALL_BYTES:
@@ -60,22 +73,18 @@ class PendingCalls:
             )
         if (num_pending := len(self._sent) + len(self._unsent)) >= MAX_PENDING_CALLS:
             raise EngineBusyError(f"{num_pending} calls already wait for the workers")
-        if not self._workers.accepting:
-            self._unsent.append((call, done))
-        else:
-            self._send(call, done)
+        return call
 
     def workers_ready(self) -> None:
-        """Send the calls that were made while no worker was ready."""
-        unsent, self._unsent = self._unsent, []
-        for call, done in unsent:
-            self._send(call, done)
+        """Send the first of the calls that were made while no worker was ready."""
+        self._send_next()
 
     def receive(self, reply: GroupReply) -> None:
         """End the call that the workers have answered."""
         call = self._sent.pop(reply.call_id, None)
         if call is not None:  # else it has expired
             call.done(reply.outcome())
+        self._send_next()
 
     def expire(self, now: float) -> str | None:
         """End the calls whose time limit has passed with TimeoutError. Returns what was not done in time."""
@@ -94,11 +103,14 @@ class PendingCalls:
         self._sent = {}
         if not were_ready:
             lost += [done for _, done in self._unsent]
-            self._unsent = []
+            self._unsent.clear()
         for done in lost:
             done(RuntimeError(f"the worker was lost: {why}"))
 
-    def _send(self, call: WorkerCall, done: Done) -> None:
+    def _send_next(self) -> None:
+        if self._sent or not self._unsent or not self._workers.accepting:
+            return
+        call, done = self._unsent.popleft()
         seconds = CALLS[call.method].seconds if call.method in CALLS else CALL_SECONDS
         self._sent[call.call_id] = PendingCall(call.method, time.monotonic(), seconds, done)
         self._workers.send(call)

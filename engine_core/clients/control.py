@@ -169,7 +169,7 @@ class Control:
 
         if self.asleep:
             level = min(level for level, parts in GIVEN_BACK.items() if self.asleep <= parts)
-            self._worker_calls.call("sleep", {"level": level}, done)
+            self._worker_calls.call_first("sleep", {"level": level}, done)
         self._worker_calls.workers_ready()
 
     # ------------------------------------------------------------ methods, as `CALLS` declares them

@@ -1,0 +1,59 @@
+"""Calls of the workers' methods, with workers that are only a list of what was sent to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pagewire.engine_core.clients.calls import PendingCalls
+from pagewire.engine_core.workers.group import GroupReply
+from pagewire.ipc.worker_messages import WorkerCall, WorkerReply
+
+
+class Workers:
+    """Workers that take calls while they are `accepting`."""
+
+    def __init__(self) -> None:
+        self.accepting = True
+        self.sent: list[WorkerCall] = []
+
+    def send(self, call: WorkerCall) -> None:
+        self.sent.append(call)
+
+    def answer(self, result: Any) -> GroupReply:
+        """The answer to the call that was sent last."""
+        call_id = self.sent[-1].call_id
+        return GroupReply(call_id, [WorkerReply(call_id, result)])
+
+
+@pytest.fixture
+def workers() -> Workers:
+    return Workers()
+
+
+@pytest.fixture
+def calls(workers: Workers) -> PendingCalls:
+    return PendingCalls(workers)  # type: ignore[arg-type]
+
+
+def test_calls_are_sent_one_at_a_time(workers: Workers, calls: PendingCalls) -> None:
+    """So a step waits for one call at most, whoever makes how many."""
+    outcomes: list[Any] = []
+    for number in range(5):
+        calls.call("ping", {"number": number}, outcomes.append)
+    for number in range(5):
+        assert [call.kwargs["number"] for call in workers.sent] == list(range(number + 1))
+        calls.receive(workers.answer(number))
+    assert outcomes == [[0], [1], [2], [3], [4]]
+
+
+def test_a_call_that_comes_first_passes_those_that_wait(workers: Workers, calls: PendingCalls) -> None:
+    workers.accepting = False
+    calls.call("ping", {}, lambda outcome: None)
+    workers.accepting = True
+    calls.call_first("sleep", {"level": 1}, lambda outcome: None)
+    calls.workers_ready()
+    assert [call.method for call in workers.sent] == ["sleep"]
+    calls.receive(workers.answer(None))
+    assert [call.method for call in workers.sent] == ["sleep", "ping"]
