@@ -26,7 +26,7 @@ from pagewire.ipc.lifeline import Child
 
 from .attack import Target
 from .attackers import chosen
-from .client import Client
+from .client import WAIT_SECONDS, Client
 from .fortress import EVIL_KEY, Fortress, besieged
 from .report import AttackLog, Report
 from .watcher import Lag, Watcher
@@ -44,7 +44,7 @@ class Siege:
     def __init__(self, fortress: Fortress, options: argparse.Namespace) -> None:
         self._fortress, self._options = fortress, options
         self._seconds = 60.0 * options.minutes
-        self._client, self._log, self._lag = Client(fortress.url), AttackLog(), Lag()
+        self._client, self._log, self._lag = Client(fortress.url, options.max_wait), AttackLog(), Lag()
 
     async def run(self) -> Report:
         """Learn, attack, settle; the report."""
@@ -186,6 +186,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "--kills", action=argparse.BooleanOptionalAction,
         help=f"kill workers now and then (default: from {LONG_MINUTES:g} minutes on); a wait for a new "
         "worker may then take a minute",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-wait", type=float, default=WAIT_SECONDS, metavar="SECONDS",
+        help="the longest that the client may wait for an answer to begin, or to go on (default: %(default)g)",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to this file as well")
     parser.add_argument(

@@ -36,19 +36,23 @@ CHAT = {
 
 @dataclass(frozen=True)
 class Wait:
-    """A time that the client waited, on the monotonic clock. kind: for what. restart: a worker was killed."""
+    """A time that the client waited, on the monotonic clock.
+
+    kind: for what. restart: a worker was killed. allowed: the longest that such a wait may be, undisturbed.
+    """
 
     kind: str
     begin: float
     seconds: float
     restart: bool = False
+    allowed: float = WAIT_SECONDS
 
     @property
     def limit(self) -> float:
         """The longest that it may be."""
         if self.restart:
             return RESTART_SECONDS
-        return GRAMMAR_SECONDS if self.kind == "schema" else WAIT_SECONDS
+        return max(GRAMMAR_SECONDS, self.allowed) if self.kind == "schema" else self.allowed
 
 
 @dataclass
@@ -56,6 +60,7 @@ class Client:
     """One client with a connection of its own. waits: all so far. wrong: answers that were not the right ones."""
 
     url: str
+    max_wait: float = WAIT_SECONDS
     waits: list[Wait] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     num_answers: int = 0
@@ -162,7 +167,7 @@ class Client:
         if self._waiting_since is None:
             return []
         seconds = time.monotonic() - self._waiting_since
-        return [Wait("unfinished", self._waiting_since, seconds, self._killed_at is not None)]
+        return [Wait("unfinished", self._waiting_since, seconds, self._killed_at is not None, self.max_wait)]
 
     async def stuck(self) -> None:
         """Return once a wait has lasted for `STUCK_SECONDS`, which nobody would wait for."""
@@ -181,7 +186,7 @@ class Client:
     def _waited(self, kind: str, begin: float) -> None:
         """Note a wait until now."""
         now = time.monotonic()
-        self.waits.append(Wait(kind, begin, now - begin, self._killed_at is not None))
+        self.waits.append(Wait(kind, begin, now - begin, self._killed_at is not None, self.max_wait))
         if self._killed_at is not None and kind != "health" and now > self._killed_at + OLD_ANSWER_SECONDS:
             self._killed_at = None
         self._waiting_since = None
