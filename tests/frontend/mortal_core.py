@@ -44,6 +44,7 @@ class MortalCore(FakeCore):
                 self.client, *frames = receive(self._socket)  # type: ignore[assignment]
                 self._take(self._codec.decode(frames))
             self._step()
+        self._gate.stop()
         self._context.destroy(linger=0)
 
     def _take(self, message: Any) -> None:
