@@ -18,7 +18,7 @@ from pagewire.ipc.params import StructuredOutputsParams
 
 
 def schema(number: int) -> dict[str, Any]:
-    """A schema of a few properties, whose names nobody else has."""
+    """A schema of a few properties with names that no other schema has."""
     properties = {
         f"name_{number}": {"type": "string", "maxLength": 30},
         "age": {"type": "integer", "minimum": 0, "maximum": 150},

@@ -22,7 +22,7 @@ logger = logging.getLogger("pagewire.frontend")
 RETRY_SECONDS = 0.5  # between two attempts to attach to another core
 AGAIN_SECONDS = 5.0  # for a core that runs to take a frontend again that it has detached
 MAX_PAUSE_SECONDS = 30.0  # between two starts of a core
-HEALTHY_SECONDS = 60.0  # a core that has lived for so long did not die of its start: pauses begin anew
+HEALTHY_SECONDS = 60.0  # a core that lived longer did not die of its start: pauses begin anew
 
 
 class Attached(NamedTuple):

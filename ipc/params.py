@@ -404,7 +404,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
 
 
 def check_logit_edits(num_sequences: int, num_edits: int) -> None:
-    """Refuse parameters whose lists of tokens are too long for so many sequences.
+    """Refuse parameters whose lists of tokens are too long for the number of sequences.
 
     num_edits: `SamplingParams.num_logit_edits`.
 

@@ -31,7 +31,7 @@ from .fortress import EVIL_KEY, Fortress, besieged
 from .report import AttackLog, Report
 from .watcher import Lag, Watcher
 
-LONG_MINUTES = 5.0  # a siege this long kills workers, unless it is told not to
+LONG_MINUTES = 5.0  # from this length on a siege kills workers by default
 SETTLE_SECONDS = 60.0  # for the engine to be idle after the last attack
 END_SECONDS = 20.0  # for attackers to end by themselves
 FAILED_CHECK_SECONDS = 0.5

@@ -170,7 +170,7 @@ class Client:
         return [Wait("unfinished", self._waiting_since, seconds, self._killed_at is not None, self.max_wait)]
 
     async def stuck(self) -> None:
-        """Return once a wait has lasted for `STUCK_SECONDS`, which nobody would wait for."""
+        """Return once a wait is over its limit by `STUCK_SECONDS`: the siege has failed then."""
         while not any(wait.seconds > STUCK_SECONDS + wait.limit for wait in self.open_wait()):
             await asyncio.sleep(0.5)
 

@@ -31,7 +31,7 @@ ROLES = {
     "pagewire.engine_core.daemon": "core",
     "pagewire.workers.main": "worker",
 }
-JOB = "job"  # a process that server or core may end and start again as they like
+JOB = "job"  # a process that server and core may end and start again at any time
 
 
 class Fortress:

@@ -198,7 +198,7 @@ async def integers(target: Target, rng: random.Random) -> str:
 
 
 async def flood(target: Target, rng: random.Random) -> str:
-    """Very many small messages of one kind, whose answers nobody reads."""
+    """Send thousands of small messages of one kind, and do not read the answers."""
     with dealer(target, rng, high_water=1) as socket:
         await attach(socket, rng)
         message = rng.choice(

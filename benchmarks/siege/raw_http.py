@@ -161,7 +161,7 @@ def chunked(target: Target, rng: random.Random) -> bytes:
 
 
 def long_bodies(target: Target, rng: random.Random) -> bytes:
-    """A body that is longer, or shorter, than was said; or one that nobody would read."""
+    """A request whose body is longer or shorter than its Content-Length, or of a type that is refused."""
     length = rng.choice((0, 1, len(BODY) - 1, len(BODY) + 1, 1 << 30, 10**30))
     lines = rng.choice(
         ((), ("Content-Encoding: gzip",), ("Content-Type: text/plain",), ("Expect: 100-continue",))

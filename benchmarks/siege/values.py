@@ -166,7 +166,7 @@ class Values:
 
 
 def nested(rng: random.Random, depth: int) -> Any:
-    """A value of so many levels, of lists or maps."""
+    """A value that is nested to a given depth, in lists or maps."""
     value: Any = rng.choice((0, "x", None))
     as_list = rng.random() < 0.5
     for _ in range(depth):

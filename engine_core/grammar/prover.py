@@ -12,7 +12,7 @@ import resource
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -21,9 +21,6 @@ from pagewire.engine_core.grammar.matcher import DEAD_END, Grammar, GrammarError
 from pagewire.ipc.confined import Confined, JobKilledError, JobTimeoutError, Limits
 from pagewire.ipc.job_server import Handler, release_spare_memory, serve
 from pagewire.ipc.params import StructuredOutputsParams
-
-if TYPE_CHECKING:
-    pass
 
 MAX_GRAMMAR_BYTES = 128 << 20  # memory of one compiled grammar
 MAX_COMPILE_BYTES = 256 << 20  # address space for compiling it

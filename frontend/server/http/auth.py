@@ -64,7 +64,7 @@ class ApiKeys:
             raise ValueError(f"api_key_file: {error}") from None
 
     def tenant(self, key: bytes) -> Tenant | None:
-        """The tenant whose key this is; None if it is nobody's.
+        """The tenant that has this key; None if no tenant has it.
 
         Keys are looked up by their digest: how long that takes tells nothing about a key.
         """

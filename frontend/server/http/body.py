@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 CLOSE = {"connection": "close"}  # for errors that leave a part of the body unread
 SMALL_BODY_BYTES = 64 << 10  # of each body, which are not counted: small requests pass when large ones cannot
-LARGE_BODIES = 16  # so many bodies of `max_request_bytes` may be arriving at once
+LARGE_BODIES = 16  # bodies of `max_request_bytes` that may arrive at the same time
 MAX_NAMED = 16  # unknown fields named in a log line: the client chooses how many it sends
 MAX_NAME = 64  # characters of each of these names
 

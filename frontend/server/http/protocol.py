@@ -107,7 +107,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._overhead > MAX_HEAD_BYTES and head_size(self.headers) > MAX_HEAD_BYTES:
             self._fail(too_large(f"the headers are over {MAX_HEAD_BYTES} bytes"))
         super().on_headers_complete()
-        self.headers = []  # for trailers, which nobody reads: checks of headers are over
+        self.headers = []  # trailers go here and are not used: the checks of headers are over
         self._overhead, self._in_head = 0, False
         self._unanswered += 1
         if self._unanswered == 1:

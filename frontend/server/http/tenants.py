@@ -85,7 +85,7 @@ def require_admin(endpoint: Endpoint) -> Endpoint:
 
 
 def secret_salt(digest: bytes) -> str:
-    """A cache salt that nobody can give who does not know the key with this digest."""
+    """A cache salt made of the digest of a key: only who knows the key can give it."""
     return hmac.new(digest, b"pagewire cache salt", hashlib.sha256).hexdigest()
 
 

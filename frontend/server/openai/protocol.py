@@ -68,7 +68,7 @@ InputMessage: TypeAlias = Annotated[
 InputMessages: TypeAlias = Annotated[
     list[InputMessage], Meta(max_length=MAX_MESSAGES, extra_json_schema={"minItems": 1})
 ]
-# Tools, and other lists of objects of which nobody has thousands.
+# Tools, and other lists that have a few objects in honest use.
 Objects: TypeAlias = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
 Documents: TypeAlias = Annotated[list[dict[str, Any]], Meta(max_length=MAX_PARTS)]
 LogitBiases: TypeAlias = Annotated[dict[str, LogitBias], Meta(max_length=MAX_TOKENS_OF_VOCABULARY)]
