@@ -25,6 +25,7 @@ import msgspec
 
 from pagewire.ipc.confined import OUT_OF_MEMORY, STATUS_BYTES, Answer, Job, Limits
 from pagewire.ipc.errors import error_text, error_type
+from pagewire.ipc.priority import go_behind
 
 MAX_ERROR_CHARS = 1000  # of the text of a job's exception
 PR_SET_PDEATHSIG = 1
@@ -56,6 +57,7 @@ def serve(
         control.send(msgspec.msgpack.encode(failure(error)))
         os._exit(1)
     gc.freeze()  # a collection in a forked process would copy all pages
+    go_behind(NICENESS)
     control.send(msgspec.msgpack.encode(Answer()))
     processes = JobProcesses(control, handler, warm_up, jobs_per_process)
     processes.poller.register(control_fd, select.POLLIN)
@@ -184,7 +186,7 @@ def receive_socket(connection: socket.socket) -> socket.socket | None:
 def become_job() -> None:
     """Let this process, which was forked for jobs, end with the job server, and write no errors.
 
-    It is the first to go if memory is short, and goes behind the process that serves if processors are.
+    It is the first to go if memory is short.
     """
     server = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -194,7 +196,6 @@ def become_job() -> None:
     os.dup2(null, 2)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
         file.write("1000")
-    os.nice(NICENESS)
 
 
 def run_jobs(connection: socket.socket, handler: Handler, warm_up: WarmUp | None, num_jobs: int) -> NoReturn:

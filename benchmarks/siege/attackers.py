@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from itertools import count
 
 from pagewire.ipc.lifeline import die_with_parent
+from pagewire.ipc.priority import go_behind
 
 from . import bodies, combined, frames, grammars, greedy, raw_http, responses, slow, templates
 from .attack import UNANSWERED, Attacker, Target
@@ -144,7 +145,7 @@ def main() -> int:
     parser.add_argument("--attacks", default="")
     parser.add_argument("--lifeline", type=int, required=True)
     options = parser.parse_args()
-    os.nice(NICENESS)
+    go_behind(NICENESS)
     die_with_parent(options.lifeline)
     target = Target(**options.target)
     names = chosen(options.attackers, target.address)
