@@ -34,6 +34,7 @@ from pagewire.engine_core.workers.process import Stopwatch
 from pagewire.engine_core.workers.restarts import Restarts
 from pagewire.ipc import messages
 from pagewire.ipc.errors import EngineDeadError, EngineStoppedError, error_text, received_error
+from pagewire.ipc.heap import release_spare_memory
 from pagewire.ipc.messages import EngineInfo, TokenDelta
 from pagewire.ipc.options import env_float
 from pagewire.ipc.worker_messages import Ready, StepResult, WorkerFailed
@@ -184,6 +185,7 @@ class EngineCore:
         if self.started and now >= self._next_stats:
             self._next_stats = now + self.config.args.log_stats_interval
             self._log_stats(now)
+            release_spare_memory()
 
     def _check_worker(self, now: float) -> None:
         """Kill workers that hang, and start new ones when their time has come."""
@@ -236,7 +238,7 @@ class EngineCore:
                 logger.error("the worker failed: %s", message.error, extra={"traceback": message.traceback})
 
     def _worker_ready(self, ready: Ready) -> None:
-        self._restarts.ready()
+        self._restarts.ready(time.monotonic())
         phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ready.startup_seconds.items())
         logger.info("worker ready: %s", phases)
         if not self.started:
@@ -267,7 +269,7 @@ class EngineCore:
         why = self.worker.reap()
         if failure is not None and failure.fatal:
             raise received_error(failure.error, failure.error_type)
-        self._plan_restart(f"the worker was lost ({why})", why, was_ready)
+        self._plan_restart(f"the worker was lost ({why})", why)
         self.stopwatch.restart(False)
         if self.started:
             self.outbox.add(self.scheduler.fail(time.monotonic()))
@@ -280,12 +282,12 @@ class EngineCore:
             self.worker.start()
         except (OSError, MemoryError) as error:
             why = error_text(error)
-            self._plan_restart(f"the worker cannot be started ({why})", why, was_ready=False)
+            self._plan_restart(f"the worker cannot be started ({why})", why)
             if self.started:
                 self.control.worker_lost(why, was_ready=False)
 
-    def _plan_restart(self, text: str, why: str, was_ready: bool) -> None:
-        pause = self._restarts.lost(time.monotonic(), was_ready=was_ready)
+    def _plan_restart(self, text: str, why: str) -> None:
+        pause = self._restarts.lost(time.monotonic())
         if self._restarts.hopeless:
             raise CoreError(f"the worker did not start: {why}")
         logger.error("%s; starting another%s", text, f" in {pause:g} s" if pause else "")

@@ -25,6 +25,7 @@ import msgspec
 
 from pagewire.ipc.confined import OUT_OF_MEMORY, STATUS_BYTES, Answer, Job, Limits
 from pagewire.ipc.errors import error_text, error_type
+from pagewire.ipc.heap import release_spare_memory
 from pagewire.ipc.priority import go_behind
 
 MAX_ERROR_CHARS = 1000  # of the text of a job's exception
@@ -240,12 +241,6 @@ def run_job(connection: socket.socket, handler: Handler) -> None:
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.setitimer(signal.ITIMER_PROF, 0)
     release_spare_memory()
-
-
-def release_spare_memory() -> None:
-    """Let the C library give back the memory that it has spare, where it can."""
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def address_space() -> int:

@@ -31,6 +31,8 @@ CHAT = {
     "messages": [{"role": "user", "content": "What is a list?"}],
     "max_tokens": NUM_TOKENS,
     "temperature": 0,
+    "stream": True,
+    "return_token_ids": True,
 }
 
 
@@ -103,8 +105,8 @@ class Client:
     async def ask_all(self, http: aiohttp.ClientSession) -> None:
         """Ask everything once."""
         self._number += 1
-        self._same("completion", await self._stream(http))
-        self._same("chat", await self._answer(http, "chat", "/v1/chat/completions", CHAT))
+        self._same("completion", await self._stream(http, "/v1/completions", COMPLETION))
+        self._same("chat", await self._stream(http, "/v1/chat/completions", CHAT))
         await self._health()
         await self._schema(http)
 
@@ -115,11 +117,11 @@ class Client:
             self._waited("health", begin)
             self._same("health", response.status)
 
-    async def _stream(self, http: aiohttp.ClientSession) -> list[int]:
-        """The tokens of a streamed completion."""
+    async def _stream(self, http: aiohttp.ClientSession, path: str, fields: dict[str, Any]) -> list[int]:
+        """The tokens of a streamed answer."""
         tokens: list[int] = []
         begin = self._begin()
-        async with http.post("/v1/completions", json=COMPLETION) as response:
+        async with http.post(path, json=fields) as response:
             if response.status != 200:
                 raise ValueError(f"status {response.status}: {await response.text()}")
             async for line in response.content:
@@ -143,8 +145,7 @@ class Client:
             self._waited(kind, begin)
             if response.status != 200:
                 raise ValueError(f"status {response.status}: {answer}")
-        choice = answer["choices"][0]
-        return str(choice["message"]["content"] if "message" in choice else choice["text"])
+        return str(answer["choices"][0]["text"])
 
     async def _schema(self, http: aiohttp.ClientSession) -> None:
         """A request under a schema never seen, which allows one value only."""

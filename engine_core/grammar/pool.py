@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 MAX_BYTES = 512 << 20  # memory of all compiled grammars, in use and cached
+MAX_CACHED_BYTES = 128 << 20  # of those that are cached
 MAX_CACHED = 1024  # grammars, and reasons of refusals, that are remembered
 MAX_PENDING = 1024  # grammars that may wait for a thread; further requests are refused
 NUM_THREADS = 2  # of the quick lane; the slow lane has one
@@ -118,7 +119,8 @@ class Grammars:
     load: makes llguidance's tokenizer; called once, for the first grammar. vocab_size: of the model.
     open_prover: makes the prover, once. seconds: time limit of a compilation.
     wake: called in a compiling thread after each compilation.
-    max_bytes: memory of all compiled grammars. capacity: number of outcomes that are cached.
+    max_bytes, max_cached_bytes: memory of all compiled grammars, and of those that are cached.
+    capacity: number of outcomes that are cached.
 
     num_queries, num_hits: calls of `submit`, and those answered from the cache.
     """
@@ -133,10 +135,11 @@ class Grammars:
         wake: Callable[[], None],
         capacity: int = MAX_CACHED,
         max_bytes: int = MAX_BYTES,
+        max_cached_bytes: int = MAX_CACHED_BYTES,
     ) -> None:
         self._load, self._vocab_size, self._open_prover = load, vocab_size, open_prover
         self._seconds, self._wake = seconds, wake
-        self._capacity, self._max_bytes = capacity, max_bytes
+        self._capacity, self._max_bytes, self._max_cached_bytes = capacity, max_bytes, max_cached_bytes
         self._lock = threading.Lock()  # of `_known`, `_in_use` and `_reserved`
         self._known: OrderedDict[bytes, Compilation] = OrderedDict()
         self._in_use: WeakSet[Grammar] = WeakSet()
@@ -218,6 +221,7 @@ class Grammars:
                 outcome = too_slow(structure.kind, self._seconds)
             compilation.finish(outcome)
             del compilation, outcome  # not held until the next one comes
+            self._limit_cached()
             self._wake()
 
     def _compile(self, structure: StructuredOutputsParams, cpu_seconds: float) -> Grammar | Exception:
@@ -250,18 +254,29 @@ class Grammars:
     def _make_room(self, kind: str, num_bytes: int) -> None:
         """Forget the grammars used least recently until there is memory for another one."""
         while (excess := self.num_bytes + num_bytes - self._max_bytes) > 0:
-            cached = [key for key, known in self._known.items() if isinstance(known.outcome, Grammar)]
-            if not cached:
+            if not any(isinstance(known.outcome, Grammar) for known in self._known.values()):
                 raise EngineBusyError(
                     f"{kind}: grammars in use take {self.num_bytes >> 20} MiB of memory, this one would take "
                     f"{num_bytes >> 20}, and all may take {self._max_bytes >> 20}: try again later"
                 )
-            for key in cached:
-                outcome = self._known.pop(key).outcome
-                excess -= outcome.num_bytes if isinstance(outcome, Grammar) else 0
-                del outcome
-                if excess <= 0:
-                    break
+            self._forget(excess)
+
+    def _limit_cached(self) -> None:
+        """Forget the grammars used least recently until those that are cached take no more than they may."""
+        with self._lock:
+            outcomes = [known.outcome for known in self._known.values()]
+            cached = sum(outcome.num_bytes for outcome in outcomes if isinstance(outcome, Grammar))
+            del outcomes
+            self._forget(cached - self._max_cached_bytes)
+
+    def _forget(self, num_bytes: int) -> None:
+        """Forget cached grammars of at least this size together, those used least recently. Needs the lock."""
+        for key, known in list(self._known.items()):
+            if num_bytes <= 0:
+                break
+            if isinstance(known.outcome, Grammar):
+                num_bytes -= known.outcome.num_bytes
+                del self._known[key]
 
     def _load_tools(self) -> tuple[LLTokenizer, Prover]:
         with self._loading:

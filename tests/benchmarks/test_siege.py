@@ -262,7 +262,8 @@ async def asked(answer: Callable[[web.Request], Awaitable[web.StreamResponse]], 
     made.url = f"http://127.0.0.1:{port}"
     async with made.connection() as http:
         for _ in range(2):
-            made._same("completion", await made._stream(http))
+            tokens = await made._stream(http, "/v1/completions", client.COMPLETION)
+            made._same("completion", tokens)
     await runner.cleanup()
 
 

@@ -192,3 +192,17 @@ def test_the_memory_of_grammars_is_bounded_cached_and_in_use(prover: ConfinedPro
     del kept
     pool.wait(pool.submit(json=words(1)))  # it was not remembered as bad, and there is room now
     assert pool.grammars.num_bytes <= 1.5 * max(sizes)
+
+
+def test_the_memory_of_cached_grammars_is_bounded(prover: ConfinedProver) -> None:
+    first = Pool(prover)
+    one = first.wait(first.submit(json=words(0))).num_bytes
+    pool = Pool(prover, max_cached_bytes=int(2.5 * one))
+    compilations = [pool.submit(json=words(0))]
+    for number in range(1, 4):
+        pool.wait(compilations[-1])
+        compilations.append(pool.submit(json=words(number)))
+    pool.wait(compilations[-1])
+    again = [pool.submit(json=words(number)) for number in (3, 2, 0)]
+    assert again[:2] == [compilations[3], compilations[2]] and again[2] is not compilations[0]
+    pool.wait(again[2])
