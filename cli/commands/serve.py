@@ -28,6 +28,7 @@ logger = logging.getLogger("pagewire.server")
 # For clients to get the error of their open requests, and for new requests to be answered with 503, when the engine
 # core is lost for good.
 GRACE_SECONDS = 3.0
+TIDY_SECONDS = 10.0
 NAMES = frozenset(field.name for field in dataclasses.fields(ServerOptions))
 
 
@@ -90,8 +91,10 @@ async def serve(engine: AsyncLLM, options: ServerOptions, listening: socket.sock
         print(f"ready {url_of(listening, options)}", flush=True)
 
     server = HTTPServer(create_app(engine, options), options, ready)
+    tidying = asyncio.create_task(tidy_heap())
     if options.keeps_alive():
         await server.serve(sockets=[listening])
+        tidying.cancel()
         return
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
     gone = asyncio.wrap_future(engine.session.gone)
@@ -100,8 +103,20 @@ async def serve(engine: AsyncLLM, options: ServerOptions, listening: socket.sock
         await asyncio.wait((serving,), timeout=GRACE_SECONDS)
         server.should_exit = True
     await serving
+    tidying.cancel()
     if gone.done():
         raise gone.result()
+
+
+async def tidy_heap() -> None:
+    """Give spare memory back to the system every `TIDY_SECONDS`: large bodies and answers leave much of it."""
+    import asyncio
+
+    from pagewire.ipc.heap import release_spare_memory
+
+    while True:
+        await asyncio.sleep(TIDY_SECONDS)
+        release_spare_memory()
 
 
 def take_server_options(options: argparse.Namespace) -> ServerOptions:
