@@ -206,3 +206,9 @@ def test_the_memory_of_cached_grammars_is_bounded(prover: ConfinedProver) -> Non
     again = [pool.submit(json=words(number)) for number in (3, 2, 0)]
     assert again[:2] == [compilations[3], compilations[2]] and again[2] is not compilations[0]
     pool.wait(again[2])
+
+
+def test_a_choice_has_as_many_strings_as_its_limit_allows(prover: ConfinedProver) -> None:
+    choices = [f"choice {number}" for number in range(16_384)]
+    proof = prover.prove(StructuredOutputsParams(choice=choices), WAIT, WAIT)
+    assert proof.num_bytes < MAX_GRAMMAR_BYTES
