@@ -31,8 +31,8 @@ class Recipe:
     """Of a module, by suffix."""
     config: dict[str, Any]
     """What becomes `quantization_config`."""
-    bits: int = 4
-    group: int = 128
+    bits: int
+    group: int
     symmetric: bool = True
     reordered: bool = False
     """Groups are of columns of similar size, not of adjacent ones."""
@@ -47,14 +47,12 @@ class Recipe:
         return rounded(weight, self.bits, self.group, self.symmetric, index=index)
 
 
-def _awq(version: str, tensors: Callable[[Rounded], dict[str, Tensor]]) -> Recipe:
-    config = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": version}
-    return Recipe(tensors, config, symmetric=False)
+def _awq(version: str, tensors: Callable[[Rounded], dict[str, Tensor]], group: int) -> Recipe:
+    config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": version}
+    return Recipe(tensors, config, 4, group, symmetric=False)
 
 
-def _gptq(
-    bits: int, group: int = 128, symmetric: bool = True, version: int = 1, reordered: bool = False
-) -> Recipe:
+def _gptq(bits: int, group: int, symmetric: bool = True, version: int = 1, reordered: bool = False) -> Recipe:
     layout = "gptq" if version == 1 else "gptq_v2"
     config = {
         "quant_method": "gptq",
@@ -67,20 +65,19 @@ def _gptq(
     return Recipe(tensors, config | {"checkpoint_format": layout}, bits, group, symmetric, reordered)
 
 
-def _marlin(matrix: Rounded) -> dict[str, Tensor]:
-    words, scales = rounding.marlin(matrix)
-    return {"B": words, "s": scales}
+def _marlin(group: int) -> Recipe:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": True, "is_marlin_format": True}
+    return Recipe(lambda matrix: dict(zip("Bs", rounding.marlin(matrix), strict=True)), config, 4, group)
 
 
-def _compressed(bits: int, group: int, symmetric: bool, packed: bool) -> Recipe:
+def _compressed(bits: int, group: int, symmetric: bool = True, packed: bool = True) -> Recipe:
     weights = {"num_bits": bits, "type": "int", "symmetric": symmetric}
     weights |= {"strategy": "channel"} if group == -1 else {"strategy": "group", "group_size": group}
     inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-    form = "pack-quantized" if packed else "int-quantized"
     groups = {"targets": ["Linear"], "weights": weights, "input_activations": None if packed else inputs}
     config = {
         "quant_method": "compressed-tensors",
-        "format": form,
+        "format": "pack-quantized" if packed else "int-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": groups},
         "ignore": ["lm_head"],
@@ -89,23 +86,21 @@ def _compressed(bits: int, group: int, symmetric: bool, packed: bool) -> Recipe:
     return Recipe(partial(tensors, symmetric=symmetric), config, bits, group, symmetric)
 
 
-RECIPES = {
-    "awq": _awq("gemm", rounding.awq_gemm),
-    "awq-gemv": _awq("gemv", rounding.awq_gemv),
-    "gptq": _gptq(4),
-    "gptq-2": _gptq(2, 64, symmetric=False, version=2),
-    "gptq-3": _gptq(3, symmetric=False),
-    "gptq-8": _gptq(8),
-    "gptq-act-order": _gptq(4, reordered=True),
-    "gptq-marlin": Recipe(
-        _marlin, {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "is_marlin_format": True}
-    ),
-    "w4a16": _compressed(4, 128, True, packed=True),
-    "w4a16-asymmetric": _compressed(4, 32, False, packed=True),
-    "w8a16": _compressed(8, 128, True, packed=True),
-    "w8a8": _compressed(8, -1, True, packed=False),
+RECIPES: dict[str, Callable[[int], Recipe]] = {
+    "awq": partial(_awq, "gemm", rounding.awq_gemm),
+    "awq-gemv": partial(_awq, "gemv", rounding.awq_gemv),
+    "gptq": partial(_gptq, 4),
+    "gptq-2": partial(_gptq, 2, symmetric=False, version=2),
+    "gptq-3": partial(_gptq, 3, symmetric=False),
+    "gptq-8": partial(_gptq, 8),
+    "gptq-act-order": partial(_gptq, 4, reordered=True),
+    "gptq-marlin": _marlin,
+    "w4a16": partial(_compressed, 4),
+    "w4a16-asymmetric": partial(_compressed, 4, symmetric=False),
+    "w8a16": partial(_compressed, 8),
+    "w8a8": lambda _: _compressed(8, -1, packed=False),
 }
-"""By the name that `benchmarks.make_quantised` gives them."""
+"""By the name that `benchmarks.make_quantised` gives them; each takes the number of columns with a scale."""
 
 
 @dataclass

@@ -26,7 +26,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_checkpoint_is_read_as_it_was_written(name: str, dense: Path, tmp_path: Path) -> None:
-    recipe = RECIPES[name]
+    recipe = RECIPES[name](64)
     written = write_quantised(dense, tmp_path, recipe, keep=True)
     form = format_of(json.loads((tmp_path / "config.json").read_text())["quantization_config"])
     checkpoint, names = Checkpoint(tmp_path), set(Checkpoint(dense).names)
