@@ -25,8 +25,6 @@ from pagewire.workers.model.formats.settings import integer_setting, switch
 
 BITS = 4
 PER_WORD = 32 // BITS
-GEMM_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Where in a word of the gemm layout each of eight outputs lies: their order there is 0 2 4 6 1 3 5 7."""
 VERSIONS = ("gemm", "gemv", "marlin")
 
 
@@ -116,11 +114,11 @@ class AwqFormat:
 
 def _gemm(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Codes in pairs uint8 [N, K / 2], zeros uint8 [N, G] and scales [N, G] of the gemm layout."""
-    codes = _in_order(pairs_of_rows(tensors["qweight"].contiguous().view(torch.uint8)))
-    zeros = _in_order(unpacked(tensors["qzeros"], BITS))
-    return codes.T.contiguous(), zeros.T, tensors["scales"].T
+    codes = _by_output(pairs_of_rows(tensors["qweight"].contiguous().view(torch.uint8)))
+    return codes, _by_output(unpacked(tensors["qzeros"], BITS)), tensors["scales"].T
 
 
-def _in_order(stored: Tensor) -> Tensor:
-    """Columns [..., N] in the order of the outputs."""
-    return stored.reshape(len(stored), -1, PER_WORD)[..., GEMM_PLACES].flatten(1)
+def _by_output(stored: Tensor) -> Tensor:
+    """Rows [R, N] of words with eight outputs in the order 0 2 4 6 1 3 5 7, as [N, R] in their own order."""
+    words = stored.reshape(len(stored), -1, 2, PER_WORD // 2)
+    return words.permute(1, 3, 2, 0).reshape(-1, len(stored))
