@@ -1,8 +1,8 @@
 """Packs matrices, and proves each quantised product by itself, on inputs that lose nothing when they are quantised.
 
-The proof of the whole model (`proof.py`) has to allow for the rounding of activations to 8 bits, which would hide small
-errors of a single product. Here it is avoided: multiples of 1/128 whose largest is 127/128 in every group of columns are
-8-bit integers times a power of two. So the product is exact but for the order of a few float32 sums.
+The proof of the whole model (`proof.py`) has to allow for the rounding of activations to 8 bits, which would hide
+small errors of a single product. Here nothing is rounded: multiples of 1/128 whose largest is 127/128 in every group
+of columns are 8-bit integers times a power of two. So the product is exact but for a few float32 sums.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ def check_product(product: Linear, weight: Weight, bias: Tensor | None, device: 
     # A device without a kernel for the scheme multiplies with weights that are rounded to its dtype.
     allowed = rounding * (expected.abs() + terms) + SUM_TOLERANCE * terms
     if not bool(((actual - expected).abs() <= allowed).all()):
-        worst = float(((actual - expected).norm() / expected.norm().clamp_min(1e-30)))
+        worst = float((actual - expected).norm() / expected.norm().clamp_min(1e-30))
         raise LoadError(
-            f"the product with a weight {list(weight.shape)} of scheme {weight.scheme.name} is wrong (by {worst:.1%})"
+            f"the product with a weight {list(weight.shape)} of scheme {weight.scheme.name} is wrong "
+            f"(by {worst:.1%})"
         )
 
 

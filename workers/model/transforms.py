@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pagewire.kernels.layers import rms_norm
 from pagewire.kernels.joining import joined
+from pagewire.kernels.layers import rms_norm
 from pagewire.kernels.linear import Linear, Weight
 from pagewire.kernels.weight import DENSE
 from pagewire.workers.model.attention import NAME

@@ -1,8 +1,8 @@
 """The weights of a module, read one by one where they are used.
 
 A module is built on the meta device, where weights have a shape and no memory. A weight that is packed is read,
-packed and let go; a weight that is used as it is becomes the module's own. A quantised matrix is packed as it is held,
-and dequantised where plain numbers are needed.
+packed and let go; a weight that is used as it is becomes the module's own. A quantised matrix is packed as it is
+held, and dequantised where plain numbers are needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from pagewire.kernels.weight import Weight, dense_weight
 from pagewire.workers.model.checkpoint import WeightSource
 from pagewire.workers.model.conversion import check_names, conversions
 from pagewire.workers.model.matrices import is_linear, is_plain_embedding, is_stack, is_transposed
-
 
 Quantise = Callable[[str, Weight], Weight]
 """A function of a matrix's name (of its module, or of a stack) and the matrix to what is packed in its place."""
