@@ -32,8 +32,8 @@ class EngineConfig:
         """The configuration for `args`; downloads the model if necessary.
 
         Raises:
-            ValueError, TypeError: a bad option, such as the revision of a local folder, or a quantisation other than
-                the checkpoint's. ModelNotFoundError: no such model.
+            ValueError, TypeError: a bad option, such as the revision of a local folder, or a quantisation that is
+                not the checkpoint's. ModelNotFoundError: no such model.
         """
         args.check()
         path = model_folder(

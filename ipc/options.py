@@ -136,7 +136,7 @@ class EngineArgs:
         check_number("log_stats_interval", self.log_stats_interval, 0.1, math.inf)
         check_number("swap_space", self.swap_space, 0.0, math.inf)
         if self.quantization is not None:
-            self.quantization = quantization_name(self.quantization)
+            quantization_name(self.quantization)
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
             raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
 

@@ -1,7 +1,7 @@
 """The names of quantisations, and whether one agrees with a checkpoint.
 
-A checkpoint says itself how it is quantised. A name that is given must be of the same family. For a checkpoint that is
-not quantised, some names say how its weights are quantised while they are loaded.
+A checkpoint says itself how it is quantised. A name that is given must be of the same family. For a checkpoint of
+plain numbers, some names say how its weights are quantised while they are loaded.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pagewire.ipc.bounds import unknown_name
 from pagewire.ipc.quoting import quoted
 
 FAMILIES = {
@@ -56,7 +55,7 @@ def quantization_name(text: str) -> str:
     if name not in NAMES and (dashed := name.replace("_", "-")) in NAMES:
         name = dashed
     if name not in NAMES:
-        raise ValueError(unknown_name("quantization", text, NAMES))
+        raise ValueError(f"unknown quantization {quoted(text)}; those known are {', '.join(NAMES)}")
     return name
 
 

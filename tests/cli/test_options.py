@@ -160,7 +160,7 @@ def test_a_bad_file_is_named_with_what_is_wrong(
         ("core --curve-secret a", "pagewire core: CURVE needs both"),
         ("generate x --tensor-parallel-size 2", "tensor_parallel_size=2 is not supported yet"),
         ("core --quantization qqq", "quantization='qqq' is not served: its layout belongs to"),
-        ("core -q awk", "unknown quantization 'awk'; did you mean 'awq'?"),
+        ("core -q awk", "unknown quantization 'awk'; those known are aqlm, awq, awq_marlin, bits"),
         ("core --enable-lora", "enable_lora=True is not supported yet"),
         ("generate x --temperature -1", "pagewire generate: temperature must be in"),
         ("chat --top-p 2", "pagewire chat: top_p must be in"),

@@ -1,8 +1,8 @@
 """Packs matrices, and proves each quantised product by itself, on inputs that lose nothing when they are quantised.
 
 The proof of the whole model (`proof.py`) has to allow for the rounding of activations to 8 bits, which would hide
-small errors of a single product. Here nothing is rounded: multiples of 1/128 whose largest is 127/128 in every group
-of columns are 8-bit integers times a power of two. So the product is exact but for a few float32 sums.
+small errors of a single product. Here nothing is rounded: multiples of 1/128 whose largest is 127/128 in every
+group of columns are 8-bit integers times a power of two. So the product is exact but for a few float32 sums.
 """
 
 from __future__ import annotations
