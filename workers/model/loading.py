@@ -133,7 +133,7 @@ def transform(
         del stack
         try:
             pack_head(model, weights, device.torch_device)
-            return model, prove(model, run, expected, max_model_len, device)
+            return model, prove(model, run, expected, weights.schemes, max_model_len, device)
         except LoadError:
             model.base, model.head = base, None
             for name, child in others.items():
@@ -141,7 +141,7 @@ def transform(
     model.guarded = True
     transform_parts(base, weights, device.torch_device)
     pack_head(model, weights, device.torch_device)
-    return model, prove(model, run, expected, max_model_len, device)
+    return model, prove(model, run, expected, weights.schemes, max_model_len, device)
 
 
 def transform_parts(module: torch.nn.Module, weights: Weights, device: torch.device) -> None:
