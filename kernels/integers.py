@@ -85,15 +85,17 @@ class Integers:
         codes = parts[0]
         if self.bits == 4:
             codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
-        return codes if self.table is None else torch.tensor(self.table, dtype=torch.uint8)[codes.long()]
+        if self.table is None:
+            return codes
+        return torch.tensor(self.table, dtype=torch.uint8, device=codes.device)[codes.long()]
 
     def dense(self, parts: Parts, dtype: torch.dtype) -> Tensor:
         """See `Scheme.dense`. Computed in float32."""
         values = self.values(parts).float() - self.zero
-        grouped = values.unflatten(1, (parts[1].shape[1], -1)) * parts[1].float()[..., None]
+        groups = torch.unflatten(values, 1, (parts[1].shape[1], -1)) * parts[1].float()[..., None]
         if len(parts) > 2:
-            grouped += parts[2].float()[..., None]
-        return grouped.flatten(1).to(dtype)
+            groups += parts[2].float()[..., None]
+        return groups.flatten(1).to(dtype)
 
 
 INT8 = Integers(8, None, 128)
@@ -150,7 +152,7 @@ def quantise(weight: Weight, scheme: Integers, scale_dtype: torch.dtype = torch.
     if num_in % (scheme.group or 1):
         raise ValueError(f"{num_in} columns are no multiple of a group of {scheme.group}")
     dense = replace(weight, dtype=torch.float32).dense()
-    groups = dense.unflatten(1, (-1, scheme.group or num_in))
+    groups = torch.unflatten(dense, 1, (-1, scheme.group or num_in))
     offsets = None
     if scheme.zero:
         reach = groups.abs().amax(-1)
