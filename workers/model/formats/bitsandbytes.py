@@ -146,7 +146,7 @@ def nf4(weight: Weight) -> Weight:
     block = 64 if weight.shape[1] % 64 == 0 else 32
     blocks = replace(weight, dtype=torch.float32).dense().reshape(-1, block)
     scales = blocks.abs().amax(1)
-    values = nf4_values()
+    values = nf4_values().to(blocks.device)
     shares = blocks / torch.where(scales > 0, scales, 1.0)[:, None]
     codes = torch.bucketize(shares, (values[1:] + values[:-1]) / 2).to(torch.uint8).flatten()
     packed = codes[0::2] << 4 | codes[1::2]
