@@ -93,6 +93,7 @@ class EngineConfig:
             num_threads=args.num_threads,
             enforce_eager=args.enforce_eager,
             kv_cache_dtype=args.kv_cache_dtype,
+            weight_cache=args.weight_cache,
         )
 
     def scheduler_config(self, ready: Ready) -> SchedulerConfig:

@@ -54,6 +54,8 @@ class EngineArgs:
     load_format: Literal["auto", "safetensors", "pt", "dummy"] = option(
         "auto", "Model", "auto, safetensors: .safetensors files; pt: .bin files (pickles); dummy: random weights",
         choices=("auto", "safetensors", "pt", "dummy"))
+    weight_cache: bool = option(
+        True, "Model", "keep packed weights on disk, for a faster next start ($PAGEWIRE_CACHE_ROOT/weights)")
     dtype: str = option(
         "auto", "Model", "type of weights and activations; auto: the checkpoint's", choices=DTYPES)
     max_model_len: int | None = option(
