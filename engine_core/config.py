@@ -96,6 +96,7 @@ class EngineConfig:
             enforce_eager=args.enforce_eager,
             kv_cache_dtype=args.kv_cache_dtype,
             quantization=args.quantization,
+            weight_cache=args.weight_cache,
         )
 
     def scheduler_config(self, ready: Ready) -> SchedulerConfig:

@@ -61,6 +61,8 @@ class EngineArgs:
     quantization: str | None = option(
         None, "Model", "how weights are quantised; default: as the checkpoint is, with which a name must agree: "
         f"{', '.join(FAMILIES)}; of plain numbers while loading: {', '.join(ONLINE)}", short="-q")
+    weight_cache: bool = option(
+        True, "Model", "keep packed weights on disk, for a faster next start ($PAGEWIRE_CACHE_ROOT/weights)")
     dtype: str = option(
         "auto", "Model", "type of weights and activations; auto: the checkpoint's", choices=DTYPES)
     max_model_len: int | None = option(

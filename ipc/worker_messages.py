@@ -11,7 +11,10 @@ from pagewire.ipc.items import Item, LogprobRows, Media, Message, Task
 
 
 class WorkerConfig(Message, tag="load"):
-    """Load the model and allocate the KV cache; answered by `Ready`. None: the worker decides."""
+    """Load the model and allocate the KV cache; answered by `Ready`. None: the worker decides.
+
+    weight_cache: take packed weights from the cache, and keep them there.
+    """
 
     model_path: str
     dtype: str = "auto"
@@ -30,6 +33,7 @@ class WorkerConfig(Message, tag="load"):
     enforce_eager: bool = False
     kv_cache_dtype: str = "auto"
     quantization: str | None = None
+    weight_cache: bool = False
 
 
 class SlotInit(Item):

@@ -8,6 +8,7 @@ The process connects to the core, loads the model and runs steps, until it gets 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import signal
 import sys
@@ -15,7 +16,6 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -39,8 +39,8 @@ from pagewire.ipc.worker_messages import (
     WorkerHello,
     WorkerReply,
 )
-from pagewire.kernels.cpu.arena import Reserve, weight_bytes
 from pagewire.workers.loading_signs import LoadingSigns
+from pagewire.workers.weight_cache.ahead import WeightsAhead
 
 if TYPE_CHECKING:
     from pagewire.workers.runner import Runner
@@ -52,7 +52,6 @@ LINGER_MS = (
 QUIET_MS = 10  # silence after which spare work begins; the time between two steps is shorter
 _DONE = object()
 _NOTHING: Iterator[object] = iter(())
-GPU_DRIVER = Path("/proc/driver/nvidia")
 # A thread that waits for the others spins this long before it sleeps. The runtime's own default spins for
 # milliseconds, and whenever any other process wants the CPU (the core, a frontend), the spinning threads keep
 # it from the one thread they wait for: steps then take hundreds of times as long.
@@ -173,28 +172,23 @@ class Pipeline:
 
 
 def start(connection: Connection, config: WorkerConfig) -> Runner:
-    """Load the model and send `Ready`. While torch is imported here, a thread reserves memory for the weights."""
+    """Load the model and send `Ready`; then, in the background, keep its packed weights for the next start."""
 
     def report(phase: str, seconds: float) -> None:
         connection.send(Progress(phase, seconds))
 
+    gc.disable()  # what is imported stays; looking for garbage among it takes a tenth of the time of the imports
     with LoadingSigns(lambda: connection.send(Loading())):
-        reserve = reserve_weights(config)
+        ahead = WeightsAhead(config)  # works while torch is imported here
         from pagewire.workers.runner import Runner
+        from pagewire.workers.weight_cache.cached_loading import keep_in_background
 
-        runner, ready = Runner.start(config, report, reserve)
+        runner, ready = Runner.start(config, report, ahead)
     connection.send(ready)
+    gc.freeze()
+    gc.enable()
+    keep_in_background(runner.model, ahead)
     return runner
-
-
-def reserve_weights(config: WorkerConfig) -> Reserve | None:
-    """Memory for the weights, reserved in the background; None unless they will be packed on the CPU."""
-    on_cpu = config.device == "cpu" or (config.device == "auto" and not GPU_DRIVER.exists())
-    size = weight_bytes(config.model_path, config.dtype) if on_cpu else 0
-    try:
-        return Reserve(size) if size else None
-    except OSError:
-        return None  # loading will fail, with a better message
 
 
 def reply(connection: Connection, runner: Runner | None, call: WorkerCall) -> None:

@@ -220,6 +220,10 @@ class CpuKernels:
             return QuantisedLinear(self._library, weight, bias)
         return PackedLinear(self._library, weight, bias)
 
+    def packed_linear(self, packed: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> PackedLinear:
+        """See `PackedLinear.of_packed`."""
+        return PackedLinear.of_packed(self._library, packed, bias, shape)
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `pagewire.kernels.linear.linear`."""
         return multiply_unpacked(self._library, x, weight, bias)
