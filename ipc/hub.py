@@ -56,8 +56,8 @@ def model_folder(
     What can run code is downloaded only on request: .bin files (pickles) by `load_format`, .py files by
     `trust_remote_code`.
 
-    name: "demo" (the embedded model), a folder, a repository of the hub; or a GGUF file, of which the folder may hold
-    one, and which in a repository is `owner/repository/file.gguf`. Of a split file any part may be named.
+    name: "demo" (the embedded model), a folder, a repository of the hub; or a GGUF file, also as the only one of a
+    folder, or as `owner/repository/file.gguf` of the hub. Of a split file any part may be named.
     revision: branch, tag or commit of the repository. tokenizer_only: do not download weights.
     load_format: which weights, one of `WEIGHT_FILES` or "gguf". trust_remote_code: download Python code as well.
 

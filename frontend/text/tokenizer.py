@@ -290,11 +290,9 @@ def load_gguf(path: Path, mode: str) -> FastTokenizer:
             "leave it out, or give a model folder as `tokenizer`"
         )
     file = read_metadata(path)
-    config = tokenizer_config(file)
+    config, described = tokenizer_config(file), tokenizer_json(file)
     try:
-        backend = tokenizers.Tokenizer.from_buffer(tokenizer_json(file))
-    except ValueError:
-        raise
+        backend = tokenizers.Tokenizer.from_buffer(described)
     except Exception as error:  # the library raises nothing narrower
         raise ValueError(f"{path} holds no valid tokenizer: {error}") from error
     named, _ = special_tokens(config)

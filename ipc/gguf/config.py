@@ -167,14 +167,14 @@ def common(file: GgufFile) -> Values:
 def best_dtype(file: GgufFile) -> str:
     """The dtype to run a model in: that of its matrices if they are plain, else bfloat16."""
     types = {info.type for info in file.tensors.values() if len(info.shape) > 1}
-    plain = {("F32",): "float32", ("F16",): "float16"}
-    return plain.get(tuple(types), "bfloat16")
+    plain = {"F32": "float32", "F16": "float16"}
+    return plain.get(types.pop(), "bfloat16") if len(types) == 1 else "bfloat16"
 
 
 def rope_scaling(file: GgufFile, fields: Fields) -> Values | None:
     """How rotary frequencies are changed, as transformers names it.
 
-    A tensor of factors for the frequencies (Llama 3.1 and later) is a "longrope" that does not depend on the length.
+    A tensor of factors of the frequencies, as of Llama 3.1, is a "longrope" that does not depend on the length.
     """
     length = fields.whole("context_length", 2048)
     original = fields.whole("rope.scaling.original_context_length", length)
@@ -231,7 +231,11 @@ def llama(file: GgufFile) -> Values:
     """Llama and what has its structure: Mistral, and Mixtral, which is told by its experts."""
     fields = Fields(file)
     if "blk.0.ffn_gate_inp.weight" in file.tensors:
-        return {"model_type": "mixtral", "sliding_window": None} | rms(fields) | experts(fields, "num_local_experts")
+        return (
+            {"model_type": "mixtral", "sliding_window": None}
+            | rms(fields)
+            | experts(fields, "num_local_experts")
+        )
     return rms(fields) | {
         "model_type": "llama",
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
@@ -285,7 +289,9 @@ def qwen3moe(file: GgufFile) -> Values:
 def gemma(file: GgufFile) -> Values:
     """Gemma 1."""
     activation = "gelu_pytorch_tanh"
-    return {"model_type": "gemma", "hidden_act": activation, "hidden_activation": activation} | rms(Fields(file))
+    return {"model_type": "gemma", "hidden_act": activation, "hidden_activation": activation} | rms(
+        Fields(file)
+    )
 
 
 def attention_scale(fields: Fields, largest: int) -> Values:
@@ -339,7 +345,9 @@ def phi3(file: GgufFile) -> Values:
     fields = Fields(file)
     window = fields.get("attention.sliding_window", int, 0)
     values = rms(fields) | {"model_type": "phi3", "sliding_window": window or None}
-    values["partial_rotary_factor"] = fields.whole("rope.dimension_count", head_size(fields)) / head_size(fields)
+    values["partial_rotary_factor"] = fields.whole("rope.dimension_count", head_size(fields)) / head_size(
+        fields
+    )
     original = fields.whole("rope.scaling.original_context_length", fields.whole("context_length", 2048))
     return values | {"original_max_position_embeddings": original}
 

@@ -1,7 +1,8 @@
-"""Reads the header of a GGUF file: its metadata, and where its tensors lie. Needs neither numpy nor the file's weights.
+"""Reads the header of a GGUF file: its metadata, and where its tensors lie.
 
-The layout is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3. A file is a stranger:
-nothing is read beyond its end, and what a header may take is bounded.
+The layout is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3. The package `gguf`
+reads it, too, but takes seconds for a vocabulary, needs numpy, and trusts the file. Here nothing is read beyond the
+file's end, and what a header may take is bounded.
 """
 
 from __future__ import annotations
@@ -149,7 +150,9 @@ def read_gguf(path: str | Path) -> GgufFile:
     paths = parts_of(Path(path))
     metadata, tensors = _read_part(paths[0])
     if metadata.get("split.count", 1) not in (0, 1, len(paths)) and len(paths) == 1:
-        raise GgufError(f"{path} is a part of a split file, but is not named like one: ...-00001-of-00003.gguf")
+        raise GgufError(
+            f"{path} is a part of a split file, but is not named like one: ...-00001-of-00003.gguf"
+        )
     for number, part in enumerate(paths[1:], start=1):
         fields, more = _read_part(part)
         if fields.get("split.no", number) != number or fields.get("split.count", len(paths)) != len(paths):

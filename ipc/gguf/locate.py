@@ -33,7 +33,9 @@ def model_in(folder: Path, load_format: str) -> Path | None:
     if load_format not in FORMATS:
         return None
     found = models_in(folder)
-    others = (folder / "config.json").is_file() and (any(folder.glob("*.safetensors")) or load_format == "dummy")
+    others = (folder / "config.json").is_file() and (
+        any(folder.glob("*.safetensors")) or load_format == "dummy"
+    )
     if load_format != "gguf" and (others or not found):
         return None
     if len(found) != 1:

@@ -20,10 +20,9 @@ LLAMA3 = rf"{ENDINGS}|{WORD}|\p{{N}}{{1,3}}|{SIGNS}|{SPACES}"
 QWEN2 = rf"{ENDINGS}|{WORD}|\p{{N}}|{SIGNS}|{SPACES}"
 CAMEL_START = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+"
 CAMEL_CAPITALS = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
-TEKKEN = rf"{CAMEL_START}|{CAMEL_CAPITALS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}"
-GPT4O = (
-    rf"{CAMEL_START}{ENDINGS}?|{CAMEL_CAPITALS}{ENDINGS}?|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}"
-)
+PATH_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+TEKKEN = rf"{CAMEL_START}|{CAMEL_CAPITALS}|\p{{N}}|{PATH_SIGNS}|{SPACES}"
+GPT4O = rf"{CAMEL_START}{ENDINGS}?|{CAMEL_CAPITALS}{ENDINGS}?|\p{{N}}{{1,3}}|{PATH_SIGNS}|{SPACES}"
 CHINESE, KANA = "\u4e00-\u9fa5", "\u3040-\u309f\u30a0-\u30ff"
 DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
@@ -52,7 +51,12 @@ RULES: dict[str, tuple[Step, ...]] = {
     "gpt-4o": (split(GPT4O), byte_level()),
     "deepseek-v3": (split(r"\p{N}{1,3}"), split(f"[{CHINESE}{KANA}]+"), split(DEEPSEEK3), byte_level()),
     "deepseek-coder": (
-        *(split(r"[\r\n]"), split(r"\s?\p{L}+"), split(r"\s?\p{P}+"), split("[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+")),
+        *(
+            split(r"[\r\n]"),
+            split(r"\s?\p{L}+"),
+            split(r"\s?\p{P}+"),
+            split("[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"),
+        ),
         *(split(r"\p{N}"), byte_level()),
     ),
     "falcon": (

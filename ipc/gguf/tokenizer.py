@@ -1,7 +1,7 @@
-"""The tokenizer of a GGUF file as the files of a Hugging Face model folder: tokenizer.json and tokenizer_config.json.
+"""A GGUF file's tokenizer as the files of a Hugging Face model folder: tokenizer.json and tokenizer_config.json.
 
-llama.cpp has two forms of it: "gpt2", byte-level BPE with merges, and "llama", SentencePiece's BPE, where the scores of
-the tokens say which are merged first.
+Two of llama.cpp's forms of it are read: "gpt2", byte-level BPE with merges, and "llama", SentencePiece's BPE, where
+the scores of the tokens say which are merged first.
 """
 
 from __future__ import annotations
@@ -161,7 +161,11 @@ def spaces(architecture: str, prefix: bool) -> Json:
         {"type": "Fuse"},
     ]
     if not prefix:
-        return {"normalizer": replaced, "pre_tokenizer": None, "decoder": {"type": "Sequence", "decoders": steps}}
+        return {
+            "normalizer": replaced,
+            "pre_tokenizer": None,
+            "decoder": {"type": "Sequence", "decoders": steps},
+        }
     steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     decoder = {"type": "Sequence", "decoders": steps}
     if architecture == "phi3":

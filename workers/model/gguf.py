@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,7 @@ MAX_EXPERTS = 1 << 12
 class GgufCheckpoint:
     """The tensors of a GGUF file, or of all parts of a split one, which are mapped and not to be written to.
 
-    A matrix of quantised blocks is a weight of integers (`gguf_blocks.py`); nothing of it is converted to floats, but
-    where a tensor is read as such.
+    A matrix of quantised blocks is a weight of integers (`gguf_blocks.py`), unless it is read as floats.
     """
 
     def __init__(self, path: str | Path, config: Any) -> None:
@@ -100,6 +99,11 @@ class GgufCheckpoint:
         blocks = self._bytes(info, place).view(-1, info.shape[-1] // values, size)
         weight = quantised(blocks, info.type, dtype)
         return weight.take(_order(weight.shape[0], place.heads)) if place.heads else weight
+
+    def stacked(self, name: str, dtype: torch.dtype, transposed: bool) -> Iterator[Weight]:
+        """The matrices [N, K] of a weight [E, N, K], one by one; [E, K, N] if it is transposed."""
+        for matrix in self.read(name):
+            yield dense_weight(matrix.T if transposed else matrix, dtype)
 
     def let_go(self) -> None:
         """Give back the memory of tensors read since the last call. A tensor in use comes from its file again."""

@@ -65,9 +65,9 @@ def _half(blocks: Tensor, start: int) -> Tensor:
 
 
 def _shifted(codes: Tensor, shifts: tuple[int, ...], width: int) -> Tensor:
-    """Bytes [..., b] in runs of `width`, each run shifted right by each of the shifts: [..., b / width, s, width]."""
-    runs = codes.unflatten(-1, (-1, 1, width))
-    return runs >> torch.tensor(shifts, dtype=torch.uint8)[:, None]
+    """Runs of `width` bytes of [..., b], each shifted right by each of the shifts: [..., b / width, s, width]."""
+    runs = codes.reshape(*codes.shape[:-1], -1, 1, width)
+    return runs.bitwise_right_shift(torch.tensor(shifts, dtype=torch.uint8)[:, None])
 
 
 def _nibbles(codes: Tensor, width: int) -> Tensor:
@@ -132,7 +132,7 @@ def _q3_k(blocks: Tensor) -> Parts:
 
 def _factors_of_6_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
     """Eight scales and eight minima of 6 bits, [..., 8] each, from 12 bytes [..., 12]."""
-    scales, minima, rest = packed.split(4, dim=-1)
+    scales, minima, rest = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     return (
         torch.cat((scales & 63, (rest & 15) | (scales >> 2 & 48)), dim=-1),
         torch.cat((minima & 63, (rest >> 4) | (minima >> 2 & 48)), dim=-1),

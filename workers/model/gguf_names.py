@@ -131,7 +131,9 @@ class Place:
     """A vector that transformers has as a matrix [1, K]."""
 
 
-def places(model_type: str, tensors: Mapping[str, tuple[int, ...]], heads: int, kv_heads: int) -> dict[str, Place]:
+def places(
+    model_type: str, tensors: Mapping[str, tuple[int, ...]], heads: int, kv_heads: int
+) -> dict[str, Place]:
     """Where the weights of a model are, by transformers' names.
 
     tensors: the shapes of the GGUF file's tensors by name. heads, kv_heads: of the model's attention.
