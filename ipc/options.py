@@ -55,8 +55,9 @@ class EngineArgs:
     hf_overrides: dict[str, Any] = option(None, "Model", "JSON merged into the model's config.json", make=dict)
     download_dir: str | None = option(None, "Model", "folder for downloads; default: the hub's cache")
     load_format: Literal["auto", "safetensors", "gguf", "bitsandbytes", "pt", "dummy"] = option(
-        "auto", "Model", "auto: .safetensors or GGUF files; safetensors, gguf: these only; "
-        "bitsandbytes: as quantization=; pt: .bin files (pickles); dummy: random weights",
+        "auto", "Model", "auto: .safetensors files, or the GGUF file that is named or alone in the folder; "
+        "safetensors, gguf: these only; bitsandbytes: as quantization=; pt: .bin files (pickles); "
+        "dummy: random weights",
         choices=("auto", "safetensors", "gguf", "bitsandbytes", "pt", "dummy"))
     quantization: str | None = option(
         None, "Model", "how weights are quantised; default: as the checkpoint is, with which a name must agree: "

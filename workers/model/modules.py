@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from pagewire.ipc.gguf.file import is_gguf
 from pagewire.ipc.quantization import resolve_quantization
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.workers.device.interface import Device
@@ -16,6 +17,7 @@ from pagewire.workers.model.checkpoint import Checkpoint, WeightSource, weight_f
 from pagewire.workers.model.conversion import check_report
 from pagewire.workers.model.formats.format import Format
 from pagewire.workers.model.formats.registry import format_of
+from pagewire.workers.model.gguf import GgufCheckpoint
 from pagewire.workers.model.online import online
 from pagewire.workers.model.quantised import QuantisedCheckpoint
 from pagewire.workers.model.weights import CheckpointWeights, Quantise, Weights, keep
@@ -71,6 +73,8 @@ def quantisation(worker_config: WorkerConfig, config: Any) -> tuple[Format | Non
     chosen = resolve_quantization(worker_config.quantization, worker_config.load_format, settings)
     if settings is None:
         return None, keep if chosen is None else online(chosen)
+    if chosen == "gguf":
+        return None, keep  # every matrix of the file says how it is quantised
     if worker_config.load_format == "dummy":
         logger.info("load_format is 'dummy': random weights are plain numbers, not quantised with %s", chosen)
         return None, keep
@@ -117,7 +121,8 @@ def _on_meta(
     Raises:
         ImportError, AttributeError, TypeError: transformers' tables are not those of the versions tested.
     """
-    source: WeightSource = Checkpoint(worker_config.model_path)
+    path = worker_config.model_path
+    source: WeightSource = GgufCheckpoint(path, config) if is_gguf(path) else Checkpoint(path)
     if form is not None:
         source = QuantisedCheckpoint(source, form)
     with torch.device("meta"):
@@ -129,6 +134,8 @@ def _from_pretrained(worker_config: WorkerConfig, config: Any, dtype: torch.dtyp
     """The module with all its weights, by transformers' own loader."""
     from transformers import AutoModelForCausalLM
 
+    if is_gguf(worker_config.model_path):
+        raise LoadError("GGUF files need the tables for converting checkpoints of transformers 5 or later")
     pickles = worker_config.load_format == "pt"
     if not pickles:
         weight_files(Path(worker_config.model_path))
