@@ -8,6 +8,7 @@ The process connects to the core, loads the model and runs steps, until it gets 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -39,12 +40,20 @@ from pagewire.ipc.worker_messages import (
     WorkerHello,
     WorkerReply,
 )
-from pagewire.kernels.cpu.arena import Reserve, weight_bytes
+from pagewire.kernels.cpu.arena import Reserve
+from pagewire.kernels.cpu.library import expected_isa
+from pagewire.workers.device.machine import machine_memory
+from pagewire.workers.errors import LoadError, MemoryShortageError
 from pagewire.workers.loading_signs import LoadingSigns
+from pagewire.workers.model.fit import check_fit, model_figures, summary
+from pagewire.workers.model.footprint import Footprint
+from pagewire.workers.model.headers import read_headers
 
 if TYPE_CHECKING:
     from pagewire.workers.runner import Runner
     from pagewire.workers.step import RunningStep
+
+logger = logging.getLogger("pagewire.worker")
 
 LINGER_MS = (
     2000  # how long closing the socket may take to send the last message, such as the cause of a failure
@@ -173,26 +182,50 @@ class Pipeline:
 
 
 def start(connection: Connection, config: WorkerConfig) -> Runner:
-    """Load the model and send `Ready`. While torch is imported here, a thread reserves memory for the weights."""
+    """Load the model and send `Ready`. While torch is imported here, a thread reserves memory for the weights.
+
+    Raises:
+        LoadError: the model cannot be loaded. MemoryShortageError: it would not fit, so its weights were not read.
+    """
 
     def report(phase: str, seconds: float) -> None:
         connection.send(Progress(phase, seconds))
 
     with LoadingSigns(lambda: connection.send(Loading())):
-        reserve = reserve_weights(config)
+        sizes = expected_sizes(config)
+        reserve = None if sizes is None else reserve_weights(sizes)
         from pagewire.workers.runner import Runner
 
         runner, ready = Runner.start(config, report, reserve)
+    ready.figures = None if sizes is None else model_figures(sizes)
     connection.send(ready)
     return runner
 
 
-def reserve_weights(config: WorkerConfig) -> Reserve | None:
-    """Memory for the weights, reserved in the background; None unless they will be packed on the CPU."""
+def expected_sizes(config: WorkerConfig) -> Footprint | None:
+    """The sizes of a model that fits into memory; None unless it will be packed on the CPU from a checkpoint.
+
+    Raises:
+        MemoryShortageError: it does not fit.
+    """
     on_cpu = config.device == "cpu" or (config.device == "auto" and not GPU_DRIVER.exists())
-    size = weight_bytes(config.model_path, config.dtype) if on_cpu else 0
+    if not on_cpu or config.load_format not in ("auto", "safetensors"):
+        return None
     try:
-        return Reserve(size) if size else None
+        headers = read_headers(config.model_path, config.hf_overrides)
+        sizes = check_fit(headers, config, expected_isa(), *machine_memory())
+    except MemoryShortageError:
+        raise
+    except ValueError:
+        return None  # loading will fail, with a better message
+    logger.info("model: %s", summary(sizes))
+    return sizes
+
+
+def reserve_weights(sizes: Footprint) -> Reserve | None:
+    """Memory for the packed weights, reserved in the background; None if there is too little."""
+    try:
+        return Reserve(sizes.panel_bytes) if sizes.panel_bytes else None
     except OSError:
         return None  # loading will fail, with a better message
 
@@ -218,12 +251,6 @@ def answer(runner: Runner | None, call: WorkerCall) -> WorkerReply:
         return WorkerReply(call.call_id, error=error_text(error), error_type=error_type(error))
 
 
-def is_load_error(error: BaseException) -> bool:
-    """True if the configuration is at fault, so that another start would fail the same way."""
-    module = sys.modules.get("pagewire.workers.errors")
-    return module is not None and isinstance(error, module.LoadError)
-
-
 def main() -> int:
     """Entry point of the process. Returns its exit status."""
     parser = argparse.ArgumentParser(
@@ -242,10 +269,11 @@ def main() -> int:
     try:
         serve(connection)
     except Exception as error:
-        fatal = is_load_error(error)
+        fatal = isinstance(error, LoadError)  # another start would fail the same way
         cause = str(error) if fatal else f"{type(error).__name__}: {error}"
         trace = "" if fatal else traceback.format_exc()
-        connection.send(WorkerFailed(cause, trace, fatal, error_type(error)))
+        lacks_memory = isinstance(error, MemoryShortageError)
+        connection.send(WorkerFailed(cause, trace, fatal, error_type(error), lacks_memory))
         connection.close()
         return 1
     connection.close()

@@ -11,8 +11,9 @@ import torch
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
-from pagewire.workers.model.checkpoint import Checkpoint, weight_files
+from pagewire.workers.model.checkpoint import Checkpoint
 from pagewire.workers.model.conversion import check_report
+from pagewire.workers.model.headers import weight_files
 from pagewire.workers.model.weights import CheckpointWeights, Weights
 
 logger = logging.getLogger("pagewire.worker")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pagewire.kernels.cpu.memory import give_back_freed
 from pagewire.kernels.weight import Weight, dense_weight
 from pagewire.workers.model.checkpoint import Checkpoint
 from pagewire.workers.model.conversion import check_names, conversions
@@ -114,8 +115,9 @@ class CheckpointWeights(Weights):
         self._fill(_empty_places(module))
 
     def let_go(self) -> None:
-        """See `Weights.let_go`."""
+        """See `Weights.let_go`. What was freed of converted weights is given back as well."""
         self._checkpoint.let_go()
+        give_back_freed()
 
     @contextmanager
     def streamed(self) -> Iterator[None]:
