@@ -3,8 +3,8 @@
     python -m benchmarks.inspect_accuracy MODEL [MODEL:dtype=float16 ...] [--json FILE]
 
 Each model is loaded and inspected, one after the other, with options behind colons: `llama:dtype=float32`,
-`llama:quantization=int8`. Memory is the worker's resident memory, as psutil and the call `memory` give it, once all of
-the KV cache is faulted in. The time is that of a token of one request with little context, the best of several
+`llama:quantization=int8`. Memory is the worker's resident memory, as psutil and the call `memory` give it, once the
+whole KV cache is faulted in. The time is that of a token of one request with little context, the best of several
 requests: on a machine that does other work, too, only the best run tells. Prints the processor's name.
 """
 

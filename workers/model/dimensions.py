@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pagewire.workers.model.matrices import Matrix
+from pagewire.workers.model.inventory import Matrix
 
 NAMES = {
     "num_layers": ("num_hidden_layers", "n_layer"),

@@ -14,7 +14,7 @@ from pagewire.kernels.cpu.packed_size import ITEM_BYTES, IntegerForm, packed_byt
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.dimensions import Dimensions
 from pagewire.workers.model.headers import CheckpointHeaders
-from pagewire.workers.model.matrices import Matrix, Part, Stored, matrices
+from pagewire.workers.model.inventory import Matrix, Part, Stored, matrices
 from pagewire.workers.model.structure import has_stack_structure
 
 DTYPE_NAMES = {"half": "float16", "float": "float32"}

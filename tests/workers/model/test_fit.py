@@ -15,7 +15,7 @@ from pagewire.workers.errors import MemoryShortageError
 from pagewire.workers.model.fit import Fit, fit, remedies, sizes_of
 from pagewire.workers.model.footprint import Footprint, footprint
 from pagewire.workers.model.headers import TensorHeader, read_headers
-from pagewire.workers.model.matrices import Part
+from pagewire.workers.model.inventory import Part
 from pagewire.workers.model.speed import expected_speed
 
 from ..architectures import EXPERTS, GROUPED, Architecture

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pagewire.workers.model.headers import TensorHeader
-from pagewire.workers.model.matrices import Matrix, Part, Stored, matrices, part_of
+from pagewire.workers.model.inventory import Matrix, Part, Stored, matrices, part_of
 
 SIZES = {"F32": 4, "I32": 4, "BF16": 2, "F16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1, "I64": 8}
 Q = "model.layers.0.self_attn.q_proj"
