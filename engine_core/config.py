@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.engine_core.schedule.scheduler import SchedulerConfig
-from pagewire.ipc.hub import model_folder, read_json
+from pagewire.ipc.hub import model_folder, read_configs
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import max_n
@@ -16,7 +16,7 @@ from pagewire.ipc.worker_messages import Ready, WorkerConfig
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The options, the model's folder and its generation settings.
+    """The options, the model's folder or GGUF file, and its generation settings.
 
     generation_config: content of generation_config.json. eos_token_id: the main end-of-sequence token.
     """
@@ -43,9 +43,8 @@ class EngineConfig:
             load_format=args.load_format,
             trust_remote_code=args.trust_remote_code,
         )
-        model = read_json(path / "config.json") | args.hf_overrides
-        generation = read_json(path / "generation_config.json")
-        return cls(args, path, generation, end_of_sequence(model, generation))
+        model, generation = read_configs(path)
+        return cls(args, path, generation, end_of_sequence(model | args.hf_overrides, generation))
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -56,7 +55,7 @@ class EngineConfig:
         return list(dict.fromkeys(ids))
 
     def tokenizer_folder(self) -> Path:
-        """The folder of the tokenizer, downloaded if necessary; the model's own folder unless `tokenizer` or
+        """The folder or GGUF file of the tokenizer, downloaded if necessary; the model's own unless `tokenizer` or
         `tokenizer_revision` is set.
 
         Raises:

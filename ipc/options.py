@@ -51,9 +51,10 @@ class EngineArgs:
     hf_token: str | bool | None = option(None, "Model", "access token for the hub; True: the stored one")
     hf_overrides: dict[str, Any] = option(None, "Model", "JSON merged into the model's config.json", make=dict)
     download_dir: str | None = option(None, "Model", "folder for downloads; default: the hub's cache")
-    load_format: Literal["auto", "safetensors", "pt", "dummy"] = option(
-        "auto", "Model", "auto, safetensors: .safetensors files; pt: .bin files (pickles); dummy: random weights",
-        choices=("auto", "safetensors", "pt", "dummy"))
+    load_format: Literal["auto", "safetensors", "gguf", "pt", "dummy"] = option(
+        "auto", "Model", "auto: .safetensors files, or the GGUF file that is named or alone in the folder; "
+        "safetensors, gguf: these only; pt: .bin files (pickles); dummy: random weights",
+        choices=("auto", "safetensors", "gguf", "pt", "dummy"))
     dtype: str = option(
         "auto", "Model", "type of weights and activations; auto: the checkpoint's", choices=DTYPES)
     max_model_len: int | None = option(

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pagewire.ipc.gguf.file import is_gguf
+from pagewire.ipc.hub import read_configs
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
@@ -37,14 +39,18 @@ def load_config(worker_config: WorkerConfig) -> Any:
     """The model's transformers configuration, built with `hf_overrides` merged in.
 
     Raises:
-        LoadError: no config.json, an unknown model type, or one that is not a causal language model.
+        LoadError: no config.json or GGUF file, an unknown model type, or one that is not a causal language model.
     """
     from transformers import AutoConfig, PretrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if not (Path(worker_config.model_path) / "config.json").is_file():
+    is_file = is_gguf(worker_config.model_path)
+    if not is_file and not (Path(worker_config.model_path) / "config.json").is_file():
         raise LoadError(f"{worker_config.model_path} holds no config.json: not a Hugging Face model folder")
     try:
+        if is_file:
+            values = read_configs(Path(worker_config.model_path))[0] | worker_config.hf_overrides
+            return CONFIG_MAPPING[values["model_type"]].from_dict(values)
         values = PretrainedConfig.get_config_dict(worker_config.model_path)[0] | worker_config.hf_overrides
         kind = values.get("model_type")
         if kind in CONFIG_MAPPING and not (worker_config.trust_remote_code and "auto_map" in values):
@@ -55,7 +61,8 @@ def load_config(worker_config: WorkerConfig) -> Any:
             **worker_config.hf_overrides,
         )
     except Exception as error:
-        raise LoadError(f"config.json of {worker_config.model_path} cannot be used: {error}") from error
+        source = "the metadata" if is_file else "config.json"
+        raise LoadError(f"{source} of {worker_config.model_path} cannot be used: {error}") from error
 
 
 def checkpoint_dtype(config: Any) -> torch.dtype:

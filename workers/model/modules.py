@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from pagewire.ipc.gguf.file import is_gguf
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.model.checkpoint import Checkpoint
 from pagewire.workers.model.conversion import check_report
+from pagewire.workers.model.gguf import GgufCheckpoint
 from pagewire.workers.model.headers import weight_files
 from pagewire.workers.model.weights import CheckpointWeights, Weights
 
@@ -82,7 +84,8 @@ def _on_meta(worker_config: WorkerConfig, config: Any, dtype: torch.dtype) -> We
     Raises:
         ImportError, AttributeError, TypeError: transformers' tables are not those of the versions tested.
     """
-    checkpoint = Checkpoint(worker_config.model_path)
+    path = worker_config.model_path
+    checkpoint = GgufCheckpoint(path, config) if is_gguf(path) else Checkpoint(path)
     with torch.device("meta"):
         causal = _from_config(worker_config, config, dtype)
     return CheckpointWeights(causal, checkpoint, dtype)
@@ -92,6 +95,8 @@ def _from_pretrained(worker_config: WorkerConfig, config: Any, dtype: torch.dtyp
     """The module with all its weights, by transformers' own loader."""
     from transformers import AutoModelForCausalLM
 
+    if is_gguf(worker_config.model_path):
+        raise LoadError("GGUF files need the tables for converting checkpoints of transformers 5 or later")
     pickles = worker_config.load_format == "pt"
     if not pickles:
         weight_files(Path(worker_config.model_path))

@@ -18,6 +18,7 @@ from pagewire.kernels.cpu.memory import give_back_freed
 from pagewire.kernels.weight import Weight, dense_weight
 from pagewire.workers.model.checkpoint import Checkpoint
 from pagewire.workers.model.conversion import check_names, conversions
+from pagewire.workers.model.gguf import GgufCheckpoint
 
 
 class Weights:
@@ -57,7 +58,7 @@ class Weights:
 class CheckpointWeights(Weights):
     """The weights of a causal module on the meta device, read from a checkpoint."""
 
-    def __init__(self, causal: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    def __init__(self, causal: Any, checkpoint: Checkpoint | GgufCheckpoint, dtype: torch.dtype) -> None:
         """Find the tensors of each weight, and make the buffers that no checkpoint holds.
 
         dtype: of the weights, but for those that transformers keeps in float32.
