@@ -16,7 +16,6 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -42,12 +41,12 @@ from pagewire.ipc.worker_messages import (
 )
 from pagewire.kernels.cpu.arena import Reserve
 from pagewire.kernels.cpu.library import expected_isa
-from pagewire.workers.device.machine import machine_memory
+from pagewire.workers.device.machine import machine_memory, runs_on_cpu
 from pagewire.workers.errors import LoadError, MemoryShortageError
 from pagewire.workers.loading_signs import LoadingSigns
+from pagewire.workers.model.checkpoint_headers import WITHOUT_HEADERS, read_headers
 from pagewire.workers.model.fit import check_fit, model_figures, summary
 from pagewire.workers.model.footprint import Footprint
-from pagewire.workers.model.headers import read_headers
 
 if TYPE_CHECKING:
     from pagewire.workers.runner import Runner
@@ -61,7 +60,6 @@ LINGER_MS = (
 QUIET_MS = 10  # silence after which spare work begins; the time between two steps is shorter
 _DONE = object()
 _NOTHING: Iterator[object] = iter(())
-GPU_DRIVER = Path("/proc/driver/nvidia")
 # A thread that waits for the others spins this long before it sleeps. The runtime's own default spins for
 # milliseconds, and whenever any other process wants the CPU (the core, a frontend), the spinning threads keep
 # it from the one thread they wait for: steps then take hundreds of times as long.
@@ -208,8 +206,7 @@ def expected_sizes(config: WorkerConfig) -> Footprint | None:
     Raises:
         MemoryShortageError: it does not fit.
     """
-    on_cpu = config.device == "cpu" or (config.device == "auto" and not GPU_DRIVER.exists())
-    if not on_cpu or config.load_format not in ("auto", "safetensors"):
+    if not runs_on_cpu(config.device) or config.load_format in WITHOUT_HEADERS:
         return None
     try:
         headers = read_headers(config.model_path, config.hf_overrides)

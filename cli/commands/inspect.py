@@ -65,10 +65,9 @@ def report(options: argparse.Namespace) -> Report:
     """
     from pagewire.engine_core.config import EngineConfig
     from pagewire.kernels.cpu.library import expected_isa
-    from pagewire.workers.device.machine import default_threads, machine_memory, read_rate
-    from pagewire.workers.main import GPU_DRIVER
+    from pagewire.workers.device.machine import default_threads, machine_memory, read_rate, runs_on_cpu
+    from pagewire.workers.model.checkpoint_headers import WITHOUT_HEADERS, read_headers
     from pagewire.workers.model.fit import fit, remedies, sizes_of
-    from pagewire.workers.model.headers import read_headers
     from pagewire.workers.model.speed import expected_speed
 
     if options.model_tag is not None:
@@ -76,12 +75,14 @@ def report(options: argparse.Namespace) -> Report:
             raise UsageError("give MODEL or --model, not both")
         options.model = options.model_tag
     args = engine_args(options)
-    if args.device.startswith("cuda") or (args.device == "auto" and GPU_DRIVER.exists()):
+    if not runs_on_cpu(args.device):
         raise UsageError(
             "figures are those of a CPU: a GPU tells its memory only to PyTorch; give --device cpu"
         )
-    if args.load_format not in ("auto", "safetensors"):
-        raise UsageError(f"--load-format {args.load_format} has no headers to read: give safetensors files")
+    if args.load_format in WITHOUT_HEADERS:
+        raise UsageError(
+            f"--load-format {args.load_format} has no headers to read: give safetensors or GGUF files"
+        )
     config = EngineConfig.resolve(args).worker_config()
     headers, isa, memory = (
         read_headers(config.model_path, config.hf_overrides),

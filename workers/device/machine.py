@@ -13,11 +13,17 @@ import psutil
 from pagewire.kernels.cpu.arena import LARGE_PAGE, Region, populate
 from pagewire.workers.errors import LoadError
 
+GPU_DRIVER = Path("/proc/driver/nvidia")
 CGROUPS = Path("/sys/fs/cgroup")
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 LEAST_READ_BYTES, MOST_READ_BYTES = 8 << 20, 256 << 20  # of memory that a measurement reads
 READ_SECONDS = 0.15
 BIND = "PAGEWIRE_CPU_OMP_THREADS_BIND"
+
+
+def runs_on_cpu(device: str) -> bool:
+    """True if the option `device` means the CPU here; "auto" does where there is no GPU's driver."""
+    return device == "cpu" or (device == "auto" and not GPU_DRIVER.exists())
 
 
 def machine_memory() -> tuple[int, int]:

@@ -148,7 +148,8 @@ def _method(config: Mapping[str, object], found: Iterable[Matrix]) -> str | None
     quantization = config.get("quantization_config")
     if isinstance(quantization, Mapping):
         return str(quantization.get("quant_method") or "unknown")
-    return None if all(matrix.stored.is_float for matrix in found) else "integers"
+    types = Counter(matrix.dtype for matrix in found if not matrix.stored.is_float)
+    return types.most_common(1)[0][0] if types else None
 
 
 @dataclass(frozen=True)

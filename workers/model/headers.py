@@ -47,17 +47,17 @@ class CheckpointHeaders(Protocol):
 
 
 @dataclass(frozen=True)
-class SafetensorsHeaders:
-    """The headers of the safetensors files in a model folder; see `CheckpointHeaders`."""
+class Headers:
+    """See `CheckpointHeaders`."""
 
     config: Mapping[str, Any]
     tensors: Sequence[TensorHeader]
     num_files: int
-    form: str = "safetensors"
+    form: str
 
 
-def read_headers(model_path: str | Path, hf_overrides: Mapping[str, Any] = {}) -> CheckpointHeaders:
-    """The headers of a checkpoint; `hf_overrides` are merged into its configuration.
+def safetensors_headers(model_path: str | Path, hf_overrides: Mapping[str, Any]) -> Headers:
+    """The headers of the safetensors files in a model folder.
 
     Raises:
         LoadError: there are no files of weights, or one of them, or config.json, cannot be read.
@@ -69,7 +69,7 @@ def read_headers(model_path: str | Path, hf_overrides: Mapping[str, Any] = {}) -
     except (ValueError, OSError) as error:
         raise LoadError(f"cannot load {folder}: {error}") from error
     tensors = [tensor for path in files for tensor in safetensors_header(path)]
-    return SafetensorsHeaders({**config, **hf_overrides}, tensors, len(files))
+    return Headers({**config, **hf_overrides}, tensors, len(files), "safetensors")
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -17,6 +17,23 @@ from pagewire.workers.model.headers import TensorHeader
 FLOAT_BITS = {"F64": 64, "F32": 32, "BF16": 16, "F16": 16}
 
 
+GGUF_FORMS = {  # of its types, as `Stored`: bits, columns of a scale, whether there are offsets
+    "Q8_0": (8, 32, False),
+    "Q5_0": (8, 32, False),
+    "Q5_1": (8, 32, True),
+    "Q4_0": (4, 32, False),
+    "Q4_1": (4, 32, True),
+    "Q2_K": (4, 16, True),
+    "Q3_K": (4, 16, False),
+    "Q4_K": (4, 32, True),
+    "Q5_K": (8, 32, True),
+    "Q6_K": (8, 16, False),
+    "IQ4_NL": (4, 32, False),
+    "IQ4_XS": (4, 32, False),
+    "MXFP4": (4, 32, False),
+}
+
+
 class Part(str, Enum):
     """A part of a model."""
 
@@ -125,11 +142,14 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def plain(tensor: TensorHeader) -> Matrix:
-    """A tensor of floats: a vector, a matrix [N, K], or several [E, N, K]."""
+    """A tensor of its own: a vector, a matrix [N, K], several [E, N, K], or a matrix of GGUF's blocks."""
     *counts, rows, columns = (1, 1, *tensor.shape)[-3:] if len(tensor.shape) < 3 else tensor.shape
     is_vector = len(tensor.shape) < 2
     if is_vector:
         rows, columns = columns, 1
+    if tensor.dtype in GGUF_FORMS:
+        form = Stored(*GGUF_FORMS[tensor.dtype])
+        return Matrix(tensor.name, part_of(tensor.name), rows, columns, form, tensor.num_bytes, tensor.dtype)
     stored = Stored(FLOAT_BITS.get(tensor.dtype, 8 * tensor.num_bytes // max(1, math.prod(tensor.shape))))
     part = Part.EXPERTS if len(tensor.shape) == 3 else part_of(tensor.name)
     return Matrix(

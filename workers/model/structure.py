@@ -13,12 +13,13 @@ OTHER_ARITHMETIC = {"ernie4_5", "gemma", "granite", "helium", "ministral3", "smo
 """Model types with the structure of a stack that compute something else. The proof would refuse their stacks, too,
 but only after packing all of them."""
 ACTIVATIONS = {"silu", "swish", "gelu_pytorch_tanh"}
+DEFAULT_ACTIVATION = "silu"  # of a configuration that names none
 
 
 def has_stack_structure(model_type: str, names: Iterable[str], config: Mapping[str, Any]) -> bool:
     """True if tensors of these names make the layers of a stack. Whether it computes the same, the proof says."""
     text = {**config, **(config.get("text_config") or {})}
-    activation = text.get("hidden_act") or text.get("hidden_activation")
+    activation = text.get("hidden_act") or text.get("hidden_activation") or DEFAULT_ACTIVATION
     if model_type in OTHER_ARITHMETIC or activation not in ACTIVATIONS:
         return False
     children: dict[str, set[str]] = {}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pagewire.workers.model.gguf_blocks import BLOCK_TYPES
 from pagewire.workers.model.headers import TensorHeader
 from pagewire.workers.model.inventory import Matrix, Part, Stored, matrices, part_of
 
@@ -132,6 +133,14 @@ def test_blocks_of_experts_make_a_stack() -> None:
     (found,) = matrices(headers, {"quantization_config": {"quant_method": "mxfp4"}})
     assert (found.part, found.count, found.rows, found.columns) == (Part.EXPERTS, 4, 96, 64)
     assert found.stored == Stored(4, 32)
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_blocks_of_gguf_are_held_as_their_reader_says(name: str) -> None:
+    scheme = BLOCK_TYPES[name].scheme
+    (found,) = matrices([TensorHeader(f"{Q}.weight", (64, 256), name, 1000)], {})
+    assert (found.stored.bits, found.stored.group) == (scheme.bits, scheme.group)
+    assert (found.rows, found.columns, found.num_bytes, found.part) == (64, 256, 1000, Part.ATTENTION)
 
 
 def test_modules_that_were_left_out_stay_plain() -> None:

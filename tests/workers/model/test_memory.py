@@ -21,7 +21,7 @@ LOAD = """if True:
     from pagewire.ipc.worker_messages import WorkerConfig
     from pagewire.kernels.cpu.library import expected_isa
     from pagewire.workers.model.footprint import footprint
-    from pagewire.workers.model.headers import read_headers
+    from pagewire.workers.model.checkpoint_headers import read_headers
     from pagewire.workers.runner import Runner
     import transformers.modeling_utils
     from transformers import AutoModelForCausalLM

@@ -8,8 +8,8 @@ import pytest
 
 from pagewire.kernels.cpu.packed_size import REFERENCE
 from pagewire.workers.errors import LoadError
+from pagewire.workers.model.checkpoint_headers import read_headers
 from pagewire.workers.model.footprint import footprint
-from pagewire.workers.model.headers import read_headers
 
 from ..architectures import ARCHITECTURES, VOCAB_SIZE, Architecture
 from ..driver import Driver, load_runner
