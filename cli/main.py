@@ -14,6 +14,7 @@ from pagewire.cli.commands import (
     core,
     doctor,
     generate,
+    inspect,
     kernels,
     keys,
     run_batch,
@@ -25,7 +26,7 @@ from pagewire.cli.terminal import show
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError, ProtocolError, RequestError
 from pagewire.ipc.version import __version__
 
-COMMANDS = (generate, chat, serve, core, top, run_batch, bench, keys, kernels, doctor, collect_env)
+COMMANDS = (generate, chat, serve, core, top, run_batch, bench, inspect, keys, kernels, doctor, collect_env)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -139,6 +139,7 @@ class EngineConfig:
             skip_tokenizer_init=args.skip_tokenizer_init,
             startup_seconds=ready.startup_seconds,
             scheduling_policy=args.scheduling_policy,
+            figures=ready.figures,
         )
 
 

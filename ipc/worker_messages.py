@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.items import Item, LogprobRows, Media, Message, Task
+from pagewire.ipc.model_figures import ModelFigures
 
 # ---------------------------------------------------------------- core -> worker
 
@@ -140,7 +141,10 @@ class Loading(Message, tag="loading"):
 
 
 class Ready(Message, tag="ready"):
-    """The model is loaded and the KV cache allocated; the fields describe them."""
+    """The model is loaded and the KV cache allocated; the fields describe them.
+
+    figures: what the worker expected by the headers of the checkpoint; None where it could not read any.
+    """
 
     architecture: str
     dtype: str
@@ -153,6 +157,7 @@ class Ready(Message, tag="ready"):
     eos_token_id: int | None = None
     startup_seconds: dict[str, float] = {}
     memory: dict[str, int] = {}
+    figures: ModelFigures | None = None
 
 
 class RowResult(Item):
@@ -196,12 +201,15 @@ class WorkerFailed(Message, tag="failed"):
     """The worker exits because of `error`. fatal: starting it again would fail the same way.
 
     error_type: name of the exception (`ipc.errors.ERROR_TYPES`).
+    lacks_memory: the model does not fit into the memory that is available now; a worker that is started again after
+        another one may find more.
     """
 
     error: str
     traceback: str = ""
     fatal: bool = False
     error_type: str = "RuntimeError"
+    lacks_memory: bool = False
 
 
 ToWorker: TypeAlias = WorkerConfig | StepPlan | Masks | WorkerCall | Shutdown

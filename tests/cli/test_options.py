@@ -14,7 +14,7 @@ from pagewire.cli.main import build_parser, main
 from pagewire.cli.options import UsageError, engine_args, sampling_fields
 from pagewire.ipc.options import NOT_SUPPORTED_YET, EngineArgs
 
-ENGINE_COMMANDS = ("generate", "chat", "core", "bench latency", "bench throughput")
+ENGINE_COMMANDS = ("generate", "chat", "core", "inspect", "bench latency", "bench throughput")
 FIELDS = dataclasses.fields(EngineArgs)
 
 
@@ -51,7 +51,7 @@ def test_every_option_says_what_it_is() -> None:
         *(f"pagewire {c}" for c in ("generate", "chat", "serve", "core", "top", "run-batch")),
     ] + [
         *("pagewire bench", *(f"pagewire bench {kind}" for kind in ("latency", "throughput", "serve"))),
-        *("pagewire keys", "pagewire kernels", "pagewire kernels build"),
+        *("pagewire inspect", "pagewire keys", "pagewire kernels", "pagewire kernels build"),
         *("pagewire doctor", "pagewire collect-env"),
     ]
     for parser in parsers():

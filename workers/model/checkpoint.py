@@ -10,13 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pagewire.ipc.hub import read_json
 from pagewire.kernels.cpu import arena
 from pagewire.kernels.weight import Weight, dense_weight
 from pagewire.workers.errors import LoadError
+from pagewire.workers.model.headers import weight_files
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -121,27 +119,3 @@ class Checkpoint:
             start = address & -mmap.PAGESIZE
             arena.give_back(start, address + size - start)
         self._read.clear()
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder: those in its index, or the only one.
-
-    Raises:
-        LoadError: there are none, or the index cannot be read.
-    """
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            names = set(read_json(index)["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
-            raise LoadError(f"cannot load {index}: {error!r}") from error
-        for name in names:
-            if not isinstance(name, str) or Path(name).name != name:
-                raise LoadError(f"cannot load {index}: {name!r} is not the name of a file in its folder")
-        return [folder / name for name in sorted(names)]
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    reason = f"it holds neither {SINGLE} nor {INDEX}"
-    if any((folder / name).is_file() for name in PICKLES):
-        reason += "; its .bin files are pickles, which are read only with load_format='pt'"
-    raise LoadError(f"cannot load {folder}: {reason}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from pagewire.ipc.worker_messages import WorkerConfig
-from pagewire.kernels.cpu.memory import forget_mapped_files
+from pagewire.kernels.cpu.memory import forget_mapped_files, give_back_freed
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model import attention
@@ -101,6 +101,7 @@ def load_model(worker_config: WorkerConfig, phases: Phases, device: Device) -> L
     phases.end("reference")
     model, shapes = transform(weights, run, expected, max_model_len, device)
     forget_mapped_files(worker_config.model_path)
+    give_back_freed()
     phases.end("transform")
     eos = getattr(config.get_text_config(), "eos_token_id", None)
     return LoadedModel(

@@ -13,11 +13,12 @@ from pagewire.ipc.quantization import resolve_quantization
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
-from pagewire.workers.model.checkpoint import Checkpoint, WeightSource, weight_files
+from pagewire.workers.model.checkpoint import Checkpoint, WeightSource
 from pagewire.workers.model.conversion import check_report
 from pagewire.workers.model.formats.format import Format
 from pagewire.workers.model.formats.registry import format_of
 from pagewire.workers.model.gguf import GgufCheckpoint
+from pagewire.workers.model.headers import weight_files
 from pagewire.workers.model.online import online
 from pagewire.workers.model.quantised import QuantisedCheckpoint
 from pagewire.workers.model.weights import CheckpointWeights, Quantise, Weights, keep

@@ -14,18 +14,13 @@ from torch import Tensor, nn
 from pagewire.kernels.decoder import Activation, Layer, Norm, Stack
 from pagewire.kernels.linear import Linear
 from pagewire.workers.model.attention import KVShape, StepContext
+from pagewire.workers.model.structure import ATTENTION, HEAD_NORMS, MLP, NORMS, OTHER_ARITHMETIC
 from pagewire.workers.model.transforms import RotaryTable, embedding, norm_kernel, pack_joined
 from pagewire.workers.model.weights import Weights
 
 BASE = {"embed_tokens", "layers", "norm", "rotary_emb"}
-LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-HEAD_NORMS = {"q_norm", "k_norm"}
-MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+LAYER = {"self_attn", "mlp"} | NORMS
 WINDOW_EVERYWHERE = {"mistral"}  # model types whose every layer uses config.sliding_window
-OTHER_ARITHMETIC = {"ernie4_5", "granite", "helium", "ministral3", "smollm3"}
-"""Model types with the structure of a stack that compute something else. The proof would refuse their stacks, too,
-but only after packing all of them."""
 ACTIVATION_NAMES = {
     "silu": Activation.SILU,
     "swish": Activation.SILU,
@@ -105,7 +100,7 @@ class StackLayer:
         attention, mlp = layer.self_attn, layer.mlp
         _require(_children(layer) == LAYER)
         _require(_children(attention) in (ATTENTION, ATTENTION | HEAD_NORMS))
-        _require(_children(mlp) - {"act_fn"} == MLP - {"act_fn"})
+        _require(_children(mlp) - {"act_fn"} == MLP)
         self.layer = layer
         self.activation = str(
             getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)

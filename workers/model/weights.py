@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pagewire.kernels.cpu.memory import give_back_freed
 from pagewire.kernels.joining import joined
 from pagewire.kernels.weight import Scheme, Weight, dense_weight
 from pagewire.workers.model.checkpoint import WeightSource
@@ -180,8 +181,9 @@ class CheckpointWeights(Weights):
         self._fill(_empty_places(module))
 
     def let_go(self) -> None:
-        """See `Weights.let_go`."""
+        """See `Weights.let_go`. What was freed of converted weights is given back as well."""
         self._source.let_go()
+        give_back_freed()
 
     @contextmanager
     def streamed(self) -> Iterator[None]:

@@ -8,17 +8,16 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from pathlib import Path
 
 from pagewire.ipc.worker_messages import WorkerConfig
-from pagewire.kernels.cpu.arena import Reserve, weight_bytes
+from pagewire.kernels.cpu.arena import Reserve
+from pagewire.workers.device.machine import runs_on_cpu
 from pagewire.workers.weight_cache import file, folder
 from pagewire.workers.weight_cache.file import DamagedError, PackedFile
 from pagewire.workers.weight_cache.key import key_of
 
 logger = logging.getLogger("pagewire.worker")
 
-GPU_DRIVER = Path("/proc/driver/nvidia")
 MAX_THREADS = 4  # that read a file; more do not read faster than memory takes it
 
 
@@ -27,18 +26,20 @@ class WeightsAhead:
 
     Where there are none, the thread reserves memory for weights that will be packed on the CPU.
 
+    num_bytes: of the packed weights, if it is known.
+
     Attributes (once `wait` has returned):
         key: of the packed weights; None if they are not kept.
         packed: what was read; None if there was nothing. reserve: in that case, memory for the weights.
     """
 
-    def __init__(self, config: WorkerConfig) -> None:
-        self.config = config
+    def __init__(self, config: WorkerConfig, num_bytes: int = 0) -> None:
+        self.config, self._num_bytes = config, num_bytes
         self.key: str | None = None
         self.packed: PackedFile | None = None
         self.reserve: Reserve | None = None
         self._thread = threading.Thread(target=self._run, name="weights-ahead", daemon=True)
-        if config.device == "cpu" or (config.device == "auto" and not GPU_DRIVER.exists()):
+        if runs_on_cpu(config.device):
             self._thread.start()
 
     def wait(self) -> None:
@@ -53,7 +54,7 @@ class WeightsAhead:
         except (OSError, ValueError) as error:
             logger.debug("no packed weights: %s", error)  # loading will fail, with a better message
         if self.packed is None:
-            self.reserve = reserve_weights(self.config)
+            self.reserve = reserve_weights(self._num_bytes)
 
 
 def read_packed(key: str) -> PackedFile | None:
@@ -77,10 +78,9 @@ def num_threads() -> int:
     return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) - 1))
 
 
-def reserve_weights(config: WorkerConfig) -> Reserve | None:
-    """Memory for the weights, reserved in the background; None if the checkpoint has none that can be mapped."""
+def reserve_weights(num_bytes: int) -> Reserve | None:
+    """Memory for the packed weights, reserved in the background; None if there is too little, or none is needed."""
     try:
-        size = weight_bytes(config.model_path, config.dtype)
-        return Reserve(size) if size else None
+        return Reserve(num_bytes) if num_bytes else None
     except OSError:
         return None  # loading will fail, with a better message

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.worker_messages import WorkerConfig
-from pagewire.workers.device.cpu import bind_threads, parse_cpus
+from pagewire.workers.device.cpu import bind_threads
 from pagewire.workers.device.kv_size import GIB, kv_budget, num_kv_blocks
+from pagewire.workers.device.machine import parse_cpus
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model import loading, modules, stack
 from pagewire.workers.model.proof import prove
