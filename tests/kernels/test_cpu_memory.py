@@ -109,6 +109,13 @@ def test_weights_on_disk_are_counted_in_the_dtype_that_they_are_packed_in(tmp_pa
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert weight_bytes(tmp_path, dtype) == 128 * size
+    assert weight_bytes(tmp_path, "half", "int8") == 128 and weight_bytes(tmp_path, "half", "int4") == 64
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {}}))
+    on_disk = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    assert weight_bytes(tmp_path, "auto") == on_disk, (
+        "a quantised checkpoint is packed in about its own bytes"
+    )
+    (tmp_path / "config.json").write_text("{}")
     (tmp_path / "a.safetensors").write_bytes(b"broken")
     assert weight_bytes(tmp_path, "auto") == 0
 
