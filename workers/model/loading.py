@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,8 @@ from pagewire.workers.model.transforms import (
     tabulate_rotary,
 )
 from pagewire.workers.model.weights import Weights
+
+logger = logging.getLogger("pagewire.worker")
 
 
 @dataclass
@@ -102,6 +105,8 @@ def load_model(worker_config: WorkerConfig, phases: Phases, device: Device) -> L
     model, shapes = transform(weights, run, expected, max_model_len, device)
     forget_mapped_files(worker_config.model_path)
     give_back_freed()
+    for note, count in weights.notes.items():
+        logger.info("weights of %d products: %s", count, note)
     phases.end("transform")
     eos = getattr(config.get_text_config(), "eos_token_id", None)
     return LoadedModel(
