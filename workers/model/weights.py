@@ -131,9 +131,7 @@ class CheckpointWeights(Weights):
         self._ties = _ties(causal.all_tied_weights_keys, self._conversions.keys())
         missing = set(causal.state_dict()) - self._conversions.keys() - self._ties.keys()
         # Some tools (AutoGPTQ) give every linear layer a bias. A module may do without one that is zero.
-        zero_biases = {
-            name for name in unexpected if name.endswith(".bias") and not source.read(name).any()
-        }
+        zero_biases = {name for name in unexpected if name.endswith(".bias") and not source.read(name).any()}
         check_names(causal, set(missing), unexpected - zero_biases)
         self._initialize(missing)
 
