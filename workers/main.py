@@ -190,7 +190,7 @@ def start(connection: Connection, config: WorkerConfig) -> Runner:
 def reserve_weights(config: WorkerConfig) -> Reserve | None:
     """Memory for the weights, reserved in the background; None unless they will be packed on the CPU."""
     on_cpu = config.device == "cpu" or (config.device == "auto" and not GPU_DRIVER.exists())
-    size = weight_bytes(config.model_path, config.dtype) if on_cpu else 0
+    size = weight_bytes(config.model_path, config.dtype, config.quantization) if on_cpu else 0
     try:
         return Reserve(size) if size else None
     except OSError:

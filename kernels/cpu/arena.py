@@ -13,6 +13,7 @@ LARGE_PAGE = 2 << 20
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 MAX_HEADER_BYTES = 100 << 20  # of a safetensors file; its library has the same limit
 HALF = ("bfloat16", "float16", "half")
+FOUR_BITS = ("int4", "bitsandbytes")  # quantisations while loading; the others are of 8 bits
 
 _libc = ctypes.CDLL(None)
 
@@ -67,13 +68,22 @@ def give_back(address: int, length: int) -> None:
     _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
 
 
-def weight_bytes(folder: str | os.PathLike[str], dtype: str) -> int:
-    """Bytes of a checkpoint's weights in a dtype, "auto" for that of its configuration: 0 if none can be mapped."""
+def weight_bytes(folder: str | os.PathLike[str], dtype: str, quantization: str | None = None) -> int:
+    """Bytes of a checkpoint's weights once they are packed: 0 if none can be mapped.
+
+    dtype: of the weights, "auto" for that of its configuration. quantization: of the weights while they are loaded;
+    what is quantised in the checkpoint takes about the bytes that it takes there.
+    """
+    files = list(Path(folder).glob("*.safetensors"))
     try:
         config = json.loads((Path(folder) / "config.json").read_text())
-        num_weights = sum(_num_weights(path) for path in Path(folder).glob("*.safetensors"))
+        num_weights = sum(map(_num_weights, files))
+        if config.get("quantization_config") is not None:
+            return sum(path.stat().st_size for path in files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error):
         return 0  # loading will fail, with a better message
+    if quantization is not None:
+        return num_weights // 2 if quantization in FOUR_BITS else num_weights
     if dtype == "auto":
         text = config.get("text_config") or config
         dtype = config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "float32"

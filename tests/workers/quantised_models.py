@@ -1,12 +1,11 @@
-"""Quantised checkpoints of tiny models in the simplest of formats, and the product that the kernels compute."""
+"""Quantised checkpoints of tiny models: in the simplest of formats, and in AWQ."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,7 +14,8 @@ from torch import Tensor
 from pagewire.kernels.integers import Integers, integer_weight, quantise
 from pagewire.kernels.weight import Weight, dense_weight
 
-SIGNED = {8: 128, 4: 8}
+from .formats.rounding import awq_gemm, rounded
+
 SchemeOf = Callable[[str], Integers | None]
 """The scheme of a module by its name; None: it stays dense."""
 
@@ -45,9 +45,11 @@ class PartsFormat:
         return integer_weight(scheme, tensors[f"codes{bits}"], scales, tensors.get("offsets"), dtype)
 
 
-def write_quantised(source: Path, folder: Path, scheme_of: SchemeOf, method: str = "awq") -> tuple[Path, Path]:
-    """A dense checkpoint's copy with quantised linear layers, and one with the same numbers, dequantised."""
-    quantised, plain = folder / "quantised", folder / "plain"
+def write_quantised(source: Path, folder: Path, scheme_of: SchemeOf) -> tuple[Path, Path]:
+    """A dense checkpoint's copy with quantised matrices, and one with the same numbers, dequantised.
+
+    Only `PartsFormat` reads the first.
+    """
     parts: dict[str, Tensor] = {}
     dense: dict[str, Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
@@ -63,41 +65,39 @@ def write_quantised(source: Path, folder: Path, scheme_of: SchemeOf, method: str
         if offsets:
             parts[f"{module}.offsets"] = offsets[0]
         dense[name] = weight.dense()
-    for target, tensors, settings in ((quantised, parts, {"quant_method": method}), (plain, dense, None)):
-        target.mkdir(parents=True)
-        save_file(tensors, target / "model.safetensors", {"format": "pt"})
-        config = json.loads((source / "config.json").read_text())
-        if settings is not None:
-            config["quantization_config"] = settings
-        (target / "config.json").write_text(json.dumps(config))
-        if (source / "generation_config.json").exists():
-            shutil.copy(source / "generation_config.json", target)
-    return quantised, plain
+    settings = {"quant_method": "awq"}
+    return _write(source, folder / "quantised", parts, settings), _write(source, folder / "plain", dense)
 
 
-@dataclass
-class EmulatedLinear:
-    """The quantised product in plain torch: rows are rounded to 8 bits, in groups of columns if the weight has some."""
+def write_awq(source: Path, folder: Path, group: int = 32) -> tuple[Path, Path]:
+    """An AWQ checkpoint of a dense one, and one with the same numbers, dequantised."""
+    parts: dict[str, Tensor] = {}
+    dense: dict[str, Tensor] = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            parts[name] = dense[name] = tensor
+            continue
+        matrix = rounded(tensor, 4, group, symmetric=False)
+        module = name.removesuffix("weight")
+        parts.update({f"{module}{suffix}": part for suffix, part in awq_gemm(matrix).items()})
+        dense[name] = matrix.dense().to(tensor.dtype)
+    settings = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group,
+        "zero_point": True,
+        "version": "gemm",
+    }
+    return _write(source, folder / "awq", parts, settings), _write(source, folder / "plain", dense)
 
-    weight: Weight
-    bias: Tensor | None
 
-    def __post_init__(self) -> None:
-        self.out_features, self.in_features = self.weight.shape
-        self.dtype, self.num_bytes = self.weight.dtype, self.weight.num_bytes
-        self._dense = Weight(self.weight.scheme, self.weight.parts, self.weight.shape, torch.float32).dense()
-        scheme = self.weight.scheme
-        assert isinstance(scheme, Integers)
-        self._columns = self.in_features if scheme.group is None else max(32, scheme.group)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[..., K] to [..., N]."""
-        rounded = torch.cat([self._rounded(part) for part in x.float().split(self._columns, -1)], -1)
-        y = (rounded.unsqueeze(-2) * self._dense).sum(-1)  # each row by itself
-        return (y if self.bias is None else y + self.bias.float()).to(x.dtype)
-
-    @staticmethod
-    def _rounded(x: Tensor) -> Tensor:
-        reach = x.abs().amax(-1, keepdim=True)
-        steps = torch.where(reach > 0, 127 / reach, torch.zeros(()))
-        return (x * steps).round().clamp(-127, 127) * (reach / 127)
+def _write(
+    source: Path, folder: Path, tensors: dict[str, Tensor], settings: dict[str, Any] | None = None
+) -> Path:
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    if settings is not None:
+        config["quantization_config"] = settings
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

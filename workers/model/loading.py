@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,8 @@ from pagewire.workers.model.transforms import (
     tabulate_rotary,
 )
 from pagewire.workers.model.weights import Weights
+
+logger = logging.getLogger("pagewire.worker")
 
 
 @dataclass
@@ -101,6 +104,8 @@ def load_model(worker_config: WorkerConfig, phases: Phases, device: Device) -> L
     phases.end("reference")
     model, shapes = transform(weights, run, expected, max_model_len, device)
     forget_mapped_files(worker_config.model_path)
+    for note, count in weights.notes.items():
+        logger.info("weights of %d products: %s", count, note)
     phases.end("transform")
     eos = getattr(config.get_text_config(), "eos_token_id", None)
     return LoadedModel(
@@ -133,7 +138,7 @@ def transform(
         del stack
         try:
             pack_head(model, weights, device.torch_device)
-            return model, prove(model, run, expected, max_model_len, device)
+            return model, prove(model, run, expected, weights.schemes, max_model_len, device)
         except LoadError:
             model.base, model.head = base, None
             for name, child in others.items():
@@ -141,7 +146,7 @@ def transform(
     model.guarded = True
     transform_parts(base, weights, device.torch_device)
     pack_head(model, weights, device.torch_device)
-    return model, prove(model, run, expected, max_model_len, device)
+    return model, prove(model, run, expected, weights.schemes, max_model_len, device)
 
 
 def transform_parts(module: torch.nn.Module, weights: Weights, device: torch.device) -> None:

@@ -46,7 +46,9 @@ def pack_linears(module: nn.Module, weights: Weights, device: torch.device) -> N
 def pack_joined(linears: Sequence[nn.Module], weights: Weights, device: torch.device) -> Linear:
     """One linear layer on a device in place of several with the same input; all have a bias, or none."""
     biases = [bias for linear in linears if (bias := weights.read(linear, "bias")) is not None]
-    matrix = joined([weights.matrix(linear) for linear in linears])
+    matrices = [weights.matrix(linear) for linear in linears]
+    matrix = joined(matrices)
+    weights.note_joining(matrices, matrix)
     product = packed(matrix, torch.cat(biases) if biases else None, device)
     weights.let_go()
     return product

@@ -8,15 +8,17 @@ held, and dequantised where plain numbers are needed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from pagewire.kernels.integers import Integers
 from pagewire.kernels.joining import joined
-from pagewire.kernels.weight import Weight, dense_weight
+from pagewire.kernels.weight import Scheme, Weight, dense_weight
 from pagewire.workers.model.checkpoint import WeightSource
 from pagewire.workers.model.conversion import check_names, conversions
 from pagewire.workers.model.matrices import is_linear, is_plain_embedding, is_stack, is_transposed
@@ -34,10 +36,13 @@ class Weights:
     """The weights of a causal module that holds them itself.
 
     quantise: applied to every matrix before it is packed, and so before it is dequantised for the reference.
+    schemes: of the matrices that were read to be packed. notes: what the log says about products, and of how many.
     """
 
     def __init__(self, causal: Any, quantise: Quantise = keep) -> None:
         self.causal = causal
+        self.schemes: set[Scheme] = set()
+        self.notes: Counter[str] = Counter()
         self._quantise = quantise
         self._embedding = causal.get_input_embeddings()
         self._modules: dict[str, Any] = dict(causal.named_modules())
@@ -61,13 +66,25 @@ class Weights:
     def matrix(self, module: nn.Module) -> Weight:
         """The weight of a linear layer or an embedding as a matrix [N, K], as it is to be packed."""
         weight = self._matrix(module)
-        return self._quantise(self._names[module], weight) if self._is_packed(module) else weight
+        if self._is_packed(module):
+            weight = self._quantise(self._names[module], weight)
+        self.schemes.add(weight.scheme)
+        return weight
 
     def stacked(self, module: nn.Module, name: str) -> Iterator[Weight]:
         """The matrices [N, K] of a parameter of experts, one by one, as they are to be packed."""
         full = f"{self._names[module]}.{name}"
         for matrix in self._stacked(module, name):
-            yield self._quantise(full, matrix)
+            weight = self._quantise(full, matrix)
+            self.schemes.add(weight.scheme)
+            yield weight
+
+    def note_joining(self, parts: Sequence[Weight], whole: Weight) -> None:
+        """Remember matrices that had to be brought to another scheme to be joined, for `notes`."""
+        names = {part.scheme.name for part in parts}
+        if len(names) > 1:
+            exactly = "exactly" if isinstance(whole.scheme, Integers) else f"rounded to {whole.dtype}"
+            self.notes[f"{' beside '.join(sorted(names))}, held as {whole.scheme.name}, {exactly}"] += 1
 
     def fill(self, module: nn.Module) -> None:
         """Read all weights of a module, and of those within it, that it does not hold yet."""
