@@ -12,7 +12,7 @@ from torch import Tensor
 from pagewire.kernels.integers import SCALE_DTYPES
 from pagewire.kernels.weight import Weight, dense_weight
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.formats.checks import check_shape, need, parts_by_module
+from pagewire.workers.model.formats.checks import check_divides, check_shape, need, parts_by_module
 from pagewire.workers.model.formats.config_groups import ConfigGroups, WeightSettings
 from pagewire.workers.model.formats.fp8 import FLOAT8, fp8_weight
 from pagewire.workers.model.formats.grouped import GroupedIntegers, group_index
@@ -91,6 +91,7 @@ class CompressedTensorsFormat:
             return _packed_shape(name, tensors, self._groups.settings(name))
         values = need(name, tensors, "weight", torch.int8, *FLOAT8, *SCALE_DTYPES)
         num_out, num_in = values.shape
+        check_divides(name, "columns", num_in, 1)
         if values.dtype not in SCALE_DTYPES:
             settings = self._groups.settings(name)
             if values.dtype.is_floating_point != (settings.kind == "float"):
@@ -130,6 +131,7 @@ def _packed_shape(name: str, tensors: Mapping[str, Tensor], settings: WeightSett
     if settings.kind == "float":
         raise LoadError(f"{name}.weight_packed holds floats by quantization_config, which is not served")
     num_out, num_in = words.shape[0], words.shape[1] * 32 // settings.bits
+    check_divides(name, "packed columns", num_in, 1)
     if settings.strategy == "group":
         # The last word of a row may have room for more columns than there are.
         num_in = min(num_in, need(name, tensors, "weight_scale", *SCALE_DTYPES).shape[1] * settings.group)
