@@ -16,6 +16,7 @@ from pagewire.cli.commands import (
     generate,
     kernels,
     keys,
+    quantize,
     run_batch,
     serve,
     top,
@@ -25,7 +26,7 @@ from pagewire.cli.terminal import show
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError, ProtocolError, RequestError
 from pagewire.ipc.version import __version__
 
-COMMANDS = (generate, chat, serve, core, top, run_batch, bench, keys, kernels, doctor, collect_env)
+COMMANDS = (generate, chat, serve, core, top, run_batch, bench, quantize, keys, kernels, doctor, collect_env)
 
 
 def build_parser() -> argparse.ArgumentParser:
