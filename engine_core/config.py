@@ -11,6 +11,7 @@ from pagewire.ipc.hub import model_folder, read_json
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import max_n
+from pagewire.ipc.quantization import resolve_quantization
 from pagewire.ipc.worker_messages import Ready, WorkerConfig
 
 
@@ -31,8 +32,8 @@ class EngineConfig:
         """The configuration for `args`; downloads the model if necessary.
 
         Raises:
-            ValueError, TypeError: a bad option, such as the revision of a local folder. ModelNotFoundError: no such
-                model.
+            ValueError, TypeError: a bad option, such as the revision of a local folder, or a quantisation that is
+                not the checkpoint's. ModelNotFoundError: no such model.
         """
         args.check()
         path = model_folder(
@@ -44,6 +45,7 @@ class EngineConfig:
             trust_remote_code=args.trust_remote_code,
         )
         model = read_json(path / "config.json") | args.hf_overrides
+        resolve_quantization(args.quantization, args.load_format, model.get("quantization_config"))
         generation = read_json(path / "generation_config.json")
         return cls(args, path, generation, end_of_sequence(model, generation))
 
@@ -93,6 +95,7 @@ class EngineConfig:
             num_threads=args.num_threads,
             enforce_eager=args.enforce_eager,
             kv_cache_dtype=args.kv_cache_dtype,
+            quantization=args.quantization,
         )
 
     def scheduler_config(self, ready: Ready) -> SchedulerConfig:

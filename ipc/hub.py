@@ -27,6 +27,8 @@ TOKENIZER_FILES = [
 WEIGHT_FILES = {  # by load format
     "auto": ["*.safetensors", "*.safetensors.index.json"],
     "safetensors": ["*.safetensors", "*.safetensors.index.json"],
+    "bitsandbytes": ["*.safetensors", "*.safetensors.index.json"],
+    "gguf": ["*.gguf"],
     "pt": ["*.bin", "*.bin.index.json"],  # pickles
     "dummy": [],
 }

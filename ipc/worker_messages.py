@@ -29,6 +29,7 @@ class WorkerConfig(Message, tag="load"):
     num_threads: int | None = None
     enforce_eager: bool = False
     kv_cache_dtype: str = "auto"
+    quantization: str | None = None
 
 
 class SlotInit(Item):

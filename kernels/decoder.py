@@ -4,7 +4,7 @@ x -> QKV in one product -> (norm of each head) -> rotary -> attention -> output 
   -> gate and up in one product -> activation -> down product -> add and norm -> next layer
 
 The loop over the layers is here, for every device. `cpu/decoder.cpp` is the same loop compiled; it is used if all
-linear layers are packed weights of linear.cpp.
+linear layers are packed weights, dense or quantised.
 """
 
 from collections.abc import Sequence

@@ -15,6 +15,8 @@ from torch import Tensor
 from pagewire.kernels.weight import Parts, Weight
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MOST_COLUMNS = 1 << 16
+"""Of a group: 127 times 255 times as many is less than 2^31, so that sums fit 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,10 @@ def integer_weight(
     check_scheme(scheme)
     num_rows, num_in = codes.shape[0], codes.shape[1] * 8 // scheme.bits
     groups = (num_rows, num_in // (scheme.group or num_in))
+    if num_in > MOST_COLUMNS and scheme.group is None:
+        raise ValueError(
+            f"a scale for {num_in} columns: no kernel adds up more than {MOST_COLUMNS}; use groups"
+        )
     fits = codes.dtype == torch.uint8 and num_in % (scheme.group or 1) == 0
     for part in (scales, offsets):
         fits &= part is None or (tuple(part.shape) == groups and part.dtype in SCALE_DTYPES)

@@ -40,7 +40,7 @@ class Written:
 
 
 def quantise_checkpoint(
-    folder: Path, out: Path, scheme: CompressedIntegers, progress: Callable[[int], None]
+    folder: Path, out: Path, scheme: CompressedIntegers, progress: Callable[[int], object]
 ) -> Written:
     """Write the folder `out`, which appears when it is complete.
 
@@ -101,7 +101,7 @@ def _write(
     plan: dict[str, list[Entry]],
     scheme: CompressedIntegers,
     chosen: frozenset[str],
-    progress: Callable[[int], None],
+    progress: Callable[[int], object],
 ) -> Written:
     """Write all tensors, and the index if they are in several files."""
     files = shards(plan.values())
@@ -132,7 +132,8 @@ def _quantised(name: str, matrix: Tensor, scheme: CompressedIntegers, written: W
     """
     module = name.removesuffix(".weight")
     blocks: list[dict[str, Tensor]] = []
-    for rows in matrix.split(ROWS):
+    for start in range(0, len(matrix), ROWS):
+        rows = matrix[start : start + ROWS]
         if not rows.isfinite().all():
             raise ValueError(f"{name} holds numbers that are not finite")
         parts, restored = scheme.quantised(rows)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,15 @@ from pagewire.cli.quantise.shards import Entry
 WORD = 32
 SEARCH = torch.linspace(0.8, 1.1, 16).tolist()
 """Shares of a group's range that are tried for 4 bits: less makes steps finer, more makes up for rounded zeros."""
+
+
+class _Fit(NamedTuple):
+    """A way of holding groups: codes [N, G, group]; scales, zeros and squares of errors [N, G, 1]."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+    errors: Tensor
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,7 @@ class CompressedIntegers:
     def entries(self, module: str, shape: tuple[int, int], dtype: torch.dtype) -> list[Entry]:
         """The tensors of a module's matrix [N, K]. dtype: of the dense matrix, which the scales have, too."""
         rows, columns = shape
+        parts: dict[str, tuple[torch.dtype, tuple[int, ...]]]
         if self.group is None:
             parts = {"weight": (torch.int8, shape), "weight_scale": (dtype, (rows, 1))}
         else:
@@ -83,7 +93,7 @@ class CompressedIntegers:
         Those of several matrices, one below the other, can be joined if each N but the last is a multiple of 8.
         """
         groups = dense.float().unflatten(1, (-1, self.group or dense.shape[1]))  # type: ignore[no-untyped-call]
-        codes, scales, zeros = self._nearest(groups, dense.dtype)
+        codes, scales, zeros, _ = self._nearest(groups, dense.dtype)
         restored = ((codes - zeros) * scales.float()).flatten(1)
         unsigned = codes.to(torch.uint8).flatten(1)
         parts = {"weight_scale": scales.flatten(1)}
@@ -95,21 +105,21 @@ class CompressedIntegers:
             parts["weight_zero_point"] = packed(zeros.to(torch.uint8).flatten(1).T, self.bits).T
         return parts, restored
 
-    def _nearest(self, groups: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    def _nearest(self, groups: Tensor, dtype: torch.dtype) -> _Fit:
         """Codes from 0, scales in `dtype`, and zeros, of the least squares of errors, for groups [N, G, group]."""
-        best = None
-        for share in SEARCH if self.bits == 4 else [1.0]:
-            scales, zeros = self._range(groups, share, dtype)
-            codes = (groups / scales.float() + zeros).round().clamp(0, 2**self.bits - 1)
-            errors = ((codes - zeros) * scales.float() - groups).square().sum(-1, keepdim=True)
-            if best is None:
-                best = codes, scales, zeros, errors
-            else:
-                better = errors < best[3]
-                candidates = zip((codes, scales, zeros, errors), best, strict=True)
-                best = tuple(torch.where(better, new, old) for new, old in candidates)
-        assert best is not None
-        return best[0], best[1], best[2]
+        shares = SEARCH if self.bits == 4 else [1.0]
+        best = self._fit(groups, shares[0], dtype)
+        for share in shares[1:]:
+            fit = self._fit(groups, share, dtype)
+            better = fit.errors < best.errors
+            best = _Fit(*(torch.where(better, new, old) for new, old in zip(fit, best, strict=True)))
+        return best
+
+    def _fit(self, groups: Tensor, share: float, dtype: torch.dtype) -> _Fit:
+        scales, zeros = self._range(groups, share, dtype)
+        codes = (groups / scales.float() + zeros).round().clamp(0, 2**self.bits - 1)
+        errors = ((codes - zeros) * scales.float() - groups).square().sum(-1, keepdim=True)
+        return _Fit(codes, scales, zeros, errors)
 
     def _range(self, groups: Tensor, share: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Scales and zeros of groups if a share of their range is kept; 0 is always within it."""

@@ -11,8 +11,8 @@ from torch import nn
 
 from pagewire.workers.model.checkpoint import Checkpoint
 from pagewire.workers.model.conversion import Conversion, conversions
+from pagewire.workers.model.matrices import is_experts
 from pagewire.workers.model.online import ROUTERS
-from pagewire.workers.model.transforms import is_experts
 
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

@@ -60,8 +60,12 @@ class Stack {
   }
 
   void multiply(const Matrix& matrix, const void* x, void* out) const {
-    pagewire_linear(x, matrix.packed, matrix.bias, out, tokens_, matrix.k, matrix.n, matrix.k, batch_.dtype,
-                    batch_.num_threads);
+    if (matrix.integers)
+      pagewire_quantised_linear(x, matrix.packed, matrix.bias, out, tokens_, matrix.k, matrix.n, matrix.k,
+                                matrix.integers, batch_.dtype, batch_.num_threads);
+    else
+      pagewire_linear(x, matrix.packed, matrix.bias, out, tokens_, matrix.k, matrix.n, matrix.k, batch_.dtype,
+                      batch_.num_threads);
   }
 
   // Norm of each head, where there is one, and rotary embedding.

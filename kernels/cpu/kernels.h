@@ -80,11 +80,32 @@ EXPORT int64_t pagewire_packed_size(int64_t n, int64_t k, int32_t dtype);
 EXPORT void pagewire_pack(const void* weight, void* packed, int64_t n, int64_t k, int64_t row_stride, int32_t dtype,
                           int32_t num_threads);
 
+// ---- quantised.cpp ----
+
+// A weight of integers with scales; kernels/integers.py says what the fields mean.
+struct Integers {
+  const void* table;  // uint8 [16], or null
+  int64_t group;      // 0: none
+  int32_t bits, zero;
+  int32_t scale_dtype;  // of scales and offsets, as in AttentionCall
+  int32_t offsets;      // 0: there are none
+};
+
+EXPORT int64_t pagewire_quantised_size(int64_t n, int64_t k, const Integers* form);
+
+EXPORT void pagewire_quantised_pack(const void* codes, const void* scales, const void* offsets, void* packed,
+                                    int64_t n, int64_t k, const Integers* form, int32_t num_threads);
+
+EXPORT void pagewire_quantised_linear(const void* x, const void* packed, const void* bias, void* out, int64_t rows,
+                                      int64_t k, int64_t n, int64_t x_stride, const Integers* form, int32_t dtype,
+                                      int32_t num_threads);
+
 // ---- decoder.cpp: a stack of layers ----
 
 struct Matrix {
   const void* packed;
-  const void* bias;
+  const void* bias;          // [n] or null
+  const Integers* integers;  // null: a dense matrix
   int64_t n, k;
 };
 

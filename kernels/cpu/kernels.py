@@ -11,11 +11,13 @@ from pagewire.kernels.cpu.build import InstructionSet
 from pagewire.kernels.cpu.decoder import CompiledStack
 from pagewire.kernels.cpu.library import AttentionCall, choose
 from pagewire.kernels.cpu.linear import PackedLinear, multiply_unpacked
+from pagewire.kernels.cpu.quantised import QuantisedLinear
 from pagewire.kernels.cpu.tensors import DTYPES, cache_fields, check_cache, last_contiguous, of_size
+from pagewire.kernels.integers import Integers
 from pagewire.kernels.layer import Layer, Norm
 from pagewire.kernels.paging import AttentionBatch
 from pagewire.kernels.reference import rotate_and_store_with
-from pagewire.kernels.weight import Weight
+from pagewire.kernels.weight import Linear, Weight
 
 
 @functools.cache
@@ -212,8 +214,10 @@ class CpuKernels:
 
     rotate_and_store = rotate_and_store_with
 
-    def pack(self, weight: Weight, bias: Tensor | None = None) -> PackedLinear:
+    def pack(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """See `pagewire.kernels.linear.pack`."""
+        if isinstance(weight.scheme, Integers):
+            return QuantisedLinear(self._library, weight, bias)
         return PackedLinear(self._library, weight, bias)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

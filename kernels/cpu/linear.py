@@ -47,7 +47,7 @@ class PackedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """[..., K] to [..., N]."""
         check_rows(x, self.in_features, self.dtype)
-        rows = _rows(x)
+        rows = as_rows(x)
         out = torch.empty(*x.shape[:-1], self.out_features, dtype=x.dtype)
         self._library.pagewire_linear(
             rows.data_ptr(),
@@ -67,7 +67,7 @@ class PackedLinear:
 def multiply_unpacked(library: ctypes.CDLL, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., K] by a weight [N, K] as it is: see `pagewire.kernels.linear.linear`."""
     check_rows(x, weight.shape[1], weight.dtype)
-    rows, weight = _rows(x), last_contiguous(weight)
+    rows, weight = as_rows(x), last_contiguous(weight)
     bias = None if bias is None else of_size(bias, len(weight))
     out = torch.empty(*x.shape[:-1], len(weight), dtype=x.dtype)
     library.pagewire_linear_unpacked(
@@ -86,5 +86,6 @@ def multiply_unpacked(library: ctypes.CDLL, x: Tensor, weight: Tensor, bias: Ten
     return out
 
 
-def _rows(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
+    """x [..., K] as [M, K], its last axis contiguous."""
     return last_contiguous(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))

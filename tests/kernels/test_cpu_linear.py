@@ -152,28 +152,12 @@ def test_what_lies_behind_a_row_is_not_read(kernels: CpuKernels) -> None:
 
 
 GUARDED = """if True:
-    import ctypes, mmap, sys
+    import sys
     import torch
-    from pagewire.kernels.cpu.build import INSTRUCTION_SETS, emulated_tiles
-    from pagewire.kernels.cpu.kernels import CpuKernels
-    from pagewire.kernels.cpu.library import open_library
     from pagewire.kernels.weight import dense_weight
+    from tests.kernels.guarded import guarded, kernels_of
 
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-
-    def guarded(x):
-        # A copy that ends where memory ends that may be touched.
-        size = -(-x.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        memory = torch.frombuffer(mmap.mmap(-1, size + mmap.PAGESIZE), dtype=torch.uint8)
-        assert libc.mprotect(memory.data_ptr() + size, mmap.PAGESIZE, 0) == 0
-        copy = memory[size - x.nbytes : size].view(x.dtype).view(x.shape)
-        copy.copy_(x)
-        return copy
-
-    sets = {isa.name: isa for isa in (*INSTRUCTION_SETS, emulated_tiles())}
-    isa = sets[sys.argv[1]]
-    kernels = CpuKernels(isa, open_library(isa))
+    kernels = kernels_of(sys.argv[1])
     torch.manual_seed(0)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for n, k in ((64, 64), (70, 50), (16, 1100)):

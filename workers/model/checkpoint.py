@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pagewire.ipc.hub import read_json
 from pagewire.kernels.cpu import arena
+from pagewire.kernels.weight import Weight, dense_weight
 from pagewire.workers.errors import LoadError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -30,6 +31,37 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+
+
+class WeightSource(Protocol):
+    """The weights of a model, by the names that they have in a dense checkpoint: `...q_proj.weight`."""
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The names of all weights."""
+
+    def on_meta(self, name: str) -> Tensor:
+        """A weight of this shape on the meta device.
+
+        Raises:
+            LoadError: it is of a dtype that is not read, or its tensors do not fit each other.
+        """
+
+    def read(self, name: str) -> Tensor:
+        """A weight as plain numbers: in its own dtype, or dequantised, in float32."""
+
+    def weight(self, name: str, dtype: torch.dtype) -> Weight:
+        """A matrix [N, K] as it is held. dtype: of its product's inputs and outputs.
+
+        Raises:
+            LoadError: its tensors do not fit each other.
+        """
+
+    def stacked(self, name: str, dtype: torch.dtype, transposed: bool) -> Iterator[Weight]:
+        """The matrices [N, K] of a weight [E, N, K], one by one; [E, K, N] if it is transposed."""
+
+    def let_go(self) -> None:
+        """Give back the memory of weights read since the last call. One in use comes from its file again."""
 
 
 class Checkpoint:
@@ -73,6 +105,15 @@ class Checkpoint:
         if (dtype := DTYPES.get(described.get_dtype())) is None:
             raise LoadError(f"{name} of the checkpoint is of an unknown dtype: {described.get_dtype()}")
         return torch.empty(described.get_shape(), dtype=dtype, device="meta")
+
+    def weight(self, name: str, dtype: torch.dtype) -> Weight:
+        """See `WeightSource.weight`: a view of the file."""
+        return dense_weight(self.read(name), dtype)
+
+    def stacked(self, name: str, dtype: torch.dtype, transposed: bool) -> Iterator[Weight]:
+        """See `WeightSource.stacked`: views of the file."""
+        for matrix in self.read(name):
+            yield dense_weight(matrix.T if transposed else matrix, dtype)
 
     def let_go(self) -> None:
         """Give back the memory of tensors read since the last call. A tensor in use comes from its file again."""

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from pagewire.workers.errors import LoadError, first_line
 
-UNUSED = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.inv_freq$|(^|\.)mtp\.")
-"""Names of causal masks and rotary frequencies in old checkpoints, and of layers that draft tokens (MTP)."""
+UNUSED = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.inv_freq$|(^|\.)mtp\.|\.[qkv]_scale$")
+"""Names of causal masks and rotary frequencies in old checkpoints, of layers that draft tokens (MTP), and of scales
+for an 8-bit KV cache."""
 
 
 @dataclass

@@ -27,6 +27,8 @@ from pagewire.workers.model.proof import DryRun, check_config, prove, reference_
 from pagewire.workers.model.stack import DecoderStack, build_stack
 from pagewire.workers.model.transforms import (
     LinearModule,
+    QuantisedEmbedding,
+    pack_embeddings,
     pack_experts,
     pack_linears,
     replace_norms,
@@ -145,6 +147,7 @@ def transform(
 def transform_parts(module: torch.nn.Module, weights: Weights, device: torch.device) -> None:
     """Replace linears, experts and norms, and keep the module's own forward; the result is on a device."""
     pack_experts(module, weights, device)
+    pack_embeddings(module, weights, device)
     pack_linears(module, weights, device)
     weights.fill(module)
     module.to(device)
@@ -166,6 +169,8 @@ def weight_bytes(model: Model) -> int:
         for child in module.modules():
             if isinstance(child, LinearModule):
                 total += child.product.num_bytes
+            if isinstance(child, QuantisedEmbedding):
+                total += child.num_bytes
         for parameter in module.parameters():
             if parameter.device.type != "meta" and parameter.data_ptr() not in seen:
                 seen.add(parameter.data_ptr())

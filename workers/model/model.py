@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,8 @@ class Model:
         states = sizes * torch.randn(
             len(sizes), linear.in_features, generator=torch.Generator().manual_seed(0)
         )
-        hidden = states.to(next(self.base.parameters()).device, linear.weight.dtype)
+        own = next(chain(self.base.parameters(), self.base.buffers()))
+        hidden = states.to(own.device, linear.weight.dtype)
         expected, short = self._whole_logits(hidden), linear.product(hidden)
         if short.dtype == expected.dtype and torch.equal(short, expected):
             self.head = linear.product

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pagewire.kernels.decoder import Activation, Layer, Norm, Stack
 from pagewire.kernels.linear import Linear
 from pagewire.workers.model.attention import KVShape, StepContext
-from pagewire.workers.model.transforms import RotaryTable, norm_kernel, pack_joined
+from pagewire.workers.model.transforms import RotaryTable, embedding, norm_kernel, pack_joined
 from pagewire.workers.model.weights import Weights
 
 BASE = {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -70,8 +70,7 @@ class DecoderStack(nn.Module):
         _require(_children(base) == BASE and type(base.embed_tokens) is nn.Embedding)
         _require(base.config.model_type not in OTHER_ARITHMETIC)
         _require(isinstance(base.rotary_emb, RotaryTable))
-        weights.fill(base.embed_tokens)
-        self.embed_tokens, self.rotary = base.embed_tokens, base.rotary_emb
+        self.embed_tokens, self.rotary = embedding(base.embed_tokens, weights, device), base.rotary_emb
         self._angles: list[Tensor] | None = None  # cosines and sines by position, from the first step on
         self.stack_layers = [StackLayer(layer, base.config) for layer in base.layers]
         modules = (*(layer.input_layernorm for layer in base.layers), base.norm)
@@ -91,7 +90,7 @@ class DecoderStack(nn.Module):
 
     def forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
         """Tokens int64 [T] of a step to hidden states [T, H]."""
-        residual = self.embed_tokens.weight.index_select(0, input_ids)
+        residual = self.embed_tokens(input_ids)
         if self._angles is None:
             self._angles = [table[0] for table in self.rotary.table(residual[None])]
         cos, sin = (table.index_select(0, step.positions) for table in self._angles)

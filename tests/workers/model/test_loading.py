@@ -187,9 +187,19 @@ def test_tensors_that_are_known_to_be_unused_do_no_harm(llama: Path, tmp_path: P
     extra = {
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
         "model.h.0.attn.bias": torch.ones(3),
+        "model.layers.0.self_attn.k_scale": torch.ones(1),
+        "model.layers.0.mlp.up_proj.bias": torch.zeros(100),
     }
     rewrite(llama, tmp_path, lambda weights: weights.update(extra))
     assert our_tokens(tmp_path, PROMPTS) == our_tokens(llama, PROMPTS)
+
+
+def test_a_bias_that_would_do_something_is_not_left_out(llama: Path, tmp_path: Path) -> None:
+    rewrite(
+        llama, tmp_path, lambda weights: weights.update({"model.layers.0.mlp.up_proj.bias": torch.ones(100)})
+    )
+    with pytest.raises(LoadError, match=r"holds 1 tensors that llama has no use for: .*up_proj.bias"):
+        load_runner(tmp_path)
 
 
 def test_weights_of_another_shape(llama: Path, tmp_path: Path) -> None:
