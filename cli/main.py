@@ -17,6 +17,7 @@ from pagewire.cli.commands import (
     inspect,
     kernels,
     keys,
+    quantize,
     run_batch,
     serve,
     top,
@@ -26,7 +27,10 @@ from pagewire.cli.terminal import show
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError, ProtocolError, RequestError
 from pagewire.ipc.version import __version__
 
-COMMANDS = (generate, chat, serve, core, top, run_batch, bench, inspect, keys, kernels, doctor, collect_env)
+COMMANDS = (
+    *(generate, chat, serve, core, top, run_batch, bench, inspect, quantize),
+    *(keys, kernels, doctor, collect_env),
+)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -45,10 +45,12 @@ class PartsFormat:
         return integer_weight(scheme, tensors[f"codes{bits}"], scales, tensors.get("offsets"), dtype)
 
 
-def write_quantised(source: Path, folder: Path, scheme_of: SchemeOf) -> tuple[Path, Path]:
+def write_quantised(
+    source: Path, folder: Path, scheme_of: SchemeOf, method: str = "awq"
+) -> tuple[Path, Path]:
     """A dense checkpoint's copy with quantised matrices, and one with the same numbers, dequantised.
 
-    Only `PartsFormat` reads the first.
+    Only `PartsFormat` reads the first, in place of the format of `method`.
     """
     parts: dict[str, Tensor] = {}
     dense: dict[str, Tensor] = {}
@@ -65,7 +67,7 @@ def write_quantised(source: Path, folder: Path, scheme_of: SchemeOf) -> tuple[Pa
         if offsets:
             parts[f"{module}.offsets"] = offsets[0]
         dense[name] = weight.dense()
-    settings = {"quant_method": "awq"}
+    settings = {"quant_method": method}
     return _write(source, folder / "quantised", parts, settings), _write(source, folder / "plain", dense)
 
 

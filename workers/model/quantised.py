@@ -54,7 +54,7 @@ class QuantisedCheckpoint:
         if name in self._plain:
             return self._files.on_meta(name)
         with _named(name):
-            shape = self._form.shape(_module(name), self._tensors(name, self._files.on_meta))
+            shape = self._form.shape(_module(name), self._tensors(name, self._files.read))
         return torch.empty(shape, dtype=torch.float32, device="meta")
 
     def read(self, name: str) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pagewire.ipc import quantization as names
 from pagewire.kernels.integers import Integers, quantise, relative_error
 from pagewire.kernels.weight import DENSE, Weight, dense_weight
 from pagewire.workers.errors import LoadError
@@ -82,6 +83,7 @@ def test_rows_of_zeros_stay_zeros() -> None:
 
 
 def test_an_unknown_name_is_refused() -> None:
+    assert tuple(ONLINE) == names.ONLINE
     with pytest.raises(
         LoadError, match="quantization='awq' cannot be done while plain numbers are loaded: fp8"
     ):

@@ -38,7 +38,7 @@ class BitsAndBytes:
         """See `Format.check`: everything that bitsandbytes saves is served."""
 
     def shape(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
-        """See `Format.shape`. The state of a 4-bit matrix says its shape, so that tensor must not be on meta."""
+        """See `Format.shape`. The shape of a 4-bit matrix is part of its state."""
         if "SCB" in tensors:
             return tuple(tensors["weight"].shape)
         return tuple(_state(tensors)["shape"])

@@ -37,7 +37,7 @@ class Format(Protocol):
         """
 
     def shape(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
-        """The shape of the dense weight. name: of the module; tensors: on the meta device, by suffix.
+        """The shape of the dense weight. name: of the module; tensors: by suffix; large ones should not be touched.
 
         Raises:
             ValueError: the tensors do not fit each other.

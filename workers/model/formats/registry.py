@@ -6,16 +6,29 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.formats import awq, compressed_tensors, fp8, gptq
+from pagewire.workers.model.formats import (
+    aqlm,
+    awq,
+    bitsandbytes,
+    compressed_tensors,
+    fp8,
+    gptq,
+    mxfp4,
+    squeezellm,
+)
 from pagewire.workers.model.formats.format import Format
 
 READERS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
+    "aqlm": aqlm.of,
     "awq": awq.of,
+    "bitsandbytes": bitsandbytes.of,
     "compressed-tensors": compressed_tensors.of,
     "fbgemm_fp8": fp8.of,
     "fp8": fp8.of,
     "gptq": gptq.of,
     "marlin": gptq.of,
+    "mxfp4": mxfp4.of,
+    "squeezellm": squeezellm.of,
 }
 """`quant_method` to a function from `quantization_config` to a format."""
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from pagewire.workers.model.checkpoint import Checkpoint
 from pagewire.workers.model.formats import mxfp4
 from pagewire.workers.model.formats.format import StackFormat
 from pagewire.workers.model.formats.mxfp4 import mxfp4_weight
+from pagewire.workers.model.formats.registry import format_of
+from pagewire.workers.model.quantised import QuantisedCheckpoint
 
 
 def e2m1(code: int) -> float:
@@ -40,6 +46,22 @@ def test_experts_are_stacked() -> None:
     expected = (numbers * torch.exp2(scales.float() - 127)[..., None]).flatten(2)
     experts = [weight.dense() for weight in form.stacked("experts.gate_up_proj", tensors, torch.float32)]
     assert torch.equal(torch.stack(experts), expected)
+
+
+def test_a_checkpoint_holds_two_stacks_in_a_module(tmp_path: Path) -> None:
+    sizes = {"gate_up_proj": (2, 12, 3, 16), "down_proj": (2, 96, 1, 16)}
+    tensors = {"experts.gate_up_proj_bias": torch.ones(2, 12), "router.weight": torch.ones(2, 96)}
+    for name, size in sizes.items():
+        tensors[f"experts.{name}_blocks"] = torch.randint(256, size, dtype=torch.uint8)
+        tensors[f"experts.{name}_scales"] = torch.full(size[:3], 128, dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    source = QuantisedCheckpoint(Checkpoint(tmp_path), format_of({"quant_method": "mxfp4"}))
+    plain = {"experts.gate_up_proj_bias", "router.weight"}
+    assert set(source.names) == {"experts.gate_up_proj", "experts.down_proj", *plain}
+    assert source.on_meta("experts.gate_up_proj").shape == (2, 96, 12)
+    for name in ("experts.gate_up_proj", "experts.down_proj"):
+        experts = list(source.stacked(name, torch.float32, transposed=True))
+        assert torch.equal(source.read(name), torch.stack([expert.dense().T for expert in experts]))
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from pagewire.kernels.integers import INT8, Integers
 from pagewire.kernels.weight import Weight, dense_weight
+from pagewire.workers.model.checkpoint import Checkpoint
 from pagewire.workers.model.formats import bitsandbytes
 from pagewire.workers.model.formats.bitsandbytes import integer_table, nf4, nf4_values
+from pagewire.workers.model.formats.registry import format_of
+from pagewire.workers.model.quantised import QuantisedCheckpoint
 
 # Dettmers et al. 2023, "QLoRA", appendix E.
 NF4 = (
@@ -62,7 +67,9 @@ def saved(shape: tuple[int, int], block: int, kind: str, nested: bool) -> tuple[
     else:
         tensors["weight.absmax"] = torch.rand(num_blocks, generator=generator) + 0.01
         scales = tensors["weight.absmax"].tolist()
-    tensors[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(list(json.dumps(state).encode()))
+    tensors[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(
+        list(json.dumps(state).encode()), dtype=torch.uint8
+    )
     dense = torch.tensor([table[code] * scales[i // block] for i, code in enumerate(codes)])
     return tensors, dense.view(shape)
 
@@ -142,7 +149,22 @@ def test_what_does_not_fit_is_refused() -> None:
             FORM.weight("a", wrong, torch.float32)
     state = {"shape": [2, 3, 64], "blocksize": 64}
     stacked = tensors | {
-        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()))
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(
+            list(json.dumps(state).encode()), dtype=torch.uint8
+        )
     }
     with pytest.raises(ValueError, match="only matrices"):
         FORM.shape("a", stacked)
+
+
+def test_a_checkpoint_names_its_parts_below_the_weight(tmp_path: Path) -> None:
+    tensors, dense = saved((6, 128), 64, "nf4", nested=True)
+    names = {f"layers.0.q_proj.{suffix}": tensor for suffix, tensor in tensors.items()}
+    plain = {"lm_head.weight": torch.ones(2, 2), "layers.0.q_proj.bias": torch.ones(6)}
+    save_file(names | plain, tmp_path / "model.safetensors")
+    form = format_of({"quant_method": "bitsandbytes", "load_in_4bit": True})
+    source = QuantisedCheckpoint(Checkpoint(tmp_path), form)
+    assert set(source.names) == {"layers.0.q_proj.weight", *plain}
+    assert source.on_meta("layers.0.q_proj.weight").shape == (6, 128)
+    assert error(source.weight("layers.0.q_proj.weight", torch.bfloat16), dense) < 0.006
+    assert source.read("lm_head.weight").eq(1).all()
