@@ -58,13 +58,14 @@ _AVX512_VNNI = InstructionSet(
 _AVX512_BF16 = InstructionSet(  # no CPU has the former without the latter
     "avx512_bf16", _AVX512_VNNI.cpu_flags | {"avx512_bf16"}, (*_AVX512_VNNI.compiler_flags, "-mavx512bf16")
 )
+_AVX_VNNI = InstructionSet("avx_vnni", _AVX2.cpu_flags | {"avx_vnni"}, (*_AVX2.compiler_flags, "-mavxvnni"))
 _PORTABLE = InstructionSet("portable")
-VECTORS = (_AVX512_BF16, _AVX512, _AVX2, _PORTABLE)
+VECTORS = (_AVX512_BF16, _AVX512_VNNI, _AVX512, _AVX_VNNI, _AVX2, _PORTABLE)
 """Sets without matrix tiles, the best first."""
 
 _AMX = InstructionSet(
     "amx",
-    _AVX512_BF16.cpu_flags | {"amx_tile", "amx_bf16"},
+    _AVX512_BF16.cpu_flags | {"amx_tile", "amx_bf16", "amx_int8"},
     (*_AVX512_BF16.compiler_flags, "-DPAGEWIRE_TILES"),
 )
 _AMX_FP16 = InstructionSet(

@@ -4,14 +4,15 @@
 // order, each by one fused multiply-add (two where the weight has offsets). So the bits of an element of the result are the
 // same for every instruction set, among any other rows, and however the work is cut.
 //
-// A work item is a panel, or some small ones, and a chunk of rows. For a few rows codes of 4 bits are unpacked in
-// registers; for more, once per item, into memory that stays in the second-level cache.
+// A work item is a panel, or some small ones, and a chunk of rows. Codes of 4 bits are unpacked in registers for every
+// few rows: that takes less time than to read them as bytes from the second-level cache.
 
 #include <algorithm>
 
 #include "kernels.h"
 #include "parallel.h"
 #include "quantised_pack.h"
+#include "quantised_tiles.h"
 #include "quantised_vectors.h"
 #include "scratch.h"
 
@@ -21,7 +22,6 @@ constexpr int64_t kParallelWork = 1 << 19;      // multiply-adds below which one
 constexpr int64_t kItemWork = 1 << 17;          // multiply-adds of an item
 constexpr int64_t kParallelElements = 1 << 15;  // of rows, below which one thread quantises them
 constexpr int64_t kRowChunk = 384;
-constexpr int64_t kDirectRows = 2 * kRows;  // up to which codes of 4 bits are unpacked in registers
 
 struct Output {
   const void* bias;  // [n] or null
@@ -29,15 +29,15 @@ struct Output {
   int64_t count, n;
   int32_t dtype;
 
-  // Some rows' sums for panel p.
-  void keep(const PanelSums& sums, int64_t row, int64_t rows, int64_t p) const {
+  // The sums [rows][kPanel] of some rows for panel p.
+  void keep(const float (*sums)[kPanel], int64_t row, int64_t rows, int64_t p) const {
     dispatch(dtype, [&](auto element) {
       using T = decltype(element);
       const int64_t first = p * kPanel;
       for (int64_t r = 0; r < rows; ++r)
         for (int64_t i = 0; i < std::min(kPanel, n - first); i += kLanes) {
           const int64_t left = n - first - i;
-          Floats sum = load(&sums.row[r][i]);
+          Floats sum = load(&sums[r][i]);
           if (bias) sum = sum + load(static_cast<const T*>(bias) + first + i, left);
           store(static_cast<T*>(out) + (row + r) * n + first + i, sum, left);
         }
@@ -49,12 +49,7 @@ template <class Codes>
 class Product {
  public:
   Product(const Integers& form, const Codes& codes, const QuantisedRows& rows, const Output& output, int64_t k)
-      : layout_(form, k),
-        codes_(codes),
-        rows_(rows),
-        output_(output),
-        direct_(layout_, form.zero, codes),
-        bytes_(layout_.unpacked(), form.zero, ByteCodes{}) {}
+      : layout_(form, k), zero_(form.zero), codes_(codes), rows_(rows), output_(output) {}
 
   void run(const char* packed, int num_threads) const {
     const int64_t panels = (output_.n + kPanel - 1) / kPanel, chunks = (output_.count + kRowChunk - 1) / kRowChunk;
@@ -70,36 +65,61 @@ class Product {
 
  private:
   void chunk(int64_t p, const char* panel, int64_t begin, int64_t end) const {
-    if (end - begin <= kRows) return blocks<true>(direct_, p, panel, begin, end);
-    if (layout_.bits == 8 || end - begin <= kDirectRows) return blocks<false>(direct_, p, panel, begin, end);
-    thread_local Scratch scratch;
-    const PanelLayout unpacked = layout_.unpacked();
-    scratch.reserve(Scratch::bytes_for<char>(unpacked.bytes()));
-    char* const bytes = scratch.take<char>(unpacked.bytes());
-    unpack_panel(layout_, codes_, panel, bytes);
-    blocks<false>(bytes_, p, bytes, begin, end);
+#if defined(PAGEWIRE_TILES)
+    if (end - begin > kRows && is_tiled(layout_)) return tiled_chunk(p, panel, begin, end);
+#endif
+    PanelSums sums;
+    const VectorBlock<Codes> block(layout_, zero_, codes_);
+    for_blocks(begin, end, kRows, [&](int64_t row, int64_t count) {
+      if (row == begin)
+        block.template run<true>(rows_from(row), count, panel, sums);
+      else
+        block.template run<false>(rows_from(row), count, panel, sums);
+      output_.keep(sums.row, row, count, p);
+    });
   }
 
-  // Rows in blocks of nearly equal size.
-  template <bool kFetch, class Block>
-  void blocks(const Block& block, int64_t p, const char* panel, int64_t begin, int64_t end) const {
-    PanelSums sums;
-    const int64_t blocks = (end - begin + kRows - 1) / kRows;
+#if defined(PAGEWIRE_TILES)
+  void tiled_chunk(int64_t p, const char* panel, int64_t begin, int64_t end) const {
+    thread_local Scratch scratch;
+    const char* bytes = panel;
+    int64_t group_stride = layout_.group_bytes();
+    if (Codes::kParts > 1) {
+      scratch.reserve(Scratch::bytes_for<char>(layout_.columns() * kPanel));
+      char* const unpacked = scratch.take<char>(layout_.columns() * kPanel);
+      unpack_codes(layout_, codes_, panel, unpacked);
+      bytes = unpacked;
+      group_stride = layout_.group * kPanel;
+    }
+    TiledSums sums;
+    const TiledBlock block(layout_, zero_);
+    for_blocks(begin, end, kTiledRows, [&](int64_t row, int64_t count) {
+      block.run(rows_from(row), count, panel, bytes, group_stride, sums);
+      output_.keep(sums.row, row, count, p);
+    });
+  }
+#endif
+
+  // Calls run(row, count) for blocks of nearly equal size, of at most `most` rows.
+  template <class Run>
+  static INLINE void for_blocks(int64_t begin, int64_t end, int64_t most, const Run& run) {
+    const int64_t blocks = (end - begin + most - 1) / most;
     for (int64_t b = 0, row = begin; b < blocks; ++b) {
       const int64_t count = (end - row + blocks - b - 1) / (blocks - b);
-      const QuantisedRows rows{rows_.codes + row * layout_.columns(), rows_.groups + row * layout_.groups};
-      block.template run<kFetch>(rows, count, panel, sums);
-      output_.keep(sums, row, count, p);
+      run(row, count);
       row += count;
     }
   }
 
+  QuantisedRows rows_from(int64_t row) const {
+    return {rows_.codes + row * layout_.columns(), rows_.groups + row * layout_.groups};
+  }
+
   const PanelLayout layout_;
+  const int32_t zero_;
   const Codes codes_;
   const QuantisedRows rows_;
   const Output output_;
-  const VectorBlock<Codes> direct_;
-  const VectorBlock<ByteCodes> bytes_;
 };
 
 template <class Run>

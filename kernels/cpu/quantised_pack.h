@@ -1,9 +1,9 @@
-// Packing of a quantised weight, and unpacking of its codes to bytes.
+// Packing of a quantised weight.
 #pragma once
 
 #include <algorithm>
 
-#include "quantised_codes.h"
+#include "quantised_panel.h"
 
 namespace {
 
@@ -55,26 +55,5 @@ struct QuantisedWeight {
       std::memcpy(to + column * size, from + ((first + column) * layout.groups + g) * size, size_t(size));
   }
 };
-
-// A packed panel as one of `layout.unpacked()`.
-template <class Codes>
-void unpack_panel(const PanelLayout& layout, const Codes& codes, const char* from, char* to) {
-  const PanelLayout bytes = layout.unpacked();
-  for (int64_t g = 0; g < layout.groups; ++g, from += layout.group_bytes(), to += bytes.group_bytes()) {
-    char* step = to;
-    for (int64_t at = 0; at < layout.code_bytes(); at += 4 * kPanel, step += Codes::kParts * 4 * kPanel)
-      for (int64_t v = 0; v < 4 * kPanel; v += int64_t(sizeof(Words))) {
-        const Words packed = load_raw<Words>(from + at + v);
-        for (int part = 0; part < Codes::kParts; ++part) {
-          const Words values = codes.bytes(packed, part);
-          std::memcpy(step + part * 4 * kPanel + v, &values, sizeof(values));
-        }
-      }
-    const char* scales = from + layout.code_bytes();
-    float* floats = reinterpret_cast<float*>(to + bytes.code_bytes());
-    for (int64_t i = 0; i < (layout.offsets ? 2 : 1) * kPanel; i += kLanes)
-      store(floats + i, load_scales(scales + i * layout.scale_size(), layout.scale_dtype));
-  }
-}
 
 }  // namespace

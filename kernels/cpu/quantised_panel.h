@@ -37,14 +37,6 @@ struct PanelLayout {
         scale_dtype(form.scale_dtype),
         offsets(form.offsets != 0) {}
 
-  // The same weight with its codes in bytes and its scales in float32.
-  PanelLayout unpacked() const {
-    PanelLayout layout = *this;
-    layout.bits = 8;
-    layout.scale_dtype = 0;
-    return layout;
-  }
-
   int64_t columns() const { return groups * group; }
   int64_t code_bytes() const { return group * kPanel * bits / 8; }
   int64_t scale_bytes() const { return kPanel * scale_size(); }

@@ -7,7 +7,7 @@
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int kRows = 6;
+constexpr int kRows = 4;
 #elif defined(__AVX2__)
 constexpr int kRows = 4;
 #else
@@ -32,14 +32,12 @@ class VectorBlock {
     for (int64_t strip = 0; strip < kPanel; strip += kStrip) {
       if (count == 1) multiply<1, kFetch>(rows, panel, strip, sums);
       if (count == 2) multiply<2, kFetch>(rows, panel, strip, sums);
-      if constexpr (kRows >= 4) {
+      if constexpr (kRows >= 3)
         if (count == 3) multiply<3, kFetch>(rows, panel, strip, sums);
+      if constexpr (kRows >= 4)
         if (count == 4) multiply<4, kFetch>(rows, panel, strip, sums);
-      }
-      if constexpr (kRows >= 6) {
+      if constexpr (kRows >= 5)
         if (count == 5) multiply<5, kFetch>(rows, panel, strip, sums);
-        if (count == 6) multiply<6, kFetch>(rows, panel, strip, sums);
-      }
     }
   }
 
