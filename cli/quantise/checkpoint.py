@@ -17,7 +17,8 @@ from pagewire.cli.quantise.integers import CompressedIntegers
 from pagewire.cli.quantise.linears import find_linears
 from pagewire.cli.quantise.shards import Entry, Shard, index, shards
 from pagewire.ipc.hub import TOKENIZER_FILES, read_json
-from pagewire.workers.model.checkpoint import INDEX, Checkpoint
+from pagewire.workers.model.checkpoint import Checkpoint
+from pagewire.workers.model.headers import INDEX
 
 LICENSES = ["LICENSE*", "NOTICE*"]
 ROWS = 128

@@ -1,8 +1,8 @@
 """Reads the header of a GGUF file: its metadata, and where its tensors lie.
 
-The layout is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3. The package `gguf`
-reads it, too, but takes seconds for a vocabulary, needs numpy, and trusts the file. Here nothing is read beyond the
-file's end, and what a header may take is bounded.
+The layout is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3. The package
+`gguf` reads it, too, but takes seconds for a vocabulary, needs numpy, and trusts the file. Here nothing is read
+beyond the file's end, and what a header may take is bounded.
 """
 
 from __future__ import annotations

@@ -85,8 +85,9 @@ def write_gguf(
 ) -> Path:
     """A GGUF file of the checkpoint in `folder`.
 
-    kind: the type of a tensor, by its name and values. extra: adds to the metadata. fields: of the metadata, beside
-    those of the configuration, under the architecture's prefix. split: tensors of a file, of which there are several.
+    kind: the type of a tensor, by its name and values. extra: adds to the metadata and tensors. fields: of the
+    metadata under the architecture's prefix, beside those of the configuration. split: tensors of a file, of which
+    there are several.
     """
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=split)
     values = {name: getattr(config, found, None) for name, found in COMMON.items()}

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files: byte-level ones against the tokenizer that was written, others against SentencePiece."""
+"""Tokenizers of GGUF files, against the tokenizers that were written: of tokenizers, and of SentencePiece."""
 
 from __future__ import annotations
 
