@@ -192,19 +192,19 @@ def start(connection: Connection, config: WorkerConfig) -> Runner:
     def report(phase: str, seconds: float) -> None:
         connection.send(Progress(phase, seconds))
 
-    gc.disable()  # what is imported stays; looking for garbage among it takes a tenth of the time of the imports
     with LoadingSigns(lambda: connection.send(Loading())):
         sizes = expected_sizes(config)
         # Works while torch is imported here.
         ahead = WeightsAhead(config, 0 if sizes is None else sizes.panel_bytes)
+        gc.disable()  # looking for garbage among what is imported takes a tenth of the time, and later some more
         from pagewire.workers.runner import Runner
         from pagewire.workers.weight_cache.cached_loading import keep_in_background
 
+        gc.freeze()
+        gc.enable()
         runner, ready = Runner.start(config, report, ahead)
     ready.figures = None if sizes is None else model_figures(sizes)
     connection.send(ready)
-    gc.freeze()
-    gc.enable()
     keep_in_background(runner.model, ahead)
     return runner
 

@@ -82,6 +82,7 @@ def test_engine_options_stand_in_the_groups_of_their_definition(command: str) ->
     [
         (["--enforce-eager"], "enforce_eager", True),
         (["--no-enable-prefix-caching"], "enable_prefix_caching", False),
+        (["--no-weight-cache"], "weight_cache", False),
         (["--block-size", "32"], "block_size", 32),
         (["--gpu-memory-utilization", "0.5"], "gpu_memory_utilization", 0.5),
         (["--hf-overrides", '{"a": [1]}'], "hf_overrides", {"a": [1]}),

@@ -1,8 +1,8 @@
 """The objects of a model as plain values and tensors, and back: the description in a file of packed weights.
 
 Numbers, texts and None stand for themselves. Everything else is a map with one entry, whose name says what it is:
-a tensor by its number, a list, a dtype, or one of `FORMS` by its fields. Nothing else can be stored, and whatever a
-file says, nothing but these can be made of it.
+a tensor by its number, a list or a map, a dtype, or one of `FORMS` by its fields. Nothing else can be stored, and
+whatever a file says, nothing but these can be made of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pagewire.kernels.cpu import kernels as cpu_kernels
 from pagewire.kernels.cpu.linear import PackedLinear
@@ -64,8 +64,15 @@ def packed_linear(packed: Tensor, bias: Tensor | None, shape: tuple[int, int]) -
     return kernels.packed_linear(packed, bias, shape)
 
 
+def embedding_of(weight: Tensor) -> nn.Embedding:
+    """The embedding whose rows [V, H] these are."""
+    num_rows, size = weight.shape
+    return nn.Embedding(num_rows, size, _weight=weight, _freeze=True)
+
+
 FORMS: dict[type, Form] = {
     **{kind: Form(fields_of, kind) for kind in (Layer, Norm, KVShape, Weight, Integers)},
+    nn.Embedding: Form(lambda embedding: {"weight": embedding.weight}, embedding_of),
     Activation: Form(lambda activation: {"value": activation.value}, Activation),
     PackedLinear: Form(packed_fields, packed_linear),
 }
@@ -96,6 +103,8 @@ def _marked(value: Any, tensors: list[Tensor]) -> dict[str, Any]:
         return {"tensor": len(tensors) - 1}
     if isinstance(value, list | tuple):
         return {type(value).__name__: [describe(item, tensors) for item in value]}
+    if isinstance(value, dict):
+        return {"dict": {name: describe(item, tensors) for name, item in value.items()}}
     if isinstance(value, torch.dtype):
         return {"dtype": dtype_name(value)}
     if (form := FORMS.get(type(value))) is None:
@@ -118,6 +127,8 @@ def restored(description: Any, tensors: Sequence[Tensor]) -> Any:
     if name in ("list", "tuple"):
         items = [restored(item, tensors) for item in value]
         return items if name == "list" else tuple(items)
+    if name == "dict":
+        return {key: restored(item, tensors) for key, item in value.items()}
     if name == "dtype":
         return dtype_named(value)
     return BY_NAME[name].make(**{field: restored(item, tensors) for field, item in value.items()})

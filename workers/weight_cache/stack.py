@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from pagewire.kernels.decoder import Layer, Norm, Stack
@@ -19,7 +18,7 @@ from pagewire.workers.model.attention import KVShape
 from pagewire.workers.model.loading import LoadedModel
 from pagewire.workers.model.model import Model
 from pagewire.workers.model.stack import DecoderStack
-from pagewire.workers.weight_cache.forms import NotStoredError, add_form
+from pagewire.workers.weight_cache.forms import NotStoredError, add_form, fields_of
 
 
 @dataclass(frozen=True)
@@ -35,17 +34,12 @@ class KeptLayer:
 
 @dataclass(frozen=True)
 class KeptModel:
-    """A proven model: the properties of `LoadedModel`, and what its stack is made of."""
+    """A proven model: what its stack is made of."""
 
-    architecture: str
-    dtype: torch.dtype
-    vocab_size: int
-    max_model_len: int
-    eos_token_id: int | None
-    kv_shapes: list[KVShape]
-    weight_bytes: int
-    embedding: Tensor
-    """[V, H]."""
+    properties: dict[str, Any]
+    """All fields of `LoadedModel` but the model itself."""
+    embedding: nn.Module
+    """Of token ids int64 [T] to states [T, H]."""
     angles: list[Tensor]
     """Cosines and sines by position."""
     input_norm: Norm
@@ -63,8 +57,7 @@ class RestoredStack(DecoderStack):
     def __init__(self, kept: KeptModel) -> None:
         nn.Module.__init__(self)
         layers: Any = kept.layers  # with all attributes of a `StackLayer` that are used once it is packed
-        vocab_size, hidden_size = kept.embedding.shape
-        self.embed_tokens = nn.Embedding(vocab_size, hidden_size, _weight=kept.embedding, _freeze=True)
+        self.embed_tokens = kept.embedding
         self._angles = kept.angles
         self.stack_layers = layers
         self.stack = Stack(kept.input_norm, [place.layer for place in kept.layers])
@@ -92,20 +85,12 @@ def kept(loaded: LoadedModel) -> KeptModel:
         raise NotStoredError("its layers are no decoder stack")
     if loaded.model.head is None:
         raise NotStoredError("its logits are computed by transformers' code")
-    if type(base.embed_tokens) is not nn.Embedding:
-        raise NotStoredError(f"its embedding is a {type(base.embed_tokens).__name__}")
     if base.stack.compiled is None or base._angles is None:
         raise NotStoredError("its layers are not compiled as a whole")
     places = zip(base.stack_layers, base.stack.layers, strict=True)
     return KeptModel(
-        architecture=loaded.architecture,
-        dtype=loaded.dtype,
-        vocab_size=loaded.vocab_size,
-        max_model_len=loaded.max_model_len,
-        eos_token_id=loaded.eos_token_id,
-        kv_shapes=loaded.kv_shapes,
-        weight_bytes=loaded.weight_bytes,
-        embedding=base.embed_tokens.weight,
+        properties={name: value for name, value in fields_of(loaded).items() if name != "model"},
+        embedding=base.embed_tokens,
         angles=base._angles,
         input_norm=base.stack.input_norm,
         layers=[
@@ -120,15 +105,6 @@ def loaded_again(kept: KeptModel) -> LoadedModel:
     """The loaded model of which this was kept.
 
     Raises:
-        ValueError: its parts do not fit each other.
+        ValueError, TypeError: its parts do not fit each other.
     """
-    return LoadedModel(
-        model=RestoredModel(kept),
-        architecture=kept.architecture,
-        dtype=kept.dtype,
-        vocab_size=kept.vocab_size,
-        max_model_len=kept.max_model_len,
-        eos_token_id=kept.eos_token_id,
-        kv_shapes=kept.kv_shapes,
-        weight_bytes=kept.weight_bytes,
-    )
+    return LoadedModel(model=RestoredModel(kept), **kept.properties)
