@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pagewire.engine_core.scaling_factors import read_scaling_factors
 from pagewire.engine_core.schedule.scheduler import SchedulerConfig
 from pagewire.ipc.hub import model_folder, read_json
 from pagewire.ipc.messages import EngineInfo
@@ -19,20 +20,22 @@ class EngineConfig:
     """The options, the model's folder and its generation settings.
 
     generation_config: content of generation_config.json. eos_token_id: the main end-of-sequence token.
+    kv_scales: the scaling factors of `quantization_param_path`, one for each layer.
     """
 
     args: EngineArgs
     model_path: Path
     generation_config: dict[str, Any]
     eos_token_id: int | None
+    kv_scales: tuple[float, ...] = ()
 
     @classmethod
     def resolve(cls, args: EngineArgs) -> EngineConfig:
         """The configuration for `args`; downloads the model if necessary.
 
         Raises:
-            ValueError, TypeError: a bad option, such as the revision of a local folder. ModelNotFoundError: no such
-                model.
+            ValueError, TypeError: a bad option, such as the revision of a local folder, or a bad file of scaling
+                factors. ModelNotFoundError: no such model.
         """
         args.check()
         path = model_folder(
@@ -45,7 +48,9 @@ class EngineConfig:
         )
         model = read_json(path / "config.json") | args.hf_overrides
         generation = read_json(path / "generation_config.json")
-        return cls(args, path, generation, end_of_sequence(model, generation))
+        factors = args.quantization_param_path
+        kv_scales = () if factors is None else tuple(read_scaling_factors(Path(factors), model))
+        return cls(args, path, generation, end_of_sequence(model, generation), kv_scales)
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -93,6 +98,7 @@ class EngineConfig:
             num_threads=args.num_threads,
             enforce_eager=args.enforce_eager,
             kv_cache_dtype=args.kv_cache_dtype,
+            kv_scales=list(self.kv_scales),
         )
 
     def scheduler_config(self, ready: Ready) -> SchedulerConfig:

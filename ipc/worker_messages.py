@@ -11,7 +11,10 @@ from pagewire.ipc.items import Item, LogprobRows, Media, Message, Task
 
 
 class WorkerConfig(Message, tag="load"):
-    """Load the model and allocate the KV cache; answered by `Ready`. None: the worker decides."""
+    """Load the model and allocate the KV cache; answered by `Ready`. None: the worker decides.
+
+    kv_scales: of each layer's keys and values in a KV cache of 8-bit floats; empty: the checkpoint's, or 1.
+    """
 
     model_path: str
     dtype: str = "auto"
@@ -29,6 +32,7 @@ class WorkerConfig(Message, tag="load"):
     num_threads: int | None = None
     enforce_eager: bool = False
     kv_cache_dtype: str = "auto"
+    kv_scales: list[float] = []
 
 
 class SlotInit(Item):

@@ -52,8 +52,11 @@ _AVX512 = InstructionSet(
     _AVX2.cpu_flags | {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
     (*_AVX2.compiler_flags, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
 )
-_AVX512_BF16 = InstructionSet(
-    "avx512_bf16", _AVX512.cpu_flags | {"avx512_bf16"}, (*_AVX512.compiler_flags, "-mavx512bf16")
+_AVX512_VNNI = InstructionSet(
+    "avx512_vnni", _AVX512.cpu_flags | {"avx512_vnni"}, (*_AVX512.compiler_flags, "-mavx512vnni")
+)
+_AVX512_BF16 = InstructionSet(  # no CPU has the former without the latter
+    "avx512_bf16", _AVX512_VNNI.cpu_flags | {"avx512_bf16"}, (*_AVX512_VNNI.compiler_flags, "-mavx512bf16")
 )
 _PORTABLE = InstructionSet("portable")
 VECTORS = (_AVX512_BF16, _AVX512, _AVX2, _PORTABLE)

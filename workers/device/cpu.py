@@ -15,6 +15,8 @@ from torch import Tensor
 
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels.cpu.memory import populate, zeros
+from pagewire.kernels.cpu.tensors import DTYPES
+from pagewire.kernels.kv_codes import DTYPE as KV_CODES
 from pagewire.workers.device.kv_size import LOGIT_CHUNK, kv_budget
 from pagewire.workers.errors import LoadError
 from pagewire.workers.sample.masks import TokenMasks
@@ -107,7 +109,7 @@ class CpuDevice:
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         """See `Device.kv_dtypes`."""
-        return (dtype,)
+        return (dtype, KV_CODES) if dtype in DTYPES else (dtype,)
 
     def prepare(self, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> None:
         """Nothing to do: the CPU's kernels are compiled at first use."""
