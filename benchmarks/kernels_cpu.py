@@ -3,8 +3,9 @@
     python -m benchmarks.kernels_cpu
 
 A share "of floor" is the time that reading or multiplying takes at least (`limits.py`) over the time it took.
-The last columns are of a cache of int8, beside that of the model's dtype. PyTorch gets its best case: each request's keys and values already gathered into one contiguous tensor, which
-no paged cache has. Caches and matrices rotate between calls, so that what memory limits reads memory.
+The last columns are of a cache of int8, beside that of the model's dtype. PyTorch gets its best case: each request's
+keys and values already gathered into one contiguous tensor, which no paged cache has. Caches and matrices rotate
+between calls, so that what memory limits reads memory.
 """
 
 import argparse
@@ -142,7 +143,8 @@ def print_products(limits: Limits, dtype: torch.dtype, seconds: float) -> None:
 def print_attention(limits: Limits, dtype: torch.dtype, seconds: float, only: str) -> None:
     """A row for each case."""
     print(
-        f"\n{'attention':36}{'ms':>9}{'GB/s':>8}{'GFLOP/s':>9}{'of floor':>10}{'torch ms':>10}{'ratio':>8}{'int8 ms':>10}{'ratio':>8}"
+        f"\n{'attention':36}{'ms':>9}{'GB/s':>8}{'GFLOP/s':>9}{'of floor':>10}"
+        f"{'torch ms':>10}{'ratio':>8}{'int8 ms':>10}{'ratio':>8}"
     )
     for case in CASES:
         if only not in case.name:
