@@ -4,8 +4,9 @@
     python -m benchmarks.kernels_cpu --quantised
 
 A share "of floor" is the time that reading or multiplying takes at least (`limits.py`) over the time it took.
-PyTorch gets its best case: each request's keys and values already gathered into one contiguous tensor, which
-no paged cache has. Caches and matrices rotate between calls, so that what memory limits reads memory.
+The last columns are of a cache of int8, beside that of the model's dtype. PyTorch gets its best case: each
+request's keys and values already gathered into one contiguous tensor, which no paged cache has. Caches and matrices
+rotate between calls, so that what memory limits reads memory.
 """
 
 import argparse
@@ -20,8 +21,9 @@ from torch.nn import functional
 
 from benchmarks.limits import Limits, measure_limits, processor
 from pagewire.kernels import linear
-from pagewire.kernels.attention import AttentionBatch, paged_attention
+from pagewire.kernels.attention import AttentionBatch, paged_attention, store_kv
 from pagewire.kernels.integers import INT8, Integers, quantise
+from pagewire.kernels.kv_codes import row_width
 from pagewire.kernels.weight import Weight
 
 BLOCK_SIZE = 16
@@ -66,6 +68,8 @@ class Case:
 CASES = (
     Case("decode, 16 x 4,096, heads 32/8", 16, 1, 4096, 32, 8, 128, 1),
     Case("decode, 64 x 1,024, heads 32/8", 64, 1, 1024, 32, 8, 128, 1),
+    Case("decode, 8 x 1,088, heads 16/8, 64", 8, 1, 1088, 16, 8, 64, 8),
+    Case("decode, 32 x 192, heads 16/8, 64", 32, 1, 192, 16, 8, 64, 8),
     Case("decode, 1 x 32,768, heads 32/8", 1, 1, 32768, 32, 8, 128, 2),
     Case("decode, 16 x 2,048, heads 16/16", 16, 1, 2048, 16, 16, 128, 1),
     Case("decode, 16 x 2,048, heads 64/8, 64", 16, 1, 2048, 64, 8, 64, 2),
@@ -95,10 +99,13 @@ def fastest(calls: list[Callable[[], object]], seconds: float) -> float:
     return measure(calls, seconds, share=0.05)
 
 
-def paged_call(case: Case, dtype: torch.dtype) -> Callable[[], object]:
+def paged_call(case: Case, dtype: torch.dtype, cache_dtype: torch.dtype) -> Callable[[], object]:
     blocks_each = -(-case.seq_len // BLOCK_SIZE)
     num_blocks = case.num_requests * blocks_each
-    k, v = (torch.randn(num_blocks, case.num_kv_heads, BLOCK_SIZE, case.head_dim).to(dtype) for _ in "kv")
+    width = row_width(case.head_dim, cache_dtype)
+    k, v = (torch.empty(num_blocks, case.num_kv_heads, BLOCK_SIZE, width, dtype=cache_dtype) for _ in "kv")
+    tokens = torch.randn(num_blocks * BLOCK_SIZE, case.num_kv_heads, case.head_dim).to(dtype)
+    store_kv(tokens, tokens, k, v, torch.arange(len(tokens)))
     batch = AttentionBatch(
         query_start_loc=torch.arange(case.num_requests + 1, dtype=torch.int32) * case.query_len,
         seq_lens=torch.full((case.num_requests,), case.seq_len, dtype=torch.int32),
@@ -174,16 +181,23 @@ def print_products(limits: Limits, dtype: torch.dtype, seconds: float) -> None:
 
 def print_attention(limits: Limits, dtype: torch.dtype, seconds: float, only: str) -> None:
     """A row for each case."""
-    print(f"\n{'attention':36}{'ms':>9}{'GB/s':>8}{'GFLOP/s':>9}{'of floor':>10}{'torch ms':>10}{'ratio':>8}")
+    print(
+        f"\n{'attention':36}{'ms':>9}{'GB/s':>8}{'GFLOP/s':>9}{'of floor':>10}"
+        f"{'torch ms':>10}{'ratio':>8}{'int8 ms':>10}{'ratio':>8}"
+    )
     for case in CASES:
         if only not in case.name:
             continue
-        ours = measure([paged_call(case, dtype) for _ in range(case.copies)], seconds)
+        ours, coded = (
+            measure([paged_call(case, dtype, kept) for _ in range(case.copies)], seconds)
+            for kept in (dtype, torch.int8)
+        )
         theirs = measure([dense_call(case, dtype) for _ in range(case.copies)], seconds)
         num_bytes = case.kv_elements * dtype.itemsize
         print(
             f"{case.name:36}{ours * 1e3:9.3f}{num_bytes / ours / 1e9:8.1f}{case.flops / ours / 1e9:9.0f}"
             f"{limits.floor_s(num_bytes, case.flops) / ours:10.0%}{theirs * 1e3:10.3f}{theirs / ours:8.2f}"
+            f"{coded * 1e3:10.3f}{ours / coded:8.2f}"
         )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pagewire.engine_core.scaling_factors import read_scaling_factors
 from pagewire.engine_core.schedule.scheduler import SchedulerConfig
 from pagewire.ipc.hub import model_folder, read_configs
 from pagewire.ipc.messages import EngineInfo
@@ -20,20 +21,22 @@ class EngineConfig:
     """The options, the model's folder or GGUF file, and its generation settings.
 
     generation_config: content of generation_config.json. eos_token_id: the main end-of-sequence token.
+    kv_scales: the scaling factors of `quantization_param_path`, one for each layer.
     """
 
     args: EngineArgs
     model_path: Path
     generation_config: dict[str, Any]
     eos_token_id: int | None
+    kv_scales: tuple[float, ...] = ()
 
     @classmethod
     def resolve(cls, args: EngineArgs) -> EngineConfig:
         """The configuration for `args`; downloads the model if necessary.
 
         Raises:
-            ValueError, TypeError: a bad option, such as the revision of a local folder, or a quantisation that is
-                not the checkpoint's. ModelNotFoundError: no such model.
+            ValueError, TypeError: a bad option, such as the revision of a local folder, a quantisation that is not
+                the checkpoint's, or a bad file of scaling factors. ModelNotFoundError: no such model.
         """
         args.check()
         path = model_folder(
@@ -47,7 +50,9 @@ class EngineConfig:
         model, generation = read_configs(path)
         model |= args.hf_overrides
         resolve_quantization(args.quantization, args.load_format, model.get("quantization_config"))
-        return cls(args, path, generation, end_of_sequence(model, generation))
+        factors = args.quantization_param_path
+        kv_scales = () if factors is None else tuple(read_scaling_factors(Path(factors), model))
+        return cls(args, path, generation, end_of_sequence(model, generation), kv_scales)
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -97,6 +102,7 @@ class EngineConfig:
             kv_cache_dtype=args.kv_cache_dtype,
             quantization=args.quantization,
             weight_cache=args.weight_cache,
+            kv_scales=list(self.kv_scales),
         )
 
     def scheduler_config(self, ready: Ready) -> SchedulerConfig:

@@ -20,7 +20,7 @@ from pagewire.ipc.bounds import check_int, check_number, unknown_name
 from pagewire.ipc.quantization import FAMILIES, ONLINE, quantization_name
 
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
-KV_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+KV_DTYPES = ("auto", "int8", "fp8", "fp8_e4m3", "fp8_e5m2")
 DTYPE_ALIASES = {"half": "float16", "float": "float32", "fp8": "fp8_e4m3"}
 
 
@@ -78,8 +78,11 @@ class EngineArgs:
 
     block_size: int = option(16, "KV cache", "tokens per block", choices=(8, 16, 32, 64, 128))
     kv_cache_dtype: str = option(
-        "auto", "KV cache", "type of keys and values; auto: the model's; fp8 (e4m3): half the memory, GPUs only",
-        choices=KV_DTYPES)
+        "auto", "KV cache", "type of keys and values; auto: the model's; in half the memory: int8 (CPUs), "
+        "fp8 or fp8_e4m3, fp8_e5m2 (GPUs)", choices=KV_DTYPES)
+    quantization_param_path: str | None = option(
+        None, "KV cache", "JSON file of scaling factors for a KV cache of fp8 (e4m3), one for each layer; "
+        "default: the checkpoint's, else 1")
     gpu_memory_utilization: float = option(0.9, "KV cache", "fraction of the device's memory to use, in (0, 1]")
     kv_cache_memory_bytes: int | None = option(
         None, "KV cache", "bytes of KV memory; overrides gpu_memory_utilization")
@@ -140,8 +143,28 @@ class EngineArgs:
         check_number("swap_space", self.swap_space, 0.0, math.inf)
         if self.quantization is not None:
             quantization_name(self.quantization)
+        self._check_scaling_factors()
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
             raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+
+    def _check_scaling_factors(self) -> None:
+        """Refuse scaling factors for a KV cache that has no use for them."""
+        if self.quantization_param_path is None:
+            return
+        reasons = {
+            "auto": "its elements are the model's",
+            "int8": "it has a scale for each token and head",
+            "fp8_e5m2": "its range is float16's",
+        }
+        if self.device == "cpu":
+            raise ValueError(
+                "quantization_param_path is for a KV cache of fp8, which GPUs have and CPUs do not"
+            )
+        if reason := reasons.get(self.kv_cache_dtype):
+            raise ValueError(
+                f"quantization_param_path: a KV cache of {self.kv_cache_dtype} takes no scaling factors, since "
+                f"{reason}; kv_cache_dtype='fp8' takes them"
+            )
 
     def resolved_dtype(self) -> str:
         """`dtype` with aliases resolved: "half" is "float16"."""

@@ -15,6 +15,7 @@ class WorkerConfig(Message, tag="load"):
     """Load the model and allocate the KV cache; answered by `Ready`. None: the worker decides.
 
     weight_cache: take packed weights from the cache, and keep them there.
+    kv_scales: of each layer's keys and values in a KV cache of 8-bit floats; empty: the checkpoint's, or 1.
     """
 
     model_path: str
@@ -35,6 +36,7 @@ class WorkerConfig(Message, tag="load"):
     kv_cache_dtype: str = "auto"
     quantization: str | None = None
     weight_cache: bool = False
+    kv_scales: list[float] = []
 
 
 class SlotInit(Item):

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pagewire.kernels import kv_codes
 from pagewire.kernels.elementwise import elementwise
 from pagewire.kernels.integers import Integers
 from pagewire.kernels.layer import HeadNorms
-from pagewire.kernels.paging import AttentionBatch, token_view
+from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales, check_scales, token_view
 from pagewire.kernels.weight import Linear, UnpackedLinear, Weight, check_rows
 
 
@@ -23,9 +24,10 @@ def _accumulation_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _gather(cache: Tensor, blocks: Tensor, length: int, num_heads: int) -> Tensor:
+def _gather(cache: Tensor, blocks: Tensor, length: int, num_heads: int, dtype: torch.dtype) -> Tensor:
     """The first `length` rows of a request, [num_heads, length, size]: KV heads repeated for their query heads."""
     tokens = token_view(cache)[blocks.long()].flatten(0, 1)[:length]
+    tokens = kv_codes.dequantise(tokens, dtype) if cache.dtype == kv_codes.DTYPE else tokens.to(dtype)
     return tokens.transpose(0, 1).repeat_interleave(num_heads // cache.shape[1], dim=0)
 
 
@@ -43,6 +45,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
+    scales: KVScales = UNSCALED,
     out: Tensor | None = None,
 ) -> Tensor:
     """See `pagewire.kernels.attention.paged_attention`.
@@ -50,10 +53,11 @@ def paged_attention(
     PyTorch's products and sums may have other bits for other shapes. So all are of one shape, 16 queries by 256
     keys, with zeros where a request has none.
     """
+    check_scales(k_cache.dtype, scales)
     dtype = _accumulation_dtype(q)
     num_heads, block_size = q.shape[1], k_cache.shape[2]
     if out is None:
-        out = q.new_empty(q.shape[0], num_heads, v_cache.shape[3])
+        out = q.new_empty(q.shape[0], num_heads, kv_codes.head_size(v_cache))
     out.zero_()
     bias = _Bias(window, softcap, None if alibi is None else alibi.to(dtype))
     sinks = None if sinks is None else sinks.to(dtype)[:, None, None]
@@ -64,7 +68,8 @@ def paged_attention(
         if first == seq_len:
             continue
         blocks = batch.block_table[request, : -(-seq_len // block_size)]
-        k, v = (_gather(cache, blocks, seq_len, num_heads).to(dtype) for cache in (k_cache, v_cache))
+        gathered = (_gather(cache, blocks, seq_len, num_heads, dtype) for cache in (k_cache, v_cache))
+        k, v = (x if by == 1 else x * by for x, by in zip(gathered, scales, strict=True))
         if window is not None:
             v[:, : max(0, first - window + 1)] = (
                 0  # seen by no query, it may hold anything, and 0 x NaN is NaN
@@ -134,13 +139,32 @@ def _padded(x: Tensor, size: int, before: int) -> Tensor:
     return padded
 
 
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def _as_stored(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """Keys or values as a cache of `dtype` holds them."""
+    if dtype == kv_codes.DTYPE:
+        return kv_codes.quantise(x)
+    if dtype.itemsize > 1:
+        return x
+    largest = torch.finfo(dtype).max
+    return (x.float() * (1 / scale)).clamp(-largest, largest).to(dtype)
+
+
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    scales: KVScales = UNSCALED,
+) -> None:
     """See `pagewire.kernels.attention.store_kv`."""
+    check_scales(k_cache.dtype, scales)
     kept = slot_mapping >= 0
     slots = slot_mapping[kept].long()
     blocks, offsets = slots // k_cache.shape[2], slots % k_cache.shape[2]
-    token_view(k_cache)[blocks, offsets] = k[kept]
-    token_view(v_cache)[blocks, offsets] = v[kept]
+    for cache, rows, scale in ((k_cache, k, scales.k), (v_cache, v, scales.v)):
+        token_view(cache)[blocks, offsets] = _as_stored(rows[kept], cache.dtype, scale)
 
 
 def rms_norm(
@@ -189,7 +213,14 @@ class HeadKernels(Protocol):
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None: ...
 
     def store_kv(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+        self,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        scales: KVScales = UNSCALED,
     ) -> None: ...
 
 
@@ -204,6 +235,7 @@ def rotate_and_store_with(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    scales: KVScales = UNSCALED,
 ) -> Tensor:
     """See `pagewire.kernels.dispatch.Kernels.rotate_and_store`: one kernel after another."""
     if head_norms is not None:
@@ -212,7 +244,7 @@ def rotate_and_store_with(
             for heads, norm in zip((q, k), head_norms, strict=True)
         )
     kernels.rotary(q, k, cos, sin)
-    kernels.store_kv(k, v, k_cache, v_cache, slot_mapping)
+    kernels.store_kv(k, v, k_cache, v_cache, slot_mapping, scales=scales)
     return q
 
 

@@ -145,7 +145,7 @@ class Runner:
     def _forward(self, batch: Batch) -> Tensor:
         input_ids = self.relay.fill(batch.input_ids) if batch.needs_relay else batch.input_ids
         return self.model.model.hidden_states(
-            input_ids, StepContext(batch.attention, batch.positions, self.caches)
+            input_ids, StepContext(batch.attention, batch.positions, self.caches, self.model.kv_scales)
         )
 
     def keep_tokens(self, slots: Tensor, sampled: PendingTokens) -> None:

@@ -80,7 +80,7 @@ class Stack {
   int keep(const char* heads, char* cache, int64_t block_stride, int64_t head_stride, bool values) const {
     return pagewire_store(heads, cache, call_.slots, tokens_, batch_.num_kv_heads, batch_.head_dim, qkv_width_,
                           batch_.head_dim, block_stride, head_stride, batch_.num_blocks, batch_.block_size, values,
-                          batch_.dtype, batch_.num_threads);
+                          batch_.dtype, batch_.cache_dtype, batch_.num_threads);
   }
 
   void first_norm(const Norm& norm, int64_t size) const {

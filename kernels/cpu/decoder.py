@@ -12,6 +12,8 @@ from pagewire.kernels.cpu.library import AttentionCall, structure
 from pagewire.kernels.cpu.linear import PackedLinear
 from pagewire.kernels.cpu.quantised import QuantisedLinear
 from pagewire.kernels.cpu.tensors import DTYPES, cache_fields
+from pagewire.kernels.kv_codes import DTYPE as KV_CODES
+from pagewire.kernels.kv_codes import head_size
 from pagewire.kernels.layer import Activation, Layer, Norm
 from pagewire.kernels.paging import AttentionBatch
 
@@ -89,9 +91,7 @@ class CompiledStack:
             q_token_stride=self._qkv_size,
             q_head_stride=self._head_dim,
             num_heads=self._num_heads,
-            num_kv_heads=self._num_kv_heads,
             head_dim=self._head_dim,
-            v_head_dim=self._head_dim,
             dtype=DTYPES[self._dtype],
         )
         return StackCall(
@@ -174,13 +174,18 @@ class CompiledStack:
         if len(caches) != len(self._structs):
             raise ValueError(f"caches of {len(caches)} layers for {len(self._structs)}")
         k_first, v_first = caches[0]
+        if k_first.dtype not in (self._dtype, KV_CODES):
+            raise ValueError(f"caches of {k_first.dtype} for layers of {self._dtype}")
         for struct, (k, v) in zip(self._structs, caches, strict=True):
-            if k.shape != k_first.shape or k.stride() != k_first.stride() or k.dtype != self._dtype:
+            if k.shape != k_first.shape or k.stride() != k_first.stride() or k.dtype != k_first.dtype:
                 raise ValueError(f"the layers' caches differ: {tuple(k.shape)} of {k.dtype}")
-            if v.shape != v_first.shape or v.stride() != v_first.stride() or v.dtype != self._dtype:
+            if v.shape != v_first.shape or v.stride() != v_first.stride() or v.dtype != k_first.dtype:
                 raise ValueError(f"the layers' caches differ: {tuple(v.shape)} of {v.dtype}")
             struct.k_cache, struct.v_cache = k.data_ptr(), v.data_ptr()
-        if k_first.shape != v_first.shape or k_first.shape[1::2] != (self._num_kv_heads, self._head_dim):
+        if k_first.shape != v_first.shape or (k_first.shape[1], head_size(k_first)) != (
+            self._num_kv_heads,
+            self._head_dim,
+        ):
             raise ValueError(
                 f"caches {tuple(k_first.shape)} and {tuple(v_first.shape)} do not fit the layers"
             )

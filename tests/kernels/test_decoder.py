@@ -99,12 +99,22 @@ def make_caches(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
 )
 @pytest.mark.usefixtures("served_kernels")
 def test_one_call_is_all_the_kernels(dtype: torch.dtype, options: dict[str, object]) -> None:
+    check_one_call(dtype, dtype, options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("served_kernels")
+def test_one_call_over_keys_and_values_of_8_bits(dtype: torch.dtype) -> None:
+    check_one_call(dtype, torch.int8, {"window": 5})
+
+
+def check_one_call(dtype: torch.dtype, cache_dtype: torch.dtype, options: dict[str, object]) -> None:
     stack = make_stack(dtype, **options)  # type: ignore[arg-type]
     assert stack.compiled is not None
     found, wanted = [], []
     for results in (found, wanted):
         residual, cos, sin, batch = make_step(dtype)
-        caches = make_caches(dtype)
+        caches = make_caches(cache_dtype)
         results += [stack(residual, cos, sin, batch, caches), residual, *(x for pair in caches for x in pair)]
         stack.compiled = None
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

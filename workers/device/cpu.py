@@ -14,6 +14,8 @@ from torch import Tensor
 
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels.cpu.memory import populate, zeros
+from pagewire.kernels.cpu.tensors import DTYPES
+from pagewire.kernels.kv_codes import DTYPE as KV_CODES
 from pagewire.workers.device.kv_size import kv_budget, step_bytes
 from pagewire.workers.device.machine import BIND, bound_cpus, default_threads, machine_memory
 from pagewire.workers.errors import LoadError
@@ -106,7 +108,7 @@ class CpuDevice:
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         """See `Device.kv_dtypes`."""
-        return (dtype,)
+        return (dtype, KV_CODES) if dtype in DTYPES else (dtype,)
 
     def prepare(self, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> None:
         """Nothing to do: the CPU's kernels are compiled at first use."""

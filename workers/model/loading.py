@@ -11,10 +11,12 @@ import torch
 
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels.cpu.memory import forget_mapped_files, give_back_freed
+from pagewire.kernels.paging import KVScales
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model import attention
 from pagewire.workers.model.attention import KVShape
+from pagewire.workers.model.kv_scales import kv_scales
 from pagewire.workers.model.model import (
     Model,
     head_dim,
@@ -58,7 +60,10 @@ class Phases:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that has passed the proof (`proof.py`), with its properties."""
+    """A model that has passed the proof (`proof.py`), with its properties.
+
+    kv_scales: see `StepContext`.
+    """
 
     model: Model
     architecture: str
@@ -67,6 +72,7 @@ class LoadedModel:
     max_model_len: int
     eos_token_id: int | None
     kv_shapes: list[KVShape]
+    kv_scales: list[KVScales]
     weight_bytes: int
 
     @property
@@ -89,6 +95,7 @@ def load_model(worker_config: WorkerConfig, phases: Phases, device: Device) -> L
     check_config(config)
     dtype = resolve_dtype(worker_config.dtype, config)
     kv_dtype = resolve_kv_dtype(worker_config.kv_cache_dtype, dtype, device)
+    scales = kv_scales(worker_config, kv_dtype, config.get_text_config().num_hidden_layers)
     device.prepare(dtype, kv_dtype, head_dim(config))
     max_model_len = resolve_max_model_len(worker_config.max_model_len, config)
     phases.end("config")
@@ -117,6 +124,7 @@ def load_model(worker_config: WorkerConfig, phases: Phases, device: Device) -> L
         max_model_len=max_model_len,
         eos_token_id=eos[0] if isinstance(eos, list) and eos else eos if isinstance(eos, int) else None,
         kv_shapes=[replace(shape, dtype=kv_dtype) for shape in shapes],
+        kv_scales=scales,
         weight_bytes=weight_bytes(model),
     )
 

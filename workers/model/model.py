@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pagewire.ipc.gguf.file import is_gguf
 from pagewire.ipc.hub import read_configs
 from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.kernels.kv_codes import DTYPE as KV_CODES
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.attention import StepContext
@@ -30,6 +31,7 @@ DTYPES = {
     "half": torch.float16,
 }
 KV_DTYPES = {
+    "int8": KV_CODES,
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
@@ -94,11 +96,15 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype, device: Device) -> torch.dty
     if name != "auto" and name not in KV_DTYPES:
         raise LoadError(f"kv_cache_dtype must be one of auto, {', '.join(KV_DTYPES)}, got {name!r}")
     kv_dtype = KV_DTYPES.get(name, dtype)
-    if kv_dtype not in device.kv_dtypes(dtype):
-        raise LoadError(
-            f"kv_cache_dtype {name!r} needs a model in bfloat16 or float16 on a GPU, not {dtype} on {device.name}"
-        )
-    return kv_dtype
+    if kv_dtype in device.kv_dtypes(dtype):
+        return kv_dtype
+    if kv_dtype == KV_CODES:
+        raise LoadError(f"kv_cache_dtype 'int8' is for CPUs, not for {device.name}: 'fp8' has 8 bits there")
+    instead = ": 'int8' has 8 bits there" if KV_CODES in device.kv_dtypes(dtype) else ""
+    raise LoadError(
+        f"kv_cache_dtype {name!r} needs a model in bfloat16 or float16 on a GPU, "
+        f"not {dtype} on {device.name}{instead}"
+    )
 
 
 def head_dim(config: Any) -> int:

@@ -90,7 +90,8 @@ class DecoderStack(nn.Module):
             self._angles = [table[0] for table in self.rotary.table(residual[None])]
         cos, sin = (table.index_select(0, step.positions) for table in self._angles)
         caches = [step.cache(layer.index, layer.kv_shape, layer.window) for layer in self.stack_layers]
-        return self.stack(residual, cos, sin, step.batch, caches)
+        scales = [step.scales[layer.index] for layer in self.stack_layers] if step.scales else ()
+        return self.stack(residual, cos, sin, step.batch, caches, scales)
 
 
 class StackLayer:
