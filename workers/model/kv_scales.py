@@ -17,6 +17,7 @@ import torch
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels.paging import KVScales
 from pagewire.workers.errors import LoadError
+from pagewire.workers.model.checkpoint import Checkpoint
 from pagewire.workers.model.headers import INDEX, SINGLE
 
 logger = logging.getLogger("pagewire.worker")
