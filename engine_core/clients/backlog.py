@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterator
 
 from pagewire.ipc.codec import Buffer
 from pagewire.ipc.items import LogprobRows
-from pagewire.ipc.messages import TokenDelta
+from pagewire.ipc.messages import Deltas, TokenDelta
 
 DELTA_BYTES = 400  # memory of a delta without its tokens
 TOKEN_BYTES = 36  # of a token in a list: a pointer and an integer
+PIECE_BYTES = 1 << 20  # about this much is encoded at a time, in vain where there is still no room for it
 
 
 class Backlog:
@@ -18,19 +20,21 @@ class Backlog:
     Deltas of one sequence are merged into one. A key must not be used again while it is in the backlog: the deltas
     of two requests would be merged.
 
+    encode: the frames of a message.
+
     Attributes:
         num_bytes: estimate of the memory that all this takes.
-        answers: encoded, oldest first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, encode: Callable[[Deltas], list[Buffer]]) -> None:
         self.num_bytes = 0
-        self.answers: deque[list[Buffer]] = deque()
+        self._encode = encode
+        self._answers: deque[list[Buffer]] = deque()
         self._deltas: dict[int, dict[int, TokenDelta]] = {}
         self._key_bytes: dict[int, int] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._deltas or self.answers)
+        return bool(self._deltas or self._answers)
 
     def __contains__(self, key: int) -> bool:
         return key in self._deltas
@@ -46,7 +50,7 @@ class Backlog:
 
     def add_answer(self, frames: list[Buffer]) -> None:
         """Keep the encoded answer to a call."""
-        self.answers.append(frames)
+        self._answers.append(frames)
         self.num_bytes += frame_bytes(frames)
 
     def forget(self, key: int) -> None:
@@ -55,18 +59,30 @@ class Backlog:
         self.num_bytes -= self._key_bytes.pop(key, 0)
 
     @property
-    def deltas(self) -> list[TokenDelta]:
+    def deltas(self) -> Iterator[TokenDelta]:
         """All deltas, one for each sequence."""
-        return [delta for group in self._deltas.values() for delta in group.values()]
+        return (delta for group in self._deltas.values() for delta in group.values())
 
-    def deltas_sent(self) -> None:
-        """Drop all deltas."""
-        self.num_bytes -= sum(self._key_bytes.values())
-        self._deltas, self._key_bytes = {}, {}
+    def send(self, send: Callable[[list[Buffer]], bool]) -> None:
+        """Send piece after piece until all is sent, or `send` returns False."""
+        while self._deltas:
+            keys = list(self._first_keys())
+            deltas = [delta for key in keys for delta in self._deltas[key].values()]
+            if not send(self._encode(Deltas(deltas))):
+                return
+            for key in keys:
+                self.forget(key)
+        while self._answers and send(self._answers[0]):
+            self.num_bytes -= frame_bytes(self._answers.popleft())
 
-    def answer_sent(self) -> None:
-        """Drop the oldest answer."""
-        self.num_bytes -= frame_bytes(self.answers.popleft())
+    def _first_keys(self) -> Iterator[int]:
+        """The keys of the first requests, whose deltas have about `PIECE_BYTES`."""
+        size = 0
+        for key in self._deltas:
+            if size >= PIECE_BYTES:
+                return
+            size += self._key_bytes[key]
+            yield key
 
 
 def frame_bytes(frames: list[Buffer]) -> int:

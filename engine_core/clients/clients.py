@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -56,8 +57,8 @@ class Client:
     number: counts attachments, so it is unique in the life of the core.
     last_seen: monotonic time of its last message.
     peer, rights: what the gate knows its connection as, and what it may do (`clients.access`).
-    requests: its unfinished sequences, by request key and sequence index.
     backlog: what could not be sent to it yet.
+    requests: its unfinished sequences, by request key and sequence index.
     num_faults: its messages that the core failed to handle.
     """
 
@@ -68,8 +69,8 @@ class Client:
     last_seen: float
     peer: str
     rights: frozenset[Right]
+    backlog: Backlog
     requests: dict[int, dict[int, Sequence]] = field(default_factory=dict)
-    backlog: Backlog = field(default_factory=Backlog)
     num_faults: int = 0
 
     @property
@@ -129,7 +130,9 @@ class Clients:
         """Register a frontend."""
         peer = self._peers.pop(identity, "")
         rights = self._access.rights(peer)
-        client = self.attached[identity] = Client(identity, next(self._numbers), name, pid, now, peer, rights)
+        backlog = Backlog(self._codec.encode)
+        client = Client(identity, next(self._numbers), name, pid, now, peer, rights, backlog)
+        self.attached[identity] = client
         logger.info("%s attached%s", client.label, f" as {peer}" if peer else "")
         return client
 
@@ -237,16 +240,7 @@ class Clients:
     def flush(self) -> None:
         """Retry to send backlogs."""
         for client in list(self.attached.values()):
-            backlog = client.backlog
-            if not backlog:
-                continue
-            deltas = backlog.deltas
-            if deltas:
-                if not self.send(client.identity, Deltas(deltas)):
-                    continue
-                backlog.deltas_sent()
-            while backlog.answers and self._send_frames(client.identity, backlog.answers[0]):
-                backlog.answer_sent()
+            client.backlog.send(partial(self._send_frames, client.identity))
 
     @property
     def behind(self) -> bool:
@@ -278,7 +272,7 @@ class Clients:
     def _limit_backlog(self, client: Client) -> None:
         size = client.backlog.num_bytes
         if size > self._max_backlog_bytes:
-            client.backlog = Backlog()
+            client.backlog = Backlog(self._codec.encode)
             self.detach(
                 client,
                 f"it does not read: {size:,} bytes of output are unsent (limit: {self._max_backlog_bytes:,})",
