@@ -6,10 +6,8 @@
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kRows = 4;
-#elif defined(__AVX2__)
-constexpr int kRows = 4;
+#if defined(__AVX2__)
+constexpr int kRows = 4;  // beside 16 vectors of integer sums, as many of totals: all registers of AVX512
 #else
 constexpr int kRows = 2;
 #endif
@@ -32,12 +30,10 @@ class VectorBlock {
     for (int64_t strip = 0; strip < kPanel; strip += kStrip) {
       if (count == 1) multiply<1, kFetch>(rows, panel, strip, sums);
       if (count == 2) multiply<2, kFetch>(rows, panel, strip, sums);
-      if constexpr (kRows >= 3)
+      if constexpr (kRows >= 4) {
         if (count == 3) multiply<3, kFetch>(rows, panel, strip, sums);
-      if constexpr (kRows >= 4)
         if (count == 4) multiply<4, kFetch>(rows, panel, strip, sums);
-      if constexpr (kRows >= 5)
-        if (count == 5) multiply<5, kFetch>(rows, panel, strip, sums);
+      }
     }
   }
 
@@ -70,7 +66,7 @@ class VectorBlock {
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v)
           weights[v] = codes_.bytes(load_raw<Words>(packed + v * int64_t(sizeof(Words))), part);
-#pragma GCC unroll 6
+#pragma GCC unroll 4
         for (int r = 0; r < kCount; ++r) {
           int32_t four;
           std::memcpy(&four, x + r * layout_.columns() + i + 4 * part, sizeof(four));

@@ -124,7 +124,7 @@ class CudaKernels:
         reference.rotary(q, k, cos, sin)
 
     def pack(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        """See `pagewire.kernels.linear.pack`. The weight is kept dense; a row's bits may depend on the batch."""
+        """See `pagewire.kernels.linear.pack`. The weight is made dense; a row's bits may depend on the batch."""
         return UnpackedLinear(functional.linear, weight, bias)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -69,6 +69,7 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         (Integers(8, 32, 128), codes, scales, torch.ones(4, 2).half()),
         (Integers(8, 48, 128), codes, scales, None),
         (Integers(5, 32, 128), codes, scales, None),
+        (Integers(8, None, 128), torch.zeros(1, 65_537, dtype=torch.uint8), torch.ones(1, 1), None),
         (Integers(8, 32, 128, tuple(range(16))), codes, scales, None),
     ):
         with pytest.raises(ValueError, match=r"no weight of scheme|no kernel"):
