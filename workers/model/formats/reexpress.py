@@ -1,4 +1,4 @@
-"""Numbers that no product multiplies with, held as 8-bit integers in small groups, and what that costs."""
+"""Numbers that no product multiplies with, held as integers in small groups, and what that costs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pagewire.kernels.weight import Weight, dense_weight
 
 logger = logging.getLogger("pagewire.worker")
 
-BLOCK = 1 << 22
-"""About how many numbers are converted at a time."""
+BLOCK = 1 << 18
+"""About how many numbers are converted at a time: they stay in a core's cache."""
 SCALES = torch.bfloat16
 """The dtype of scales: float16 would lose those of small weights."""
 
@@ -33,11 +33,13 @@ def row_blocks(num_rows: int, num_in: int, multiple: int = 1) -> Iterator[tuple[
         yield start, min(start + step, num_rows)
 
 
-def reexpressed(kind: str, blocks: Iterable[Tensor], dtype: torch.dtype) -> Weight:
-    """A matrix [N, K] in 8 bits; the first of its kind is logged with its error.
+def reexpressed(
+    kind: str, blocks: Iterable[Tensor], dtype: torch.dtype, scheme: Integers | None = None
+) -> Weight:
+    """A matrix [N, K] as integers; the first of its kind is logged with its error.
 
-    kind: what the numbers were, for the log. blocks: float32 [n, K], one below the other; each is dropped once
-    it is converted. dtype: of the product's inputs and outputs.
+    kind: what the numbers were, for the log. blocks: floats [n, K], one below the other; each is dropped once it is
+    converted. dtype: of the product's inputs and outputs. scheme: one without a table; default: `wider`.
 
     Raises:
         ValueError: a number is not finite.
@@ -47,7 +49,7 @@ def reexpressed(kind: str, blocks: Iterable[Tensor], dtype: torch.dtype) -> Weig
         if not block.isfinite().all():
             raise ValueError("it holds numbers that are not finite")
         original = dense_weight(block, dtype)
-        made.append(quantise(original, wider(block.shape[1]), SCALES))
+        made.append(quantise(original, scheme or wider(block.shape[1]), SCALES))
         if kind not in _logged:
             _log_error(kind, made[0], original)
     return Weight.joined(made)
@@ -56,11 +58,8 @@ def reexpressed(kind: str, blocks: Iterable[Tensor], dtype: torch.dtype) -> Weig
 def _log_error(kind: str, weight: Weight, original: Weight) -> None:
     scheme, error = weight.scheme, relative_error(weight, original)
     assert isinstance(scheme, Integers)
-    groups = f"groups of {scheme.group}" if scheme.group else "rows"
-    log_once(
-        kind,
-        f"{kind} are held as integers of 8 bits in {groups}, which changes weights by {error:.2%} of their norm",
-    )
+    form = f"integers of {scheme.bits} bits in " + (f"groups of {scheme.group}" if scheme.group else "rows")
+    log_once(kind, f"{kind} are held as {form}, which changes weights by {error:.2%} of their norm")
 
 
 def log_once(key: str, text: str) -> None:
