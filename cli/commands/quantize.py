@@ -39,7 +39,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="inputs that share a scale: fewer are more exact (default: 32 for int4). With int8: weights of 8 bits "
         "in groups, for activations of 16 bits (W8A16), which keeps more accuracy than W8A8",
     )
-    parser.add_argument("--revision", help="branch, tag or commit of a Hugging Face id")
+    parser.add_argument("--revision", metavar="REVISION", help="branch, tag or commit of a Hugging Face id")
     parser.set_defaults(run=run)
 
 

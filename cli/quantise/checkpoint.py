@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from pagewire.cli.quantise.integers import CompressedIntegers
+from pagewire.cli.quantise.integers import GROUPS, CompressedIntegers
 from pagewire.cli.quantise.linears import find_linears
 from pagewire.cli.quantise.shards import Entry, Shard, index, shards
 from pagewire.ipc.hub import TOKENIZER_FILES, read_json
@@ -58,6 +59,8 @@ def quantise_checkpoint(
         raise ValueError(f"{folder} is quantised already, as its config.json says; take the original")
     checkpoint = Checkpoint(folder)
     linears = find_linears(folder, checkpoint)
+    if scheme.group:
+        _check_group(checkpoint, linears.chosen, scheme.group)
     plan = {name: _entries(checkpoint, name, scheme, name in linears.chosen) for name in checkpoint.names}
     _check_room(out, sum(entry.num_bytes for entries in plan.values() for entry in entries))
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -76,24 +79,24 @@ def quantise_checkpoint(
 
 
 def _entries(checkpoint: Checkpoint, name: str, scheme: CompressedIntegers, chosen: bool) -> list[Entry]:
-    """The tensors that a tensor of the checkpoint becomes.
-
-    Raises:
-        ValueError: its columns are no multiple of the group.
-    """
+    """The tensors that a tensor of the checkpoint becomes."""
     tensor = checkpoint.on_meta(name)
     if not chosen:
         return [Entry(name, tensor.dtype, tuple(tensor.shape))]
     rows, columns = tensor.shape
-    if scheme.group and columns % scheme.group:
-        fitting = [str(group) for group in (32, 64, 128) if columns % group == 0]
-        advice = (
-            f"--group {' or '.join(fitting)} fits it" if fitting else "--scheme int8 without groups takes it"
-        )
-        raise ValueError(
-            f"the {columns} inputs of {name} are no multiple of --group {scheme.group}; {advice}"
-        )
     return scheme.entries(name.removesuffix(".weight"), (rows, columns), tensor.dtype)
+
+
+def _check_group(checkpoint: Checkpoint, chosen: Iterable[str], group: int) -> None:
+    """Raise ValueError if the columns of a matrix are no multiple of a group, and say which group fits all."""
+    columns = {name: checkpoint.on_meta(name).shape[1] for name in sorted(chosen)}
+    for name, count in columns.items():
+        if count % group:
+            fitting = [str(size) for size in GROUPS if math.gcd(*columns.values()) % size == 0]
+            other = f"--group {' or '.join(fitting)}" if fitting else "--scheme int8 without groups"
+            raise ValueError(
+                f"the {count} inputs of {name} are no multiple of --group {group}; {other} fits the model"
+            )
 
 
 def _write(

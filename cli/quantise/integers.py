@@ -15,6 +15,8 @@ from torch import Tensor
 
 from pagewire.cli.quantise.shards import Entry
 
+GROUPS = (32, 64, 128)
+"""Sizes of groups that other engines read, too."""
 WORD = 32
 SEARCH = torch.linspace(0.8, 1.1, 16).tolist()
 """Shares of a group's range that are tried for 4 bits: less makes steps finer, more makes up for rounded zeros."""

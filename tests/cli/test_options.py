@@ -51,7 +51,8 @@ def test_every_option_says_what_it_is() -> None:
         *(f"pagewire {c}" for c in ("generate", "chat", "serve", "core", "top", "run-batch")),
     ] + [
         *("pagewire bench", *(f"pagewire bench {kind}" for kind in ("latency", "throughput", "serve"))),
-        *("pagewire inspect", "pagewire keys", "pagewire kernels", "pagewire kernels build"),
+        *("pagewire inspect", "pagewire quantize", "pagewire keys", "pagewire kernels"),
+        "pagewire kernels build",
         *("pagewire doctor", "pagewire collect-env"),
     ]
     for parser in parsers():
