@@ -11,7 +11,7 @@ from pagewire.ipc.hub import model_folder, read_json
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import max_n
-from pagewire.ipc.quantization import resolve_quantization
+from pagewire.ipc.quantization import resolve_quantization, settings_of
 from pagewire.ipc.worker_messages import Ready, WorkerConfig
 
 
@@ -45,7 +45,7 @@ class EngineConfig:
             trust_remote_code=args.trust_remote_code,
         )
         model = read_json(path / "config.json") | args.hf_overrides
-        resolve_quantization(args.quantization, args.load_format, model.get("quantization_config"))
+        resolve_quantization(args.quantization, args.load_format, settings_of(path, model))
         generation = read_json(path / "generation_config.json")
         return cls(args, path, generation, end_of_sequence(model, generation))
 
