@@ -12,7 +12,7 @@ from pagewire.ipc.hub import model_folder, read_configs
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import max_n
-from pagewire.ipc.quantization import resolve_quantization
+from pagewire.ipc.quantization import resolve_quantization, settings_of
 from pagewire.ipc.worker_messages import Ready, WorkerConfig
 
 
@@ -49,7 +49,7 @@ class EngineConfig:
         )
         model, generation = read_configs(path)
         model |= args.hf_overrides
-        resolve_quantization(args.quantization, args.load_format, model.get("quantization_config"))
+        resolve_quantization(args.quantization, args.load_format, settings_of(path, model))
         factors = args.quantization_param_path
         kv_scales = () if factors is None else tuple(read_scaling_factors(Path(factors), model))
         return cls(args, path, generation, end_of_sequence(model, generation), kv_scales)

@@ -7,6 +7,7 @@ plain numbers, some names say how its weights are quantised while they are loade
 from __future__ import annotations
 
 from collections.abc import Mapping
+from os import PathLike, fspath
 from typing import Any
 
 from pagewire.ipc.quoting import quoted
@@ -39,6 +40,7 @@ NOT_SERVED = {
 }
 """Names that other engines know, and what to do in place of them."""
 NAMES = (*FAMILIES, *(name for name in ONLINE if name not in FAMILIES))
+GGUF: Mapping[str, Any] = {"quant_method": "gguf"}
 QUANTISED_LOAD_FORMATS = ("bitsandbytes", "gguf")
 """Load formats that say at once how the checkpoint is quantised."""
 
@@ -57,6 +59,14 @@ def quantization_name(text: str) -> str:
     if name not in NAMES:
         raise ValueError(f"unknown quantization {quoted(text)}; those known are {', '.join(NAMES)}")
     return name
+
+
+def settings_of(path: str | PathLike[str], config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """How a checkpoint says that it is quantised: its `quantization_config`; None for plain numbers.
+
+    path: of the model's folder or GGUF file, which is always quantised. config: the content of config.json.
+    """
+    return GGUF if fspath(path).endswith(".gguf") else config.get("quantization_config")
 
 
 def method_of(settings: Mapping[str, Any] | None) -> str | None:
@@ -82,8 +92,7 @@ def resolve_quantization(
 ) -> str | None:
     """The quantisation that a model is loaded with; None for plain numbers.
 
-    quantization: what the options name, or None. settings: the checkpoint's `quantization_config`, with
-    `quant_method: gguf` for a GGUF file; None for plain numbers.
+    quantization: what the options name, or None. settings: of the checkpoint, as `settings_of` gives them.
 
     Raises:
         ValueError: the name does not agree with the checkpoint; or nothing serves it.

@@ -49,7 +49,7 @@ def model_config(file: GgufFile) -> Values:
             f"{file.path}: GGUF files of the architecture {file.architecture!r} are not served, but of "
             f"{', '.join(sorted(ARCHITECTURES))}; the model's safetensors checkpoint may be"
         )
-    return common(file) | served(file) | {"quantization_config": {"quant_method": "gguf"}}
+    return common(file) | served(file)
 
 
 def generation_config(file: GgufFile) -> Values:

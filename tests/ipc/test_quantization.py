@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from pagewire.ipc.options import EngineArgs
-from pagewire.ipc.quantization import FAMILIES, NAMES, NOT_SERVED, ONLINE, resolve_quantization
+from pagewire.ipc.quantization import (
+    FAMILIES,
+    NAMES,
+    NOT_SERVED,
+    ONLINE,
+    method_of,
+    resolve_quantization,
+    settings_of,
+)
 
 
 def settings(method: str | None) -> dict[str, Any] | None:
@@ -78,3 +86,10 @@ def test_the_option_takes_every_name_and_refuses_others_with_a_reason() -> None:
     with pytest.raises(TypeError, match="quantization"):
         EngineArgs.from_kwargs({"quantization": 8})
     assert set(FAMILIES.values()) <= set(FAMILIES)
+
+
+def test_what_a_checkpoint_says() -> None:
+    assert settings_of("/models/a", {}) is None
+    assert settings_of("/models/a", {"quantization_config": None}) is None
+    assert method_of(settings_of("/models/a", {"quantization_config": {"quant_method": "awq"}})) == "awq"
+    assert method_of(settings_of("/models/a.gguf", {})) == "gguf"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pagewire.ipc.gguf.file import is_gguf
-from pagewire.ipc.quantization import resolve_quantization
+from pagewire.ipc.quantization import GGUF, resolve_quantization, settings_of
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
@@ -62,20 +62,19 @@ def build_module(worker_config: WorkerConfig, config: Any, dtype: torch.dtype, d
 def quantisation(worker_config: WorkerConfig, config: Any) -> tuple[Format | None, Quantise]:
     """The format of a quantised checkpoint, and how dense matrices are quantised while they are read.
 
-    Transformers' own readers of quantised checkpoints are never used: the setting is removed from `config`.
+    Transformers' own readers of quantised checkpoints are never used: the settings are removed from `config`.
 
     Raises:
         LoadError, ValueError: a format that is not served, or another one than `WorkerConfig.quantization` names.
     """
-    settings = getattr(config, "quantization_config", None)
-    if settings is not None:
-        settings = settings if isinstance(settings, dict) else settings.to_dict()
-        del config.quantization_config
+    own = vars(config).pop("quantization_config", None)
+    own = own.to_dict() if hasattr(own, "to_dict") else own
+    settings = settings_of(worker_config.model_path, {"quantization_config": own})
     chosen = resolve_quantization(worker_config.quantization, worker_config.load_format, settings)
     if settings is None:
         return None, keep if chosen is None else online(chosen)
-    if chosen == "gguf":
-        return None, keep  # every matrix of the file says how it is quantised
+    if settings is GGUF:
+        return None, keep  # a source of weights of its own
     if worker_config.load_format == "dummy":
         logger.info("load_format is 'dummy': random weights are plain numbers, not quantised with %s", chosen)
         return None, keep
