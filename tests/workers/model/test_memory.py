@@ -19,9 +19,6 @@ SPARSE = Architecture("qwen3_moe", BIG | EXPERTS | {"moe_intermediate_size": 102
 LOAD = """if True:
     import json, sys, threading
     from pagewire.ipc.worker_messages import WorkerConfig
-    from pagewire.kernels.cpu.library import expected_isa
-    from pagewire.workers.model.footprint import footprint
-    from pagewire.workers.model.checkpoint_headers import read_headers
     from pagewire.workers.runner import Runner
     import transformers.modeling_utils
     from transformers import AutoModelForCausalLM
@@ -42,9 +39,7 @@ LOAD = """if True:
     config = WorkerConfig(sys.argv[1], dtype="bfloat16", max_model_len=64, num_blocks=16, num_threads=2)
     runner, ready = Runner.start(config, lambda *_: None)
     done.set()
-    sizes = footprint(read_headers(sys.argv[1]), expected_isa(), config.dtype)
-    expected = sizes.weight_bytes + sizes.loading_bytes
-    print(json.dumps({"taken": peak - before, "weights": ready.weight_bytes, "expected": expected}))
+    print(json.dumps({"taken": peak - before, "weights": ready.weight_bytes}))
 """
 
 
@@ -58,5 +53,4 @@ def test_no_weight_is_in_memory_twice(architecture: Architecture, tmp_path: Path
     measured = json.loads(done.stdout)
     assert measured["weights"] > 150 * MIB
     # A second copy would be 1.0; the rest is code that is imported, and one layer for the proof.
-    print(measured)
     assert measured["taken"] < 1.5 * measured["weights"] + 110 * MIB
