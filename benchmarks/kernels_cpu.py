@@ -3,9 +3,9 @@
     python -m benchmarks.kernels_cpu
 
 A share "of floor" is the time that reading or multiplying takes at least (`limits.py`) over the time it took.
-The last columns are of a cache of int8, beside the dtype of the model. PyTorch gets its best case: each request has its
-keys and values gathered into one contiguous tensor already, which no paged cache has. Caches and matrices rotate
-between calls, so that what memory limits reads memory.
+The last columns are of a cache of int8, beside the dtype of the model. PyTorch gets its best case: the keys and
+values of each request already gathered into one contiguous tensor, which no paged cache has. Caches and matrices
+rotate between calls, so that what memory limits reads memory.
 """
 
 import argparse
