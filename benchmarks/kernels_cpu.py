@@ -4,8 +4,8 @@
     python -m benchmarks.kernels_cpu --quantised
 
 A share "of floor" is the time that reading or multiplying takes at least (`limits.py`) over the time it took.
-The last columns are of a cache of int8, beside that of the model's dtype. PyTorch gets its best case: each
-request's keys and values already gathered into one contiguous tensor, which no paged cache has. Caches and matrices
+The last columns are of a cache of int8, beside the dtype of the model. PyTorch gets its best case: the keys and
+values of each request already gathered into one contiguous tensor, which no paged cache has. Caches and matrices
 rotate between calls, so that what memory limits reads memory.
 """
 

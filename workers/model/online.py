@@ -73,6 +73,8 @@ def _experts(name: str, weight: Weight) -> Weight:
 
 def _fp8(name: str, weight: Weight) -> Weight:
     """Rounded to e4m3 with a scale for each row, as the name promises, and held as such a checkpoint is."""
+    if not IN_LAYERS.search(name):
+        return _int8(name, weight)
     most = torch.finfo(torch.float8_e4m3fn).max
     device = weight.parts[0].device
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=device)

@@ -193,11 +193,14 @@ def test_scales_of_keys_and_values(load: Callable[..., Runner]) -> None:
     assert max(errors[:2]) < 0.1 < errors[2]
 
 
-def test_fp8_on_a_cpu_and_int8_on_a_gpu_are_refused(load: Callable[..., Runner], llama: Path) -> None:
+def test_int8_is_for_cpus(load: Callable[..., Runner]) -> None:
     with pytest.raises(
         LoadError, match=r"kv_cache_dtype 'int8' is for CPUs, not for cuda.*'fp8' has 8 bits there"
     ):
         load(kv_cache_dtype="int8")
+
+
+def test_floats_of_8_bits_are_for_gpus(llama: Path) -> None:
     with pytest.raises(LoadError, match="kv_cache_dtype 'fp8' needs a model in bfloat16 or float16 on a GPU"):
         load_runner(llama, kv_cache_dtype="fp8")
     with pytest.raises(LoadError, match=r"kv_cache_dtype must be one of auto, int8, fp8.*, got 'int4'"):
