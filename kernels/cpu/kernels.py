@@ -11,7 +11,7 @@ from pagewire.kernels.cpu.build import InstructionSet
 from pagewire.kernels.cpu.decoder import CompiledStack
 from pagewire.kernels.cpu.library import AttentionCall, choose
 from pagewire.kernels.cpu.linear import PackedLinear, multiply_unpacked
-from pagewire.kernels.cpu.quantised import QuantisedLinear
+from pagewire.kernels.cpu.quantised import PackedForm, QuantisedLinear
 from pagewire.kernels.cpu.tensors import (
     CACHE_DTYPES,
     DTYPES,
@@ -245,6 +245,10 @@ class CpuKernels:
     def packed_linear(self, packed: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> PackedLinear:
         """See `PackedLinear.of_packed`."""
         return PackedLinear.of_packed(self._library, packed, bias, shape)
+
+    def quantised_linear(self, packed: Tensor, form: PackedForm, bias: Tensor | None) -> QuantisedLinear:
+        """See `QuantisedLinear.of_packed`."""
+        return QuantisedLinear.of_packed(self._library, packed, form, bias)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `pagewire.kernels.linear.linear`."""

@@ -18,11 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from pagewire.kernels.cpu import kernels as cpu_kernels
+from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.linear import PackedLinear
+from pagewire.kernels.cpu.quantised import PackedForm, QuantisedLinear
 from pagewire.kernels.integers import Integers
 from pagewire.kernels.layer import Activation, Layer, Norm
 from pagewire.kernels.weight import Weight
 from pagewire.workers.model.attention import KVShape
+from pagewire.workers.model.transforms import QuantisedEmbedding
 from pagewire.workers.weight_cache.file import DamagedError, PackedFile, StoredTensor, bytes_of
 
 
@@ -58,10 +61,28 @@ def packed_linear(packed: Tensor, bias: Tensor | None, shape: tuple[int, int]) -
     Raises:
         ValueError: there are none, or the parts do not fit each other.
     """
-    kernels = cpu_kernels.load()
-    if kernels is None:
+    return cpu().packed_linear(packed, bias, shape)
+
+
+def quantised_fields(linear: QuantisedLinear) -> dict[str, Any]:
+    """What a packed quantised linear layer is made of."""
+    return {"packed": linear.packed, "form": linear.form, "bias": linear.bias}
+
+
+def quantised_linear(packed: Tensor, form: PackedForm, bias: Tensor | None) -> QuantisedLinear:
+    """A packed quantised linear layer; raises as `packed_linear`."""
+    return cpu().quantised_linear(packed, form, bias)
+
+
+def cpu() -> CpuKernels:
+    """The compiled kernels of this process.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if (kernels := cpu_kernels.load()) is None:
         raise ValueError("there are no compiled kernels")
-    return kernels.packed_linear(packed, bias, shape)
+    return kernels
 
 
 def embedding_of(weight: Tensor) -> nn.Embedding:
@@ -71,10 +92,12 @@ def embedding_of(weight: Tensor) -> nn.Embedding:
 
 
 FORMS: dict[type, Form] = {
-    **{kind: Form(fields_of, kind) for kind in (Layer, Norm, KVShape, Weight, Integers)},
+    **{kind: Form(fields_of, kind) for kind in (Layer, Norm, KVShape, Weight, Integers, PackedForm)},
     nn.Embedding: Form(lambda embedding: {"weight": embedding.weight}, embedding_of),
     Activation: Form(lambda activation: {"value": activation.value}, Activation),
+    QuantisedEmbedding: Form(lambda embedding: {"rows": embedding.rows}, QuantisedEmbedding),
     PackedLinear: Form(packed_fields, packed_linear),
+    QuantisedLinear: Form(quantised_fields, quantised_linear),
 }
 """A linear layer or a scheme of another type is stored once it has an entry here."""
 

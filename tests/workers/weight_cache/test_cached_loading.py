@@ -69,14 +69,17 @@ def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, None)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [("float32", None), ("bfloat16", None), ("float32", "int8"), ("bfloat16", "int4")],
+)
 def test_the_second_start_has_the_bits_of_the_first(
-    model: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+    model: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, quantization: str | None
 ) -> None:
-    first, ahead = start(model, dtype=dtype)
+    first, ahead = start(model, dtype=dtype, quantization=quantization)
     assert len(keep(first, ahead)) == 1
     without_transformers(monkeypatch)
-    second, ahead = start(model, dtype=dtype)
+    second, ahead = start(model, dtype=dtype, quantization=quantization)
     assert ahead.packed is not None and outputs(second) == outputs(first)
     for name in (
         "architecture",
@@ -85,6 +88,7 @@ def test_the_second_start_has_the_bits_of_the_first(
         "max_model_len",
         "eos_token_id",
         "kv_shapes",
+        "kv_scales",
         "weight_bytes",
     ):
         assert getattr(second.model, name) == getattr(first.model, name)

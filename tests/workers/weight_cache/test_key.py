@@ -22,6 +22,8 @@ VALUES: dict[str, Any] = {
     "hf_overrides": {"rope_theta": 1.0},
     "max_model_len": 7,
     "kv_cache_dtype": "fp8",
+    "kv_scales": [0.5],
+    "quantization": "int8",
 }
 """For each field of `WorkerConfig` that the packed weights depend on another value."""
 
