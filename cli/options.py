@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
@@ -35,6 +36,16 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with status 2."""
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print the help or an error; argparse's own method hides that it could not be written.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        stream = file or sys.stderr
+        if message and stream is not None:
+            stream.write(message)
 
 
 def flag(name: str) -> str:

@@ -91,12 +91,12 @@ def test_a_server_of_a_gguf_file(model_file: Path, start_server: Callable[..., S
     server = start_server(str(model_file), "--port", "0", *sizes)
     status, models = server.request("GET", "/v1/models")
     assert status == 200 and models["data"][0]["id"] == str(model_file)
-    question = {"role": "user", "content": "What is the capital of France?"}
+    question = {"role": "user", "content": "Write two sentences about the sea."}
     status, answer = server.request(
-        "POST", "/v1/chat/completions", {"messages": [question], "temperature": 0, "max_tokens": 40}
+        "POST", "/v1/chat/completions", {"messages": [question], "temperature": 0, "max_tokens": 120}
     )
     assert status == 200 and answer["choices"][0]["finish_reason"] == "stop"
-    assert answer["choices"][0]["message"]["content"] == "The capital of France is Paris."
+    assert answer["choices"][0]["message"]["content"].startswith("The sea is ")
     body = {"prompt": TEXT, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1, "return_token_ids": True}
     status, completion = server.request("POST", "/v1/completions", body)
     assert status == 200, completion
