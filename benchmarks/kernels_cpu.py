@@ -1,10 +1,12 @@
 """Times the CPU kernels: products and attention beside the machine's limits, attention beside PyTorch's, too.
 
     python -m benchmarks.kernels_cpu
+    python -m benchmarks.kernels_cpu --quantised
 
 A share "of floor" is the time that reading or multiplying takes at least (`limits.py`) over the time it took.
-PyTorch gets its best case: each request's keys and values already gathered into one contiguous tensor, which
-no paged cache has. Caches and matrices rotate between calls, so that what memory limits reads memory.
+The last columns are of a cache of int8, beside the dtype of the model. PyTorch gets its best case: the keys and
+values of each request already gathered into one contiguous tensor, which no paged cache has. Caches and matrices
+rotate between calls, so that what memory limits reads memory.
 """
 
 import argparse
@@ -19,12 +21,25 @@ from torch.nn import functional
 
 from benchmarks.limits import Limits, measure_limits, processor
 from pagewire.kernels import linear
-from pagewire.kernels.attention import AttentionBatch, paged_attention
+from pagewire.kernels.attention import AttentionBatch, paged_attention, store_kv
+from pagewire.kernels.integers import INT8, Integers, quantise
+from pagewire.kernels.kv_codes import row_width
+from pagewire.kernels.weight import Weight
 
 BLOCK_SIZE = 16
 ROWS = (1, 2, 8, 32, 128, 512, 2048)
 SIZES = ((5632, 1024), (1024, 2816), (4096, 4096))
 MATRIX_BYTES = 128 << 20
+QUANTISED_ROWS = (1, 8, 32, 512)
+QUANTISED_SIZES = ((5632, 1024), (1024, 2816), (3072, 1024), (16384, 2048), (2048, 8192))
+"""Of Llama models with hidden sizes of 1,024 and 2,048."""
+SCHEMES = {
+    "int8/row": INT8,
+    "int8/32": Integers(8, 32, 128),
+    "int4/32": Integers(4, 32, 8),
+    "int4/32 min": Integers(4, 32, 0),
+    "int4/128": Integers(4, 128, 8),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +68,8 @@ class Case:
 CASES = (
     Case("decode, 16 x 4,096, heads 32/8", 16, 1, 4096, 32, 8, 128, 1),
     Case("decode, 64 x 1,024, heads 32/8", 64, 1, 1024, 32, 8, 128, 1),
+    Case("decode, 8 x 1,088, heads 16/8, 64", 8, 1, 1088, 16, 8, 64, 8),
+    Case("decode, 32 x 192, heads 16/8, 64", 32, 1, 192, 16, 8, 64, 8),
     Case("decode, 1 x 32,768, heads 32/8", 1, 1, 32768, 32, 8, 128, 2),
     Case("decode, 16 x 2,048, heads 16/16", 16, 1, 2048, 16, 16, 128, 1),
     Case("decode, 16 x 2,048, heads 64/8, 64", 16, 1, 2048, 64, 8, 64, 2),
@@ -63,8 +80,8 @@ CASES = (
 )
 
 
-def measure(calls: list[Callable[[], object]], seconds: float) -> float:
-    """The median time of one call, going round the list."""
+def measure(calls: list[Callable[[], object]], seconds: float, share: float = 0.5) -> float:
+    """The time of one call, going round the list, that a share of the calls are below; default: the median."""
     for call in calls:
         call()
     times: list[float] = []
@@ -74,13 +91,21 @@ def measure(calls: list[Callable[[], object]], seconds: float) -> float:
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
-    return sorted(times)[len(times) // 2]
+    return sorted(times)[int(len(times) * share)]
 
 
-def paged_call(case: Case, dtype: torch.dtype) -> Callable[[], object]:
+def fastest(calls: list[Callable[[], object]], seconds: float) -> float:
+    """The time of one call, going round the list, that a twentieth of the calls are below."""
+    return measure(calls, seconds, share=0.05)
+
+
+def paged_call(case: Case, dtype: torch.dtype, cache_dtype: torch.dtype) -> Callable[[], object]:
     blocks_each = -(-case.seq_len // BLOCK_SIZE)
     num_blocks = case.num_requests * blocks_each
-    k, v = (torch.randn(num_blocks, case.num_kv_heads, BLOCK_SIZE, case.head_dim).to(dtype) for _ in "kv")
+    width = row_width(case.head_dim, cache_dtype)
+    k, v = (torch.empty(num_blocks, case.num_kv_heads, BLOCK_SIZE, width, dtype=cache_dtype) for _ in "kv")
+    tokens = torch.randn(num_blocks * BLOCK_SIZE, case.num_kv_heads, case.head_dim).to(dtype)
+    store_kv(tokens, tokens, k, v, torch.arange(len(tokens)))
     batch = AttentionBatch(
         query_start_loc=torch.arange(case.num_requests + 1, dtype=torch.int32) * case.query_len,
         seq_lens=torch.full((case.num_requests,), case.seq_len, dtype=torch.int32),
@@ -108,15 +133,36 @@ def dense_call(case: Case, dtype: torch.dtype) -> Callable[[], object]:
     return lambda: functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
 
+def packed_copies(weight: Weight) -> list[linear.Linear]:
+    """So many packed copies of a matrix [N, K] that no processor's cache holds them."""
+    return [linear.pack(weight) for _ in range(max(2, -(-MATRIX_BYTES // weight.num_bytes)))]
+
+
 def product_calls(size: tuple[int, int], num_rows: int, dtype: torch.dtype) -> list[Callable[[], object]]:
     """Products of rows with as many matrices [N, K] as no processor's cache holds."""
-    num_out, num_in = size
-    weights = [
-        linear.pack(linear.dense_weight(torch.randn(size).to(dtype)))
-        for _ in range(-(-MATRIX_BYTES // (num_out * num_in * 2)))
-    ]
-    x = torch.randn(num_rows, num_in).to(dtype)
-    return [functools.partial(weight, x) for weight in weights]
+    x = torch.randn(num_rows, size[1]).to(dtype)
+    weight = linear.dense_weight(torch.randn(size).to(dtype))
+    return [functools.partial(product, x) for product in packed_copies(weight)]
+
+
+def print_quantised(limits: Limits, dtype: torch.dtype, seconds: float) -> None:
+    """A row for each matrix and number of rows: the dense product, and each scheme's time beside it."""
+    print(
+        f"\n{'quantised: ms, of reading, x dense':36}{'dense ms':>10}", *(f"{name:>22}" for name in SCHEMES)
+    )
+    for size in QUANTISED_SIZES:
+        dense = linear.dense_weight(torch.randn(size).to(dtype))
+        products = {name: packed_copies(quantise(dense, scheme)) for name, scheme in SCHEMES.items()}
+        plain = packed_copies(dense)
+        for num_rows in QUANTISED_ROWS:
+            x = torch.randn(num_rows, size[1]).to(dtype)
+            base = fastest([functools.partial(product, x) for product in plain], seconds)
+            line = f"{f'{num_rows} x [{size[0]:,}, {size[1]:,}]':36}{base * 1e3:10.3f}"
+            for copies in products.values():
+                took = fastest([functools.partial(product, x) for product in copies], seconds)
+                read = copies[0].num_bytes / limits.read_bytes_per_s
+                line += f"{took * 1e3:11.3f}{read / took:6.0%}{base / took:6.2f}"
+            print(line, flush=True)
 
 
 def print_products(limits: Limits, dtype: torch.dtype, seconds: float) -> None:
@@ -135,16 +181,23 @@ def print_products(limits: Limits, dtype: torch.dtype, seconds: float) -> None:
 
 def print_attention(limits: Limits, dtype: torch.dtype, seconds: float, only: str) -> None:
     """A row for each case."""
-    print(f"\n{'attention':36}{'ms':>9}{'GB/s':>8}{'GFLOP/s':>9}{'of floor':>10}{'torch ms':>10}{'ratio':>8}")
+    print(
+        f"\n{'attention':36}{'ms':>9}{'GB/s':>8}{'GFLOP/s':>9}{'of floor':>10}"
+        f"{'torch ms':>10}{'ratio':>8}{'int8 ms':>10}{'ratio':>8}"
+    )
     for case in CASES:
         if only not in case.name:
             continue
-        ours = measure([paged_call(case, dtype) for _ in range(case.copies)], seconds)
+        ours, coded = (
+            measure([paged_call(case, dtype, kept) for _ in range(case.copies)], seconds)
+            for kept in (dtype, torch.int8)
+        )
         theirs = measure([dense_call(case, dtype) for _ in range(case.copies)], seconds)
         num_bytes = case.kv_elements * dtype.itemsize
         print(
             f"{case.name:36}{ours * 1e3:9.3f}{num_bytes / ours / 1e9:8.1f}{case.flops / ours / 1e9:9.0f}"
             f"{limits.floor_s(num_bytes, case.flops) / ours:10.0%}{theirs * 1e3:10.3f}{theirs / ours:8.2f}"
+            f"{coded * 1e3:10.3f}{ours / coded:8.2f}"
         )
 
 
@@ -154,13 +207,17 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--seconds", type=float, default=1.0, help="per measurement")
     parser.add_argument("--only", default="", help="only cases of attention whose name contains this")
+    parser.add_argument("--quantised", action="store_true", help="only products with quantised weights")
     arguments = parser.parse_args()
     dtype: torch.dtype = getattr(torch, arguments.dtype)
     print(f"{processor()}; {arguments.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     limits = measure_limits()
-    if not arguments.only:
-        print_products(limits, dtype, arguments.seconds)
-    print_attention(limits, dtype, arguments.seconds, arguments.only)
+    if arguments.quantised:
+        print_quantised(limits, dtype, arguments.seconds)
+    else:
+        if not arguments.only:
+            print_products(limits, dtype, arguments.seconds)
+        print_attention(limits, dtype, arguments.seconds, arguments.only)
     limits = limits.best(measure_limits())  # neighbours on the machine may have slowed either
     print(
         f"\nlimits: {limits.read_bytes_per_s / 1e9:.1f} GB/s read, {limits.flop_per_s / 1e9:,.0f} GFLOP/s in bf16 "

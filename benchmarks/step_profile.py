@@ -24,12 +24,14 @@ from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.worker_messages import Row, SlotInit, StepPlan
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.linear import PackedLinear
+from pagewire.kernels.cpu.quantised import QuantisedLinear
 from pagewire.workers import runner as worker
 from pagewire.workers.device.cpu import CpuTokenSampler
 from pagewire.workers.model.stack import DecoderStack
 
 KINDS = {
     (PackedLinear, "__call__"): "products",
+    (QuantisedLinear, "__call__"): "products",
     (CpuKernels, "paged_attention"): "attention",
     (CpuKernels, "store_kv"): "KV writes",
     (CpuKernels, "rms_norm"): "norms",

@@ -14,8 +14,10 @@ from pagewire.cli.commands import (
     core,
     doctor,
     generate,
+    inspect,
     kernels,
     keys,
+    quantize,
     run_batch,
     serve,
     top,
@@ -25,7 +27,10 @@ from pagewire.cli.terminal import show
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError, ProtocolError, RequestError
 from pagewire.ipc.version import __version__
 
-COMMANDS = (generate, chat, serve, core, top, run_batch, bench, keys, kernels, doctor, collect_env)
+COMMANDS = (
+    *(generate, chat, serve, core, top, run_batch, bench, inspect, quantize),
+    *(keys, kernels, doctor, collect_env),
+)
 
 
 def build_parser() -> argparse.ArgumentParser:

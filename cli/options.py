@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
@@ -35,6 +36,16 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with status 2."""
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print the help or an error; argparse's own method hides that it could not be written.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        stream = file or sys.stderr
+        if message and stream is not None:
+            stream.write(message)
 
 
 def flag(name: str) -> str:
@@ -79,21 +90,22 @@ def add_option(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
     if default not in (None, ""):
         text += f" (default: {default})"
     common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
+    names = [flag(field.name), *filter(None, [field.metadata["short"]])]
     kinds = {hint} if hint == list[str] else set(get_args(hint)) or {hint}
     if kinds <= {bool, type(None)}:
-        group.add_argument(flag(field.name), action=argparse.BooleanOptionalAction, **common)
+        group.add_argument(*names, action=argparse.BooleanOptionalAction, **common)
     elif get_origin(hint) is dict:
-        group.add_argument(flag(field.name), type=json_object, metavar="JSON", **common)
+        group.add_argument(*names, type=json_object, metavar="JSON", **common)
     elif field.metadata["choices"]:
         kind: type = int if isinstance(default, int) else str
-        group.add_argument(flag(field.name), type=kind, choices=field.metadata["choices"], **common)
+        group.add_argument(*names, type=kind, choices=field.metadata["choices"], **common)
     elif bool in kinds:
-        group.add_argument(flag(field.name), type=true_or_text, metavar="STR", **common)
+        group.add_argument(*names, type=true_or_text, metavar="STR", **common)
     elif list[str] in kinds:
-        group.add_argument(flag(field.name), nargs="+", action="extend", metavar="NAME", **common)
+        group.add_argument(*names, nargs="+", action="extend", metavar="NAME", **common)
     else:
         kind = next((k for k in (int, float) if k in kinds), str)
-        group.add_argument(flag(field.name), type=kind, metavar=kind.__name__.upper(), **common)
+        group.add_argument(*names, type=kind, metavar=kind.__name__.upper(), **common)
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -6,33 +6,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pagewire.engine_core.scaling_factors import read_scaling_factors
 from pagewire.engine_core.schedule.scheduler import SchedulerConfig
-from pagewire.ipc.hub import model_folder, read_json
+from pagewire.ipc.hub import model_folder, read_configs
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import max_n
+from pagewire.ipc.quantization import resolve_quantization, settings_of
 from pagewire.ipc.worker_messages import Ready, WorkerConfig
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The options, the model's folder and its generation settings.
+    """The options, the model's folder or GGUF file, and its generation settings.
 
     generation_config: content of generation_config.json. eos_token_id: the main end-of-sequence token.
+    kv_scales: the scaling factors of `quantization_param_path`, one for each layer.
     """
 
     args: EngineArgs
     model_path: Path
     generation_config: dict[str, Any]
     eos_token_id: int | None
+    kv_scales: tuple[float, ...] = ()
 
     @classmethod
     def resolve(cls, args: EngineArgs) -> EngineConfig:
         """The configuration for `args`; downloads the model if necessary.
 
         Raises:
-            ValueError, TypeError: a bad option, such as the revision of a local folder. ModelNotFoundError: no such
-                model.
+            ValueError, TypeError: a bad option, such as the revision of a local folder, a quantisation that is not
+                the checkpoint's, or a bad file of scaling factors. ModelNotFoundError: no such model.
         """
         args.check()
         path = model_folder(
@@ -43,9 +47,12 @@ class EngineConfig:
             load_format=args.load_format,
             trust_remote_code=args.trust_remote_code,
         )
-        model = read_json(path / "config.json") | args.hf_overrides
-        generation = read_json(path / "generation_config.json")
-        return cls(args, path, generation, end_of_sequence(model, generation))
+        model, generation = read_configs(path)
+        model |= args.hf_overrides
+        resolve_quantization(args.quantization, args.load_format, settings_of(path, model))
+        factors = args.quantization_param_path
+        kv_scales = () if factors is None else tuple(read_scaling_factors(Path(factors), model))
+        return cls(args, path, generation, end_of_sequence(model, generation), kv_scales)
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -56,7 +63,7 @@ class EngineConfig:
         return list(dict.fromkeys(ids))
 
     def tokenizer_folder(self) -> Path:
-        """The folder of the tokenizer, downloaded if necessary; the model's own folder unless `tokenizer` or
+        """The folder or GGUF file of the tokenizer, downloaded if necessary; the model's own unless `tokenizer` or
         `tokenizer_revision` is set.
 
         Raises:
@@ -93,6 +100,9 @@ class EngineConfig:
             num_threads=args.num_threads,
             enforce_eager=args.enforce_eager,
             kv_cache_dtype=args.kv_cache_dtype,
+            quantization=args.quantization,
+            weight_cache=args.weight_cache,
+            kv_scales=list(self.kv_scales),
         )
 
     def scheduler_config(self, ready: Ready) -> SchedulerConfig:
@@ -135,6 +145,7 @@ class EngineConfig:
             skip_tokenizer_init=args.skip_tokenizer_init,
             startup_seconds=ready.startup_seconds,
             scheduling_policy=args.scheduling_policy,
+            figures=ready.figures,
         )
 
 

@@ -267,7 +267,7 @@ class EngineCore:
         self._receive_from_worker()
         was_ready, failure = self.worker.ready is not None, self.worker.failure
         why = self.worker.reap()
-        if failure is not None and failure.fatal:
+        if failure is not None and failure.fatal and not (failure.lacks_memory and self.started):
             raise received_error(failure.error, failure.error_type)
         self._plan_restart(f"the worker was lost ({why})", why)
         self.stopwatch.restart(False)

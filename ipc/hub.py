@@ -1,4 +1,4 @@
-"""Locates a model's files: the embedded model, a local folder, or the Hugging Face hub."""
+"""Locates a model's files: the embedded model, a local folder or GGUF file, or the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.ipc.errors import ModelNotFoundError
+from pagewire.ipc.gguf.config import generation_config, model_config
+from pagewire.ipc.gguf.file import is_gguf, parts_of, read_gguf
+from pagewire.ipc.gguf.locate import check_format, in_repository, model_in
 
 DEMO = "demo"
 TOKENIZER_FILES = [
@@ -27,11 +30,14 @@ TOKENIZER_FILES = [
 WEIGHT_FILES = {  # by load format
     "auto": ["*.safetensors", "*.safetensors.index.json"],
     "safetensors": ["*.safetensors", "*.safetensors.index.json"],
+    "bitsandbytes": ["*.safetensors", "*.safetensors.index.json"],
+    "gguf": ["*.gguf"],
     "pt": ["*.bin", "*.bin.index.json"],  # pickles
     "dummy": [],
 }
 OTHER_FORMATS = (
-    "'auto' takes .safetensors files, 'pt' takes .bin files: pickles, which can run code of their authors"
+    "'auto' takes .safetensors files, 'pt' takes .bin files: pickles, which can run code of their authors; "
+    "a GGUF file is named with its repository: owner/repository/file.gguf"
 )
 CODE_FILES = ["*.py"]
 MAX_FILE_BYTES = 256 << 20  # of a JSON file; the largest tokenizers have some 35 MB
@@ -47,35 +53,45 @@ def model_folder(
     load_format: str = "auto",
     trust_remote_code: bool = False,
 ) -> Path:
-    """The local folder with the model's files, which are downloaded from the hub if necessary.
+    """The local folder with the model's files, or its GGUF file; downloaded from the hub if necessary.
 
     What can run code is downloaded only on request: .bin files (pickles) by `load_format`, .py files by
     `trust_remote_code`.
 
-    name: "demo" (the embedded model), a folder, or a repository of the hub.
+    name: "demo" (the embedded model), a folder, a repository of the hub; or a GGUF file, also as the only one of a
+    folder, or as `owner/repository/file.gguf` of the hub. Of a split file any part may be named.
     revision: branch, tag or commit of the repository. tokenizer_only: do not download weights.
-    load_format: which weights, one of `WEIGHT_FILES`. trust_remote_code: download Python code as well.
+    load_format: which weights, one of `WEIGHT_FILES` or "gguf". trust_remote_code: download Python code as well.
 
     Raises:
         ModelNotFoundError: there is no such folder, and the hub lacks the model, denies access or is unreachable.
-        ValueError: a revision of a folder.
+        ValueError: a revision of a folder, or a load format that reads no GGUF files for one.
     """
     path = Path(os.path.expanduser(name))  # noqa: PTH111 - Path.expanduser fails for an unknown user
     is_folder = os.path.isdir(path)  # noqa: PTH112 - Path.is_dir fails for a name that is too long
-    if revision is not None and (name == DEMO or is_folder):
+    is_file = is_gguf(name) and os.path.isfile(path)  # noqa: PTH113 - as above
+    if revision is not None and (name == DEMO or is_folder or is_file):
+        kind = "GGUF file" if is_file else "folder"
         raise ValueError(
-            f"revision {revision!r}: {name} is a local folder, which has no revisions; leave the revision out"
+            f"revision {revision!r}: {name} is a local {kind}, which has no revisions; leave the revision out"
         )
     if name == DEMO:
         import pagewire.demo
 
         return Path(pagewire.demo.__path__[0])
+    if is_gguf(name) and not is_folder:
+        check_format(name, load_format)
+        return parts_of(path.absolute())[0] if is_file else download_file(name, revision, token, cache_dir)
     if is_folder:
+        if (file := model_in(path.resolve(), load_format)) is not None:
+            return file
         if not (path / "config.json").is_file() and not tokenizer_only:
             raise ModelNotFoundError(f"{path} holds no config.json: not a Hugging Face model folder")
         return path.resolve()
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise ModelNotFoundError(f"no model folder {name}")
+    if load_format == "gguf":
+        raise ModelNotFoundError(f"name the GGUF file, too: {name}/file.gguf")
     weights = [] if tokenizer_only else WEIGHT_FILES[load_format]
     patterns = TOKENIZER_FILES + weights + (CODE_FILES if trust_remote_code else [])
     folder = download(name, patterns, revision, token, cache_dir)
@@ -84,6 +100,21 @@ def model_folder(
             f"{name} has no {weights[0]} files on the hub, which load_format={load_format!r} takes; {OTHER_FORMATS}"
         )
     return folder
+
+
+def download_file(name: str, revision: str | None, token: str | bool | None, cache_dir: str | None) -> Path:
+    """The GGUF file `owner/repository/file.gguf` of the hub, downloaded with all its parts.
+
+    Raises:
+        ModelNotFoundError: the repository has no such file, or as `download`.
+    """
+    if (found := in_repository(name)) is None:
+        raise ModelNotFoundError(f"no GGUF file {name}; of the hub, it would be owner/repository/file.gguf")
+    repository, file, patterns = found
+    path = download(repository, patterns, revision, token, cache_dir) / file
+    if not path.is_file():
+        raise ModelNotFoundError(f"{repository} has no file {file} on the hub")
+    return path
 
 
 def download(
@@ -175,3 +206,15 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object")
     return value
+
+
+def read_configs(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A model's configuration and generation settings: of a folder's JSON files, or of a GGUF file's metadata.
+
+    Raises:
+        ValueError: a file is broken. ModelNotFoundError: it is a GGUF file of an architecture that is not served.
+    """
+    if is_gguf(path):
+        file = read_gguf(path)
+        return model_config(file), generation_config(file)
+    return read_json(path / "config.json"), read_json(path / "generation_config.json")

@@ -21,6 +21,7 @@ from pagewire.ipc.budget import (
 )
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.items import Item, LogprobRows, Message, Prompt, Task, TokenIds
+from pagewire.ipc.model_figures import ModelFigures
 from pagewire.ipc.params import Name, SamplingParams
 
 PROTOCOL = 4
@@ -31,6 +32,7 @@ class EngineInfo(Message):
 
     tokenizer: folder or hub repository of its tokenizer. trust_remote_code: the core's setting, which no frontend
         follows: each decides for itself whether the tokenizer's code may run.
+    figures: sizes of the model by the headers of its checkpoint; None where the worker could not read any.
     """
 
     model: str
@@ -56,6 +58,7 @@ class EngineInfo(Message):
     startup_seconds: dict[str, float] = {}
     tokenizer_revision: str | None = None
     scheduling_policy: str = "fcfs"
+    figures: ModelFigures | None = None
 
     @property
     def max_message_bytes(self) -> int:

@@ -17,18 +17,21 @@ from typing import Any, Literal, get_type_hints
 import msgspec
 
 from pagewire.ipc.bounds import check_int, check_number, unknown_name
+from pagewire.ipc.quantization import FAMILIES, ONLINE, quantization_name
 
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
-KV_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+KV_DTYPES = ("auto", "int8", "fp8", "fp8_e4m3", "fp8_e5m2")
 DTYPE_ALIASES = {"half": "float16", "float": "float32", "fp8": "fp8_e4m3"}
 
 
-def option(default: Any, group: str, text: str, *, choices: tuple[Any, ...] = (), make: Any = None) -> Any:
+def option(
+    default: Any, group: str, text: str, *, choices: tuple[Any, ...] = (), make: Any = None, short: str = ""
+) -> Any:
     """A field of `EngineArgs`; its metadata is used by `--help` and the checks.
 
-    make: creates the default, if that is mutable.
+    make: creates the default, if that is mutable. short: another name on the command line, such as "-q".
     """
-    metadata = {"group": group, "help": text, "choices": choices}
+    metadata = {"group": group, "help": text, "choices": choices, "short": short}
     if make is not None:
         return dataclasses.field(default_factory=make, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -51,9 +54,16 @@ class EngineArgs:
     hf_token: str | bool | None = option(None, "Model", "access token for the hub; True: the stored one")
     hf_overrides: dict[str, Any] = option(None, "Model", "JSON merged into the model's config.json", make=dict)
     download_dir: str | None = option(None, "Model", "folder for downloads; default: the hub's cache")
-    load_format: Literal["auto", "safetensors", "pt", "dummy"] = option(
-        "auto", "Model", "auto, safetensors: .safetensors files; pt: .bin files (pickles); dummy: random weights",
-        choices=("auto", "safetensors", "pt", "dummy"))
+    load_format: Literal["auto", "safetensors", "gguf", "bitsandbytes", "pt", "dummy"] = option(
+        "auto", "Model", "auto: .safetensors files, or the GGUF file that is named or alone in the folder; "
+        "safetensors, gguf: these only; bitsandbytes: as quantization=; pt: .bin files (pickles); "
+        "dummy: random weights",
+        choices=("auto", "safetensors", "gguf", "bitsandbytes", "pt", "dummy"))
+    quantization: str | None = option(
+        None, "Model", "how weights are quantised; default: as the checkpoint is, with which a name must agree: "
+        f"{', '.join(FAMILIES)}; of plain numbers while loading: {', '.join(ONLINE)}", short="-q")
+    weight_cache: bool = option(
+        True, "Model", "keep packed weights on disk, for a faster next start ($PAGEWIRE_CACHE_ROOT/weights)")
     dtype: str = option(
         "auto", "Model", "type of weights and activations; auto: the checkpoint's", choices=DTYPES)
     max_model_len: int | None = option(
@@ -68,8 +78,11 @@ class EngineArgs:
 
     block_size: int = option(16, "KV cache", "tokens per block", choices=(8, 16, 32, 64, 128))
     kv_cache_dtype: str = option(
-        "auto", "KV cache", "type of keys and values; auto: the model's; fp8 (e4m3): half the memory, GPUs only",
-        choices=KV_DTYPES)
+        "auto", "KV cache", "type of keys and values; auto: the model's; in half the memory: int8 (CPUs), "
+        "fp8 or fp8_e4m3, fp8_e5m2 (GPUs)", choices=KV_DTYPES)
+    quantization_param_path: str | None = option(
+        None, "KV cache", "JSON file of scaling factors for a KV cache of fp8 (e4m3), one for each layer; "
+        "default: the checkpoint's, else 1")
     gpu_memory_utilization: float = option(0.9, "KV cache", "fraction of the device's memory to use, in (0, 1]")
     kv_cache_memory_bytes: int | None = option(
         None, "KV cache", "bytes of KV memory; overrides gpu_memory_utilization")
@@ -128,8 +141,30 @@ class EngineArgs:
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, above=True)
         check_number("log_stats_interval", self.log_stats_interval, 0.1, math.inf)
         check_number("swap_space", self.swap_space, 0.0, math.inf)
+        if self.quantization is not None:
+            quantization_name(self.quantization)
+        self._check_scaling_factors()
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
             raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+
+    def _check_scaling_factors(self) -> None:
+        """Refuse scaling factors for a KV cache that has no use for them."""
+        if self.quantization_param_path is None:
+            return
+        reasons = {
+            "auto": "its elements are the model's",
+            "int8": "it has a scale for each token and head",
+            "fp8_e5m2": "its range is float16's",
+        }
+        if self.device == "cpu":
+            raise ValueError(
+                "quantization_param_path is for a KV cache of fp8, which GPUs have and CPUs do not"
+            )
+        if reason := reasons.get(self.kv_cache_dtype):
+            raise ValueError(
+                f"quantization_param_path: a KV cache of {self.kv_cache_dtype} takes no scaling factors, since "
+                f"{reason}; kv_cache_dtype='fp8' takes them"
+            )
 
     def resolved_dtype(self) -> str:
         """`dtype` with aliases resolved: "half" is "float16"."""
@@ -182,7 +217,6 @@ NOT_SUPPORTED_YET: dict[str, Any] = {
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
     "distributed_executor_backend": None,
-    "quantization": None,
     "cpu_offload_gb": 0,
     "disable_custom_all_reduce": False,
     "mm_processor_kwargs": None,

@@ -6,12 +6,17 @@ from typing import Any, TypeAlias
 
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.items import Item, LogprobRows, Media, Message, Task
+from pagewire.ipc.model_figures import ModelFigures
 
 # ---------------------------------------------------------------- core -> worker
 
 
 class WorkerConfig(Message, tag="load"):
-    """Load the model and allocate the KV cache; answered by `Ready`. None: the worker decides."""
+    """Load the model and allocate the KV cache; answered by `Ready`. None: the worker decides.
+
+    weight_cache: take packed weights from the cache, and keep them there.
+    kv_scales: of each layer's keys and values in a KV cache of 8-bit floats; empty: the checkpoint's, or 1.
+    """
 
     model_path: str
     dtype: str = "auto"
@@ -29,6 +34,9 @@ class WorkerConfig(Message, tag="load"):
     num_threads: int | None = None
     enforce_eager: bool = False
     kv_cache_dtype: str = "auto"
+    quantization: str | None = None
+    weight_cache: bool = False
+    kv_scales: list[float] = []
 
 
 class SlotInit(Item):
@@ -135,7 +143,10 @@ class Loading(Message, tag="loading"):
 
 
 class Ready(Message, tag="ready"):
-    """The model is loaded and the KV cache allocated; the fields describe them."""
+    """The model is loaded and the KV cache allocated; the fields describe them.
+
+    figures: what the worker expected by the headers of the checkpoint; None where it could not read any.
+    """
 
     architecture: str
     dtype: str
@@ -148,6 +159,7 @@ class Ready(Message, tag="ready"):
     eos_token_id: int | None = None
     startup_seconds: dict[str, float] = {}
     memory: dict[str, int] = {}
+    figures: ModelFigures | None = None
 
 
 class RowResult(Item):
@@ -191,12 +203,15 @@ class WorkerFailed(Message, tag="failed"):
     """The worker exits because of `error`. fatal: starting it again would fail the same way.
 
     error_type: name of the exception (`ipc.errors.ERROR_TYPES`).
+    lacks_memory: the model does not fit into the memory that is available now; a worker that is started again after
+        another one may find more.
     """
 
     error: str
     traceback: str = ""
     fatal: bool = False
     error_type: str = "RuntimeError"
+    lacks_memory: bool = False
 
 
 ToWorker: TypeAlias = WorkerConfig | StepPlan | Masks | WorkerCall | Shutdown

@@ -3,9 +3,17 @@
 from torch import Tensor
 
 from pagewire.kernels.dispatch import implementation_for
-from pagewire.kernels.paging import AttentionBatch, kv_block_bytes, token_view
+from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales, kv_block_bytes, token_view
 
-__all__ = ["AttentionBatch", "kv_block_bytes", "paged_attention", "store_kv", "token_view"]
+__all__ = [
+    "UNSCALED",
+    "AttentionBatch",
+    "KVScales",
+    "kv_block_bytes",
+    "paged_attention",
+    "store_kv",
+    "token_view",
+]
 
 
 def paged_attention(
@@ -19,6 +27,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
+    scales: KVScales = UNSCALED,
     out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of every query token to its own request's keys and values.
@@ -29,14 +38,16 @@ def paged_attention(
 
     Args:
         q: [T, Hq, D], any strides as long as D is contiguous.
-        k_cache: [num_blocks, Hkv, block_size, D]; Hq is a multiple of Hkv.
-        v_cache: [num_blocks, Hkv, block_size, Dv].
+        k_cache: [num_blocks, Hkv, block_size, D]; Hq is a multiple of Hkv. On the CPU it may be of int8, with rows
+            of `kv_codes.row_width`.
+        v_cache: [num_blocks, Hkv, block_size, Dv], likewise.
         batch: which rows of q belong to which request.
         scale: factor of the dot products, usually D ** -0.5.
         window: how many keys a query sees, its own included; None is all.
         softcap: logits become `softcap * tanh(logit / softcap)`.
         sinks: [Hq], one more logit per head in the softmax's denominator, with no value.
         alibi: [Hq], slopes of the bias `slope * (key position - query position)`.
+        scales: of keys and values in caches of 8-bit floats.
         out: [T, Hq, Dv], contiguous, in q's dtype; made if not given.
 
     Returns:
@@ -45,26 +56,42 @@ def paged_attention(
     Raises:
         NotImplementedError: the device is not served.
         TypeError: an index tensor of the batch is not int32.
-        ValueError: shapes disagree, or the batch points outside its tensors.
+        ValueError: shapes disagree, the batch points outside its tensors, or the caches take no scales.
     """
     kernels = implementation_for(q, k_cache, v_cache)
     return kernels.paged_attention(
-        q, k_cache, v_cache, batch, scale, window=window, softcap=softcap, sinks=sinks, alibi=alibi, out=out
+        *(q, k_cache, v_cache, batch, scale),
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        alibi=alibi,
+        scales=scales,
+        out=out,
     )
 
 
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    scales: KVScales = UNSCALED,
+) -> None:
     """Writes keys and values into their slots of the cache.
 
     Args:
-        k: [T, Hkv, D] in the cache's dtype; may be a strided view.
+        k: [T, Hkv, D] in the cache's dtype; may be a strided view. For a cache of 8 bits, of the model's dtype.
         v: [T, Hkv, Dv], likewise.
-        k_cache: [num_blocks, Hkv, block_size, D].
-        v_cache: [num_blocks, Hkv, block_size, Dv].
+        k_cache: [num_blocks, Hkv, block_size, D], or as for `paged_attention`.
+        v_cache: [num_blocks, Hkv, block_size, Dv], likewise.
         slot_mapping: int64 [T], `block * block_size + row`; -1 stores nothing.
+        scales: of keys and values in caches of 8-bit floats.
 
     Raises:
         NotImplementedError: the device is not served.
+        ValueError: the caches take no scales.
         IndexError: a slot lies outside the cache.
     """
-    implementation_for(k, v, k_cache, v_cache).store_kv(k, v, k_cache, v_cache, slot_mapping)
+    implementation_for(k, v, k_cache, v_cache).store_kv(k, v, k_cache, v_cache, slot_mapping, scales=scales)

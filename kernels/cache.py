@@ -1,4 +1,4 @@
-"""The files of compiled kernels.
+"""The files of compiled kernels, and the rules for every folder of the cache.
 
 Kernels are code that this process runs. So a file counts only if it belongs to this user or root and nobody else
 may write to it or to its folder, and if its content is what was stored: the content is followed by its SHA-256. Any
@@ -22,12 +22,17 @@ FORMAT = "content and SHA-256"
 """Part of the name of every file, with what it was made of: other versions have other names."""
 
 
-def cache_folder() -> Path:
-    """`kernels` in `$PAGEWIRE_CACHE_ROOT`, by default in `$XDG_CACHE_HOME/pagewire` or `~/.cache/pagewire`."""
+def cache_root() -> Path:
+    """`$PAGEWIRE_CACHE_ROOT`, by default `$XDG_CACHE_HOME/pagewire` or `~/.cache/pagewire`."""
     if root := os.environ.get("PAGEWIRE_CACHE_ROOT"):
-        return Path(root) / "kernels"
+        return Path(root)
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "pagewire" / "kernels"
+    return (Path(base) if base else Path.home() / ".cache") / "pagewire"
+
+
+def cache_folder() -> Path:
+    """`kernels` in `cache_root`."""
+    return cache_root() / "kernels"
 
 
 def read(name: str) -> bytes | None:
@@ -76,22 +81,23 @@ def warn(text: str) -> None:
 
 
 @contextmanager
-def opened_folder() -> Iterator[int]:
-    """A descriptor of the cache's folder, to which nobody but this user (or root) may write.
+def opened_folder(folder: Path | None = None) -> Iterator[int]:
+    """A descriptor of a folder, to which nobody but this user (or root) may write. folder: default `cache_folder`.
 
     Raises:
         PermissionError: others may. OSError: it cannot be opened.
     """
-    descriptor = os.open(cache_folder(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    folder = folder or cache_folder()
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        check_owner(os.fstat(descriptor), stat.S_IFDIR)
+        check_owner(os.fstat(descriptor), stat.S_IFDIR, folder)
         yield descriptor
     finally:
         os.close(descriptor)
 
 
-def check_owner(info: os.stat_result, kind: int) -> None:
-    """Check that only this user (or root) can change a file or folder. kind: `S_IFREG` or `S_IFDIR`.
+def check_owner(info: os.stat_result, kind: int, folder: Path | None = None) -> None:
+    """Check that only this user (or root) can change a folder, or a file in it. kind: `S_IFDIR` or `S_IFREG`.
 
     Raises:
         PermissionError: others can, or it is of another kind.
@@ -99,9 +105,9 @@ def check_owner(info: os.stat_result, kind: int) -> None:
     if stat.S_IFMT(info.st_mode) != kind:
         raise PermissionError("it is not a regular file")
     if info.st_uid not in (os.geteuid(), 0):
-        raise PermissionError(f"{cache_folder()} or a file in it belongs to user {info.st_uid}")
+        raise PermissionError(f"{folder or cache_folder()} or a file in it belongs to user {info.st_uid}")
     if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(f"other users may write to {cache_folder()} or a file in it")
+        raise PermissionError(f"other users may write to {folder or cache_folder()} or a file in it")
 
 
 @contextmanager

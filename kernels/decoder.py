@@ -4,7 +4,7 @@ x -> QKV in one product -> (norm of each head) -> rotary -> attention -> output 
   -> gate and up in one product -> activation -> down product -> add and norm -> next layer
 
 The loop over the layers is here, for every device. `cpu/decoder.cpp` is the same loop compiled; it is used if all
-linear layers are packed weights of linear.cpp.
+linear layers are packed weights, dense or quantised.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 from pagewire.kernels.dispatch import implementation_for
 from pagewire.kernels.layer import Activation, Layer, Norm
 from pagewire.kernels.layers import add_rms_norm, gelu_tanh_and_mul, rms_norm, silu_and_mul
-from pagewire.kernels.paging import AttentionBatch
+from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales
 
 __all__ = ["Activation", "Layer", "Norm", "Stack"]
 
@@ -36,6 +36,7 @@ class Stack:
         sin: Tensor,
         batch: AttentionBatch,
         caches: Sequence[tuple[Tensor, Tensor]],
+        scales: Sequence[KVScales] = (),
     ) -> Tensor:
         """Run the batch's tokens through all layers.
 
@@ -45,16 +46,18 @@ class Stack:
             sin: likewise.
             batch: see `AttentionBatch`.
             caches: K and V of each layer.
+            scales: of each layer's keys and values, in caches of 8-bit floats; empty for 1.
 
         Returns:
             [T, H], normed by the last layer's `next_norm`.
         """
-        if self.compiled is not None:
+        if self.compiled is not None and not scales:
             return self.compiled(residual, cos, sin, batch, caches)
         norm = self.input_norm
         x = rms_norm(residual, norm.weight, norm.eps, offset=norm.offset)
-        for layer, (k_cache, v_cache) in zip(self.layers, caches, strict=True):
-            x = layer.out(_attend(layer, x, cos, sin, batch, k_cache, v_cache))
+        scales = scales or [UNSCALED] * len(self.layers)
+        for layer, cache, of_cache in zip(self.layers, caches, scales, strict=True):
+            x = layer.out(_attend(layer, x, cos, sin, batch, cache, of_cache))
             x = _add(x, residual, layer.attention_norm)
             x = layer.down(ACTIVATIONS[layer.activation](layer.gate_up(x)))
             x = _add(x, residual, layer.next_norm)
@@ -66,13 +69,19 @@ def _add(x: Tensor, residual: Tensor, norm: Norm) -> Tensor:
 
 
 def _attend(
-    layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor
+    layer: Layer,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    batch: AttentionBatch,
+    cache: tuple[Tensor, Tensor],
+    scales: KVScales,
 ) -> Tensor:
     num_tokens = len(x)
     qkv = layer.qkv(x).view(num_tokens, -1, layer.head_dim)
     q, k, v = torch.split(qkv, [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], 1)
     kernels = implementation_for(q, k, v)
     slots = batch.slot_mapping
-    q = kernels.rotate_and_store(q, k, v, cos, sin, layer.head_norms, k_cache, v_cache, slots)
-    attended = kernels.paged_attention(q, k_cache, v_cache, batch, layer.scale, window=layer.window)
+    q = kernels.rotate_and_store(q, k, v, cos, sin, layer.head_norms, *cache, slots, scales)
+    attended = kernels.paged_attention(q, *cache, batch, layer.scale, window=layer.window, scales=scales)
     return attended.view(num_tokens, -1)

@@ -8,8 +8,9 @@ from torch import Tensor
 from pagewire.kernels import reference
 from pagewire.kernels.cpu import kernels as cpu_kernels
 from pagewire.kernels.cpu.tensors import DTYPES
+from pagewire.kernels.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.layer import HeadNorms, Layer, Norm
-from pagewire.kernels.paging import AttentionBatch
+from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales
 from pagewire.kernels.weight import Linear, Weight
 
 
@@ -28,11 +29,19 @@ class Kernels(Protocol):
         softcap: float | None = None,
         sinks: Tensor | None = None,
         alibi: Tensor | None = None,
+        scales: KVScales = UNSCALED,
         out: Tensor | None = None,
     ) -> Tensor: ...
 
     def store_kv(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+        self,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        scales: KVScales = UNSCALED,
     ) -> None: ...
 
     def rms_norm(
@@ -60,6 +69,7 @@ class Kernels(Protocol):
         k_cache: Tensor,
         v_cache: Tensor,
         slot_mapping: Tensor,
+        scales: KVScales = UNSCALED,
     ) -> Tensor:
         """Norm heads, rotate queries and keys, store keys and values. Returns the queries; may overwrite q, k."""
 
@@ -79,6 +89,8 @@ class Kernels(Protocol):
 def implementation_for(*tensors: Tensor) -> Kernels:
     """The fastest implementation for tensors on this device and of these dtypes. None of them keeps gradients.
 
+    tensors: the first is of the model's dtype; caches among the others may be of 8 bits.
+
     Raises:
         NotImplementedError: the tensors are neither on the CPU nor on a GPU.
         LaunchError, CompileError: the CUDA kernels cannot be loaded, see `cuda.launch`.
@@ -91,6 +103,6 @@ def implementation_for(*tensors: Tensor) -> Kernels:
     if device.type != "cpu":
         raise NotImplementedError(f"no kernels for device {device.type!r}: 'cpu' and 'cuda' are served")
     dtype = tensors[0].dtype
-    if dtype in DTYPES and all(tensor.dtype == dtype for tensor in tensors):
+    if dtype in DTYPES and all(tensor.dtype in (dtype, KV_CODES) for tensor in tensors):
         return cpu_kernels.load() or reference
     return reference

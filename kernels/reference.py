@@ -12,19 +12,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pagewire.kernels import kv_codes
 from pagewire.kernels.elementwise import elementwise
+from pagewire.kernels.integers import Integers
 from pagewire.kernels.layer import HeadNorms
-from pagewire.kernels.paging import AttentionBatch, token_view
-from pagewire.kernels.weight import Linear, UnpackedLinear, Weight
+from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales, check_scales, token_view
+from pagewire.kernels.weight import Linear, UnpackedLinear, Weight, check_rows
 
 
 def _accumulation_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _gather(cache: Tensor, blocks: Tensor, length: int, num_heads: int) -> Tensor:
+def _gather(cache: Tensor, blocks: Tensor, length: int, num_heads: int, dtype: torch.dtype) -> Tensor:
     """The first `length` rows of a request, [num_heads, length, size]: KV heads repeated for their query heads."""
     tokens = token_view(cache)[blocks.long()].flatten(0, 1)[:length]
+    tokens = kv_codes.dequantise(tokens, dtype) if cache.dtype == kv_codes.DTYPE else tokens.to(dtype)
     return tokens.transpose(0, 1).repeat_interleave(num_heads // cache.shape[1], dim=0)
 
 
@@ -42,6 +45,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
+    scales: KVScales = UNSCALED,
     out: Tensor | None = None,
 ) -> Tensor:
     """See `pagewire.kernels.attention.paged_attention`.
@@ -49,10 +53,11 @@ def paged_attention(
     PyTorch's products and sums may have other bits for other shapes. So all are of one shape, 16 queries by 256
     keys, with zeros where a request has none.
     """
+    check_scales(k_cache.dtype, scales)
     dtype = _accumulation_dtype(q)
     num_heads, block_size = q.shape[1], k_cache.shape[2]
     if out is None:
-        out = q.new_empty(q.shape[0], num_heads, v_cache.shape[3])
+        out = q.new_empty(q.shape[0], num_heads, kv_codes.head_size(v_cache))
     out.zero_()
     bias = _Bias(window, softcap, None if alibi is None else alibi.to(dtype))
     sinks = None if sinks is None else sinks.to(dtype)[:, None, None]
@@ -63,7 +68,8 @@ def paged_attention(
         if first == seq_len:
             continue
         blocks = batch.block_table[request, : -(-seq_len // block_size)]
-        k, v = (_gather(cache, blocks, seq_len, num_heads).to(dtype) for cache in (k_cache, v_cache))
+        gathered = (_gather(cache, blocks, seq_len, num_heads, dtype) for cache in (k_cache, v_cache))
+        k, v = (x if by == 1 else x * by for x, by in zip(gathered, scales, strict=True))
         if window is not None:
             v[:, : max(0, first - window + 1)] = (
                 0  # seen by no query, it may hold anything, and 0 x NaN is NaN
@@ -133,13 +139,32 @@ def _padded(x: Tensor, size: int, before: int) -> Tensor:
     return padded
 
 
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def _as_stored(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """Keys or values as a cache of `dtype` holds them."""
+    if dtype == kv_codes.DTYPE:
+        return kv_codes.quantise(x)
+    if dtype.itemsize > 1:
+        return x
+    largest = torch.finfo(dtype).max
+    return (x.float() * (1 / scale)).clamp(-largest, largest).to(dtype)
+
+
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    scales: KVScales = UNSCALED,
+) -> None:
     """See `pagewire.kernels.attention.store_kv`."""
+    check_scales(k_cache.dtype, scales)
     kept = slot_mapping >= 0
     slots = slot_mapping[kept].long()
     blocks, offsets = slots // k_cache.shape[2], slots % k_cache.shape[2]
-    token_view(k_cache)[blocks, offsets] = k[kept]
-    token_view(v_cache)[blocks, offsets] = v[kept]
+    for cache, rows, scale in ((k_cache, k, scales.k), (v_cache, v, scales.v)):
+        token_view(cache)[blocks, offsets] = _as_stored(rows[kept], cache.dtype, scale)
 
 
 def rms_norm(
@@ -188,7 +213,14 @@ class HeadKernels(Protocol):
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None: ...
 
     def store_kv(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+        self,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        scales: KVScales = UNSCALED,
     ) -> None: ...
 
 
@@ -203,6 +235,7 @@ def rotate_and_store_with(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    scales: KVScales = UNSCALED,
 ) -> Tensor:
     """See `pagewire.kernels.dispatch.Kernels.rotate_and_store`: one kernel after another."""
     if head_norms is not None:
@@ -211,7 +244,7 @@ def rotate_and_store_with(
             for heads, norm in zip((q, k), head_norms, strict=True)
         )
     kernels.rotary(q, k, cos, sin)
-    kernels.store_kv(k, v, k_cache, v_cache, slot_mapping)
+    kernels.store_kv(k, v, k_cache, v_cache, slot_mapping, scales=scales)
     return q
 
 
@@ -272,8 +305,102 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out.flatten(0, 1)[:num_rows].view(*x.shape[:-1], len(weight))
 
 
+CODES = 127
+"""The largest code of an activation; codes are symmetric around 0."""
+
+
+def quantised_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """The product with a weight whose scheme is `Integers`, to the bits of every compiled kernel.
+
+    The rows of x are quantised as well. A group of max(32, `scheme.group`) columns of a row, or the whole row where
+    the weight has no groups, becomes `code = rint(x * (127 / max|x|))` with the scale `max|x| / 127`, in float32.
+    With S and P, the sums of `code * (value - zero)` and of `code` over one of the weight's groups, and the groups
+    in ascending order:
+
+        y = fma(float(S), scale_x * scale_w, y)
+        y = fma(float(P) * scale_x, offset_w, y)      where the weight has offsets
+
+    S and P are exact. Then the bias is added, and the sum is rounded to the dtype. A NaN or an infinity in a row
+    makes the row's outputs NaN.
+
+    Args:
+        x: [..., K], of the weight's dtype.
+        weight: [N, K].
+        bias: [N], of the same dtype.
+
+    Returns:
+        [..., N].
+    """
+    scheme = weight.scheme
+    assert isinstance(scheme, Integers)
+    num_out, num_in = weight.shape
+    _, scales, *offsets = weight.parts
+    group = scheme.group or num_in
+    values = (scheme.values(weight.parts).double() - scheme.zero).view(num_out, -1, group)
+    codes, row_scales = _quantised_rows(x.reshape(-1, num_in).float(), scheme)
+    y = torch.zeros(len(codes), num_out, device=x.device)
+    for i in range(num_in // group):
+        row_codes, row_scale = codes[:, i * group : (i + 1) * group], row_scales[:, i : i + 1]
+        sums = row_codes @ values[:, i].T  # exact in float64
+        y = _fma(sums.float(), row_scale * scales[:, i].float(), y)
+        if offsets:
+            y = _fma(row_codes.sum(1, keepdim=True).float() * row_scale, offsets[0][:, i].float(), y)
+    if bias is not None:
+        y = y + bias.float()
+    return y.to(x.dtype).view(*x.shape[:-1], num_out)
+
+
+def _quantised_rows(rows: Tensor, scheme: Integers) -> tuple[Tensor, Tensor]:
+    """The codes of rows float32 [M, K], float64 [M, K]; their scales for each group of the weight, [M, groups]."""
+    num_in = rows.shape[1]
+    group = scheme.group or num_in
+    together = max(32, group) if scheme.group else num_in
+    groups = functional.pad(rows, (0, -num_in % together)).view(len(rows), -(-num_in // together), together)
+    largest = groups.abs().amax(-1, keepdim=True)  # NaN where there is one
+    most = torch.full_like(
+        largest, CODES
+    )  # a tensor: PyTorch divides by numbers, and numbers by tensors, otherwise
+    inverse = torch.where(largest > 0, most / largest, 0.0).clamp(max=torch.finfo(torch.float32).max)
+    codes = torch.where(largest.isfinite(), groups * inverse, 0.0).round().clamp(-CODES, CODES).double()
+    scales = torch.where(largest.isfinite(), largest / most, torch.nan)[..., 0]
+    return codes.flatten(1)[:, :num_in], scales.repeat_interleave(together // group, 1)[:, : num_in // group]
+
+
+def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """`a * b + c` in float32, rounded once.
+
+    The product is exact in float64. The sum is rounded to odd there, which float32's rounding cannot tell from the
+    exact sum (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
+    """
+    product, other = a.double() * b.double(), c.double()
+    total = product + other
+    back = total - product
+    error = (product - (total - back)) + (other - back)
+    bits = total.view(torch.int64)
+    even = (error.abs() > 0) & (bits & 1 == 0)  # false for NaN
+    away = (error > 0) == (total > 0)
+    return torch.where(even, torch.where(away, bits + 1, bits - 1), bits).view(torch.float64).float()
+
+
+class UnpackedQuantisedLinear:
+    """`quantised_linear` over a weight that stays as it is."""
+
+    def __init__(self, weight: Weight, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        self.num_bytes = weight.num_bytes + (0 if bias is None else bias.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `Linear.__call__`."""
+        check_rows(x, self.in_features, self.dtype)
+        return quantised_linear(x, self._weight, self._bias)
+
+
 def pack(weight: Weight, bias: Tensor | None = None) -> Linear:
-    """See `pagewire.kernels.linear.pack`. The weight is kept dense."""
+    """See `pagewire.kernels.linear.pack`. The weight is kept as it is, dense or quantised."""
+    if isinstance(weight.scheme, Integers):
+        return UnpackedQuantisedLinear(weight, bias)
     return UnpackedLinear(linear, weight, bias)
 
 

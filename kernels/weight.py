@@ -1,7 +1,7 @@
 """Matrices as a checkpoint holds them, and the products that they are packed into.
 
 A `Weight` is cut, joined and moved as it is stored; only `dense`, and the packing of a few rows at a time, convert
-it. Its scheme defines how its numbers are stored. There is a single scheme so far: `DENSE`, plain floats.
+it. Its scheme defines how its numbers are stored: `DENSE`, plain floats, or quantised as in `integers.py`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,15 @@ Parts = tuple[Tensor, ...]
 class Scheme(Protocol):
     """How the numbers of a matrix [N, K] are stored in tensors, its parts."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Names differ if schemes do."""
 
     def rows(self, parts: Parts, start: int, stop: int) -> Parts:
         """The parts of the rows from `start` to before `stop`, as views."""
+
+    def take(self, parts: Parts, index: Tensor) -> Parts:
+        """The parts of the rows of an index int64 [n], in its order, as copies."""
 
     def columns(self, parts: Parts, start: int, stop: int) -> Parts:
         """The parts of the columns from `start` to before `stop`, as views."""
@@ -48,6 +53,11 @@ class Dense:
                 cut.append(block)
             first += len(part)
         return tuple(cut)
+
+    def take(self, parts: Parts, index: Tensor) -> Parts:
+        """See `Scheme.take`."""
+        (matrix,) = parts if len(parts) == 1 else (torch.cat(parts),)
+        return (matrix[index],)
 
     def columns(self, parts: Parts, start: int, stop: int) -> Parts:
         """See `Scheme.columns`."""
@@ -101,6 +111,12 @@ class Weight:
         parts = self.scheme.rows(self.parts, start, stop)
         return Weight(self.scheme, parts, (stop - start, self.shape[1]), self.dtype)
 
+    def take(self, index: Tensor) -> Weight:
+        """The rows of an index int64 [n], in its order, as a copy."""
+        return Weight(
+            self.scheme, self.scheme.take(self.parts, index), (len(index), self.shape[1]), self.dtype
+        )
+
     @staticmethod
     def joined(weights: Sequence[Weight]) -> Weight:
         """Several matrices of equal K as one, one below the other: one product in place of several.
@@ -120,6 +136,11 @@ class Weight:
     def to(self, device: torch.device) -> Weight:
         """The same weight with its parts on a device."""
         return Weight(self.scheme, tuple(part.to(device) for part in self.parts), self.shape, self.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its parts."""
+        return sum(part.nbytes for part in self.parts)
 
     def dense(self) -> Tensor:
         """The matrix [N, K] in `dtype`; may be a view of the checkpoint."""

@@ -14,8 +14,10 @@ import torch
 
 from pagewire.ipc.calls import CALLS, RunsIn
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.loading import Phases, load_model
+from pagewire.workers.model.loading import Phases
 from pagewire.workers.runner import Runner
+from pagewire.workers.weight_cache.ahead import WeightsAhead
+from pagewire.workers.weight_cache.cached_loading import load
 
 
 def ping(runner: Runner) -> str:
@@ -63,7 +65,8 @@ def wake_up(runner: Runner, tags: Sequence[str] | None) -> None:
         raise ValueError(f"wake_up knows the tags weights and kv_cache, not {', '.join(sorted(unknown))}")
     try:
         if runner.loaded is None:
-            runner.loaded = load_model(runner.config, Phases(lambda phase, seconds: None), runner.device)
+            ahead = WeightsAhead(runner.config)
+            runner.loaded = load(ahead, Phases(lambda phase, seconds: None), runner.device)
         if not runner.caches and (tags is None or "kv_cache" in tags):
             runner.allocate_kv()
             runner.warm_up()

@@ -8,6 +8,8 @@ The process connects to the core, loads the model and runs steps, until it gets 
 from __future__ import annotations
 
 import argparse
+import gc
+import logging
 import os
 import signal
 import sys
@@ -15,7 +17,6 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -39,12 +40,20 @@ from pagewire.ipc.worker_messages import (
     WorkerHello,
     WorkerReply,
 )
-from pagewire.kernels.cpu.arena import Reserve, weight_bytes
+from pagewire.kernels.cpu.library import expected_isa
+from pagewire.workers.device.machine import machine_memory, runs_on_cpu
+from pagewire.workers.errors import LoadError, MemoryShortageError
 from pagewire.workers.loading_signs import LoadingSigns
+from pagewire.workers.model.checkpoint_headers import WITHOUT_HEADERS, read_headers
+from pagewire.workers.model.fit import check_fit, model_figures, summary
+from pagewire.workers.model.footprint import Footprint
+from pagewire.workers.weight_cache.ahead import WeightsAhead
 
 if TYPE_CHECKING:
     from pagewire.workers.runner import Runner
     from pagewire.workers.step import RunningStep
+
+logger = logging.getLogger("pagewire.worker")
 
 LINGER_MS = (
     2000  # how long closing the socket may take to send the last message, such as the cause of a failure
@@ -52,7 +61,6 @@ LINGER_MS = (
 QUIET_MS = 10  # silence after which spare work begins; the time between two steps is shorter
 _DONE = object()
 _NOTHING: Iterator[object] = iter(())
-GPU_DRIVER = Path("/proc/driver/nvidia")
 # A thread that waits for the others spins this long before it sleeps. The runtime's own default spins for
 # milliseconds, and whenever any other process wants the CPU (the core, a frontend), the spinning threads keep
 # it from the one thread they wait for: steps then take hundreds of times as long.
@@ -173,28 +181,51 @@ class Pipeline:
 
 
 def start(connection: Connection, config: WorkerConfig) -> Runner:
-    """Load the model and send `Ready`. While torch is imported here, a thread reserves memory for the weights."""
+    """Load the model and send `Ready`; then, in the background, keep its packed weights for the next start.
+
+    While torch is imported here, a thread reads kept weights, or takes memory for those that will be packed.
+
+    Raises:
+        LoadError: the model cannot be loaded. MemoryShortageError: it would not fit, so its weights were not read.
+    """
 
     def report(phase: str, seconds: float) -> None:
         connection.send(Progress(phase, seconds))
 
     with LoadingSigns(lambda: connection.send(Loading())):
-        reserve = reserve_weights(config)
+        sizes = expected_sizes(config)
+        # Works while torch is imported here.
+        ahead = WeightsAhead(config, 0 if sizes is None else sizes.panel_bytes)
+        gc.disable()  # looking for garbage among what is imported takes a tenth of the time, and later some more
         from pagewire.workers.runner import Runner
+        from pagewire.workers.weight_cache.cached_loading import keep_in_background
 
-        runner, ready = Runner.start(config, report, reserve)
+        gc.freeze()
+        gc.enable()
+        runner, ready = Runner.start(config, report, ahead)
+    ready.figures = None if sizes is None else model_figures(sizes)
     connection.send(ready)
+    keep_in_background(runner.model, ahead)
     return runner
 
 
-def reserve_weights(config: WorkerConfig) -> Reserve | None:
-    """Memory for the weights, reserved in the background; None unless they will be packed on the CPU."""
-    on_cpu = config.device == "cpu" or (config.device == "auto" and not GPU_DRIVER.exists())
-    size = weight_bytes(config.model_path, config.dtype) if on_cpu else 0
+def expected_sizes(config: WorkerConfig) -> Footprint | None:
+    """The sizes of a model that fits into memory; None unless it will be packed on the CPU from a checkpoint.
+
+    Raises:
+        MemoryShortageError: it does not fit.
+    """
+    if not runs_on_cpu(config.device) or config.load_format in WITHOUT_HEADERS:
+        return None
     try:
-        return Reserve(size) if size else None
-    except OSError:
+        headers = read_headers(config.model_path, config.hf_overrides)
+        sizes = check_fit(headers, config, expected_isa(), *machine_memory())
+    except MemoryShortageError:
+        raise
+    except ValueError:
         return None  # loading will fail, with a better message
+    logger.info("model: %s", summary(sizes))
+    return sizes
 
 
 def reply(connection: Connection, runner: Runner | None, call: WorkerCall) -> None:
@@ -218,12 +249,6 @@ def answer(runner: Runner | None, call: WorkerCall) -> WorkerReply:
         return WorkerReply(call.call_id, error=error_text(error), error_type=error_type(error))
 
 
-def is_load_error(error: BaseException) -> bool:
-    """True if the configuration is at fault, so that another start would fail the same way."""
-    module = sys.modules.get("pagewire.workers.errors")
-    return module is not None and isinstance(error, module.LoadError)
-
-
 def main() -> int:
     """Entry point of the process. Returns its exit status."""
     parser = argparse.ArgumentParser(
@@ -242,10 +267,11 @@ def main() -> int:
     try:
         serve(connection)
     except Exception as error:
-        fatal = is_load_error(error)
+        fatal = isinstance(error, LoadError)  # another start would fail the same way
         cause = str(error) if fatal else f"{type(error).__name__}: {error}"
         trace = "" if fatal else traceback.format_exc()
-        connection.send(WorkerFailed(cause, trace, fatal, error_type(error)))
+        lacks_memory = isinstance(error, MemoryShortageError)
+        connection.send(WorkerFailed(cause, trace, fatal, error_type(error), lacks_memory))
         connection.close()
         return 1
     connection.close()

@@ -13,8 +13,6 @@ from torch.profiler import record_function
 
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.worker_messages import Masks, Ready, Row, SlotInit, StepPlan, StepResult, WorkerConfig
-from pagewire.kernels.cpu.arena import Reserve
-from pagewire.kernels.cpu.memory import reserved
 from pagewire.workers.batch import Batch, build_batch
 from pagewire.workers.device.graphs import DecodeGraphs, recorded_sizes
 from pagewire.workers.device.interface import PendingTokens
@@ -23,9 +21,11 @@ from pagewire.workers.device.open import open_device
 from pagewire.workers.device.relay import Relay
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.attention import StepContext
-from pagewire.workers.model.loading import LoadedModel, Phases, load_model
+from pagewire.workers.model.loading import LoadedModel, Phases
 from pagewire.workers.slots import Slots
 from pagewire.workers.step import RunningStep
+from pagewire.workers.weight_cache.ahead import WeightsAhead
+from pagewire.workers.weight_cache.cached_loading import load
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -41,11 +41,10 @@ class Runner:
 
     spare_work: Iterator[None]
 
-    def __init__(self, config: WorkerConfig, phases: Phases, reserve: Reserve | None = None) -> None:
+    def __init__(self, config: WorkerConfig, phases: Phases, ahead: WeightsAhead) -> None:
         self.config, self.phases = config, phases
         self.device = open_device(config)
-        with reserved(reserve):
-            self.loaded: LoadedModel | None = load_model(config, phases, self.device)
+        self.loaded: LoadedModel | None = load(ahead, phases, self.device)
         self.block_bytes = sum(shape.block_bytes(config.block_size) for shape in self.loaded.kv_shapes)
         self.slots = Slots(
             config.max_num_seqs, self.loaded.max_model_len, config.block_size, self.loaded.vocab_size
@@ -60,17 +59,17 @@ class Runner:
 
     @classmethod
     def start(
-        cls, config: WorkerConfig, report: Callable[[str, float], None], reserve: Reserve | None = None
+        cls, config: WorkerConfig, report: Callable[[str, float], None], ahead: WeightsAhead | None = None
     ) -> tuple[Runner, Ready]:
         """Load the model, allocate the KV cache and run a first step.
 
-        report: called with the name and seconds of each phase of the start. reserve: memory for the weights.
+        report: called with the name and seconds of each phase of the start. ahead: reads packed weights already.
 
         Raises:
             LoadError: the configuration cannot work; the text says why.
         """
         phases = Phases(report)
-        runner = cls(config, phases, reserve)
+        runner = cls(config, phases, ahead or WeightsAhead(config))
         phases.end("kv")
         runner.warm_up()
         phases.end("warmup")
@@ -146,7 +145,7 @@ class Runner:
     def _forward(self, batch: Batch) -> Tensor:
         input_ids = self.relay.fill(batch.input_ids) if batch.needs_relay else batch.input_ids
         return self.model.model.hidden_states(
-            input_ids, StepContext(batch.attention, batch.positions, self.caches)
+            input_ids, StepContext(batch.attention, batch.positions, self.caches, self.model.kv_scales)
         )
 
     def keep_tokens(self, slots: Tensor, sampled: PendingTokens) -> None:

@@ -79,7 +79,8 @@ def processor() -> str:
 def instructions() -> list[str]:
     """Return the CPU's vector instruction sets that the kernels can use."""
     flags = set(cpu_info("flags").split())
-    return [f for f in ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "amx_fp16") if f in flags]
+    vectors = ("avx2", "fma", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16")
+    return [f for f in (*vectors, "amx_bf16", "amx_int8", "amx_fp16") if f in flags]
 
 
 def compiler() -> str:

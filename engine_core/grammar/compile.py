@@ -18,6 +18,8 @@ from pagewire.engine_core.grammar.chains import check_references, check_rules
 from pagewire.engine_core.grammar.matcher import DEAD_END, Grammar, GrammarError, MasksTime, failure_reason
 from pagewire.engine_core.grammar.schema import json_schema
 from pagewire.engine_core.grammar.structural_tag import structural_tag_grammar
+from pagewire.ipc.gguf.file import is_gguf, read_metadata
+from pagewire.ipc.gguf.tokenizer import tokenizer_json
 from pagewire.ipc.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -29,19 +31,22 @@ MAX_LEXER_STATES = 25_000  # 1 to 2 kB each: bounds the memory of one grammar
 
 
 def load_tokenizer(folder: Path, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """llguidance's form of the tokenizer in a folder. Holds the GIL for about 4 us per token of the vocabulary.
+    """llguidance's form of the tokenizer in a folder or GGUF file.
+
+    Holds the GIL for about 4 us per token of the vocabulary.
 
     Raises:
         GrammarError: the folder has no tokenizer.json that llguidance can read.
     """
     from llguidance import LLTokenizer
 
-    path = folder / "tokenizer.json"
+    path = folder if is_gguf(folder) else folder / "tokenizer.json"
     if not path.is_file():
         raise GrammarError(f"structured outputs need a tokenizer.json, but {folder} has none")
     begin = time.monotonic()
     try:
-        tokenizer = LLTokenizer(path.read_text(encoding="utf-8"), eos_token=list(eos_token_ids) or None)
+        content = tokenizer_json(read_metadata(path)) if is_gguf(path) else path.read_bytes()
+        tokenizer = LLTokenizer(content.decode(), eos_token=list(eos_token_ids) or None)
     except (ValueError, OSError) as error:
         raise GrammarError(f"structured outputs cannot use {path}: {error}") from error
     logger.info("loaded the tokenizer for grammars in %.2f s", time.monotonic() - begin)

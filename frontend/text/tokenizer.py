@@ -19,6 +19,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, pre_tokenizers
 
+from pagewire.ipc.gguf.file import is_gguf, read_metadata
+from pagewire.ipc.gguf.tokenizer import tokenizer_config, tokenizer_json
 from pagewire.ipc.hub import check_files, model_folder, read_file, read_json
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -208,7 +210,7 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     cache_dir: str | None = None,
 ) -> Tokenizer:
-    """Load the tokenizer of a folder, of a hub repository, or of the embedded model ("demo").
+    """Load the tokenizer of a folder, a GGUF file, a hub repository, or the embedded model ("demo").
 
     mode: "auto" or "slow". "slow" uses the tokenizer of transformers; so does "auto" if there is no
         `tokenizer.json`, or if the folder has code of its own and `trust_remote_code` is set.
@@ -226,6 +228,8 @@ def load_tokenizer(
         tokenizer_only=True,
         trust_remote_code=trust_remote_code,
     )
+    if is_gguf(folder):
+        return load_gguf(folder, mode)
     config = read_json(folder / "tokenizer_config.json")
     own_code = trust_remote_code and "auto_map" in config
     if mode == "slow" or own_code or not (folder / "tokenizer.json").is_file():
@@ -271,6 +275,31 @@ def load_fast(folder: Path, config: dict[str, Any]) -> FastTokenizer:
         {name: str(token) for name, token in named.items()},
         read_chat_template(folder, config),
         wants_clean_up(config, backend),
+    )
+
+
+def load_gguf(path: Path, mode: str) -> FastTokenizer:
+    """Load the tokenizer of a GGUF file.
+
+    Raises:
+        ModelNotFoundError: the file is broken. ValueError: it has no tokenizer that can be read, or mode is "slow".
+    """
+    if mode == "slow":
+        raise ValueError(
+            f"tokenizer_mode='slow' needs the files of a tokenizer of transformers, which {path} does not hold; "
+            "leave it out, or give a model folder as `tokenizer`"
+        )
+    file = read_metadata(path)
+    config, described = tokenizer_config(file), tokenizer_json(file)
+    try:
+        backend = tokenizers.Tokenizer.from_buffer(described)
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{path} holds no valid tokenizer: {error}") from error
+    named, _ = special_tokens(config)
+    return FastTokenizer(
+        backend,
+        {name: str(token) for name, token in named.items()},
+        chat_templates(config.get("chat_template")),
     )
 
 
@@ -396,10 +425,16 @@ def read_chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, 
         templates["default"] = read_file(main).decode()
     if templates:
         return templates["default"] if list(templates) == ["default"] else templates
-    template = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
+    return chat_templates(
+        config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
+    )
+
+
+def chat_templates(template: Any) -> str | dict[str, str] | None:
+    """A chat template, or several by name, as `tokenizer_config.json` has them."""
     if isinstance(template, list):
         return {entry["name"]: entry["template"] for entry in template}
-    return template
+    return template  # type: ignore[no-any-return]
 
 
 def read_decoder(decoder: Any) -> dict[str, Any]:

@@ -1,18 +1,11 @@
 """Anonymous memory in large pages. Imports nothing heavy: a worker takes memory while it still imports PyTorch."""
 
 import ctypes
-import json
-import math
 import mmap
-import os
-import struct
 import threading
-from pathlib import Path
 
 LARGE_PAGE = 2 << 20
 MADV_POPULATE_WRITE = 23  # Linux 5.14
-MAX_HEADER_BYTES = 100 << 20  # of a safetensors file; its library has the same limit
-HALF = ("bfloat16", "float16", "half")
 
 _libc = ctypes.CDLL(None)
 
@@ -65,31 +58,3 @@ def populate(address: int, length: int) -> bool:
 def give_back(address: int, length: int) -> None:
     """Drop whole pages; when they are read again, they are zeros, or come from their file."""
     _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
-
-
-def weight_bytes(folder: str | os.PathLike[str], dtype: str) -> int:
-    """Bytes of a checkpoint's weights in a dtype, "auto" for that of its configuration: 0 if none can be mapped."""
-    try:
-        config = json.loads((Path(folder) / "config.json").read_text())
-        num_weights = sum(_num_weights(path) for path in Path(folder).glob("*.safetensors"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error):
-        return 0  # loading will fail, with a better message
-    if dtype == "auto":
-        text = config.get("text_config") or config
-        dtype = config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "float32"
-    return num_weights * (2 if dtype in HALF else 4)
-
-
-def _num_weights(path: Path) -> int:
-    """The number of elements of all tensors in a safetensors file, by its header; no more than the file has bytes.
-
-    Raises:
-        ValueError: the header is too large or no JSON. KeyError, TypeError, AttributeError: it is of another form.
-    """
-    with path.open("rb") as file:
-        (size,) = struct.unpack("<Q", file.read(8))
-        if size > MAX_HEADER_BYTES:
-            raise ValueError(f"{path} has a header of {size} bytes")
-        header = json.loads(file.read(size))
-    claimed: int = sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-    return min(claimed, path.stat().st_size)

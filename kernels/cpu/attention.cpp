@@ -16,6 +16,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "attention_codes.h"
 #include "attention_keys.h"
 #include "attention_plan.h"
 #include "attention_softmax.h"
@@ -26,13 +27,22 @@
 
 namespace {
 
+// T is the type of the cache's elements throughout; queries and outputs are of the same, but with codes.
 #if defined(PAGEWIRE_TILES)
 template <class T>
-using Products = std::conditional_t<kTiled<T>, TiledAttention<T>, VectorAttention<T>>;
+using Floating = std::conditional_t<kTiled<T>, TiledAttention<T>, VectorAttention<T>>;
 #else
 template <class T>
-using Products = VectorAttention<T>;
+using Floating = VectorAttention<T>;
 #endif
+template <class T>
+struct Chosen {
+  using Products = Floating<T>;
+};
+template <>
+struct Chosen<code8> {
+  using Products = CodedAttention;
+};
 
 // Keys and values that some query tile needs.
 struct Stretch {
@@ -59,6 +69,15 @@ class QueryTileKernel {
   }
 
   void write(const Partial& total) const {
+    if constexpr (kCoded<T>)
+      dispatch(rows_.call.dtype, [&](auto element) { write<decltype(element)>(total); });
+    else
+      write<T>(total);
+  }
+
+ private:
+  template <class Out>
+  void write(const Partial& total) const {
     const AttentionCall& call = rows_.call;
     const int64_t width = values_width<T>(call.v_head_dim);
     for (int64_t row = 0; row < rows_.count; ++row) {
@@ -69,14 +88,13 @@ class QueryTileKernel {
         sum = sum * scale + exp2(broadcast(sink - top))[0];
       }
       for (int64_t i = 0; i < call.v_head_dim; i += kLanes)
-        store(rows_.out<T>(row) + i, load(total.values + row * width + i) * scale / sum, call.v_head_dim - i);
+        store(rows_.out<Out>(row) + i, load(total.values + row * width + i) * scale / sum, call.v_head_dim - i);
     }
   }
 
- private:
   const QueryRows rows_;
   const Workspace& work_;
-  Products<T> products_;
+  typename Chosen<T>::Products products_;
   KvTile<T> keys_[2];  // of this KV tile and of what comes after it, which is fetched meanwhile
   bool found_ = false;
 };
@@ -108,9 +126,9 @@ thread_local Scratch thread_partials;
 template <class T>
 void attention(const AttentionCall& call) {
   const int64_t num_queries = call.query_start_loc[call.num_requests];
-  T* out = static_cast<T*>(call.out);
-  const int64_t token_size = call.num_heads * call.v_head_dim;
-  std::memset(out + num_queries * token_size, 0, size_t((call.num_tokens - num_queries) * token_size) * sizeof(T));
+  const int64_t token_bytes = call.num_heads * call.v_head_dim * (call.dtype == 0 ? 4 : 2);
+  std::memset(static_cast<char*>(call.out) + num_queries * token_bytes, 0,
+              size_t((call.num_tokens - num_queries) * token_bytes));
 
   Plan& plan = thread_plan;
   plan.build(call);
@@ -164,7 +182,7 @@ void attention(const AttentionCall& call) {
 // Returns 0, or 1 if the batch does not fit its tensors (then nothing was computed).
 EXPORT int pagewire_attention(const AttentionCall* call) {
   bool done = false;
-  dispatch(call->dtype, [&](auto element) {
+  dispatch_cache(call->cache_dtype, [&](auto element) {
     using T = decltype(element);
     if ((done = valid<T>(*call))) attention<T>(*call);
   });

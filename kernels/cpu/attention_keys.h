@@ -6,6 +6,7 @@
 #include <iterator>
 
 #include "attention_plan.h"
+#include "codes.h"
 #include "layout.h"
 #include "scratch.h"
 #include "tiles.h"
@@ -38,6 +39,7 @@ struct Partial {
 // What one thread needs to work on one query tile.
 struct Workspace {
   float* queries;  // [rows, head_dim], in the form that the products read
+  float* row_scales;  // [2, rows], of codes of queries and of probabilities
   float* keys;     // those of K that cannot be read in place
   float* scores;   // [rows, kScoreStride], logits and then probabilities
   float* values;   // [kKvTileKeys, width], V where it cannot be read in place
@@ -46,17 +48,22 @@ struct Workspace {
 
   static Workspace take(Scratch& scratch, int64_t rows, int64_t head_dim, int64_t width) {
     head_dim = round_up(head_dim, 32);
-    const int64_t counts[] = {rows * head_dim,     head_dim * kKvTileKeys / 2, rows * kScoreStride,
-                              kKvTileKeys * width, kGranule * head_dim,        Partial::floats(rows, width),
+    const int64_t counts[] = {rows * head_dim,
+                              2 * rows,
+                              head_dim * kKvTileKeys / 2,
+                              rows * kScoreStride,
+                              kKvTileKeys * width,
+                              kGranule * head_dim,
+                              Partial::floats(rows, width),
                               Partial::floats(rows, width)};
     size_t bytes = 0;
     for (int64_t count : counts) bytes += Scratch::bytes_for<float>(count);
     scratch.reserve(bytes);
     float* at[std::size(counts)];
     for (size_t i = 0; i < std::size(counts); ++i) at[i] = scratch.take<float>(counts[i]);
-    std::memset(at[4], 0, size_t(counts[4]) * sizeof(float));
-    return {at[0], at[1], at[2], at[3], reinterpret_cast<char*>(at[4]), Partial::at(at[5], rows),
-            Partial::at(at[6], rows)};
+    std::memset(at[5], 0, size_t(counts[5]) * sizeof(float));
+    return {at[0], at[1], at[2], at[3], at[4], reinterpret_cast<char*>(at[5]), Partial::at(at[6], rows),
+            Partial::at(at[7], rows)};
   }
 };
 
@@ -66,6 +73,8 @@ struct KvTile {
   int begin, end;  // keys that some query of the tile sees, counted from the KV tile's first
   const T* k[kKvTileKeys];
   const T* v[kKvTileKeys];
+  const char* k_scales[kCoded<T> ? kKvTileKeys : 1];  // as k; codes only
+  const char* v_scales[kCoded<T> ? kKvTileKeys : 1];
 
   void find(const AttentionCall& call, const QueryTile& tile, int64_t number, const void* zeros) {
     const int64_t start = number * kKvTileKeys, granule = granule_size(call.block_size);
@@ -75,14 +84,22 @@ struct KvTile {
 
     std::fill_n(k, kKvTileKeys / granule, static_cast<const T*>(zeros));
     std::fill_n(v, kKvTileKeys / kPair<T>, static_cast<const T*>(zeros));
+    if constexpr (kCoded<T>)
+      for (auto* scales : {k_scales, v_scales})
+        std::fill_n(scales, kKvTileKeys / granule, static_cast<const char*>(zeros));
     const int32_t* blocks = call.block_table + tile.request * call.block_table_stride;
     for (int key = int(begin / granule * granule); key < end; key += int(granule)) {
       const int64_t block = blocks[(start + key) / call.block_size], row = (start + key) % call.block_size;
-      k[key / granule] = static_cast<const T*>(call.k_cache) + block * call.k_block_stride +
-                         tile.kv_head * call.k_head_stride + row * call.head_dim;
-      const T* first = static_cast<const T*>(call.v_cache) + block * call.v_block_stride +
-                       tile.kv_head * call.v_head_stride + row * call.v_head_dim;
-      for (int64_t i = 0; i < granule; i += kPair<T>) v[(key + i) / kPair<T>] = first + i * call.v_head_dim;
+      const T* keys = static_cast<const T*>(call.k_cache) + block * call.k_block_stride +
+                      tile.kv_head * call.k_head_stride;
+      const T* values = static_cast<const T*>(call.v_cache) + block * call.v_block_stride +
+                        tile.kv_head * call.v_head_stride;
+      k[key / granule] = keys + row * call.head_dim;
+      for (int64_t i = 0; i < granule; i += kPair<T>) v[(key + i) / kPair<T>] = values + (row + i) * call.v_head_dim;
+      if constexpr (kCoded<T>) {
+        k_scales[key / granule] = scale_of(keys, row, call.head_dim, call.block_size);
+        v_scales[key / granule] = scale_of(values, row, call.v_head_dim, call.block_size);
+      }
     }
   }
 };

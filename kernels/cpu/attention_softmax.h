@@ -12,10 +12,13 @@ namespace {
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr float kLog2E = 1.44269504f;
+// Sums that a row's probabilities are added up in, key after key in turn: as many whatever the width of a vector, so that
+// every instruction set adds in the same order.
+constexpr int kSumLanes = 32;
 constexpr int64_t kSoftmaxRows = 8;  // rows whose scores stay in the first-level cache together
 
 // What turns the raw products of some rows with one KV tile into probabilities, relative to each row's own maximum.
-// Keys [begin, end) of the tile, whole vectors, were computed; those that a row does not see get probability 0.
+// Keys [begin, end) of the tile, multiples of kSumLanes, were computed; those that a row does not see get probability 0.
 // Keep::keep(low, high, scores, key) puts the probabilities of 2 kLanes keys into the place of their logits.
 //
 // All rows' maxima come first, then all exponentials: the one sum across lanes that a row's exponentials wait for is
@@ -93,17 +96,22 @@ class Softmax {
   template <bool Masked>
   Floats exponentiate(float* scores, float base, const Visible& visible) const {
     const Floats factors = broadcast(factor_), bases = broadcast(base);
-    Floats sums[2] = {};
-    for (int key = begin_; key < end_; key += 2 * kLanes) {
-      Floats p[2];
-      for (int i = 0; i < 2; ++i) {
-        const int at = key + i * kLanes;
-        p[i] = masked<Masked>(exp2(fma(load(scores + at), factors, bases)), at, visible, 0.0f);
-        sums[i] += p[i];
+    Floats sums[kSumLanes / kLanes] = {};
+    for (int key = begin_; key < end_; key += kSumLanes) {
+#pragma GCC unroll 8
+      for (int i = 0; i < kSumLanes / kLanes; i += 2) {
+        Floats p[2];
+        for (int j = 0; j < 2; ++j) {
+          const int at = key + (i + j) * kLanes;
+          p[j] = masked<Masked>(exp2(fma(load(scores + at), factors, bases)), at, visible, 0.0f);
+          sums[i + j] += p[j];
+        }
+        Keep::keep(p[0], p[1], scores, key + i * kLanes);
       }
-      Keep::keep(p[0], p[1], scores, key);
     }
-    return sums[0] + sums[1];
+    for (int count = kSumLanes / kLanes / 2; count > 0; count /= 2)
+      for (int i = 0; i < count; ++i) sums[i] += sums[i + count];
+    return sums[0];
   }
 
   const QueryRows& rows_;

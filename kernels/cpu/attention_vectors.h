@@ -20,6 +20,7 @@ namespace {
 constexpr int kVectorRows = 6;
 constexpr int kColumns = kLanes == 16 ? 4 : 2;  // kVectorRows x kColumns accumulators fit in the registers
 constexpr int kPanelKeys = kColumns * kLanes;
+constexpr int kStepKeys = kPanelKeys > kSumLanes ? kPanelKeys : kSumLanes;  // that scores are computed for
 
 // ---- products of queries and keys, into float32; K as layout.h keeps it ----
 
@@ -28,6 +29,7 @@ template <class T>
 struct SingleProduct {
   using Element = float;
   using Keys = Floats;
+  using Sum = Floats;
   static INLINE Element query(const T* q, int64_t) { return broadcast(*q)[0]; }
   static INLINE Keys keys(const T* at) { return load(at); }
   static INLINE Floats multiply_add(Element q, Keys k, Floats sum) { return fma(broadcast(q), k, sum); }
@@ -39,6 +41,7 @@ struct SplitProduct {
     float first, second;
   };
   using Keys = Words;
+  using Sum = Floats;
   static INLINE Element query(const bf16* q, int64_t left) {
     return {broadcast(q[0])[0], left > 1 ? broadcast(q[1])[0] : 0.0f};
   }
@@ -54,6 +57,7 @@ struct SplitProduct {
 struct PairProduct {
   using Element = uint32_t;
   using Keys = __m512bh;
+  using Sum = Floats;
   static INLINE Element query(const bf16* q, int64_t left) {
     return uint32_t(q[0].bits) | (left > 1 ? uint32_t(q[1].bits) << 16 : 0);
   }
@@ -67,7 +71,13 @@ using BrainProduct = PairProduct;
 using BrainProduct = SplitProduct;
 #endif
 template <class T>
-using KeyProduct = std::conditional_t<std::is_same_v<T, bf16>, BrainProduct, SingleProduct<T>>;
+struct KeyProduct : std::conditional_t<std::is_same_v<T, bf16>, BrainProduct, SingleProduct<T>> {};
+
+// A sum as it is; or what is made of row `row` and column `c` of a block of sums.
+struct AsSummed {
+  AsSummed from(int64_t) const { return {}; }
+  INLINE Floats operator()(Floats sum, int, int) const { return sum; }
+};
 
 // Calls visit(first, std::integral_constant<int, R>) over `rows` rows in groups of R <= kVectorRows, nearly equal.
 template <int R = kVectorRows, class Visit>
@@ -93,17 +103,22 @@ struct Panel {
   int64_t stride;
 };
 
+// Steps whose vectors lie in one line of the caches.
+template <class T>
+constexpr int64_t kLineSteps = std::max<int64_t>(1, 64 / (kLanes * kPair<T> * int64_t(sizeof(T))));
+
 // scores[row][key] = q[row] . k[key] for R rows and one panel. With Fetch the values of its keys are fetched meanwhile.
-template <class P, int R, bool Fetch, class T>
-void multiply_keys(const typename P::Element* queries, const Panel<T>& panel, const T* const* values, int64_t steps,
-                   float* scores) {
-  Floats sums[R][kColumns] = {};
+template <int R, bool Fetch, class T, class Finish>
+void multiply_keys(const typename KeyProduct<T>::Element* queries, const Panel<T>& panel, const T* const* values,
+                   int64_t steps, float* scores, const Finish& finish) {
+  using P = KeyProduct<T>;
+  typename P::Sum sums[R][kColumns] = {};
   for (int64_t step = 0; step < steps; ++step) {
     typename P::Keys keys[kColumns];
 #pragma GCC unroll 8
     for (int c = 0; c < kColumns; ++c) {
       keys[c] = P::keys(panel.at[c] + step * panel.stride);
-      if (Fetch) fetch(values[c * kLanes / kPair<T>] + step * kLanes * kPair<T>);
+      if (Fetch && step % kLineSteps<T> == 0) fetch(values[c * kLanes / kPair<T>] + step * kLanes * kPair<T>);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
@@ -115,7 +130,7 @@ void multiply_keys(const typename P::Element* queries, const Panel<T>& panel, co
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int c = 0; c < kColumns; ++c) store(scores + r * kScoreStride + c * kLanes, sums[r][c]);
+    for (int c = 0; c < kColumns; ++c) store(scores + r * kScoreStride + c * kLanes, finish(sums[r][c], r, c));
 }
 
 // ---- products of probabilities and values, into float32; V as layout.h keeps it ----
@@ -124,6 +139,7 @@ void multiply_keys(const typename P::Element* queries, const Panel<T>& panel, co
 template <class T>
 struct SingleValue {
   using Staged = float;
+  using Sum = Floats;
   template <class V>
   static INLINE Floats load(const V* row, int64_t column) { return ::load(row + column); }
   static INLINE Floats multiply_add(const float* probabilities, int key, Floats v, Floats sum) {
@@ -141,6 +157,7 @@ struct SingleValue {
 // Two consecutive keys at a time.
 struct PairedValue {
   using Staged = bf16;
+  using Sum = Floats;
   static INLINE void stage(const bf16* row, int64_t column, int64_t count, bf16* to) {
     std::memset(to, 0, sizeof(Words));
     std::memcpy(to, row + 2 * column, size_t(std::min<int64_t>(kLanes, count)) * 2 * sizeof(bf16));
@@ -178,15 +195,15 @@ using BrainValue = PairValue;
 using BrainValue = SplitValue;
 #endif
 template <class T>
-using Value = std::conditional_t<std::is_same_v<T, bf16>, BrainValue, SingleValue<T>>;
+struct Value : std::conditional_t<std::is_same_v<T, bf16>, BrainValue, SingleValue<T>> {};
 
 // values[row] = sum over keys of probability[row][key] * v[key], for R rows and C vectors of V's width.
 // With Fetch the keys `ahead` are fetched meanwhile.
-template <class T, class V, int R, int C, bool Fetch>
+template <class T, class V, int R, int C, bool Fetch, class Finish>
 void multiply_values(const float* probabilities, const V* const* rows, const T* const* ahead, int64_t column,
-                     int begin, int end, float* values, int64_t width) {
+                     int begin, int end, float* values, int64_t width, const Finish& finish) {
   constexpr int keys = int(kPair<T>);
-  Floats sums[R][C] = {};
+  typename Value<T>::Sum sums[R][C] = {};
   for (int key = begin / keys * keys; key < end; key += keys) {
     decltype(Value<T>::load(rows[0], 0)) v[C];
 #pragma GCC unroll 8
@@ -204,32 +221,71 @@ void multiply_values(const float* probabilities, const V* const* rows, const T* 
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) store(values + r * width + column + c * kLanes, sums[r][c]);
+    for (int c = 0; c < C; ++c) store(values + r * width + column + c * kLanes, finish(sums[r][c], r, c));
 }
 
 // All rows and the whole width of V, which is a multiple of kLanes here.
-template <class T, class V>
+template <class T, class V, class Finish>
 void weighted_values(const float* probabilities, int64_t num_rows, const V* const* rows, const T* const* ahead,
-                     int begin, int end, float* values, int64_t width) {
+                     int begin, int end, float* values, int64_t width, const Finish& finish) {
   const auto columns = [&](int64_t column, auto count) {
     for_row_groups(num_rows, [&](int64_t first, auto size) {
-      const auto multiply = first == 0 ? multiply_values<T, V, size.value, count.value, true>
-                                       : multiply_values<T, V, size.value, count.value, false>;
-      multiply(probabilities + first * kScoreStride, rows, ahead, column, begin, end, values + first * width, width);
+      const auto multiply = first == 0 ? multiply_values<T, V, size.value, count.value, true, Finish>
+                                       : multiply_values<T, V, size.value, count.value, false, Finish>;
+      multiply(probabilities + first * kScoreStride, rows, ahead, column, begin, end, values + first * width, width,
+               finish.from(first));
     });
   };
   constexpr int64_t step = kColumns * kLanes;
   int64_t column = 0;
   for (; column + step <= width; column += step) columns(column, std::integral_constant<int, kColumns>{});
-  if constexpr (kColumns > 2)
+  if constexpr (kColumns > 2 && !kCoded<T>)  // codes do without: it is seconds of compilation
     for (; column + 2 * kLanes <= width; column += 2 * kLanes) columns(column, std::integral_constant<int, 2>{});
   for (; column < width; column += kLanes) columns(column, std::integral_constant<int, 1>{});
 }
 
+// Finds the panels of a KV tile: granules that fill a vector are read in place, smaller ones are put side by side.
+template <class T>
+struct Panels {
+  const AttentionCall& call;
+  const Workspace& work;
+  const int64_t granule = granule_size(call.block_size);
+
+  Panels(const AttentionCall& call, const Workspace& work) : call(call), work(work) {}
+
+  Panel<T> find(const KvTile<T>& keys, int first) const {
+    Panel<T> panel;
+    const bool in_place = granule == kGranule && call.head_dim % kPair<T> == 0;
+    panel.stride = (in_place ? kGranule : kPanelKeys) * kPair<T>;
+    T* gathered = reinterpret_cast<T*>(work.keys);
+    for (int c = 0; c < kColumns; ++c) {
+      const int key = first + c * kLanes;
+      panel.at[c] = in_place ? keys.k[key / kGranule] + key % kGranule * kPair<T> : gathered + c * kLanes * kPair<T>;
+    }
+    const int64_t count = std::min<int64_t>(granule, kPanelKeys);
+    for (int64_t i = 0; !in_place && i < kPanelKeys; i += count)
+      gather(keys.k[(first + i) / granule], (first + i) % granule, count, gathered + i * kPair<T>);
+    return panel;
+  }
+
+ private:
+  // `count` keys of a granule, from its key `first` on.
+  void gather(const T* from, int64_t first, int64_t count, T* panel) const {
+    constexpr int64_t pair = kPair<T>;
+    const int64_t whole = call.head_dim / pair;
+    for (int64_t step = 0; step < whole; ++step)
+      std::memcpy(panel + step * kPanelKeys * pair, from + (step * granule + first) * pair,
+                  size_t(count * pair) * sizeof(T));
+    for (int64_t i = 0; call.head_dim % pair && i < count; ++i) {
+      panel[(whole * kPanelKeys + i) * pair] = from[whole * granule * pair + first + i];
+      panel[(whole * kPanelKeys + i) * pair + 1] = T{};
+    }
+  }
+};
+
 template <class T>
 class VectorAttention {
-  using P = KeyProduct<T>;
-  using Element = typename P::Element;
+  using Element = typename KeyProduct<T>::Element;
   using Staged = typename Value<T>::Staged;
 
  public:
@@ -237,27 +293,27 @@ class VectorAttention {
       : rows_(rows),
         call_(rows.call),
         work_(work),
+        panels_(rows.call, work),
         steps_((call_.head_dim + kPair<T> - 1) / kPair<T>),
         width_(values_width<T>(call_.v_head_dim)),
-        granule_(granule_size(call_.block_size)),
         queries_(reinterpret_cast<Element*>(work.queries)) {
     for (int64_t row = 0; row < rows.count; ++row) {
       const T* q = rows.query<T>(row);
       for (int64_t step = 0; step < steps_; ++step)
-        queries_[row * steps_ + step] = P::query(q + step * kPair<T>, call_.head_dim - step * kPair<T>);
+        queries_[row * steps_ + step] = KeyProduct<T>::query(q + step * kPair<T>, call_.head_dim - step * kPair<T>);
     }
   }
 
   // The partial result of every row for a KV tile. `next` is what comes after it, and is fetched meanwhile.
   void attend(int64_t kv_tile, KvTile<T>& keys, const KvTile<T>& next, const Partial& result) {
-    const int begin = keys.begin / kPanelKeys * kPanelKeys, end = int(round_up(keys.end, kPanelKeys));
+    const int begin = keys.begin / kStepKeys * kStepKeys, end = int(round_up(keys.end, kStepKeys));
     for (int key = begin; key < end; key += kPanelKeys) {
-      const Panel<T> panel = find_panel(keys, key);
+      const Panel<T> panel = panels_.find(keys, key);
       for_row_groups(rows_.count, [&](int64_t first, auto size) {
         const auto multiply =
-            first == 0 ? multiply_keys<P, size.value, true, T> : multiply_keys<P, size.value, false, T>;
+            first == 0 ? multiply_keys<size.value, true, T, AsSummed> : multiply_keys<size.value, false, T, AsSummed>;
         multiply(queries_ + first * steps_, panel, keys.v + key / kPair<T>, steps_,
-                 work_.scores + first * kScoreStride + key);
+                 work_.scores + first * kScoreStride + key, AsSummed{});
       });
     }
     Softmax<Value<T>>(rows_, kv_tile, begin, end).run(0, rows_.count, work_.scores, result);
@@ -265,39 +321,10 @@ class VectorAttention {
   }
 
  private:
-  // Granules that fill a vector are read in place; smaller ones are put side by side.
-  Panel<T> find_panel(const KvTile<T>& keys, int first) const {
-    Panel<T> panel;
-    const bool in_place = granule_ == kGranule && call_.head_dim % kPair<T> == 0;
-    panel.stride = (in_place ? kGranule : kPanelKeys) * kPair<T>;
-    T* gathered = reinterpret_cast<T*>(work_.keys);
-    for (int c = 0; c < kColumns; ++c) {
-      const int key = first + c * kLanes;
-      panel.at[c] = in_place ? keys.k[key / kGranule] + key % kGranule * kPair<T> : gathered + c * kLanes * kPair<T>;
-    }
-    const int64_t count = std::min<int64_t>(granule_, kPanelKeys);
-    for (int64_t i = 0; !in_place && i < kPanelKeys; i += count)
-      gather(keys.k[(first + i) / granule_], (first + i) % granule_, count, gathered + i * kPair<T>);
-    return panel;
-  }
-
-  // `count` keys of a granule, from its key `first` on.
-  void gather(const T* granule, int64_t first, int64_t count, T* panel) const {
-    constexpr int64_t pair = kPair<T>;
-    const int64_t whole = call_.head_dim / pair;
-    for (int64_t step = 0; step < whole; ++step)
-      std::memcpy(panel + step * kPanelKeys * pair, granule + (step * granule_ + first) * pair,
-                  size_t(count * pair) * sizeof(T));
-    for (int64_t i = 0; whole < steps_ && i < count; ++i) {
-      panel[(whole * kPanelKeys + i) * pair] = granule[whole * granule_ * pair + first + i];
-      panel[(whole * kPanelKeys + i) * pair + 1] = T{};
-    }
-  }
-
   void multiply_values(KvTile<T>& keys, const KvTile<T>& next, float* values) {
     const bool ragged = width_ != call_.v_head_dim;
     const auto multiply = [&](const auto* const* rows) {
-      weighted_values<T>(work_.scores, rows_.count, rows, next.k, keys.begin, keys.end, values, width_);
+      weighted_values<T>(work_.scores, rows_.count, rows, next.k, keys.begin, keys.end, values, width_, AsSummed{});
     };
     if constexpr (std::is_same_v<Staged, T>) {
       // A pair of which one half is nobody's, too.
@@ -329,7 +356,8 @@ class VectorAttention {
   const QueryRows& rows_;
   const AttentionCall& call_;
   const Workspace& work_;
-  const int64_t steps_, width_, granule_;
+  const Panels<T> panels_;
+  const int64_t steps_, width_;
   Element* const queries_;
   const Staged* staged_[kKvTileKeys];
 };

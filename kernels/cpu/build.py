@@ -22,7 +22,7 @@ from pagewire.kernels import cache
 logger = logging.getLogger("pagewire.kernels")
 
 SOURCES = (  # the slowest to compile first
-    *("attention.cpp", "linear.cpp", "layers.cpp", "sampling.cpp"),
+    *("attention.cpp", "quantised.cpp", "linear.cpp", "layers.cpp", "sampling.cpp"),
     *("decoder.cpp", "team.cpp", "prepare.cpp"),
 )
 HEADERS = tuple(sorted(path.name for path in Path(__file__).parent.glob("*.h")))
@@ -52,16 +52,20 @@ _AVX512 = InstructionSet(
     _AVX2.cpu_flags | {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
     (*_AVX2.compiler_flags, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
 )
-_AVX512_BF16 = InstructionSet(
-    "avx512_bf16", _AVX512.cpu_flags | {"avx512_bf16"}, (*_AVX512.compiler_flags, "-mavx512bf16")
+_AVX512_VNNI = InstructionSet(
+    "avx512_vnni", _AVX512.cpu_flags | {"avx512_vnni"}, (*_AVX512.compiler_flags, "-mavx512vnni")
 )
+_AVX512_BF16 = InstructionSet(  # no CPU has the former without the latter
+    "avx512_bf16", _AVX512_VNNI.cpu_flags | {"avx512_bf16"}, (*_AVX512_VNNI.compiler_flags, "-mavx512bf16")
+)
+_AVX_VNNI = InstructionSet("avx_vnni", _AVX2.cpu_flags | {"avx_vnni"}, (*_AVX2.compiler_flags, "-mavxvnni"))
 _PORTABLE = InstructionSet("portable")
-VECTORS = (_AVX512_BF16, _AVX512, _AVX2, _PORTABLE)
+VECTORS = (_AVX512_BF16, _AVX512_VNNI, _AVX512, _AVX_VNNI, _AVX2, _PORTABLE)
 """Sets without matrix tiles, the best first."""
 
 _AMX = InstructionSet(
     "amx",
-    _AVX512_BF16.cpu_flags | {"amx_tile", "amx_bf16"},
+    _AVX512_BF16.cpu_flags | {"amx_tile", "amx_bf16", "amx_int8"},
     (*_AVX512_BF16.compiler_flags, "-DPAGEWIRE_TILES"),
 )
 _AMX_FP16 = InstructionSet(

@@ -60,8 +60,12 @@ class Stack {
   }
 
   void multiply(const Matrix& matrix, const void* x, void* out) const {
-    pagewire_linear(x, matrix.packed, matrix.bias, out, tokens_, matrix.k, matrix.n, matrix.k, batch_.dtype,
-                    batch_.num_threads);
+    if (matrix.integers)
+      pagewire_quantised_linear(x, matrix.packed, matrix.bias, out, tokens_, matrix.k, matrix.n, matrix.k,
+                                matrix.integers, batch_.dtype, batch_.num_threads);
+    else
+      pagewire_linear(x, matrix.packed, matrix.bias, out, tokens_, matrix.k, matrix.n, matrix.k, batch_.dtype,
+                      batch_.num_threads);
   }
 
   // Norm of each head, where there is one, and rotary embedding.
@@ -76,7 +80,7 @@ class Stack {
   int keep(const char* heads, char* cache, int64_t block_stride, int64_t head_stride, bool values) const {
     return pagewire_store(heads, cache, call_.slots, tokens_, batch_.num_kv_heads, batch_.head_dim, qkv_width_,
                           batch_.head_dim, block_stride, head_stride, batch_.num_blocks, batch_.block_size, values,
-                          batch_.dtype, batch_.num_threads);
+                          batch_.dtype, batch_.cache_dtype, batch_.num_threads);
   }
 
   void first_norm(const Norm& norm, int64_t size) const {

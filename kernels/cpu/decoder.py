@@ -10,7 +10,10 @@ from torch import Tensor
 
 from pagewire.kernels.cpu.library import AttentionCall, structure
 from pagewire.kernels.cpu.linear import PackedLinear
+from pagewire.kernels.cpu.quantised import QuantisedLinear
 from pagewire.kernels.cpu.tensors import DTYPES, cache_fields
+from pagewire.kernels.kv_codes import DTYPE as KV_CODES
+from pagewire.kernels.kv_codes import head_size
 from pagewire.kernels.layer import Activation, Layer, Norm
 from pagewire.kernels.paging import AttentionBatch
 
@@ -22,10 +25,24 @@ PRODUCTS = ("qkv", "out", "gate_up", "down")
 Matrix, NormParameters, LayerParameters, StackCall = map(structure, ("Matrix", "Norm", "Layer", "StackCall"))
 
 
-def _linears(layer: Layer) -> dict[str, PackedLinear]:
-    """The layer's linear layers that linear.cpp computes."""
+def _linears(layer: Layer) -> dict[str, PackedLinear | QuantisedLinear]:
+    """The layer's linear layers that linear.cpp and quantised.cpp compute."""
     products = {name: getattr(layer, name) for name in PRODUCTS}
-    return {name: product for name, product in products.items() if isinstance(product, PackedLinear)}
+    return {
+        name: product
+        for name, product in products.items()
+        if isinstance(product, PackedLinear | QuantisedLinear)
+    }
+
+
+def _matrix(linear: PackedLinear | QuantisedLinear) -> ctypes.Structure:
+    return Matrix(
+        linear.packed.data_ptr(),
+        None if linear.bias is None else linear.bias.data_ptr(),
+        linear.struct_address if isinstance(linear, QuantisedLinear) else None,
+        linear.out_features,
+        linear.in_features,
+    )
 
 
 def _norm(norm: Norm, size: int, dtype: torch.dtype) -> ctypes.Structure:
@@ -39,7 +56,7 @@ class CompiledStack:
 
     @classmethod
     def of(cls, library: ctypes.CDLL, input_norm: Norm, layers: Sequence[Layer]) -> "CompiledStack | None":
-        """None if the layers differ in shape, or their linear layers are not packed weights of linear.cpp."""
+        """None if the layers differ in shape, or their linear layers are not packed weights, dense or quantised."""
         forms = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
         dtypes = {input_norm.weight.dtype}
         for layer in layers:
@@ -47,7 +64,7 @@ class CompiledStack:
             if len(linears) < len(PRODUCTS) or layer.activation not in ACTIVATION_CODES:
                 return None
             norms = (layer.attention_norm, layer.next_norm, *(layer.head_norms or ()))
-            dtypes |= {linear.packed.dtype for linear in linears.values()} | {n.weight.dtype for n in norms}
+            dtypes |= {linear.dtype for linear in linears.values()} | {n.weight.dtype for n in norms}
         return cls(library, input_norm, layers) if len(forms) == len(dtypes) == 1 else None
 
     def __init__(self, library: ctypes.CDLL, input_norm: Norm, layers: Sequence[Layer]) -> None:
@@ -74,9 +91,7 @@ class CompiledStack:
             q_token_stride=self._qkv_size,
             q_head_stride=self._head_dim,
             num_heads=self._num_heads,
-            num_kv_heads=self._num_kv_heads,
             head_dim=self._head_dim,
-            v_head_dim=self._head_dim,
             dtype=DTYPES[self._dtype],
         )
         return StackCall(
@@ -100,8 +115,7 @@ class CompiledStack:
             linear = linears[name]
             if (linear.out_features, linear.in_features) != shape:
                 raise ValueError(f"{name}: a weight {shape} expected")
-            bias = None if linear.bias is None else linear.bias.data_ptr()
-            matrices[name] = Matrix(linear.packed.data_ptr(), bias, *shape)
+            matrices[name] = _matrix(linear)
         norms = {"attention_norm": (layer.attention_norm, hidden), "next_norm": (layer.next_norm, hidden)}
         for name, norm in zip(("query_norm", "key_norm"), layer.head_norms or (), strict=False):
             norms[name] = norm, self._head_dim
@@ -160,13 +174,18 @@ class CompiledStack:
         if len(caches) != len(self._structs):
             raise ValueError(f"caches of {len(caches)} layers for {len(self._structs)}")
         k_first, v_first = caches[0]
+        if k_first.dtype not in (self._dtype, KV_CODES):
+            raise ValueError(f"caches of {k_first.dtype} for layers of {self._dtype}")
         for struct, (k, v) in zip(self._structs, caches, strict=True):
-            if k.shape != k_first.shape or k.stride() != k_first.stride() or k.dtype != self._dtype:
+            if k.shape != k_first.shape or k.stride() != k_first.stride() or k.dtype != k_first.dtype:
                 raise ValueError(f"the layers' caches differ: {tuple(k.shape)} of {k.dtype}")
-            if v.shape != v_first.shape or v.stride() != v_first.stride() or v.dtype != self._dtype:
+            if v.shape != v_first.shape or v.stride() != v_first.stride() or v.dtype != k_first.dtype:
                 raise ValueError(f"the layers' caches differ: {tuple(v.shape)} of {v.dtype}")
             struct.k_cache, struct.v_cache = k.data_ptr(), v.data_ptr()
-        if k_first.shape != v_first.shape or k_first.shape[1::2] != (self._num_kv_heads, self._head_dim):
+        if k_first.shape != v_first.shape or (k_first.shape[1], head_size(k_first)) != (
+            self._num_kv_heads,
+            self._head_dim,
+        ):
             raise ValueError(
                 f"caches {tuple(k_first.shape)} and {tuple(v_first.shape)} do not fit the layers"
             )

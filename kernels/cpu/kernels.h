@@ -10,7 +10,7 @@
 
 struct AttentionCall {
   const void* q;        // [tokens, heads, head_dim]
-  const void* k_cache;  // [blocks, kv_heads, block_size * head_dim], see layout.h
+  const void* k_cache;  // [blocks, kv_heads, block_size * head_dim] (codes: with scales behind), see layout.h
   const void* v_cache;  // [blocks, kv_heads, block_size * v_head_dim]
   void* out;            // [tokens, heads, v_head_dim], contiguous
   const int32_t* query_start_loc;
@@ -27,7 +27,8 @@ struct AttentionCall {
   int64_t window;  // 0: none
   float scale;
   float softcap;  // 0: none
-  int32_t dtype;  // 0 float32, 1 bfloat16, 2 float16
+  int32_t dtype;        // 0 float32, 1 bfloat16, 2 float16
+  int32_t cache_dtype;  // the same, or 3: codes of 8 bits
   int32_t num_threads;
 };
 
@@ -40,7 +41,7 @@ EXPORT int pagewire_attention(const AttentionCall* call);
 EXPORT int pagewire_store(const void* source, void* cache, const int64_t* slots, int64_t tokens, int64_t heads,
                           int64_t size, int64_t token_stride, int64_t head_stride, int64_t block_stride,
                           int64_t cache_head_stride, int64_t num_blocks, int64_t block_size, int32_t values,
-                          int32_t dtype, int32_t num_threads);
+                          int32_t dtype, int32_t cache_dtype, int32_t num_threads);
 
 EXPORT void pagewire_rms_norm(const void* x, const void* weight, void* out, int64_t outer, int64_t inner,
                               int64_t size, int64_t outer_stride, int64_t inner_stride, int64_t out_outer_stride,
@@ -80,11 +81,32 @@ EXPORT int64_t pagewire_packed_size(int64_t n, int64_t k, int32_t dtype);
 EXPORT void pagewire_pack(const void* weight, void* packed, int64_t n, int64_t k, int64_t row_stride, int32_t dtype,
                           int32_t num_threads);
 
+// ---- quantised.cpp ----
+
+// A weight of integers with scales; kernels/integers.py says what the fields mean.
+struct Integers {
+  const void* table;  // uint8 [16], or null
+  int64_t group;      // 0: none
+  int32_t bits, zero;
+  int32_t scale_dtype;  // of scales and offsets, as in AttentionCall
+  int32_t offsets;      // 0: there are none
+};
+
+EXPORT int64_t pagewire_quantised_size(int64_t n, int64_t k, const Integers* form);
+
+EXPORT void pagewire_quantised_pack(const void* codes, const void* scales, const void* offsets, void* packed,
+                                    int64_t n, int64_t k, const Integers* form, int32_t num_threads);
+
+EXPORT void pagewire_quantised_linear(const void* x, const void* packed, const void* bias, void* out, int64_t rows,
+                                      int64_t k, int64_t n, int64_t x_stride, const Integers* form, int32_t dtype,
+                                      int32_t num_threads);
+
 // ---- decoder.cpp: a stack of layers ----
 
 struct Matrix {
   const void* packed;
-  const void* bias;
+  const void* bias;          // [n] or null
+  const Integers* integers;  // null: a dense matrix
   int64_t n, k;
 };
 

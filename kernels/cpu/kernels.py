@@ -11,11 +11,22 @@ from pagewire.kernels.cpu.build import InstructionSet
 from pagewire.kernels.cpu.decoder import CompiledStack
 from pagewire.kernels.cpu.library import AttentionCall, choose
 from pagewire.kernels.cpu.linear import PackedLinear, multiply_unpacked
-from pagewire.kernels.cpu.tensors import DTYPES, cache_fields, check_cache, last_contiguous, of_size
+from pagewire.kernels.cpu.quantised import PackedForm, QuantisedLinear
+from pagewire.kernels.cpu.tensors import (
+    CACHE_DTYPES,
+    DTYPES,
+    cache_fields,
+    check_cache,
+    last_contiguous,
+    of_size,
+)
+from pagewire.kernels.integers import Integers
+from pagewire.kernels.kv_codes import DTYPE as KV_CODES
+from pagewire.kernels.kv_codes import head_size, row_width
 from pagewire.kernels.layer import Layer, Norm
-from pagewire.kernels.paging import AttentionBatch
+from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales, check_scales
 from pagewire.kernels.reference import rotate_and_store_with
-from pagewire.kernels.weight import Weight
+from pagewire.kernels.weight import Linear, Weight
 
 
 @functools.cache
@@ -43,14 +54,16 @@ class CpuKernels:
         softcap: float | None = None,
         sinks: Tensor | None = None,
         alibi: Tensor | None = None,
+        scales: KVScales = UNSCALED,
         out: Tensor | None = None,
         num_threads: int | None = None,
     ) -> Tensor:
         """See `pagewire.kernels.attention.paged_attention`; `num_threads` is PyTorch's by default."""
+        check_scales(k_cache.dtype, scales)
         num_tokens, num_heads, head_dim = q.shape
         q = last_contiguous(q)
         if out is None:
-            out = q.new_empty(num_tokens, num_heads, v_cache.shape[3])
+            out = q.new_empty(num_tokens, num_heads, head_size(v_cache))
         _check_attention(q, k_cache, v_cache, batch, out)
         query_start_loc, seq_lens = batch.query_start_loc.contiguous(), batch.seq_lens.contiguous()
         block_table = last_contiguous(batch.block_table)
@@ -72,9 +85,7 @@ class CpuKernels:
             num_tokens=num_tokens,
             num_requests=len(seq_lens),
             num_heads=num_heads,
-            num_kv_heads=v_cache.shape[1],
             head_dim=head_dim,
-            v_head_dim=v_cache.shape[3],
             max_blocks=block_table.shape[1],
             window=window or 0,
             scale=scale,
@@ -86,8 +97,18 @@ class CpuKernels:
             raise ValueError("paged_attention: lengths or block numbers of the batch do not fit its tensors")
         return out
 
-    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    def store_kv(
+        self,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        scales: KVScales = UNSCALED,
+    ) -> None:
         """See `pagewire.kernels.attention.store_kv`."""
+        check_scales(k_cache.dtype, scales)
         if slot_mapping.dtype != torch.int64:
             raise TypeError(f"slots are int64, not {slot_mapping.dtype}")
         slots = slot_mapping.contiguous()
@@ -95,10 +116,12 @@ class CpuKernels:
             source = last_contiguous(source)
             num_tokens, num_heads, size = source.shape
             num_blocks, _, block_size, _ = cache.shape
-            if cache.shape[1] != num_heads or cache.shape[3] != size:
+            if cache.shape[1] != num_heads or head_size(cache) != size:
                 raise ValueError(f"store_kv: {tuple(source.shape)} into {tuple(cache.shape)}")
             if len(slots) != num_tokens:
                 raise ValueError(f"store_kv: {len(slots)} slots for {num_tokens} tokens")
+            if cache.dtype not in (source.dtype, KV_CODES):
+                raise TypeError(f"store_kv: {source.dtype} into {cache.dtype}")
             check_cache(self._library, cache)
             outside = self._library.pagewire_store(
                 source.data_ptr(),
@@ -111,7 +134,8 @@ class CpuKernels:
                 num_blocks,
                 block_size,
                 is_value,
-                DTYPES[cache.dtype],
+                DTYPES[source.dtype],
+                CACHE_DTYPES[cache.dtype],
                 torch.get_num_threads(),
             )
             if outside:
@@ -212,9 +236,19 @@ class CpuKernels:
 
     rotate_and_store = rotate_and_store_with
 
-    def pack(self, weight: Weight, bias: Tensor | None = None) -> PackedLinear:
+    def pack(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """See `pagewire.kernels.linear.pack`."""
+        if isinstance(weight.scheme, Integers):
+            return QuantisedLinear(self._library, weight, bias)
         return PackedLinear(self._library, weight, bias)
+
+    def packed_linear(self, packed: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> PackedLinear:
+        """See `PackedLinear.of_packed`."""
+        return PackedLinear.of_packed(self._library, packed, bias, shape)
+
+    def quantised_linear(self, packed: Tensor, form: PackedForm, bias: Tensor | None) -> QuantisedLinear:
+        """See `QuantisedLinear.of_packed`."""
+        return QuantisedLinear.of_packed(self._library, packed, form, bias)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `pagewire.kernels.linear.linear`."""
@@ -268,14 +302,16 @@ class CpuKernels:
 
 def _check_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, out: Tensor) -> None:
     num_tokens, num_heads, head_dim = q.shape
-    num_blocks, num_kv_heads, block_size, v_head_dim = v_cache.shape
+    num_blocks, num_kv_heads, block_size, _ = v_cache.shape
+    if k_cache.dtype not in (q.dtype, KV_CODES):
+        raise TypeError(f"paged_attention: queries of {q.dtype}, keys of {k_cache.dtype}")
     for tensor in (batch.query_start_loc, batch.seq_lens, batch.block_table):
         if tensor.dtype != torch.int32:
             raise TypeError(f"lengths and block tables are int32, not {tensor.dtype}")
     if (
-        k_cache.shape != (num_blocks, num_kv_heads, block_size, head_dim)
+        k_cache.shape != (num_blocks, num_kv_heads, block_size, row_width(head_dim, k_cache.dtype))
         or num_heads % num_kv_heads != 0
-        or out.shape != (num_tokens, num_heads, v_head_dim)
+        or out.shape != (num_tokens, num_heads, head_size(v_cache))
         or out.dtype != q.dtype
         or not out.is_contiguous()
         or len(batch.query_start_loc) != len(batch.seq_lens) + 1

@@ -6,6 +6,7 @@
 #include "kernels.h"
 #include "layout.h"
 #include "parallel.h"
+#include "scratch.h"
 #include "simd.h"
 
 namespace {
@@ -46,6 +47,28 @@ template <class T>
 void add_row(const T* x, T* residual, int64_t size) {
   for (int64_t i = 0; i < size; i += kLanes)
     store(residual + i, load(residual + i, size - i) + load(x + i, size - i), size - i);
+}
+
+template <class T>
+void store_row(const T* from, T* block, int64_t row, int64_t size, int64_t block_size, bool values) {
+  if (values)
+    store_value(from, block, row, size);
+  else
+    store_key(from, block, row, size, block_size);
+}
+
+thread_local Scratch thread_codes;
+
+// Stores a row as codes, and their scale.
+template <class T>
+void store_codes(const T* from, code8* block, int64_t row, int64_t size, int64_t block_size, bool values) {
+  const CodeScale scale = code_scale(from, size, float(kLargestCode));
+  const int64_t whole = round_up(size, kLanes);
+  thread_codes.reserve(Scratch::bytes_for<int8_t>(whole));
+  int8_t* const codes = thread_codes.take<int8_t>(whole);
+  encode(from, size, scale, codes);
+  store_row(reinterpret_cast<const code8*>(codes), block, row, size, block_size, values);
+  std::memcpy(scale_of(block, row, size, block_size), &scale.of_codes, sizeof(float));
 }
 
 struct Silu {
@@ -97,16 +120,17 @@ void rotate(T* x, const T* cos, const T* sin, int64_t half) {
 // How many elements of this type lie side by side in a cache: kPair of layout.h. Blocks hold a multiple of it.
 EXPORT int pagewire_pair(int32_t dtype) {
   int pair = 1;
-  dispatch(dtype, [&](auto element) { pair = int(kPair<decltype(element)>); });
+  dispatch_cache(dtype, [&](auto element) { pair = int(kPair<decltype(element)>); });
   return pair;
 }
 
-// source [tokens, heads, size], keys or `values`; cache [blocks, heads, block_size * size], see layout.h.
+// source [tokens, heads, size], keys or `values`; cache [blocks, heads, block_size * size] of the same type, or codes
+// with their scales behind, see layout.h.
 // Returns 0, or 1 if a slot lies outside the cache (other tokens are still written).
 EXPORT int pagewire_store(const void* source, void* cache, const int64_t* slots, int64_t tokens, int64_t heads,
                           int64_t size, int64_t token_stride, int64_t head_stride, int64_t block_stride,
                           int64_t cache_head_stride, int64_t num_blocks, int64_t block_size, int32_t values,
-                          int32_t dtype, int32_t num_threads) {
+                          int32_t dtype, int32_t cache_dtype, int32_t num_threads) {
   std::atomic<int> outside{0};
   dispatch(dtype, [&](auto element) {
     using T = decltype(element);
@@ -116,11 +140,11 @@ EXPORT int pagewire_store(const void* source, void* cache, const int64_t* slots,
       if (slot >= num_blocks * block_size) return outside.store(1, std::memory_order_relaxed);
       for (int64_t head = 0; head < heads; ++head) {
         const T* from = static_cast<const T*>(source) + token * token_stride + head * head_stride;
-        T* block = static_cast<T*>(cache) + slot / block_size * block_stride + head * cache_head_stride;
-        if (values)
-          store_value(from, block, row, size);
+        const int64_t place = slot / block_size * block_stride + head * cache_head_stride;
+        if (cache_dtype == dtype)
+          store_row(from, static_cast<T*>(cache) + place, row, size, block_size, values);
         else
-          store_key(from, block, row, size, block_size);
+          store_codes(from, static_cast<code8*>(cache) + place, row, size, block_size, values);
       }
     });
   });

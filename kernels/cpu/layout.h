@@ -3,19 +3,31 @@
 // Keys lie in granules of consecutive positions, [granule][step][key][kPair]: a vector is one step along the head, of
 // many keys. The last element of a head of odd size, [key], ends its granule. Values lie as
 // [position / kPair][column][kPair]. bfloat16 goes in pairs, since one instruction multiplies and adds two; so does
-// what matrix tiles multiply (tiles.h).
+// what matrix tiles multiply (tiles.h). So do codes of 8 bits (codes.h); behind the codes of a block's keys or values
+// lie their scales, float32 [position].
 #pragma once
 
 #include <algorithm>
 #include <type_traits>
 
+#include "codes.h"
 #include "simd.h"
 #include "tiles.h"
 
 namespace {
 
 template <class T>
-constexpr int64_t kPair = std::is_same_v<T, bf16> || kTiled<T> ? 2 : 1;
+constexpr bool kCoded = std::is_same_v<T, code8>;
+
+template <class T>
+constexpr int64_t kPair = std::is_same_v<T, bf16> || kTiled<T> || kCoded<T> ? 2 : 1;
+
+// Calls run with an element of the type of a cache: that of the tensors, or codes.
+template <class Run>
+void dispatch_cache(int32_t dtype, const Run& run) {
+  if (dtype == 3) run(code8{});
+  dispatch(dtype, run);
+}
 
 constexpr int64_t kGranule = 16;  // a multiple of every kLanes
 
@@ -37,6 +49,13 @@ template <class T>
 void store_value(const T* value, T* block, int64_t row, int64_t size) {
   T* to = block + row / kPair<T> * kPair<T> * size + row % kPair<T>;
   for (int64_t column = 0; column < size; ++column) to[column * kPair<T>] = value[column];
+}
+
+// Where the scale of a row of a block lies, whose rows have `size` codes.
+template <class Block>
+INLINE auto scale_of(Block* block, int64_t row, int64_t size, int64_t block_size) {
+  using Byte = std::conditional_t<std::is_const_v<Block>, const char, char>;
+  return reinterpret_cast<Byte*>(block) + block_size * size + row * kScaleBytes;
 }
 
 }  // namespace

@@ -13,9 +13,11 @@ from pagewire.kernels.cpu.build import (
     BuildError,
     InstructionSet,
     build,
+    compiler_command,
     emulated_tiles,
     supported_instruction_sets,
 )
+from pagewire.kernels.cpu.packed_size import REFERENCE
 from pagewire.kernels.declarations import POINTER, functions, struct_fields
 
 logger = logging.getLogger("pagewire.kernels")
@@ -97,7 +99,7 @@ def choose() -> Library | None:
         ValueError: `PAGEWIRE_CPU_ISA` names no instruction set of this CPU.
     """
     forced = os.environ.get("PAGEWIRE_CPU_ISA")
-    if forced == "reference":
+    if forced == REFERENCE:
         return None
     failure: Exception | None = None
     for isa in _candidates(forced):  # an old compiler may know only the lesser ones
@@ -113,6 +115,22 @@ def choose() -> Library | None:
             return Library(isa, library)
     logger.warning("CPU kernels unavailable, using PyTorch instead, which is slower: %s", failure)
     return None
+
+
+def expected_isa() -> str:
+    """The name of the instruction set that `choose` takes unless its library fails to compile; compiles nothing.
+
+    Raises:
+        ValueError: see `choose`.
+    """
+    forced = os.environ.get("PAGEWIRE_CPU_ISA")
+    if forced == REFERENCE:
+        return REFERENCE
+    try:
+        compiler_command()
+    except BuildError:
+        return REFERENCE
+    return _candidates(forced)[0].name
 
 
 def _candidates(forced: str | None) -> list[InstructionSet]:

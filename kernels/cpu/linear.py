@@ -17,17 +17,38 @@ class PackedLinear:
     """A linear layer over a packed weight [N, K]: see `pagewire.kernels.linear.pack`."""
 
     def __init__(self, library: ctypes.CDLL, weight: Weight, bias: Tensor | None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
-        self.bias = None if bias is None else of_size(bias, self.out_features)
-        self.num_bytes = math.prod(weight.shape) * weight.dtype.itemsize + (
-            0 if bias is None else bias.nbytes
-        )
-        self._library, self._code = library, DTYPES[weight.dtype]
+        self._describe(library, weight.shape, weight.dtype, bias)
         self.packed = zeros((self._packed_size(self.out_features),), weight.dtype)
         for start in range(0, self.out_features, PACKED_ROWS):
             rows = weight.slice(start, min(start + PACKED_ROWS, self.out_features)).dense()
             self._pack(last_contiguous(rows), self.packed[self._packed_size(start) :])
+
+    @classmethod
+    def of_packed(
+        cls, library: ctypes.CDLL, packed: Tensor, bias: Tensor | None, shape: tuple[int, int]
+    ) -> "PackedLinear":
+        """The linear layer whose `packed`, `bias` and shape [N, K] these are; packed by a library of the same code.
+
+        Raises:
+            ValueError: they do not fit each other.
+        """
+        linear = cls.__new__(cls)
+        linear._describe(library, shape, packed.dtype, bias)
+        if packed.shape != (size := linear._packed_size(shape[0]),):
+            raise ValueError(
+                f"{size} packed numbers expected for a weight {shape}, not {tuple(packed.shape)}"
+            )
+        linear.packed = packed
+        return linear
+
+    def _describe(
+        self, library: ctypes.CDLL, shape: tuple[int, int], dtype: torch.dtype, bias: Tensor | None
+    ) -> None:
+        self.out_features, self.in_features = shape
+        self.dtype = dtype
+        self.bias = None if bias is None else of_size(bias, self.out_features)
+        self.num_bytes = math.prod(shape) * dtype.itemsize + (0 if bias is None else bias.nbytes)
+        self._library, self._code = library, DTYPES[dtype]
 
     def _packed_size(self, num_rows: int) -> int:
         """The number of elements that this many rows take when they are packed."""
@@ -47,7 +68,7 @@ class PackedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """[..., K] to [..., N]."""
         check_rows(x, self.in_features, self.dtype)
-        rows = _rows(x)
+        rows = as_rows(x)
         out = torch.empty(*x.shape[:-1], self.out_features, dtype=x.dtype)
         self._library.pagewire_linear(
             rows.data_ptr(),
@@ -67,7 +88,7 @@ class PackedLinear:
 def multiply_unpacked(library: ctypes.CDLL, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., K] by a weight [N, K] as it is: see `pagewire.kernels.linear.linear`."""
     check_rows(x, weight.shape[1], weight.dtype)
-    rows, weight = _rows(x), last_contiguous(weight)
+    rows, weight = as_rows(x), last_contiguous(weight)
     bias = None if bias is None else of_size(bias, len(weight))
     out = torch.empty(*x.shape[:-1], len(weight), dtype=x.dtype)
     library.pagewire_linear_unpacked(
@@ -86,5 +107,6 @@ def multiply_unpacked(library: ctypes.CDLL, x: Tensor, weight: Tensor, bias: Ten
     return out
 
 
-def _rows(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
+    """x [..., K] as [M, K], its last axis contiguous."""
     return last_contiguous(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))

@@ -5,19 +5,30 @@ import ctypes
 import torch
 from torch import Tensor
 
+from pagewire.kernels.kv_codes import DTYPE as KV_CODES
+from pagewire.kernels.kv_codes import head_size
+
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The dtypes that the kernels are compiled for, and their numbers in the C++ code."""
+CACHE_DTYPES = DTYPES | {KV_CODES: 3}
+"""The dtypes that a KV cache may have, and their numbers in the C++ code."""
 
 
 def cache_fields(library: ctypes.CDLL, k_cache: Tensor, v_cache: Tensor) -> dict[str, int]:
     """The fields of `AttentionCall` for a layer's caches, without their addresses.
 
     Raises:
-        ValueError: their heads are not contiguous within a block, or a pair of values would be split by a block.
+        ValueError: their dtypes differ, their heads are not contiguous within a block, or a pair of values would be
+            split by a block.
     """
     for cache in (k_cache, v_cache):
         check_cache(library, cache)
+    if k_cache.dtype != v_cache.dtype:
+        raise ValueError(f"keys of {k_cache.dtype} and values of {v_cache.dtype}")
     return {
+        "cache_dtype": CACHE_DTYPES[k_cache.dtype],
+        "num_kv_heads": k_cache.shape[1],
+        "v_head_dim": head_size(v_cache),
         "k_block_stride": k_cache.stride(0),
         "k_head_stride": k_cache.stride(1),
         "v_block_stride": v_cache.stride(0),
@@ -36,7 +47,7 @@ def check_cache(library: ctypes.CDLL, cache: Tensor) -> None:
     _, _, block_size, size = cache.shape
     if cache.stride()[2:] != (size, 1):
         raise ValueError(f"a head's rows must be contiguous within a block, strides are {cache.stride()}")
-    if block_size % library.pagewire_pair(DTYPES[cache.dtype]):
+    if block_size % library.pagewire_pair(CACHE_DTYPES[cache.dtype]):
         raise ValueError(f"{cache.dtype} needs blocks of an even number of tokens, not {block_size}")
 
 

@@ -105,6 +105,12 @@ INLINE void tile_multiply_add() {
     asm volatile("tdpfp16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
 }
 
+// C += A B in int32. A: [rows][64 signed bytes]; B: [four elements of k][column][4 unsigned bytes].
+template <int C, int A, int B>
+INLINE void tile_multiply_add_bytes() {
+  asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+}
+
 }  // namespace
 
 #endif

@@ -1,7 +1,7 @@
 // The functions of tiles.h in plain C++, with the bits of the hardware: so that the tiled kernels can be tested, and
 // their results reproduced, on any machine. Included by tiles.h alone.
 //
-// Source: Intel's instruction set reference (TDPBF16PS, TDPFP16PS). For bfloat16 the arithmetic below was compared
+// Source: Intel's instruction set reference (TDPBF16PS, TDPFP16PS, TDPBSUD). For bfloat16 the arithmetic below was compared
 // with a CPU's over millions of elements: subnormals, infinities, NaNs, cancellation. Wherever the hardware would
 // raise an exception, the process is aborted.
 //
@@ -182,6 +182,24 @@ void tile_multiply_add() {
       std::memcpy(&data[C][row][4 * n], &sum, sizeof(sum));
     }
   }
+}
+
+template <int C, int A, int B>
+void tile_multiply_add_bytes() {
+  static_assert(C != A && C != B && A != B, "three tiles");
+  auto& data = emulated_tiles().data;
+  const int depth = tile_rows(B), columns = int(tile_row_bytes(C) / 4);
+  require_tiles(tile_rows(C) == tile_rows(A) && tile_row_bytes(C) == tile_row_bytes(B) &&
+                    tile_row_bytes(A) == size_t(4 * depth),
+                "the shapes of a product disagree");
+  for (int row = 0; row < tile_rows(C); ++row)
+    for (int n = 0; n < columns; ++n) {
+      int32_t sum;
+      std::memcpy(&sum, &data[C][row][4 * n], sizeof(sum));
+      for (int k = 0; k < depth; ++k)
+        for (int d = 0; d < 4; ++d) sum += int32_t(int8_t(data[A][row][4 * k + d])) * int32_t(data[B][k][4 * n + d]);
+      std::memcpy(&data[C][row][4 * n], &sum, sizeof(sum));
+    }
 }
 
 }  // namespace

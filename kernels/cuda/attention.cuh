@@ -34,7 +34,8 @@ struct AttentionParameters {
     int short_queries;         // requests with more query tokens than this go to prefill, the others to decode
     int sinks_are_float;       // otherwise they have q's type
     int alibi_is_float;
-    float scale;
+    float scale;               // of logits, with that of the keys
+    float v_scale;             // of the values
     float softcap;             // 0: none
 };
 

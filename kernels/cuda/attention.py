@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pagewire.kernels.cuda.launch import KernelLauncher, pack
 from pagewire.kernels.cuda.source import Variant
-from pagewire.kernels.paging import AttentionBatch
+from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales, check_scales
 
 __all__ = ["Workspace", "choose_splits", "paged_attention", "variants"]
 
@@ -135,6 +135,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
+    scales: KVScales = UNSCALED,
     out: Tensor | None = None,
 ) -> Tensor:
     """See `pagewire.kernels.attention.paged_attention`; the caches have the layout of `layout.cuh`.
@@ -149,6 +150,7 @@ def paged_attention(
         scale: above 0.
         sinks: float32 or q's dtype.
         alibi: float32 or q's dtype.
+        scales: of keys and values in caches of 8-bit floats.
 
     Raises:
         TypeError: no kernel supports a dtype.
@@ -156,6 +158,7 @@ def paged_attention(
     """
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    check_scales(k_cache.dtype, scales)
     _check(q, k_cache, v_cache, batch, scale, window, sinks, alibi, out)
     tokens, heads, head_dim = q.shape
     kv_heads = k_cache.shape[1]
@@ -166,7 +169,8 @@ def paged_attention(
         return out.zero_()
     window, short_queries = window or NO_WINDOW, max(1, TILE_ROWS // group)
     fields = _fields(workspace, q, k_cache, v_cache, batch, out) | _head_fields(sinks, alibi)
-    fields |= {"scale": scale, "softcap": softcap or 0.0, "window": window, "short_queries": short_queries}
+    fields |= {"scale": scale * scales.k, "v_scale": scales.v}
+    fields |= {"softcap": softcap or 0.0, "window": window, "short_queries": short_queries}
     if batch.max_query_len > short_queries:
         prefill = prefill_instance(q.dtype, k_cache.dtype, head_dim)
         row_tiles = tokens * group // prefill.rows + requests + 1  # see prefill_attention.cu

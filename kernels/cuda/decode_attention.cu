@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(WARPS * 32, WARPS == 4 ? 3 : 1)
     auto write = [&](int row, int element, const Merged& merged) {
         const int head = queries.head_of(first_row + row);
         out[(i64(queries.token_of(first_row + row)) * a.heads + head) * D + element] =
-            from_float<T>(merged.result(sink_exponent<T>(a, head)));
+            from_float<T>(a.v_scale * merged.result(sink_exponent<T>(a, head)));
     };
     const i64 place = i64(request) * gridDim.y + row_tile;
     float* const partial_out = a.partial_out + place * splits * 16 * D;

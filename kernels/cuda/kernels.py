@@ -12,7 +12,7 @@ from pagewire.kernels.cuda import attention, gates, kv, norms, sampling
 from pagewire.kernels.cuda.launch import CudaLauncher, KernelLauncher
 from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.layer import Activation, HeadNorms, Layer, Norm
-from pagewire.kernels.paging import AttentionBatch
+from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales
 from pagewire.kernels.weight import Linear, UnpackedLinear, Weight
 
 
@@ -70,6 +70,7 @@ class CudaKernels:
         softcap: float | None = None,
         sinks: Tensor | None = None,
         alibi: Tensor | None = None,
+        scales: KVScales = UNSCALED,
         out: Tensor | None = None,
     ) -> Tensor:
         """See `pagewire.kernels.attention.paged_attention`."""
@@ -81,12 +82,22 @@ class CudaKernels:
             softcap=softcap,
             sinks=sinks,
             alibi=alibi,
+            scales=scales,
             out=out,
         )
 
-    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    def store_kv(
+        self,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        scales: KVScales = UNSCALED,
+    ) -> None:
         """See `pagewire.kernels.attention.store_kv`; slots are on the device and are not checked."""
-        kv.write_kv(self.launcher, None, k, v, k_cache, v_cache, slot_mapping)
+        kv.write_kv(self.launcher, None, k, v, k_cache, v_cache, slot_mapping, scales=scales)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, out: Tensor | None = None
@@ -113,7 +124,7 @@ class CudaKernels:
         reference.rotary(q, k, cos, sin)
 
     def pack(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        """See `pagewire.kernels.linear.pack`. The weight is kept dense; a row's bits may depend on the batch."""
+        """See `pagewire.kernels.linear.pack`. The weight is made dense; a row's bits may depend on the batch."""
         return UnpackedLinear(functional.linear, weight, bias)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -134,6 +145,7 @@ class CudaKernels:
         k_cache: Tensor,
         v_cache: Tensor,
         slot_mapping: Tensor,
+        scales: KVScales = UNSCALED,
     ) -> Tensor:
         """See `pagewire.kernels.dispatch.Kernels.rotate_and_store`; one kernel.
 
@@ -148,7 +160,8 @@ class CudaKernels:
                     f"the norms of query and key heads must have equal eps, not {of_q.eps} and {of_k.eps}"
                 )
             norms = kv.HeadNorms(of_q.weight, of_k.weight, of_q.eps, of_q.offset, of_k.offset)
-        kv.write_kv(self.launcher, q, k, v, k_cache, v_cache, slot_mapping, cos=cos, sin=sin, norms=norms)
+        tensors = (q, k, v, k_cache, v_cache, slot_mapping)
+        kv.write_kv(self.launcher, *tensors, cos=cos, sin=sin, norms=norms, scales=scales)
         return q
 
     def largest(self, x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ struct WriteKv {
     int num_tokens, num_heads, num_kv_heads, size, v_size, rotated, block_size;
     int lanes;              // lanes per head, each with a chunk of 8 elements: 4, 8, 16 or 32
     float eps, q_offset, k_offset;
+    float k_factor, v_factor;  // of keys and values that become 8-bit floats
 };
 
 constexpr int WARPS = 4;
@@ -42,20 +43,21 @@ DEVICE uint4 turn(uint4 x, uint4 turned, float sign, uint4 cos, uint4 sin) {
 }
 
 template <class T, class F8>
-DEVICE u32 narrow(u32 first, u32 second) {
+DEVICE u32 narrow(u32 first, u32 second, float factor) {
     const float2 a = unpack<T>(first), b = unpack<T>(second);
-    return from_float<F8>(a.x).bits | u32(from_float<F8>(a.y).bits) << 8 | u32(from_float<F8>(b.x).bits) << 16 |
-           u32(from_float<F8>(b.y).bits) << 24;
+    return from_float<F8>(a.x * factor).bits | u32(from_float<F8>(a.y * factor).bits) << 8 |
+           u32(from_float<F8>(b.x * factor).bits) << 16 | u32(from_float<F8>(b.y * factor).bits) << 24;
 }
 
-// Stores eight elements of a row of a page, at their place in the layout.
+// Stores eight elements of a row of a page, at their place in the layout; times `factor` if they become 8-bit floats.
 template <class T, class C>
-DEVICE void store_chunk(void* cache, i64 page_row, int row, int size, int chunk, uint4 held) {
+DEVICE void store_chunk(void* cache, i64 page_row, int row, int size, int chunk, uint4 held, float factor) {
     const int row_bytes = size * int(sizeof(C)), chunks = row_bytes / CHUNK_BYTES;
     u8* target = static_cast<u8*>(cache) + page_row * row_bytes;
     if constexpr (is_fp8<C>) {
         target += swizzle(chunks, row, chunk / 2) * CHUNK_BYTES + chunk % 2 * 8;
-        *reinterpret_cast<uint2*>(target) = make_uint2(narrow<T, C>(held.x, held.y), narrow<T, C>(held.z, held.w));
+        *reinterpret_cast<uint2*>(target) =
+            make_uint2(narrow<T, C>(held.x, held.y, factor), narrow<T, C>(held.z, held.w, factor));
     } else {
         *reinterpret_cast<uint4*>(target + swizzle(chunks, row, chunk) * CHUNK_BYTES) = held;
     }
@@ -106,5 +108,6 @@ __global__ void __launch_bounds__(32 * WARPS) write_kv(const __grid_constant__ W
     }
     const int row = int(slot % p.block_size);
     const i64 page_row = (slot / p.block_size * p.num_kv_heads + kv_head) * p.block_size + row;
-    store_chunk<T, C>(is_value ? p.v_cache : p.k_cache, page_row, row, size, chunk, held);
+    store_chunk<T, C>(is_value ? p.v_cache : p.k_cache, page_row, row, size, chunk, held,
+                      is_value ? p.v_factor : p.k_factor);
 }

@@ -10,6 +10,7 @@ from torch import Tensor
 from pagewire.kernels.cuda.launch import KernelLauncher, pack
 from pagewire.kernels.cuda.norms import DTYPES
 from pagewire.kernels.cuda.source import Variant
+from pagewire.kernels.paging import UNSCALED, KVScales, check_scales
 
 FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 LARGEST_HEAD = 256
@@ -79,6 +80,7 @@ def write_kv(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     norms: HeadNorms = NO_NORMS,
+    scales: KVScales = UNSCALED,
 ) -> None:
     """Norm and rotate queries in place; norm and rotate keys, and write them and the values into the cache.
 
@@ -94,12 +96,15 @@ def write_kv(
         slot_mapping: int64 [T], `block * block_size + row` inside the cache; -1 writes nothing.
         cos: [T, rot_dim], see `layers.rotary`, rot_dim a multiple of 16; None for no rotation.
         sin: as cos.
+        norms: of query and key heads.
+        scales: keys and values are divided by these before they become 8-bit floats.
 
     Raises:
         TypeError: no kernel supports the dtypes.
         ValueError: shapes disagree or are no multiples of 8 (16 for 8-bit caches), heads are longer than 256, or
-            a tensor is not aligned to 16 bytes.
+            a tensor is not aligned to 16 bytes, or scales are given for a cache of 16 bits.
     """
+    check_scales(k_cache.dtype, scales)
     sizes = _Sizes.of(q, k, v_cache, cos)
     tensors = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "q_weight": norms.q_weight}
     tensors |= {"k_weight": norms.k_weight, "k_cache": k_cache, "v_cache": v_cache, "slots": slot_mapping}
@@ -112,6 +117,7 @@ def write_kv(
     lanes = next(lanes for lanes in (4, 8, 16, 32) if max(sizes.size, sizes.v_size) <= 8 * lanes)
     strides = _strides(("token", "head"), q=q, k=k, v=v) | _strides(("",), cos=cos, sin=sin)
     numbers = {"eps": norms.eps, "q_offset": norms.q_offset, "k_offset": norms.k_offset, "lanes": lanes}
+    numbers |= {"k_factor": 1 / scales.k, "v_factor": 1 / scales.v}
     parameters = pack(kernel, **tensors, **strides, **sizes._asdict(), **numbers)
     num_heads = sizes.num_tokens * (sizes.num_heads + 2 * sizes.num_kv_heads)
     heads_per_block = 32 * WARPS // lanes

@@ -47,7 +47,7 @@ DEVICE void write_rows(u8* staged, Rows<S>& rows, const AttentionParameters& a, 
             const float sink = sink_exponent<T>(a, queries.head_of(lane_row(queries, first_row, m, i, lane)));
             const float sum = sum_lanes<4>(rows.sum[m][i]), top = rows.top[m][i] * exponent_scale(a);
             const float larger = fmaxf(top, sink), weight = exp2_approx(top - larger);
-            const float factor = weight / (sum * weight + exp2_approx(sink - larger));
+            const float factor = a.v_scale * weight / (sum * weight + exp2_approx(sink - larger));
 #pragma unroll
             for (int j = 0; j < S::D / 16; j++)
 #pragma unroll

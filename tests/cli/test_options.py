@@ -14,7 +14,7 @@ from pagewire.cli.main import build_parser, main
 from pagewire.cli.options import UsageError, engine_args, sampling_fields
 from pagewire.ipc.options import NOT_SUPPORTED_YET, EngineArgs
 
-ENGINE_COMMANDS = ("generate", "chat", "core", "bench latency", "bench throughput")
+ENGINE_COMMANDS = ("generate", "chat", "core", "inspect", "bench latency", "bench throughput")
 FIELDS = dataclasses.fields(EngineArgs)
 
 
@@ -51,7 +51,8 @@ def test_every_option_says_what_it_is() -> None:
         *(f"pagewire {c}" for c in ("generate", "chat", "serve", "core", "top", "run-batch")),
     ] + [
         *("pagewire bench", *(f"pagewire bench {kind}" for kind in ("latency", "throughput", "serve"))),
-        *("pagewire keys", "pagewire kernels", "pagewire kernels build"),
+        *("pagewire inspect", "pagewire quantize", "pagewire keys", "pagewire kernels"),
+        "pagewire kernels build",
         *("pagewire doctor", "pagewire collect-env"),
     ]
     for parser in parsers():
@@ -82,6 +83,7 @@ def test_engine_options_stand_in_the_groups_of_their_definition(command: str) ->
     [
         (["--enforce-eager"], "enforce_eager", True),
         (["--no-enable-prefix-caching"], "enable_prefix_caching", False),
+        (["--no-weight-cache"], "weight_cache", False),
         (["--block-size", "32"], "block_size", 32),
         (["--gpu-memory-utilization", "0.5"], "gpu_memory_utilization", 0.5),
         (["--hf-overrides", '{"a": [1]}'], "hf_overrides", {"a": [1]}),
@@ -159,7 +161,8 @@ def test_a_bad_file_is_named_with_what_is_wrong(
         ("core --drain-seconds nan", "argument --drain-seconds: must be 0 or more"),
         ("core --curve-secret a", "pagewire core: CURVE needs both"),
         ("generate x --tensor-parallel-size 2", "tensor_parallel_size=2 is not supported yet"),
-        ("core --quantization awq", "quantization='awq' is not supported yet"),
+        ("core --quantization qqq", "quantization='qqq' is not served: its layout belongs to"),
+        ("core -q awk", "unknown quantization 'awk'; those known are aqlm, awq, awq_marlin, bits"),
         ("core --enable-lora", "enable_lora=True is not supported yet"),
         ("generate x --temperature -1", "pagewire generate: temperature must be in"),
         ("chat --top-p 2", "pagewire chat: top_p must be in"),

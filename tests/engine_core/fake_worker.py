@@ -172,6 +172,7 @@ def main() -> None:
     parser.add_argument("--num-blocks", type=int, default=64)
     parser.add_argument("--refuse", default="")
     parser.add_argument("--refuse-as", default="ValueError")
+    parser.add_argument("--lack-memory", default="/nowhere", help="do while this file exists")
     parser.add_argument("--rank-1", type=json.loads, default={}, help="other fields of its Ready")
     parser.add_argument("--fail", nargs=2, action="append", default=[], help="RANK METHOD")
     options = parser.parse_args()
@@ -187,6 +188,11 @@ def main() -> None:
     while True:
         message = early.pop(0) if early else codec.decode(receive(socket))
         if isinstance(message, WorkerConfig):
+            if Path(options.lack_memory).exists():
+                failed = WorkerFailed("too large for now", fatal=True, lacks_memory=True)
+                send(socket, codec.encode(failed))
+                socket.close(500)
+                raise SystemExit(1)
             if options.refuse:
                 failed = WorkerFailed(options.refuse, fatal=True, error_type=options.refuse_as)
                 send(socket, codec.encode(failed))

@@ -173,6 +173,31 @@ def test_a_killed_worker_loses_no_token(start_core: Callable) -> None:
     assert frontend.status()["worker_starts"] >= 2
 
 
+def test_a_new_worker_may_lack_memory_for_a_while(start_core: Callable, tmp_path: Path) -> None:
+    """Where the first one found enough, others may have taken it since."""
+    lack = tmp_path / "lack"
+    core = start_core(worker_options=["--lack-memory", str(lack)])
+    frontend = core.frontend()
+    frontend.attach()
+    lack.touch()
+    os.kill(frontend.status()["worker_pid"], signal.SIGKILL)
+    while frontend.status()["worker_starts"] < 3:  # the second one found too little
+        pass
+    lack.unlink()
+    frontend.submit(1, [1, 2])
+    frontend.finish((1, 0))
+    assert frontend.outputs[1, 0]
+
+
+def test_a_first_worker_that_lacks_memory_ends_the_core(start_core: Callable, tmp_path: Path) -> None:
+    core = start_core(worker_options=["--lack-memory", str(tmp_path)])
+    frontend = core.frontend()
+    frontend.say(Hello(PROTOCOL, "test", os.getpid()))
+    assert frontend.hear() == Refused("too large for now", "RuntimeError")
+    core.thread.join(20)
+    assert core.error is not None
+
+
 def test_a_request_that_kills_workers_ends_alone(
     start_core: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,70 @@ def test_a_name_that_can_be_neither_folder_nor_repository(name: str) -> None:
         model_folder(name)
 
 
+def test_a_gguf_file_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "m.gguf"
+    file.touch()
+    for tokenizer_only in (False, True):
+        for name in (str(file), str(tmp_path)):
+            assert model_folder(name, tokenizer_only=tokenizer_only) == file
+    monkeypatch.chdir(tmp_path)
+    assert model_folder("m.gguf") == model_folder("./m.gguf", load_format="gguf") == file
+    with pytest.raises(ValueError, match=r"'v1': .* is a local GGUF file, which has no revisions"):
+        model_folder(str(file), revision="v1")
+    for load_format in ("safetensors", "pt"):
+        with pytest.raises(ValueError, match=f"load_format='{load_format}' reads no GGUF files"):
+            model_folder(str(file), load_format=load_format)
+    with pytest.raises(ModelNotFoundError, match=r"of the hub, it would be owner/repository/file\.gguf"):
+        model_folder(str(tmp_path / "other.gguf"))
+
+
+def test_a_split_gguf_file_is_named_by_any_part(tmp_path: Path) -> None:
+    parts = [tmp_path / f"m-{number:05d}-of-00003.gguf" for number in (1, 2, 3)]
+    for part in parts:
+        part.touch()
+    assert {model_folder(str(name)) for name in (*parts, tmp_path)} == {parts[0]}
+
+
+def test_which_model_of_a_folder(tmp_path: Path) -> None:
+    """A Hugging Face model is taken before a GGUF file beside it, but not a configuration alone."""
+    file = tmp_path / "m.gguf"
+    for name in (file.name, "mmproj-f16.gguf", "config.json"):
+        (tmp_path / name).write_text("{}")
+    assert model_folder(str(tmp_path)) == file
+    assert model_folder(str(tmp_path), load_format="dummy") == tmp_path
+    (tmp_path / "model.safetensors").touch()
+    assert model_folder(str(tmp_path)) == tmp_path
+    assert model_folder(str(tmp_path), load_format="gguf") == file
+    (tmp_path / "n.gguf").touch()
+    with pytest.raises(
+        ModelNotFoundError, match=r"not hold one GGUF model, but m\.gguf, n\.gguf; name the file itself"
+    ):
+        model_folder(str(tmp_path), load_format="gguf")
+    file.unlink()
+    (tmp_path / "n.gguf").unlink()
+    with pytest.raises(ModelNotFoundError, match="not hold one GGUF model, but none"):
+        model_folder(str(tmp_path), load_format="gguf")
+
+
+def test_a_gguf_file_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, download = repository(tmp_path, "m-Q4.gguf", "n-00001-of-00002.gguf")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert model_folder("a/b/m-Q4.gguf", revision="v1") == tmp_path / "m-Q4.gguf"
+    assert model_folder("a/b/n-00002-of-00002.gguf") == tmp_path / "n-00001-of-00002.gguf"
+    assert [(call["name"], call["allow_patterns"]) for call in calls] == [
+        ("a/b", ["m-Q4.gguf"]),
+        ("a/b", ["n-00001-of-00002.gguf", "n-00002-of-00002.gguf"]),
+    ]
+    with pytest.raises(ModelNotFoundError, match=r"a/b has no file x/y\.gguf on the hub"):
+        model_folder("a/b/x/y.gguf")
+    for name in ("../b/m.gguf", "a/b/../../m.gguf", "m.gguf"):
+        with pytest.raises(ModelNotFoundError, match=r"no GGUF file .*m\.gguf"):
+            model_folder(name)
+    with pytest.raises(ModelNotFoundError, match=r"name the GGUF file, too: a/b/file\.gguf"):
+        model_folder("a/b", load_format="gguf")
+    assert len(calls) == 3
+
+
 def test_offline_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelNotFoundError) as caught:

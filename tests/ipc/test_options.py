@@ -87,7 +87,7 @@ def test_aliases() -> None:
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "tokenizer_mode": ("auto", "slow"),
-    "load_format": ("auto", "safetensors", "pt", "dummy"),
+    "load_format": ("auto", "safetensors", "gguf", "bitsandbytes", "pt", "dummy"),
     "dtype": ("auto", "half", "float16", "bfloat16", "float", "float32"),
     "block_size": (8, 16, 32, 64, 128),
     "scheduling_policy": ("fcfs", "priority"),

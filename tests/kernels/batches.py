@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pagewire.kernels import reference
 from pagewire.kernels.attention import AttentionBatch, store_kv
+from pagewire.kernels.kv_codes import row_width
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Absolute, for outputs of about unit size: two or three units in the last place."""
@@ -17,7 +18,9 @@ def allocate_kv(
     num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, v_head_dim: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """The K and V cache of one layer, zeroed."""
-    sizes = ((num_blocks, num_kv_heads, block_size, size) for size in (head_dim, v_head_dim))
+    sizes = (
+        (num_blocks, num_kv_heads, block_size, row_width(size, dtype)) for size in (head_dim, v_head_dim)
+    )
     k, v = (torch.zeros(size, dtype=dtype) for size in sizes)
     return k, v
 
@@ -74,11 +77,13 @@ def page(
     padding: int = 0,
     seed: int = 0,
     store: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] = store_kv,
+    cache_dtype: torch.dtype | None = None,
 ) -> Paged:
     """Request i's tokens `spans[i][0]` to `spans[i][1]` as one step, those before them already in the cache.
 
-    `store` writes the caches, in the layout of the kernels that will read them.
-    Whatever no token was written to holds NaN: rest of the last pages, pages of nobody, unused table entries.
+    `store` writes the caches, in the layout of the kernels that will read them; they are of the requests' dtype, or
+    of `cache_dtype`. Whatever no token was written to holds NaN (of 8 bits: scales of NaN): rest of the last pages,
+    pages of nobody, unused table entries.
     """
     generator = torch.Generator().manual_seed(seed)
     dtype = requests[0].q.dtype
@@ -86,9 +91,9 @@ def page(
     counts = [-(-end // shape.block_size) for end in ends]
     num_blocks, max_blocks = sum(counts) + 3, max([1, *counts]) + 2
     sizes = (num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim, shape.v_head_dim)
-    caches, plain_caches = (allocate_kv(*sizes, dtype) for _ in range(2))
+    caches, plain_caches = (allocate_kv(*sizes, cache_dtype or dtype) for _ in range(2))
     for cache in (*caches, *plain_caches):
-        cache.fill_(torch.nan)
+        cache.fill_(torch.nan if cache.is_floating_point() else -1)
     free = torch.randperm(num_blocks, generator=generator, dtype=torch.int32)
     block_table = torch.full((len(spans), max_blocks), 2**30, dtype=torch.int32)
     slot_mapping: list[Tensor] = []

@@ -9,6 +9,8 @@ from pagewire.kernels.cpu.library import InstructionsRefusedError, open_library
 
 TESTED = {isa.name: isa for isa in (*supported_instruction_sets(), emulated_tiles())}
 """Every instruction set of this CPU, and matrix tiles in plain C++."""
+if "avx512_bf16" in TESTED:  # the same code as this one's and `avx512`'s: a library less to compile
+    TESTED.pop("avx512_vnni")
 
 
 @functools.cache

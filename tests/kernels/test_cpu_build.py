@@ -124,15 +124,19 @@ def test_a_forced_instruction_set_must_exist(monkeypatch: pytest.MonkeyPatch) ->
 
 AVX2 = "fpu sse2 fma f16c avx2"
 AVX512 = f"{AVX2} avx512f avx512bw avx512vl avx512dq"
-SAPPHIRE_RAPIDS = f"{AVX512} avx512_bf16 avx512_fp16 amx_bf16 amx_tile amx_int8"
+VNNI = f"{AVX512} avx512_vnni"
+SAPPHIRE_RAPIDS = f"{VNNI} avx_vnni avx512_bf16 avx512_fp16 amx_bf16 amx_tile amx_int8"
+WIDE = ["avx512_bf16", "avx512_vnni", "avx512"]
 CHOICES = {
     "fpu sse2": ["portable"],
     AVX2: ["avx2", "portable"],
+    f"{AVX2} avx_vnni": ["avx_vnni", "avx2", "portable"],
     AVX512: ["avx512", "avx2", "portable"],
-    f"{AVX512} avx512_bf16": ["avx512_bf16", "avx512", "avx2", "portable"],
+    VNNI: ["avx512_vnni", "avx512", "avx2", "portable"],
+    f"{VNNI} avx512_bf16": [*WIDE, "avx2", "portable"],
     f"{AVX512} amx_bf16 amx_tile": ["avx512", "avx2", "portable"],  # a guest whose host hides avx512_bf16
-    SAPPHIRE_RAPIDS: ["amx", "avx512_bf16", "avx512", "avx2", "portable"],
-    f"{SAPPHIRE_RAPIDS} amx_fp16": ["amx_fp16", "amx", "avx512_bf16", "avx512", "avx2", "portable"],
+    SAPPHIRE_RAPIDS: ["amx", *WIDE, "avx_vnni", "avx2", "portable"],
+    f"{SAPPHIRE_RAPIDS} amx_fp16": ["amx_fp16", "amx", *WIDE, "avx_vnni", "avx2", "portable"],
 }
 
 
@@ -156,9 +160,9 @@ def test_the_best_set_of_a_cpu_comes_first(
     fake_cpu(flags)
     assert [isa.name for isa in supported_instruction_sets()] == names
     vectors = next(name for name in names if "amx" not in name)
-    assert {"portable": 0, "avx2": 3, "avx512": 7, "avx512_bf16": 8}[vectors] == len(
-        [flag for flag in build_module.emulated_tiles().compiler_flags if flag.startswith("-m")]
-    )
+    assert {"portable": 0, "avx2": 3, "avx_vnni": 4, "avx512": 7, "avx512_vnni": 8, "avx512_bf16": 9}[
+        vectors
+    ] == len([flag for flag in build_module.emulated_tiles().compiler_flags if flag.startswith("-m")])
 
 
 class FakeLibraries:
@@ -183,8 +187,8 @@ class FakeLibraries:
     [
         (None, set(), set(), "amx", []),
         (None, {"amx"}, set(), "avx512_bf16", ["use amx"]),
-        (None, {"amx"}, {"avx512_bf16"}, "avx512", ["use amx"]),
-        (None, set(), {"amx", "avx512_bf16"}, "avx512", []),
+        (None, {"amx"}, {"avx512_bf16"}, "avx512_vnni", ["use amx"]),
+        (None, set(), {"amx", "avx512_bf16", "avx512_vnni"}, "avx512", []),
         ("avx512_bf16", set(), set(), "avx512_bf16", []),
         ("avx2", set(), set(), "avx2", []),
         ("amx_emulated", set(), set(), "amx_emulated", []),

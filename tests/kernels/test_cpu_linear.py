@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -151,44 +152,8 @@ def test_what_lies_behind_a_row_is_not_read(kernels: CpuKernels) -> None:
         assert torch.equal(found, kernels.pack(dense_weight(weight))(x[:40]))
 
 
-GUARDED = """if True:
-    import ctypes, mmap, sys
-    import torch
-    from pagewire.kernels.cpu.build import INSTRUCTION_SETS, emulated_tiles
-    from pagewire.kernels.cpu.kernels import CpuKernels
-    from pagewire.kernels.cpu.library import open_library
-    from pagewire.kernels.weight import dense_weight
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-
-    def guarded(x):
-        # A copy that ends where memory ends that may be touched.
-        size = -(-x.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        memory = torch.frombuffer(mmap.mmap(-1, size + mmap.PAGESIZE), dtype=torch.uint8)
-        assert libc.mprotect(memory.data_ptr() + size, mmap.PAGESIZE, 0) == 0
-        copy = memory[size - x.nbytes : size].view(x.dtype).view(x.shape)
-        copy.copy_(x)
-        return copy
-
-    sets = {isa.name: isa for isa in (*INSTRUCTION_SETS, emulated_tiles())}
-    isa = sets[sys.argv[1]]
-    kernels = CpuKernels(isa, open_library(isa))
-    torch.manual_seed(0)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for n, k in ((64, 64), (70, 50), (16, 1100)):
-            weight, bias = torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
-            linear = kernels.pack(dense_weight(weight), guarded(bias))
-            for rows in (1, 3, 16, 17, 32, 33, 50):
-                x = torch.randn(rows, k).to(dtype)
-                assert torch.equal(linear(guarded(x)), linear(x))
-                assert torch.equal(kernels.linear(guarded(x), guarded(weight), guarded(bias)), linear(x))
-    print("done")
-"""
-
-
 def test_nothing_beyond_the_arguments_is_touched(kernels: CpuKernels) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", GUARDED, kernels.isa.name], capture_output=True, text=True, timeout=120
-    )
+    """By dense and quantised products; in a process of its own, which a mistake ends."""
+    command = [sys.executable, "-m", "tests.kernels.guarded", kernels.isa.name]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
     assert done.stdout == "done\n", done.stderr

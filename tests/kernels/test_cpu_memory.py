@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import math
 import mmap
 import platform
@@ -14,9 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from pagewire.kernels.cpu.arena import LARGE_PAGE, MADV_POPULATE_WRITE, Reserve, weight_bytes
+from pagewire.kernels.cpu.arena import LARGE_PAGE, MADV_POPULATE_WRITE, Reserve
 from pagewire.kernels.cpu.memory import ALIGNMENT, CHUNK, forget_mapped_files, populate, reserved, zeros
 
 
@@ -92,42 +90,6 @@ def test_tensors_are_cut_from_a_reserve_and_the_rest_is_given_back() -> None:
 def test_taking_memory_imports_no_torch() -> None:
     program = "import sys; import pagewire.kernels.cpu.arena; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
-
-
-def test_weights_on_disk_are_counted_in_the_dtype_that_they_are_packed_in(tmp_path: Path) -> None:
-    for name, shape in (("a.safetensors", (10, 10)), ("b.safetensors", (28,))):
-        save_file({"weight": torch.zeros(shape)}, tmp_path / name, {"format": "pt"})
-    (tmp_path / "pytorch_model.bin").write_bytes(bytes(1000))
-    assert weight_bytes(tmp_path, "auto") == 0, "no config.json: loading will say so"
-    for config, dtype, size in (
-        ({}, "auto", 4),
-        ({"dtype": "bfloat16"}, "auto", 2),
-        ({"torch_dtype": "float16"}, "auto", 2),
-        ({"text_config": {"dtype": "bfloat16"}}, "auto", 2),
-        ({"dtype": "bfloat16"}, "float32", 4),
-        ({}, "half", 2),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        assert weight_bytes(tmp_path, dtype) == 128 * size
-    (tmp_path / "a.safetensors").write_bytes(b"broken")
-    assert weight_bytes(tmp_path, "auto") == 0
-
-
-@pytest.mark.parametrize("header", [b"[]", b'{"a": 1}', b'{"a": {"shape": "x"}}', b"[" * 200_000])
-def test_a_header_of_another_form_reserves_nothing(tmp_path: Path, header: bytes) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    assert weight_bytes(tmp_path, "float32") == 0
-
-
-def test_a_header_cannot_claim_more_than_its_file_may_hold(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    header = b'{"a": {"shape": [1000000000, 1000000000]}}'
-    file = tmp_path / "a.safetensors"
-    file.write_bytes(len(header).to_bytes(8, "little") + header)
-    assert weight_bytes(tmp_path, "float32") == 4 * file.stat().st_size
-    file.write_bytes((1 << 62).to_bytes(8, "little") + header)
-    assert weight_bytes(tmp_path, "float32") == 0
 
 
 def mapped(path: Path, size: int) -> torch.Tensor:

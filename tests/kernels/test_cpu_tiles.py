@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from pagewire.kernels.cpu.build import (
 )
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.library import InstructionsRefusedError, load, open_library
+from pagewire.kernels.integers import Integers, quantise
 from pagewire.kernels.weight import dense_weight
 
 from .batches import Request, Shape, page, random_request
@@ -30,20 +32,23 @@ from .conftest import kernels_or_skip
 
 Bits = NDArray[np.uint16]
 Sums = NDArray[np.uint32]
+Signed, Unsigned, Integers32 = NDArray[np.int8], NDArray[np.uint8], NDArray[np.int32]
+Matrix = TypeVar("Matrix", Sums, Integers32)
 
 ONE_PRODUCT = """
 #include "tiles.h"
 
 // C [m, n] += A [m, k] B [k, n] for shapes up to a whole tile, from and to memory with rows of 64 bytes.
 extern "C" __attribute__((visibility("default")))
-int multiply_add(int half, const TileConfig* config, const void* a, const void* b, void* c) {
+int multiply_add(int kind, const TileConfig* config, const void* a, const void* b, void* c) {
   if (!request_tiles()) return 1;
   tile_config(*config);
   tile_load<0>(c, 64), tile_load<1>(a, 64), tile_load<2>(b, 64);
-  if (!half) tile_multiply_add<bf16, 0, 1, 2>();
+  if (kind == 0) tile_multiply_add<bf16, 0, 1, 2>();
 #if defined(PAGEWIRE_TILES_FP16)
-  if (half) tile_multiply_add<f16, 0, 1, 2>();
+  if (kind == 1) tile_multiply_add<f16, 0, 1, 2>();
 #endif
+  if (kind == 2) tile_multiply_add_bytes<0, 1, 2>();
   tile_store<0>(c, 64);
   tile_release();
   return 0;
@@ -61,7 +66,7 @@ class TileConfig(ctypes.Structure):
 
 
 class Instruction:
-    """TDPBF16PS or TDPFP16PS, as an instruction set has it."""
+    """TDPBF16PS, TDPFP16PS and TDPBSUD, as an instruction set has them."""
 
     def __init__(self, isa: InstructionSet, folder: Path) -> None:
         source, library = folder / f"{isa.name}.cpp", folder / f"{isa.name}.so"
@@ -75,6 +80,15 @@ class Instruction:
         self, a: Bits, b: Bits, c: Sums, shape: tuple[int, int, int] = (16, 16, 16), half: bool = False
     ) -> Sums:
         """C + A B. a: [16, 32]; b: [16 pairs of k, 32]; c: float32 [16, 16]; shape: rows, columns, pairs of k."""
+        return self._run(int(half), a, b, c, shape)
+
+    def of_bytes(
+        self, a: Signed, b: Unsigned, c: Integers32, shape: tuple[int, int, int] = (16, 16, 16)
+    ) -> Integers32:
+        """C + A B. a: [16, 64]; b: [16 fours of k, 64]; c: [16, 16]; shape: rows, columns, fours of k."""
+        return self._run(2, a, b, c, shape)
+
+    def _run(self, kind: int, a: Any, b: Any, c: Matrix, shape: tuple[int, int, int]) -> Matrix:
         m, n, k = shape
         memory = np.zeros(128, np.uint8)  # the instruction wants 64-byte alignment
         config = TileConfig.from_buffer(memory, -memory.ctypes.data % 64)
@@ -85,7 +99,7 @@ class Instruction:
         pointers = (
             ctypes.c_void_p(x.ctypes.data) for x in (np.ascontiguousarray(a), np.ascontiguousarray(b), out)
         )
-        if self._library.multiply_add(int(half), ctypes.byref(config), *pointers):
+        if self._library.multiply_add(kind, ctypes.byref(config), *pointers):
             pytest.skip("the system does not let this process use matrix tiles")
         return out
 
@@ -160,6 +174,24 @@ def test_smaller_tiles_take_their_part_of_a_whole_one(emulated: Instruction) -> 
         np.testing.assert_array_equal(part[:, n:], c[:, n:])
 
 
+def random_bytes(rng: np.random.Generator) -> tuple[Signed, Unsigned, Integers32]:
+    """All values of bytes, and sums that wrap around."""
+    a, b = rng.integers(-128, 128, (16, 64), np.int8), rng.integers(0, 256, (16, 64), np.uint8)
+    return a, b, rng.integers(-(2**31), 2**31, (16, 16), np.int64).astype(np.int32)
+
+
+def test_bytes_are_multiplied_exactly(emulated: Instruction) -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(50):
+        a, b, c = random_bytes(rng)
+        m, n, k = (int(size) for size in rng.integers(1, 17, 3))
+        columns = b.reshape(16, 16, 4).transpose(0, 2, 1).reshape(64, 16).astype(np.int64)
+        found = emulated.of_bytes(a, b, c, (m, n, k))
+        wanted = c.copy()
+        wanted[:m, :n] += (a[:m, : 4 * k].astype(np.int64) @ columns[: 4 * k, :n]).astype(np.int32)
+        np.testing.assert_array_equal(found, wanted)
+
+
 def one_product(instruction: Instruction, x: int, y: int, c: int) -> int:
     """c + x y, the other elements being 0."""
     a, b, sums = np.zeros((16, 32), np.uint16), np.zeros((16, 32), np.uint16), np.zeros((16, 16), np.uint32)
@@ -229,6 +261,8 @@ def test_the_emulated_instruction_has_the_bits_of_the_real_one(emulated: Instruc
         a, b, c = every_kind(rng, i)
         shape = (16, 16, 16) if i % 2 else tuple(int(size) for size in rng.integers(1, 17, 3))
         np.testing.assert_array_equal(emulated(a, b, c, shape), real(a, b, c, shape))
+        codes = random_bytes(rng)
+        np.testing.assert_array_equal(emulated.of_bytes(*codes, shape), real.of_bytes(*codes, shape))
 
 
 def test_the_emulated_kernels_have_the_bits_of_the_real_ones() -> None:
@@ -237,6 +271,11 @@ def test_the_emulated_kernels_have_the_bits_of_the_real_ones() -> None:
     for rows, n, k in ((1, 64, 64), (5, 100, 33), (17, 257, 100), (48, 64, 2816), (300, 130, 1100)):
         weight, bias, x = (torch.randn(*size).bfloat16() for size in ((n, k), (n,), (rows, k)))
         assert torch.equal(*(kernels.pack(dense_weight(weight), bias)(x) for kernels in (real, emulated)))
+    for scheme in (Integers(8, None, 128), Integers(4, 128, 8)):
+        weight = quantise(dense_weight(torch.randn(130, 1152).bfloat16()), scheme)
+        for rows in (5, 16, 17, 70):
+            x = torch.randn(rows, 1152).bfloat16()
+            assert torch.equal(*(kernels.pack(weight)(x) for kernels in (real, emulated)))
     for shape in (Shape(), Shape(8, 2, 80, 72), Shape(3, 1, 64, 128, block_size=32)):
         requests = [random_request(shape, length, torch.bfloat16, length) for length in (300, 40)]
         outputs = [attend(kernels, shape, requests) for kernels in (real, emulated)]

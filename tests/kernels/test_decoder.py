@@ -12,10 +12,12 @@ from pagewire.kernels.attention import AttentionBatch
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.decoder import Activation, Layer, Norm, Stack
+from pagewire.kernels.integers import Integers, quantise
 from pagewire.kernels.linear import dense_weight, pack
 
 from .batches import allocate_kv
 
+MIXED = {"qkv": Integers(4, 16, 0), "gate_up": Integers(8, 16, 128), "down": Integers(8, None, 128)}
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, BLOCKS = 48, 4, 2, 16, 72, 6
 
 
@@ -25,8 +27,9 @@ def make_stack(
     bias: bool = False,
     head_norms: bool = False,
     window: int | None = None,
+    quantised: bool = False,
 ) -> Stack:
-    """Two random layers."""
+    """Two random layers; with `quantised` some matrices of the first are quantised, each otherwise."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -35,17 +38,19 @@ def make_stack(
     def norm(size: int) -> Norm:
         return Norm(1 + random(size), 1e-5, 0.0)
 
-    def layer() -> Layer:
+    def layer(schemes: dict[str, Integers]) -> Layer:
         sizes = {
             "qkv": ((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN),
             "out": (HIDDEN, HEADS * HEAD_DIM),
             "gate_up": (2 * INTERMEDIATE, HIDDEN),
             "down": (HIDDEN, INTERMEDIATE),
         }
-        linears = {
-            name: pack(dense_weight(random(*size)), random(size[0]) if bias else None)
-            for name, size in sizes.items()
-        }
+        linears = {}
+        for name, size in sizes.items():
+            weight = dense_weight(random(*size))
+            if name in schemes:
+                weight = quantise(weight, schemes[name])
+            linears[name] = pack(weight, random(size[0]) if bias else None)
         return Layer(
             **linears,
             head_norms=(norm(HEAD_DIM), norm(HEAD_DIM)) if head_norms else None,
@@ -59,7 +64,7 @@ def make_stack(
             activation=activation,
         )
 
-    return Stack(norm(HIDDEN), [layer(), layer()])
+    return Stack(norm(HIDDEN), [layer(MIXED if quantised else {}), layer({})])
 
 
 def make_step(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, AttentionBatch]:
@@ -86,17 +91,30 @@ def make_caches(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"bias": True}, {"head_norms": True}, {"window": 5}, {"activation": Activation.GELU_TANH}],
+    [
+        *({}, {"bias": True}, {"head_norms": True}, {"window": 5}, {"activation": Activation.GELU_TANH}),
+        {"quantised": True, "bias": True},
+    ],
     ids=lambda options: next(iter(options), "plain"),
 )
 @pytest.mark.usefixtures("served_kernels")
 def test_one_call_is_all_the_kernels(dtype: torch.dtype, options: dict[str, object]) -> None:
+    check_one_call(dtype, dtype, options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("served_kernels")
+def test_one_call_over_keys_and_values_of_8_bits(dtype: torch.dtype) -> None:
+    check_one_call(dtype, torch.int8, {"window": 5})
+
+
+def check_one_call(dtype: torch.dtype, cache_dtype: torch.dtype, options: dict[str, object]) -> None:
     stack = make_stack(dtype, **options)  # type: ignore[arg-type]
     assert stack.compiled is not None
     found, wanted = [], []
     for results in (found, wanted):
         residual, cos, sin, batch = make_step(dtype)
-        caches = make_caches(dtype)
+        caches = make_caches(cache_dtype)
         results += [stack(residual, cos, sin, batch, caches), residual, *(x for pair in caches for x in pair)]
         stack.compiled = None
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

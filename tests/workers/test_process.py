@@ -35,6 +35,7 @@ from pagewire.ipc.worker_messages import (
 from pagewire.workers import main
 
 from .driver import GREEDY, tokens_of
+from .huge import write_huge
 
 WAIT_MS = 60_000
 
@@ -120,6 +121,16 @@ def test_a_model_that_cannot_be_loaded_is_fatal(core: Core, tmp_path: Path) -> N
     failed = core.hear_after_progress()
     assert isinstance(failed, WorkerFailed)
     assert failed.fatal and "holds no config.json" in failed.error
+    assert core.child.process.wait(20) == 1
+
+
+def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_read(core: Core, tmp_path: Path) -> None:
+    """Its weights are a hole in a file, larger than any memory."""
+    core.say(load_message(write_huge(tmp_path)))
+    failed = core.hear()  # nothing has begun yet
+    assert isinstance(failed, WorkerFailed)
+    assert failed.fatal and failed.lacks_memory and failed.error_type == "ValueError"
+    assert failed.error.startswith("the model does not fit into memory: its weights take 1536.0")
     assert core.child.process.wait(20) == 1
 
 

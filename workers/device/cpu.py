@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 import torch
@@ -15,7 +14,10 @@ from torch import Tensor
 
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels.cpu.memory import populate, zeros
-from pagewire.workers.device.kv_size import LOGIT_CHUNK, kv_budget
+from pagewire.kernels.cpu.tensors import DTYPES
+from pagewire.kernels.kv_codes import DTYPE as KV_CODES
+from pagewire.workers.device.kv_size import kv_budget, step_bytes
+from pagewire.workers.device.machine import BIND, bound_cpus, default_threads, machine_memory
 from pagewire.workers.errors import LoadError
 from pagewire.workers.sample.masks import TokenMasks
 from pagewire.workers.sample.sampler import SampleOutput, SamplingSlot, sample
@@ -24,7 +26,6 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 POPULATED = (
     4 << 30
 )  # pre-fault at most these bytes of the KV cache while idle (4 GiB, the default cache size)
-OTHER_BYTES = 256 << 20  # memory of a step beside its logits
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class CpuDevice:
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         """See `Device.kv_dtypes`."""
-        return (dtype,)
+        return (dtype, KV_CODES) if dtype in DTYPES else (dtype,)
 
     def prepare(self, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> None:
         """Nothing to do: the CPU's kernels are compiled at first use."""
@@ -134,8 +135,7 @@ class CpuDevice:
 
     def kv_budget(self, config: WorkerConfig, vocab_size: int, widest_step: Callable[[], object]) -> int:
         """See `Device.kv_budget`."""
-        widest = min(config.max_num_batched_tokens, LOGIT_CHUNK // vocab_size + 1)
-        return kv_budget(config, machine_memory()[1], widest * vocab_size * 8 + OTHER_BYTES)
+        return kv_budget(config, machine_memory()[1], step_bytes(config, vocab_size))
 
     def give_back(self) -> None:
         """Nothing to do: the system has it already."""
@@ -163,52 +163,10 @@ def bind_threads(num_threads: int | None) -> int:
     Raises:
         LoadError: the variable is malformed, or lists CPUs that this process may not use.
     """
-    text = os.environ.get("PAGEWIRE_CPU_OMP_THREADS_BIND", "auto")
-    if text in ("", "auto", "all", "nobind"):
-        usable = min(len(os.sched_getaffinity(0)), cgroup_cpus())
-        return num_threads or max(1, min(usable, psutil.cpu_count(logical=False) or usable))
-    try:
-        cpus = parse_cpus(text)
-        os.sched_setaffinity(0, cpus)
-    except (ValueError, OSError) as error:
-        raise LoadError(f"PAGEWIRE_CPU_OMP_THREADS_BIND={text!r}: {error}") from error
-    return num_threads or len(cpus)
-
-
-def parse_cpus(text: str) -> set[int]:
-    """The CPUs in a list such as "0-3,8".
-
-    Raises:
-        ValueError: not such a list.
-    """
-    cpus: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        cpus.update(range(int(first), int(last or first) + 1))
-    if not cpus:
-        raise ValueError("the list of CPUs is empty")
-    return cpus
-
-
-def machine_memory() -> tuple[int, int]:
-    """(total, available) bytes: the machine's, or the control group's where that is less."""
-    memory = psutil.virtual_memory()
-    limit, used = cgroup_figures("memory.max"), cgroup_figures("memory.current")
-    if not limit or not used:
-        return memory.total, memory.available
-    return min(memory.total, limit[0]), min(memory.available, max(0, limit[0] - used[0]))
-
-
-def cgroup_cpus() -> int:
-    """The number of CPUs in the quota of this process's control group; all CPUs without one."""
-    quota = cgroup_figures("cpu.max")
-    return max(1, quota[0] // quota[1]) if len(quota) == 2 else os.cpu_count() or 1
-
-
-def cgroup_figures(name: str) -> list[int]:
-    """The numbers in a file of this process's control group (version 2); empty without such a limit."""
-    try:
-        group = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2].lstrip("/")
-        return [int(figure) for figure in (Path("/sys/fs/cgroup") / group / name).read_text().split()]
-    except (OSError, ValueError):
-        return []
+    cpus = bound_cpus()
+    if cpus is not None:
+        try:
+            os.sched_setaffinity(0, cpus)
+        except OSError as error:
+            raise LoadError(f"{BIND}={os.environ[BIND]!r}: {error}") from error
+    return num_threads or default_threads()

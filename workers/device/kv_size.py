@@ -11,6 +11,13 @@ from pagewire.workers.errors import LoadError
 GIB = 1 << 30
 DEFAULT_KV_GIB = 4.0
 LOGIT_CHUNK = 1 << 24  # logits computed at a time for prompt log probabilities
+OTHER_BYTES = 256 << 20  # memory of a step beside its logits
+
+
+def step_bytes(config: WorkerConfig, vocab_size: int) -> int:
+    """Bytes that the largest step may take on a CPU, beside weights and KV cache."""
+    widest = min(config.max_num_batched_tokens, LOGIT_CHUNK // vocab_size + 1)
+    return widest * vocab_size * 8 + OTHER_BYTES
 
 
 def kv_budget(config: WorkerConfig, available: int, headroom: int) -> int:

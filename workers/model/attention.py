@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pagewire.kernels.attention import AttentionBatch, kv_block_bytes, paged_attention, store_kv
+from pagewire.kernels.attention import (
+    UNSCALED,
+    AttentionBatch,
+    KVScales,
+    kv_block_bytes,
+    paged_attention,
+    store_kv,
+)
+from pagewire.kernels.kv_codes import row_width
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
 
@@ -34,25 +42,36 @@ class KVShape:
         return kv_block_bytes(self.num_kv_heads, block_size, self.head_dim, self.v_head_dim, self.dtype)
 
     def allocate(self, num_blocks: int, block_size: int, device: Device) -> tuple[Tensor, Tensor]:
-        """Zeroed K and V caches: [num_blocks, num_kv_heads, block_size, head_dim] and [..., v_head_dim]."""
+        """Zeroed K and V caches: [num_blocks, num_kv_heads, block_size, head_dim] and [..., v_head_dim].
+
+        Rows of int8 are wider by their scales (`kv_codes.row_width`).
+        """
         shape = (num_blocks, self.num_kv_heads, block_size)
-        return device.zeros((*shape, self.head_dim), self.dtype), device.zeros(
-            (*shape, self.v_head_dim), self.dtype
+        k, v = (
+            device.zeros((*shape, row_width(size, self.dtype)), self.dtype)
+            for size in (self.head_dim, self.v_head_dim)
         )
+        return k, v
 
 
 class StepContext:
     """The inputs of a step's layers beside hidden states: attention batch, positions int64 [T], all KV caches.
 
+    scales: of each layer's keys and values, in caches of 8-bit floats; empty for 1.
+
     Within `with step:`, attention and linear layers get it from `current_step`.
     """
 
-    __slots__ = ("_outer", "batch", "caches", "positions")
+    __slots__ = ("_outer", "batch", "caches", "positions", "scales")
 
     def __init__(
-        self, batch: AttentionBatch, positions: Tensor, caches: Sequence[tuple[Tensor, Tensor]]
+        self,
+        batch: AttentionBatch,
+        positions: Tensor,
+        caches: Sequence[tuple[Tensor, Tensor]],
+        scales: Sequence[KVScales] = (),
     ) -> None:
-        self.batch, self.positions, self.caches = batch, positions, caches
+        self.batch, self.positions, self.caches, self.scales = batch, positions, caches, scales
         self._outer: StepContext | None = None
 
     def __enter__(self) -> None:
@@ -83,9 +102,14 @@ class StepContext:
         """Store k [T, Hkv, D] and v [T, Hkv, Dv] of a layer, then attend with q [T, Hq, D]. Returns [T, Hq, Dv]."""
         shape = KVShape(k.shape[1], k.shape[2], v.shape[2], v.dtype)
         k_cache, v_cache = self.cache(layer, shape, window)
-        store_kv(k, v, k_cache, v_cache, self.batch.slot_mapping)
+        scales = self.scales[layer] if self.scales else UNSCALED
+        store_kv(k, v, k_cache, v_cache, self.batch.slot_mapping, scales=scales)
         return paged_attention(
-            q, k_cache, v_cache, self.batch, scale, window=window, softcap=softcap, sinks=sinks
+            *(q, k_cache, v_cache, self.batch, scale),
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            scales=scales,
         )
 
 

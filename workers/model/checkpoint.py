@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from pagewire.ipc.hub import read_json
 from pagewire.kernels.cpu import arena
+from pagewire.kernels.weight import Weight, dense_weight
 from pagewire.workers.errors import LoadError
+from pagewire.workers.model.headers import weight_files
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -30,6 +29,37 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+
+
+class WeightSource(Protocol):
+    """The weights of a model, by the names that they have in a dense checkpoint: `...q_proj.weight`."""
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The names of all weights."""
+
+    def on_meta(self, name: str) -> Tensor:
+        """A weight of this shape on the meta device.
+
+        Raises:
+            LoadError: it is of a dtype that is not read, or its tensors do not fit each other.
+        """
+
+    def read(self, name: str) -> Tensor:
+        """A weight as plain numbers: in its own dtype, or dequantised, in float32."""
+
+    def weight(self, name: str, dtype: torch.dtype) -> Weight:
+        """A matrix [N, K] as it is held. dtype: of its product's inputs and outputs.
+
+        Raises:
+            LoadError: its tensors do not fit each other.
+        """
+
+    def stacked(self, name: str, dtype: torch.dtype, transposed: bool) -> Iterator[Weight]:
+        """The matrices [N, K] of a weight [E, N, K], one by one; [E, K, N] if it is transposed."""
+
+    def let_go(self) -> None:
+        """Give back the memory of weights read since the last call. One in use comes from its file again."""
 
 
 class Checkpoint:
@@ -74,33 +104,18 @@ class Checkpoint:
             raise LoadError(f"{name} of the checkpoint is of an unknown dtype: {described.get_dtype()}")
         return torch.empty(described.get_shape(), dtype=dtype, device="meta")
 
+    def weight(self, name: str, dtype: torch.dtype) -> Weight:
+        """See `WeightSource.weight`: a view of the file."""
+        return dense_weight(self.read(name), dtype)
+
+    def stacked(self, name: str, dtype: torch.dtype, transposed: bool) -> Iterator[Weight]:
+        """See `WeightSource.stacked`: views of the file."""
+        for matrix in self.read(name):
+            yield dense_weight(matrix.T if transposed else matrix, dtype)
+
     def let_go(self) -> None:
         """Give back the memory of tensors read since the last call. A tensor in use comes from its file again."""
         for address, size in self._read:
             start = address & -mmap.PAGESIZE
             arena.give_back(start, address + size - start)
         self._read.clear()
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder: those in its index, or the only one.
-
-    Raises:
-        LoadError: there are none, or the index cannot be read.
-    """
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            names = set(read_json(index)["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
-            raise LoadError(f"cannot load {index}: {error!r}") from error
-        for name in names:
-            if not isinstance(name, str) or Path(name).name != name:
-                raise LoadError(f"cannot load {index}: {name!r} is not the name of a file in its folder")
-        return [folder / name for name in sorted(names)]
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    reason = f"it holds neither {SINGLE} nor {INDEX}"
-    if any((folder / name).is_file() for name in PICKLES):
-        reason += "; its .bin files are pickles, which are read only with load_format='pt'"
-    raise LoadError(f"cannot load {folder}: {reason}")

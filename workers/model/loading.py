@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -9,11 +10,13 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from pagewire.ipc.worker_messages import WorkerConfig
-from pagewire.kernels.cpu.memory import forget_mapped_files
+from pagewire.kernels.cpu.memory import forget_mapped_files, give_back_freed
+from pagewire.kernels.paging import KVScales
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model import attention
 from pagewire.workers.model.attention import KVShape
+from pagewire.workers.model.kv_scales import kv_scales
 from pagewire.workers.model.model import (
     Model,
     head_dim,
@@ -27,12 +30,16 @@ from pagewire.workers.model.proof import DryRun, check_config, prove, reference_
 from pagewire.workers.model.stack import DecoderStack, build_stack
 from pagewire.workers.model.transforms import (
     LinearModule,
+    QuantisedEmbedding,
+    pack_embeddings,
     pack_experts,
     pack_linears,
     replace_norms,
     tabulate_rotary,
 )
 from pagewire.workers.model.weights import Weights
+
+logger = logging.getLogger("pagewire.worker")
 
 
 @dataclass
@@ -53,7 +60,10 @@ class Phases:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that has passed the proof (`proof.py`), with its properties."""
+    """A model that has passed the proof (`proof.py`), with its properties.
+
+    kv_scales: see `StepContext`.
+    """
 
     model: Model
     architecture: str
@@ -62,6 +72,7 @@ class LoadedModel:
     max_model_len: int
     eos_token_id: int | None
     kv_shapes: list[KVShape]
+    kv_scales: list[KVScales]
     weight_bytes: int
 
     @property
@@ -84,6 +95,7 @@ def load_model(worker_config: WorkerConfig, phases: Phases, device: Device) -> L
     check_config(config)
     dtype = resolve_dtype(worker_config.dtype, config)
     kv_dtype = resolve_kv_dtype(worker_config.kv_cache_dtype, dtype, device)
+    scales = kv_scales(worker_config, kv_dtype, config.get_text_config().num_hidden_layers)
     device.prepare(dtype, kv_dtype, head_dim(config))
     max_model_len = resolve_max_model_len(worker_config.max_model_len, config)
     phases.end("config")
@@ -99,6 +111,9 @@ def load_model(worker_config: WorkerConfig, phases: Phases, device: Device) -> L
     phases.end("reference")
     model, shapes = transform(weights, run, expected, max_model_len, device)
     forget_mapped_files(worker_config.model_path)
+    give_back_freed()
+    for note, count in weights.notes.items():
+        logger.info("weights of %d products: %s", count, note)
     phases.end("transform")
     eos = getattr(config.get_text_config(), "eos_token_id", None)
     return LoadedModel(
@@ -109,6 +124,7 @@ def load_model(worker_config: WorkerConfig, phases: Phases, device: Device) -> L
         max_model_len=max_model_len,
         eos_token_id=eos[0] if isinstance(eos, list) and eos else eos if isinstance(eos, int) else None,
         kv_shapes=[replace(shape, dtype=kv_dtype) for shape in shapes],
+        kv_scales=scales,
         weight_bytes=weight_bytes(model),
     )
 
@@ -131,7 +147,7 @@ def transform(
         del stack
         try:
             pack_head(model, weights, device.torch_device)
-            return model, prove(model, run, expected, max_model_len, device)
+            return model, prove(model, run, expected, weights.schemes, max_model_len, device)
         except LoadError:
             model.base, model.head = base, None
             for name, child in others.items():
@@ -139,12 +155,13 @@ def transform(
     model.guarded = True
     transform_parts(base, weights, device.torch_device)
     pack_head(model, weights, device.torch_device)
-    return model, prove(model, run, expected, max_model_len, device)
+    return model, prove(model, run, expected, weights.schemes, max_model_len, device)
 
 
 def transform_parts(module: torch.nn.Module, weights: Weights, device: torch.device) -> None:
     """Replace linears, experts and norms, and keep the module's own forward; the result is on a device."""
     pack_experts(module, weights, device)
+    pack_embeddings(module, weights, device)
     pack_linears(module, weights, device)
     weights.fill(module)
     module.to(device)
@@ -166,6 +183,8 @@ def weight_bytes(model: Model) -> int:
         for child in module.modules():
             if isinstance(child, LinearModule):
                 total += child.product.num_bytes
+            if isinstance(child, QuantisedEmbedding):
+                total += child.num_bytes
         for parameter in module.parameters():
             if parameter.device.type != "meta" and parameter.data_ptr() not in seen:
                 seen.add(parameter.data_ptr())

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pagewire.ipc.gguf.file import is_gguf
+from pagewire.ipc.hub import read_configs
 from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.kernels.kv_codes import DTYPE as KV_CODES
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.attention import StepContext
@@ -27,6 +31,7 @@ DTYPES = {
     "half": torch.float16,
 }
 KV_DTYPES = {
+    "int8": KV_CODES,
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
@@ -37,14 +42,18 @@ def load_config(worker_config: WorkerConfig) -> Any:
     """The model's transformers configuration, built with `hf_overrides` merged in.
 
     Raises:
-        LoadError: no config.json, an unknown model type, or one that is not a causal language model.
+        LoadError: no config.json or GGUF file, an unknown model type, or one that is not a causal language model.
     """
     from transformers import AutoConfig, PretrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if not (Path(worker_config.model_path) / "config.json").is_file():
+    is_file = is_gguf(worker_config.model_path)
+    if not is_file and not (Path(worker_config.model_path) / "config.json").is_file():
         raise LoadError(f"{worker_config.model_path} holds no config.json: not a Hugging Face model folder")
     try:
+        if is_file:
+            values = read_configs(Path(worker_config.model_path))[0] | worker_config.hf_overrides
+            return CONFIG_MAPPING[values["model_type"]].from_dict(values)
         values = PretrainedConfig.get_config_dict(worker_config.model_path)[0] | worker_config.hf_overrides
         kind = values.get("model_type")
         if kind in CONFIG_MAPPING and not (worker_config.trust_remote_code and "auto_map" in values):
@@ -55,7 +64,8 @@ def load_config(worker_config: WorkerConfig) -> Any:
             **worker_config.hf_overrides,
         )
     except Exception as error:
-        raise LoadError(f"config.json of {worker_config.model_path} cannot be used: {error}") from error
+        source = "the metadata" if is_file else "config.json"
+        raise LoadError(f"{source} of {worker_config.model_path} cannot be used: {error}") from error
 
 
 def checkpoint_dtype(config: Any) -> torch.dtype:
@@ -86,11 +96,15 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype, device: Device) -> torch.dty
     if name != "auto" and name not in KV_DTYPES:
         raise LoadError(f"kv_cache_dtype must be one of auto, {', '.join(KV_DTYPES)}, got {name!r}")
     kv_dtype = KV_DTYPES.get(name, dtype)
-    if kv_dtype not in device.kv_dtypes(dtype):
-        raise LoadError(
-            f"kv_cache_dtype {name!r} needs a model in bfloat16 or float16 on a GPU, not {dtype} on {device.name}"
-        )
-    return kv_dtype
+    if kv_dtype in device.kv_dtypes(dtype):
+        return kv_dtype
+    if kv_dtype == KV_CODES:
+        raise LoadError(f"kv_cache_dtype 'int8' is for CPUs, not for {device.name}: 'fp8' has 8 bits there")
+    instead = ": 'int8' has 8 bits there" if KV_CODES in device.kv_dtypes(dtype) else ""
+    raise LoadError(
+        f"kv_cache_dtype {name!r} needs a model in bfloat16 or float16 on a GPU, "
+        f"not {dtype} on {device.name}{instead}"
+    )
 
 
 def head_dim(config: Any) -> int:
@@ -170,7 +184,8 @@ class Model:
         states = sizes * torch.randn(
             len(sizes), linear.in_features, generator=torch.Generator().manual_seed(0)
         )
-        hidden = states.to(next(self.base.parameters()).device, linear.weight.dtype)
+        own = next(chain(self.base.parameters(), self.base.buffers()))
+        hidden = states.to(own.device, linear.weight.dtype)
         expected, short = self._whole_logits(hidden), linear.product(hidden)
         if short.dtype == expected.dtype and torch.equal(short, expected):
             self.head = linear.product

@@ -8,12 +8,20 @@ from typing import Any
 
 import torch
 
+from pagewire.ipc.gguf.file import is_gguf
+from pagewire.ipc.quantization import GGUF, resolve_quantization, settings_of
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
-from pagewire.workers.model.checkpoint import Checkpoint, weight_files
+from pagewire.workers.model.checkpoint import Checkpoint, WeightSource
 from pagewire.workers.model.conversion import check_report
-from pagewire.workers.model.weights import CheckpointWeights, Weights
+from pagewire.workers.model.formats.format import Format
+from pagewire.workers.model.formats.registry import format_of
+from pagewire.workers.model.gguf import GgufCheckpoint
+from pagewire.workers.model.headers import weight_files
+from pagewire.workers.model.online import online
+from pagewire.workers.model.quantised import QuantisedCheckpoint
+from pagewire.workers.model.weights import CheckpointWeights, Quantise, Weights, keep
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -24,37 +32,67 @@ def build_module(worker_config: WorkerConfig, config: Any, dtype: torch.dtype, d
     """The causal module of a configuration, and its weights: as a rule still in the checkpoint.
 
     Raises:
-        LoadError: not a causal language model, weights missing or broken, or code that may not be run.
+        LoadError: not a causal language model, weights missing or broken, a quantisation that is not served or is
+            not the checkpoint's, or code that may not be run.
     """
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     try:
+        form, quantise = quantisation(worker_config, config)
         if worker_config.load_format == "dummy":
-            torch.manual_seed(DUMMY_SEED)
-            with device.torch_device:  # random weights are made a hundred times faster on a GPU
-                return Weights(_from_config(worker_config, config, dtype))
+            return _random(worker_config, config, dtype, device, quantise)
         reason = _read_by_transformers(worker_config, config)
         if reason is None:
             try:
-                return _on_meta(worker_config, config, dtype)
+                return _on_meta(worker_config, config, dtype, form, quantise)
             except (ImportError, AttributeError, TypeError) as error:
                 reason = f"this version has other tables for converting checkpoints ({first_line(error)})"
+        if form is not None:
+            raise LoadError(f"a checkpoint quantised with {form.name} cannot be read as a whole: {reason}")
         logger.info("transformers reads the whole checkpoint at once: %s", reason)
-        return Weights(_from_pretrained(worker_config, config, dtype))
+        return Weights(_from_pretrained(worker_config, config, dtype), quantise)
     except LoadError:
         raise
     except Exception as error:
         raise LoadError(f"cannot load {worker_config.model_path}: {first_line(error)}") from error
 
 
+def quantisation(worker_config: WorkerConfig, config: Any) -> tuple[Format | None, Quantise]:
+    """The format of a quantised checkpoint, and how dense matrices are quantised while they are read.
+
+    Transformers' own readers of quantised checkpoints are never used: the settings are removed from `config`.
+
+    Raises:
+        LoadError, ValueError: a format that is not served, or another one than `WorkerConfig.quantization` names.
+    """
+    own = vars(config).pop("quantization_config", None)
+    own = own.to_dict() if hasattr(own, "to_dict") else own
+    settings = settings_of(worker_config.model_path, {"quantization_config": own})
+    chosen = resolve_quantization(worker_config.quantization, worker_config.load_format, settings)
+    if settings is None:
+        return None, keep if chosen is None else online(chosen)
+    if settings is GGUF:
+        return None, keep  # a source of weights of its own
+    if worker_config.load_format == "dummy":
+        logger.info("load_format is 'dummy': random weights are plain numbers, not quantised with %s", chosen)
+        return None, keep
+    return format_of(settings), keep
+
+
+def _random(
+    worker_config: WorkerConfig, config: Any, dtype: torch.dtype, device: Device, quantise: Quantise
+) -> Weights:
+    torch.manual_seed(DUMMY_SEED)
+    with device.torch_device:  # random weights are made a hundred times faster on a GPU
+        return Weights(_from_config(worker_config, config, dtype), quantise)
+
+
 def _read_by_transformers(worker_config: WorkerConfig, config: Any) -> str | None:
     """Why the weights are not read one by one; None if they are."""
     if worker_config.load_format == "pt":
         return "load_format is 'pt'"
-    if getattr(config, "quantization_config", None) is not None:
-        return "its weights are quantised"
     if worker_config.trust_remote_code and getattr(config, "auto_map", None):
         return "the model runs the code of its repository"
     return None
@@ -75,22 +113,29 @@ def _from_config(worker_config: WorkerConfig, config: Any, dtype: torch.dtype) -
     return AutoModelForCausalLM.from_config(config, **_options(worker_config, dtype)).eval()
 
 
-def _on_meta(worker_config: WorkerConfig, config: Any, dtype: torch.dtype) -> Weights:
+def _on_meta(
+    worker_config: WorkerConfig, config: Any, dtype: torch.dtype, form: Format | None, quantise: Quantise
+) -> Weights:
     """The module on the meta device, with only its buffers in memory.
 
     Raises:
         ImportError, AttributeError, TypeError: transformers' tables are not those of the versions tested.
     """
-    checkpoint = Checkpoint(worker_config.model_path)
+    path = worker_config.model_path
+    source: WeightSource = GgufCheckpoint(path, config) if is_gguf(path) else Checkpoint(path)
+    if form is not None:
+        source = QuantisedCheckpoint(source, form)
     with torch.device("meta"):
         causal = _from_config(worker_config, config, dtype)
-    return CheckpointWeights(causal, checkpoint, dtype)
+    return CheckpointWeights(causal, source, dtype, quantise)
 
 
 def _from_pretrained(worker_config: WorkerConfig, config: Any, dtype: torch.dtype) -> Any:
     """The module with all its weights, by transformers' own loader."""
     from transformers import AutoModelForCausalLM
 
+    if is_gguf(worker_config.model_path):
+        raise LoadError("GGUF files need the tables for converting checkpoints of transformers 5 or later")
     pickles = worker_config.load_format == "pt"
     if not pickles:
         weight_files(Path(worker_config.model_path))

@@ -14,18 +14,13 @@ from torch import Tensor, nn
 from pagewire.kernels.decoder import Activation, Layer, Norm, Stack
 from pagewire.kernels.linear import Linear
 from pagewire.workers.model.attention import KVShape, StepContext
-from pagewire.workers.model.transforms import RotaryTable, norm_kernel, pack_joined
+from pagewire.workers.model.structure import ATTENTION, HEAD_NORMS, MLP, NORMS, OTHER_ARITHMETIC
+from pagewire.workers.model.transforms import RotaryTable, embedding, norm_kernel, pack_joined
 from pagewire.workers.model.weights import Weights
 
 BASE = {"embed_tokens", "layers", "norm", "rotary_emb"}
-LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-HEAD_NORMS = {"q_norm", "k_norm"}
-MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+LAYER = {"self_attn", "mlp"} | NORMS
 WINDOW_EVERYWHERE = {"mistral"}  # model types whose every layer uses config.sliding_window
-OTHER_ARITHMETIC = {"ernie4_5", "granite", "helium", "ministral3", "smollm3"}
-"""Model types with the structure of a stack that compute something else. The proof would refuse their stacks, too,
-but only after packing all of them."""
 ACTIVATION_NAMES = {
     "silu": Activation.SILU,
     "swish": Activation.SILU,
@@ -70,8 +65,7 @@ class DecoderStack(nn.Module):
         _require(_children(base) == BASE and type(base.embed_tokens) is nn.Embedding)
         _require(base.config.model_type not in OTHER_ARITHMETIC)
         _require(isinstance(base.rotary_emb, RotaryTable))
-        weights.fill(base.embed_tokens)
-        self.embed_tokens, self.rotary = base.embed_tokens, base.rotary_emb
+        self.embed_tokens, self.rotary = embedding(base.embed_tokens, weights, device), base.rotary_emb
         self._angles: list[Tensor] | None = None  # cosines and sines by position, from the first step on
         self.stack_layers = [StackLayer(layer, base.config) for layer in base.layers]
         modules = (*(layer.input_layernorm for layer in base.layers), base.norm)
@@ -91,12 +85,13 @@ class DecoderStack(nn.Module):
 
     def forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
         """Tokens int64 [T] of a step to hidden states [T, H]."""
-        residual = self.embed_tokens.weight.index_select(0, input_ids)
+        residual = self.embed_tokens(input_ids)
         if self._angles is None:
             self._angles = [table[0] for table in self.rotary.table(residual[None])]
         cos, sin = (table.index_select(0, step.positions) for table in self._angles)
         caches = [step.cache(layer.index, layer.kv_shape, layer.window) for layer in self.stack_layers]
-        return self.stack(residual, cos, sin, step.batch, caches)
+        scales = [step.scales[layer.index] for layer in self.stack_layers] if step.scales else ()
+        return self.stack(residual, cos, sin, step.batch, caches, scales)
 
 
 class StackLayer:
@@ -106,7 +101,7 @@ class StackLayer:
         attention, mlp = layer.self_attn, layer.mlp
         _require(_children(layer) == LAYER)
         _require(_children(attention) in (ATTENTION, ATTENTION | HEAD_NORMS))
-        _require(_children(mlp) - {"act_fn"} == MLP - {"act_fn"})
+        _require(_children(mlp) - {"act_fn"} == MLP)
         self.layer = layer
         self.activation = str(
             getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)

@@ -9,9 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pagewire.kernels.joining import joined
 from pagewire.kernels.layers import rms_norm
-from pagewire.kernels.linear import Linear, Weight, dense_weight, pack
+from pagewire.kernels.linear import Linear, Weight
+from pagewire.kernels.weight import DENSE
 from pagewire.workers.model.attention import NAME
+from pagewire.workers.model.matrices import is_experts, is_linear, is_plain_embedding
+from pagewire.workers.model.products import packed
 from pagewire.workers.model.weights import Weights
 
 
@@ -32,34 +36,67 @@ class LinearModule(nn.Module):
 
 def pack_linears(module: nn.Module, weights: Weights, device: torch.device) -> None:
     """Replace every linear layer, and GPT-2's transposed `Conv1D`, by a `LinearModule` on a device."""
-    from transformers.pytorch_utils import Conv1D
-
-    child: Any
     for name, child in list(module.named_children()):
-        if type(child) is nn.Linear:
+        if is_linear(child):
             setattr(module, name, LinearModule(pack_joined([child], weights, device)))
-        elif type(child) is Conv1D:
-            matrix = weights.read(child, "weight")
-            assert matrix is not None
-            bias = weights.read(child, "bias")
-            setattr(module, name, LinearModule(pack(dense_weight(matrix.T), bias, device)))
-            weights.let_go()
         else:
             pack_linears(child, weights, device)
 
 
-def pack_joined(linears: Sequence[nn.Linear], weights: Weights, device: torch.device) -> Linear:
+def pack_joined(linears: Sequence[nn.Module], weights: Weights, device: torch.device) -> Linear:
     """One linear layer on a device in place of several with the same input; all have a bias, or none."""
     biases = [bias for linear in linears if (bias := weights.read(linear, "bias")) is not None]
-    matrix = Weight.joined([weights.matrix(linear) for linear in linears])
-    product = pack(matrix, torch.cat(biases) if biases else None, device)
+    matrices = [weights.matrix(linear) for linear in linears]
+    matrix = joined(matrices)
+    weights.note_joining(matrices, matrix)
+    product = packed(matrix, torch.cat(biases) if biases else None, device)
     weights.let_go()
     return product
 
 
-def is_experts(module: nn.Module) -> bool:
-    """True for a module of fused experts, whose implementation transformers selects by name."""
-    return hasattr(module, "has_gate") and hasattr(module, "is_transposed") and hasattr(module, "down_proj")
+class QuantisedEmbedding(nn.Module):
+    """An embedding that keeps its rows quantised, and dequantises those that are looked up."""
+
+    def __init__(self, rows: Weight) -> None:
+        super().__init__()
+        self.scheme, self.shape, self.dtype = rows.scheme, rows.shape, rows.dtype
+        self.num_embeddings, self.embedding_dim = rows.shape
+        self.num_parts = len(rows.parts)
+        for index, part in enumerate(rows.parts):
+            self.register_buffer(f"part{index}", part)
+
+    @property
+    def rows(self) -> Weight:
+        """The rows [V, H] as they are held."""
+        parts = tuple(self.get_buffer(f"part{index}") for index in range(self.num_parts))
+        return Weight(self.scheme, parts, self.shape, self.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the rows."""
+        return self.rows.num_bytes
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Token ids int64 [...] to embeddings [..., H]."""
+        return self.rows.take(ids.flatten()).dense().view(*ids.shape, self.embedding_dim)
+
+
+def embedding(module: nn.Module, weights: Weights, device: torch.device) -> nn.Module:
+    """A plain embedding with its weights: itself, or on a CPU one over rows that stay quantised."""
+    rows = weights.matrix(module)
+    if rows.scheme is DENSE or device.type != "cpu":
+        weights.fill(module)
+        return module
+    return QuantisedEmbedding(rows)
+
+
+def pack_embeddings(module: nn.Module, weights: Weights, device: torch.device) -> None:
+    """Replace plain embeddings whose weights are quantised, so that they stay so."""
+    for name, child in list(module.named_children()):
+        if is_plain_embedding(child):
+            setattr(module, name, embedding(child, weights, device))
+        else:
+            pack_embeddings(child, weights, device)
 
 
 def pack_experts(module: nn.Module, weights: Weights, device: torch.device) -> None:
@@ -82,11 +119,12 @@ def pack_experts(module: nn.Module, weights: Weights, device: torch.device) -> N
 def expert_linears(module: Any, name: str, weights: Weights, device: torch.device) -> nn.ModuleList:
     """A packed linear for each expert, from the matrices [E, N, K] (or transposed) in attribute `name`."""
     biases = weights.read(module, f"{name}_bias") if module.has_bias else None
-    packed = nn.ModuleList()
-    for expert, matrix in enumerate(weights.stacked(module, name, module.is_transposed)):
-        packed.append(LinearModule(pack(matrix, None if biases is None else biases[expert], device)))
+    linears = nn.ModuleList()
+    for expert, matrix in enumerate(weights.stacked(module, name)):
+        bias = None if biases is None else biases[expert]
+        linears.append(LinearModule(packed(matrix, bias, device)))
         weights.let_go()
-    return packed
+    return linears
 
 
 def run_experts(module: Any, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:

@@ -1,45 +1,91 @@
 """The weights of a module, read one by one where they are used.
 
 A module is built on the meta device, where weights have a shape and no memory. A weight that is packed is read,
-packed and let go; a weight that is used as it is becomes the module's own.
+packed and let go; a weight that is used as it is becomes the module's own. A quantised matrix is packed as it is
+held, and dequantised where plain numbers are needed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pagewire.kernels.weight import Weight, dense_weight
-from pagewire.workers.model.checkpoint import Checkpoint
+from pagewire.kernels.cpu.memory import give_back_freed
+from pagewire.kernels.integers import Integers
+from pagewire.kernels.joining import joined
+from pagewire.kernels.weight import Scheme, Weight, dense_weight
+from pagewire.workers.model.checkpoint import WeightSource
 from pagewire.workers.model.conversion import check_names, conversions
+from pagewire.workers.model.matrices import is_linear, is_plain_embedding, is_stack, is_transposed
+
+Quantise = Callable[[str, Weight], Weight]
+"""A function of a matrix's name (of its module, or of a stack) and the matrix to what is packed in its place."""
+
+
+def keep(_: str, weight: Weight) -> Weight:
+    """A `Quantise` that changes nothing."""
+    return weight
 
 
 class Weights:
-    """The weights of a causal module that holds them itself."""
+    """The weights of a causal module that holds them itself.
 
-    def __init__(self, causal: Any) -> None:
+    quantise: applied to every matrix before it is packed, and so before it is dequantised for the reference.
+    schemes: of the matrices that were read to be packed. notes: what the log says about products, and of how many.
+    """
+
+    def __init__(self, causal: Any, quantise: Quantise = keep) -> None:
         self.causal = causal
+        self.schemes: set[Scheme] = set()
+        self.notes: Counter[str] = Counter()
+        self._quantise = quantise
+        self._embedding = causal.get_input_embeddings()
+        self._modules: dict[str, Any] = dict(causal.named_modules())
+        self._names = {module: name for name, module in self._modules.items()}
+        if quantise is not keep:
+            self._requantise()
 
     def read(self, module: nn.Module, name: str) -> Tensor | None:
-        """A parameter or buffer of a module within the causal one; None if the module has none of that name."""
-        tensor: Tensor | None = getattr(module, name)
-        return None if tensor is None else tensor.detach()
+        """A parameter or buffer of a module within the causal one; None if the module has none of that name.
 
-    def matrix(self, module: nn.Module, name: str = "weight") -> Weight:
-        """A parameter [N, K] as the checkpoint holds it, to be packed."""
-        return dense_weight(getattr(module, name).detach())
+        A matrix is what its product multiplies with, dequantised.
+        """
+        if self._quantise is not keep and name == "weight" and self._is_packed(module):
+            matrix = self.matrix(module).dense()
+            return matrix.T if is_transposed(module) else matrix
+        if self._quantise is not keep and is_stack(module, name):
+            matrices = [matrix.dense() for matrix in self.stacked(module, name)]
+            return torch.stack([matrix.T for matrix in matrices] if is_transposed(module) else matrices)
+        return self._read(module, name)
 
-    def stacked(self, module: nn.Module, name: str, transposed: bool = False) -> Iterator[Weight]:
-        """The matrices [N, K] of a parameter [E, N, K], one by one; [E, K, N] if it is transposed."""
-        matrices = self.read(module, name)
-        assert matrices is not None
-        for matrix in matrices:
-            yield dense_weight(matrix.T if transposed else matrix)
+    def matrix(self, module: nn.Module) -> Weight:
+        """The weight of a linear layer or an embedding as a matrix [N, K], as it is to be packed."""
+        weight = self._matrix(module)
+        if self._is_packed(module):
+            weight = self._quantise(self._names[module], weight)
+        self.schemes.add(weight.scheme)
+        return weight
+
+    def stacked(self, module: nn.Module, name: str) -> Iterator[Weight]:
+        """The matrices [N, K] of a parameter of experts, one by one, as they are to be packed."""
+        full = f"{self._names[module]}.{name}"
+        for matrix in self._stacked(module, name):
+            weight = self._quantise(full, matrix)
+            self.schemes.add(weight.scheme)
+            yield weight
+
+    def note_joining(self, parts: Sequence[Weight], whole: Weight) -> None:
+        """Remember matrices that had to be brought to another scheme to be joined, for `notes`."""
+        names = {part.scheme.name for part in parts}
+        if len(names) > 1:
+            exactly = "exactly" if isinstance(whole.scheme, Integers) else f"rounded to {whole.dtype}"
+            self.notes[f"{' beside '.join(sorted(names))}, held as {whole.scheme.name}, {exactly}"] += 1
 
     def fill(self, module: nn.Module) -> None:
         """Read all weights of a module, and of those within it, that it does not hold yet."""
@@ -52,11 +98,39 @@ class Weights:
         """A context in which the causal module runs as it is, with a single layer's weights in memory at a time."""
         yield
 
+    def _read(self, module: nn.Module, name: str) -> Tensor | None:
+        tensor: Tensor | None = getattr(module, name)
+        return None if tensor is None else tensor.detach()
+
+    def _is_packed(self, module: nn.Module) -> bool:
+        """True for what is quantised on request: linear layers and the embedding of tokens."""
+        return is_linear(module) or (module is self._embedding and is_plain_embedding(module))
+
+    def _matrix(self, module: nn.Module) -> Weight:
+        matrix = self._read(module, "weight")
+        assert matrix is not None
+        return dense_weight(matrix.T if is_transposed(module) else matrix)
+
+    def _stacked(self, module: nn.Module, name: str) -> Iterator[Weight]:
+        matrices = self._read(module, name)
+        assert matrices is not None
+        for matrix in matrices:
+            yield dense_weight(matrix.T if is_transposed(module) else matrix)
+
+    def _requantise(self) -> None:
+        """Give the module's own matrices the numbers that they will have when they are packed."""
+        for module in self._modules.values():
+            for name, own in module._parameters.items():
+                if own is not None and own.device.type != "meta":
+                    own.data = self.read(module, name)
+
 
 class CheckpointWeights(Weights):
     """The weights of a causal module on the meta device, read from a checkpoint."""
 
-    def __init__(self, causal: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    def __init__(
+        self, causal: Any, source: WeightSource, dtype: torch.dtype, quantise: Quantise = keep
+    ) -> None:
         """Find the tensors of each weight, and make the buffers that no checkpoint holds.
 
         dtype: of the weights, but for those that transformers keeps in float32.
@@ -65,57 +139,61 @@ class CheckpointWeights(Weights):
             ImportError: this version of transformers has no tables for converting checkpoints.
             LoadError: weights are missing or have another shape, or the checkpoint is of another model.
         """
-        super().__init__(causal)
-        self._checkpoint = checkpoint
-        self._modules = dict(causal.named_modules())
-        self._names = {module: name for name, module in self._modules.items()}
-        self._conversions, unexpected = conversions(causal, checkpoint.names, checkpoint.on_meta)
+        super().__init__(causal, quantise)
+        self._source = source
+        self._conversions, unexpected = conversions(causal, source.names, source.on_meta)
         plan = causal._get_dtype_plan(dtype)
         self._dtypes = {
             re.compile(pattern.replace("*", ".*")): exception for pattern, exception in plan.items()
         }
         self._ties = _ties(causal.all_tied_weights_keys, self._conversions.keys())
         missing = set(causal.state_dict()) - self._conversions.keys() - self._ties.keys()
-        check_names(causal, set(missing), unexpected)
+        # Some tools (AutoGPTQ) give every linear layer a bias. A module may do without one that is zero.
+        zero_biases = {name for name in unexpected if name.endswith(".bias") and not source.read(name).any()}
+        check_names(causal, set(missing), unexpected - zero_biases)
         self._initialize(missing)
 
-    def read(self, module: nn.Module, name: str) -> Tensor | None:
-        """See `Weights.read`."""
+    def _read(self, module: nn.Module, name: str) -> Tensor | None:
         own = getattr(module, name)
         if own is None or own.device.type != "meta":
-            return super().read(module, name)
+            return super()._read(module, name)
         target, holder = self._target(module, name)
         if holder.device.type != "meta":
             return holder.detach()
         return self._converted(target).to(self._dtype(target, own))
 
-    def matrix(self, module: nn.Module, name: str = "weight") -> Weight:
-        """See `Weights.matrix`."""
+    def _matrix(self, module: nn.Module) -> Weight:
+        own: Any = module.weight
+        target, holder = self._target(module, "weight")
+        conversion = self._conversions[target] if holder.device.type == "meta" else None
+        if conversion is not None and conversion.transform is None and not is_transposed(module):
+            return self._source.weight(conversion.sources[0][0], self._dtype(target, own))
+        matrix = holder.detach() if conversion is None else self._converted(target)
+        return dense_weight(matrix.T if is_transposed(module) else matrix, self._dtype(target, own))
+
+    def _stacked(self, module: nn.Module, name: str) -> Iterator[Weight]:
         own = getattr(module, name)
         target, holder = self._target(module, name)
-        if holder.device.type != "meta":
-            return dense_weight(holder.detach())
-        return dense_weight(self._converted(target), self._dtype(target, own))
-
-    def stacked(self, module: nn.Module, name: str, transposed: bool = False) -> Iterator[Weight]:
-        """See `Weights.stacked`. Matrices that the checkpoint holds apart are never stacked."""
-        own = getattr(module, name)
-        target, _ = self._target(module, name)
-        members = self._conversions[target].members() if own.device.type == "meta" else None
-        if members is None:
-            yield from super().stacked(module, name, transposed)
-            return
+        conversion = self._conversions[target] if holder.device.type == "meta" else None
         dtype = self._dtype(target, own)
-        for names in members:
-            yield Weight.joined([dense_weight(self._checkpoint.read(part), dtype) for part in names])
+        if conversion is None:
+            yield from super()._stacked(module, name)
+        elif (members := conversion.members()) is not None:
+            for names in members:
+                yield joined([self._source.weight(part, dtype) for part in names])
+        elif conversion.transform is None:
+            yield from self._source.stacked(conversion.sources[0][0], dtype, is_transposed(module))
+        else:
+            yield from super()._stacked(module, name)
 
     def fill(self, module: nn.Module) -> None:
         """See `Weights.fill`."""
         self._fill(_empty_places(module))
 
     def let_go(self) -> None:
-        """See `Weights.let_go`."""
-        self._checkpoint.let_go()
+        """See `Weights.let_go`. What was freed of converted weights is given back as well."""
+        self._source.let_go()
+        give_back_freed()
 
     @contextmanager
     def streamed(self) -> Iterator[None]:
@@ -165,9 +243,9 @@ class CheckpointWeights(Weights):
         """A weight in the checkpoint's dtype, or in its own if tensors must be converted to make it."""
         conversion = self._conversions[target]
         if conversion.transform is None:
-            return self._checkpoint.read(conversion.sources[0][0])
+            return self._source.read(conversion.sources[0][0])
         dtype = self._dtype(target, self.causal.get_parameter_or_buffer(target))
-        return conversion.run(self.causal, lambda name: self._checkpoint.read(name).to(dtype))[target]
+        return conversion.run(self.causal, lambda name: self._source.read(name).to(dtype))[target]
 
     def _dtype(self, target: str, empty: Tensor) -> torch.dtype:
         return next((d for pattern, d in self._dtypes.items() if pattern.search(target)), empty.dtype)

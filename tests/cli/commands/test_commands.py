@@ -38,7 +38,7 @@ print("HEAVY", {"torch", "transformers", "numpy"} & set(sys.modules), status)
             (f"{command} --help", 0)
             for command in (
                 *("", "generate", "chat", "core", "bench", "bench latency", "bench throughput"),
-                *("keys", "collect-env", "doctor", "kernels", "kernels build"),
+                *("quantize", "keys", "collect-env", "doctor", "kernels", "kernels build"),
             )
         ),
         ("--version", 0),

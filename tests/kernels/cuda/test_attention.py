@@ -11,6 +11,7 @@ from torch import Tensor
 from pagewire.kernels import reference
 from pagewire.kernels.cuda import attention
 from pagewire.kernels.cuda.layout import exchange_chunks
+from pagewire.kernels.paging import UNSCALED, KVScales
 from tests.kernels.batches import TOLERANCE, Paged, Shape, page, random_request
 from tests.kernels.cuda.emulate import ORDERS, EmulatedLauncher
 
@@ -26,6 +27,7 @@ class Options:
     softcap: float | None = None
     sinks: Tensor | None = None
     alibi: Tensor | None = None
+    scales: KVScales = UNSCALED
 
 
 def everything(num_heads: int, dtype: torch.dtype = torch.float32) -> Options:
@@ -56,9 +58,13 @@ def run(launcher: EmulatedLauncher, paged: Paged, options: Options, cache_dtype:
 
 def expect(paged: Paged, options: Options, cache_dtype: torch.dtype) -> Tensor:
     """The reference's output in float64, from the keys and values as the cache holds them."""
-    k_cache, v_cache = (cache.to(cache_dtype).double() for cache in paged.plain_caches)
+    k_cache, v_cache = (
+        cache.to(cache_dtype).double() * by
+        for cache, by in zip(paged.plain_caches, options.scales, strict=True)
+    )
     scale = paged.q.shape[2] ** -0.5
-    return reference.paged_attention(paged.q.double(), k_cache, v_cache, paged.batch, scale, **vars(options))
+    plain = vars(options) | {"scales": UNSCALED}
+    return reference.paged_attention(paged.q.double(), k_cache, v_cache, paged.batch, scale, **plain)
 
 
 def check(launcher: EmulatedLauncher, paged: Paged, options: Options, cache_dtype: torch.dtype) -> None:
@@ -90,6 +96,22 @@ def test_variants(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -
         paged = batch_of(spans, shape, dtype, padding=2)
         check(launcher, paged, Options(), cache_dtype)
         check(launcher, paged, everything(6, dtype), cache_dtype)
+
+
+def test_scales_of_keys_and_values() -> None:
+    """In decode, split or not, and in prefill; with a softcap and a sink, which they do not touch."""
+    shape = Shape(num_heads=6, num_kv_heads=2, head_dim=64, v_head_dim=64)
+    for spans in ([(40, 41), (LONGEST - 1, LONGEST)], [(0, 60), (399, 400)]):
+        paged = batch_of(spans, shape, padding=2)
+        for options in (Options(), everything(6)):
+            scaled = dataclasses.replace(options, scales=KVScales(0.37, 2.5))
+            check(EmulatedLauncher(order=ORDERS[2]), paged, scaled, E4M3)
+
+
+def test_a_cache_of_16_bits_takes_no_scales() -> None:
+    paged = batch_of([(0, 1)], Shape())
+    with pytest.raises(ValueError, match="takes no KVScales"):
+        run(EmulatedLauncher(), paged, Options(scales=KVScales(0.5, 1.0)), BF16)
 
 
 @st.composite

@@ -13,7 +13,7 @@ from pagewire.kernels import reference
 from pagewire.kernels.cuda.kv import FP8, NO_NORMS, HeadNorms, write_kv
 from pagewire.kernels.cuda.layout import exchange_chunks
 from pagewire.kernels.cuda.norms import DTYPES
-from pagewire.kernels.paging import token_view
+from pagewire.kernels.paging import UNSCALED, KVScales, token_view
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher, EmulationError, guarded
 
 SIZES = (32, 64, 80, 96, 112, 128, 160, 256)
@@ -37,6 +37,7 @@ class Case:
     cache_dtype: torch.dtype = torch.bfloat16
     queries: bool = True
     scale: float = 1.0
+    scales: KVScales = UNSCALED
     seed: int = 0
 
 
@@ -93,27 +94,31 @@ def check(launcher: EmulatedLauncher, case: Case) -> None:
         reference.rotary(expected_q, expected_k, cos, sin)
     before = row.clone()
     write_kv(
-        launcher, q if case.queries else None, k, v, k_cache, v_cache, slots, cos=cos, sin=sin, norms=norms
+        *(launcher, q if case.queries else None, k, v, k_cache, v_cache, slots),
+        cos=cos,
+        sin=sin,
+        norms=norms,
+        scales=case.scales,
     )
 
     assert torch.equal(row[:, case.heads * case.size :], before[:, case.heads * case.size :])
     compare(q, expected_q if case.queries else before[:, : case.heads * case.size].view(q.shape), case.normed)
-    for cache, values in ((k_cache, expected_k), (v_cache, v)):
+    for cache, values, by in ((k_cache, expected_k, case.scales.k), (v_cache, v, case.scales.v)):
         written = torch.zeros(BLOCKS, case.block_size, dtype=torch.bool)
         valid_slots = slots[slots >= 0]
         written.view(-1)[valid_slots] = True
         rows = token_view(exchange_chunks(cache))
         assert bool((rows.view(torch.uint8)[~written] == 255).all())
         actual = rows[valid_slots // case.block_size, valid_slots % case.block_size]
-        expected = saturated(values[slots >= 0], case.cache_dtype)
+        expected = saturated(values[slots >= 0], case.cache_dtype, by)
         compare(actual, expected, case.normed and cache is k_cache)
 
 
-def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
+def saturated(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     if dtype not in FP8:
         return x
     largest = torch.finfo(dtype).max
-    return x.float().clamp(-largest, largest).to(dtype)
+    return (x.float() * (1 / scale)).clamp(-largest, largest).to(dtype)
 
 
 def compare(actual: Tensor, expected: Tensor, normed: bool) -> None:
@@ -144,6 +149,11 @@ def vars_of(case: Case) -> dict[str, object]:
 
 def test_rotation_of_a_whole_head(launcher: EmulatedLauncher) -> None:
     check(launcher, Case(size=256, v_size=32, rotated=256, normed=True))
+
+
+@pytest.mark.parametrize("cache_dtype", FP8, ids=str)
+def test_scales(launcher: EmulatedLauncher, cache_dtype: torch.dtype) -> None:
+    check(launcher, Case(scale=300.0, cache_dtype=cache_dtype, rotated=16, scales=KVScales(3.7, 0.02)))
 
 
 def test_no_tokens_and_only_padding() -> None:

@@ -176,10 +176,34 @@ def test_keys_and_values_of_8_bits(load: Callable[..., Runner], kept: str) -> No
     assert 0 < differences.mean() < (0.1 if kept == "fp8" else 0.2)
 
 
-def test_keys_and_values_of_8_bits_are_for_gpus(llama: Path) -> None:
+def test_scales_of_keys_and_values(load: Callable[..., Runner]) -> None:
+    """A cache whose floats are too coarse without scales is right with them, and each layer has its own."""
+    prompts = make_prompts(VOCAB_SIZE, (30, 9))
+    params = SamplingParams(temperature=0.0, prompt_logprobs=0)
+
+    def found(**fields: Any) -> np.ndarray[Any, Any]:
+        requests = Driver(load(**fields)).run(prompts, 2, params)
+        return np.concatenate([values(part)[1] for request in requests for part in request.prompt_logprobs])
+
+    wide = found()
+    errors = [
+        np.abs(found(kv_cache_dtype="fp8", kv_scales=scales) - wide).mean()
+        for scales in ([], [0.03, 0.02], [300.0, 0.02])
+    ]
+    assert max(errors[:2]) < 0.1 < errors[2]
+
+
+def test_int8_is_for_cpus(load: Callable[..., Runner]) -> None:
+    with pytest.raises(
+        LoadError, match=r"kv_cache_dtype 'int8' is for CPUs, not for cuda.*'fp8' has 8 bits there"
+    ):
+        load(kv_cache_dtype="int8")
+
+
+def test_floats_of_8_bits_are_for_gpus(llama: Path) -> None:
     with pytest.raises(LoadError, match="kv_cache_dtype 'fp8' needs a model in bfloat16 or float16 on a GPU"):
         load_runner(llama, kv_cache_dtype="fp8")
-    with pytest.raises(LoadError, match=r"kv_cache_dtype must be one of auto, fp8.*, got 'int4'"):
+    with pytest.raises(LoadError, match=r"kv_cache_dtype must be one of auto, int8, fp8.*, got 'int4'"):
         load_runner(llama, kv_cache_dtype="int4")
 
 

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.worker_messages import WorkerConfig
-from pagewire.workers.device.cpu import bind_threads, parse_cpus
+from pagewire.workers.device.cpu import bind_threads
 from pagewire.workers.device.kv_size import GIB, kv_budget, num_kv_blocks
+from pagewire.workers.device.machine import parse_cpus
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model import loading, modules, stack
 from pagewire.workers.model.proof import prove
@@ -187,9 +188,19 @@ def test_tensors_that_are_known_to_be_unused_do_no_harm(llama: Path, tmp_path: P
     extra = {
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
         "model.h.0.attn.bias": torch.ones(3),
+        "model.layers.0.self_attn.k_scale": torch.ones(1),
+        "model.layers.0.mlp.up_proj.bias": torch.zeros(100),
     }
     rewrite(llama, tmp_path, lambda weights: weights.update(extra))
     assert our_tokens(tmp_path, PROMPTS) == our_tokens(llama, PROMPTS)
+
+
+def test_a_bias_that_would_do_something_is_not_left_out(llama: Path, tmp_path: Path) -> None:
+    rewrite(
+        llama, tmp_path, lambda weights: weights.update({"model.layers.0.mlp.up_proj.bias": torch.ones(100)})
+    )
+    with pytest.raises(LoadError, match=r"holds 1 tensors that llama has no use for: .*up_proj.bias"):
+        load_runner(tmp_path)
 
 
 def test_weights_of_another_shape(llama: Path, tmp_path: Path) -> None:

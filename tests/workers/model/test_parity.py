@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from pagewire.kernels.cpu.packed_size import REFERENCE
 from pagewire.workers.errors import LoadError
+from pagewire.workers.model.checkpoint_headers import read_headers
+from pagewire.workers.model.footprint import footprint
 
 from ..architectures import ARCHITECTURES, VOCAB_SIZE, Architecture
-from ..parity import make_prompts, our_tokens, transformers_tokens
+from ..driver import Driver, load_runner
+from ..parity import NUM_TOKENS, make_prompts, our_tokens, transformers_tokens
 
 SERVED = [a for a in ARCHITECTURES if a.refused is None]
 REFUSED = [a for a in ARCHITECTURES if a.refused is not None]
@@ -19,7 +23,15 @@ REFUSED = [a for a in ARCHITECTURES if a.refused is not None]
 def test_served(architecture: Architecture, tmp_path: Path) -> None:
     folder = architecture.write(tmp_path)
     prompts = make_prompts(VOCAB_SIZE)
-    assert our_tokens(folder, prompts) == transformers_tokens(folder, prompts)
+    runner, ready = load_runner(folder)
+    assert Driver(runner).generate(prompts, NUM_TOKENS) == transformers_tokens(folder, prompts)
+
+    # What was expected by the header alone. In another dtype than the file's, all weights are copies.
+    sizes = footprint(read_headers(folder), REFERENCE, "bfloat16")
+    assert sizes.kv_token_bytes * 2 * runner.config.block_size == ready.bytes_per_block
+    assert sizes.weight_bytes * 2 == pytest.approx(ready.weight_bytes, rel=0.02)
+    assert sizes.is_stack == runner.model.is_stack
+    assert sizes.dimensions.vocab_size == ready.vocab_size
 
 
 @pytest.mark.parametrize("architecture", REFUSED, ids=lambda a: a.name)

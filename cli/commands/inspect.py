@@ -1,0 +1,175 @@
+"""`pagewire inspect`: what a model is, what it will take here, and how fast it should be, without loading it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from pagewire.cli.options import UsageError, add_engine_options, engine_args
+
+if TYPE_CHECKING:
+    from pagewire.workers.model.fit import Fit, Remedy
+    from pagewire.workers.model.footprint import Footprint
+    from pagewire.workers.model.speed import Speed
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that is known about a model before it is loaded."""
+
+    model: str
+    sizes: Footprint
+    fit: Fit
+    remedies: list[Remedy]
+    speed: Speed
+    num_threads: int
+
+
+def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "inspect",
+        help="what a model takes, and whether it fits, without loading it",
+        description="Read the headers of a checkpoint, and say what its parts take in memory on this CPU, whether "
+        "it fits, what would make it fit, and how long a token should take."
+        " Exit status 0 if it fits, else 1.",
+    )
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="same as --model")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    add_engine_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the report. Returns 0 if the model fits, else 1.
+
+    Raises:
+        UsageError: a bad option. ModelNotFoundError: no such model. LoadError: its headers cannot be read.
+    """
+    found = report(options)
+    if options.json:
+        print(json.dumps(as_json(found), indent=2))
+    else:
+        print("\n".join(lines(found)))
+    return 0 if found.fit.problem is None else 1
+
+
+def report(options: argparse.Namespace) -> Report:
+    """The report for the options of the command line.
+
+    Raises:
+        UsageError, ModelNotFoundError, LoadError: see `run`.
+    """
+    from pagewire.engine_core.config import EngineConfig
+    from pagewire.kernels.cpu.library import expected_isa
+    from pagewire.workers.device.machine import default_threads, machine_memory, read_rate, runs_on_cpu
+    from pagewire.workers.model.checkpoint_headers import WITHOUT_HEADERS, read_headers
+    from pagewire.workers.model.fit import fit, remedies, sizes_of
+    from pagewire.workers.model.speed import expected_speed
+
+    if options.model_tag is not None:
+        if hasattr(options, "model"):
+            raise UsageError("give MODEL or --model, not both")
+        options.model = options.model_tag
+    args = engine_args(options)
+    if not runs_on_cpu(args.device):
+        raise UsageError(
+            "figures are those of a CPU: a GPU tells its memory only to PyTorch; give --device cpu"
+        )
+    if args.load_format in WITHOUT_HEADERS:
+        raise UsageError(
+            f"--load-format {args.load_format} has no headers to read: give safetensors or GGUF files"
+        )
+    config = EngineConfig.resolve(args).worker_config()
+    headers, isa, memory = (
+        read_headers(config.model_path, config.hf_overrides),
+        expected_isa(),
+        machine_memory(),
+    )
+    sizes = sizes_of(headers, config, isa)
+    result = fit(sizes, config, *memory)
+    num_threads = config.num_threads or default_threads()
+    return Report(
+        model=args.model,
+        sizes=sizes,
+        fit=result,
+        remedies=remedies(headers, config, isa, *memory) if result.problem else [],
+        speed=expected_speed(sizes, read_rate(sizes.read_bytes, num_threads)),
+        num_threads=num_threads,
+    )
+
+
+def as_json(found: Report) -> dict[str, Any]:
+    """The report in plain values; bytes, seconds, and bits."""
+    sizes, fit, speed = found.sizes, found.fit, found.speed
+    totals = ("parameters", "file_bytes", "weight_bytes", "read_bytes")
+    return {
+        "model": found.model,
+        **asdict(sizes),
+        **{name: getattr(sizes, name) for name in totals},
+        "num_threads": found.num_threads,
+        "memory": asdict(fit) | {"resident_bytes": fit.resident_bytes},
+        "fits": fit.problem is None,
+        "remedies": [{"options": remedy.options, "memory": asdict(remedy.fit)} for remedy in found.remedies],
+        "speed": asdict(speed) | {"tokens_per_second": speed.tokens_per_second},
+    }
+
+
+def lines(found: Report) -> Iterator[str]:
+    """The report for people."""
+    from pagewire.workers.model.fit import amount
+
+    sizes, fit, speed = found.sizes, found.fit, found.speed
+    dimensions = sizes.dimensions
+    files = f"{sizes.num_files} files" if sizes.num_files > 1 else "1 file"
+    yield f"model     {dimensions.architecture}, {dimensions.num_layers} layers; {sizes.form} in {files}"
+    quantization = sizes.quantization or "not quantised"
+    yield f"weights   {sizes.parameters:,} parameters, {quantization}; run in {sizes.dtype}"
+    yield ""
+    yield from table(sizes)
+    yield ""
+    yield f"kernels   {sizes.isa}; the layers run {'in one call' if sizes.is_stack else 'one by one, as modules'}"
+    yield (
+        f"memory    {amount(fit.weight_bytes)} of weights, {amount(fit.base_bytes + fit.table_bytes)} "
+        f"for the worker, up to {amount(fit.step_bytes)} in steps; "
+        f"loading takes {amount(fit.loading_bytes)} beside the weights"
+    )
+    yield (
+        f"KV cache  {sizes.kv_token_bytes / 1024:.1f} KiB a token; {amount(fit.kv_bytes)} for "
+        f"{fit.kv_tokens:,} tokens, {fit.kv_tokens / fit.max_model_len:.1f} requests of {fit.max_model_len:,}"
+    )
+    room = f"{amount(fit.available_bytes)} of {amount(fit.total_bytes)} are available"
+    yield f"fits      yes: {room}" if fit.problem is None else f"fits      no: {fit.problem}; {room}"
+    for remedy in found.remedies:
+        yield f"          it would with {remedy}"
+    yield (
+        f"speed     {1000 * speed.token_seconds:.2f} ms a token ({speed.tokens_per_second:.0f} tokens/s) "
+        f"for a request alone, {1000 * speed.context_seconds:.2f} ms more for each 1,000 tokens of context:"
+    )
+    yield (
+        f"          {amount(sizes.read_bytes)} are read for a token, and {found.num_threads} threads read "
+        f"{speed.read_rate / 1e9:.1f} GB/s now"
+    )
+
+
+def table(sizes: Footprint) -> Iterator[str]:
+    """The parts of a model, one in a line."""
+    from pagewire.workers.model.fit import amount
+
+    row = "{:<14}{:>14}{:>8}{:>13}{:>13}{:>13}  {}"
+    yield row.format("part", "parameters", "bits", "in files", "in memory", "token reads", "held as")
+    for part in sizes.parts:
+        bits = f"{part.bits:.2f}" if part.parameters else "tied"
+        held = sizes.dtype if part.held.startswith("float") else part.held
+        yield row.format(
+            part.part,
+            f"{part.parameters:,}",
+            bits,
+            amount(part.file_bytes),
+            amount(part.packed_bytes),
+            amount(part.read_bytes),
+            held if part.packed_bytes else f"{held}, in the mapped file",
+        )

@@ -1,0 +1,92 @@
+"""Which tensors of a dense checkpoint are the matrices of linear layers, by transformers' module of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pagewire.workers.model.checkpoint import Checkpoint
+from pagewire.workers.model.conversion import Conversion, conversions
+from pagewire.workers.model.matrices import is_experts
+from pagewire.workers.model.online import ROUTERS
+
+STACKS = ("gate_up_proj", "up_proj", "down_proj")
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Linears:
+    """The tensors of a checkpoint that are quantised, and the modules that are not."""
+
+    chosen: frozenset[str]
+    """Names of tensors [N, K], as they lie in the checkpoint."""
+    ignored: frozenset[str]
+    """Names of other modules with a matrix, such as embeddings and the output layer."""
+
+
+def find_linears(folder: Path, checkpoint: Checkpoint) -> Linears:
+    """The linear layers of a model, but for its output layer and what chooses among experts.
+
+    Raises:
+        ValueError: transformers does not know the model, the checkpoint does not fit it, or it has no such layer.
+    """
+    causal = _on_meta(folder)
+    found, _ = conversions(causal, checkpoint.names, checkpoint.on_meta)
+    output = causal.get_output_embeddings()
+    chosen: set[str] = set()
+    ignored: set[str] = set()
+    for name, module in causal.named_modules():
+        if module is output:
+            ignored.add(name)
+        elif type(module) is nn.Linear and name.rpartition(".")[2] not in ROUTERS:
+            chosen.update(source for source, _ in found[f"{name}.weight"].sources)
+        elif is_experts(module):
+            chosen.update(_experts(name, module, found))
+    for name in checkpoint.names:
+        tensor = checkpoint.on_meta(name)
+        if name.endswith(".weight") and tensor.dim() == 2 and name not in chosen:
+            ignored.add(name.removesuffix(".weight"))
+        elif name in chosen and (tensor.dim() != 2 or tensor.dtype not in FLOATS):
+            raise ValueError(f"{name} is {tuple(tensor.shape)} of {tensor.dtype}, not a matrix of floats")
+    if not chosen:
+        raise ValueError("the model has no linear layers that could be quantised")
+    return Linears(frozenset(chosen), frozenset(ignored))
+
+
+def _experts(name: str, module: nn.Module, found: dict[str, Conversion]) -> set[str]:
+    """The tensors of a module of experts.
+
+    Raises:
+        ValueError: they lie in one tensor, for which compressed-tensors has no form that is read everywhere.
+    """
+    names: set[str] = set()
+    for stack in (stack for stack in STACKS if hasattr(module, stack)):
+        if (members := found[f"{name}.{stack}"].members()) is None:
+            raise ValueError(
+                f"{name} holds its experts in one tensor, which is not quantised here; "
+                "quantise the model while it is loaded: --quantization int8 or int4"
+            )
+        names.update(tensor for member in members for tensor in member)
+    return names
+
+
+def _on_meta(folder: Path) -> Any:
+    """The causal module without memory.
+
+    Raises:
+        ValueError: transformers does not know it, or it needs code of its repository.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                config, attn_implementation="eager", experts_implementation="eager"
+            )
+    except Exception as error:
+        raise ValueError(f"transformers cannot build the model of {folder}: {error}") from error

@@ -1,0 +1,406 @@
+"""A GGUF file's metadata as the configuration files of a Hugging Face model folder.
+
+The keys are those of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; what no key says is what llama.cpp
+takes for granted of the architecture. The worker's `gguf_names.py` has the names of the tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+from pagewire.ipc.gguf.file import GgufError, GgufFile
+
+Values = dict[str, Any]
+
+CONTROL, USER_DEFINED = 3, 4  # types of tokens
+END_OF_TURN = frozenset(
+    {
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>"),
+        *("<|eom_id|>", "<EOT>", "_<EOT>", "<|end_of_text|>", "<end_of_utterance>"),
+    }
+)
+"""Tokens that end an answer wherever a vocabulary marks them as special; llama.cpp stops at them, too."""
+
+SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+MAX_LAYERS = 1 << 12
+NUMBER = (int, float)
+
+
+def model_config(file: GgufFile) -> Values:
+    """What `config.json` would hold: the model's type, sizes and settings, and the dtype to run it in.
+
+    Raises:
+        GgufError: the architecture is not served, or the metadata lacks a value.
+    """
+    served = ARCHITECTURES.get(file.architecture)
+    if served is None:
+        raise GgufError(
+            f"{file.path}: GGUF files of the architecture {file.architecture!r} are not served, but of "
+            f"{', '.join(sorted(ARCHITECTURES))}; the model's safetensors checkpoint may be"
+        )
+    return common(file) | served(file)
+
+
+def generation_config(file: GgufFile) -> Values:
+    """What `generation_config.json` would hold: all tokens that end an answer, and recommended sampling parameters.
+
+    Raises:
+        GgufError: a value is of a wrong type.
+    """
+    config: Values = {"eos_token_id": end_ids(file)} if end_ids(file) else {}
+    for key, name in SAMPLING.items():
+        value = file.get(f"general.sampling.{key}", NUMBER)
+        if value is not None:
+            config[name] = value
+    return config
+
+
+def end_ids(file: GgufFile) -> list[int]:
+    """The ids of all tokens that end an answer, the main one first."""
+    names = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+    ids = [token_id for name in names if (token_id := file.get(name, int)) is not None]
+    tokens: list[str] = file.get("tokenizer.ggml.tokens", list, [])
+    kinds = file.get("tokenizer.ggml.token_type", array, ())
+    ids += [
+        token_id
+        for token_id, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
+        if kind in (CONTROL, USER_DEFINED) and token in END_OF_TURN
+    ]
+    return list(dict.fromkeys(ids))
+
+
+class Fields:
+    """The metadata of a file under the prefix of its architecture."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self._file, self._prefix = file, file.architecture
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        """A positive integer; of an array with a value for each layer, the one that they share.
+
+        Raises:
+            GgufError: there is none and no default, or layers differ.
+        """
+        value = self._file.get(f"{self._prefix}.{name}", (int, array), default)
+        if isinstance(value, array):
+            if len(set(value)) != 1:
+                raise GgufError(f"{self._file.path}: layers differ in {name}, which is not served")
+            value = value[0]
+        if not isinstance(value, int) or not 0 < value < 1 << 31:
+            raise GgufError(f"{self._file.path}: {self._prefix}.{name} is {value}, not a positive integer")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A number.
+
+        Raises:
+            GgufError: there is none and no default.
+        """
+        value = self._file.get(f"{self._prefix}.{name}", NUMBER, default)
+        if value is None or not math.isfinite(value):
+            raise GgufError(f"{self._file.path}: {self._prefix}.{name} is {value}, not a number")
+        return float(value)
+
+    def get(self, name: str, kinds: type | tuple[type, ...], default: Any = None) -> Any:
+        """A value of one of these types, or the default."""
+        return self._file.get(f"{self._prefix}.{name}", kinds, default)
+
+
+def shape_of(file: GgufFile, name: str, num_dimensions: int) -> tuple[int, ...]:
+    """The shape of a tensor.
+
+    Raises:
+        GgufError: there is none, or it has another number of dimensions.
+    """
+    info = file.tensors.get(name)
+    if info is None:
+        raise GgufError(f"{file.path} has no tensor {name}")
+    if len(info.shape) != num_dimensions:
+        raise GgufError(f"{file.path}: the tensor {name} is of shape {info.shape}")
+    return info.shape
+
+
+def head_size(fields: Fields) -> int:
+    """The size of an attention head."""
+    default = fields.whole("embedding_length") // fields.whole("attention.head_count")
+    return fields.whole("attention.key_length", max(1, default))
+
+
+def common(file: GgufFile) -> Values:
+    """The settings that all architectures have."""
+    fields = Fields(file)
+    if fields.whole("block_count") > MAX_LAYERS:
+        raise GgufError(f"{file.path} claims to have {fields.whole('block_count')} layers")
+    heads = fields.whole("attention.head_count")
+    values = {
+        "hidden_size": fields.whole("embedding_length"),
+        "num_hidden_layers": fields.whole("block_count"),
+        "intermediate_size": fields.whole("feed_forward_length", 1),
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.whole("attention.head_count_kv", heads),
+        "head_dim": head_size(fields),
+        "max_position_embeddings": fields.whole("context_length", 2048),
+        "vocab_size": shape_of(file, "token_embd.weight", 2)[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "dtype": best_dtype(file),
+        "rope_theta": fields.number("rope.freq_base", 10000.0),
+    }
+    for name in ("bos", "eos"):
+        values[f"{name}_token_id"] = file.get(f"tokenizer.ggml.{name}_token_id", int)
+    values["pad_token_id"] = None  # it would only make one row of the embedding zero
+    if (scaling := rope_scaling(file, fields)) is not None:
+        values["rope_scaling"] = scaling
+    return values
+
+
+def best_dtype(file: GgufFile) -> str:
+    """The dtype to run a model in: that of its matrices if they are plain, else bfloat16."""
+    types = {info.type for info in file.tensors.values() if len(info.shape) > 1}
+    plain = {"F32": "float32", "F16": "float16"}
+    return plain.get(types.pop(), "bfloat16") if len(types) == 1 else "bfloat16"
+
+
+def rope_scaling(file: GgufFile, fields: Fields) -> Values | None:
+    """How rotary frequencies are changed, as transformers names it.
+
+    A tensor of factors of the frequencies, as of Llama 3.1, is a "longrope" that does not depend on the length.
+    """
+    length = fields.whole("context_length", 2048)
+    original = fields.whole("rope.scaling.original_context_length", length)
+    if "rope_freqs.weight" in file.tensors:
+        factors = read_floats(file, "rope_freqs.weight")
+        return {
+            "rope_type": "longrope",
+            "short_factor": factors,
+            "long_factor": factors,
+            "attention_factor": 1.0,
+            "original_max_position_embeddings": length,
+        }
+    if "rope_factors_long.weight" in file.tensors:
+        scaling = {
+            "rope_type": "longrope",
+            "short_factor": read_floats(file, "rope_factors_short.weight"),
+            "long_factor": read_floats(file, "rope_factors_long.weight"),
+            "original_max_position_embeddings": original,
+        }
+        factor = fields.number("rope.scaling.attn_factor", 0.0)
+        return scaling | ({"attention_factor": factor} if factor else {})
+    kind = fields.get("rope.scaling.type", str, "none")
+    factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 1.0))
+    if kind == "yarn" and factor != 1:
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    if kind not in ("none", "linear", "yarn", "longrope"):
+        raise GgufError(f"{file.path}: rope.scaling.type {kind!r} is none of none, linear, yarn, longrope")
+    return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1 else None
+
+
+def read_floats(file: GgufFile, name: str) -> list[float]:
+    """The values of a small tensor of type F32.
+
+    Raises:
+        GgufError: it is missing, large, or of another type.
+    """
+    (size,) = shape_of(file, name, 1)
+    info = file.tensors[name]
+    if info.type != "F32" or size > 1 << 12:
+        raise GgufError(f"{file.path}: the tensor {name} has {size} values of type {info.type}")
+    with info.path.open("rb") as opened:
+        content = os.pread(opened.fileno(), info.num_bytes, info.offset)
+    if len(content) != info.num_bytes:
+        raise GgufError(f"{file.path} is cut off")
+    return list(struct.unpack(f"<{size}f", content))
+
+
+def rms(fields: Fields) -> Values:
+    """The setting of RMSNorm."""
+    return {"rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon", 1e-5)}
+
+
+def llama(file: GgufFile) -> Values:
+    """Llama and what has its structure: Mistral, and Mixtral, which is told by its experts."""
+    fields = Fields(file)
+    if "blk.0.ffn_gate_inp.weight" in file.tensors:
+        return (
+            {"model_type": "mixtral", "sliding_window": None}
+            | rms(fields)
+            | experts(fields, "num_local_experts")
+        )
+    return rms(fields) | {
+        "model_type": "llama",
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
+    }
+
+
+def experts(fields: Fields, name: str) -> Values:
+    """How many experts a layer has, and how many a token gets."""
+    return {name: fields.whole("expert_count"), "num_experts_per_tok": fields.whole("expert_used_count")}
+
+
+def qwen2(file: GgufFile) -> Values:
+    """Qwen 2 and 2.5."""
+    return {"model_type": "qwen2", "use_sliding_window": False} | rms(Fields(file))
+
+
+def qwen3(file: GgufFile) -> Values:
+    """Qwen 3."""
+    return qwen2(file) | {"model_type": "qwen3", "attention_bias": "blk.0.attn_q.bias" in file.tensors}
+
+
+def routed(file: GgufFile) -> Values:
+    """The experts of Qwen's models, which every layer has."""
+    return experts(Fields(file), "num_experts") | {
+        "moe_intermediate_size": shape_of(file, "blk.0.ffn_gate_exps.weight", 3)[1],
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def qwen2moe(file: GgufFile) -> Values:
+    """Qwen 1.5 and 2 with experts, one of them shared by all tokens."""
+    shared = shape_of(file, "blk.0.ffn_gate_shexp.weight", 2)[0]
+    return (
+        qwen2(file)
+        | routed(file)
+        | {
+            "model_type": "qwen2_moe",
+            "shared_expert_intermediate_size": shared,
+            "norm_topk_prob": False,
+        }
+    )
+
+
+def qwen3moe(file: GgufFile) -> Values:
+    """Qwen 3 with experts."""
+    return qwen3(file) | routed(file) | {"model_type": "qwen3_moe", "norm_topk_prob": True}
+
+
+def gemma(file: GgufFile) -> Values:
+    """Gemma 1."""
+    activation = "gelu_pytorch_tanh"
+    return {"model_type": "gemma", "hidden_act": activation, "hidden_activation": activation} | rms(
+        Fields(file)
+    )
+
+
+def attention_scale(fields: Fields, largest: int) -> Values:
+    """The divisor of attention scores, squared. The largest model of a family, told by its layers, has another."""
+    if fields.whole("block_count") == largest:
+        return {
+            "query_pre_attn_scalar": fields.whole("embedding_length") // fields.whole("attention.head_count")
+        }
+    return {"query_pre_attn_scalar": head_size(fields)}
+
+
+def windows(fields: Fields, default: int) -> Values:
+    """The sliding window, and which layers have it: all but every n-th."""
+    pattern = fields.get("attention.sliding_window_pattern", (int, array), default)
+    layers = range(fields.whole("block_count"))
+    if isinstance(pattern, array):
+        slides = [bool(pattern[layer]) if layer < len(pattern) else False for layer in layers]
+    else:
+        slides = [pattern < 1 or (layer + 1) % pattern != 0 for layer in layers]
+    return {
+        "sliding_window": fields.whole("attention.sliding_window", 4096),
+        "layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides],
+    }
+
+
+def gemma2(file: GgufFile) -> Values:
+    """Gemma 2, whose 27B model has 46 layers."""
+    fields = Fields(file)
+    return (
+        gemma(file)
+        | attention_scale(fields, 46)
+        | windows(fields, 2)
+        | {
+            "model_type": "gemma2",
+            "attn_logit_softcapping": fields.number("attn_logit_softcapping", 50.0),
+            "final_logit_softcapping": fields.number("final_logit_softcapping", 30.0),
+        }
+    )
+
+
+def gemma3(file: GgufFile) -> Values:
+    """Gemma 3, whose 27B model has 62 layers. The layers with a window have rotary frequencies of their own."""
+    fields = Fields(file)
+    local = {"rope_local_base_freq": fields.number("rope.freq_base_swa", 10000.0)}
+    scale = attention_scale(fields, 62)
+    return gemma(file) | scale | windows(fields, 6) | local | {"model_type": "gemma3_text"}
+
+
+def phi3(file: GgufFile) -> Values:
+    """Phi 3 and 4. A window as long as the context is none."""
+    fields = Fields(file)
+    window = fields.get("attention.sliding_window", int, 0)
+    values = rms(fields) | {"model_type": "phi3", "sliding_window": window or None}
+    values["partial_rotary_factor"] = fields.whole("rope.dimension_count", head_size(fields)) / head_size(
+        fields
+    )
+    original = fields.whole("rope.scaling.original_context_length", fields.whole("context_length", 2048))
+    return values | {"original_max_position_embeddings": original}
+
+
+def starcoder2(file: GgufFile) -> Values:
+    """StarCoder 2."""
+    fields = Fields(file)
+    window = fields.get("attention.sliding_window", int, 0)
+    return {
+        "model_type": "starcoder2",
+        "norm_epsilon": fields.number("attention.layer_norm_epsilon", 1e-5),
+        "use_bias": "blk.0.attn_q.bias" in file.tensors,
+        "sliding_window": window or None,
+    }
+
+
+def stablelm(file: GgufFile) -> Values:
+    """StableLM."""
+    fields = Fields(file)
+    if "blk.0.attn_q_norm.weight" in file.tensors:
+        raise GgufError(f"{file.path}: StableLM with a norm for each head is not served from GGUF files")
+    return {
+        "model_type": "stablelm",
+        "layer_norm_eps": fields.number("attention.layer_norm_epsilon", 1e-5),
+        "partial_rotary_factor": fields.whole("rope.dimension_count", head_size(fields)) / head_size(fields),
+        "use_qkv_bias": "blk.0.attn_q.bias" in file.tensors,
+        "use_parallel_residual": bool(fields.get("use_parallel_residual", bool, False)),
+    }
+
+
+def gpt2(file: GgufFile) -> Values:
+    """GPT-2."""
+    fields = Fields(file)
+    return {
+        "model_type": "gpt2",
+        "n_positions": fields.whole("context_length"),
+        "n_inner": fields.whole("feed_forward_length"),
+        "layer_norm_epsilon": fields.number("attention.layer_norm_epsilon", 1e-5),
+    }
+
+
+ARCHITECTURES: dict[str, Callable[[GgufFile], Values]] = {
+    "llama": llama,
+    "qwen2": qwen2,
+    "qwen2moe": qwen2moe,
+    "qwen3": qwen3,
+    "qwen3moe": qwen3moe,
+    "gemma": gemma,
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+    "phi3": phi3,
+    "starcoder2": starcoder2,
+    "stablelm": stablelm,
+    "gpt2": gpt2,
+}
+"""The settings of an architecture beside the common ones, by llama.cpp's name of it."""

@@ -1,0 +1,91 @@
+// Codes of weights as unsigned bytes, and their products with signed ones: sums of integers, exact in any order.
+#pragma once
+
+#include "quantised_panel.h"
+
+namespace {
+
+// ---- what a vector of packed codes stands for ----
+
+struct ByteCodes {
+  static constexpr int kParts = 1;       // vectors of bytes in one of packed codes
+  static constexpr bool kSmall = false;  // values are at most 15
+  INLINE Words bytes(Words packed, int) const { return packed; }
+};
+
+struct NibbleCodes {
+  static constexpr int kParts = 2;
+  static constexpr bool kSmall = true;
+  INLINE Words bytes(Words packed, int part) const { return (part ? packed >> 4 : packed) & 0x0f0f0f0fu; }
+};
+
+// The values of the 16 codes are looked up.
+struct TableCodes {
+  static constexpr int kParts = 2;
+  static constexpr bool kSmall = false;
+
+  explicit TableCodes(const void* values) {
+    for (int64_t i = 0; i < int64_t(sizeof(Words)); i += 16) std::memcpy(reinterpret_cast<char*>(&table) + i, values, 16);
+  }
+
+  INLINE Words bytes(Words packed, int part) const {
+    const Words codes = NibbleCodes{}.bytes(packed, part);
+#if defined(__AVX512F__)
+    return (Words)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
+#elif defined(__AVX2__)
+    return (Words)_mm256_shuffle_epi8((__m256i)table, (__m256i)codes);
+#else
+    uint8_t from[sizeof(Words)], values[sizeof(Words)];
+    std::memcpy(from, &codes, sizeof(from));
+    std::memcpy(values, &table, sizeof(values));
+    for (uint8_t& code : from) code = values[code];
+    return load_raw<Words>(from);
+#endif
+  }
+
+  Words table;
+};
+
+// ---- products ----
+
+// What `multiply_add` takes from each byte of a weight that is not small: the sum lacks that many times the sum of x.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || !defined(__AVX2__)
+constexpr int32_t kTaken = 0;
+#else
+constexpr int32_t kTaken = 128;
+#endif
+
+// In each lane: sum + the products of four unsigned bytes with four signed ones, which are within +-127.
+template <bool kSmall>
+INLINE Ints multiply_add(Ints sum, Words weights, Words x) {
+#if defined(__AVX512VNNI__)
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)x);
+#elif defined(__AVXVNNI__)
+  return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, (__m256i)x);
+#elif defined(__AVX512F__)
+  __m512i w = (__m512i)weights, signed_x = (__m512i)x;
+  if (!kSmall) {
+    // Pairs are added in 16 bits. With |w - 128| <= 128 that cannot overflow; its sign goes to x.
+    w = _mm512_xor_si512(w, _mm512_set1_epi8(-128));
+    signed_x = _mm512_mask_sub_epi8(signed_x, _mm512_movepi8_mask(w), _mm512_setzero_si512(), signed_x);
+    w = _mm512_abs_epi8(w);
+  }
+  const __m512i pairs = _mm512_maddubs_epi16(w, signed_x);
+  return sum + (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+  __m256i w = (__m256i)weights, signed_x = (__m256i)x;
+  if (!kSmall) {
+    w = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
+    signed_x = _mm256_sign_epi8(signed_x, w);
+    w = _mm256_abs_epi8(w);
+  }
+  const __m256i pairs = _mm256_maddubs_epi16(w, signed_x);
+  return sum + (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#else
+  for (int d = 0; d < 4; ++d)
+    sum += (Ints)(weights >> (8 * d) & 0xffu) * ((Ints)(x << (24 - 8 * d)) >> 24);
+  return sum;
+#endif
+}
+
+}  // namespace

@@ -1,0 +1,59 @@
+// Packing of a quantised weight.
+#pragma once
+
+#include <algorithm>
+
+#include "quantised_panel.h"
+
+namespace {
+
+// A weight [n, k] as a checkpoint holds it; see kernels/integers.py.
+struct QuantisedWeight {
+  const uint8_t* codes;  // [n, k * bits / 8], rows contiguous
+  const char* scales;    // [n, groups]
+  const char* offsets;   // like scales
+  int64_t n, k;
+
+  void pack_panel(const PanelLayout& layout, int64_t p, char* to) const {
+    const int64_t first = p * kPanel, columns = std::min(kPanel, n - first);
+    std::memset(to, 0, size_t(layout.bytes()));
+    for (int64_t g = 0; g < layout.groups; ++g, to += layout.group_bytes()) {
+      const int64_t begin = g * layout.group, end = std::min(begin + layout.group, k);
+      if (layout.bits == 8)
+        pack_bytes(first, columns, begin, end, to);
+      else
+        pack_nibbles(first, columns, begin, end, to);
+      char* after = to + layout.code_bytes();
+      pack_scales(scales, layout, first, columns, g, after);
+      if (layout.offsets) pack_scales(offsets, layout, first, columns, g, after + layout.scale_bytes());
+    }
+  }
+
+ private:
+  void pack_bytes(int64_t first, int64_t columns, int64_t begin, int64_t end, char* to) const {
+    for (int64_t i = begin; i < end; i += 4, to += 4 * kPanel)
+      for (int64_t column = 0; column < columns; ++column)
+        std::memcpy(to + 4 * column, codes + (first + column) * k + i, size_t(std::min<int64_t>(4, end - i)));
+  }
+
+  void pack_nibbles(int64_t first, int64_t columns, int64_t begin, int64_t end, char* to) const {
+    for (int64_t i = begin; i < end; i += 8, to += 4 * kPanel)
+      for (int64_t column = 0; column < columns; ++column) {
+        uint32_t pairs = 0;  // the even column of k in the low half of each byte
+        std::memcpy(&pairs, codes + ((first + column) * k + i) / 2, size_t(std::min<int64_t>(8, end - i) + 1) / 2);
+        const uint32_t even = pairs & 0x0f0f0f0f, odd = pairs >> 4 & 0x0f0f0f0f;
+        const uint32_t e = even | even >> 12, o = odd | odd >> 12;  // columns 0 and 4, and 2 and 6, meet in a byte
+        const uint32_t packed = (e & 0xff) | (o & 0xff) << 8 | (e >> 8 & 0xff) << 16 | (o >> 8 & 0xff) << 24;
+        std::memcpy(to + 4 * column, &packed, sizeof(packed));
+      }
+  }
+
+  void pack_scales(const char* from, const PanelLayout& layout, int64_t first, int64_t columns, int64_t g,
+                   char* to) const {
+    const int64_t size = layout.scale_size();
+    for (int64_t column = 0; column < columns; ++column)
+      std::memcpy(to + column * size, from + ((first + column) * layout.groups + g) * size, size_t(size));
+  }
+};
+
+}  // namespace

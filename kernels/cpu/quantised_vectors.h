@@ -1,0 +1,105 @@
+// A panel of a quantised weight by vectors: the sums of a few rows stay in registers while the panel passes by.
+#pragma once
+
+#include "quantised_codes.h"
+#include "quantised_rows.h"
+
+namespace {
+
+#if defined(__AVX2__)
+constexpr int kRows = 4;  // beside 16 vectors of integer sums, as many of totals: all registers of AVX512
+#else
+constexpr int kRows = 2;
+#endif
+constexpr int64_t kLead = 2048;  // bytes that reading a panel runs ahead
+
+// The sums of some rows and the columns of a panel, in float32.
+struct alignas(64) PanelSums {
+  float row[kRows][kPanel];
+};
+
+template <class Codes>
+class VectorBlock {
+ public:
+  VectorBlock(const PanelLayout& layout, int32_t zero, const Codes& codes)
+      : layout_(layout), codes_(codes), taken_((Codes::kSmall ? 0 : kTaken) - zero) {}
+
+  // `count` rows, at most kRows, times a panel. kFetch: the panel comes from memory.
+  template <bool kFetch>
+  void run(const QuantisedRows& rows, int64_t count, const char* panel, PanelSums& sums) const {
+    for (int64_t strip = 0; strip < kPanel; strip += kStrip) {
+      if (count == 1) multiply<1, kFetch>(rows, panel, strip, sums);
+      if (count == 2) multiply<2, kFetch>(rows, panel, strip, sums);
+      if constexpr (kRows >= 4) {
+        if (count == 3) multiply<3, kFetch>(rows, panel, strip, sums);
+        if (count == 4) multiply<4, kFetch>(rows, panel, strip, sums);
+      }
+    }
+  }
+
+ private:
+  template <int kCount, bool kFetch>
+  void multiply(const QuantisedRows& rows, const char* panel, int64_t strip, PanelSums& to) const {
+    const int8_t* x = rows.codes;
+    Floats totals[kCount][kVectors] = {};
+    for (int64_t g = 0; g < layout_.groups; ++g, panel += layout_.group_bytes(), x += layout_.group) {
+      Ints sums[kCount][kVectors];
+      for (int r = 0; r < kCount; ++r) {
+        const Ints start = broadcast(rows.groups[r * layout_.groups + g].sum * taken_);
+        for (int v = 0; v < kVectors; ++v) sums[r][v] = start;
+      }
+      add_products<kCount, kFetch>(x, panel + 4 * strip, sums);
+      add_group<kCount>(rows.groups + g, panel + layout_.code_bytes() + strip * layout_.scale_size(), sums, totals);
+    }
+    for (int r = 0; r < kCount; ++r)
+      for (int v = 0; v < kVectors; ++v) store(&to.row[r][strip + v * kLanes], totals[r][v]);
+  }
+
+  template <int kCount, bool kFetch>
+  INLINE void add_products(const int8_t* x, const char* packed, Ints (&sums)[kCount][kVectors]) const {
+    for (int64_t i = 0; i < layout_.group; i += 4 * Codes::kParts, packed += 4 * kPanel) {
+      if (kFetch)
+        for (int64_t line = 0; line < 4 * kStrip; line += 64) __builtin_prefetch(packed + kLead + line, 0, 3);
+#pragma GCC unroll 2
+      for (int part = 0; part < Codes::kParts; ++part) {
+        Words weights[kVectors];
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v)
+          weights[v] = codes_.bytes(load_raw<Words>(packed + v * int64_t(sizeof(Words))), part);
+#pragma GCC unroll 4
+        for (int r = 0; r < kCount; ++r) {
+          int32_t four;
+          std::memcpy(&four, x + r * layout_.columns() + i + 4 * part, sizeof(four));
+          const Words element = (Words)broadcast(four);
+#pragma GCC unroll 4
+          for (int v = 0; v < kVectors; ++v)
+            sums[r][v] = multiply_add<Codes::kSmall>(sums[r][v], weights[v], element);
+        }
+      }
+    }
+  }
+
+  // scales: a group's, and its offsets behind them.
+  template <int kCount>
+  INLINE void add_group(const GroupInput* inputs, const char* scales, const Ints (&sums)[kCount][kVectors],
+                        Floats (&totals)[kCount][kVectors]) const {
+    const int64_t vector_bytes = kLanes * layout_.scale_size();
+    for (int v = 0; v < kVectors; ++v) {
+      const Floats scale = load_scales(scales + v * vector_bytes, layout_.scale_dtype);
+      for (int r = 0; r < kCount; ++r) {
+        const Floats both = scale * inputs[r * layout_.groups].scale;
+        totals[r][v] = exact_fma(__builtin_convertvector(sums[r][v], Floats), both, totals[r][v]);
+      }
+      if (!layout_.offsets) continue;
+      const Floats offset = load_scales(scales + layout_.scale_bytes() + v * vector_bytes, layout_.scale_dtype);
+      for (int r = 0; r < kCount; ++r)
+        totals[r][v] = exact_fma(broadcast(inputs[r * layout_.groups].offset), offset, totals[r][v]);
+    }
+  }
+
+  const PanelLayout layout_;
+  const Codes codes_;
+  const int32_t taken_;
+};
+
+}  // namespace

@@ -1,0 +1,44 @@
+"""Reads a matrix as a checkpoint's reader does: names, shapes, then the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pagewire.kernels.integers import Integers
+from pagewire.kernels.weight import Weight
+from pagewire.workers.model.formats.format import Format
+
+from .rounding import Rounded
+
+NAME = "model.layers.0.self_attn.q_proj"
+
+
+def matrix(rows: int = 64, columns: int = 256, seed: int = 0) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def read(form: Format, tensors: Mapping[str, Tensor], name: str = NAME) -> Weight:
+    """The weight of a module's tensors; its shape is known without them."""
+    assert tensors.keys() <= form.suffixes
+    form.check([f"{name}.{suffix}" for suffix in tensors])
+    shape = form.shape(name, {suffix: tensor.to("meta") for suffix, tensor in tensors.items()})
+    weight = form.weight(name, tensors, torch.float32)
+    assert weight.shape == shape
+    return weight
+
+
+def assert_exact(weight: Weight, original: Rounded) -> None:
+    assert torch.equal(weight.dense().double(), original.dense())
+
+
+def assert_near(weight: Weight, original: Rounded) -> None:
+    dense = original.dense()
+    assert (weight.dense() - dense).norm() / dense.norm() < 0.01
+
+
+def scheme(weight: Weight) -> Integers:
+    assert isinstance(weight.scheme, Integers)
+    return weight.scheme

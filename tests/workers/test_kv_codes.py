@@ -1,0 +1,89 @@
+"""Models whose keys and values have 8 bits on the CPU: memory, accuracy, and tokens that depend on nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.worker_messages import Row, SlotInit, StepPlan
+from pagewire.workers.errors import LoadError
+from pagewire.workers.runner import Runner
+
+from .architectures import GROUPED, LATER_EXPERTS, MLA, VOCAB_SIZE, Architecture
+from .driver import Driver, load_runner, values
+from .parity import make_prompts
+
+PARAMS = SamplingParams(temperature=0.0, logprobs=1)
+MODELS = {
+    "llama": Architecture("llama", GROUPED),  # a compiled stack
+    "gemma2": Architecture("gemma2", GROUPED | {"sliding_window": 7, "query_pre_attn_scalar": 12}),
+    "deepseek_v2": Architecture("deepseek_v2", MLA | LATER_EXPERTS),  # values are smaller than keys
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def load(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Runner]:
+    """Makes runners of a model."""
+    folder = MODELS[request.param].write(tmp_path_factory.mktemp(request.param), dtype="bfloat16")
+    return lambda dtype="int8": load_runner(folder, kv_cache_dtype=dtype)[0]
+
+
+def test_tokens_and_bits_depend_on_the_request_alone(load: Callable[..., Runner]) -> None:
+    """Alone in one step; crowded and in chunks; recomputed after a preemption; behind a cached prefix."""
+    runner = load()
+    prompts = make_prompts(VOCAB_SIZE, (21, 9, 33, 14, 5, 27))
+    alone = [Driver(runner, budget=64).run([prompt], 6, PARAMS, seeds=[0])[0] for prompt in prompts]
+    for budget in (7, 100):
+        crowd = Driver(runner, budget).run(prompts, 6, PARAMS)
+        for one, other in zip(alone, crowd, strict=True):
+            assert (one.output, one.logprobs) == (other.output, other.logprobs)
+
+    prompt, whole = prompts[0], alone[0]
+    recomputed = SlotInit(1, prompt + whole.output[:4], 21, list(range(10, 18)), PARAMS, seed=0)
+    cached = SlotInit(2, prompt + whole.output[:4], 21, [*range(10, 15), 30, 31], PARAMS, seed=0)
+    plans = [
+        StepPlan(0, [Row(1, 0, 25, num_samples=1)], [recomputed]),
+        StepPlan(1, [Row(2, 20, 5, num_samples=1)], [cached]),
+    ]
+    for plan in plans:
+        [row] = runner.step(plan).rows
+        assert row.logprobs is not None
+        assert (row.token_ids, values(row.logprobs)) == ([whole.output[4]], whole.logprobs[4])
+
+
+def test_log_probabilities_are_nearly_those_of_the_models_dtype(load: Callable[..., Runner]) -> None:
+    params = SamplingParams(temperature=0.0, prompt_logprobs=0)
+    prompts = make_prompts(VOCAB_SIZE, (40, 9))
+    found = [
+        torch.tensor(
+            [
+                logprob
+                for request in Driver(load(dtype)).run(prompts, 1, params)
+                for part in request.prompt_logprobs
+                for logprob in values(part)[1]
+            ]
+        )
+        for dtype in ("auto", "int8")
+    ]
+    error = (found[0] - found[1]).abs().mean()
+    assert 0 < error < 0.05 * found[0].std()
+
+
+def test_blocks_are_nearly_half_as_large(load: Callable[..., Runner]) -> None:
+    wide, narrow = load("auto"), load()
+    shapes = wide.model.kv_shapes
+    elements = sum(s.num_kv_heads * (s.head_dim + s.v_head_dim) * 4 for s in shapes)
+    scales = sum(s.num_kv_heads * 2 * 4 for s in shapes)
+    assert (wide.block_bytes, narrow.block_bytes) == (2 * elements, elements + 4 * scales)
+    assert narrow.memory()["kv_cache"] == narrow.num_blocks * narrow.block_bytes
+
+
+def test_other_types_of_8_bits_are_refused_by_name(llama: Path) -> None:
+    with pytest.raises(
+        LoadError, match=r"'fp8' needs a model in bfloat16 or float16 on a GPU.*: 'int8' has 8 bits"
+    ):
+        load_runner(llama, kv_cache_dtype="fp8")

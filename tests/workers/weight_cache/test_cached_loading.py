@@ -1,0 +1,169 @@
+"""Starts from packed weights: the same model to the bit, without transformers; or none at all."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+
+from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.kernels.cpu import library
+from pagewire.workers import calls
+from pagewire.workers.runner import Runner
+from pagewire.workers.weight_cache import cached_loading, file, folder
+from pagewire.workers.weight_cache.ahead import WeightsAhead
+from pagewire.workers.weight_cache.cached_loading import keep_in_background
+from pagewire.workers.weight_cache.folder import weight_folder
+
+from ..architectures import GPT2_SIZES, GROUPED, Architecture
+from ..driver import Driver
+
+PROMPTS = [[5, 9, 77, 3], [8] * 11]
+QWEN = Architecture("qwen3", GROUPED)  # its heads have norms
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> None:
+    """Packed weights are those of compiled kernels."""
+    if library.choose() is None:
+        pytest.skip("there are no compiled kernels here")
+
+
+@pytest.fixture
+def model(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of a model, in a cache of its own."""
+    monkeypatch.setattr(folder, "cache_root", lambda: tmp_path / "cache")
+    return Path(shutil.copytree(llama, tmp_path / "model"))
+
+
+def start(model: Path, **fields: Any) -> tuple[Runner, WeightsAhead]:
+    sizes: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 8, "num_blocks": 64, "block_size": 4}
+    config = WorkerConfig(str(model), num_threads=1, weight_cache=True, **(sizes | fields))
+    ahead = WeightsAhead(config)
+    return Runner.start(config, lambda *_: None, ahead)[0], ahead
+
+
+def keep(runner: Runner, ahead: WeightsAhead) -> list[Path]:
+    """The files of the cache after the model of a runner was kept, or was not."""
+    if (thread := keep_in_background(runner.model, ahead)) is not None:
+        thread.join()
+    return sorted(weight_folder().iterdir()) if weight_folder().exists() else []
+
+
+def outputs(runner: Runner) -> Any:
+    """Tokens and all log probabilities, in float32 to the bit."""
+    params = SamplingParams(temperature=0.7, logprobs=5, prompt_logprobs=3)
+    requests = Driver(runner).run(PROMPTS, 8, params)
+    prompts = [[rows.logprobs.tolist() for rows in request.prompt_logprobs] for request in requests]
+    return [(request.output, request.logprobs) for request in requests], prompts
+
+
+def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every import of transformers fail."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [("float32", None), ("bfloat16", None), ("float32", "int8"), ("bfloat16", "int4")],
+)
+def test_the_second_start_has_the_bits_of_the_first(
+    model: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, quantization: str | None
+) -> None:
+    first, ahead = start(model, dtype=dtype, quantization=quantization)
+    assert len(keep(first, ahead)) == 1
+    without_transformers(monkeypatch)
+    second, ahead = start(model, dtype=dtype, quantization=quantization)
+    assert ahead.packed is not None and outputs(second) == outputs(first)
+    for name in (
+        "architecture",
+        "dtype",
+        "vocab_size",
+        "max_model_len",
+        "eos_token_id",
+        "kv_shapes",
+        "kv_scales",
+        "weight_bytes",
+    ):
+        assert getattr(second.model, name) == getattr(first.model, name)
+    assert keep_in_background(second.model, ahead) is None
+    calls.sleep(second, 2)
+    calls.wake_up(second, None)
+    assert outputs(second) == outputs(first)
+
+
+def test_heads_with_norms_and_tied_weights_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "cache_root", lambda: tmp_path / "cache")
+    tied = Architecture("qwen3", QWEN.fields | {"tie_word_embeddings": True})
+    model = tied.write(tmp_path / "model")
+    first, ahead = start(model)
+    keep(first, ahead)
+    without_transformers(monkeypatch)
+    assert outputs(start(model)[0]) == outputs(first)
+
+
+def test_a_damaged_file_is_removed_and_written_again(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first, ahead = start(model)
+    (path,) = keep(first, ahead)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:])
+    second, ahead = start(model)
+    assert ahead.packed is None and not path.exists() and "does not fit its checksums" in caplog.text
+    assert outputs(second) == outputs(first)
+    assert keep(second, ahead) == [path] and path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    "description",
+    [7, None, {"tensor": 99}, {"Unknown": {}}, {"list": []}, {"Norm": {"weight": 1}}, {"dtype": "load"}, {}],
+)
+def test_a_file_that_describes_no_model_is_removed(
+    model: Path, caplog: pytest.LogCaptureFixture, description: Any
+) -> None:
+    ahead = WeightsAhead(WorkerConfig(str(model), weight_cache=True))
+    ahead.wait()
+    assert ahead.key is not None
+    with folder.new_file(ahead.key, 0) as to:
+        assert to is not None
+        file.write(to, ahead.key, [], description)
+    ahead = WeightsAhead(ahead.config)
+    ahead.wait()
+    assert ahead.packed is not None and cached_loading.from_packed(ahead.packed) is None
+    assert list(weight_folder().iterdir()) == [] and "ignored the packed weights" in caplog.text
+
+
+def test_nothing_is_kept_of_a_checkpoint_that_changed_meanwhile(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner, ahead = start(model)
+    (model / "config.json").touch()
+    assert keep(runner, ahead) == [] and "the checkpoint has changed" in caplog.text
+
+
+def test_a_full_disk_is_a_line_in_the_log(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(_: int, name: str) -> BinaryIO:
+        (weight_folder() / name).touch()
+        return Path("/dev/full").open("wb")
+
+    runner, ahead = start(model)
+    monkeypatch.setattr(folder, "_locked_file", full)
+    assert keep(runner, ahead) == []
+    assert "packed weights are not kept: [Errno 28] No space left on device" in caplog.text
+    assert len(outputs(runner)) == 2
+
+
+def test_other_models_start_as_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(folder, "cache_root", lambda: tmp_path / "cache")
+    caplog.set_level(logging.DEBUG, "pagewire.worker")
+    runner, ahead = start(Architecture("gpt2", GPT2_SIZES).write(tmp_path / "model"))
+    assert keep(runner, ahead) == [] and "its layers are no decoder stack" in caplog.text

@@ -1,0 +1,201 @@
+"""Whether a model fits into this machine's memory, known before its weights are read. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from pagewire.ipc.model_figures import ModelFigures
+from pagewire.ipc.options import KV_DTYPES, NOT_SUPPORTED_YET
+from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.workers.device.kv_size import GIB, kv_budget, num_kv_blocks, step_bytes
+from pagewire.workers.errors import MemoryShortageError
+from pagewire.workers.model.footprint import Footprint, footprint
+from pagewire.workers.model.headers import CheckpointHeaders
+
+BASE_BYTES = 380 << 20
+"""Resident memory of a worker beside its model: interpreter, PyTorch (a build for CPUs), transformers, sockets."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a model takes of this machine's memory, in bytes, and what that leaves for the KV cache."""
+
+    total_bytes: int
+    available_bytes: int
+    base_bytes: int
+    weight_bytes: int
+    table_bytes: int
+    """Rotary angles of all positions."""
+    loading_bytes: int
+    """Beside the weights, until the model is ready."""
+    step_bytes: int
+    """The most that a step takes for activations and logits."""
+    max_model_len: int
+    kv_request_bytes: int
+    """KV cache of a request of max_model_len tokens."""
+    kv_bytes: int
+    """The size of the KV cache; what would fit, if that is too little for a request."""
+    kv_tokens: int
+    problem: str | None
+    """Why the model cannot run here."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of the worker's process when the KV cache is full, between steps."""
+        return self.base_bytes + self.weight_bytes + self.table_bytes + self.kv_bytes
+
+
+def fit(sizes: Footprint, config: WorkerConfig, total: int, available: int) -> Fit:
+    """Whether a footprint fits, given the bytes of memory that this machine has, and has available now.
+
+    Raises:
+        LoadError: an option about memory is malformed.
+    """
+    dimensions = sizes.dimensions
+    max_model_len = config.max_model_len or dimensions.max_positions
+    tables = max_model_len * sizes.position_bytes
+    steps = step_bytes(config, max(1, dimensions.vocab_size))
+    left = available - BASE_BYTES - sizes.weight_bytes - tables
+    budget = kv_budget(config, max(0, left), steps)
+    block_bytes = max(1, sizes.kv_token_bytes * config.block_size)
+    request_bytes = -(-max_model_len // config.block_size) * block_bytes
+    blocks = budget // block_bytes if config.num_blocks is None else config.num_blocks
+    problem = None
+    if left < sizes.loading_bytes:
+        problem = (
+            f"its weights take {amount(sizes.weight_bytes)} of memory, loading them {amount(sizes.loading_bytes)} "
+            f"more, and the worker itself {amount(BASE_BYTES)}"
+        )
+    elif blocks * block_bytes < request_bytes or left < request_bytes:
+        problem = (
+            f"a request of max_model_len {max_model_len} takes {amount(request_bytes)} of KV cache, for which "
+            f"{amount(min(budget, left))} are left beside {amount(sizes.weight_bytes)} of weights"
+        )
+    else:
+        blocks = num_kv_blocks(config, max_model_len, block_bytes, budget)
+    return Fit(
+        total_bytes=total,
+        available_bytes=available,
+        base_bytes=BASE_BYTES,
+        weight_bytes=sizes.weight_bytes,
+        table_bytes=tables,
+        loading_bytes=sizes.loading_bytes,
+        step_bytes=steps,
+        max_model_len=max_model_len,
+        kv_request_bytes=request_bytes,
+        kv_bytes=blocks * block_bytes,
+        kv_tokens=blocks * config.block_size,
+        problem=problem,
+    )
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change of options with which a model fits."""
+
+    options: str
+    """As on the command line."""
+    fit: Fit
+
+    def __str__(self) -> str:
+        """The options, and what they leave."""
+        fit = self.fit
+        return (
+            f"{self.options} ({amount(fit.weight_bytes)} of weights, "
+            f"{amount(fit.kv_bytes)} for {fit.kv_tokens:,} tokens of KV cache)"
+        )
+
+
+def remedies(
+    headers: CheckpointHeaders, config: WorkerConfig, isa: str, total: int, available: int
+) -> list[Remedy]:
+    """Single changes of the options with which a model fits that does not fit as it is."""
+    found = []
+    for options, changed in _changes(headers, config, isa, total, available):
+        result = fit(sizes_of(headers, changed, isa), changed, total, available)
+        if result.problem is None:
+            found.append(Remedy(options, result))
+    return found
+
+
+def _changes(
+    headers: CheckpointHeaders, config: WorkerConfig, isa: str, total: int, available: int
+) -> Iterator[tuple[str, WorkerConfig]]:
+    sizes = sizes_of(headers, config, isa)
+    now = fit(sizes, config, total, available)
+    if 0 < now.kv_tokens < now.max_model_len:
+        shorter = now.kv_tokens
+        yield f"--max-model-len {shorter}", msgspec.structs.replace(config, max_model_len=shorter)
+    more = now.kv_request_bytes
+    yield f"--kv-cache-memory-bytes {more}", msgspec.structs.replace(config, kv_cache_memory_bytes=more)
+    if "int8" in KV_DTYPES and config.kv_cache_dtype == "auto":
+        yield "--kv-cache-dtype int8", msgspec.structs.replace(config, kv_cache_dtype="int8")
+    if sizes.quantization is None and "quantization" not in NOT_SUPPORTED_YET:
+        for name in ("int8", "int4"):
+            yield f"--quantization {name}", msgspec.structs.replace(config, quantization=name)
+    if sizes.dtype == "float32" and sizes.quantization is None:
+        yield "--dtype bfloat16", msgspec.structs.replace(config, dtype="bfloat16")
+
+
+def sizes_of(headers: CheckpointHeaders, config: WorkerConfig, isa: str) -> Footprint:
+    """The footprint of a checkpoint with the options of a worker.
+
+    Raises:
+        LoadError: see `footprint`.
+    """
+    return footprint(headers, isa, config.dtype, config.quantization, config.kv_cache_dtype)
+
+
+def check_fit(
+    headers: CheckpointHeaders, config: WorkerConfig, isa: str, total: int, available: int
+) -> Footprint:
+    """The footprint of a model that fits into memory.
+
+    Raises:
+        MemoryShortageError: it does not fit; the text says what is needed, what there is, and what would help.
+        LoadError: see `footprint`.
+    """
+    sizes = sizes_of(headers, config, isa)
+    if (problem := fit(sizes, config, total, available).problem) is not None:
+        changes = "; or with ".join(map(str, remedies(headers, config, isa, total, available)))
+        advice = f"It would fit with {changes}" if changes else "Free memory, or take a smaller model"
+        room = f"{amount(available)} of {amount(total)} are available"
+        raise MemoryShortageError(f"the model does not fit into memory: {problem}; {room}. {advice}.")
+    return sizes
+
+
+def model_figures(sizes: Footprint) -> ModelFigures:
+    """The figures that `Ready` carries."""
+    return ModelFigures(
+        form=sizes.form,
+        quantization=sizes.quantization,
+        parameters=sizes.parameters,
+        bits=8 * sizes.file_bytes / max(1, sizes.parameters),
+        file_bytes=sizes.file_bytes,
+        weight_bytes=sizes.weight_bytes,
+        memory_bytes=BASE_BYTES + sizes.weight_bytes,
+        token_read_bytes=sizes.read_bytes,
+        kv_token_bytes=sizes.kv_token_bytes,
+        is_stack=sizes.is_stack,
+        isa=sizes.isa,
+    )
+
+
+def summary(sizes: Footprint) -> str:
+    """A footprint in a line, for the log."""
+    dimensions, figures = sizes.dimensions, model_figures(sizes)
+    layers = "in one call" if sizes.is_stack else "one by one"
+    return (
+        f"{dimensions.architecture}, {sizes.form}, {figures.parameters / 1e6:,.0f} million parameters of "
+        f"{figures.bits:.1f} bits ({sizes.quantization or 'not quantised'}); {amount(figures.weight_bytes)} "
+        f"packed for {sizes.isa}, layers {layers}; a token reads {amount(figures.token_read_bytes)} and adds "
+        f"{figures.kv_token_bytes / 1024:.1f} KiB to the KV cache"
+    )
+
+
+def amount(num_bytes: float) -> str:
+    """Bytes for people, such as "1.25 GiB"."""
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / (1 << 20):.1f} MiB"

@@ -1,0 +1,86 @@
+"""The marlin layout: symmetric integers of 4 bits in the order in which a GPU kernel multiplies them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pagewire.workers.model.formats.checks import check_divides, need, need_scales
+from pagewire.workers.model.formats.grouped import GroupedIntegers
+from pagewire.workers.model.formats.packing import pairs, unpacked
+
+BITS = 4
+TILE = 16
+"""Rows and columns of a tile."""
+
+
+def marlin_shape(
+    name: str, tensors: Mapping[str, Tensor], words: str, scales: str, group: int
+) -> tuple[int, int]:
+    """The shape [N, K] of a matrix of tensors on the meta device.
+
+    Args:
+        name: of the module.
+        words: the suffix of int32 [K / 16, 2 * N].
+        scales: the suffix of the scales [G, N].
+        group: columns with a scale; -1: all of a row.
+
+    Raises:
+        LoadError: the tensors do not fit each other.
+    """
+    packed = need(name, tensors, words, torch.int32)
+    num_in, num_out = packed.shape[0] * TILE, packed.shape[1] // 2
+    check_divides(name, "words in a row", packed.shape[1], 128)
+    check_divides(name, "columns", num_in, num_in if group == -1 else group)
+    need_scales(name, tensors, scales, (1 if group == -1 else num_in // group, num_out))
+    return num_out, num_in
+
+
+def marlin_integers(
+    name: str, tensors: Mapping[str, Tensor], words: str, scales: str, group: int
+) -> GroupedIntegers:
+    """The matrix whose tensors `marlin_shape` describes."""
+    _, num_in = marlin_shape(name, tensors, words, scales, group)
+    codes = pairs(marlin_codes(tensors[words]).T)
+    ordered = marlin_scales(tensors[scales]).T
+    return GroupedIntegers(
+        f"{name}.{scales}", BITS, num_in, codes, ordered, None, num_in if group == -1 else group
+    )
+
+
+def marlin_codes(words: Tensor) -> Tensor:
+    """The codes of a matrix in the order of its columns and rows.
+
+    The kernel multiplies tiles of 16 x 16 on tensor cores. Four tiles, which are 64 outputs, lie in 1,024 codes,
+    eight in a word. Word after word they belong to tile j of 4 in lane i of 32, which needs, of its column i // 4
+    and of the column 8 further, the rows 2 * (i % 4) + (0, 1, 8, 9). A word has these eight codes in the order
+    0 2 4 6 1 3 5 7, since the kernel takes codes from both halves of a word at once.
+
+    Args:
+        words: int32 [K / 16, 2 * N], N a multiple of 64.
+
+    Returns:
+        uint8 [K, N].
+    """
+    num_in, num_out = words.shape[0] * TILE, words.shape[1] // 2
+    lane, tile, column, row = torch.meshgrid(
+        *(torch.arange(32), torch.arange(4), torch.tensor([0, 8]), torch.tensor([0, 1, 8, 9])), indexing="ij"
+    )
+    rows, columns = 2 * (lane % 4) + row, lane // 4 + column
+    order = (256 * tile + TILE * rows + columns).reshape(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].flatten()
+    codes = unpacked(words, BITS).reshape(-1, order.numel())[:, order.argsort()]
+    return codes.reshape(num_in // TILE, num_out // TILE, TILE, TILE).transpose(1, 2).reshape(num_in, num_out)
+
+
+def marlin_scales(scales: Tensor) -> Tensor:
+    """The scales [G, N] in the order of the outputs; the layout has them in the order in which lanes need them.
+
+    A lane needs those of 8 outputs of 64, or of 32 if there is a single group.
+    """
+    if len(scales) > 1:
+        order = torch.arange(64).reshape(8, 8).T.flatten()
+    else:
+        order = (2 * torch.arange(4)[:, None] + torch.tensor([0, 1, 8, 9, 16, 17, 24, 25])).flatten()
+    return scales.reshape(-1, order.numel())[:, order.argsort()].reshape(scales.shape)

@@ -1,0 +1,126 @@
+"""Quantised checkpoints: several tensors make a weight, which a `Format` knows how to read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from pagewire.kernels.weight import Weight
+from pagewire.workers.errors import LoadError, first_line
+from pagewire.workers.model.checkpoint import WeightSource
+from pagewire.workers.model.formats.format import Format, StackFormat
+
+FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+
+
+class QuantisedCheckpoint:
+    """The weights of a quantised checkpoint, by the names that they would have in a dense one: a `WeightSource`.
+
+    What belongs to no quantised matrix (norms, biases, modules that were left out) is read as it is.
+    """
+
+    def __init__(self, files: WeightSource, form: Format) -> None:
+        """Find the tensors of each matrix.
+
+        Raises:
+            LoadError: the format refuses the checkpoint.
+        """
+        self._files, self._form = files, form
+        with _named(f"a checkpoint in format {form.name}"):
+            form.check(files.names)
+        self._parts: dict[str, dict[str, str]] = {}
+        self._plain: set[str] = set()
+        suffixes = sorted(form.suffixes, key=len, reverse=True)
+        for name in files.names:
+            if (found := _split(name, suffixes)) is None:
+                self._plain.add(name)
+            else:
+                weight, suffix = found
+                self._parts.setdefault(weight, {})[suffix] = name
+        for weight in [weight for weight, parts in self._parts.items() if self._is_dense(parts)]:
+            self._plain.add(weight)
+            del self._parts[weight]
+
+    @property
+    def names(self) -> Iterable[str]:
+        """See `WeightSource.names`."""
+        return self._plain | self._parts.keys()
+
+    def on_meta(self, name: str) -> Tensor:
+        """See `WeightSource.on_meta`."""
+        if name in self._plain:
+            return self._files.on_meta(name)
+        with _named(name):
+            shape = self._form.shape(_module(name), self._tensors(name, self._files.read))
+        return torch.empty(shape, dtype=torch.float32, device="meta")
+
+    def read(self, name: str) -> Tensor:
+        """See `WeightSource.read`."""
+        if name in self._plain:
+            return self._files.read(name)
+        if self._is_stack(name):
+            transposed = isinstance(self._form, StackFormat) and self._form.transposed
+            matrices = [matrix.dense() for matrix in self.stacked(name, torch.float32, transposed)]
+            return torch.stack([matrix.T for matrix in matrices] if transposed else matrices)
+        return self.weight(name, torch.float32).dense()
+
+    def weight(self, name: str, dtype: torch.dtype) -> Weight:
+        """See `WeightSource.weight`."""
+        if name in self._plain:
+            return self._files.weight(name, dtype)
+        with _named(name):
+            return self._form.weight(_module(name), self._tensors(name, self._files.read), dtype)
+
+    def stacked(self, name: str, dtype: torch.dtype, transposed: bool) -> Iterator[Weight]:
+        """See `WeightSource.stacked`."""
+        if name in self._plain:
+            yield from self._files.stacked(name, dtype, transposed)
+            return
+        form = self._form
+        if not isinstance(form, StackFormat) or form.transposed != transposed:
+            raise LoadError(f"{name}: format {form.name} holds no stacks of matrices of this form")
+        with _named(name):
+            yield from form.stacked(_module(name), self._tensors(name, self._files.read), dtype)
+
+    def let_go(self) -> None:
+        """See `WeightSource.let_go`."""
+        self._files.let_go()
+
+    def _tensors(self, name: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        return {suffix: read(full) for suffix, full in self._parts[name].items()}
+
+    def _is_dense(self, parts: dict[str, str]) -> bool:
+        return parts.keys() == {"weight"} and self._files.on_meta(parts["weight"]).dtype in FLOATS
+
+    def _is_stack(self, name: str) -> bool:
+        return all(suffix.startswith("_") for suffix in self._parts[name])
+
+
+def _split(name: str, suffixes: Iterable[str]) -> tuple[str, str] | None:
+    """The weight that a tensor is a part of, and the suffix that says which; None if it is no part of any."""
+    for suffix in suffixes:
+        end = suffix if suffix.startswith("_") else f".{suffix}"
+        if name.endswith(end):
+            owner = name.removesuffix(end)
+            return (owner if suffix.startswith("_") else f"{owner}.weight"), suffix
+    return None
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """A context whose errors of reading become LoadErrors that say what was read."""
+    try:
+        yield
+    except LoadError:
+        raise
+    except KeyError as error:
+        raise LoadError(f"{what}: its tensor {error.args[0]!r} is missing") from error
+    except (ValueError, TypeError, IndexError, RuntimeError) as error:
+        raise LoadError(f"{what}: {first_line(error)}") from error

@@ -1,0 +1,45 @@
+"""How long a token should take, by the bytes that it reads and the rate at which this machine reads them.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagewire.workers.model.footprint import Footprint
+
+# The share of the machine's reading rate that products of one row reach, by how weights are held. Floats: measured
+# with `python -m benchmarks.inspect_accuracy`. Integers are unpacked as they are read: less of it the fewer bits.
+REACHED = {"float32": 0.9, "float16": 0.9, "int8": 0.85, "int4": 0.72}
+STEP_SECONDS = 400e-6  # of a step beside its layers: messages, batch, sampling
+STACK_LAYER_SECONDS = 12e-6  # of a layer beside reading its weights, where all layers run in one call
+MODULE_LAYER_SECONDS = 350e-6  # the same where transformers' modules run
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The expected speed of a request that runs alone."""
+
+    read_rate: float
+    """Bytes per second that the machine reads, by measurement."""
+    token_seconds: float
+    """A token with little context."""
+    context_seconds: float
+    """What each thousand tokens of context add to that."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """With little context."""
+        return 1 / self.token_seconds
+
+
+def expected_speed(sizes: Footprint, read_rate: float) -> Speed:
+    """The speed of a model on a machine that reads `read_rate` bytes per second with the worker's threads."""
+    reading = sum(part.read_bytes / REACHED[part.held.partition("/")[0]] for part in sizes.parts) / read_rate
+    layer = STACK_LAYER_SECONDS if sizes.is_stack else MODULE_LAYER_SECONDS
+    return Speed(
+        read_rate=read_rate,
+        token_seconds=reading + STEP_SECONDS + sizes.dimensions.num_layers * layer,
+        context_seconds=1000 * sizes.kv_token_bytes / read_rate,
+    )

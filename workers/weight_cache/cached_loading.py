@@ -1,0 +1,91 @@
+"""Loads a model from packed weights; where there are none, from its checkpoint, and then keeps them packed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from pagewire.kernels.cpu.memory import reserved
+from pagewire.workers.device.interface import Device
+from pagewire.workers.model.loading import LoadedModel, Phases, load_model
+from pagewire.workers.weight_cache import file, folder
+from pagewire.workers.weight_cache.ahead import WeightsAhead
+from pagewire.workers.weight_cache.file import PackedFile
+from pagewire.workers.weight_cache.forms import NotStoredError, describe, restored, stored, tensors_of
+from pagewire.workers.weight_cache.key import key_of
+from pagewire.workers.weight_cache.stack import KeptModel, kept, loaded_again
+
+logger = logging.getLogger("pagewire.worker")
+
+NICENESS = 5  # of the thread that writes: requests come first
+
+
+def load(ahead: WeightsAhead, phases: Phases, device: Device) -> LoadedModel:
+    """The model of a configuration, proven now or when its packed weights were written.
+
+    Raises:
+        LoadError: it cannot be loaded or is not supported; the text says why.
+    """
+    ahead.wait()
+    if ahead.packed is not None and (loaded := from_packed(ahead.packed)) is not None:
+        phases.end("packed weights")
+        return loaded
+    with reserved(ahead.reserve):
+        return load_model(ahead.config, phases, device)
+
+
+def from_packed(packed: PackedFile) -> LoadedModel | None:
+    """The model of a file; None, and the file is removed, if it is none that this process can run."""
+    try:
+        model = restored(packed.header.description, tensors_of(packed))
+        if not isinstance(model, KeptModel):
+            raise ValueError("it describes no model")
+        return loaded_again(model)
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        logger.warning("ignored the packed weights %s: %s", packed.header.key, error)
+        folder.remove(packed.header.key)
+        return None
+
+
+def keep_in_background(loaded: LoadedModel, ahead: WeightsAhead) -> threading.Thread | None:
+    """Write the packed weights of a model in a thread; None if they came from a file, or cannot be kept."""
+    if ahead.key is None or ahead.packed is not None:
+        return None
+    try:
+        tensors: list[Tensor] = []
+        description = describe(kept(loaded), tensors)
+    except NotStoredError as error:
+        logger.debug("packed weights are not kept: %s", error)
+        return None
+    thread = threading.Thread(
+        target=keep, args=(ahead, tensors, description), name="keep-weights", daemon=True
+    )
+    thread.start()
+    return thread
+
+
+def keep(ahead: WeightsAhead, tensors: Sequence[Tensor], description: object) -> None:
+    """Write packed weights, unless the checkpoint has changed meanwhile. Where that fails, a log line says why."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+    assert ahead.key is not None
+    began = time.monotonic()
+    try:
+        if key_of(ahead.config) != ahead.key:
+            logger.warning("packed weights are not kept: the checkpoint has changed since it was read")
+            return
+        contents = [stored(tensor) for tensor in tensors]
+        size = file.size_of(contents)
+        with folder.new_file(ahead.key, size) as new:
+            if new is None:
+                logger.info("packed weights are not kept: they are written already, or are too large")
+                return
+            file.write(new, ahead.key, contents, description)
+    except (OSError, ValueError) as error:
+        logger.warning("packed weights are not kept: %s", error)
+        return
+    logger.info("kept %.2f GB of packed weights in %.1f s", size / 1e9, time.monotonic() - began)

@@ -1,0 +1,135 @@
+"""The key of packed weights: a hash of everything that they were made of. Imports no torch.
+
+A file of packed weights is found by its key only, so it is never stale: what was made of anything else has another
+key.
+
+A checkpoint counts as the same if none of its files has another name, size, inode, time of modification or time of
+change, or other bytes in samples that are spread over it. Reading gigabytes at every start would cost what the
+cache saves. The time of change is what makes this enough: the system sets it whenever content or metadata of a file
+change, and no program can choose it (as it can the time of modification). A copied checkpoint is another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import re
+import stat
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.kernels import cache
+from pagewire.kernels.cpu import library
+
+logger = logging.getLogger("pagewire.worker")
+
+FORMAT = 1
+SAMPLES, SAMPLE_BYTES = 32, 4096
+PACKAGES = ("torch", "transformers")
+"""Their code makes what is kept beside the weights: tables of angles, the structure of the layers."""
+KEY_CHARACTERS = 40
+LIMITS = frozenset(
+    (
+        *("model_path", "device", "weight_cache", "num_threads", "enforce_eager", "trust_remote_code"),
+        *("max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks"),
+        *("gpu_memory_utilization", "kv_cache_memory_bytes"),
+    )
+)
+"""The fields of `WorkerConfig` that a loaded model does not depend on. A new field counts until it stands here."""
+SPLIT_FILE = re.compile(r"-\d{5}-of-\d{5}(?=\.\w+$)")
+
+
+def key_of(config: WorkerConfig) -> str | None:
+    """The key of the packed weights of a configuration on this CPU; None if they are not kept, for a logged reason.
+
+    Raises:
+        OSError: a file cannot be read. ValueError: `PAGEWIRE_CPU_ISA` names no instruction set of this CPU.
+    """
+    if (reason := reason_against(config)) is not None:
+        logger.debug("packed weights are not kept: %s", reason)
+        return None
+    kernels = library.choose()
+    if kernels is None:
+        logger.debug("packed weights are not kept: there are no compiled kernels")
+        return None
+    parts = [
+        *(FORMAT, platform.machine(), kernels.isa.name, code_digest(), versions()),
+        settings(config),
+        *(describe(path) for path in checkpoint_files(Path(config.model_path))),
+    ]
+    return hashlib.sha256(msgspec.msgpack.encode(parts)).hexdigest()[:KEY_CHARACTERS]
+
+
+def reason_against(config: WorkerConfig) -> str | None:
+    """Why the weights of a configuration are not kept; None if they are."""
+    if not config.weight_cache:
+        return "the option weight_cache is off"
+    if config.load_format == "dummy":
+        return "they are random"
+    if config.trust_remote_code:
+        return "the model may run code that lies elsewhere"
+    return None
+
+
+def code_digest() -> str:
+    """A hash of our code that packs, loads and proves: all sources of `kernels` and `workers`."""
+    digest = hashlib.sha256()
+    for folder in (Path(cache.__file__).parent, Path(__file__).parents[1]):
+        for path in sorted(folder.rglob("*")):
+            if path.suffix in (".py", ".cpp", ".h"):
+                digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def versions() -> list[str]:
+    """The versions of `PACKAGES`; empty for one that is not installed as a package."""
+    found = []
+    for name in PACKAGES:
+        try:
+            found.append(version(name))
+        except PackageNotFoundError:
+            found.append("")
+    return found
+
+
+def settings(config: WorkerConfig) -> list[Any]:
+    """All that a configuration says of the model, with the files that it names beside the checkpoint."""
+    fields = {name: value for name, value in msgspec.to_builtins(config).items() if name not in LIMITS}
+    named = [Path(value) for value in fields.values() if isinstance(value, str) and value]
+    files = [describe(path) for path in named if path.is_file()]
+    longer = os.environ.get("PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN")
+    return [msgspec.json.encode(fields, order="deterministic"), files, longer]
+
+
+def checkpoint_files(path: Path) -> Iterator[Path]:
+    """The files of a model folder; of a model in one file that file, or all parts of it."""
+    if path.is_dir():
+        yield from sorted(child for child in path.iterdir() if child.is_file())
+        return
+    whole = SPLIT_FILE.sub("", path.name)
+    yield from sorted(child for child in path.parent.iterdir() if SPLIT_FILE.sub("", child.name) == whole)
+
+
+def describe(path: Path) -> list[Any]:
+    """What tells a file from any other, and from itself with other content.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        info = os.fstat(file.fileno())
+        if not stat.S_ISREG(info.st_mode):
+            return [path.name]
+        last = max(0, info.st_size - SAMPLE_BYTES)
+        samples = hashlib.sha256()
+        for index in range(SAMPLES):
+            samples.update(os.pread(file.fileno(), SAMPLE_BYTES, last * index // (SAMPLES - 1)))
+    times = [info.st_mtime_ns, info.st_ctime_ns]
+    return [path.name, info.st_size, info.st_dev, info.st_ino, *times, samples.digest()]

@@ -1,0 +1,110 @@
+"""A loaded model whose layers are a decoder stack, as what a file keeps of it, and as what runs it again.
+
+The stack was proven against transformers' module when it was first loaded (`model/proof.py`), by the process that
+wrote the file. All that it is made of is here, so running it again needs neither transformers nor the checkpoint.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from pagewire.kernels.decoder import Layer, Norm, Stack
+from pagewire.kernels.linear import Linear
+from pagewire.workers.model.attention import KVShape
+from pagewire.workers.model.loading import LoadedModel
+from pagewire.workers.model.model import Model
+from pagewire.workers.model.stack import DecoderStack
+from pagewire.workers.weight_cache.forms import NotStoredError, add_form, fields_of
+
+
+@dataclass(frozen=True)
+class KeptLayer:
+    """A layer of a stack, and its place in the KV cache."""
+
+    index: int
+    kv_shape: KVShape
+    window: int | None
+    num_bytes: int
+    layer: Layer
+
+
+@dataclass(frozen=True)
+class KeptModel:
+    """A proven model: what its stack is made of."""
+
+    properties: dict[str, Any]
+    """All fields of `LoadedModel` but the model itself."""
+    embedding: nn.Module
+    """Of token ids int64 [T] to states [T, H]."""
+    angles: list[Tensor]
+    """Cosines and sines by position."""
+    input_norm: Norm
+    layers: list[KeptLayer]
+    head: Linear
+
+
+for _kind in (KeptLayer, KeptModel):
+    add_form(_kind)
+
+
+class RestoredStack(DecoderStack):
+    """A stack made of what was kept of it."""
+
+    def __init__(self, kept: KeptModel) -> None:
+        nn.Module.__init__(self)
+        layers: Any = kept.layers  # with all attributes of a `StackLayer` that are used once it is packed
+        self.embed_tokens = kept.embedding
+        self._angles = kept.angles
+        self.stack_layers = layers
+        self.stack = Stack(kept.input_norm, [place.layer for place in kept.layers])
+
+
+class RestoredModel(Model):
+    """A stack and an output layer, without transformers' module."""
+
+    def __init__(self, kept: KeptModel) -> None:
+        self.config = self.causal = None
+        self.arithmetic = nullcontext
+        self.guarded = False
+        self.base = RestoredStack(kept)
+        self.head = kept.head
+
+
+def kept(loaded: LoadedModel) -> KeptModel:
+    """What a file keeps of a loaded model.
+
+    Raises:
+        NotStoredError: it is more than a decoder stack and an output layer on the CPU.
+    """
+    base: Any = loaded.model.base
+    if not isinstance(base, DecoderStack):
+        raise NotStoredError("its layers are no decoder stack")
+    if loaded.model.head is None:
+        raise NotStoredError("its logits are computed by transformers' code")
+    if base.stack.compiled is None or base._angles is None:
+        raise NotStoredError("its layers are not compiled as a whole")
+    places = zip(base.stack_layers, base.stack.layers, strict=True)
+    return KeptModel(
+        properties={name: value for name, value in fields_of(loaded).items() if name != "model"},
+        embedding=base.embed_tokens,
+        angles=base._angles,
+        input_norm=base.stack.input_norm,
+        layers=[
+            KeptLayer(place.index, place.kv_shape, place.window, place.num_bytes, layer)
+            for place, layer in places
+        ],
+        head=loaded.model.head,  # type: ignore[arg-type] # a `Linear`: see `Model.shorten_logits`
+    )
+
+
+def loaded_again(kept: KeptModel) -> LoadedModel:
+    """The loaded model of which this was kept.
+
+    Raises:
+        ValueError, TypeError: its parts do not fit each other.
+    """
+    return LoadedModel(model=RestoredModel(kept), **kept.properties)
