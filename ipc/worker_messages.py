@@ -167,7 +167,7 @@ class RowResult(Item):
 
     token_ids: 1 to `Row.num_samples` tokens; all but the last are the row's drafts, in order. None without samples.
     logprobs: of these tokens. prompt_logprobs: as many as the row says. pooled: if the row ends a prompt to pool.
-    error: why the row has no tokens; the other fields are then empty.
+    error: why the row has no tokens; the other fields are then empty. error_type: name of an exception, or None.
     """
 
     token_ids: list[int] = []
@@ -175,6 +175,7 @@ class RowResult(Item):
     prompt_logprobs: LogprobRows | None = None
     pooled: Tensor | None = None
     error: str | None = None
+    error_type: str | None = None
 
 
 class StepResult(Message, tag="result"):

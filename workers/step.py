@@ -22,7 +22,7 @@ from pagewire.workers.device.interface import Device, Event, PendingTokens, Toke
 from pagewire.workers.device.kv_size import LOGIT_CHUNK
 from pagewire.workers.model.loading import LoadedModel
 from pagewire.workers.sample.masks import TokenMasks
-from pagewire.workers.sample.sampler import SampleOutput, SamplingSlot, logprob_rows
+from pagewire.workers.sample.sampler import NO_TOKEN_POSSIBLE, SampleOutput, SamplingSlot, logprob_rows
 from pagewire.workers.slots import Slots
 
 
@@ -157,8 +157,8 @@ class RunningStep:
 
 def row_result(row: Row, output: SampleOutput, first: int) -> RowResult:
     """The result of a row whose samples begin at `first`; they count up to the first that is not the draft."""
-    if first in output.errors:
-        return RowResult(error=output.errors[first])
+    if (error := output.errors.get(first)) is not None:  # a mistake of the request, or of the model
+        return RowResult(error=error, error_type="ValueError" if error == NO_TOKEN_POSSIBLE else None)
     if not row.drafts:
         return RowResult([output.token_ids[first]], output.logprobs.get(first))
     count = 1

@@ -380,7 +380,7 @@ class Scheduler:
 
     def _commit_row(self, sequence: Sequence, row: Row, result: RowResult, now: float) -> TokenDelta | None:
         if result.error is not None:
-            return self._end_with_error(sequence, result.error, now)[1]
+            return self._end_with_error(sequence, result.error, now, result.error_type)[1]
         if result.prompt_logprobs is not None:
             sequence.num_prompt_logprobs = row.start + row.num_prompt_logprobs
         if result.pooled is not None:

@@ -260,6 +260,7 @@ FAILING = (
         "does not fit the grammar",  # after many tokens
     ),
     ({"guided_regex": "([a-f][0-9]){20}" + "a?" * 2000}, "too many expressions"),  # the same
+    ({"allowed_token_ids": [2], "min_tokens": 5}, "no token can be generated"),  # found by the worker
 )
 
 
