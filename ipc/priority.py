@@ -10,7 +10,7 @@ AUTOGROUP = Path("/proc/self/autogroup")
 
 
 def go_behind(niceness: int) -> None:
-    """Lower the priority of this process, which leads its session, by so many steps of `nice`.
+    """Lower the priority of this process, which leads its session, by `niceness` steps of `nice`.
 
     Linux compares the nice values of processes within a session only, where it schedules sessions as groups (see
     sched(7), "The autogroup feature"). So the session's own value is set, too.

@@ -82,7 +82,7 @@ def warn(text: str) -> None:
 
 @contextmanager
 def opened_folder(folder: Path | None = None) -> Iterator[int]:
-    """A descriptor of a folder, to which nobody but this user (or root) may write. folder: default `cache_folder`.
+    """A descriptor of a folder to which only this user and root may write. folder: default `cache_folder`.
 
     Raises:
         PermissionError: others may. OSError: it cannot be opened.

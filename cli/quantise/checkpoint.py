@@ -165,7 +165,7 @@ def _others(folder: Path) -> Iterator[Path]:
 
 
 def _check_room(out: Path, needed: int) -> None:
-    """Raise OSError if the disk has no room for so many bytes."""
+    """Raise OSError if the disk has less room than `needed` bytes."""
     place = next(parent for parent in out.absolute().parents if parent.exists())
     free = shutil.disk_usage(place).free
     if needed > free:

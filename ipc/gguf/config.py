@@ -228,7 +228,7 @@ def rms(fields: Fields) -> Values:
 
 
 def llama(file: GgufFile) -> Values:
-    """Llama and what has its structure: Mistral, and Mixtral, which is told by its experts."""
+    """Llama, Mistral and Mixtral, which share a name in GGUF files. A file with experts is Mixtral."""
     fields = Fields(file)
     if "blk.0.ffn_gate_inp.weight" in file.tensors:
         return (
@@ -295,7 +295,7 @@ def gemma(file: GgufFile) -> Values:
 
 
 def attention_scale(fields: Fields, largest: int) -> Values:
-    """The divisor of attention scores, squared. The largest model of a family, told by its layers, has another."""
+    """The square of the divisor of attention scores. The model of a family with the most layers has another one."""
     if fields.whole("block_count") == largest:
         return {
             "query_pre_attn_scalar": fields.whole("embedding_length") // fields.whole("attention.head_count")

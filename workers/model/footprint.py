@@ -20,12 +20,26 @@ from pagewire.workers.model.structure import has_stack_structure
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
 KV_ITEM_BYTES = ITEM_BYTES | {"int8": 1, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 KV_SCALE_BYTES = {"int8": 4}  # of a token and head, for K and for V
-ONLINE = {  # how weights are held that are quantised while loading, and which parts of a model
-    "int8": (Stored(8), {Part.ATTENTION, Part.FEED_FORWARD, Part.EXPERTS, Part.OUTPUT}),
-    "fp8": (Stored(8, 32), {Part.ATTENTION, Part.FEED_FORWARD, Part.EXPERTS}),
-    "int4": (Stored(4, 32), {Part.ATTENTION, Part.FEED_FORWARD, Part.EXPERTS}),
-    "bitsandbytes": (Stored(4, 64), {Part.ATTENTION, Part.FEED_FORWARD, Part.EXPERTS}),
-    "experts_int8": (Stored(8), {Part.EXPERTS}),
+EIGHT_BITS = Stored(8, 32)
+
+
+def _everywhere(layers: Stored) -> dict[Part, Stored]:
+    """All matrices: those of layers so, embedding and output in 8 bits."""
+    return {
+        Part.ATTENTION: layers,
+        Part.FEED_FORWARD: layers,
+        Part.EXPERTS: layers,
+        Part.EMBEDDING: EIGHT_BITS,
+        Part.OUTPUT: EIGHT_BITS,
+    }
+
+
+ONLINE = {  # how `online.py` holds the matrices of a part that it quantises
+    "int8": _everywhere(EIGHT_BITS),
+    "fp8": _everywhere(EIGHT_BITS),
+    "int4": _everywhere(Stored(4, 32, has_offsets=True)),
+    "bitsandbytes": _everywhere(Stored(4, 64)),
+    "experts_int8": {Part.EXPERTS: EIGHT_BITS},
 }
 FILE_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 PACKING_ROWS = 1024  # of a matrix that are converted and packed at a time
@@ -166,8 +180,7 @@ class _Held:
     def of(cls, matrix: Matrix, dtype: str, quantization: str | None, isa: str) -> _Held:
         itemsize, stored = ITEM_BYTES[dtype], matrix.stored
         if stored.is_float and quantization in ONLINE and not matrix.is_vector:
-            scheme, parts = ONLINE[quantization]
-            stored = scheme if matrix.part in parts else stored
+            stored = ONLINE[quantization].get(matrix.part, stored)
         if stored.is_float:
             is_copy = FILE_DTYPES.get(matrix.dtype) != dtype
             stored = Stored(8 * itemsize)

@@ -124,7 +124,7 @@ def _marked(value: Any, tensors: list[Tensor]) -> dict[str, Any]:
     if isinstance(value, Tensor):
         tensors.append(value.detach().contiguous())
         return {"tensor": len(tensors) - 1}
-    if isinstance(value, list | tuple):
+    if type(value) in (list, tuple):  # a named tuple needs a form of its own
         return {type(value).__name__: [describe(item, tensors) for item in value]}
     if isinstance(value, dict):
         return {"dict": {name: describe(item, tensors) for name, item in value.items()}}

@@ -38,7 +38,7 @@ def calls(workers: Workers) -> PendingCalls:
 
 
 def test_calls_are_sent_one_at_a_time(workers: Workers, calls: PendingCalls) -> None:
-    """So a step waits for one call at most, whoever makes how many."""
+    """A step waits for one call at most, however many calls were made."""
     outcomes: list[Any] = []
     for number in range(5):
         calls.call("ping", {"number": number}, outcomes.append)
