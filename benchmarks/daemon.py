@@ -14,12 +14,17 @@ from pagewire import AsyncLLM
 
 
 @contextmanager
-def running_core(*options: str) -> Iterator[str]:
-    """The address of a core, started with these options of `pagewire core`, that ends with the block."""
+def running_core(*options: str, python: str = sys.executable) -> Iterator[str]:
+    """The address of a core, started with these options of `pagewire core`, that ends with the block.
+
+    python: the interpreter of the version of pagewire to run.
+    """
     with tempfile.TemporaryDirectory() as folder:
         address = f"ipc://{folder}/core.sock"
-        command = [sys.executable, "-m", "pagewire.cli.main", "core", "--listen", address, *options]
-        core = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        command = [python, "-m", "pagewire.cli.main", "core", "--listen", address, *options]
+        # In a session of its own, as a server's core is: the scheduler of Linux shares processors between sessions
+        # first. Not in this folder, where `python -m` would import the version of this folder.
+        core = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, cwd=folder)
         assert core.stdout is not None
         try:
             if not core.stdout.readline().startswith("ready"):

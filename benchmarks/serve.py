@@ -2,12 +2,11 @@
 
     python -m benchmarks.serve MODEL_FOLDER --peer vllm=/path/to/its/python
 
-`--peer pagewire:before=/path/to/python` is an older version of ours, installed in an environment of its own; it
-spawns its own core.
+`--peer pagewire:before=/path/to/python` is an older version of ours, installed in an environment of its own.
 
-A closed loop of `--concurrency` streams of random token prompts, greedy, past the end of sequence. "AsyncLLM" is
-the load in Python on the very core that our server is attached to. The table gives medians over the runs;
-everything goes to `benchmarks/results/` as JSON, too.
+Each server of ours is attached to a core of its own version. A closed loop of `--concurrency` streams of random token
+prompts, greedy, past the end of sequence. "AsyncLLM" is the load in Python on the very core that our server is
+attached to. The table gives medians over the runs; everything goes to `benchmarks/results/` as JSON, too.
 """
 
 from __future__ import annotations
@@ -82,14 +81,6 @@ class Peer:
     def is_vllm(self) -> bool:
         """True for vLLM, whose idle threads look for work: it is stopped while another server is measured."""
         return self.name == "vllm"
-
-    def command(self, model: str, port: int) -> list[str]:
-        """The command that serves a model folder at a port of loopback."""
-        if self.is_vllm:
-            serve = ["vllm.entrypoints.openai.api_server", "--model", model, *VLLM_OPTIONS]
-        else:
-            serve = ["pagewire.cli.main", "serve", model, "--max-model-len", str(MAX_MODEL_LEN)]
-        return [self.python, "-m", *serve, "--port", str(port)]
 
 
 class Server:
@@ -224,20 +215,34 @@ def table(runs: dict[str, list[dict[str, Any]]]) -> str:
 def start(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     """What the load is put on, by name: a core's address, or servers. vLLM is stopped."""
     model = str(options.model)
-    address = stack.enter_context(running_core("--model", model, "--max-model-len", str(MAX_MODEL_LEN)))
-    port = free_port()
-    ours = [sys.executable, "-m", "pagewire.cli.main", "serve", "--attach", address, "--port", str(port)]
-    targets: dict[str, Any] = {
-        "AsyncLLM": address,
-        "pagewire": stack.enter_context(serving([*ours, *options.serve_option], port)),
-    }
+    address = stack.enter_context(running_core(*core_options(model)))
+    server = stack.enter_context(attached(sys.executable, address, *options.serve_option))
+    targets: dict[str, Any] = {"AsyncLLM": address, "pagewire": server}
     for peer in options.peer:
-        port = free_port()
-        environment = VLLM_ENVIRONMENT if peer.is_vllm else {}
-        targets[peer.name] = stack.enter_context(serving(peer.command(model, port), port, **environment))
         if peer.is_vllm:
-            targets[peer.name].signal(signal.SIGSTOP)
+            port = free_port()
+            serve = [peer.python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *VLLM_OPTIONS]
+            server = stack.enter_context(serving([*serve, "--port", str(port)], port, **VLLM_ENVIRONMENT))
+            server.signal(signal.SIGSTOP)
+        else:
+            address = stack.enter_context(running_core(*core_options(model), python=peer.python))
+            server = stack.enter_context(attached(peer.python, address))
+        targets[peer.name] = server
     return targets
+
+
+def core_options(model: str) -> list[str]:
+    """Options of `pagewire core` for a model folder."""
+    return ["--model", model, "--max-model-len", str(MAX_MODEL_LEN)]
+
+
+@contextmanager
+def attached(python: str, address: str, *options: str) -> Iterator[Server]:
+    """A server of ours, of an interpreter's version, that is attached to the core at an address."""
+    port = free_port()
+    serve = [python, "-m", "pagewire.cli.main", "serve", "--attach", address, "--port", str(port)]
+    with serving([*serve, *options], port) as server:
+        yield server
 
 
 def main() -> None:
