@@ -24,7 +24,9 @@ def running_core(*options: str, python: str = sys.executable) -> Iterator[str]:
         command = [python, "-m", "pagewire.cli.main", "core", "--listen", address, *options]
         # In a session of its own, as a server's core is: the scheduler of Linux shares processors between sessions
         # first. Not in this folder, where `python -m` would import the version of this folder.
-        core = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, cwd=folder)
+        core = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, start_new_session=True, cwd=folder
+        )
         assert core.stdout is not None
         try:
             if not core.stdout.readline().startswith("ready"):

@@ -4,9 +4,9 @@
 
 `--peer pagewire:before=/path/to/python` is an older version of ours, installed in an environment of its own.
 
-Each server of ours is attached to a core of its own version. A closed loop of `--concurrency` streams of random token
-prompts, greedy, past the end of sequence. "AsyncLLM" is the load in Python on the very core that our server is
-attached to. The table gives medians over the runs; everything goes to `benchmarks/results/` as JSON, too.
+Each server of ours is attached to a core of its own version. A closed loop of `--concurrency` streams of random
+token prompts, greedy, past the end of sequence. "AsyncLLM" is the load in Python on the very core that our server
+is attached to. The table gives medians over the runs; everything goes to `benchmarks/results/` as JSON, too.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ several deltas merged into one output.
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections.abc import Sequence
@@ -357,7 +356,7 @@ class RequestState:
             self._take_prompt_logprobs(delta),
             [output.take() for output in (changed if delta else self._outputs)],
             finished,
-            copy.copy(self._metrics),
+            self._metrics.__copy__(),
             num_cached_tokens=self._num_cached_tokens,
         )
 

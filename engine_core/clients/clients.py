@@ -208,6 +208,11 @@ class Clients:
         """Answer a frontend's message with an error, which keeps its type."""
         self.send(identity, Refused(error_text(error), error_type(error)))
 
+    def turn_away(self, identity: bytes, error: BaseException) -> None:
+        """Refuse to attach a frontend that has greeted."""
+        self._peers.pop(identity, None)
+        self.refuse(identity, error)
+
     def deliver(self, client: Client, deltas: list[TokenDelta]) -> None:
         """Send deltas; if the frontend's queue is full, merge them into its backlog."""
         if client.identity not in self.attached:

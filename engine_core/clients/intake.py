@@ -20,6 +20,7 @@ from pagewire.ipc.version import __version__
 
 # Time for messages before the loop turns to the worker again: a flood of them delays each step by this.
 RECEIVE_SECONDS = 0.003
+MAX_EARLY = 1024  # frontends that may wait for the engine to be ready
 PING_SECONDS = 1.0  # interval at which frontends send `Ping`
 
 
@@ -97,7 +98,7 @@ class Intake:
     def refuse_early(self, cause: BaseException) -> None:
         """Tell the frontends that wait for the engine why it does not start."""
         for identity in self._early_hellos:
-            self._core.clients.refuse(identity, cause)
+            self._core.clients.turn_away(identity, cause)
         self._early_hellos.clear()
 
     def _handle(self, identity: bytes, message: ToCore) -> None:
@@ -126,8 +127,13 @@ class Intake:
             self._core.clients.send(identity, messages.Refused(error=text))
         elif self._core.started:
             self._welcome(identity, hello)
-        else:
+        elif len(self._early_hellos) < MAX_EARLY or identity in self._early_hellos:
             self._early_hellos[identity] = hello
+        else:
+            busy = EngineBusyError(
+                f"{MAX_EARLY} frontends wait for the engine to be ready; try again when it is"
+            )
+            self._core.clients.turn_away(identity, busy)
 
     def _welcome(self, identity: bytes, hello: messages.Hello) -> None:
         clients = self._core.clients

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from pagewire.engine_core.clients.clients import MAX_FAULTS, Client
 from pagewire.ipc.items import Prompt
-from pagewire.ipc.messages import Abort, Deltas, Refused, Request, Submit
+from pagewire.ipc.messages import PROTOCOL, Abort, Deltas, Hello, Refused, Request, Submit, Welcome
 from pagewire.ipc.params import SamplingParams
 
 from ..conftest import RawFrontend, RunningCore
@@ -173,6 +176,32 @@ def test_what_a_message_raises_ends_its_sender_alone(
     good.submit(1, [3, 4])
     good.finish((1, 0))
     assert good.outputs[1, 0] == roll_out([3, 4], 8)
+
+
+def test_few_frontends_may_wait_for_the_engine(
+    start_core: Callable[..., RunningCore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (hang := tmp_path / "hang").touch()
+    monkeypatch.setenv("HANG_WHILE_STARTING", str(hang))
+    monkeypatch.setattr("pagewire.engine_core.clients.intake.MAX_EARLY", 2)
+    core = start_core()
+    waiting = [core.frontend(f"early {number}") for number in range(2)]
+    for frontend in waiting * 2:  # one that greets again waits once
+        frontend.say(Hello(PROTOCOL, "test", os.getpid(), frontend.name))
+    late = core.frontend("late")
+    while len(core.clients._peers) < len(waiting):
+        pass
+    late.say(Hello(PROTOCOL, "test", os.getpid(), late.name))
+    refused = late.hear()
+    assert isinstance(refused, Refused) and refused.error_type == "EngineBusyError"
+    assert len(core.clients._peers) == len(waiting)
+    worker = psutil.Process(core.workers.pids[0])
+    while worker.status() != psutil.STATUS_STOPPED:
+        pass
+    worker.resume()
+    assert all(isinstance(frontend.hear(), Welcome) for frontend in waiting)
+    late.attach()
+    assert not core.clients._peers
 
 
 def test_a_flood_of_refusals_does_not_fill_the_log(
