@@ -356,7 +356,7 @@ class RequestState:
             self._take_prompt_logprobs(delta),
             [output.take() for output in (changed if delta else self._outputs)],
             finished,
-            self._metrics.__copy__(),
+            msgspec.structs.replace(self._metrics),
             num_cached_tokens=self._num_cached_tokens,
         )
 

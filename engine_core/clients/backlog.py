@@ -11,7 +11,9 @@ from pagewire.ipc.messages import Deltas, TokenDelta
 
 DELTA_BYTES = 400  # memory of a delta without its tokens
 TOKEN_BYTES = 36  # of a token in a list: a pointer and an integer
-PIECE_BYTES = 1 << 20  # about this much is encoded at a time, in vain where there is still no room for it
+# About this much is encoded at a time, in vain where there is still no room for it. ZeroMQ may keep `SEND_QUEUE`
+# pieces for each frontend, beside what is kept here.
+PIECE_BYTES = 128 << 10
 
 
 class Backlog:

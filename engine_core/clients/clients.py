@@ -41,8 +41,8 @@ logger = logging.getLogger("pagewire.core")
 # not read yet waits in the frontend. Unsent: further output is merged, and bounded in bytes (`Backlog`).
 RECEIVE_QUEUE = 16
 SEND_QUEUE = 64
-# Unsent output (tokens, refusals, answers) for which a frontend that does not read is detached. That of 20 s at
-# 30,000 tokens a second with 20 log probabilities each is about this much.
+# Unsent output (tokens, refusals, answers) of all frontends, over which that with most of it is detached. That of
+# 20 s at 30,000 tokens a second with 20 log probabilities each is about this much.
 MAX_BACKLOG_BYTES = 128 << 20
 MAX_REFUSED = 1000  # messages that a core which does not start answers before it looks whether it should end
 MAX_FAULTS = 3  # messages that the core failed to handle, after which their sender is detached
@@ -99,7 +99,7 @@ class Clients:
     """The bound ROUTER socket and the frontends attached to it.
 
     silence_seconds: a frontend that sends nothing for this long is detached. access: what peers may do.
-    max_backlog_bytes: a frontend that leaves more output than this unread is detached.
+    max_backlog_bytes: when frontends leave more output than this unread, the one with most of it is detached.
     """
 
     def __init__(
@@ -221,14 +221,14 @@ class Clients:
             return
         for delta in deltas:
             client.backlog.add(delta)
-        self._limit_backlog(client)
+        self._limit_backlogs()
 
     def answer(self, identity: bytes, reply: CallAnswer) -> None:
         """Send the answer to a call, after all deltas that came before it."""
         client = self.attached.get(identity)
         if client is not None and (client.backlog or not self.send(identity, reply)):
             client.backlog.add_answer(self._codec.encode(reply))
-            self._limit_backlog(client)
+            self._limit_backlogs()
 
     def fault(self, identity: bytes, error: Exception) -> None:
         """Record that a message could not be handled: answer it, and detach its sender if that repeats."""
@@ -274,11 +274,16 @@ class Clients:
         if self._num_warnings <= MAX_WARNINGS:
             logger.warning(text, *values, exc_info=exc_info)
 
-    def _limit_backlog(self, client: Client) -> None:
+    def _limit_backlogs(self) -> None:
+        """Detach the frontend that has read least, if all together leave too much unread."""
+        clients = list(self.attached.values())
+        if sum(client.backlog.num_bytes for client in clients) <= self._max_backlog_bytes:
+            return
+        client = max(clients, key=lambda client: client.backlog.num_bytes)
         size = client.backlog.num_bytes
-        if size > self._max_backlog_bytes:
-            client.backlog = Backlog(self._codec.encode)
-            self.detach(
-                client,
-                f"it does not read: {size:,} bytes of output are unsent (limit: {self._max_backlog_bytes:,})",
-            )
+        client.backlog = Backlog(self._codec.encode)
+        self.detach(
+            client,
+            f"it does not read: {size:,} bytes of output are unsent (limit of all frontends: "
+            f"{self._max_backlog_bytes:,})",
+        )

@@ -131,7 +131,7 @@ def test_a_frontend_that_leaves_too_much_unread_is_detached(
     while len((status := watcher.status())["clients"]) > 1 or status["running"] + status["waiting"]:
         pass
     assert not client.backlog and status["num_free_blocks"] == status["num_blocks"]
-    assert "does not read" in caplog.text and "limit: 1,048,576" in caplog.text
+    assert "does not read" in caplog.text and "limit of all frontends: 1,048,576" in caplog.text
     watcher.submit(1, [9, 9])
     watcher.finish((1, 0))
     assert watcher.outputs[1, 0] == roll_out([9, 9], 8)
@@ -148,6 +148,23 @@ def test_unread_answers_count_as_well(
     while len(watcher.status()["clients"]) > 1:
         pass
     assert core.error is None
+
+
+def test_the_limit_holds_for_all_frontends_together(
+    start_core: Callable[..., RunningCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = start_core(max_backlog_bytes=1 << 20)
+    watcher, first, second = (attached(core, name) for name in ("watcher", "first", "second"))
+    kept = FullQueue(core, first, monkeypatch).client
+    FullQueue(core, second, monkeypatch)
+    first.say(refused_requests(15))  # a delta for each of 64 outputs, and a third of the limit
+    while 14 not in kept.backlog:
+        watcher.status()
+    second.say(refused_requests(40))
+    while len(watcher.status()["clients"]) > 2:
+        pass
+    assert set(core.clients.attached) == {b"watcher", b"first"}
+    assert len(list(kept.backlog.deltas)) == 15 * 64
 
 
 def test_what_a_message_raises_ends_its_sender_alone(
