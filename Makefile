@@ -32,7 +32,8 @@ build/smollm2: $(PIP)
 # rest start engines, whose threads use the processors themselves: three at a time keep two processors busy while an
 # engine starts, compiles or waits. A process that is done first takes tests from the end of another's: there the short
 # ones are, so that all processes end together.
-LIGHT := tests/test_imports.py tests/test_sbom.py tests/ipc tests/engine_core tests/frontend tests/benchmarks
+# A file of one long test would be last if files with the most tests went first.
+LIGHT := tests/engine_core tests/frontend tests/ipc tests/benchmarks tests/test_imports.py tests/test_sbom.py
 HEAVY := tests/kernels tests/end_to_end tests/cli tests/workers
 
 CUDA12 := PYTHONPATH=$(CURDIR)/build/cuda12 LD_LIBRARY_PATH=$(CURDIR)/build/cuda12/nvidia/cuda_nvrtc/lib \
@@ -42,7 +43,7 @@ test: build/cuda12 build/smollm2 test-fast
 	$(CUDA12) $(BIN)/pytest -n 3 --dist worksteal --durations=30 -m "not every_variant and not planted_faults" $(HEAVY)
 
 test-fast: $(STAMP)
-	$(BIN)/pytest -n auto --dist loadfile $(LIGHT)
+	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder $(LIGHT)
 
 # A minute of attacks on a server beside a well-behaved client, the same ones every time. The attackers share two processors
 # with the server here, so the client may wait longer than it may on a larger machine: what is looked for is what hangs,
