@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Sources are compiled to bytecode once, not in each of the hundreds of processes that the tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast siege test-cuda12 test-cuda13 lint sbom clean
+.PHONY: demo test test-fast siege test-cpu test-cuda12 test-cuda13 test-cuda-faults lint sbom clean
 
 demo: $(STAMP)
 	$(BIN)/pagewire generate 'The "with" statement is used to' --max-tokens 120
@@ -30,24 +30,31 @@ build/smollm2: $(PIP)
 
 # Tests of the layers without torch come first, in a process for each processor: they are over soon. The tests of the
 # rest start engines, whose threads use the processors themselves: three at a time keep two processors busy while an
-# engine starts, compiles or waits. A process that is done first takes tests from the others.
-LIGHT := tests/test_imports.py tests/test_sbom.py tests/ipc tests/engine_core tests/frontend tests/benchmarks
-HEAVY := tests/kernels tests/workers tests/cli tests/end_to_end
+# engine starts, compiles or waits. A process that is done first takes tests from the end of another's: there the short
+# ones are, so that all processes end together.
+# A file of one long test would be last if files with the most tests went first.
+LIGHT := tests/engine_core tests/frontend tests/ipc tests/benchmarks tests/test_imports.py tests/test_sbom.py
+HEAVY := tests/kernels tests/end_to_end tests/cli tests/workers
 
 CUDA12 := PYTHONPATH=$(CURDIR)/build/cuda12 LD_LIBRARY_PATH=$(CURDIR)/build/cuda12/nvidia/cuda_nvrtc/lib \
 	PAGEWIRE_TEST_NVRTC=12.9
 
 test: build/cuda12 build/smollm2 test-fast
-	$(CUDA12) $(BIN)/pytest -n 3 --dist worksteal --durations=30 -m "not every_variant" $(HEAVY)
+	$(CUDA12) $(BIN)/pytest -n 3 --dist worksteal --durations=30 -m "not every_variant and not planted_faults" $(HEAVY)
 
 test-fast: $(STAMP)
-	$(BIN)/pytest -n auto --dist loadfile $(LIGHT)
+	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder $(LIGHT)
 
 # A minute of attacks on a server beside a well-behaved client, the same ones every time. The attackers share two processors
 # with the server here, so the client may wait longer than it may on a larger machine: what is looked for is what hangs,
 # ends, grows or answers wrongly.
 siege: $(STAMP)
 	$(BIN)/python -m benchmarks.siege --minutes 1 --seed 0 --max-wait 30
+
+# The CPU kernels as they are shipped, for every instruction set of this CPU. `make test` has only the best of them so,
+# and compiles the others with less optimisation.
+test-cpu: $(STAMP)
+	PAGEWIRE_TEST_SHIPPED_FLAGS=1 $(BIN)/pytest -n auto --dist worksteal --ignore tests/kernels/cuda tests/kernels
 
 # Every variant of every CUDA kernel, by both generations of the compiler: for changes of the kernels.
 test-cuda12: build/cuda12 $(STAMP)
@@ -56,6 +63,10 @@ test-cuda12: build/cuda12 $(STAMP)
 test-cuda13: build/cuda13 $(STAMP)
 	PYTHONPATH=$(CURDIR)/$< LD_LIBRARY_PATH=$(CURDIR)/$</nvidia/cu13/lib PAGEWIRE_TEST_NVRTC=13.0 \
 		$(BIN)/pytest tests/kernels/cuda/test_compile.py
+
+# Faults planted in the CUDA kernels, which the tests of the kernels must notice.
+test-cuda-faults: $(STAMP)
+	$(BIN)/pytest -n auto --dist loadfile -m planted_faults tests/kernels/cuda
 
 # mypy sees the namespace through links: the folders sit side by side, pagewire.* is made on installation.
 FOLDERS := cli engine_core frontend ipc kernels workers
@@ -71,10 +82,12 @@ lint: $(STAMP)
 sbom: $(STAMP)
 	$(BIN)/python .ci/sbom.py build/sbom.json
 
-# Pip would compile the packages on one processor. Some hold files for a newer Python, which do not compile.
+# Pip would compile the packages on one processor. Some hold files for a newer Python, which do not compile. What is
+# large and mostly never imported is compiled when it is imported.
+RARE := /tests?/|/(networkx|pip|setuptools|sympy)/|/transformers/models/|/torch/(_inductor|testing)/
 $(STAMP): $(PIP) pyproject.toml setup.py
 	$(BIN)/python -m pip install --no-compile --progress-bar on -c constraints.txt -e '.[dev]'
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+	@$(BIN)/python -m compileall -qq -j 0 -x '$(RARE)' $(VENV)/lib || true
 	@touch $@
 
 $(PIP): constraints.txt

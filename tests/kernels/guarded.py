@@ -10,11 +10,11 @@ import sys
 import torch
 from torch import Tensor
 
-from pagewire.kernels.cpu.build import INSTRUCTION_SETS, emulated_tiles
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.library import open_library
 from pagewire.kernels.cpu.quantised import QuantisedLinear
 from pagewire.kernels.weight import dense_weight
+from tests.kernels.instruction_sets import TESTED
 from tests.kernels.test_cpu_quantised import SCHEMES, random_rows, random_weight
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -59,8 +59,8 @@ def multiply_quantised(kernels: CpuKernels) -> None:
 
 def main() -> None:
     """Run both on one instruction set."""
-    sets = {isa.name: isa for isa in (*INSTRUCTION_SETS, emulated_tiles())}
-    kernels = CpuKernels(sets[sys.argv[1]], open_library(sets[sys.argv[1]]))
+    isa = TESTED[sys.argv[1]]
+    kernels = CpuKernels(isa, open_library(isa))
     torch.manual_seed(0)
     multiply_dense(kernels)
     multiply_quantised(kernels)

@@ -13,7 +13,7 @@ from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.paging import kv_block_bytes
 
 from .batches import Shape, allocate_kv, page, random_request
-from .conftest import TESTED, kernels_or_skip
+from .instruction_sets import TESTED, kernels_or_skip
 
 SCALE = 40**-0.5
 

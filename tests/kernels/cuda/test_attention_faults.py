@@ -158,6 +158,7 @@ def title(value: object) -> str:
     return value.old.strip()[:40] if isinstance(value, Edit) else str(value)
 
 
+@pytest.mark.planted_faults
 @pytest.mark.parametrize(("which", "edit"), FAULTS, ids=title)
 def test_faults_are_caught(
     right: None, compiled: None, catch: Callable[..., None], which: str, edit: Edit

@@ -27,11 +27,12 @@ def largest_of_each_family() -> list[Variant]:
     return list(families.values())
 
 
+@pytest.mark.every_variant
 @pytest.mark.parametrize(
     ("arch", "variants"),
     [
         *((arch, largest_of_each_family()) for arch in (ARCHITECTURE, *OTHERS)),
-        pytest.param(ARCHITECTURE, all_variants(), marks=pytest.mark.every_variant),
+        (ARCHITECTURE, all_variants()),
     ],
     ids=[ARCHITECTURE, *OTHERS, "every variant"],
 )

@@ -241,6 +241,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.planted_faults
 @pytest.mark.parametrize("edit", FAULTS, ids=lambda edit: edit.old.strip()[:40])
 def test_faults_are_caught(catch: Callable[..., None], edit: Edit) -> None:
     def several(launcher: EmulatedLauncher) -> None:

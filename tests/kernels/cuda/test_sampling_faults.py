@@ -302,6 +302,7 @@ def test_without_faults_the_output_is_right(make: Callable[[], Batch]) -> None:
     assert not differs(make)
 
 
+@pytest.mark.planted_faults
 def test_every_planted_fault_is_caught(capsys: pytest.CaptureFixture[str]) -> None:
     """Prints the count."""
     faults = [(kernel, make, Edit(*edit)) for kernel, make, *edit in FAULTS]

@@ -68,6 +68,8 @@ def _precompiled_header(command: tuple[str, ...]) -> Path:
     cache_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.mkdir(exist_ok=True)
     header, compiled = folder / HEADER.name, folder / f"{HEADER.name}.gch"
+    if compiled.exists():  # the lock may be held for as long as the kernels of a CPU take to compile
+        return header
     with locked():
         if not compiled.exists():
             header.write_bytes(HEADER.read_bytes())

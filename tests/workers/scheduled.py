@@ -1,16 +1,9 @@
-"""Greedy tokens in float32 are those of transformers, however the engine schedules.
-
-The real scheduler drives the real runner in this process, with steps in flight as the core keeps them: for every
-architecture that is served, small chunks, forced preemption, prefix cache on and off, overlap on and off.
-"""
+"""The real scheduler drives a real runner in this process, with steps in flight as the core keeps them."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
-
-import pytest
 
 from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import sequences
@@ -20,15 +13,10 @@ from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.worker_messages import StepPlan
 from pagewire.workers.runner import Runner
 
-from ..workers.architectures import ARCHITECTURES, VOCAB_SIZE, Architecture
-from ..workers.driver import load_runner
-from ..workers.parity import make_prompts, transformers_tokens
+from .parity import NUM_TOKENS
 
-LENGTHS = (23, 5, 17, 1, 30)
-NUM_TOKENS = 10
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64
-SERVED = [architecture for architecture in ARCHITECTURES if architecture.refused is None]
 
 
 @dataclass(frozen=True)
@@ -86,16 +74,3 @@ def run(runner: Runner, setting: Setting, prompts: list[list[int]]) -> tuple[lis
     while launched:  # rows of requests that have ended
         scheduler.commit(runner.step(launched.popleft()), 0.0)
     return outputs, scheduler
-
-
-@pytest.mark.parametrize("architecture", SERVED, ids=lambda architecture: architecture.name)
-def test_every_setting_gives_the_tokens_of_transformers(architecture: Architecture, tmp_path: Path) -> None:
-    folder = architecture.write(tmp_path)
-    prompts = make_prompts(VOCAB_SIZE, LENGTHS)
-    expected = transformers_tokens(folder, prompts, NUM_TOKENS)
-    runner, _ = load_runner(folder, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE)
-    for setting in SETTINGS:
-        outputs, scheduler = run(runner, setting, prompts)
-        assert outputs == expected + expected, setting.name
-        assert (scheduler.stats.num_preemptions > 0) == (setting.num_blocks < 64), setting.name
-        assert scheduler.kv.pool.num_free == setting.num_blocks, setting.name
