@@ -17,6 +17,7 @@ from contextlib import suppress
 
 import zmq
 
+from pagewire.engine_core.clients.block_events import BlockEvents
 from pagewire.engine_core.clients.clients import Client, Clients
 from pagewire.engine_core.clients.control import Control
 from pagewire.engine_core.clients.intake import Intake
@@ -65,6 +66,7 @@ class EngineCore:
     scheduler: Scheduler
     metrics: Metrics
     outbox: Outbox
+    block_events: BlockEvents
     grammars: Grammars
     lobby: Lobby
     info: EngineInfo
@@ -150,6 +152,8 @@ class EngineCore:
             wait = 0.0
         elif self._restarts.due is not None:
             wait = min(wait, max(0.0, self._restarts.due - time.monotonic()))
+        if self.started:
+            wait = min(wait, self.block_events.wait(time.monotonic()))
         ready = {source for source, _ in self._poller.poll(math.ceil(wait * 1000))}
         awake_at = time.monotonic()
         if self._lifeline_fd in ready:
@@ -174,6 +178,7 @@ class EngineCore:
         self.control.advance()
         self._launch()
         self.deliver()
+        self.block_events.flush(time.monotonic())
 
     def _check_timers(self) -> None:
         now = time.monotonic()
@@ -249,6 +254,7 @@ class EngineCore:
             self.metrics = Metrics(self.info.max_model_len)
             self.lobby = Lobby(self.grammars, self.config.args.max_waiting, self.metrics.grammar.observe)
             self.outbox = Outbox(self.clients, self.metrics)
+            self.block_events = BlockEvents(self.clients, self.scheduler.kv.pool)
             self.started = True
             logger.info(
                 "engine ready: %s (%s, %s), %d KV blocks of %d tokens, max_model_len %d",
