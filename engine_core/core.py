@@ -21,6 +21,7 @@ from pagewire.engine_core.clients.block_events import BlockEvents
 from pagewire.engine_core.clients.clients import Client, Clients
 from pagewire.engine_core.clients.control import Control
 from pagewire.engine_core.clients.intake import Intake
+from pagewire.engine_core.clients.kv_events import KVPublisher
 from pagewire.engine_core.clients.metrics import Metrics, summary
 from pagewire.engine_core.clients.outbox import Outbox
 from pagewire.engine_core.config import EngineConfig
@@ -59,6 +60,7 @@ class EngineCore:
 
     lifeline_fd: a file descriptor that becomes readable when the process that spawned this core has ended, upon
         which the core stops; -1 for none.
+    publisher: publishes what becomes of KV blocks; None if nothing is published.
 
     Attributes without a value in `__init__` exist once the first worker is ready (`started`).
     """
@@ -72,7 +74,12 @@ class EngineCore:
     info: EngineInfo
 
     def __init__(
-        self, config: EngineConfig, worker: WorkerGroup, clients: Clients, lifeline_fd: int = -1
+        self,
+        config: EngineConfig,
+        worker: WorkerGroup,
+        clients: Clients,
+        lifeline_fd: int = -1,
+        publisher: KVPublisher | None = None,
     ) -> None:
         self.config = config
         self.worker = worker
@@ -82,7 +89,7 @@ class EngineCore:
         self.started = False
         self.started_at = time.monotonic()
         self.on_ready: Callable[[], None] = lambda: None
-        self._lifeline_fd = lifeline_fd
+        self._lifeline_fd, self._publisher = lifeline_fd, publisher
         self._poller = zmq.Poller()
         for source in (clients.socket, worker.socket, worker.exit_fd):
             self._poller.register(source, zmq.POLLIN)
@@ -254,7 +261,7 @@ class EngineCore:
             self.metrics = Metrics(self.info.max_model_len)
             self.lobby = Lobby(self.grammars, self.config.args.max_waiting, self.metrics.grammar.observe)
             self.outbox = Outbox(self.clients, self.metrics)
-            self.block_events = BlockEvents(self.clients, self.scheduler.kv.pool)
+            self.block_events = BlockEvents(self.clients, self.scheduler.kv.pool, self._publisher)
             self.started = True
             logger.info(
                 "engine ready: %s (%s, %s), %d KV blocks of %d tokens, max_model_len %d",

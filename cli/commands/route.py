@@ -37,8 +37,8 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "route",
         help="serve several cores of one model as if they were one",
         description="Serve OpenAI's API over HTTP on several engine cores of the same model. A request goes "
-        "where most of its prompt is cached, unless too much waits there. When a core dies, its requests go on on another "
-        "one. With --enable-admin, /cores lists, adds and drains cores. Otherwise as `pagewire serve`.",
+        "where most of its prompt is cached, unless too much waits there. When a core dies, its requests go on "
+        "elsewhere. With --enable-admin, /cores lists, adds and drains cores. Otherwise as `pagewire serve`.",
     )
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="same as --model, for --spawn")
     group = parser.add_argument_group("Cores")

@@ -2,8 +2,8 @@
 
     pool.changes --(every INTERVAL_SECONDS)--> Blocks(0, 1, 2, ...) --> each follower
 
-While there is no follower the pool records nothing. What a follower does not read is not kept for it: its numbers
-go on, so it notices the gap, and calls `follow_blocks` again.
+While there is no follower, and nothing is published (`kv_events`), the pool records nothing. What a follower does
+not read is not kept for it: its numbers go on, so it notices the gap, and calls `follow_blocks` again.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from pagewire.engine_core.clients.clients import Client, Clients
+from pagewire.engine_core.clients.kv_events import KVPublisher
 from pagewire.engine_core.schedule.block_changes import net_effect
 from pagewire.engine_core.schedule.blocks import BlockPool
 from pagewire.ipc.messages import Blocks
@@ -32,10 +33,12 @@ class Follower:
 
 
 class BlockEvents:
-    """The followers of the blocks of a pool."""
+    """The followers of the blocks of a pool. publisher: gets all changes, too; None if nothing is published."""
 
-    def __init__(self, clients: Clients, pool: BlockPool) -> None:
-        self._clients, self._pool = clients, pool
+    def __init__(self, clients: Clients, pool: BlockPool, publisher: KVPublisher | None = None) -> None:
+        self._clients, self._pool, self._publisher = clients, pool, publisher
+        if publisher is not None:
+            pool.changes = []
         self._followers: dict[bytes, Follower] = {}
         self._next = 0.0  # time of the next batch
 
@@ -60,13 +63,15 @@ class BlockEvents:
         for identity, follower in list(self._followers.items()):
             if attached.get(identity) is not follower.client:
                 del self._followers[identity]
-        if not self._followers:
+        if not self._followers and self._publisher is None:
             self._pool.changes = None
             return
         changes, self._pool.changes = self._pool.changes, []
         if not changes and not any(follower.behind for follower in self._followers.values()):
             return
         self._next = now + INTERVAL_SECONDS
+        if changes and self._publisher is not None:
+            self._publisher.publish(changes)
         reset, came, went = net_effect(changes)
         batch = Blocks(0, reset, b"".join(came), b"".join(went))
         for follower in self._followers.values():

@@ -436,8 +436,12 @@ class OneCore:
         return self._fleet.submit_to(self._replica, self._client, requests)
 
     def abort(self, keys: Sequence[int] = (), sequences: Sequence[tuple[int, int]] = ()) -> None:
-        """Drop requests, or sequences of them."""
-        self._fleet.abort(keys, sequences)
+        """Drop requests, or sequences of them. Until they go on elsewhere, whole ones count as on this core.
+
+        So they are among its requests if it dies before it has read this.
+        """
+        self._fleet.abort(sequences=sequences)
+        self._client.abort(keys)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call a method of this core."""

@@ -87,7 +87,8 @@ class Ledger:
         return by_number[choose(work.num_tokens, candidates, last)]
 
     def put(self, work: Work, replica: Replica, now: float) -> Placement:
-        """Record that a request is sent to a core."""
+        """Record that a request is sent to a core, and is no longer on another one."""
+        self.drop(work.request.key, now)
         self._forget_ended(now)
         request, core = work.request, replica.number
         depth = self.index.depths(work.names, [core])[core] if work.reads_cache else 0
