@@ -11,7 +11,7 @@ from pagewire.frontend.route.replica import Place
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.sockets import CurveKeys, check_address
 
-CONNECT_SECONDS = 10.0  # for a core that runs to accept a connection
+CONNECT_SECONDS = 3.0  # for a core that runs to accept a connection; it may load its model after that
 RESTARTS = 1 << 30  # of a spawned core: as often as it dies, after growing pauses
 
 

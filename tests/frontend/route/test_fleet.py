@@ -14,7 +14,7 @@ import pytest
 from pagewire.frontend import core_source
 from pagewire.frontend.mailbox import Inbox
 from pagewire.frontend.outputs import RequestState
-from pagewire.frontend.route import members
+from pagewire.frontend.route import members, places
 from pagewire.frontend.route.engine import routed
 from pagewire.frontend.route.fleet import Fleet
 from pagewire.frontend.route.gathering import gather, merged
@@ -76,6 +76,7 @@ def cores(tmp_path: Path, engine_info: EngineInfo, monkeypatch: pytest.MonkeyPat
     """Cores that die of what a test says."""
     monkeypatch.setattr(core_source, "RETRY_SECONDS", 0.02)
     monkeypatch.setattr(members, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(places, "CONNECT_SECONDS", 0.5)
     opened = Cores(tmp_path, engine_info)
     yield opened
     opened.close()
@@ -220,6 +221,8 @@ def test_a_core_can_join(cores: Cores, tmp_path: Path) -> None:
         cores.fleet.add(cores.new(dtype="bfloat16"))
     with pytest.raises(ValueError, match="must begin with ipc:// or tcp://"):
         cores.fleet.add("udp://x")
+    with pytest.raises(EngineDeadError, match="no engine core answers"):
+        cores.fleet.add(f"ipc://{tmp_path}/none.sock")
     assert [replica.number for replica in cores.fleet.members] == [0, 1]
 
 
@@ -231,9 +234,7 @@ def test_cores_of_different_models_are_refused(cores: Cores) -> None:
 def test_a_core_that_is_not_there_yet_is_tried_again(cores: Cores, tmp_path: Path) -> None:
     late = f"ipc://{tmp_path}/core1.sock"
     here = cores.new()
-    short = [running(here), running(late)]
-    short[1].source._timeout = 0.1  # type: ignore[attr-defined]
-    cores.engine = routed(short)
+    cores.engine = routed([running(here), running(late)])
     session = cores.engine.session
     assert [replica.state for replica in cores.fleet.members] == [State.UP, State.JOINING]
     assert cores.new() == late
@@ -245,10 +246,8 @@ def test_a_core_that_is_not_there_yet_is_tried_again(cores: Cores, tmp_path: Pat
 
 
 def test_no_core_at_all(cores: Cores, tmp_path: Path) -> None:
-    place = running(f"ipc://{tmp_path}/none.sock")
-    place.source._timeout = 0.1  # type: ignore[attr-defined]
     with pytest.raises(EngineDeadError, match="no engine core answers"):
-        routed([place])
+        routed([running(f"ipc://{tmp_path}/none.sock")])
 
 
 class SilentCores:
