@@ -45,7 +45,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--rights",
         type=Path,
         metavar="FILE",
-        help="YAML file that says what each frontend may do: lists of read, generate and control for uid:NUMBER, "
+        help="YAML file that says what each frontend may do: lists of read, generate, events and control for "
         "curve:NAME (its certificate), tcp (loopback without keys) and default (default: everything)",
     )
     group.add_argument(

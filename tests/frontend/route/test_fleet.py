@@ -24,7 +24,7 @@ from pagewire.frontend.session import Session
 from pagewire.ipc.block_names import prompt_names
 from pagewire.ipc.errors import EngineDeadError, RequestCrashedEngineError
 from pagewire.ipc.items import Prompt
-from pagewire.ipc.messages import Blocks, CoreDying, EngineInfo, Request, TokenDelta
+from pagewire.ipc.messages import Blocks, Call, CoreDying, EngineInfo, Request, TokenDelta
 from pagewire.ipc.params import SamplingParams
 
 from ..conftest import PATIENCE, FakeCore
@@ -311,6 +311,7 @@ def test_other_salts_are_other_prefixes(silent: SilentCores) -> None:
 
 
 def test_after_a_gap_all_names_are_asked_for_again(silent: SilentCores) -> None:
+    assert silent.cores[0].expect(Call).method == "follow_blocks"  # the first time
     asked: list[int] = []
     silent.cores[0].calls["follow_blocks"] = lambda: bool(asked.append(1)) or True
     silent.cores[0].send(Blocks(0, True, b"a" * 32))
