@@ -364,7 +364,8 @@ def forward(options: argparse.Namespace) -> bool:
                 process.stdout.readline()
             plain: dict[str, Any] = {"curve": None, "tokenizer": None, "timeout": 10.0}
             sessions = {"session": Session.attach(addresses[0], **plain)} if count == 1 else {}
-            sessions["router"] = routed_engine([running(address) for address in addresses]).session
+            router = routed_engine([running(address) for address in addresses])
+            sessions["router"] = router.session
             for name, session in sessions.items():
                 for length in (1, 100):
                     run(session, length)

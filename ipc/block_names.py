@@ -26,7 +26,11 @@ def hash_block(parent: bytes, token_ids: Sequence[int], keys: bytes = b"") -> by
     parent: `ROOT` for the first block of a sequence.
     keys: what else the content depends on (`encoded_keys`).
     """
-    return sha256(b"%d|%b%b%b" % (len(token_ids), parent, array("i", token_ids).tobytes(), keys)).digest()
+    return _hash(parent, len(token_ids), array("i", token_ids).tobytes(), keys)
+
+
+def _hash(parent: bytes, num_tokens: int, tokens: bytes, keys: bytes) -> bytes:
+    return sha256(b"%d|%b%b%b" % (num_tokens, parent, tokens, keys)).digest()
 
 
 def encoded_keys(keys: list[tuple[Any, ...]]) -> bytes:
@@ -41,18 +45,26 @@ def name_blocks(
 
     names: of its first blocks. keys: called with the index of a block and the block size.
     """
-    for i in range(len(names), len(token_ids) // block_size):
-        parent = names[-1] if names else ROOT
-        tokens = token_ids[i * block_size : (i + 1) * block_size]
-        names.append(hash_block(parent, tokens, keys(i, block_size)))
+    first, end = len(names), len(token_ids) // block_size
+    if first >= end:
+        return
+    part = array("i", token_ids[first * block_size : end * block_size])
+    tokens, size = part.tobytes(), block_size * part.itemsize
+    parent = names[-1] if names else ROOT
+    for i in range(first, end):
+        at = (i - first) * size
+        parent = _hash(parent, block_size, tokens[at : at + size], keys(i, block_size))
+        names.append(parent)
 
 
 def prompt_names(prompt: Prompt, block_size: int) -> list[bytes]:
     """The names of the full blocks of a prompt, as a core gives them that shares prefixes between requests."""
+
+    def keys(index: int, size: int) -> bytes:
+        return encoded_keys(prompt.block_keys(index, size)) if index == 0 or prompt.media else b""
+
     names: list[bytes] = []
-    name_blocks(
-        names, prompt.token_ids, block_size, lambda index, size: encoded_keys(prompt.block_keys(index, size))
-    )
+    name_blocks(names, prompt.token_ids, block_size, keys)
     return names
 
 

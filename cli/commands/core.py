@@ -46,7 +46,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         type=Path,
         metavar="FILE",
         help="YAML file that says what each frontend may do: lists of read, generate, events and control for "
-        "curve:NAME (its certificate), tcp (loopback without keys) and default (default: everything)",
+        "uid:NUMBER, curve:NAME (its certificate), tcp (loopback without keys) and default (default: everything)",
     )
     group.add_argument(
         "--drain-seconds",

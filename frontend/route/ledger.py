@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,18 +70,19 @@ class Ledger:
         if len(replicas) == 1:
             return replicas[0]
         by_number = {replica.number: replica for replica in replicas}
+        depths = self.index.depths(work.names, by_number) if work.reads_cache else dict.fromkeys(by_number, 0)
         candidates = [
-            Candidate(number, 0, replica.num_waiting, replica.num_running, replica.num_placed)
+            Candidate(
+                number,
+                work.num_cached(depths[number]),
+                replica.num_waiting,
+                replica.num_running,
+                replica.num_placed,
+            )
             for number, replica in by_number.items()
         ]
         if self._policy == "round-robin":
             return by_number[next_in_turn(candidates, self._num_requests)]
-        if work.reads_cache and work.names:
-            depths = self.index.depths(work.names, by_number)
-            candidates = [
-                dataclasses.replace(candidate, num_cached=work.num_cached(depths[candidate.core]))
-                for candidate in candidates
-            ]
         last = self._last.get(work.names[0]) if work.names else None
         return by_number[choose(work.num_tokens, candidates, last)]
 

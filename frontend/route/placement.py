@@ -11,18 +11,16 @@ equally cheap ones a request goes where the last one with the same beginning wen
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
-# What a running sequence costs, in prompt tokens. Each step takes one token of it beside those of a new prompt, for
-# as long as it runs, which nobody knows: so this only has to keep cores evenly full where prefixes are short.
-RUNNING_TOKENS = 16
+# What a running sequence costs, in prompt tokens: each step takes a token of it, too, for as long as both run. That is
+# as many steps as the shorter of both outputs has left, which nobody knows; many answers are about this long.
+RUNNING_TOKENS = 64
 Policy: TypeAlias = Literal["prefix", "round-robin"]
 POLICIES: tuple[Policy, ...] = ("prefix", "round-robin")
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A core that may get a request.
 
     core: its number. num_cached: tokens of the prompt that it has. num_waiting: prompt tokens that were sent there

@@ -34,10 +34,10 @@ class PrefixIndex:
 
     def expect(self, core: int, names: Iterable[bytes]) -> None:
         """Record that a request was sent to a core which will have these blocks, until `unexpect`."""
-        expected = self._expected.setdefault(core, Counter())
+        expected, holders, bit = self._expected.setdefault(core, Counter()), self._holders, 1 << core
         for name in names:
-            expected[name] += 1
-            self._holders[name] = self._holders.get(name, 0) | 1 << core
+            expected[name] = expected.get(name, 0) + 1
+            holders[name] = holders.get(name, 0) | bit
 
     def unexpect(self, core: int, names: Iterable[bytes]) -> None:
         """Take back an `expect`; after a `forget` this does nothing."""
@@ -69,8 +69,9 @@ class PrefixIndex:
         """By core, how many of the first blocks of a prompt it has without a gap."""
         depths = {core: len(names) for core in cores}
         alive = sum(1 << core for core in depths)
+        holders = self._holders
         for depth, name in enumerate(names):
-            left = alive & self._holders.get(name, 0)
+            left = alive & holders.get(name, 0)
             if left != alive:
                 for core in depths:
                     if (alive & ~left) >> core & 1:
