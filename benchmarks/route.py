@@ -42,6 +42,7 @@ print("ready", flush=True)
 sys.stdin.read()
 core.stop()
 """
+TURNS = 6  # of a chat: more do not fit into the demo model's context
 WORDS = [
     "the",
     "list",
@@ -139,14 +140,15 @@ def routed(started: Sequence[Core], *options: str) -> list[str]:
 async def chat(
     http: aiohttp.ClientSession, url: str, user: int, turns: int, length: int, stop_at: float
 ) -> Chat:
-    """A chat of one user: each turn repeats all before it. Goes on until `turns`, or a moment."""
+    """The chats of one user: each turn repeats all before it, each chat has six. Until `turns`, or a moment."""
     rng = random.Random(user)
     group = f"Group {user % 4}. " + " ".join(random.Random(user % 4).choices(WORDS, k=60))
-    messages = [{"role": "system", "content": group}]
     result = Chat()
     for turn in range(turns):
         if time.monotonic() >= stop_at:
             break
+        if turn % TURNS == 0:
+            messages = [{"role": "system", "content": group}]
         await asyncio.sleep(rng.uniform(0.0, 0.3))
         messages.append({"role": "user", "content": " ".join(rng.choices(WORDS, k=12))})
         text = await answer(http, url, messages, user * 1000 + turn, length, result)
@@ -394,7 +396,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--blocks", type=int, default=2048, help="KV blocks of each core")
     parser.add_argument("--users", type=int, default=64)
-    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--length", type=int, default=40, help="tokens of each answer")
     parser.add_argument("--seconds", type=float, default=60.0, help="for which cores are killed")
     parser.add_argument("--interval", type=float, default=10.0, help="between two deaths")
