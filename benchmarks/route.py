@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 
 ROOT = Path(__file__).parents[1]
 FAKE_CORE = """
@@ -114,8 +115,8 @@ def cores(count: int, options: Sequence[str]) -> Iterator[list[Core]]:
 
 
 @contextmanager
-def server(command: str, *options: str) -> Iterator[str]:
-    """The URL of `pagewire serve` or `pagewire route`, for the length of the block."""
+def server(command: str, *options: str) -> Iterator[tuple[str, psutil.Process]]:
+    """The URL and the process of `pagewire serve` or `pagewire route`, for the length of the block."""
     arguments = [sys.executable, "-m", "pagewire.cli.main", command, "--port", "0", "--disable-log-requests"]
     process = subprocess.Popen([*arguments, *options], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -123,7 +124,7 @@ def server(command: str, *options: str) -> Iterator[str]:
         ready, _, url = process.stdout.readline().strip().partition(" ")
         if ready != "ready":
             raise RuntimeError("the server did not start; its log above tells why")
-        yield url
+        yield url, psutil.Process(process.pid)
     finally:
         process.terminate()
         process.wait()
@@ -240,7 +241,7 @@ def hits(options: argparse.Namespace) -> bool:
     for policy in ("prefix", "round-robin"):
         with (
             cores(3, core_options(options)) as started,
-            server("route", *routed(started, "--policy", policy)) as url,
+            server("route", *routed(started, "--policy", policy)) as (url, _),
         ):
             chats, seconds = asyncio.run(all_chats(url, options.users, options.turns, options.length))
             queries, found = asyncio.run(
@@ -280,12 +281,12 @@ def kill(options: argparse.Namespace) -> bool:
             deaths += 1
         return chats.result()[0], deaths
 
-    with cores(3, core_options(options)) as started, server("route", *routed(started)) as url:
+    with cores(3, core_options(options)) as started, server("route", *routed(started)) as (url, _):
         chats, deaths = asyncio.run(disturbed(url, started))
         (moved,) = asyncio.run(counters(url, "pagewire:route_moved_total"))
     errors = [error for each in chats for error in each.errors]
     num_turns = max(len(each.texts) for each in chats)
-    with cores(3, core_options(options)) as started, server("route", *routed(started)) as url:
+    with cores(3, core_options(options)) as started, server("route", *routed(started)) as (url, _):
         calm, _ = asyncio.run(all_chats(url, options.users, num_turns, options.length))
     changed = sum(
         text != other
@@ -304,22 +305,29 @@ def kill(options: argparse.Namespace) -> bool:
 
 
 def overhead(options: argparse.Namespace) -> bool:
-    """Tokens per second of a router on one core, and of a server on it, in turn."""
+    """Tokens per second of a router on one core, and of a server on it, in turn; and the processor time of each."""
     rates: dict[str, list[float]] = {"serve": [], "route": []}
+    costs: dict[str, list[float]] = {"serve": [], "route": []}
     with cores(1, core_options(options)) as started, ExitStack() as stack:
         (core,) = started
-        urls = {
+        servers = {
             "serve": stack.enter_context(server("serve", "--attach", core.address)),
             "route": stack.enter_context(server("route", *routed(started))),
         }
         for number in range(options.rounds + 1):
-            for command, url in urls.items() if number % 2 else reversed(urls.items()):
+            for command, (url, process) in list(servers.items())[:: 1 if number % 2 else -1]:
+                before = sum(process.cpu_times()[:2])
                 chats, seconds = asyncio.run(all_chats(url, options.users, options.turns, options.length))
+                num_tokens = sum(each.num_tokens for each in chats)
                 if number:  # the first round warms up
-                    rates[command].append(sum(each.num_tokens for each in chats) / seconds)
+                    rates[command].append(num_tokens / seconds)
+                    costs[command].append((sum(process.cpu_times()[:2]) - before) / num_tokens * 1e6)
     ratios = [route / serve for serve, route in zip(rates["serve"], rates["route"], strict=True)]
     for command, values in rates.items():
-        print(f"{command}: {statistics.median(values):.0f} tokens/s ({min(values):.0f} to {max(values):.0f})")
+        print(
+            f"{command}: {statistics.median(values):.0f} tokens/s ({min(values):.0f} to {max(values):.0f}), "
+            f"{statistics.median(costs[command]):.0f} us of its processor time per token"
+        )
     print(f"route / serve: {statistics.median(ratios):.3f} (median of {len(ratios)} pairs)")
     return True
 
