@@ -143,7 +143,7 @@ async def chat(
 ) -> Chat:
     """The chats of one user: each turn repeats all before it, each chat has six. Until `turns`, or a moment."""
     rng = random.Random(user)
-    group = f"Group {user % 4}. " + " ".join(random.Random(user % 4).choices(WORDS, k=60))
+    group = f"Group {user % 4}. " + " ".join(random.Random(user % 4).choices(WORDS, k=200))
     result = Chat()
     for turn in range(turns):
         if time.monotonic() >= stop_at:
