@@ -21,6 +21,7 @@ from typing import Any
 
 from pagewire.frontend.client import CoreClient
 from pagewire.frontend.connection import Owner
+from pagewire.frontend.route.engines import check_same
 from pagewire.frontend.route.gathering import REPORT_SECONDS, Answers, gather, merged
 from pagewire.frontend.route.ledger import Ledger, Work
 from pagewire.frontend.route.members import Members
@@ -353,11 +354,17 @@ class Fleet:
         self._wake.set()
 
     def core_attached(self, replica: Replica) -> None:
-        """Use the core that took the place of the lost one."""
+        """Use the core that took the place of the lost one, if it is a replica, too."""
         with self._lock:
+            try:
+                check_same(self.info, replica.client.info, replica.place.label)
+            except ValueError as error:
+                logger.error("core %d is left: %s", replica.number, error)
+                replica.state, replica.problem = State.DRAINING, error
             if replica.state is State.LOST:
+                logger.info("core %d is back", replica.number)
                 self._set_up(replica)
-        logger.info("core %d is back", replica.number)
+        self._wake.set()
 
     def core_gone(self, replica: Replica, error: EngineDeadError) -> None:
         """Give a core up."""

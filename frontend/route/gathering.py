@@ -39,13 +39,13 @@ class Gathering:
         self._error: BaseException | None = None
         self._missing = set(calls)
         self._lock = threading.Lock()
-        timer = None if seconds is None else threading.Timer(seconds, self._finish)
-        if timer is not None:
+        for number, call in calls.items():
+            call.add_done_callback(partial(self._take, number))
+        if seconds is not None and not self.merged.done():
+            timer = threading.Timer(seconds, self._finish)
             timer.daemon = True
             timer.start()
             self.merged.add_done_callback(lambda _: timer.cancel())
-        for number, call in calls.items():
-            call.add_done_callback(partial(self._take, number))
 
     def _take(self, number: int, done: Future[Any]) -> None:
         with self._lock:

@@ -245,6 +245,18 @@ def test_a_core_that_is_not_there_yet_is_tried_again(cores: Cores, tmp_path: Pat
     assert cores.batches(1)
 
 
+def test_a_core_that_comes_back_as_another_engine_is_left(cores: Cores) -> None:
+    session, inbox = cores.open(cores.new(), cores.new()), Inbox()
+    cores.cores[0].close()
+    wait_until(lambda: cores.fleet.members.get(0).state is State.LOST)
+    info = msgspec.structs.replace(cores.info, block_size=32)
+    cores.cores.append(MortalCore(f"ipc://{cores.folder}/core0.sock", info, NEVER))
+    wait_until(lambda: [replica.number for replica in cores.fleet.members] == [1])
+    states = submit(session, inbox, *NAMES)
+    wait_for(inbox, states)
+    assert ends(states) == [(None, output())] * 6
+
+
 def test_no_core_at_all(cores: Cores, tmp_path: Path) -> None:
     with pytest.raises(EngineDeadError, match="no engine core answers"):
         routed([running(f"ipc://{tmp_path}/none.sock")])
