@@ -18,6 +18,7 @@ from pagewire.cli.commands import (
     kernels,
     keys,
     quantize,
+    route,
     run_batch,
     serve,
     top,
@@ -28,7 +29,7 @@ from pagewire.ipc.errors import EngineBusyError, EngineDeadError, ProtocolError,
 from pagewire.ipc.version import __version__
 
 COMMANDS = (
-    *(generate, chat, serve, core, top, run_batch, bench, inspect, quantize),
+    *(generate, chat, serve, core, route, top, run_batch, bench, inspect, quantize),
     *(keys, kernels, doctor, collect_env),
 )
 

@@ -17,9 +17,11 @@ from contextlib import suppress
 
 import zmq
 
+from pagewire.engine_core.clients.block_events import BlockEvents
 from pagewire.engine_core.clients.clients import Client, Clients
 from pagewire.engine_core.clients.control import Control
 from pagewire.engine_core.clients.intake import Intake
+from pagewire.engine_core.clients.kv_events import KVPublisher
 from pagewire.engine_core.clients.metrics import Metrics, summary
 from pagewire.engine_core.clients.outbox import Outbox
 from pagewire.engine_core.config import EngineConfig
@@ -58,6 +60,7 @@ class EngineCore:
 
     lifeline_fd: a file descriptor that becomes readable when the process that spawned this core has ended, upon
         which the core stops; -1 for none.
+    publisher: publishes what becomes of KV blocks; None if nothing is published.
 
     Attributes without a value in `__init__` exist once the first worker is ready (`started`).
     """
@@ -65,12 +68,18 @@ class EngineCore:
     scheduler: Scheduler
     metrics: Metrics
     outbox: Outbox
+    block_events: BlockEvents
     grammars: Grammars
     lobby: Lobby
     info: EngineInfo
 
     def __init__(
-        self, config: EngineConfig, worker: WorkerGroup, clients: Clients, lifeline_fd: int = -1
+        self,
+        config: EngineConfig,
+        worker: WorkerGroup,
+        clients: Clients,
+        lifeline_fd: int = -1,
+        publisher: KVPublisher | None = None,
     ) -> None:
         self.config = config
         self.worker = worker
@@ -80,7 +89,7 @@ class EngineCore:
         self.started = False
         self.started_at = time.monotonic()
         self.on_ready: Callable[[], None] = lambda: None
-        self._lifeline_fd = lifeline_fd
+        self._lifeline_fd, self._publisher = lifeline_fd, publisher
         self._poller = zmq.Poller()
         for source in (clients.socket, worker.socket, worker.exit_fd):
             self._poller.register(source, zmq.POLLIN)
@@ -150,6 +159,8 @@ class EngineCore:
             wait = 0.0
         elif self._restarts.due is not None:
             wait = min(wait, max(0.0, self._restarts.due - time.monotonic()))
+        if self.started:
+            wait = min(wait, self.block_events.wait(time.monotonic()))
         ready = {source for source, _ in self._poller.poll(math.ceil(wait * 1000))}
         awake_at = time.monotonic()
         if self._lifeline_fd in ready:
@@ -174,6 +185,7 @@ class EngineCore:
         self.control.advance()
         self._launch()
         self.deliver()
+        self.block_events.flush(time.monotonic())
 
     def _check_timers(self) -> None:
         now = time.monotonic()
@@ -249,6 +261,7 @@ class EngineCore:
             self.metrics = Metrics(self.info.max_model_len)
             self.lobby = Lobby(self.grammars, self.config.args.max_waiting, self.metrics.grammar.observe)
             self.outbox = Outbox(self.clients, self.metrics)
+            self.block_events = BlockEvents(self.clients, self.scheduler.kv.pool, self._publisher)
             self.started = True
             logger.info(
                 "engine ready: %s (%s, %s), %d KV blocks of %d tokens, max_model_len %d",

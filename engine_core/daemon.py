@@ -19,6 +19,7 @@ import zmq
 
 from pagewire.engine_core.clients.access import Access
 from pagewire.engine_core.clients.clients import RECEIVE_QUEUE, SEND_QUEUE, Clients
+from pagewire.engine_core.clients.kv_events import KVPublisher
 from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.core import EngineCore
 from pagewire.engine_core.workers.group import WorkerGroup
@@ -110,8 +111,10 @@ def run(args: EngineArgs, listen: Listen, lifeline_fd: int, stack: ExitStack) ->
     stack.callback(socket.close, FLUSH_MS)
     logger.info("listening on %s", listen.address)
     clients = Clients(socket, env_float("PAGEWIRE_HEARTBEAT_TIMEOUT_S", 30.0), access)
-    config = resolve(args, clients)
-    core = EngineCore(config, WorkerGroup(context, [config.worker_config()]), clients, lifeline_fd)
+    config, publisher = resolve(args, clients, context)
+    if publisher is not None:
+        stack.callback(publisher.close)
+    core = EngineCore(config, WorkerGroup(context, [config.worker_config()]), clients, lifeline_fd, publisher)
     if listen.announce:
         core.on_ready = lambda: print(f"ready {listen.address}", flush=True)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -120,10 +123,13 @@ def run(args: EngineArgs, listen: Listen, lifeline_fd: int, stack: ExitStack) ->
     logger.info("stopped")
 
 
-def resolve(args: EngineArgs, clients: Clients) -> EngineConfig:
-    """`EngineConfig.resolve`; its error is also sent to the frontends that wait to attach."""
+def resolve(
+    args: EngineArgs, clients: Clients, context: zmq.Context[zmq.Socket[bytes]]
+) -> tuple[EngineConfig, KVPublisher | None]:
+    """The configuration, and the publisher of KV events; an error is also sent to waiting frontends."""
     try:
-        return EngineConfig.resolve(args)
+        config, events = EngineConfig.resolve(args), args.resolved_kv_events()
+        return config, None if events is None else KVPublisher(context, events, args.block_size)
     except Exception as error:
         clients.refuse_all(error)
         raise

@@ -2,7 +2,8 @@
 
 A core can die of anything: a signal, a lack of memory, or a request. What was in flight when it died (submitted,
 and not ended) is suspect. On the next core, suspects are tried first: one at a time, nothing else in flight, until
-the request has brought some tokens. Those that pass, and everything else, then go on together.
+the request has brought some tokens. Those that pass, and everything else, then go on together. Where other cores
+serve meanwhile (`route`), only the suspects wait, and what has seen no core die may be in flight beside a trial.
 
 A request is to blame if a core dies while it alone is in flight, and it was in flight at an earlier death. All
 others are then free of suspicion. A request that kills only later passes its trial; it is in flight at the next
@@ -27,21 +28,26 @@ class Blame:
         self._passed: dict[int, int] = {}
 
     def core_died(
-        self, in_flight: Sequence[RequestState], held: Iterable[RequestState]
+        self,
+        in_flight: Sequence[RequestState],
+        held: Iterable[RequestState],
+        on_trial: RequestState | None = None,
     ) -> RequestState | None:
         """Record that a core died. Returns the request that is to blame for it; None if that is not certain.
 
-        held: the other open requests, which the core did not have.
+        held: the other open requests, which the core did not have. on_trial: the suspect that was tried just then.
+            With it, others may have been in flight that have seen no core die before: they are not to blame.
         """
         deaths = {state.key: self._deaths[state.key] for state in held if state.key in self._deaths}
         for state in in_flight:
             deaths[state.key] = self._deaths.get(state.key, 0) + 1
         self._deaths = deaths
         self._passed = {key: count for key, count in self._passed.items() if key in deaths}
-        if len(in_flight) != 1 or deaths[in_flight[0].key] < 2:
+        suspects = [state for state in in_flight if deaths[state.key] >= 2]
+        if len(suspects) != 1 or not (len(in_flight) == 1 or suspects[0] is on_trial):
             return None
         self._deaths, self._passed = {}, {}
-        return in_flight[0]
+        return suspects[0]
 
     def suspects(self, states: Iterable[RequestState]) -> list[RequestState]:
         """The requests to try, in this order: at most `TRIALS`.

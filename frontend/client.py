@@ -38,6 +38,7 @@ from pagewire.ipc.errors import (
 from pagewire.ipc.lifeline import Child
 from pagewire.ipc.messages import (
     Abort,
+    Blocks,
     Call,
     CallAnswer,
     CoreDying,
@@ -68,9 +69,10 @@ class CoreClient:
     """One attachment to a core, made by `CoreClient.connect`.
 
     Callbacks run on the client's own thread: `on_deltas` with the deltas of each step; `on_refused` with the keys
-    of requests that the core could not read, and why; `on_dead` once, when the core is lost (not after `close`),
-    and nothing after it. Its error is an `EngineStoppedError` if the core was stopped on purpose, and a
-    `DetachedError` if it runs, but has dropped this frontend.
+    of requests that the core could not read, and why; `on_blocks` with the names of cached blocks, once
+    `follow_blocks` was called; `on_dead` once, when the core is lost (not after `close`), and nothing after it. Its
+    error is an `EngineStoppedError` if the core was stopped on purpose, and a `DetachedError` if it runs, but has
+    dropped this frontend.
 
     Attributes:
         info: model and options of the core. dead: the cause, once the core is lost or the client is closed.
@@ -84,11 +86,13 @@ class CoreClient:
         on_dead: Callable[[EngineDeadError], None],
         on_refused: Callable[[list[int], Exception], None],
         child: Child | None,
+        on_blocks: Callable[[Blocks], None] = lambda blocks: None,
     ) -> None:
         self.info = welcome.info
         self.dead: EngineDeadError | None = None
         self._link, self._child = link, child
         self._on_deltas, self._on_dead, self._on_refused = on_deltas, on_dead, on_refused
+        self._on_blocks = on_blocks
         self._ping_seconds = welcome.ping_seconds
         self._silence_seconds = env_float("PAGEWIRE_HEARTBEAT_TIMEOUT_S", HEARTBEAT_TIMEOUT_S)
         self._next_ping = 0.0
@@ -116,6 +120,7 @@ class CoreClient:
         on_deltas: Callable[[list[TokenDelta]], None],
         on_dead: Callable[[EngineDeadError], None],
         on_refused: Callable[[list[int], Exception], None] = lambda keys, error: None,
+        on_blocks: Callable[[Blocks], None] = lambda blocks: None,
         curve: CurveKeys | None = None,
         peer_uid: int | None = None,
         name: str = "",
@@ -143,7 +148,7 @@ class CoreClient:
         link = Link(address, curve, peer_uid)
         try:
             welcome = attach(link, name, timeout, patience, child, cancelled)
-            return cls(link, welcome, on_deltas, on_dead, on_refused, child)
+            return cls(link, welcome, on_deltas, on_dead, on_refused, child, on_blocks)
         except BaseException:
             link.close()
             raise
@@ -306,6 +311,8 @@ class CoreClient:
         """Handle one message. Returns the cause if it ends the connection, else None."""
         if isinstance(message, Deltas):
             self._on_deltas(message.deltas)
+        elif isinstance(message, Blocks):
+            self._on_blocks(message)
         elif isinstance(message, CallAnswer):
             if (future := self._calls.pop(message.call_id, None)) is not None:
                 settle(future, message)

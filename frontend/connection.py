@@ -13,16 +13,61 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from pagewire.frontend.client import CoreClient
 from pagewire.frontend.core_source import Attached, CoreSource, Pauses
 from pagewire.frontend.link import START_ERRORS
+from pagewire.frontend.spawn import SpawnedCore
 from pagewire.ipc.errors import DetachedError, EngineDeadError
-from pagewire.ipc.messages import EngineInfo, TokenDelta
+from pagewire.ipc.messages import Blocks, EngineInfo, Request, TokenDelta
 
 logger = logging.getLogger("pagewire.frontend")
+
+
+class Client(Protocol):
+    """What takes requests: the client of one core, or of several."""
+
+    @property
+    def dead(self) -> EngineDeadError | None:
+        """Why the core is lost; None while it is not."""
+
+    def submit(self, requests: Sequence[Request]) -> list[tuple[Request, ValueError]]:
+        """Send new requests, as `CoreClient.submit`."""
+
+    def abort(self, keys: Sequence[int] = (), sequences: Sequence[tuple[int, int]] = ()) -> None:
+        """Drop requests, or single sequences (key, index) of them."""
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call a method of the core, as `CoreClient.call`."""
+
+
+class Cores(Protocol):
+    """A connection to a core, or to several that serve the same model."""
+
+    info: EngineInfo
+    dead: EngineDeadError | None
+
+    @property
+    def client(self) -> Client:
+        """Takes requests."""
+
+    @property
+    def spawned(self) -> SpawnedCore | None:
+        """The core's process, if it was spawned here."""
+
+    def check(self) -> None:
+        """Check that there is a core.
+
+        Raises:
+            EngineDeadError: there is none; the text is the cause.
+        """
+
+    def close(self) -> None:
+        """Detach, and stop what was spawned here."""
 
 
 class Owner(Protocol):
@@ -37,11 +82,17 @@ class Owner(Protocol):
     def core_failing(self) -> None:
         """The core is lost: what waits for its answers must wait no longer. Called on the client's thread."""
 
-    def core_lost(self, error: EngineDeadError) -> None:
-        """The core is lost; another is looked for next. Called on the supervisor's thread."""
+    def core_lost(self, error: EngineDeadError, keys: Collection[int] | None = None) -> None:
+        """The core is lost; another is looked for next. Called on the supervisor's thread.
 
-    def core_attached(self, client: CoreClient) -> None:
-        """Another core took the place of a lost one. Called on the supervisor's thread, which may wait here."""
+        keys: of the requests that it had; None: all that were sent. With keys, other cores serve meanwhile.
+        """
+
+    def core_attached(self, client: Client, others: Client | None = None) -> None:
+        """Another core took the place of a lost one. Called on the supervisor's thread, which may wait here.
+
+        others: where requests go that are free of suspicion, if not to the same core.
+        """
 
     def core_gone(self, error: EngineDeadError) -> None:
         """The core is lost, and no other will come. Called on the supervisor's thread."""
@@ -59,7 +110,7 @@ class Connection:
     """A client that is replaced when its core is lost, as the source allows.
 
     Attributes:
-        client: of the current core, or of the lost one while there is no other.
+        client: of the current core, or of the lost one while there is no other. on_blocks: see `CoreClient`.
         spawned: the core's process if it was spawned here. info: of the first core; others serve the same model.
         dead: the error with which the core was lost, until another one takes its place; None while there is a core.
 
@@ -67,13 +118,17 @@ class Connection:
         as `CoreSource.connect`, for the first core.
     """
 
-    def __init__(self, source: CoreSource, owner: Owner) -> None:
+    def __init__(
+        self, source: CoreSource, owner: Owner, on_blocks: Callable[[Blocks], None] = lambda blocks: None
+    ) -> None:
         self.dead: EngineDeadError | None = None
-        self._source, self._owner = source, owner
+        self._source, self._owner, self._on_blocks = source, owner, on_blocks
         self._losses: queue.SimpleQueue[Loss | None] = queue.SimpleQueue()  # None: `close` was called
         self._number = 0  # of the current client
         self._closing = threading.Event()
         self._detached = Pauses()
+        self.client: CoreClient
+        self.spawned: SpawnedCore | None
         self.client, self.spawned = source.connect(self._dial)
         self.info: EngineInfo = self.client.info
         self._supervisor = threading.Thread(target=self._run, name="pagewire-connection", daemon=True)
@@ -111,6 +166,7 @@ class Connection:
             address,
             on_deltas=self._owner.take_deltas,
             on_refused=self._owner.requests_refused,
+            on_blocks=self._on_blocks,
             on_dead=on_dead,
             cancelled=self._closing,
             **options,  # type: ignore[arg-type]

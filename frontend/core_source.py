@@ -6,6 +6,7 @@ Both can give another core when one is lost, as often or for as long as their op
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from typing import NamedTuple, Protocol
@@ -153,7 +154,8 @@ class RunningCores:
         give_up = time.monotonic() + self._reattach_timeout
         cause = error
         patience = env_float("PAGEWIRE_HEARTBEAT_TIMEOUT_S", HEARTBEAT_TIMEOUT_S)
-        logger.error("%s; waiting %g s for another core at %s", error, self._reattach_timeout, self._address)
+        limit = "" if math.isinf(self._reattach_timeout) else f" for {self._reattach_timeout:g} s"
+        logger.error("%s; waiting%s for another core at %s", error, limit, self._address)
         while not closing.wait(RETRY_SECONDS) and time.monotonic() < give_up:
             try:
                 return self._attach(dial, RETRY_SECONDS, patience)

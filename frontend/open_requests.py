@@ -12,17 +12,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import TypeAlias
 
 import msgspec
 
-from pagewire.frontend.blame import Blame
-from pagewire.frontend.client import CoreClient
-from pagewire.frontend.connection import Connection
-from pagewire.frontend.core_source import CoreSource
+from pagewire.frontend.blame import TRIALS, Blame
+from pagewire.frontend.connection import Client, Cores, Owner
 from pagewire.frontend.logprob_budget import num_logprobs
 from pagewire.frontend.mailbox import Mailbox
 from pagewire.frontend.outputs import Outputs, RequestOutput, RequestState
@@ -51,14 +49,16 @@ Failed: TypeAlias = list[tuple[RequestState, Exception]]
 class OpenRequests:
     """The requests of a session that have not ended, on a connection that outlives cores.
 
+    connect: connects to the core, or to several.
+
     Attributes:
         connection: to the core. gone: gets the error when the core is lost for good; cancelled by `close`.
 
     Raises:
-        as `CoreSource.connect`.
+        as `connect`.
     """
 
-    def __init__(self, source: CoreSource, tracer: Tracer | None) -> None:
+    def __init__(self, connect: Callable[[Owner], Cores], tracer: Tracer | None) -> None:
         self.gone: Future[EngineDeadError] = Future()
         self._tracer = tracer
         # Guards all below, except the connection and its clients, which are thread-safe.
@@ -70,12 +70,14 @@ class OpenRequests:
         self._held: dict[int, RequestState] | None = (
             None  # what waits for trials to be over; None: there are none
         )
+        self._holds_new = True  # while there are: new requests wait too, unless other cores serve
         self._trial: tuple[RequestState, int] | None = (
             None  # a suspect, and the number of tokens that clears it
         )
         self._trial_over = threading.Event()
+        self._on_trial: RequestState | None = None  # the suspect, until its core has answered after the trial
         self._closing = False
-        self.connection = Connection(source, self)
+        self.connection = connect(self)
 
     # -------------------------------------------------------------- any thread
 
@@ -101,7 +103,7 @@ class OpenRequests:
             try:
                 for state in states:
                     self._add(state, mailbox, model, trace_headers)
-                if self._held is None:
+                if self._held is None or not self._holds_new:
                     failed = self._send(self.connection.client, [state.request for state in states])
                 else:  # until the suspects of a core's death have been tried
                     self._held.update((state.key, state) for state in states)
@@ -188,41 +190,55 @@ class OpenRequests:
 
     # -------------------------------------------------------------- on the thread of the connection
 
-    def core_lost(self, error: EngineDeadError) -> None:
-        """Keep what is open for another core, except the request that is to blame."""
+    def core_lost(self, error: EngineDeadError, keys: Collection[int] | None = None) -> None:
+        """Keep what the core had for another core, except the request that is to blame."""
         with self._lock:
             held = self._held or {}
-            in_flight = [state for state in self._open.values() if state.key not in held]
-            self._held = {state.key: state for state in self._open.values()}
+            sent = [state for state in self._open.values() if state.key not in held]
+            in_flight = sent if keys is None else [state for state in sent if state.key in keys]
+            self._held = held | {state.key: state for state in in_flight}
+            self._holds_new = keys is None
             guilty = None
             if not isinstance(error, (EngineStoppedError, DetachedError)):
-                guilty = self._blame.core_died(in_flight, held.values())
+                lost = {state.key for state in in_flight}
+                others = [state for state in self._open.values() if state.key not in lost]
+                guilty = self._blame.core_died(in_flight, others, self._on_trial)
         if guilty is not None:
             text = f"the engine died twice with this request, which is not tried again ({error})"
             logger.error("request %.100r ends: %s", guilty.request_id, text)
             self._fail([(guilty, RequestCrashedEngineError(text))])
 
-    def core_attached(self, client: CoreClient) -> None:
-        """Let open requests go on with another core: suspects one by one first, then all."""
-        give_up = time.monotonic() + TRIAL_SECONDS
-        with self._lock:
-            suspects = self._blame.suspects(self._open.values())
-        if suspects:
-            logger.warning("requests that were open when the core died are tried alone: %d", len(suspects))
-            self._settle(client)  # a core that dies before its answer dies of something else
-        for state in suspects:
-            if not self._try_alone(client, state, give_up):
-                break
+    def core_attached(self, client: Client, others: Client | None = None) -> None:
+        """Let what is held go on with another core: suspects one by one first, then all."""
+        self._try_suspects(client)
         with self._lock:
             if self._closing or client.dead is not None or self._held is None:
                 return  # none of the held requests was on the core that is lost
             held, self._held = self._held, None
             try:
-                failed = self._resume(client, sorted(held.values(), key=lambda state: state.key))
+                failed = self._resume(others or client, sorted(held.values(), key=lambda state: state.key))
             except EngineDeadError:
                 self._held = held
                 return
         self._fail(failed)
+
+    def _try_suspects(self, client: Client) -> None:
+        """Try suspects one by one on a core, also those of another core that is lost meanwhile."""
+        give_up = time.monotonic() + TRIAL_SECONDS
+        tried: set[int] = set()
+        while len(tried) < TRIALS and (suspects := self._untried(tried)):
+            text = "requests that were open when the core died are tried alone: %d"
+            logger.warning(text, len(suspects))
+            self._settle(client)  # a core that dies before its answer dies of something else
+            for state in suspects:
+                tried.add(state.key)
+                if not self._try_alone(client, state, give_up):
+                    return
+
+    def _untried(self, tried: Collection[int]) -> list[RequestState]:
+        with self._lock:
+            held = [] if self._held is None else self._held.values()
+            return self._blame.suspects(state for state in held if state.key not in tried)
 
     def core_gone(self, error: EngineDeadError) -> None:
         """End every open request with the error with which the core was lost."""
@@ -230,13 +246,14 @@ class OpenRequests:
         with suppress(InvalidStateError):  # `close` has cancelled it
             self.gone.set_result(error)
 
-    def _try_alone(self, client: CoreClient, state: RequestState, give_up: float) -> bool:
+    def _try_alone(self, client: Client, state: RequestState, give_up: float) -> bool:
         """Run a request alone until it has brought some tokens, then take it back. Returns False to try no more."""
         with self._lock:
             if self._held is None or self._held.pop(state.key, None) is None:
                 return True  # it has been aborted
             goal = state.num_output_tokens + self._blame.tokens_to_bring(state)
             self._trial = state, goal
+            self._on_trial = state
             self._trial_over.clear()
             try:
                 failed = self._resume(client, [state])
@@ -255,6 +272,7 @@ class OpenRequests:
         with self._lock:
             if client.dead is not None or self._closing:
                 return False  # the request was in flight
+            self._on_trial = None
             if not state.finished:
                 self._held[state.key] = state
             if state.num_output_tokens < goal:
@@ -262,7 +280,7 @@ class OpenRequests:
             self._blame.passed(state)
         return True
 
-    def _settle(self, client: CoreClient) -> None:
+    def _settle(self, client: Client) -> None:
         """Wait for the core's answer to a call, before which it has sent all output of aborted requests."""
         with self._lock:
             self._trial_over.clear()
@@ -303,7 +321,7 @@ class OpenRequests:
         if self._tracer is not None:
             self._tracer.begin(state, model, trace_headers)
 
-    def _resume(self, client: CoreClient, states: list[RequestState]) -> Failed:
+    def _resume(self, client: Client, states: list[RequestState]) -> Failed:
         """Send requests to another core, where they go on. Returns those that it cannot get, with the errors."""
         try:
             failed = self._send(client, [resumed(state) for state in states])
@@ -312,7 +330,7 @@ class OpenRequests:
         client.abort(sequences=[place for state in states for place in ended(state)])
         return failed
 
-    def _send(self, client: CoreClient, requests: list[Request]) -> Failed:
+    def _send(self, client: Client, requests: list[Request]) -> Failed:
         """Send requests to the core. Returns those that are too large, with the errors."""
         refused = client.submit(requests)
         return [(self._outputs.states[request.key], error) for request, error in refused]

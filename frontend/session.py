@@ -15,11 +15,13 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
-from pagewire.frontend.core_source import CoreSource, RunningCores, SpawnedCores
+from pagewire.frontend.connection import Connection, Cores, Owner
+from pagewire.frontend.core_source import RunningCores, SpawnedCores
 from pagewire.frontend.inputs import CheckedParams, Intake, Prepared, PromptType
 from pagewire.frontend.logprob_budget import LogprobBudget
 from pagewire.frontend.mailbox import Mailbox
@@ -52,19 +54,19 @@ class Session:
         stat_loggers: the program's own loggers of statistics.
 
     Raises:
-        as `spawn` or `attach`, whichever made `source`.
+        as `spawn` or `attach`, whichever made `connect`.
     """
 
     info: EngineInfo
     tokenizer: Tokenizer | None
 
-    def __init__(self, source: CoreSource, traces_endpoint: str | None = None) -> None:
+    def __init__(self, connect: Callable[[Owner], Cores], traces_endpoint: str | None = None) -> None:
         self._keys = itertools.count()
         self._closed = threading.Lock()
         self._tracer = None if traces_endpoint is None else Tracer(traces_endpoint)
         self.stat_loggers = StatLoggers({}, self.get_metrics)
         try:
-            self._requests = OpenRequests(source, self._tracer)
+            self._requests = OpenRequests(connect, self._tracer)
         except BaseException:
             if self._tracer is not None:
                 self._tracer.shutdown()
@@ -85,7 +87,8 @@ class Session:
             EngineDeadError: the core failed while it started; the text is the cause.
         """
         args.check()
-        session = cls(SpawnedCores(args, restarts), args.otlp_traces_endpoint)._with_tokenizer(
+        connect = partial(Connection, SpawnedCores(args, restarts))
+        session = cls(connect, args.otlp_traces_endpoint).with_tokenizer(
             None,
             salt=0,
             token=args.hf_token,
@@ -124,11 +127,11 @@ class Session:
         # Frontends on one core must not draw the same seeds.
         salt = int.from_bytes(os.urandom(7), "little")
         source = RunningCores(address, curve, peer_uid, name, timeout, reattach_timeout)
-        return cls(source, traces_endpoint)._with_tokenizer(
+        return cls(partial(Connection, source), traces_endpoint).with_tokenizer(
             tokenizer, salt, trust_remote_code=trust_remote_code
         )
 
-    def _with_tokenizer(self, name: str | None, salt: int, **source: Any) -> Session:
+    def with_tokenizer(self, name: str | None, salt: int, **source: Any) -> Session:
         """Load the tokenizer, unless `skip_tokenizer_init` is set and no `name` is given. Returns this session."""
         try:
             tokenizer = None
@@ -270,6 +273,11 @@ class Session:
     def gone(self) -> Future[EngineDeadError]:
         """Gets the error when the core is lost for good; cancelled if the session is closed before."""
         return self._requests.gone
+
+    @property
+    def connection(self) -> Cores:
+        """The connection to the core, or to several."""
+        return self._requests.connection
 
     @property
     def _spawned(self) -> SpawnedCore | None:

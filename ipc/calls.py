@@ -46,6 +46,8 @@ class Right(Enum):
     """See the state of the engine, its metrics, and the ids of all requests."""
     GENERATE = "generate"
     """Submit requests, and end its own."""
+    EVENTS = "events"
+    """Follow the names of cached blocks, with which guesses at the prompts of others can be checked."""
     CONTROL = "control"
     """Pause the engine and put it to sleep, end the requests of others, call and profile workers."""
 
@@ -342,6 +344,18 @@ class ReportCalls(Caller):
     @remote(RunsIn.CORE, right=Right.READ)
     def requests(self, limit: int = 1000) -> list[dict[str, Any]]:
         """At most `limit` unfinished sequences of all frontends, those that run before those that wait."""
+
+
+class EventCalls(Caller):
+    """The calls by which a frontend gets messages that it has not requested one by one."""
+
+    @remote(RunsIn.CORE, right=Right.EVENTS)
+    def follow_blocks(self) -> bool:
+        """Get a snapshot of the names of cached KV blocks, and what comes and goes from then on (`Blocks`).
+
+        Called again, it begins anew with a snapshot. Returns False if no prefixes are shared between requests
+        (`enable_prefix_caching`): then nothing follows.
+        """
 
 
 class WorkerCalls(Caller):

@@ -219,6 +219,21 @@ class Deltas(Message, tag="deltas"):
     deltas: list[TokenDelta]
 
 
+class Blocks(Message, tag="blocks"):
+    """Which names of KV blocks came and went, for a frontend that has called `follow_blocks`.
+
+    number: 0 for the beginning of a snapshot, then one more with each message. If one is missing, because the
+        frontend did not read, it calls `follow_blocks` again.
+    reset: all names known before are gone. removed, stored: names (`ipc.block_names`), one behind the other; none
+        is in both.
+    """
+
+    number: int
+    reset: bool = False
+    stored: bytes = b""
+    removed: bytes = b""
+
+
 class CallAnswer(Message, tag="reply"):
     """Answer to a `Call`: a result, or an error with the name of its type."""
 
@@ -240,4 +255,4 @@ class CoreDying(Message, tag="dying"):
 
 
 ToCore: TypeAlias = Hello | Submit | Abort | Call | Ping | Goodbye
-ToFrontend: TypeAlias = Welcome | Refused | Detached | Deltas | CallAnswer | Pong | CoreDying
+ToFrontend: TypeAlias = Welcome | Refused | Detached | Deltas | Blocks | CallAnswer | Pong | CoreDying

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_type_hints
 import msgspec
 
 from pagewire.ipc.bounds import check_int, check_number, unknown_name
+from pagewire.ipc.kv_events import KVEventsConfig, kv_events_config
 from pagewire.ipc.quantization import FAMILIES, ONLINE, quantization_name
 
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
@@ -89,6 +90,12 @@ class EngineArgs:
     num_gpu_blocks_override: int | None = option(
         None, "KV cache", "number of KV blocks; overrides both options above")
     enable_prefix_caching: bool = option(True, "KV cache", "reuse KV blocks of equal prompt prefixes")
+    kv_events: str | None = option(
+        None, "KV cache", "publish which blocks are cached in vLLM's format, at ipc:///PATH (for this user) or "
+        "tcp://HOST:PORT")
+    kv_events_config: dict[str, Any] = option(
+        None, "KV cache", "more about this, with vLLM's names: endpoint, replay_endpoint, topic, buffer_steps, "
+        "hwm; also bind, form (array or map), open_to_network", make=dict)
     swap_space: float = option(4, "KV cache", "no effect: preempted sequences are recomputed, never swapped")
 
     max_num_batched_tokens: int = option(2048, "Scheduler", "maximum tokens computed in one step")
@@ -144,6 +151,8 @@ class EngineArgs:
         if self.quantization is not None:
             quantization_name(self.quantization)
         self._check_scaling_factors()
+        if self.resolved_kv_events() is not None and not self.enable_prefix_caching:
+            raise ValueError("kv_events needs enable_prefix_caching: without it no block is found by others")
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
             raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
 
@@ -175,6 +184,14 @@ class EngineArgs:
         if self.kv_cache_dtype == "auto":
             return model_dtype
         return DTYPE_ALIASES.get(self.kv_cache_dtype, self.kv_cache_dtype)
+
+    def resolved_kv_events(self) -> KVEventsConfig | None:
+        """Where and how KV events are published; None if they are not.
+
+        Raises:
+            ValueError: a bad option.
+        """
+        return kv_events_config(self.kv_events, self.kv_events_config)
 
     def served_names(self) -> list[str]:
         """The names of the model in the API; metrics use the first."""

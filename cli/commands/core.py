@@ -45,8 +45,8 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--rights",
         type=Path,
         metavar="FILE",
-        help="YAML file that says what each frontend may do: lists of read, generate and control for uid:NUMBER, "
-        "curve:NAME (its certificate), tcp (loopback without keys) and default (default: everything)",
+        help="YAML file that says what each frontend may do: lists of read, generate, events and control for "
+        "uid:NUMBER, curve:NAME (its certificate), tcp (loopback without keys) and default (default: everything)",
     )
     group.add_argument(
         "--drain-seconds",

@@ -138,16 +138,18 @@ def take_server_options(options: argparse.Namespace) -> ServerOptions:
         if name not in NAMES and not hasattr(options, name):
             setattr(options, name, value)
     options.config = None
-    if not options.attach and not hasattr(options, "model"):
-        raise UsageError("give a MODEL, or --attach ADDRESS")
+    attaching = "--core" if options.command == "route" else "--attach"
+    attaches = getattr(options, attaching.strip("-"))
+    if not attaches and not hasattr(options, "model"):
+        raise UsageError(f"give a MODEL, or {attaching} ADDRESS")
     given |= {name: value for name, value in vars(options).items() if name in NAMES}
     try:
         server_options = ServerOptions(**{name: as_list(name, value) for name, value in given.items()})
         server_options.check()
     except (ValueError, TypeError) as error:
         raise UsageError(str(error)) from error
-    if server_options.restarts and options.attach:
-        raise UsageError("--restarts has no effect with --attach: only a spawned core can be restarted")
+    if server_options.restarts and attaches:
+        raise UsageError(f"--restarts has no effect with {attaching}: only a spawned core can be restarted")
     return server_options
 
 

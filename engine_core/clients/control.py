@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pagewire.engine_core.clients import metrics, reports
+from pagewire.engine_core.clients.block_events import BlockEvents
 from pagewire.engine_core.clients.calls import PendingCalls
 from pagewire.engine_core.clients.health import Health, report
 from pagewire.engine_core.clients.metrics import MeasuredEngine
@@ -46,6 +47,7 @@ class ControlledEngine(MeasuredEngine, Protocol):
         """The sequences that are not scheduled yet."""
 
     stopwatch: Stopwatch
+    block_events: BlockEvents
 
     @property
     def stopping(self) -> bool:
@@ -300,6 +302,13 @@ class Control:
     def requests(self, caller: Caller, limit: int) -> None:
         """Answer a list of at most `limit` unfinished sequences, of all frontends."""
         self._reply(caller, reports.requests(self._core, limit))
+
+    def follow_blocks(self, caller: Caller) -> None:
+        """Answer whether the names of cached blocks follow, after a snapshot of them."""
+        follows = self._core.config.args.enable_prefix_caching
+        if follows:
+            self._core.block_events.follow(self._core.clients.attached[caller.identity])
+        self._reply(caller, follows)
 
     # ------------------------------------------------------------ answers
 

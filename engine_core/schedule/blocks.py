@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from pagewire.engine_core.schedule.block_changes import CLEARED, Change, Removed
+
 
 class Block:
     """One KV block.
 
-    num_refs: sequences that use it. name: see `block_hash`; None until the block is full and its tokens are known.
+    num_refs: sequences that use it. name: see `ipc.block_names`; None until the block is full, its tokens known.
     """
 
     __slots__ = ("block_id", "name", "next", "num_refs", "prev")
@@ -33,13 +35,18 @@ class Block:
 
 
 class BlockPool:
-    """All blocks of the KV cache, ids 0 to num_blocks - 1."""
+    """All blocks of the KV cache, ids 0 to num_blocks - 1.
+
+    Attributes:
+        changes: a list that gets what becomes of names, in order; None while nobody reads it.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [Block(i) for i in range(num_blocks)]
         self.named: dict[bytes, Block] = {}
         self.num_free = 0
         self.num_evictions = 0
+        self.changes: list[Change] | None = None
         self._ends = Block(-1)  # sentinel: next is the front, prev the back
         self._ends.prev = self._ends.next = self._ends
         for block in self.blocks:
@@ -81,17 +88,21 @@ class BlockPool:
             if block.num_refs == 0:
                 self._link(self._ends if block.name is None else self._ends.prev, block)
 
-    def register(self, block: Block, name: bytes) -> None:
-        """Give `block` a name, unless another block already has it."""
-        if block.name is None and name not in self.named:
-            block.name = name
-            self.named[name] = block
+    def register(self, block: Block, name: bytes) -> bool:
+        """Give `block` a name, unless another block already has it. Returns True if the block was given it."""
+        if block.name is not None or name in self.named:
+            return False
+        block.name = name
+        self.named[name] = block
+        return True
 
     def forget(self) -> None:
         """Drop all names, so that no block computed so far is shared again."""
         for block in self.named.values():
             block.name = None
         self.named.clear()
+        if self.changes is not None:
+            self.changes.append(CLEARED)
 
     def free_order(self) -> Iterator[int]:
         """Ids of the free blocks, in the order of allocation."""
@@ -106,6 +117,8 @@ class BlockPool:
         self._unlink(block)
         if block.name is not None:
             del self.named[block.name]
+            if self.changes is not None:
+                self.changes.append(Removed(block.name))
             block.name = None
             self.num_evictions += 1
         block.num_refs = 1

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from itertools import takewhile
 
-from pagewire.engine_core.schedule.block_hash import ROOT, hash_block
+from pagewire.engine_core.schedule.block_changes import Stored
 from pagewire.engine_core.schedule.blocks import Block, BlockPool
 from pagewire.engine_core.schedule.sequence import Sequence
+from pagewire.ipc.block_names import ROOT, name_blocks
 
 
 class KVCache:
@@ -84,7 +85,9 @@ class KVCache:
             return
         self._name_blocks(sequence)
         for i in range(sequence.num_registered, num_full):
-            self.pool.register(sequence.blocks[i], sequence.block_names[i])
+            named = self.pool.register(sequence.blocks[i], sequence.block_names[i])
+            if named and self.pool.changes is not None:
+                self.pool.changes.append(self._stored(sequence, i))
         sequence.num_registered = num_full
 
     def free(self, sequence: Sequence) -> None:
@@ -94,8 +97,9 @@ class KVCache:
         sequence.computed = sequence.num_registered = 0
 
     def _name_blocks(self, sequence: Sequence) -> None:
-        names, size = sequence.block_names, self.block_size
-        for i in range(len(names), len(sequence.token_ids) // size):
-            parent = names[-1] if names else ROOT
-            keys = sequence.block_keys(i, size)
-            names.append(hash_block(parent, sequence.token_ids[i * size : (i + 1) * size], keys))
+        name_blocks(sequence.block_names, sequence.token_ids, self.block_size, sequence.block_keys)
+
+    def _stored(self, sequence: Sequence, index: int) -> Stored:
+        names, begin = sequence.block_names, index * self.block_size
+        parent = names[index - 1] if index else ROOT
+        return Stored(names[index], parent, sequence.token_ids[begin : begin + self.block_size])

@@ -6,11 +6,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
-import msgspec
-
 from pagewire.engine_core.grammar.matcher import Matcher
 from pagewire.engine_core.schedule.blocks import Block
 from pagewire.engine_core.schedule.tenants import Tenant
+from pagewire.ipc.block_names import encoded_keys
 from pagewire.ipc.messages import Request, RequestTiming
 from pagewire.ipc.params import PoolingParams, SamplingParams
 
@@ -194,7 +193,7 @@ class Sequence:
         keys = self.request.prompt.block_keys(index, block_size)
         if index == 0 and self.namespace:
             keys.append(("namespace", self.namespace))
-        return msgspec.msgpack.encode(keys) if keys else b""
+        return encoded_keys(keys)
 
     def timing(self, now: float) -> RequestTiming:
         """The timing to report, with `now` as the end."""

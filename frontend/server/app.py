@@ -17,7 +17,7 @@ from pagewire.frontend.server.http.json_response import on_error, on_http_error
 from pagewire.frontend.server.http.middleware import middleware
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.openai import chat, completions, models, tokenization
-from pagewire.frontend.server.operate import admin, monitoring
+from pagewire.frontend.server.operate import admin, cores, monitoring
 from pagewire.frontend.server.options import ServerOptions
 from pagewire.frontend.server.page import page_routes
 from pagewire.frontend.server.responses import routes as responses
@@ -34,7 +34,7 @@ HANDLED = (
     msgspec.MsgspecError,
     Exception,
 )
-MODULES = (completions, chat, responses, models, tokenization, monitoring, admin)
+MODULES = (completions, chat, responses, models, tokenization, monitoring, admin, cores)
 
 
 def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> Starlette:

@@ -48,7 +48,7 @@ def test_every_option_says_what_it_is() -> None:
     names = [parser.prog for parser in parsers()]
     assert names == [
         "pagewire",
-        *(f"pagewire {c}" for c in ("generate", "chat", "serve", "core", "top", "run-batch")),
+        *(f"pagewire {c}" for c in ("generate", "chat", "serve", "core", "route", "top", "run-batch")),
     ] + [
         *("pagewire bench", *(f"pagewire bench {kind}" for kind in ("latency", "throughput", "serve"))),
         *("pagewire inspect", "pagewire quantize", "pagewire keys", "pagewire kernels"),

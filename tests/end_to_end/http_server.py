@@ -18,12 +18,18 @@ PATIENCE = 60
 class Server:
     """A server that runs. url: where; log: what it wrote to standard error."""
 
-    def __init__(self, folder: Path, *options: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        environment: dict[str, str] | None = None,
+        command: str = "serve",
+    ) -> None:
         self._log = folder / f"serve-{len(list(folder.glob('serve-*')))}.log"
-        command = [sys.executable, "-m", "pagewire.cli.main", "serve", *options]
+        arguments = [sys.executable, "-m", "pagewire.cli.main", command, *options]
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ | (environment or {})
+                arguments, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ | (environment or {})
             )
         assert self.process.stdout is not None
         ready, _, self.url = self.process.stdout.readline().strip().partition(" ")

@@ -28,6 +28,20 @@ def test_blame_needs_two_deaths_and_nothing_else_in_flight() -> None:
     assert blame.core_died(states[:1], states[2:]) is None
 
 
+def test_a_request_on_trial_is_to_blame_among_those_that_have_seen_no_death() -> None:
+    """As on one of several cores, where others go on beside the trial."""
+    states = [new_state(key) for key in range(4)]
+    for on_trial, lost, guilty in (
+        (states[0], states[:1] + states[2:], states[0]),
+        (None, states[:1] + states[2:], None),  # the core died of something else
+        (states[0], states[:2] + states[2:], None),  # so it may be the other suspect
+        (states[0], states[2:], None),  # it was tried elsewhere
+    ):
+        blame = Blame()
+        assert blame.core_died(states[:2], states[2:]) is None
+        assert blame.core_died(lost, [state for state in states if state not in lost], on_trial) is guilty
+
+
 def test_a_request_that_the_core_did_not_have_is_no_more_suspect_than_before() -> None:
     blame, states = Blame(), [new_state(key) for key in range(3)]
     assert blame.core_died(states[:2], states[2:]) is None

@@ -21,14 +21,13 @@ const number = (text) => ({ "+Inf": Infinity, "-Inf": -Infinity })[text] ?? Numb
 /** The figures of one scrape; undefined where the server has no such metric. */
 export function read(text) {
   const samples = parse(text);
-  const sum = (...names) => {
-    const series = names.map((name) => samples.get(`vllm:${name}`)).find(Boolean);
-    return series?.reduce((total, { value }) => total + value, 0);
-  };
+  const series = (names) => names.map((name) => samples.get(`vllm:${name}`)).find(Boolean);
+  const sum = (...names) => series(names)?.reduce((total, { value }) => total + value, 0);
+  const mean = (...names) => sum(...names) / series(names)?.length; // a router has a sample for each core
   return {
     running: sum("num_requests_running"),
     waiting: sum("num_requests_waiting"),
-    kv: sum("kv_cache_usage_perc", "gpu_cache_usage_perc"),
+    kv: mean("kv_cache_usage_perc", "gpu_cache_usage_perc"),
     prompt: sum("prompt_tokens_total"),
     generated: sum("generation_tokens_total"),
     queries: sum("prefix_cache_queries_total", "prefix_cache_queries"),

@@ -6,7 +6,7 @@ from hashlib import sha256
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagewire.engine_core.schedule.block_hash import ROOT, hash_block
+from pagewire.ipc.block_names import ROOT, hash_block
 
 tokens = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=8)
 names = st.just(ROOT) | st.binary(min_size=32, max_size=32)

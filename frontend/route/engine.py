@@ -1,0 +1,41 @@
+"""`AsyncLLM` on several cores: what `pagewire route` serves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pagewire.frontend.async_llm import AsyncLLM
+from pagewire.frontend.connection import Owner
+from pagewire.frontend.route.fleet import Fleet
+from pagewire.frontend.route.placement import Policy
+from pagewire.frontend.route.places import running
+from pagewire.frontend.route.replica import Place
+from pagewire.frontend.session import Session
+
+
+def routed(
+    places: Sequence[Place],
+    *,
+    patience: float = 30.0,
+    policy: Policy = "prefix",
+    place_at: Callable[[str], Place] = running,
+    traces_endpoint: str | None = None,
+    **tokenizer_options: Any,
+) -> AsyncLLM:
+    """An engine made of several cores of the same model.
+
+    patience: seconds for which requests wait when no core is left. place_at: the place of a core that is added.
+    tokenizer_options: of `load_tokenizer`.
+
+    Raises:
+        EngineDeadError: no core answers. ValueError: two serve different models. If one fails while it starts: as
+        `AsyncLLM.from_engine_args`.
+    """
+
+    def connect(owner: Owner) -> Fleet:
+        return Fleet(places, owner, patience=patience, policy=policy, place_at=place_at)
+
+    salt = int.from_bytes(os.urandom(7), "little")  # routers on the same cores must not draw the same seeds
+    return AsyncLLM(Session(connect, traces_endpoint).with_tokenizer(None, salt, **tokenizer_options))

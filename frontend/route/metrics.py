@@ -1,0 +1,56 @@
+"""Metrics of a router: those of each core under its number, and what the router itself knows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol, TypeAlias
+
+from pagewire.frontend.route.replica import Replica, State
+from pagewire.ipc.messages import EngineInfo
+
+Row: TypeAlias = dict[str, Any]
+
+
+class Routed(Protocol):
+    """The part of a fleet that metrics are read from."""
+
+    def num_requests(self, replica: Replica) -> int:
+        """How many requests a core has."""
+
+    def num_blocks(self, replica: Replica) -> int:
+        """How many cached blocks a core has reported."""
+
+
+def relabelled(rows: Iterable[Row], number: int) -> list[Row]:
+    """The metrics of a core, of which the label `engine` is its number."""
+    return [row | {"labels": row["labels"] | {"engine": str(number)}} for row in rows]
+
+
+def router_rows(fleet: Routed, info: EngineInfo, replicas: Iterable[Replica]) -> Iterator[Row]:
+    """What the router knows of each core, in the form of the core's own metrics."""
+    for replica in replicas:
+        for kind, name, text, value in figures(fleet, replica):
+            labels = {"model_name": info.served_model_names[0], "engine": str(replica.number)}
+            yield {"name": name, "type": kind, "documentation": text, "labels": labels, "value": value}
+
+
+def figures(fleet: Routed, replica: Replica) -> Iterator[tuple[str, str, str, float]]:
+    """Type, name, description and value of each metric of a core."""
+    up = replica.state is State.UP
+    yield "gauge", "pagewire:route_core_up", "1 while the core gets requests.", int(up)
+    text = "Requests that the core has."
+    yield "gauge", "pagewire:route_requests", text, fleet.num_requests(replica)
+    text = "Prompt tokens that were sent to the core and that it has not computed yet."
+    yield "gauge", "pagewire:route_waiting_tokens", text, replica.num_waiting
+    text = "Cached blocks that the core has reported."
+    yield "gauge", "pagewire:route_blocks", text, fleet.num_blocks(replica)
+    text = "Requests that the core was sent, also those that went on there."
+    yield "counter", "pagewire:route_requests_total", text, replica.num_placed
+    text = "Requests that went on elsewhere: the core died, was drained, or refused them."
+    yield "counter", "pagewire:route_moved_total", text, replica.num_moved
+    text = "Tokens of the requests that the core was sent."
+    yield "counter", "pagewire:route_tokens_total", text, replica.num_prompt_tokens
+    text = "Tokens of these that the router knew to be cached there."
+    yield "counter", "pagewire:route_cached_tokens_total", text, replica.num_cached_tokens
+    text = "Reports on blocks that were missed, after which the core sent all again."
+    yield "counter", "pagewire:route_gaps_total", text, replica.num_gaps

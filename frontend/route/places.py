@@ -1,0 +1,40 @@
+"""Where the cores of a router are: at an address, or spawned here."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+
+from pagewire.frontend.core_source import RunningCores, SpawnedCores
+from pagewire.frontend.route.replica import Place
+from pagewire.ipc.options import EngineArgs
+from pagewire.ipc.sockets import CurveKeys, check_address
+
+CONNECT_SECONDS = 3.0  # for a core that runs to accept a connection; it may load its model after that
+RESTARTS = 1 << 30  # of a spawned core: as often as it dies, after growing pauses
+
+
+def running(address: str, curve: CurveKeys | None = None, peer_uid: int | None = None) -> Place:
+    """The place of a core that runs at an address; one that is lost is waited for there for ever.
+
+    Raises:
+        ValueError: a bad address.
+    """
+    check_address(address, encrypted=curve is not None)
+    source = RunningCores(address, curve, peer_uid, "route", CONNECT_SECONDS, math.inf)
+    return Place(address, source)
+
+
+def spawned(args: EngineArgs, number: int, num_cores: int) -> Place:
+    """The place of one of several cores that are spawned here.
+
+    Unless the options say otherwise, they divide the processors among themselves. With device "cuda", core i gets
+    the GPU i.
+    """
+    if args.num_threads is None:
+        args = dataclasses.replace(args, num_threads=max(1, (os.cpu_count() or 1) // num_cores))
+    if args.device == "cuda":
+        args = dataclasses.replace(args, device=f"cuda:{number}")
+    label = f"spawned core {number} of {args.model}"
+    return Place(label, SpawnedCores(args, RESTARTS), retries=False)

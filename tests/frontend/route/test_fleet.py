@@ -1,0 +1,423 @@
+"""Several cores as one: placement, deaths, drains, joins. The cores are fake, the sockets and threads real."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pagewire.frontend import core_source
+from pagewire.frontend.mailbox import Inbox
+from pagewire.frontend.outputs import RequestState
+from pagewire.frontend.route import members, places
+from pagewire.frontend.route.engine import routed
+from pagewire.frontend.route.fleet import Fleet
+from pagewire.frontend.route.gathering import gather, merged
+from pagewire.frontend.route.places import running
+from pagewire.frontend.route.replica import State
+from pagewire.frontend.session import Session
+from pagewire.ipc.block_names import prompt_names
+from pagewire.ipc.errors import EngineDeadError, RequestCrashedEngineError
+from pagewire.ipc.items import Prompt
+from pagewire.ipc.messages import Blocks, Call, CoreDying, EngineInfo, Request, TokenDelta
+from pagewire.ipc.params import SamplingParams
+
+from ..conftest import PATIENCE, FakeCore
+from ..mortal_core import LENGTH, Keeper, Kills, MortalCore, output
+
+NEVER: Kills = lambda request, made: False  # noqa: E731
+
+
+class Cores:
+    """Mortal cores side by side, and a session on all of them."""
+
+    def __init__(self, folder: Path, info: EngineInfo) -> None:
+        self.folder, self.info = folder, info
+        self.cores: list[MortalCore | Keeper] = []
+        self.engine: Any = None
+
+    def new(self, kills: Kills = NEVER, kept: bool = False, **fields: Any) -> str:
+        """One more core; its address. kept: another takes its place when it dies."""
+        address = f"ipc://{self.folder}/core{len(self.cores)}.sock"
+        info = msgspec.structs.replace(self.info, **fields)
+        core = Keeper(address, info, kills) if kept else MortalCore(address, info, kills)
+        self.cores.append(core)
+        return address
+
+    def open(self, *addresses: str, **options: Any) -> Session:
+        """A session on cores at these addresses."""
+        self.engine = routed([running(address) for address in addresses], **options)
+        session: Session = self.engine.session
+        return session
+
+    @property
+    def fleet(self) -> Fleet:
+        fleet: Fleet = self.engine.session.connection
+        return fleet
+
+    def batches(self, number: int) -> list[list[int]]:
+        """The keys of each message of requests to a core."""
+        return self.cores[number].batches  # type: ignore[union-attr]
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.shutdown()
+        for core in self.cores:
+            core.close()
+
+
+@pytest.fixture
+def cores(tmp_path: Path, engine_info: EngineInfo, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cores]:
+    """Cores that die of what a test says."""
+    monkeypatch.setattr(core_source, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(members, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(places, "CONNECT_SECONDS", 0.5)
+    opened = Cores(tmp_path, engine_info)
+    yield opened
+    opened.close()
+
+
+def submit(
+    session: Session, inbox: Inbox, *names: str, length: int = LENGTH, prompt: list[int] | None = None
+) -> list[RequestState]:
+    """Requests with these names."""
+    params = SamplingParams(max_tokens=length, temperature=0.0, detokenize=False)
+    tokens = {"prompt_token_ids": prompt or [5, 6]}
+    return session.submit([session.prepare(tokens, params, name) for name in names], inbox)  # type: ignore[arg-type]
+
+
+def wait_for(inbox: Inbox, states: list[RequestState]) -> None:
+    """Wait for the end of all."""
+    while not all(state.finished for state in states):
+        inbox.get()
+
+
+def ends(states: list[RequestState]) -> list[tuple[type[Exception] | None, list[int]]]:
+    """The exception of each request, and its tokens."""
+    return [
+        (None if state.error is None else type(state.exception()), state.output_token_ids[0])
+        for state in states
+    ]
+
+
+NAMES = ("a", "b", "c", "d", "e", "f")
+
+
+def test_requests_are_spread_and_all_answered(cores: Cores) -> None:
+    session, inbox = cores.open(*[cores.new() for _ in range(3)]), Inbox()
+    states = submit(session, inbox, *NAMES, length=40)
+    wait_for(inbox, states)
+    assert ends(states) == [(None, output(40))] * 6
+    assert [sum(map(len, cores.batches(number))) for number in range(3)] == [2, 2, 2]
+    for replica in cores.fleet.members:
+        assert (replica.num_waiting, replica.num_running, replica.num_placed) == (0, 0, 2)
+
+
+@pytest.mark.parametrize("killer", ["a", "d", "f"])
+def test_a_request_that_kills_two_cores_is_not_sent_to_a_third(cores: Cores, killer: str) -> None:
+    """And ends alone: the others are complete, on whichever core."""
+
+    def kills(request: Request, made: int) -> bool:
+        return request.request_id == killer
+
+    session, inbox = cores.open(*[cores.new(kills) for _ in range(3)]), Inbox()
+    states = submit(session, inbox, *NAMES, length=60)
+    wait_for(inbox, states)
+    for state, (error, tokens) in zip(states, ends(states), strict=True):
+        if state.request_id == killer:
+            assert error is RequestCrashedEngineError
+        else:
+            assert (error, tokens) == (None, output(60))
+    key = NAMES.index(killer)
+    assert sum(key in batch for number in range(3) for batch in cores.batches(number)) == 2
+    assert [replica.state for replica in cores.fleet.members].count(State.UP) == 1
+
+
+def test_a_core_that_is_killed_by_others_loses_no_token(cores: Cores) -> None:
+    """Of those that died, another takes the place of one."""
+    died = threading.Event()
+
+    def kills(request: Request, made: int) -> bool:
+        if made != 20 or died.is_set():
+            return False
+        died.set()
+        return True
+
+    session, inbox = cores.open(cores.new(kills, kept=True), cores.new(kills, kept=True)), Inbox()
+    states = submit(session, inbox, *NAMES, length=200)
+    wait_for(inbox, states)
+    assert ends(states) == [(None, output(200))] * 6
+    first, second = cores.cores
+    assert isinstance(first, Keeper)
+    assert isinstance(second, Keeper)
+    assert len(first.cores) + len(second.cores) >= 3
+
+
+def test_when_no_core_is_left_requests_wait_for_one(cores: Cores) -> None:
+    def kills(request: Request, made: int) -> bool:
+        return made == 3 and request.output_token_ids is None
+
+    address = cores.new(kills, kept=True)
+    session, inbox = cores.open(address), Inbox()
+    states = submit(session, inbox, "a", length=20)
+    wait_for(inbox, states)
+    assert ends(states) == [(None, output(20))]
+
+
+def test_when_none_comes_they_end_with_the_cause(cores: Cores) -> None:
+    session, inbox = cores.open(cores.new(lambda request, made: made == 3), patience=0.2), Inbox()
+    states = submit(session, inbox, "a", length=20)
+    wait_for(inbox, states)
+    assert ends(states)[0][0] is EngineDeadError
+    assert isinstance(session.gone.result(PATIENCE), EngineDeadError)
+    with pytest.raises(EngineDeadError):
+        submit(session, inbox, "b")
+
+
+def test_a_drained_core_gets_nothing_more_and_is_left(cores: Cores) -> None:
+    session, inbox = cores.open(cores.new(), cores.new()), Inbox()
+    before = submit(session, inbox, *NAMES, length=500)
+    cores.fleet.drain(0)
+    after = submit(session, inbox, "g", "h", length=5)
+    wait_for(inbox, [*before, *after])
+    assert ends(before) == [(None, output(500))] * 6
+    assert not {6, 7} & {key for batch in cores.batches(0) for key in batch}
+    wait_until(lambda: [replica.number for replica in cores.fleet.members] == [1])
+    with pytest.raises(ValueError, match="core 1 is the only one that is up"):
+        cores.fleet.drain(1)
+    with pytest.raises(ValueError, match="there is no core 0"):
+        cores.fleet.drain(0)
+
+
+def test_requests_of_a_drained_core_can_be_moved(cores: Cores) -> None:
+    session, inbox = cores.open(cores.new(), cores.new()), Inbox()
+    for number in (0, 1):
+        core = cores.cores[number]
+        assert isinstance(core, MortalCore)
+        core.calls["status"] = dict
+    states = submit(session, inbox, *NAMES, length=400)
+    moved = set(cores.fleet._ledger.on(cores.fleet.members.get(0)))
+    cores.fleet.drain(0, move=True)
+    wait_for(inbox, states)
+    assert ends(states) == [(None, output(400))] * 6
+    assert len(moved) == 3
+    assert moved <= {key for batch in cores.batches(1) for key in batch}
+
+
+def test_a_core_can_join(cores: Cores, tmp_path: Path) -> None:
+    session, inbox = cores.open(cores.new()), Inbox()
+    added = cores.fleet.add(cores.new())
+    assert (added.number, added.state) == (1, State.UP)
+    states = submit(session, inbox, *NAMES)
+    wait_for(inbox, states)
+    assert ends(states) == [(None, output())] * 6
+    assert cores.batches(1)
+    with pytest.raises(ValueError, match=r"no replica of the others: dtype is 'bfloat16', not 'float32'"):
+        cores.fleet.add(cores.new(dtype="bfloat16"))
+    with pytest.raises(ValueError, match="must begin with ipc:// or tcp://"):
+        cores.fleet.add("udp://x")
+    with pytest.raises(EngineDeadError, match="no engine core answers"):
+        cores.fleet.add(f"ipc://{tmp_path}/none.sock")
+    assert [replica.number for replica in cores.fleet.members] == [0, 1]
+
+
+def test_cores_of_different_models_are_refused(cores: Cores) -> None:
+    with pytest.raises(ValueError, match=r"model is 'other', not 'fake'|model is 'fake', not 'other'"):
+        cores.open(cores.new(), cores.new(model="other"))
+
+
+def test_a_core_that_is_not_there_yet_is_tried_again(cores: Cores, tmp_path: Path) -> None:
+    late = f"ipc://{tmp_path}/core1.sock"
+    here = cores.new()
+    cores.engine = routed([running(here), running(late)])
+    session = cores.engine.session
+    assert [replica.state for replica in cores.fleet.members] == [State.UP, State.JOINING]
+    assert cores.new() == late
+    wait_until(lambda: len(cores.fleet.members.up()) == 2)
+    inbox = Inbox()
+    states = submit(session, inbox, *NAMES)
+    wait_for(inbox, states)
+    assert cores.batches(1)
+
+
+def test_a_core_that_comes_back_as_another_engine_is_left(cores: Cores) -> None:
+    session, inbox = cores.open(cores.new(), cores.new()), Inbox()
+    cores.cores[0].close()
+    wait_until(lambda: cores.fleet.members.get(0).state is State.LOST)
+    info = msgspec.structs.replace(cores.info, block_size=32)
+    cores.cores.append(MortalCore(f"ipc://{cores.folder}/core0.sock", info, NEVER))
+    wait_until(lambda: [replica.number for replica in cores.fleet.members] == [1])
+    states = submit(session, inbox, *NAMES)
+    wait_for(inbox, states)
+    assert ends(states) == [(None, output())] * 6
+
+
+def test_no_core_at_all(cores: Cores, tmp_path: Path) -> None:
+    with pytest.raises(EngineDeadError, match="no engine core answers"):
+        routed([running(f"ipc://{tmp_path}/none.sock")])
+
+
+class SilentCores:
+    """Two fake cores that answer nothing by themselves, and a session on both."""
+
+    def __init__(self, new_core: Callable[..., FakeCore]) -> None:
+        self.cores = [new_core("0"), new_core("1")]
+        for core in self.cores:
+            core.calls["follow_blocks"] = lambda: True
+        self.engine = routed([running(core.address) for core in self.cores])
+        self.session = self.engine.session
+        fleet = self.session.connection
+        assert isinstance(fleet, Fleet)
+        self.fleet = fleet
+        self.inbox = Inbox()
+
+    def core_of(self, state: RequestState) -> int:
+        """The number of the core that has a request."""
+        return self.fleet._ledger.placed[state.key].replica.number
+
+
+@pytest.fixture
+def silent(new_core: Callable[..., FakeCore]) -> Iterator[SilentCores]:
+    """Two cores that only receive."""
+    cores = SilentCores(new_core)
+    yield cores
+    cores.engine.shutdown()
+
+
+PROMPT = [7] * 100  # six full blocks
+
+
+def test_a_request_goes_where_its_prefix_is_reported(silent: SilentCores) -> None:
+    names = prompt_names(Prompt(PROMPT), 16)
+    silent.cores[1].send(Blocks(0, True, b"".join(names)))
+    wait_until(lambda: silent.fleet.num_blocks(silent.fleet.members.get(1)) == 6)
+    first = submit(silent.session, silent.inbox, "a", prompt=PROMPT)[0]
+    assert silent.core_of(first) == 1
+    silent.session.abort([first])
+    silent.cores[1].send(Blocks(1, False, removed=b"".join(names)))
+    silent.cores[0].send(Blocks(0, True, b"".join(names)))
+    wait_until(lambda: silent.fleet.num_blocks(silent.fleet.members.get(1)) == 0)
+    wait_until(lambda: silent.fleet.num_blocks(silent.fleet.members.get(0)) == 6)
+
+
+def test_what_requests_will_leave_counts_as_cached_unless_too_much_waits(silent: SilentCores) -> None:
+    """Before the core has reported anything."""
+    first, second = (submit(silent.session, silent.inbox, name, prompt=PROMPT)[0] for name in "ab")
+    assert silent.core_of(first) != silent.core_of(second)  # the first one's tokens are still to be computed
+    silent.cores[silent.core_of(second)].tokens(second.key, [2])
+    wait_until(lambda: silent.fleet._ledger.placed[second.key].started)
+    third = submit(silent.session, silent.inbox, "c", prompt=[*PROMPT, 8, 8])[0]
+    assert silent.core_of(third) == silent.core_of(second)
+
+
+def test_other_salts_are_other_prefixes(silent: SilentCores) -> None:
+    names = prompt_names(Prompt(PROMPT, cache_salt="theirs"), 16)
+    silent.cores[1].send(Blocks(0, True, b"".join(names)))
+    wait_until(lambda: silent.fleet.num_blocks(silent.fleet.members.get(1)) == 6)
+    assert silent.core_of(submit(silent.session, silent.inbox, "a", prompt=PROMPT)[0]) == 0
+
+
+def test_after_a_gap_all_names_are_asked_for_again(silent: SilentCores) -> None:
+    assert silent.cores[0].expect(Call).method == "follow_blocks"  # the first time
+    asked: list[int] = []
+    silent.cores[0].calls["follow_blocks"] = lambda: bool(asked.append(1)) or True
+    silent.cores[0].send(Blocks(0, True, b"a" * 32))
+    silent.cores[0].send(Blocks(2, False, b"b" * 32))
+    silent.cores[0].send(Blocks(3, False, b"c" * 32))  # on its way before the snapshot
+    silent.cores[0].send(Blocks(0, True, b"d" * 32 + b"e" * 32))
+    replica = silent.fleet.members.get(0)
+    wait_until(lambda: silent.fleet.num_blocks(replica) == 2)
+    wait_until(lambda: len(asked) == 1)
+    assert replica.num_gaps == 1
+
+
+def test_a_request_that_a_core_is_too_busy_for_goes_to_another(silent: SilentCores) -> None:
+    state = submit(silent.session, silent.inbox, "a")[0]
+    first = silent.core_of(state)
+    refusal = {"finish_reason": "error", "error": "full", "error_type": "EngineBusyError"}
+    silent.cores[first].tokens(state.key, [], **refusal)
+    wait_until(lambda: silent.core_of(state) == 1 - first)
+    silent.cores[1 - first].tokens(state.key, [2, 3], finish_reason="length")
+    wait_for(silent.inbox, [state])
+    assert ends([state]) == [(None, [2, 3])]
+    last = submit(silent.session, silent.inbox, "b")[0]
+    assert silent.core_of(last) == 1 - first  # the busy one is left alone for a moment
+    for number in (1 - first, first):
+        wait_until(lambda number=number: last.finished or silent.core_of(last) == number)
+        silent.cores[number].tokens(last.key, [], **refusal)
+    wait_for(silent.inbox, [last])
+    assert str(last.exception()) == "full"
+
+
+def test_a_core_that_is_stopped_makes_nothing_suspect(silent: SilentCores) -> None:
+    states = submit(silent.session, silent.inbox, "a", "b")
+    first = next(state for state in states if silent.core_of(state) == 0)
+    silent.cores[0].tokens(first.key, [9])
+    silent.cores[0].send(CoreDying("SIGTERM", stopped=True))
+    wait_until(lambda: silent.core_of(first) == 1)
+    silent.cores[1].deltas([TokenDelta(state.key, 0, [4], finish_reason="length") for state in states])
+    wait_for(silent.inbox, states)
+    assert [state.output_token_ids[0] for state in states] == [
+        [9, 4] if state is first else [4] for state in states
+    ]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread does and nobody is told of."""
+    waiting = threading.Event()
+    for _ in range(int(PATIENCE / 0.005)):
+        try:
+            if condition():
+                return
+        except KeyError:
+            pass  # between two cores
+        waiting.wait(0.005)
+    raise AssertionError("waited in vain")
+
+
+def answered(value: Any) -> Future[Any]:
+    """A call that is answered already."""
+    future: Future[Any] = Future()
+    if isinstance(value, BaseException):
+        future.set_exception(value)
+    else:
+        future.set_result(value)
+    return future
+
+
+def test_answers_of_several_cores_come_as_one() -> None:
+    def of(method: str, *answers: Any, seconds: float | None = None) -> Any:
+        calls = {number: answered(answer) for number, answer in enumerate(answers)}
+        return gather(calls, lambda answers: merged(method, answers), seconds).result(PATIENCE)
+
+    assert of("is_paused", True, False) is False
+    assert of("abort_request", 1, 2) == 3
+    assert of("collective_rpc", ["a"], ["b"]) == ["a", "b"]
+    assert of("resume", None, None) is None
+    assert of("is_sleeping", True, EngineDeadError("lost")) is True  # the lost one is left out
+    with pytest.raises(ValueError, match="no"):
+        of("sleep", None, ValueError("no"), EngineDeadError("lost"))
+    with pytest.raises(EngineDeadError):
+        of("sleep", EngineDeadError("lost"))
+    health = [
+        {"alive": True, "ready": False, "reason": "asleep"},
+        {"alive": False, "ready": False, "reason": "x"},
+    ]
+    assert of("check_health", *health) == {"alive": True, "ready": False, "reason": "asleep; x"}
+    status = [{"model": "m", "running": 1, "paused": True, "clients": [1]}] * 2
+    assert of("status", *status) == {"model": "m", "running": 2, "paused": True, "clients": [1, 1]}
+
+
+def test_a_core_that_hangs_is_left_out_of_reports() -> None:
+    hanging: Future[Any] = Future()
+    report = gather({0: answered([1]), 1: hanging}, lambda answers: merged("metrics", answers), 0.01)
+    assert report.result(PATIENCE) == [1]
+    hanging.set_result([2])  # too late, and harmless
+    nothing: Future[Any] = Future()
+    with pytest.raises(EngineDeadError, match="no engine core has answered metrics in time"):
+        gather({0: nothing}, lambda answers: merged("metrics", answers), 0.01).result(PATIENCE)

@@ -1,0 +1,105 @@
+"""Where a request goes, and what is known of prefixes: against the plain meaning of the words."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagewire.frontend.route.placement import RUNNING_TOKENS, Candidate, choose, cost, next_in_turn
+from pagewire.frontend.route.prefix_index import PrefixIndex
+
+candidates = st.lists(
+    st.builds(
+        Candidate,
+        core=st.integers(0, 9),
+        num_cached=st.integers(0, 60).map(lambda blocks: 16 * blocks),
+        num_waiting=st.integers(0, 3000),
+        num_running=st.integers(0, 40),
+        num_placed=st.integers(0, 5),
+    ),
+    min_size=1,
+    max_size=6,
+    unique_by=lambda candidate: candidate.core,
+)
+
+
+@given(candidates, st.integers(1, 1000), st.none() | st.integers(0, 9))
+@settings(deadline=None)
+def test_no_core_is_cheaper_than_the_chosen_one(
+    candidates: list[Candidate], num_tokens: int, last: int | None
+) -> None:
+    core = choose(num_tokens, candidates, last)
+    costs = {candidate.core: cost(candidate, num_tokens) for candidate in candidates}
+    assert costs[core] == min(costs.values())
+    if costs.get(last if last is not None else -1) == min(costs.values()):
+        assert core == last  # sticky where equal
+    assert choose(num_tokens, candidates[::-1], last) == core  # the order tells nothing
+
+
+def test_a_prefix_outweighs_a_short_queue_and_a_long_queue_any_prefix() -> None:
+    warm, cold = Candidate(0, num_cached=480), Candidate(1)
+    assert choose(500, [cold, warm]) == 0
+    assert choose(500, [cold, Candidate(0, num_cached=480, num_waiting=400)]) == 0
+    assert choose(500, [cold, Candidate(0, num_cached=480, num_waiting=600)]) == 1
+    assert choose(500, [cold, Candidate(0, num_cached=480, num_running=480 // RUNNING_TOKENS + 1)]) == 1
+
+
+def test_equal_cores_are_filled_evenly() -> None:
+    placed: Counter[int] = Counter()
+    for _ in range(9):
+        placed[choose(5, [Candidate(core, num_placed=placed[core]) for core in range(3)])] += 1
+    assert set(placed.values()) == {3}
+    assert [next_in_turn([Candidate(7), Candidate(3)], turn) for turn in range(4)] == [3, 7, 3, 7]
+
+
+def test_there_must_be_a_core() -> None:
+    with pytest.raises(ValueError):
+        choose(5, [])
+
+
+operations = st.lists(
+    st.tuples(
+        st.sampled_from(["store", "remove", "expect", "unexpect", "reset", "forget"]),
+        st.integers(0, 2),
+        st.lists(st.integers(0, 6), max_size=4),
+    ),
+    max_size=25,
+)
+
+
+@given(operations, st.lists(st.integers(0, 6), max_size=6))
+@settings(deadline=None)
+def test_the_index_is_that_of_sets(operations: list[tuple[str, int, list[int]]], prompt: list[int]) -> None:
+    """Against a set of what each core has reported, and a bag of what is expected there."""
+    index = PrefixIndex()
+    stored: dict[int, set[bytes]] = {core: set() for core in range(3)}
+    expected: dict[int, Counter[bytes]] = {core: Counter() for core in range(3)}
+    for action, core, numbers in operations:
+        names = [bytes([number]) for number in numbers]
+        if action == "store":
+            stored[core] |= set(names)
+        elif action == "remove":
+            stored[core] -= set(names)
+        elif action == "expect":
+            expected[core].update(names)
+        elif action == "unexpect":
+            if Counter(names) - expected[core]:
+                continue  # only what was expected is taken back
+            expected[core] -= Counter(names)
+        elif action == "reset":
+            stored[core] = set()
+        else:
+            stored[core], expected[core] = set(), Counter()
+        arguments = () if action in ("reset", "forget") else (names,)
+        getattr(index, action)(core, *arguments)
+    names = [bytes([number]) for number in prompt]
+    for core, depth in index.depths(names, range(3)).items():
+        there = [name in stored[core] or expected[core][name] > 0 for name in names]
+        assert depth == (there.index(False) if False in there else len(names))
+        assert index.num_names(core) == len(stored[core])
+    for core in range(3):
+        index.forget(core)
+    assert not index._holders  # nothing is kept of cores that are gone
