@@ -30,8 +30,8 @@ from pagewire.engine_core.lobby import Lobby
 from pagewire.engine_core.schedule.scheduler import Scheduler
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.workers.group import GroupReply, WorkerGroup
-from pagewire.engine_core.workers.process import Stopwatch
 from pagewire.engine_core.workers.restarts import Restarts
+from pagewire.engine_core.workers.stopwatch import Stopwatch
 from pagewire.ipc import messages
 from pagewire.ipc.errors import EngineDeadError, EngineStoppedError, error_text, received_error
 from pagewire.ipc.heap import release_spare_memory

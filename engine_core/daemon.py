@@ -22,6 +22,7 @@ from pagewire.engine_core.clients.clients import RECEIVE_QUEUE, SEND_QUEUE, Clie
 from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.core import EngineCore
 from pagewire.engine_core.workers.group import WorkerGroup
+from pagewire.engine_core.workers.launchers.choose import open_launcher
 from pagewire.ipc import logs
 from pagewire.ipc.address_lock import AddressLock, sweep
 from pagewire.ipc.descriptors import raise_descriptor_limit
@@ -111,7 +112,8 @@ def run(args: EngineArgs, listen: Listen, lifeline_fd: int, stack: ExitStack) ->
     logger.info("listening on %s", listen.address)
     clients = Clients(socket, env_float("PAGEWIRE_HEARTBEAT_TIMEOUT_S", 30.0), access)
     config = resolve(args, clients)
-    core = EngineCore(config, WorkerGroup(context, [config.worker_config()]), clients, lifeline_fd)
+    workers = WorkerGroup(config.worker_config(), open_launcher(config.args, context))
+    core = EngineCore(config, workers, clients, lifeline_fd)
     if listen.announce:
         core.on_ready = lambda: print(f"ready {listen.address}", flush=True)
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -18,6 +18,7 @@ from pagewire.engine_core.clients.clients import Clients
 from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.core import EngineCore
 from pagewire.engine_core.workers.group import WorkerGroup
+from pagewire.engine_core.workers.launchers.local import LocalLauncher
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.sockets import bind_router
 
@@ -30,9 +31,11 @@ def core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineCore
     monkeypatch.setenv("PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S", "10")
     context: zmq.Context[Any] = zmq.Context()
     clients = Clients(bind_router(context, f"ipc://{tmp_path}/core.sock"), silence_seconds=60.0)
-    args = EngineArgs("demo", dtype="float32", num_threads=1, kv_cache_memory_bytes=32 << 20)
+    args = EngineArgs(
+        "demo", dtype="float32", num_threads=1, kv_cache_memory_bytes=32 << 20, tensor_parallel_size=2
+    )
     config = EngineConfig.resolve(args)
-    core = EngineCore(config, WorkerGroup(context, [config.worker_config()] * 2), clients)
+    core = EngineCore(config, WorkerGroup(config.worker_config(), LocalLauncher(context)), clients)
     thread = threading.Thread(target=core.run, daemon=True)
     thread.start()
     yield core

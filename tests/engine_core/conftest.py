@@ -18,6 +18,7 @@ from pagewire.engine_core.clients.clients import MAX_BACKLOG_BYTES, Clients
 from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.core import EngineCore
 from pagewire.engine_core.workers.group import WorkerGroup
+from pagewire.engine_core.workers.launchers.local import LocalLauncher
 from pagewire.ipc.codec import Codec
 from pagewire.ipc.gate import Gate
 from pagewire.ipc.items import Prompt
@@ -121,7 +122,6 @@ class RunningCore:
         worker_options: list[str],
         silence: float,
         folder: Path,
-        num_workers: int,
         access: Access | None,
         max_backlog_bytes: int,
     ) -> None:
@@ -135,7 +135,7 @@ class RunningCore:
         self.clients = Clients(socket, silence, access, max_backlog_bytes)
         config = EngineConfig(args, folder, {}, 999)
         command = [*FAKE_WORKER, *worker_options]
-        self.workers = WorkerGroup(self.context, [config.worker_config()] * num_workers, command)
+        self.workers = WorkerGroup(config.worker_config(), LocalLauncher(self.context, command))
         self.core = EngineCore(config, self.workers, self.clients)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -179,12 +179,11 @@ def start_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
         **options: Any,
     ) -> RunningCore:
         args = EngineArgs(**({"max_model_len": 128, "disable_log_stats": True} | options))
+        args.tensor_parallel_size = num_workers
         address = f"ipc://{tmp_path}/core{len(cores)}.sock"
         options_of_worker = worker_options or []
         cores.append(
-            RunningCore(
-                address, args, options_of_worker, silence, folder, num_workers, access, max_backlog_bytes
-            )
+            RunningCore(address, args, options_of_worker, silence, folder, access, max_backlog_bytes)
         )
         return cores[-1]
 
