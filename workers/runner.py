@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,6 +15,8 @@ from torch.profiler import record_function
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.worker_messages import Masks, Ready, Row, SlotInit, StepPlan, StepResult, WorkerConfig
 from pagewire.workers.batch import Batch, build_batch
+from pagewire.workers.collective.open import open_collective
+from pagewire.workers.collective.turns import own_turn
 from pagewire.workers.device.graphs import DecodeGraphs, recorded_sizes
 from pagewire.workers.device.interface import PendingTokens
 from pagewire.workers.device.kv_size import ledger, num_kv_blocks
@@ -35,16 +38,27 @@ MOST_LIKELY = 20  # most likely tokens that a GPU's sampler finds per row; a row
 class Runner:
     """A loaded model with its KV cache and slots.
 
+    collective: the operations of this rank with the others of its group.
     loaded: None while the weights are dropped. caches: K and V of each layer; empty while their memory is released.
     spare_work: optional work for idle moments, a few milliseconds with each `next`.
     """
 
     spare_work: Iterator[None]
 
-    def __init__(self, config: WorkerConfig, phases: Phases, ahead: WeightsAhead) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        phases: Phases,
+        ahead: WeightsAhead,
+        listener: socket.socket | None = None,
+    ) -> None:
         self.config, self.phases = config, phases
         self.device = open_device(config)
-        self.loaded: LoadedModel | None = load(ahead, phases, self.device)
+        self.collective = open_collective(config.parallel, self.device.torch_device, listener)
+        if self.collective.size > 1:
+            phases.end("meeting")
+        with own_turn(self.collective, config.parallel):
+            self.loaded: LoadedModel | None = load(ahead, phases, self.device)
         self.block_bytes = sum(shape.block_bytes(config.block_size) for shape in self.loaded.kv_shapes)
         self.slots = Slots(
             config.max_num_seqs, self.loaded.max_model_len, config.block_size, self.loaded.vocab_size
@@ -59,17 +73,22 @@ class Runner:
 
     @classmethod
     def start(
-        cls, config: WorkerConfig, report: Callable[[str, float], None], ahead: WeightsAhead | None = None
+        cls,
+        config: WorkerConfig,
+        report: Callable[[str, float], None],
+        ahead: WeightsAhead | None = None,
+        listener: socket.socket | None = None,
     ) -> tuple[Runner, Ready]:
         """Load the model, allocate the KV cache and run a first step.
 
         report: called with the name and seconds of each phase of the start. ahead: reads packed weights already.
+        listener: the socket at which this worker listens for other ranks, if they may be on other machines.
 
         Raises:
             LoadError: the configuration cannot work; the text says why.
         """
         phases = Phases(report)
-        runner = cls(config, phases, ahead or WeightsAhead(config))
+        runner = cls(config, phases, ahead or WeightsAhead(config), listener)
         phases.end("kv")
         runner.warm_up()
         phases.end("warmup")
