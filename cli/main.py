@@ -21,6 +21,7 @@ from pagewire.cli.commands import (
     run_batch,
     serve,
     top,
+    worker,
 )
 from pagewire.cli.options import Parser, UsageError
 from pagewire.cli.terminal import show
@@ -29,7 +30,7 @@ from pagewire.ipc.version import __version__
 
 COMMANDS = (
     *(generate, chat, serve, core, top, run_batch, bench, inspect, quantize),
-    *(keys, kernels, doctor, collect_env),
+    *(worker, keys, kernels, doctor, collect_env),
 )
 
 

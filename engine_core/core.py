@@ -197,6 +197,8 @@ class EngineCore:
             self.worker.kill()
         if self.worker.silence(now) > self._start_limit:
             text = f"the start of the worker has made no progress for {self._start_limit:g} s"
+            if obstacles := self.worker.obstacles:
+                text += f": {obstacles}"
             logger.error("%s; killing it (PAGEWIRE_WORKER_START_TIMEOUT_S)", text)
             self.worker.kill(text)
         if self.started:

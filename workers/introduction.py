@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from pagewire.ipc.messages import PROTOCOL
+from pagewire.ipc.ports import LAST_PORT, first_port
 from pagewire.ipc.worker_messages import WorkerHello
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -63,22 +64,10 @@ def listen(host: str) -> socket.socket:
     """
     first = first_port()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for port in range(first, 65536):
+    for port in range(first, LAST_PORT + 1):
         try:
             return socket.create_server((host, port), family=family)
         except OSError as error:
-            if first == 0 or port == 65535:
+            if first == 0 or port == LAST_PORT:
                 raise OSError(f"cannot listen at {host}: {error}; PAGEWIRE_HOST_IP says where") from error
     raise OSError(f"no port from {first} on is free")
-
-
-def first_port() -> int:
-    """`PAGEWIRE_PORT`; 0, for any port, if it is not set.
-
-    Raises:
-        ValueError: it is no port.
-    """
-    text = os.environ.get("PAGEWIRE_PORT", "0") or "0"
-    if not text.isdecimal() or int(text) > 65535:
-        raise ValueError(f"PAGEWIRE_PORT must be a port, got {text!r}")
-    return int(text)

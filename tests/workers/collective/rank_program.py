@@ -12,7 +12,6 @@ import torch
 
 from pagewire.ipc.worker_messages import Parallel
 from pagewire.workers.collective.open import open_collective
-
 from tests.workers.collective import battery
 
 
