@@ -40,7 +40,7 @@ class DistributedGroup:
         self, backend: str, device: torch.device, parallel: Parallel, listener: socket.socket | None = None
     ) -> None:
         self.rank, self.size = parallel.rank, parallel.size
-        self._device = device
+        self.device = device
         store = open_store(parallel, listener)
         address = "127.0.0.1" if not parallel.host else own_address(parallel.host, parallel.port)
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -79,9 +79,9 @@ class DistributedGroup:
 
     def barrier(self) -> None:
         """See `Collective.barrier`."""
-        self._gathered(torch.zeros(1, dtype=torch.uint8, device=self._device))
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._gathered(torch.zeros(1, dtype=torch.uint8, device=self.device))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
         """End the process group."""

@@ -58,6 +58,6 @@ def check_devices(args: EngineArgs) -> None:
     if num_workers > num_gpus:
         raise ValueError(
             f"tensor_parallel_size={num_workers} takes a GPU for each worker, and this machine has {num_gpus}: "
-            "with distributed_executor_backend='join' or 'ray' workers run on several machines, with device='cpu' on "
-            "processors"
+            "with distributed_executor_backend='join' or 'ray' workers run on several machines, with device='cpu' "
+            "on processors"
         )
