@@ -111,8 +111,7 @@ def run(args: EngineArgs, listen: Listen, lifeline_fd: int, stack: ExitStack) ->
     stack.callback(socket.close, FLUSH_MS)
     logger.info("listening on %s", listen.address)
     clients = Clients(socket, env_float("PAGEWIRE_HEARTBEAT_TIMEOUT_S", 30.0), access)
-    config = resolve(args, clients)
-    workers = WorkerGroup(config.worker_config(), open_launcher(config.args, context))
+    config, workers = prepare(args, clients, context)
     core = EngineCore(config, workers, clients, lifeline_fd)
     if listen.announce:
         core.on_ready = lambda: print(f"ready {listen.address}", flush=True)
@@ -122,10 +121,16 @@ def run(args: EngineArgs, listen: Listen, lifeline_fd: int, stack: ExitStack) ->
     logger.info("stopped")
 
 
-def resolve(args: EngineArgs, clients: Clients) -> EngineConfig:
-    """`EngineConfig.resolve`; its error is also sent to the frontends that wait to attach."""
+def prepare(
+    args: EngineArgs, clients: Clients, context: zmq.Context[zmq.Socket[bytes]]
+) -> tuple[EngineConfig, WorkerGroup]:
+    """The configuration, and the workers, which are not started yet.
+
+    An error, as of `EngineConfig.resolve` and `open_launcher`, is also sent to the frontends that wait to attach.
+    """
     try:
-        return EngineConfig.resolve(args)
+        config = EngineConfig.resolve(args)
+        return config, WorkerGroup(config.worker_config(), open_launcher(args, context))
     except Exception as error:
         clients.refuse_all(error)
         raise
