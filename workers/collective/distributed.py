@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import torch
@@ -47,7 +48,7 @@ class DistributedGroup:
             os.environ.setdefault(variable, interface_of(address))
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(parallel.rendezvous, store),
+            store=dist.PrefixStore(parallel.rendezvous, store),  # type: ignore[attr-defined, unused-ignore]
             rank=parallel.rank,
             world_size=parallel.size,
             timeout=NO_LIMIT,
@@ -99,7 +100,7 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-def open_store(parallel: Parallel, listener: socket.socket | None) -> dist.Store:
+def open_store(parallel: Parallel, listener: socket.socket | None) -> Any:
     """The store through which the ranks find each other. That of rank 0 serves the others.
 
     It listens at loopback where all ranks are on one machine.
@@ -112,7 +113,7 @@ def open_store(parallel: Parallel, listener: socket.socket | None) -> dist.Store
     if serves and listener is not None:
         listener.listen(parallel.size)
         descriptor = listener.detach()
-    return dist.TCPStore(
+    return dist.TCPStore(  # type: ignore[attr-defined, unused-ignore]
         host, port, parallel.size, serves, NO_LIMIT, wait_for_workers=False, master_listen_fd=descriptor
     )
 

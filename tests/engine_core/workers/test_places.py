@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import zmq
 
 from pagewire.engine_core.workers.launchers import choose
 from pagewire.engine_core.workers.launchers.choose import join_address, open_launcher
-from pagewire.engine_core.workers.launchers.join import JoinLauncher
+from pagewire.engine_core.workers.launchers.join import JoinLauncher, reachable
 from pagewire.engine_core.workers.launchers.local import LocalLauncher
 from pagewire.engine_core.workers.places import places
 from pagewire.ipc.options import EngineArgs
@@ -83,6 +84,12 @@ def test_workers_join_where_the_options_or_the_environment_say(
     options = {"join_address": "tcp://127.0.0.1:0", "join_key": str(tmp_path / "key")}
     assert opened(distributed_executor_backend="join", **options) is JoinLauncher
     assert join_address() == "tcp://127.0.0.1:5710"
+    assert reachable("tcp://0.0.0.0:5710") == f"tcp://{socket.gethostname()}:5710"
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # the workers' own port is the next free one
+        monkeypatch.setenv("PAGEWIRE_PORT", str(taken.getsockname()[1]))
+        launcher = JoinLauncher("tcp://127.0.0.1:0", tmp_path / "key", 2)
+        assert launcher.listener.address > f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        launcher.close()
     monkeypatch.setenv("PAGEWIRE_HOST_IP", "10.0.0.7")
     monkeypatch.setenv("PAGEWIRE_PORT", "6000")
     assert join_address() == "tcp://10.0.0.7:6000"
