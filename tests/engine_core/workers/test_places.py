@@ -88,7 +88,7 @@ def test_workers_join_where_the_options_or_the_environment_say(
     with socket.create_server(("127.0.0.1", 0)) as taken:  # the workers' own port is the next free one
         monkeypatch.setenv("PAGEWIRE_PORT", str(taken.getsockname()[1]))
         launcher = JoinLauncher("tcp://127.0.0.1:0", tmp_path / "key", 2)
-        assert launcher.listener.address > f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        assert int(launcher.listener.address.rpartition(":")[2]) > taken.getsockname()[1]
         launcher.close()
     monkeypatch.setenv("PAGEWIRE_HOST_IP", "10.0.0.7")
     monkeypatch.setenv("PAGEWIRE_PORT", "6000")
