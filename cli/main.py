@@ -22,6 +22,7 @@ from pagewire.cli.commands import (
     run_batch,
     serve,
     top,
+    worker,
 )
 from pagewire.cli.options import Parser, UsageError
 from pagewire.cli.terminal import show
@@ -30,7 +31,7 @@ from pagewire.ipc.version import __version__
 
 COMMANDS = (
     *(generate, chat, serve, core, route, top, run_batch, bench, inspect, quantize),
-    *(keys, kernels, doctor, collect_env),
+    *(worker, keys, kernels, doctor, collect_env),
 )
 
 

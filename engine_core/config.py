@@ -13,7 +13,7 @@ from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import max_n
 from pagewire.ipc.quantization import resolve_quantization, settings_of
-from pagewire.ipc.worker_messages import Ready, WorkerConfig
+from pagewire.ipc.worker_messages import Parallel, Ready, WorkerConfig
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,11 @@ class EngineConfig:
             quantization=args.quantization,
             weight_cache=args.weight_cache,
             kv_scales=list(self.kv_scales),
+            parallel=Parallel(
+                size=args.tensor_parallel_size,
+                shared_memory=not args.disable_custom_all_reduce,
+                max_loading=args.max_parallel_loading_workers or 0,
+            ),
         )
 
     def scheduler_config(self, ready: Ready) -> SchedulerConfig:

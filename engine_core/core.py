@@ -32,8 +32,8 @@ from pagewire.engine_core.lobby import Lobby
 from pagewire.engine_core.schedule.scheduler import Scheduler
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.workers.group import GroupReply, WorkerGroup
-from pagewire.engine_core.workers.process import Stopwatch
 from pagewire.engine_core.workers.restarts import Restarts
+from pagewire.engine_core.workers.stopwatch import Stopwatch
 from pagewire.ipc import messages
 from pagewire.ipc.errors import EngineDeadError, EngineStoppedError, error_text, received_error
 from pagewire.ipc.heap import release_spare_memory
@@ -209,6 +209,8 @@ class EngineCore:
             self.worker.kill()
         if self.worker.silence(now) > self._start_limit:
             text = f"the start of the worker has made no progress for {self._start_limit:g} s"
+            if obstacles := self.worker.obstacles:
+                text += f": {obstacles}"
             logger.error("%s; killing it (PAGEWIRE_WORKER_START_TIMEOUT_S)", text)
             self.worker.kill(text)
         if self.started:

@@ -23,6 +23,7 @@ from pagewire.engine_core.clients.kv_events import KVPublisher
 from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.core import EngineCore
 from pagewire.engine_core.workers.group import WorkerGroup
+from pagewire.engine_core.workers.launchers.choose import open_launcher
 from pagewire.ipc import logs
 from pagewire.ipc.address_lock import AddressLock, sweep
 from pagewire.ipc.descriptors import raise_descriptor_limit
@@ -111,10 +112,10 @@ def run(args: EngineArgs, listen: Listen, lifeline_fd: int, stack: ExitStack) ->
     stack.callback(socket.close, FLUSH_MS)
     logger.info("listening on %s", listen.address)
     clients = Clients(socket, env_float("PAGEWIRE_HEARTBEAT_TIMEOUT_S", 30.0), access)
-    config, publisher = resolve(args, clients, context)
+    config, workers, publisher = prepare(args, clients, context)
     if publisher is not None:
         stack.callback(publisher.close)
-    core = EngineCore(config, WorkerGroup(context, [config.worker_config()]), clients, lifeline_fd, publisher)
+    core = EngineCore(config, workers, clients, lifeline_fd, publisher)
     if listen.announce:
         core.on_ready = lambda: print(f"ready {listen.address}", flush=True)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -123,13 +124,17 @@ def run(args: EngineArgs, listen: Listen, lifeline_fd: int, stack: ExitStack) ->
     logger.info("stopped")
 
 
-def resolve(
+def prepare(
     args: EngineArgs, clients: Clients, context: zmq.Context[zmq.Socket[bytes]]
-) -> tuple[EngineConfig, KVPublisher | None]:
-    """The configuration, and the publisher of KV events; an error is also sent to waiting frontends."""
+) -> tuple[EngineConfig, WorkerGroup, KVPublisher | None]:
+    """The configuration, the workers, which are not started yet, and the publisher of KV events.
+
+    An error, as of `EngineConfig.resolve` and `open_launcher`, is also sent to the frontends that wait to attach.
+    """
     try:
         config, events = EngineConfig.resolve(args), args.resolved_kv_events()
-        return config, None if events is None else KVPublisher(context, events, args.block_size)
+        publisher = None if events is None else KVPublisher(context, events, args.block_size)
+        return config, WorkerGroup(config.worker_config(), open_launcher(args, context)), publisher
     except Exception as error:
         clients.refuse_all(error)
         raise

@@ -22,6 +22,8 @@ from pagewire.ipc.quantization import FAMILIES, ONLINE, quantization_name
 
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 KV_DTYPES = ("auto", "int8", "fp8", "fp8_e4m3", "fp8_e5m2")
+BACKENDS = ("mp", "ray", "join")
+MAX_RANKS = 1024
 DTYPE_ALIASES = {"half": "float16", "float": "float32", "fp8": "fp8_e4m3"}
 
 
@@ -77,6 +79,27 @@ class EngineArgs:
     num_threads: int | None = option(None, "Device", "worker threads on CPU; default: physical cores")
     enforce_eager: bool = option(False, "Device", "do not use CUDA graphs (no effect on CPUs)")
 
+    tensor_parallel_size: int = option(
+        1, "Parallel", "number of workers over which each layer of the model is split", short="-tp")
+    distributed_executor_backend: str | None = option(
+        None, "Parallel", "how workers are started; mp: as processes of this machine; ray: in a Ray cluster; "
+        "join: by `pagewire worker --join` on any machine; default: mp where the machine has enough "
+        "devices, else ray",
+        choices=BACKENDS)
+    join_address: str | None = option(
+        None, "Parallel", "tcp://HOST:PORT to which workers join; default: $PAGEWIRE_HOST_IP, else 127.0.0.1, and "
+        "$PAGEWIRE_PORT, else 5710")
+    join_key: str | None = option(
+        None, "Parallel", "file with the key of the workers that join, made if it does not exist; default: "
+        "join.key in the folder of this user's sockets")
+    max_parallel_loading_workers: int | None = option(
+        None, "Parallel", "workers of a machine that load weights at the same time; default: all")
+    disable_custom_all_reduce: bool = option(
+        False, "Parallel", "exchange tensors between CPU workers of one machine through gloo, not through "
+        "shared memory")
+    worker_use_ray: bool = option(False, "Parallel", "the same as distributed_executor_backend='ray'")
+    ray_workers_use_nsight: bool = option(False, "Parallel", "profile workers in a Ray cluster with Nsight Systems")
+
     block_size: int = option(16, "KV cache", "tokens per block", choices=(8, 16, 32, 64, 128))
     kv_cache_dtype: str = option(
         "auto", "KV cache", "type of keys and values; auto: the model's; in half the memory: int8 (CPUs), "
@@ -130,13 +153,20 @@ class EngineArgs:
             elif name not in NOT_SUPPORTED_YET:
                 raise TypeError(unknown_name("option", name, names | set(NOT_SUPPORTED_YET)))
             elif value not in (None, NOT_SUPPORTED_YET[name]) and value != {}:
-                raise ValueError(f"{name}={value!r} is not supported yet")
+                alternative = ALTERNATIVES.get(name, "")
+                raise ValueError(f"{name}={value!r} is not supported yet{alternative}")
         args = cls(**known)
         args.check()
         return args
 
     def check(self) -> None:
         """Validate all values; raises ValueError or TypeError for the first invalid one."""
+        if self.distributed_executor_backend == "external_launcher":
+            raise ValueError(
+                "distributed_executor_backend='external_launcher' is not supported, since each of its processes "
+                "is an engine of its own: with 'join', processes that torchrun or another launcher has started "
+                "(`pagewire worker --join`) are the workers of one engine"
+            )
         check_types(self)
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_waiting"):
             check_int(name, getattr(self, name), 1)
@@ -153,6 +183,7 @@ class EngineArgs:
         self._check_scaling_factors()
         if self.resolved_kv_events() is not None and not self.enable_prefix_caching:
             raise ValueError("kv_events needs enable_prefix_caching: without it no block is found by others")
+        self._check_parallel()
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
             raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
 
@@ -174,6 +205,31 @@ class EngineArgs:
                 f"quantization_param_path: a KV cache of {self.kv_cache_dtype} takes no scaling factors, since "
                 f"{reason}; kv_cache_dtype='fp8' takes them"
             )
+
+    def _check_parallel(self) -> None:
+        """Refuse options of groups of workers that contradict each other."""
+        check_int("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
+        if self.max_parallel_loading_workers is not None:
+            check_int("max_parallel_loading_workers", self.max_parallel_loading_workers, 1)
+        if self.worker_use_ray and self.distributed_executor_backend not in (None, "ray"):
+            raise ValueError(
+                f"worker_use_ray contradicts distributed_executor_backend={self.distributed_executor_backend!r}"
+            )
+        if self.ray_workers_use_nsight and not self.uses_ray:
+            raise ValueError("ray_workers_use_nsight needs distributed_executor_backend='ray'")
+        for name in ("join_address", "join_key"):
+            if getattr(self, name) is not None and self.distributed_executor_backend != "join":
+                raise ValueError(f"{name} needs distributed_executor_backend='join'")
+        if self.tensor_parallel_size > 1 and self.device.startswith("cuda:"):
+            raise ValueError(
+                f"device={self.device!r} is one GPU, and tensor_parallel_size={self.tensor_parallel_size} takes "
+                "that many: use device='cuda', and CUDA_VISIBLE_DEVICES to choose among them"
+            )
+
+    @property
+    def uses_ray(self) -> bool:
+        """True if the options say that workers run in a Ray cluster."""
+        return self.worker_use_ray or self.distributed_executor_backend == "ray"
 
     def resolved_dtype(self) -> str:
         """`dtype` with aliases resolved: "half" is "float16"."""
@@ -230,12 +286,9 @@ NOT_SUPPORTED_YET: dict[str, Any] = {
     "convert": "auto",
     "allowed_local_media_path": "",
     "allowed_media_domains": None,
-    "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
-    "distributed_executor_backend": None,
     "cpu_offload_gb": 0,
-    "disable_custom_all_reduce": False,
     "mm_processor_kwargs": None,
     "limit_mm_per_prompt": None,
     "pooler_config": None,
@@ -254,6 +307,11 @@ NOT_SUPPORTED_YET: dict[str, Any] = {
     "collect_detailed_traces": None,
     "kv_transfer_config": None,
     "enable_sleep_mode": False,
+}
+
+# What can be used in their place, by name of the option.
+ALTERNATIVES = {
+    "pipeline_parallel_size": ": use tensor_parallel_size, which splits every layer over the workers",
 }
 
 

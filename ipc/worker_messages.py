@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
+import msgspec
+
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.items import Item, LogprobRows, Media, Message, Task
 from pagewire.ipc.model_figures import ModelFigures
@@ -11,9 +13,35 @@ from pagewire.ipc.model_figures import ModelFigures
 # ---------------------------------------------------------------- core -> worker
 
 
+class Parallel(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
+    """A worker's place in its group, and how it meets the other ranks.
+
+    local_rank, local_size: its place among the ranks of its machine, and their number.
+    rendezvous: the name under which the ranks meet: 128 random bits for each start of a group, so that what is left
+        of an earlier one cannot meet the next. Empty in a group of one.
+    host, port: where rank 0 listens for the others; an empty host: all ranks are on one machine.
+    shared_memory: ranks on CPUs of one machine exchange tensors through shared memory.
+    max_loading: ranks of a machine that load weights at the same time; 0: all.
+    turn, num_turns: the ranks of a group load weights in this many turns, and this one in its turn, from 0.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    rendezvous: str = ""
+    host: str = ""
+    port: int = 0
+    shared_memory: bool = True
+    max_loading: int = 0
+    turn: int = 0
+    num_turns: int = 1
+
+
 class WorkerConfig(Message, tag="load"):
     """Load the model and allocate the KV cache; answered by `Ready`. None: the worker decides.
 
+    parallel: the core sets it for each rank at each start of a group.
     weight_cache: take packed weights from the cache, and keep them there.
     kv_scales: of each layer's keys and values in a KV cache of 8-bit floats; empty: the checkpoint's, or 1.
     """
@@ -37,6 +65,7 @@ class WorkerConfig(Message, tag="load"):
     quantization: str | None = None
     weight_cache: bool = False
     kv_scales: list[float] = []
+    parallel: Parallel = Parallel()
 
 
 class SlotInit(Item):
@@ -125,10 +154,17 @@ class Shutdown(Message, tag="shutdown"):
 
 
 class WorkerHello(Message, tag="hello"):
-    """A worker process has started and waits for `WorkerConfig`."""
+    """A worker process has started and waits for `WorkerConfig`.
+
+    machine: equal in workers that can exchange memory: same boot, network namespace and user.
+    host, port: where it listens for other ranks; no host if it was started for the core's machine only.
+    """
 
     protocol: int
     pid: int
+    machine: str = ""
+    host: str = ""
+    port: int = 0
 
 
 class Progress(Message, tag="progress"):

@@ -1,6 +1,6 @@
 """The worker process.
 
-    python -m pagewire.workers.main --connect ADDRESS --identity NAME --lifeline FD
+    python -m pagewire.workers.main --connect ADDRESS --identity NAME --lifeline FD [--key FILE]
 
 The process connects to the core, loads the model and runs steps, until it gets `Shutdown` or the core has ended.
 """
@@ -12,11 +12,14 @@ import gc
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -24,9 +27,9 @@ import zmq
 from pagewire.ipc import logs
 from pagewire.ipc.codec import MAX_MESSAGE_BYTES, Codec
 from pagewire.ipc.errors import error_text, error_type
+from pagewire.ipc.group_key import GroupKey
 from pagewire.ipc.lifeline import die_with_parent
-from pagewire.ipc.messages import PROTOCOL
-from pagewire.ipc.sockets import connect_dealer, receive, send
+from pagewire.ipc.sockets import CurveKeys, connect_dealer, receive, send
 from pagewire.ipc.worker_messages import (
     Loading,
     Masks,
@@ -37,12 +40,12 @@ from pagewire.ipc.worker_messages import (
     WorkerCall,
     WorkerConfig,
     WorkerFailed,
-    WorkerHello,
     WorkerReply,
 )
 from pagewire.kernels.cpu.library import expected_isa
 from pagewire.workers.device.machine import machine_memory, runs_on_cpu
 from pagewire.workers.errors import LoadError, MemoryShortageError
+from pagewire.workers.introduction import introduce
 from pagewire.workers.loading_signs import LoadingSigns
 from pagewire.workers.model.checkpoint_headers import WITHOUT_HEADERS, read_headers
 from pagewire.workers.model.fit import check_fit, model_figures, summary
@@ -70,8 +73,9 @@ SPIN_COUNT = "100"
 class Connection:
     """The socket to the core."""
 
-    def __init__(self, address: str, identity: str) -> None:
-        self._socket = connect_dealer(zmq.Context.instance(), address, identity.encode())
+    def __init__(self, address: str, identity: str, curve: CurveKeys | None = None) -> None:
+        self.address = address
+        self._socket = connect_dealer(zmq.Context.instance(), address, identity.encode(), curve)
         self._codec: Codec[ToWorker] = Codec(ToWorker)
         self._early: deque[ToWorker] = deque()
         self._lock = threading.Lock()  # while the model is loaded, two threads send, and none receives
@@ -128,7 +132,8 @@ def serve(connection: Connection) -> None:
     Raises:
         LoadError: the model cannot be loaded with this configuration. Other exceptions: a step failed.
     """
-    connection.send(WorkerHello(PROTOCOL, os.getpid()))
+    hello, listener = introduce(connection.address)
+    connection.send(hello)
     runner: Runner | None = None
     steps: Pipeline | None = None
     while True:
@@ -137,7 +142,7 @@ def serve(connection: Connection) -> None:
         else:
             message = connection.receive(spare=_NOTHING if runner is None else runner.spare_work)
         if isinstance(message, WorkerConfig):
-            runner = start(connection, message)
+            runner = start(connection, message, listener)
             steps = Pipeline(connection, runner)
         elif isinstance(message, StepPlan):
             if steps is None:
@@ -180,8 +185,10 @@ class Pipeline:
             self._idle_since = step.end
 
 
-def start(connection: Connection, config: WorkerConfig) -> Runner:
+def start(connection: Connection, config: WorkerConfig, listener: socket.socket | None = None) -> Runner:
     """Load the model and send `Ready`; then, in the background, keep its packed weights for the next start.
+
+    listener: the socket at which other ranks reach this one, if they may be on other machines.
 
     While torch is imported here, a thread reads kept weights, or takes memory for those that will be packed.
 
@@ -197,12 +204,18 @@ def start(connection: Connection, config: WorkerConfig) -> Runner:
         # Works while torch is imported here.
         ahead = WeightsAhead(config, 0 if sizes is None else sizes.panel_bytes)
         gc.disable()  # looking for garbage among what is imported takes a tenth of the time, and later some more
+        from pagewire.workers.collective.open import open_collective
+        from pagewire.workers.device.open import torch_device
         from pagewire.workers.runner import Runner
         from pagewire.workers.weight_cache.cached_loading import keep_in_background
 
         gc.freeze()
         gc.enable()
-        runner, ready = Runner.start(config, report, ahead)
+        began = time.monotonic()
+        collective = open_collective(config.parallel, torch_device(config), listener)
+        if collective.size > 1:
+            report("meeting", time.monotonic() - began)
+        runner, ready = Runner.start(config, report, ahead, collective)
     ready.figures = None if sizes is None else model_figures(sizes)
     connection.send(ready)
     keep_in_background(runner.model, ahead)
@@ -257,13 +270,15 @@ def main() -> int:
     parser.add_argument("--connect", required=True, metavar="ADDRESS")
     parser.add_argument("--identity", required=True, metavar="NAME")
     parser.add_argument("--lifeline", required=True, type=int, metavar="FD")
+    parser.add_argument("--key", type=Path, metavar="FILE", help="key of the group; needed over TCP")
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which stops this process
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is imported
     die_with_parent(options.lifeline)
     logs.configure()
-    connection = Connection(options.connect, options.identity)
+    key = None if options.key is None else GroupKey.read(options.key).worker
+    connection = Connection(options.connect, options.identity, key)
     try:
         serve(connection)
     except Exception as error:

@@ -21,7 +21,7 @@ from pagewire.engine_core.clients.metrics import MeasuredEngine
 from pagewire.engine_core.lobby import Lobby
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.workers.group import GroupReply, Outcome
-from pagewire.engine_core.workers.process import Stopwatch
+from pagewire.engine_core.workers.stopwatch import Stopwatch
 from pagewire.ipc.calls import CALLS, RemoteCall, RunsIn
 from pagewire.ipc.errors import EngineBusyError, error_text, error_type
 from pagewire.ipc.messages import Call, CallAnswer

@@ -2,15 +2,16 @@
 
     start -> WorkerHello -> WorkerConfig -> Progress, Loading ... -> Ready -> StepPlan <-> StepResult ...
 
-A group has one process for each rank. What the core sends goes to all ranks; their answers come back as one message
-once the last of them has answered. So a step lasts until every rank has run it, and a rank that hangs is noticed
-like a single worker that hangs. The ranks live and die together: the end of one ends the others.
+A group has one process for each rank. They get their configuration once all of them have connected, since it says
+how they meet. What the core sends goes to all ranks; their answers come back as one message once the last of them
+has answered. So a step lasts until every rank has run it, and a rank that hangs is noticed like a single worker
+that hangs. The ranks live and die together: the end of one ends the others.
 """
 
 from __future__ import annotations
 
 import logging
-import os
+import secrets
 import select
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,13 +22,13 @@ from typing import Any, TypeAlias
 import msgspec
 import zmq
 
-from pagewire.engine_core.workers.process import WORKER_COMMAND, WorkerProcess
-from pagewire.ipc.address_lock import AddressLock
+from pagewire.engine_core.workers.launchers.interface import Launcher, Process
+from pagewire.engine_core.workers.places import places
 from pagewire.ipc.codec import Buffer, Codec
 from pagewire.ipc.descriptors import SpareDescriptors
 from pagewire.ipc.errors import ProtocolError, received_error
 from pagewire.ipc.messages import PROTOCOL
-from pagewire.ipc.sockets import bind_router, private_address, receive, send
+from pagewire.ipc.sockets import receive, send
 from pagewire.ipc.worker_messages import (
     FromWorker,
     Progress,
@@ -66,13 +67,24 @@ class GroupReply:
 FromGroup: TypeAlias = Ready | StepResult | GroupReply | WorkerFailed
 
 
+@dataclass(slots=True)
+class Rank:
+    """A process of the group, and what it has sent.
+
+    last_sign: monotonic time of its last message, or of its start. hello, ready: None until it has sent them.
+    """
+
+    process: Process
+    last_sign: float
+    hello: WorkerHello | None = None
+    ready: Ready | None = None
+
+
 class WorkerGroup:
     """The worker processes of a core, which may be started again and again.
 
-    configs: what each rank loads; there are as many ranks. command: the program of a worker.
-
-    Raises:
-        ValueError: no configs.
+    config: what all ranks load; `config.parallel` has what is the same for all, such as their number.
+    launcher: starts their processes.
 
     Attributes:
         size: number of ranks.
@@ -84,27 +96,18 @@ class WorkerGroup:
         longest_step: seconds of the longest step since the workers were started.
     """
 
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        configs: Sequence[WorkerConfig],
-        command: Sequence[str] = WORKER_COMMAND,
-    ) -> None:
-        if not configs:
-            raise ValueError("a worker group has at least one rank, but no configuration is given")
-        self.size = len(configs)
-        self.address = private_address(f"worker-{os.getpid()}-{os.urandom(4).hex()}")
-        self._lock = AddressLock(self.address)  # tells others that the socket is in use
-        self.socket = bind_router(context, self.address)
+    def __init__(self, config: WorkerConfig, launcher: Launcher) -> None:
+        self.size = config.parallel.size
+        self.socket, self.address = launcher.listener.socket, launcher.listener.address
         self.ready: Ready | None = None
         self.failure: WorkerFailed | None = None
         self.num_starts = 0
         self.last_sign = self.longest_step = 0.0
+        self._launcher, self._config = launcher, config
         self._killed = False
         self._spare = SpareDescriptors(SPARE_DESCRIPTORS * self.size)
-        self._configs, self._command = configs, command
         self._codec: Codec[FromWorker] = Codec(FromWorker)
-        self._processes: dict[bytes, WorkerProcess] = {}  # by identity, in the order of the ranks
+        self._ranks: dict[bytes, Rank] = {}  # by identity, in the order of the ranks
         self._partial: dict[tuple[type, int], dict[int, Any]] = {}  # answers of some ranks, by rank
         self._exits = select.epoll()
         self.exit_fd = self._exits.fileno()
@@ -112,7 +115,12 @@ class WorkerGroup:
     @property
     def pids(self) -> list[int]:
         """Process ids in the order of the ranks; none while the group does not run."""
-        return [process.pid for process in self._processes.values()]
+        return [rank.process.pid for rank in self._ranks.values()]
+
+    @property
+    def obstacles(self) -> str:
+        """What the start of the processes still waits for, as text; empty if for nothing."""
+        return "; ".join(filter(None, dict.fromkeys(rank.process.obstacle for rank in self._ranks.values())))
 
     # ------------------------------------------------------------ life
 
@@ -134,12 +142,13 @@ class WorkerGroup:
                 process.reap()
             raise
 
-    def _start_process(self, rank: int) -> None:
-        identity = f"worker-{self.num_starts}-{rank}"
-        process = WorkerProcess(self._command, self.address, identity, rank)
-        self._processes[process.identity] = process
+    def _start_process(self, number: int) -> None:
+        identity = f"worker-{self.num_starts}-{number}"
+        process = self._launcher.start(number, self.address, identity)
+        rank = self._ranks[process.identity] = Rank(process, time.monotonic())
         self._exits.register(process.exit_fd, select.EPOLLIN)
-        logger.info("worker %d%s started (pid %d)", self.num_starts, self._label(process), process.pid)
+        pid = f" (pid {process.pid})" if process.pid else ""
+        logger.info("worker %d%s started%s", self.num_starts, self._label(rank), pid)
 
     @property
     def accepting(self) -> bool:
@@ -147,26 +156,29 @@ class WorkerGroup:
         return self.ready is not None and not self._killed
 
     def silence(self, now: float) -> float:
-        """Seconds since the last message of a process that is loading; 0 if none is, or they are being killed."""
+        """Seconds since the last message of any rank that is not ready; 0 if all are, or they are being killed.
+
+        One that has loaded waits for the others, so the group hangs only once none of them gives a sign.
+        """
         if self.ready is not None or self._killed:
             return 0.0
-        signs = [process.last_sign for process in self._processes.values() if process.ready is None]
-        return now - min(signs, default=now)
+        signs = [rank.last_sign for rank in self._ranks.values() if rank.ready is None]
+        return now - max(signs, default=now)
 
     def kill(self, why: str = "") -> None:
         """Kill all processes without waiting; `exit_fd` reports their exit. why: the cause, for `reap`."""
         if why and self.failure is None:
             self.failure = WorkerFailed(why)
         self._killed = True
-        for process in self._processes.values():
-            process.kill()
+        for rank in self._ranks.values():
+            rank.process.kill()
 
     def reap(self) -> str:
         """End the whole group after one of its processes has ended; returns why that ended, as text."""
         causes = [
-            f"{cause}{self._label(process)}"
-            for process in self._processes.values()
-            if (cause := process.exit_cause) is not None
+            f"{cause}{self._label(rank)}"
+            for rank in self._ranks.values()
+            if (cause := rank.process.exit_cause) is not None
         ]
         why = ", ".join(causes) if self.failure is None else self.failure.error
         for process in self._forget_all():
@@ -183,11 +195,11 @@ class WorkerGroup:
             process.stop(max(0.0, give_up - time.monotonic()))
         self._exits.close()
         self._spare.release()
-        self.socket.close()
-        self._lock.release()
+        self._launcher.close()
 
-    def _forget_all(self) -> list[WorkerProcess]:
-        processes, self._processes = list(self._processes.values()), {}
+    def _forget_all(self) -> list[Process]:
+        processes = [rank.process for rank in self._ranks.values()]
+        self._ranks = {}
         for process in processes:
             with suppress(FileNotFoundError):  # its registration may be what has failed
                 self._exits.unregister(process.exit_fd)
@@ -200,8 +212,8 @@ class WorkerGroup:
     def send(self, message: Any) -> None:
         """Send to all processes. For one that has just ended nothing happens: `exit_fd` reports that."""
         frames = self._codec.encode(message)
-        for process in self._processes.values():
-            self._send_to(process, frames)
+        for rank in self._ranks.values():
+            self._send_to(rank, frames)
 
     def messages(self) -> Iterator[FromGroup]:
         """The messages of the group, from those of its processes that have arrived."""
@@ -210,56 +222,56 @@ class WorkerGroup:
                 identity, *frames = receive(self.socket, zmq.NOBLOCK)
             except zmq.Again:
                 return
-            process = self._processes.get(bytes(identity))
-            if process is None:
+            rank = self._ranks.get(bytes(identity))
+            if rank is None:
                 continue
-            process.last_sign = time.monotonic()
+            rank.last_sign = time.monotonic()
             try:
-                message = self._take(process, self._codec.decode(frames))
+                message = self._take(rank, self._codec.decode(frames))
             except ProtocolError as error:
-                logger.error("invalid message from the worker%s: %s", self._label(process), error)
+                logger.error("invalid message from the worker%s: %s", self._label(rank), error)
                 self.kill()
                 return
             if message is not None:
-                self.last_sign = process.last_sign
+                self.last_sign = rank.last_sign
                 yield message
 
-    def _take(self, process: WorkerProcess, message: FromWorker) -> FromGroup | None:
+    def _take(self, rank: Rank, message: FromWorker) -> FromGroup | None:
         """Handle the message of one rank; returns that of the group once all ranks have sent theirs, else None."""
         if isinstance(message, StepResult):
             self.longest_step = max(self.longest_step, message.busy_us / 1e6)
-            results = self._gather(process, message.step_id, message)
+            results = self._gather(rank, message.step_id, message)
             return None if results is None else results[0]
         if isinstance(message, WorkerReply):
-            replies = self._gather(process, message.call_id, message)
+            replies = self._gather(rank, message.call_id, message)
             return None if replies is None else GroupReply(message.call_id, replies)
         if isinstance(message, WorkerHello):
-            self._handshake(process, message)
+            self._handshake(rank, message)
         elif isinstance(message, Progress):
-            logger.info("worker%s: %s took %.2f s", self._label(process), message.phase, message.seconds)
+            logger.info("worker%s: %s took %.2f s", self._label(rank), message.phase, message.seconds)
         elif isinstance(message, Ready):
-            return self._take_ready(process, message)
+            return self._take_ready(rank, message)
         elif isinstance(message, WorkerFailed):
-            message.error += self._label(process)
+            message.error += self._label(rank)
             self.failure = self.failure or message
             return message
         return None
 
-    def _gather(self, process: WorkerProcess, number: int, message: Any) -> list[Any] | None:
+    def _gather(self, rank: Rank, number: int, message: Any) -> list[Any] | None:
         """The messages of all ranks of this type and number, by rank; None while some are missing."""
         if self.size == 1:
             return [message]
         key = (type(message), number)
         messages = self._partial.setdefault(key, {})
-        messages[process.rank] = message
+        messages[rank.process.rank] = message
         if len(messages) < self.size:
             return None
         del self._partial[key]
-        return [messages[rank] for rank in range(self.size)]
+        return [messages[number] for number in range(self.size)]
 
-    def _take_ready(self, process: WorkerProcess, ready: Ready) -> Ready | None:
-        process.ready = ready
-        all_ready = [other.ready for other in self._processes.values() if other.ready is not None]
+    def _take_ready(self, rank: Rank, ready: Ready) -> Ready | None:
+        rank.ready = ready
+        all_ready = [other.ready for other in self._ranks.values() if other.ready is not None]
         if len(all_ready) < self.size:
             return None
         try:
@@ -269,29 +281,37 @@ class WorkerGroup:
         self._spare.refill()
         return self.ready
 
-    def _handshake(self, process: WorkerProcess, hello: WorkerHello) -> None:
+    def _handshake(self, rank: Rank, hello: WorkerHello) -> None:
         if hello.protocol != PROTOCOL:
             self._refuse(f"the worker uses protocol {hello.protocol}, the core protocol {PROTOCOL}")
-        else:
-            self._send_to(process, self._codec.encode(self._configs[process.rank]))
+            return
+        rank.hello = hello
+        hellos = [other.hello for other in self._ranks.values() if other.hello is not None]
+        if len(hellos) == self.size:
+            rendezvous = f"pagewire-{secrets.token_hex(16)}"
+            for other, place in zip(
+                self._ranks.values(), places(hellos, rendezvous, self._config.parallel), strict=True
+            ):
+                config = msgspec.structs.replace(self._config, parallel=place)
+                self._send_to(other, self._codec.encode(config))
 
     def _refuse(self, why: str) -> None:
         """End the group for a reason that another start would not change."""
         self.failure = WorkerFailed(why, fatal=True)
         self.kill()
 
-    def _send_to(self, process: WorkerProcess, frames: Sequence[Buffer]) -> None:
+    def _send_to(self, rank: Rank, frames: Sequence[Buffer]) -> None:
         try:
-            send(self.socket, [process.identity, *frames], zmq.NOBLOCK)
+            send(self.socket, [rank.process.identity, *frames], zmq.NOBLOCK)
         except zmq.Again:
-            logger.error("the worker%s reads no messages; killing it", self._label(process))
+            logger.error("the worker%s reads no messages; killing it", self._label(rank))
             self.kill("the worker reads no messages")
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
 
-    def _label(self, process: WorkerProcess) -> str:
-        return f" (rank {process.rank})" if self.size > 1 else ""
+    def _label(self, rank: Rank) -> str:
+        return f" (rank {rank.process.rank})" if self.size > 1 else ""
 
 
 def merged(readies: Sequence[Ready]) -> Ready:

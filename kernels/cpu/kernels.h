@@ -101,6 +101,25 @@ EXPORT void pagewire_quantised_linear(const void* x, const void* packed, const v
                                       int64_t k, int64_t n, int64_t x_stride, const Integers* form, int32_t dtype,
                                       int32_t num_threads);
 
+// ---- collective.cpp ----
+
+// A rank's view of the memory that it shares with the other ranks of its group.
+struct Group {
+  void* region;        // pagewire_region_bytes, zeros at first
+  int64_t slot_bytes;  // a multiple of 64
+  int32_t rank, size;
+};
+
+EXPORT int64_t pagewire_region_bytes(int32_t size, int64_t slot_bytes);
+
+EXPORT void pagewire_all_reduce(const Group* group, void* data, int64_t n, int32_t dtype, int32_t num_threads);
+
+EXPORT void pagewire_all_gather(const Group* group, const void* x, void* out, int64_t rows, int64_t row_bytes);
+
+EXPORT void pagewire_broadcast(const Group* group, void* data, int64_t bytes, int32_t source);
+
+EXPORT void pagewire_barrier(const Group* group);
+
 // ---- decoder.cpp: a stack of layers ----
 
 struct Matrix {

@@ -18,6 +18,8 @@ from pagewire.engine_core.clients.clients import MAX_BACKLOG_BYTES, Clients
 from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.core import EngineCore
 from pagewire.engine_core.workers.group import WorkerGroup
+from pagewire.engine_core.workers.launchers.interface import Launcher
+from pagewire.engine_core.workers.launchers.local import LocalLauncher
 from pagewire.ipc.codec import Codec
 from pagewire.ipc.gate import Gate
 from pagewire.ipc.items import Prompt
@@ -121,9 +123,9 @@ class RunningCore:
         worker_options: list[str],
         silence: float,
         folder: Path,
-        num_workers: int,
         access: Access | None,
         max_backlog_bytes: int,
+        launcher: Launcher | None = None,
     ) -> None:
         self.context: zmq.Context[Any] = zmq.Context()
         self.address = address
@@ -135,7 +137,7 @@ class RunningCore:
         self.clients = Clients(socket, silence, access, max_backlog_bytes)
         config = EngineConfig(args, folder, {}, 999)
         command = [*FAKE_WORKER, *worker_options]
-        self.workers = WorkerGroup(self.context, [config.worker_config()] * num_workers, command)
+        self.workers = WorkerGroup(config.worker_config(), launcher or LocalLauncher(self.context, command))
         self.core = EngineCore(config, self.workers, self.clients)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -164,7 +166,8 @@ class RunningCore:
 def start_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RunningCore]]:
     """Start a core: `start_core(worker_options=[...], silence=30, folder=..., num_workers=1, **engine options)`.
 
-    access: with it, only peers that it admits can attach.
+    access: with it, only peers that it admits can attach. launcher: of the workers; default: as processes of this
+    one.
     """
     monkeypatch.setattr("pagewire.engine_core.workers.restarts.FIRST_PAUSE_SECONDS", 0.02)
     cores: list[RunningCore] = []
@@ -176,14 +179,16 @@ def start_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
         num_workers: int = 1,
         access: Access | None = None,
         max_backlog_bytes: int = MAX_BACKLOG_BYTES,
+        launcher: Launcher | None = None,
         **options: Any,
     ) -> RunningCore:
         args = EngineArgs(**({"max_model_len": 128, "disable_log_stats": True} | options))
+        args.tensor_parallel_size = num_workers
         address = f"ipc://{tmp_path}/core{len(cores)}.sock"
         options_of_worker = worker_options or []
         cores.append(
             RunningCore(
-                address, args, options_of_worker, silence, folder, num_workers, access, max_backlog_bytes
+                address, args, options_of_worker, silence, folder, access, max_backlog_bytes, launcher
             )
         )
         return cores[-1]

@@ -26,6 +26,7 @@ import msgspec
 import zmq
 
 from pagewire.ipc.codec import Codec, Tensor
+from pagewire.ipc.group_key import GroupKey
 from pagewire.ipc.items import LogprobRows
 from pagewire.ipc.lifeline import die_with_parent
 from pagewire.ipc.messages import PROTOCOL
@@ -169,6 +170,7 @@ def main() -> None:
     parser.add_argument("--connect", required=True)
     parser.add_argument("--identity", required=True)
     parser.add_argument("--lifeline", type=int, required=True)
+    parser.add_argument("--key", type=Path)
     parser.add_argument("--num-blocks", type=int, default=64)
     parser.add_argument("--refuse", default="")
     parser.add_argument("--refuse-as", default="ValueError")
@@ -180,7 +182,8 @@ def main() -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     die_with_parent(options.lifeline)
     rank = options.identity.rpartition("-")[-1]
-    socket = connect_dealer(zmq.Context(), options.connect, options.identity.encode())
+    keys = None if options.key is None else GroupKey.read(options.key).worker
+    socket = connect_dealer(zmq.Context(), options.connect, options.identity.encode(), keys)
     codec: Codec[ToWorker] = Codec(ToWorker)
     worker = FakeWorker()
     early: list[ToWorker] = []

@@ -12,12 +12,12 @@ import psutil
 import torch
 from torch import Tensor
 
-from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.ipc.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu.memory import populate, zeros
 from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.kv_codes import DTYPE as KV_CODES
 from pagewire.workers.device.kv_size import kv_budget, step_bytes
-from pagewire.workers.device.machine import BIND, bound_cpus, default_threads, machine_memory
+from pagewire.workers.device.machine import ALONE, BIND, bound_cpus, default_threads, machine_memory
 from pagewire.workers.errors import LoadError
 from pagewire.workers.sample.masks import TokenMasks
 from pagewire.workers.sample.sampler import SampleOutput, SamplingSlot, sample
@@ -87,14 +87,14 @@ class CpuDevice:
         self.num_threads = num_threads
 
     @classmethod
-    def open(cls, num_threads: int | None) -> CpuDevice:
-        """Configure threads and the memory allocator of this process.
+    def open(cls, num_threads: int | None, parallel: Parallel = ALONE) -> CpuDevice:
+        """Configure threads and the memory allocator of this process. parallel: the place of this worker.
 
         Raises:
             LoadError: the thread binding is invalid.
         """
         keep_memory()
-        num_threads = bind_threads(num_threads)
+        num_threads = bind_threads(num_threads, parallel)
         torch.set_num_threads(num_threads)
         return cls(num_threads)
 
@@ -157,16 +157,16 @@ def keep_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, -1)
 
 
-def bind_threads(num_threads: int | None) -> int:
-    """The number of threads; binds them to the CPUs in `PAGEWIRE_CPU_OMP_THREADS_BIND` ("0-3,8"), if set.
+def bind_threads(num_threads: int | None, parallel: Parallel = ALONE) -> int:
+    """The number of threads; binds them to the CPUs that `PAGEWIRE_CPU_OMP_THREADS_BIND` gives this worker, if set.
 
     Raises:
         LoadError: the variable is malformed, or lists CPUs that this process may not use.
     """
-    cpus = bound_cpus()
+    cpus = bound_cpus(parallel)
     if cpus is not None:
         try:
             os.sched_setaffinity(0, cpus)
         except OSError as error:
             raise LoadError(f"{BIND}={os.environ[BIND]!r}: {error}") from error
-    return num_threads or default_threads()
+    return num_threads or default_threads(parallel)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from pagewire.ipc.worker_messages import Parallel
 from pagewire.kernels.cpu.arena import LARGE_PAGE, Region, populate
 from pagewire.workers.errors import LoadError
 
@@ -18,6 +19,8 @@ CGROUPS = Path("/sys/fs/cgroup")
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 LEAST_READ_BYTES, MOST_READ_BYTES = 8 << 20, 256 << 20  # of memory that a measurement reads
 READ_SECONDS = 0.15
+ALONE = Parallel()
+"""The place of a worker without others."""
 BIND = "PAGEWIRE_CPU_OMP_THREADS_BIND"
 
 
@@ -60,29 +63,39 @@ def usable_cpus() -> int:
     return usable
 
 
-def default_threads() -> int:
+def default_threads(parallel: Parallel = ALONE) -> int:
     """The number of threads of a worker to which none is given: a thread for each physical core that it may use.
+
+    Without a binding the workers of a machine share its cores evenly. parallel: the place of the worker.
 
     Raises:
         LoadError: see `bound_cpus`.
     """
-    if (cpus := bound_cpus()) is not None:
+    if (cpus := bound_cpus(parallel)) is not None:
         return len(cpus)
     usable = usable_cpus()
-    return max(1, min(usable, psutil.cpu_count(logical=False) or usable))
+    return max(1, min(usable, psutil.cpu_count(logical=False) or usable) // parallel.local_size)
 
 
-def bound_cpus() -> set[int] | None:
+def bound_cpus(parallel: Parallel = ALONE) -> set[int] | None:
     """The CPUs that `PAGEWIRE_CPU_OMP_THREADS_BIND` gives a worker; None if it gives none.
 
+    It has a list of CPUs for each worker of a machine: "0-31|32-63".
+
     Raises:
-        LoadError: the variable is malformed.
+        LoadError: the variable is malformed, or has fewer lists than the machine has workers.
     """
     text = os.environ.get(BIND, "auto")
     if text in ("", "auto", "all", "nobind"):
         return None
+    lists = text.split("|")
+    if len(lists) < parallel.local_size:
+        raise LoadError(
+            f"{BIND}={text!r} binds {len(lists)} workers, but this machine has {parallel.local_size}: give each a "
+            "list of CPUs, separated by |"
+        )
     try:
-        return parse_cpus(text)
+        return parse_cpus(lists[parallel.local_rank])
     except ValueError as error:
         raise LoadError(f"{BIND}={text!r}: {error}") from error
 

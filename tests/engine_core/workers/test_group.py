@@ -12,9 +12,8 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-import zmq
 
-from pagewire.engine_core.workers.group import WorkerGroup, merged
+from pagewire.engine_core.workers.group import merged
 from pagewire.ipc.messages import PROTOCOL, Hello, Refused
 from pagewire.ipc.worker_messages import Ready
 
@@ -61,13 +60,6 @@ def test_a_group_has_the_fewest_blocks_and_the_sum_of_the_memory() -> None:
 def test_ranks_that_disagree_are_refused_by_name(change: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         merged([READY, msgspec.structs.replace(READY, **change)])
-
-
-def test_a_group_has_a_rank() -> None:
-    context: zmq.Context[Any] = zmq.Context()
-    with pytest.raises(ValueError, match="at least one rank"):
-        WorkerGroup(context, [])
-    context.term()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 from pagewire.engine_core.clients import calls
 from pagewire.engine_core.clients.control import MAX_OPEN_CALLS
-from pagewire.engine_core.workers.process import WorkerProcess
+from pagewire.engine_core.workers.launchers.local import LocalProcess
 from pagewire.ipc.budget import MAX_NAME_CHARS
 from pagewire.ipc.calls import CALLS
 from pagewire.ipc.messages import Refused
@@ -122,13 +122,13 @@ def test_what_the_machine_lacks_for_a_start_it_may_have_later(
     frontend = attached(core)
     tries: list[int] = []
 
-    def start(command: Any, address: str, identity: str, rank: int) -> WorkerProcess:
+    def start(command: Any, address: str, identity: str, rank: int) -> LocalProcess:
         tries.append(rank)
         if rank == 1 and len(tries) <= 6:
             raise error
-        return WorkerProcess(command, address, identity, rank)
+        return LocalProcess(command, address, identity, rank)
 
-    monkeypatch.setattr("pagewire.engine_core.workers.group.WorkerProcess", start)
+    monkeypatch.setattr("pagewire.engine_core.workers.launchers.local.LocalProcess", start)
     os.kill(core.workers.pids[1], signal.SIGKILL)
     assert_runs(frontend, 1)
     assert tries == [0, 1] * 4 and core.error is None and len(core.workers.pids) == 2

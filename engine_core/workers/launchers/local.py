@@ -1,41 +1,33 @@
-"""One worker process: its start, its exit, and the detection of a hang.
-
-A pidfd reports an exit at once; time limits of a step, of a call and of silence during the start detect a hang.
-"""
+"""Worker processes on this machine, as children of the core. A pidfd reports their exit at once."""
 
 from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Sequence
 
+import zmq
+
+from pagewire.engine_core.workers.launchers.listener import Listener
 from pagewire.ipc.lifeline import Child, exit_cause
-from pagewire.ipc.worker_messages import Ready
 
 WORKER_COMMAND = (sys.executable, "-m", "pagewire.workers.main")
 
 
-class WorkerProcess:
-    """A process of a worker group, which connects to `address` under an identity of its own.
+class LocalProcess:
+    """A child process as a `Process`.
 
     command: program and arguments; those for address, identity and lifeline are added.
-
-    Attributes:
-        rank: its place in the group. identity: its ZeroMQ routing id.
-        exit_fd: a file descriptor that becomes readable when the process has ended.
-        ready: its `Ready` message; None while it is loading.
-        last_sign: monotonic time of its last message, or of its start.
 
     Raises:
         OSError, MemoryError: the process cannot be started.
     """
 
+    obstacle = None
+
     def __init__(self, command: Sequence[str], address: str, identity: str, rank: int) -> None:
         self.rank, self.identity = rank, identity.encode()
-        self.ready: Ready | None = None
         self._child = Child([*command, "--connect", address, "--identity", identity])
-        self.last_sign = time.monotonic()
         try:
             self.exit_fd = os.pidfd_open(self._child.pid)
         except BaseException:
@@ -72,27 +64,25 @@ class WorkerProcess:
         os.close(self.exit_fd)
 
 
-class Stopwatch:
-    """Detects a hung worker: measures how long the oldest step in flight has been running.
+class LocalLauncher:
+    """Starts worker processes as children of this one.
 
-    limit: seconds.
+    command: the program of a worker.
+
+    Raises:
+        OSError: the socket cannot be bound.
     """
 
-    def __init__(self, limit: float) -> None:
-        self.limit = limit
-        self._since: float | None = None
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], command: Sequence[str] = WORKER_COMMAND
+    ) -> None:
+        self.listener = Listener.local(context)
+        self._command = command
 
-    def restart(self, running: bool) -> None:
-        """Start at zero; stop if no step is running."""
-        self._since = time.monotonic() if running else None
+    def start(self, rank: int, address: str, identity: str) -> LocalProcess:
+        """See `Launcher.start`."""
+        return LocalProcess(self._command, address, identity, rank)
 
-    @property
-    def elapsed(self) -> float | None:
-        """Seconds for which the oldest step has been running; None if no step runs."""
-        return None if self._since is None else time.monotonic() - self._since
-
-    @property
-    def expired(self) -> bool:
-        """True if the oldest step has been running for longer than the limit."""
-        elapsed = self.elapsed
-        return elapsed is not None and elapsed > self.limit
+    def close(self) -> None:
+        """Close the listener."""
+        self.listener.close()

@@ -1,0 +1,23 @@
+"""Turns in which the ranks of a group load weights, where a machine lacks the memory for all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from pagewire.ipc.worker_messages import Parallel
+from pagewire.workers.collective.interface import Collective
+
+
+@contextmanager
+def own_turn(collective: Collective, parallel: Parallel) -> Iterator[None]:
+    """A context that begins with the turn of this rank, and ends when all ranks have had theirs.
+
+    Within it nothing may wait for the other ranks.
+    """
+    for _ in range(parallel.turn):
+        collective.barrier()
+    yield
+    for _ in range(parallel.turn, parallel.num_turns):
+        if parallel.num_turns > 1:
+            collective.barrier()
