@@ -66,7 +66,8 @@ def wake_up(runner: Runner, tags: Sequence[str] | None) -> None:
     try:
         if runner.loaded is None:
             ahead = WeightsAhead(runner.config)
-            runner.loaded = load(ahead, Phases(lambda phase, seconds: None), runner.device)
+            phases = Phases(lambda phase, seconds: None)
+            runner.loaded = load(ahead, phases, runner.device, runner.collective)
         if not runner.caches and (tags is None or "kv_cache" in tags):
             runner.allocate_kv()
             runner.warm_up()

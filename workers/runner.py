@@ -14,6 +14,8 @@ from torch.profiler import record_function
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.worker_messages import Masks, Ready, Row, SlotInit, StepPlan, StepResult, WorkerConfig
 from pagewire.workers.batch import Batch, build_batch
+from pagewire.workers.collective.interface import Collective
+from pagewire.workers.collective.single import SingleRank
 from pagewire.workers.device.graphs import DecodeGraphs, recorded_sizes
 from pagewire.workers.device.interface import PendingTokens
 from pagewire.workers.device.kv_size import ledger, num_kv_blocks
@@ -41,10 +43,12 @@ class Runner:
 
     spare_work: Iterator[None]
 
-    def __init__(self, config: WorkerConfig, phases: Phases, ahead: WeightsAhead) -> None:
-        self.config, self.phases = config, phases
+    def __init__(
+        self, config: WorkerConfig, phases: Phases, ahead: WeightsAhead, collective: Collective
+    ) -> None:
+        self.config, self.phases, self.collective = config, phases, collective
         self.device = open_device(config)
-        self.loaded: LoadedModel | None = load(ahead, phases, self.device)
+        self.loaded: LoadedModel | None = load(ahead, phases, self.device, collective)
         self.block_bytes = sum(shape.block_bytes(config.block_size) for shape in self.loaded.kv_shapes)
         self.slots = Slots(
             config.max_num_seqs, self.loaded.max_model_len, config.block_size, self.loaded.vocab_size
@@ -59,17 +63,22 @@ class Runner:
 
     @classmethod
     def start(
-        cls, config: WorkerConfig, report: Callable[[str, float], None], ahead: WeightsAhead | None = None
+        cls,
+        config: WorkerConfig,
+        report: Callable[[str, float], None],
+        ahead: WeightsAhead | None = None,
+        collective: Collective | None = None,
     ) -> tuple[Runner, Ready]:
         """Load the model, allocate the KV cache and run a first step.
 
         report: called with the name and seconds of each phase of the start. ahead: reads packed weights already.
+        collective: of this rank's group; default: a group of one.
 
         Raises:
             LoadError: the configuration cannot work; the text says why.
         """
         phases = Phases(report)
-        runner = cls(config, phases, ahead or WeightsAhead(config))
+        runner = cls(config, phases, ahead or WeightsAhead(config), collective or SingleRank())
         phases.end("kv")
         runner.warm_up()
         phases.end("warmup")

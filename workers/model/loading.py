@@ -12,6 +12,7 @@ import torch
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels.cpu.memory import forget_mapped_files, give_back_freed
 from pagewire.kernels.paging import KVScales
+from pagewire.workers.collective.interface import Collective
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model import attention
@@ -26,7 +27,9 @@ from pagewire.workers.model.model import (
     resolve_max_model_len,
 )
 from pagewire.workers.model.modules import build_module
-from pagewire.workers.model.proof import DryRun, check_config, prove, reference_logits
+from pagewire.workers.model.parallel_layers import fit_modules
+from pagewire.workers.model.proof import DryRun, check_config, expected_logits, prove
+from pagewire.workers.model.shards import Shards
 from pagewire.workers.model.stack import DecoderStack, build_stack
 from pagewire.workers.model.transforms import (
     LinearModule,
@@ -82,8 +85,12 @@ class LoadedModel:
 
 
 @torch.inference_mode()
-def load_model(worker_config: WorkerConfig, phases: Phases, device: Device) -> LoadedModel:
-    """Load, transform and prove the model of `worker_config`.
+def load_model(
+    worker_config: WorkerConfig, phases: Phases, device: Device, collective: Collective
+) -> LoadedModel:
+    """Load, transform and prove the model of `worker_config`, or the part of it that a rank of a group has.
+
+    All ranks call this together, since the proof needs their parts.
 
     Raises:
         LoadError: the model cannot be loaded or is not supported; the text says why.
@@ -102,14 +109,17 @@ def load_model(worker_config: WorkerConfig, phases: Phases, device: Device) -> L
     weights = build_module(worker_config, config, dtype, device)
     causal = weights.causal
     architecture = type(causal).__name__
+    shards = Shards(causal, collective) if collective.size > 1 else None
     phases.end("weights")
     vocab_size = causal.get_output_embeddings().weight.shape[0] if causal.get_output_embeddings() else 0
     tabulate_rotary(causal, max_model_len)
     run = DryRun.make(config.get_text_config().vocab_size, max_model_len)
-    expected = reference_logits(weights, run)
+    expected = expected_logits(weights, run, dtype, device, collective)
     forget_mapped_files(worker_config.model_path)  # packing reads them again
     phases.end("reference")
-    model, shapes = transform(weights, run, expected, max_model_len, device)
+    if shards is not None:
+        weights.divide(shards)
+    model, shapes = transform(weights, run, expected, max_model_len, device, collective)
     forget_mapped_files(worker_config.model_path)
     give_back_freed()
     for note, count in weights.notes.items():
@@ -130,7 +140,12 @@ def load_model(worker_config: WorkerConfig, phases: Phases, device: Device) -> L
 
 
 def transform(
-    weights: Weights, run: DryRun, expected: list[torch.Tensor], max_model_len: int, device: Device
+    weights: Weights,
+    run: DryRun,
+    expected: list[torch.Tensor],
+    max_model_len: int,
+    device: Device,
+    collective: Collective,
 ) -> tuple[Model, list[KVShape]]:
     """Replace the module by a `DecoderStack` if that is possible, else part by part, and prove the result.
 
@@ -147,15 +162,17 @@ def transform(
         del stack
         try:
             pack_head(model, weights, device.torch_device)
-            return model, prove(model, run, expected, weights.schemes, max_model_len, device)
+            return model, prove(model, run, expected, weights.schemes, max_model_len, device, collective)
         except LoadError:
             model.base, model.head = base, None
             for name, child in others.items():
                 setattr(causal, name, child)
     model.guarded = True
+    if weights.shards is not None:
+        fit_modules(base, causal.base_model_prefix, weights.shards)
     transform_parts(base, weights, device.torch_device)
     pack_head(model, weights, device.torch_device)
-    return model, prove(model, run, expected, weights.schemes, max_model_len, device)
+    return model, prove(model, run, expected, weights.schemes, max_model_len, device, collective)
 
 
 def transform_parts(module: torch.nn.Module, weights: Weights, device: torch.device) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from pagewire.kernels.cpu.memory import reserved
+from pagewire.workers.collective.interface import Collective
 from pagewire.workers.device.interface import Device
 from pagewire.workers.model.loading import LoadedModel, Phases, load_model
 from pagewire.workers.weight_cache import file, folder
@@ -25,7 +26,7 @@ logger = logging.getLogger("pagewire.worker")
 NICENESS = 5  # of the thread that writes: requests come first
 
 
-def load(ahead: WeightsAhead, phases: Phases, device: Device) -> LoadedModel:
+def load(ahead: WeightsAhead, phases: Phases, device: Device, collective: Collective) -> LoadedModel:
     """The model of a configuration, proven now or when its packed weights were written.
 
     Raises:
@@ -36,7 +37,7 @@ def load(ahead: WeightsAhead, phases: Phases, device: Device) -> LoadedModel:
         phases.end("packed weights")
         return loaded
     with reserved(ahead.reserve):
-        return load_model(ahead.config, phases, device)
+        return load_model(ahead.config, phases, device, collective)
 
 
 def from_packed(packed: PackedFile) -> LoadedModel | None:
