@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
+import msgspec
+
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.items import Item, LogprobRows, Media, Message, Task
 from pagewire.ipc.model_figures import ModelFigures
 
 # ---------------------------------------------------------------- core -> worker
+
+
+class Parallel(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
+    """A worker's place in its group."""
+
+    rank: int = 0
+    size: int = 1
 
 
 class WorkerConfig(Message, tag="load"):
@@ -37,6 +46,7 @@ class WorkerConfig(Message, tag="load"):
     quantization: str | None = None
     weight_cache: bool = False
     kv_scales: list[float] = []
+    parallel: Parallel = Parallel()
 
 
 class SlotInit(Item):

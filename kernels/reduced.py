@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -14,6 +14,18 @@ class Sum(Protocol):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' `x`, with the same bits on every rank; it may be in the memory of `x`."""
+
+
+@runtime_checkable
+class NativeSum(Sum, Protocol):
+    """A sum over ranks that compiled code can call, on memory of a CPU."""
+
+    @property
+    def native_all_reduce(self) -> tuple[int, int]:
+        """The addresses of a C function as `AllReduce` in decoder.cpp, and of its first argument.
+
+        They are valid as long as this object.
+        """
 
 
 class Reduced:

@@ -29,6 +29,7 @@ from pagewire.workers.model.model import (
 from pagewire.workers.model.modules import build_module
 from pagewire.workers.model.parallel_layers import fit_modules
 from pagewire.workers.model.proof import DryRun, check_config, expected_logits, prove
+from pagewire.workers.model.sharded_state import ShardedState
 from pagewire.workers.model.shards import Shards
 from pagewire.workers.model.stack import DecoderStack, build_stack
 from pagewire.workers.model.transforms import (
@@ -106,15 +107,20 @@ def load_model(
     device.prepare(dtype, kv_dtype, head_dim(config))
     max_model_len = resolve_max_model_len(worker_config.max_model_len, config)
     phases.end("config")
-    weights = build_module(worker_config, config, dtype, device)
+    is_saved = worker_config.load_format == "sharded_state"
+    saved = ShardedState(worker_config, config, collective) if is_saved else None
+    weights = build_module(worker_config, config, dtype, device) if saved is None else saved.weights(dtype)
     causal = weights.causal
     architecture = type(causal).__name__
-    shards = Shards(causal, collective) if collective.size > 1 else None
+    shards = weights.shards or (Shards(causal, collective) if collective.size > 1 else None)
     phases.end("weights")
     vocab_size = causal.get_output_embeddings().weight.shape[0] if causal.get_output_embeddings() else 0
-    tabulate_rotary(causal, max_model_len)
-    run = DryRun.make(config.get_text_config().vocab_size, max_model_len)
-    expected = expected_logits(weights, run, dtype, device, collective)
+    run, expected = DryRun.make(config.get_text_config().vocab_size, max_model_len), None
+    if saved is not None:
+        run, expected = saved.reference()
+    tabulate_rotary(causal, max(max_model_len, run.end))
+    if expected is None:
+        expected = expected_logits(weights, run, dtype, device, collective)
     forget_mapped_files(worker_config.model_path)  # packing reads them again
     phases.end("reference")
     if shards is not None:
@@ -156,13 +162,18 @@ def transform(
     causal = weights.causal
     causal.set_attn_implementation(attention.NAME)
     model = Model(causal, device.batch_invariant)
+
+    def proven() -> tuple[Model, list[KVShape]]:
+        model.shorten_logits()  # from here on the ranks of a group wait for each other
+        return model, prove(model, run, expected, weights.schemes, max_model_len, device, collective)
+
     base, others = model.base, dict(causal.named_children())
     if (stack := build_stack(base, weights, device.torch_device)) is not None:
         model.base = stack.to(device.torch_device)
         del stack
         try:
-            pack_head(model, weights, device.torch_device)
-            return model, prove(model, run, expected, weights.schemes, max_model_len, device, collective)
+            transform_parts(causal, weights, device.torch_device)
+            return proven()
         except LoadError:
             model.base, model.head = base, None
             for name, child in others.items():
@@ -171,8 +182,8 @@ def transform(
     if weights.shards is not None:
         fit_modules(base, causal.base_model_prefix, weights.shards)
     transform_parts(base, weights, device.torch_device)
-    pack_head(model, weights, device.torch_device)
-    return model, prove(model, run, expected, weights.schemes, max_model_len, device, collective)
+    transform_parts(causal, weights, device.torch_device)
+    return proven()
 
 
 def transform_parts(module: torch.nn.Module, weights: Weights, device: torch.device) -> None:
@@ -183,12 +194,6 @@ def transform_parts(module: torch.nn.Module, weights: Weights, device: torch.dev
     weights.fill(module)
     module.to(device)
     replace_norms(module)
-
-
-def pack_head(model: Model, weights: Weights, device: torch.device) -> None:
-    """Transform the part of the model from hidden states to logits."""
-    transform_parts(model.causal, weights, device)
-    model.shorten_logits()
 
 
 def weight_bytes(model: Model) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,25 +22,24 @@ QUERY_WIDTHS, KEY_WIDTHS = ("split_size", "embed_dim"), ("kv_dim",)
 class Gather:
     """Puts vectors together of which each rank has some places.
 
-    spans: the places of each rank, one span each; ranks may have the same ones.
+    spans: the places of each rank; ranks may have the same ones. own: those of this rank. size: of all together.
     """
 
-    def __init__(self, spans: tuple[tuple[range, ...], ...], collective: Collective) -> None:
-        self._collective = collective
-        each = [span for (span,) in spans]
-        self.own, self.size = each[collective.rank], max(span.stop for span in each)
-        self._width = max(map(len, each))
+    def __init__(self, spans: Sequence[range], collective: Collective) -> None:
+        self.collective = collective
+        self.own, self.size = spans[collective.rank], max(span.stop for span in spans)
+        self._width = max(map(len, spans))
         index = torch.empty(self.size, dtype=torch.long)
-        for rank, span in enumerate(each):
+        for rank, span in enumerate(spans):
             index[span.start : span.stop] = torch.arange(len(span)) + rank * self._width
-        in_order = torch.equal(index, torch.arange(self.size)) and self.size == len(each) * self._width
+        in_order = torch.equal(index, torch.arange(self.size)) and self.size == len(spans) * self._width
         self._index = None if in_order else index
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., n] of this rank's places to [..., all places]."""
         if missing := self._width - x.shape[-1]:
             x = F.pad(x, (0, missing))
-        whole = self._collective.all_gather(x.contiguous())
+        whole = self.collective.all_gather(x.contiguous())
         return whole if self._index is None else whole.index_select(-1, self._index.to(whole.device))
 
 
@@ -116,7 +116,7 @@ def fit_modules(base: nn.Module, prefix: str, shards: Shards) -> None:
             (own,) = cut.own
             part: nn.Module = module[own.start : own.stop]
         else:
-            part = GatheredNorm(module, Gather(cut.spans, shards.collective))
+            part = GatheredNorm(module, Gather(cut.places, shards.collective))
         setattr(owner, leaf, part)
 
 

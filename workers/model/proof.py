@@ -67,6 +67,11 @@ class DryRun:
     token_ids: list[Tensor]
     offsets: list[int]
 
+    @property
+    def end(self) -> int:
+        """The first position after all requests."""
+        return max(offset + len(ids) for ids, offset in zip(self.token_ids, self.offsets, strict=True))
+
     @classmethod
     def make(cls, vocab_size: int, max_model_len: int) -> DryRun:
         """Random tokens at the first and last positions, since some models change behaviour at high positions."""

@@ -16,7 +16,7 @@ from pagewire.workers.collective.interface import Collective
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.matrices import is_experts, is_linear, is_stack, is_transposed
 from pagewire.workers.model.parallel_plan import plan_of, style_of
-from pagewire.workers.model.shares import Heads, scaled, width_span
+from pagewire.workers.model.shares import Heads, scaled, width_spans
 
 KEY_PREFIXES = ("k_", "v_", "Wk", "Wv")
 """Of names in an attention module that belong to its keys and values."""
@@ -43,9 +43,19 @@ class Cut:
     dim: int = 0
 
     @property
+    def is_added_elsewhere(self) -> bool:
+        """True if a bias is added once for all ranks, by another rank than this one."""
+        return self.axis is Axis.COLUMNS and self.rank > 0
+
+    @property
     def own(self) -> tuple[range, ...]:
         """The spans of this rank."""
         return self.spans[self.rank]
+
+    @property
+    def places(self) -> tuple[range, ...]:
+        """The span of each rank, where each has a single one."""
+        return tuple(span for (span,) in self.spans)
 
     def rows(self, weight: Weight) -> Weight:
         """This rank's rows of a matrix [N, K]; the whole matrix if its columns are divided."""
@@ -74,7 +84,7 @@ class Cut:
     def vector(self, tensor: Tensor) -> Tensor | None:
         """This rank's part of a bias, or of numbers for each row; what belongs to all rows is rank 0's."""
         if self.axis is Axis.COLUMNS:
-            return tensor if self.rank == 0 else None
+            return None if self.is_added_elsewhere else tensor
         parts = [tensor.narrow(self.dim, span.start, len(span)) for span in self.own]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
@@ -219,8 +229,7 @@ class Shards:
         return (heads.share(rank, self.collective.size) for rank in range(self.collective.size))
 
     def _widths(self, width: int) -> tuple[tuple[range, ...], ...]:
-        size = self.collective.size
-        return tuple((width_span(width, rank, size),) for rank in range(size))
+        return tuple((span,) for span in width_spans(width, self.collective.size))
 
     def _add_linear(self, name: str, spans: tuple[tuple[range, ...], ...], axis: Axis = Axis.ROWS) -> None:
         self._add(f"{name}.weight", spans, axis)

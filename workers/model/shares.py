@@ -42,6 +42,11 @@ def width_span(width: int, rank: int, size: int) -> range:
     return scaled(span(width // unit, rank, size), unit)
 
 
+def width_spans(width: int, size: int) -> tuple[range, ...]:
+    """The shares of all ranks; raises as `width_unit`."""
+    return tuple(width_span(width, rank, size) for rank in range(size))
+
+
 @dataclass(frozen=True)
 class Heads:
     """The heads of an attention layer: each KV head serves as many query heads."""

@@ -73,7 +73,7 @@ def over_ranks(product: Linear, linear: nn.Module, weights: Weights) -> Linear:
     if cut.axis is Axis.COLUMNS:
         return Reduced(product, shards.collective)
     if linear is shards.output:
-        return GatheredLinear(product, Gather(cut.spans, shards.collective))
+        return GatheredLinear(product, Gather(cut.places, shards.collective))
     return product
 
 

@@ -345,6 +345,11 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
             yield from _layers(child)
 
 
+def tied_names(causal: Any) -> dict[str, str]:
+    """The weights of a module that are others, and the names of these: one of each group of equal weights."""
+    return _ties(causal.all_tied_weights_keys, set(causal.all_tied_weights_keys.values()))
+
+
 def _ties(tied: dict[str, str], present: Iterable[str]) -> dict[str, str]:
     """For each weight that the checkpoint lacks, the weight that it is tied to and that the checkpoint holds.
 
