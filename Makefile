@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Sources are compiled to bytecode once, not in each of the hundreds of processes that the tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast siege test-cuda12 test-cuda13 lint sbom clean
+.PHONY: demo test test-fast siege test-cuda12 test-cuda13 test-ranks lint sbom clean
 
 demo: $(STAMP)
 	$(BIN)/pagewire generate 'The "with" statement is used to' --max-tokens 120
@@ -38,7 +38,7 @@ CUDA12 := PYTHONPATH=$(CURDIR)/build/cuda12 LD_LIBRARY_PATH=$(CURDIR)/build/cuda
 	PAGEWIRE_TEST_NVRTC=12.9
 
 test: build/cuda12 build/smollm2 test-fast
-	$(CUDA12) $(BIN)/pytest -n 3 --dist worksteal --durations=30 -m "not every_variant" $(HEAVY)
+	$(CUDA12) $(BIN)/pytest -n 3 --dist worksteal --durations=30 -m "not every_variant and not every_architecture" $(HEAVY)
 
 test-fast: $(STAMP)
 	$(BIN)/pytest -n auto --dist loadfile $(LIGHT)
@@ -56,6 +56,10 @@ test-cuda12: build/cuda12 $(STAMP)
 test-cuda13: build/cuda13 $(STAMP)
 	PYTHONPATH=$(CURDIR)/$< LD_LIBRARY_PATH=$(CURDIR)/$</nvidia/cu13/lib PAGEWIRE_TEST_NVRTC=13.0 \
 		$(BIN)/pytest tests/kernels/cuda/test_compile.py
+
+# Every architecture over 2 and 4 ranks, token for token: for changes of how models are divided.
+test-ranks: $(STAMP)
+	$(BIN)/pytest -m every_architecture tests/workers/parallel
 
 # mypy sees the namespace through links: the folders sit side by side, pagewire.* is made on installation.
 FOLDERS := cli engine_core frontend ipc kernels workers

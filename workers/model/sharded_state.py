@@ -192,8 +192,8 @@ class ShardedState:
             )
             others = f"of {', '.join(map(str, sizes))} ranks" if sizes else "of none"
             raise LoadError(
-                f"{self._folder} holds no part for rank {collective.rank} of {collective.size}, but parts {others}: "
-                f"load_format='sharded_state' takes a model that save_sharded_state has saved with as many ranks"
+                f"{self._folder} holds no part for rank {collective.rank} of {collective.size}, but parts "
+                f"{others}: load_format='sharded_state' takes what as many ranks have written"
             )
         try:
             self.manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)

@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.worker_messages import Ready
+from pagewire.ipc.worker_messages import Parallel, Ready, WorkerConfig
+from pagewire.kernels.cpu.packed_size import REFERENCE
 from pagewire.workers.errors import LoadError
+from pagewire.workers.model.checkpoint_headers import read_headers
+from pagewire.workers.model.fit import sizes_of
 from pagewire.workers.model.matrices import is_linear, is_stack
 from pagewire.workers.model.shards import Shards
 from pagewire.workers.runner import Runner
@@ -120,6 +123,12 @@ def test_a_rank_holds_its_part_only(tmp_path: Path) -> None:
         assert result.ready.bytes_per_block * 2 == whole.bytes_per_block
         assert result.ready.weight_bytes == pytest.approx(whole.weight_bytes / 2, rel=0.02)
         assert [shape.num_kv_heads for shape in result.runner.model.kv_shapes] == [1, 1]
+    # What was expected by the header alone. In another dtype than the file's, all weights are copies.
+    config = WorkerConfig(str(folder), dtype="bfloat16", parallel=Parallel(1, 2))
+    sizes = sizes_of(read_headers(folder), config, REFERENCE)
+    rank = results[1]
+    assert sizes.kv_token_bytes * 2 * rank.runner.config.block_size == rank.ready.bytes_per_block
+    assert sizes.weight_bytes * 2 == pytest.approx(rank.ready.weight_bytes, rel=0.02)
 
 
 @pytest.mark.parametrize(("heads", "size"), [((6, 3), 2), ((4, 1), 3), ((6, 2), 4)])
