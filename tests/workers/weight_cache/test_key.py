@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.ipc.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu import library
 from pagewire.kernels.cpu.build import InstructionSet
 from pagewire.kernels.cpu.library import Library
@@ -24,6 +24,7 @@ VALUES: dict[str, Any] = {
     "kv_cache_dtype": "fp8",
     "kv_scales": [0.5],
     "quantization": "int8",
+    "parallel": Parallel(1, 2),
 }
 """For each field of `WorkerConfig` that the packed weights depend on another value."""
 
