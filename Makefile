@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Sources are compiled to bytecode once, not in each of the hundreds of processes that the tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast siege test-cpu test-cuda12 test-cuda13 test-cuda-faults lint sbom clean
+.PHONY: demo test test-fast siege test-cpu test-cuda12 test-cuda13 test-cuda-faults test-ranks lint sbom clean
 
 demo: $(STAMP)
 	$(BIN)/pagewire generate 'The "with" statement is used to' --max-tokens 120
@@ -36,11 +36,13 @@ build/smollm2: $(PIP)
 LIGHT := tests/engine_core tests/frontend tests/ipc tests/benchmarks tests/test_imports.py tests/test_sbom.py
 HEAVY := tests/kernels tests/end_to_end tests/cli tests/workers
 
+MOST := not every_variant and not planted_faults and not every_architecture
+
 CUDA12 := PYTHONPATH=$(CURDIR)/build/cuda12 LD_LIBRARY_PATH=$(CURDIR)/build/cuda12/nvidia/cuda_nvrtc/lib \
 	PAGEWIRE_TEST_NVRTC=12.9
 
 test: build/cuda12 build/smollm2 test-fast
-	$(CUDA12) $(BIN)/pytest -n 3 --dist worksteal --durations=30 -m "not every_variant and not planted_faults" $(HEAVY)
+	$(CUDA12) $(BIN)/pytest -n 3 --dist worksteal --durations=30 -m "$(MOST)" $(HEAVY)
 
 test-fast: $(STAMP)
 	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder $(LIGHT)
@@ -67,6 +69,9 @@ test-cuda13: build/cuda13 $(STAMP)
 # Faults planted in the CUDA kernels, which the tests of the kernels must notice.
 test-cuda-faults: $(STAMP)
 	$(BIN)/pytest -n auto --dist loadfile -m planted_faults tests/kernels/cuda
+# Every architecture over 2 and 4 ranks, token for token: for changes of how models are divided.
+test-ranks: $(STAMP)
+	$(BIN)/pytest -m every_architecture tests/workers/parallel
 
 # mypy sees the namespace through links: the folders sit side by side, pagewire.* is made on installation.
 FOLDERS := cli engine_core frontend ipc kernels workers

@@ -46,6 +46,7 @@ class AsyncEngineCalls(AsyncCaller):
     is_sleeping = awaited(EngineCalls.is_sleeping)
     abort_any = awaited(EngineCalls.abort_any)
     collective_rpc = awaited(EngineCalls.collective_rpc)
+    save_sharded_state = awaited(EngineCalls.save_sharded_state)
     start_profile = awaited(EngineCalls.start_profile)
     stop_profile = awaited(EngineCalls.stop_profile)
 

@@ -173,6 +173,11 @@ class LLMEngine(EngineCalls):
         """The light tokenizer of the frontend; None with `skip_tokenizer_init`."""
         return self.session.tokenizer
 
+    @property
+    def model_executor(self) -> LLMEngine:
+        """This engine: programs call `save_sharded_state` there."""
+        return self
+
     def set_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Use another tokenizer for requests from now on."""
         self.session.set_tokenizer(tokenizer)

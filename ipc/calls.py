@@ -302,6 +302,24 @@ class EngineCalls(Caller):
             And what the method raises, by name.
         """
 
+    @remote(
+        RunsIn.WORKER,
+        seconds=3600.0,  # the weights may come from a slow disk
+        path=Meta(description="folder of the workers' machines; each worker writes its part into it"),
+        pattern=Meta(description="names of files (default: model-rank-{rank}-part-{part}.safetensors)"),
+        max_size=Meta(ge=1, description="bytes of a file (default: 1 GiB)"),
+    )
+    def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int = 1 << 30) -> None:
+        """Write each worker's part of the weights, for `load_format="sharded_state"` with as many workers.
+
+        path: a folder, on every worker's machine. pattern: the names of files, with {rank} and {part}.
+        max_size: bytes of a file.
+
+        Raises:
+            ValueError: the pattern names no file for each rank and part, or the model is no folder of safetensors
+                files, or the folder holds such a model already.
+        """
+
     @remote(RunsIn.WORKER)
     def start_profile(self) -> None:
         """Start the workers' profilers.

@@ -34,6 +34,7 @@ WEIGHT_FILES = {  # by load format
     "gguf": ["*.gguf"],
     "pt": ["*.bin", "*.bin.index.json"],  # pickles
     "dummy": [],
+    "sharded_state": ["*.safetensors"],
 }
 OTHER_FORMATS = (
     "'auto' takes .safetensors files, 'pt' takes .bin files: pickles, which can run code of their authors; "

@@ -57,11 +57,11 @@ class EngineArgs:
     hf_token: str | bool | None = option(None, "Model", "access token for the hub; True: the stored one")
     hf_overrides: dict[str, Any] = option(None, "Model", "JSON merged into the model's config.json", make=dict)
     download_dir: str | None = option(None, "Model", "folder for downloads; default: the hub's cache")
-    load_format: Literal["auto", "safetensors", "gguf", "bitsandbytes", "pt", "dummy"] = option(
+    load_format: Literal["auto", "safetensors", "gguf", "bitsandbytes", "pt", "dummy", "sharded_state"] = option(
         "auto", "Model", "auto: .safetensors files, or the GGUF file that is named or alone in the folder; "
         "safetensors, gguf: these only; bitsandbytes: as quantization=; pt: .bin files (pickles); "
-        "dummy: random weights",
-        choices=("auto", "safetensors", "gguf", "bitsandbytes", "pt", "dummy"))
+        "dummy: random weights; sharded_state: each worker's part, as save_sharded_state has written it",
+        choices=("auto", "safetensors", "gguf", "bitsandbytes", "pt", "dummy", "sharded_state"))
     quantization: str | None = option(
         None, "Model", "how weights are quantised; default: as the checkpoint is, with which a name must agree: "
         f"{', '.join(FAMILIES)}; of plain numbers while loading: {', '.join(ONLINE)}", short="-q")

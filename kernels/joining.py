@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -60,6 +62,37 @@ def in_8_bits(weight: Weight, group: int | None) -> Weight:
         offsets[0] if offsets else None,
         weight.dtype,
     )
+
+
+def column_slice(weight: Weight, start: int, stop: int) -> Weight:
+    """The columns from `start` to before `stop`. Where they cut a group, it becomes smaller ones of equal scales.
+
+    Raises:
+        ValueError: the groups would have fewer than 16 columns, or a byte of two codes would be cut.
+    """
+    scheme = weight.scheme
+    if (
+        isinstance(scheme, Integers)
+        and scheme.group is not None
+        and (start % scheme.group or stop % scheme.group)
+    ):
+        weight = in_smaller_groups(weight, math.gcd(scheme.group, start, stop))
+    return weight.column_slice(start, stop)
+
+
+def in_smaller_groups(weight: Weight, group: int) -> Weight:
+    """A weight of integers with the same numbers, in groups of a divisor of the columns that share a scale now.
+
+    Raises:
+        ValueError: no kernel has groups of so few columns.
+    """
+    scheme = weight.scheme
+    assert isinstance(scheme, Integers) and scheme.group is not None
+    codes, *others = weight.parts
+    repeats = scheme.group // group
+    scales, *offsets = (part.repeat_interleave(repeats, dim=1) for part in others)
+    smaller = replace(scheme, group=group)
+    return integer_weight(smaller, codes, scales, offsets[0] if offsets else None, weight.dtype)
 
 
 def _with_float32_scales(weight: Weight) -> Weight:

@@ -103,13 +103,21 @@ class Weight:
             ValueError: K cannot be divided so, or there is no such share.
         """
         start, stop = _share(self.shape[1], part, of, "columns")
-        parts = self.scheme.columns(self.parts, start, stop)
-        return Weight(self.scheme, parts, (self.shape[0], stop - start), self.dtype)
+        return self.column_slice(start, stop)
 
     def slice(self, start: int, stop: int) -> Weight:
         """The rows from `start` to before `stop`; `0 <= start < stop <= N`."""
         parts = self.scheme.rows(self.parts, start, stop)
         return Weight(self.scheme, parts, (stop - start, self.shape[1]), self.dtype)
+
+    def column_slice(self, start: int, stop: int) -> Weight:
+        """The columns from `start` to before `stop`; `0 <= start < stop <= K`.
+
+        Raises:
+            ValueError: the scheme has groups of columns, and one would be cut.
+        """
+        parts = self.scheme.columns(self.parts, start, stop)
+        return Weight(self.scheme, parts, (self.shape[0], stop - start), self.dtype)
 
     def take(self, index: Tensor) -> Weight:
         """The rows of an index int64 [n], in its order, as a copy."""

@@ -14,6 +14,7 @@ import torch
 
 from pagewire.ipc.calls import CALLS, RunsIn
 from pagewire.workers.errors import LoadError
+from pagewire.workers.model import sharded_state
 from pagewire.workers.model.loading import Phases
 from pagewire.workers.runner import Runner
 from pagewire.workers.weight_cache.ahead import WeightsAhead
@@ -66,12 +67,23 @@ def wake_up(runner: Runner, tags: Sequence[str] | None) -> None:
     try:
         if runner.loaded is None:
             ahead = WeightsAhead(runner.config)
-            runner.loaded = load(ahead, Phases(lambda phase, seconds: None), runner.device)
+            phases = Phases(lambda phase, seconds: None)
+            runner.loaded = load(ahead, phases, runner.device, runner.collective)
         if not runner.caches and (tags is None or "kv_cache" in tags):
             runner.allocate_kv()
             runner.warm_up()
     except LoadError as error:  # not the caller's mistake, as a ValueError would be
         raise RuntimeError(str(error)) from error
+
+
+def save_sharded_state(runner: Runner, path: str, pattern: str | None, max_size: int) -> None:
+    """Write this rank's part of the weights: see `sharded_state.save_sharded_state`."""
+    length = runner.model.max_model_len
+    sharded_state.save_sharded_state(
+        *(runner.config, runner.device, runner.collective, length, path),
+        pattern or sharded_state.PATTERN,
+        max_size,
+    )
 
 
 def start_profile(runner: Runner) -> None:

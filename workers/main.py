@@ -232,7 +232,7 @@ def expected_sizes(config: WorkerConfig) -> Footprint | None:
         return None
     try:
         headers = read_headers(config.model_path, config.hf_overrides)
-        sizes = check_fit(headers, config, expected_isa(), *machine_memory())
+        sizes = check_fit(headers, config, expected_isa(), *machine_memory(config.parallel.local_size))
     except MemoryShortageError:
         raise
     except ValueError:

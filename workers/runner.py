@@ -16,7 +16,6 @@ from pagewire.ipc.worker_messages import Masks, Ready, Row, SlotInit, StepPlan, 
 from pagewire.workers.batch import Batch, build_batch
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.collective.single import SingleRank
-from pagewire.workers.collective.turns import own_turn
 from pagewire.workers.device.graphs import DecodeGraphs, recorded_sizes
 from pagewire.workers.device.interface import PendingTokens
 from pagewire.workers.device.kv_size import ledger, num_kv_blocks
@@ -50,8 +49,7 @@ class Runner:
     ) -> None:
         self.config, self.phases, self.collective = config, phases, collective
         self.device = open_device(config)
-        with own_turn(collective, config.parallel):
-            self.loaded: LoadedModel | None = load(ahead, phases, self.device)
+        self.loaded: LoadedModel | None = load(ahead, phases, self.device, collective)
         self.block_bytes = sum(shape.block_bytes(config.block_size) for shape in self.loaded.kv_shapes)
         self.slots = Slots(
             config.max_num_seqs, self.loaded.max_model_len, config.block_size, self.loaded.vocab_size

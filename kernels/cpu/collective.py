@@ -47,6 +47,12 @@ class SharedMemoryGroup:
         )
         return x
 
+    @property
+    def native_all_reduce(self) -> tuple[int, int]:
+        """See `kernels.reduced.NativeSum`."""
+        function = ctypes.cast(self._library.pagewire_all_reduce, ctypes.c_void_p).value
+        return function or 0, ctypes.addressof(self.group)
+
     def all_gather(self, x: Tensor) -> Tensor:
         """See `Collective.all_gather`."""
         x = x.contiguous()

@@ -6,6 +6,9 @@
 
 namespace {
 
+// x[n] of each rank becomes the sum of all ranks'.
+using AllReduce = void (*)(const void* ranks, void* x, int64_t n, int32_t dtype, int32_t num_threads);
+
 class Stack {
  public:
   explicit Stack(const StackCall& call)
@@ -21,8 +24,10 @@ class Stack {
     for (int64_t i = 0; i < call_.num_layers; ++i) {
       const Layer& layer = call_.layers[i];
       if (const int failure = attend(layer)) return failure;
+      add_up(layer.out.n);
       add_norm(layer.attention_norm, layer.out.n);
       feed_forward(layer);
+      add_up(layer.out.n);
       add_norm(layer.next_norm, layer.down.n);
     }
     return 0;
@@ -66,6 +71,13 @@ class Stack {
     else
       pagewire_linear(x, matrix.packed, matrix.bias, out, tokens_, matrix.k, matrix.n, matrix.k, batch_.dtype,
                       batch_.num_threads);
+  }
+
+  // x[tokens, size] of this rank becomes the sum of all ranks'.
+  void add_up(int64_t size) const {
+    if (!call_.all_reduce) return;
+    const auto all_reduce = reinterpret_cast<AllReduce>(const_cast<void*>(call_.all_reduce));
+    all_reduce(call_.ranks, call_.x, tokens_ * size, batch_.dtype, batch_.num_threads);
   }
 
   // Norm of each head, where there is one, and rotary embedding.

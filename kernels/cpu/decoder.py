@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from pagewire.kernels.cpu.all_reduce import AllReduce
 from pagewire.kernels.cpu.library import AttentionCall, structure
 from pagewire.kernels.cpu.linear import PackedLinear
 from pagewire.kernels.cpu.quantised import QuantisedLinear
@@ -16,6 +17,8 @@ from pagewire.kernels.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.kv_codes import head_size
 from pagewire.kernels.layer import Activation, Layer, Norm
 from pagewire.kernels.paging import AttentionBatch
+from pagewire.kernels.reduced import Reduced, Sum
+from pagewire.kernels.weight import Linear
 
 ACTIVATION_CODES = {Activation.SILU: 0, Activation.GELU_TANH: 1}
 """The numbers of activations in decoder.cpp."""
@@ -26,13 +29,23 @@ Matrix, NormParameters, LayerParameters, StackCall = map(structure, ("Matrix", "
 
 
 def _linears(layer: Layer) -> dict[str, PackedLinear | QuantisedLinear]:
-    """The layer's linear layers that linear.cpp and quantised.cpp compute."""
-    products = {name: getattr(layer, name) for name in PRODUCTS}
+    """The layer's linear layers that linear.cpp and quantised.cpp compute: of those over ranks, this rank's."""
+    products = {name: _own(getattr(layer, name)) for name in PRODUCTS}
     return {
         name: product
         for name, product in products.items()
         if isinstance(product, PackedLinear | QuantisedLinear)
     }
+
+
+def _own(linear: Linear) -> Linear:
+    return linear.linear if isinstance(linear, Reduced) else linear
+
+
+def _ranks(layers: Sequence[Layer]) -> list[Sum | None]:
+    """What adds up the outputs of attention and of the feed-forward half, in each layer; None where it is whole."""
+    halves = [linear for layer in layers for linear in (layer.out, layer.down)]
+    return [half.ranks if isinstance(half, Reduced) else None for half in halves]
 
 
 def _matrix(linear: PackedLinear | QuantisedLinear) -> ctypes.Structure:
@@ -56,7 +69,12 @@ class CompiledStack:
 
     @classmethod
     def of(cls, library: ctypes.CDLL, input_norm: Norm, layers: Sequence[Layer]) -> "CompiledStack | None":
-        """None if the layers differ in shape, or their linear layers are not packed weights, dense or quantised."""
+        """None if the layers differ in shape, or their linear layers are not packed weights, dense or quantised.
+
+        Either all layers have their parts on the same ranks, or none has.
+        """
+        if len(set(map(id, _ranks(layers)))) > 1:
+            return None
         forms = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
         dtypes = {input_norm.weight.dtype}
         for layer in layers:
@@ -84,6 +102,9 @@ class CompiledStack:
         self._structs = (LayerParameters * len(layers))(*map(self._struct, layers))
         self._known_caches: list[weakref.ref[Tensor]] = []
         self._call = self._form(_norm(input_norm, self._hidden_size, self._dtype))
+        self._sum = AllReduce.of(_ranks(layers)[0])
+        if self._sum is not None:
+            self._call.all_reduce, self._call.ranks = self._sum.function, self._sum.ranks
 
     def _form(self, input_norm: ctypes.Structure) -> ctypes.Structure:
         """A call with all fields that do not change from step to step."""
@@ -159,7 +180,10 @@ class CompiledStack:
             scratch.data_ptr() + place * scratch.itemsize for place in places
         )
         call.cos, call.sin, call.rotary_half = cos.data_ptr(), sin.data_ptr(), rot_dim // 2
-        if self._library.pagewire_decoder(ctypes.byref(call)):
+        failed = self._library.pagewire_decoder(ctypes.byref(call))
+        if self._sum is not None:
+            self._sum.check()
+        if failed:
             raise ValueError("lengths, slots or block numbers of the batch do not fit its tensors")
         return x
 

@@ -156,6 +156,8 @@ struct StackCall {
   const void* cos;  // [tokens, 2 rotary_half]
   const void* sin;
   const int64_t* slots;
+  const void* all_reduce;  // adds up the ranks' outputs of `out` and `down`, see `AllReduce`; null: they are whole
+  const void* ranks;       // its first argument
   int64_t num_layers, rotary_half;
   AttentionCall attention;  // but for what differs between layers
 };

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.attention import AttentionBatch
+from pagewire.kernels.cpu.all_reduce import AllReduce
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.decoder import Activation, Layer, Norm, Stack
 from pagewire.kernels.integers import Integers, quantise
 from pagewire.kernels.linear import dense_weight, pack
+from pagewire.kernels.reduced import Reduced, Sum
 
 from .batches import allocate_kv
 
@@ -157,3 +159,59 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match="fit"):
             stack(residual, cos, sin, dataclasses.replace(batch, **{name: value}), caches)
+
+
+class EqualRanks:
+    """Two ranks that have computed the same: a `Sum`."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Twice x."""
+        return 2 * x
+
+
+class CompiledEqualRanks(EqualRanks):
+    """The same in compiled code: a `NativeSum`."""
+
+    def __init__(self) -> None:
+        self._other = AllReduce(EqualRanks())
+        self.native_all_reduce = self._other.function, self._other.ranks
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        raise AssertionError("Python was called")
+
+
+class FailingRank:
+    """A rank whose group is broken."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        raise ConnectionError("a rank is gone")
+
+
+def over_ranks(ranks: Sum) -> Stack:
+    """A stack whose layers have their inputs on several ranks."""
+    whole = make_stack(torch.bfloat16, quantised=True)
+    layers = [
+        dataclasses.replace(layer, out=Reduced(layer.out, ranks), down=Reduced(layer.down, ranks))
+        for layer in whole.layers
+    ]
+    return Stack(whole.input_norm, layers)
+
+
+def run(stack: Stack) -> Tensor:
+    residual, cos, sin, batch = make_step(torch.bfloat16)
+    return stack(residual, cos, sin, batch, make_caches(torch.bfloat16))
+
+
+def test_one_call_adds_up_over_ranks() -> None:
+    stack = over_ranks(EqualRanks())
+    assert stack.compiled is not None
+    compiled, native = run(stack), run(over_ranks(CompiledEqualRanks()))
+    stack.compiled = None
+    layer_by_layer = run(stack)
+    assert torch.equal(compiled, layer_by_layer) and torch.equal(native, layer_by_layer)
+    assert not torch.equal(compiled, run(make_stack(torch.bfloat16, quantised=True)))
+
+
+def test_an_error_of_a_rank_ends_the_one_call() -> None:
+    with pytest.raises(ConnectionError, match="a rank is gone"):
+        run(over_ranks(FailingRank()))

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from pagewire.kernels import dispatch, reference
 from pagewire.kernels.cpu.kernels import CpuKernels
+from pagewire.kernels.integers import Integers, quantise
+from pagewire.kernels.joining import column_slice
 from pagewire.kernels.linear import Weight, dense_weight, linear, pack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -114,3 +116,16 @@ def test_rows_that_do_not_fit_are_refused(best_kernels: CpuKernels) -> None:
 def test_a_bias_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="a bias of shape"):
         pack(dense_weight(torch.zeros(10, 6)), torch.zeros(6))
+
+
+@pytest.mark.parametrize(("bits", "zero"), [(8, 128), (4, 0)])
+def test_columns_within_a_group_keep_their_numbers(bits: int, zero: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = quantise(dense_weight(torch.randn(8, 256, generator=generator)), Integers(bits, 128, zero))
+    part = column_slice(weight, 64, 224)
+    assert isinstance(part.scheme, Integers) and part.scheme.group == 32
+    assert torch.equal(part.dense(), weight.dense()[:, 64:224])
+    whole = column_slice(weight, 128, 256)
+    assert isinstance(whole.scheme, Integers) and whole.scheme.group == 128
+    with pytest.raises(ValueError, match="no kernel multiplies"):
+        column_slice(weight, 0, 8)

@@ -9,16 +9,29 @@ from typing import Any
 
 from pagewire.ipc.items import LogprobRows
 from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.worker_messages import Ready, Row, RowResult, SlotInit, StepPlan, StepResult, WorkerConfig
+from pagewire.ipc.worker_messages import (
+    Parallel,
+    Ready,
+    Row,
+    RowResult,
+    SlotInit,
+    StepPlan,
+    StepResult,
+    WorkerConfig,
+)
+from pagewire.workers.collective.interface import Collective
 from pagewire.workers.runner import Runner
 
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def load_runner(folder: Path, **fields: Any) -> tuple[Runner, Ready]:
-    """A runner of small sizes."""
+def load_runner(folder: Path, collective: Collective | None = None, **fields: Any) -> tuple[Runner, Ready]:
+    """A runner of small sizes; with a collective, a rank of a group."""
+    if collective is not None:
+        fields["parallel"] = Parallel(collective.rank, collective.size)
     sizes: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 8, "num_blocks": 64, "block_size": 4}
-    return Runner.start(WorkerConfig(str(folder), **(sizes | {"num_threads": 1} | fields)), lambda *_: None)
+    config = WorkerConfig(str(folder), **(sizes | {"num_threads": 1} | fields))
+    return Runner.start(config, lambda *_: None, collective=collective)
 
 
 @dataclass

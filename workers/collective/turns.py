@@ -13,11 +13,15 @@ from pagewire.workers.collective.interface import Collective
 def own_turn(collective: Collective, parallel: Parallel) -> Iterator[None]:
     """A context that begins with the turn of this rank, and ends when all ranks have had theirs.
 
-    Within it nothing may wait for the other ranks.
+    Within it nothing may wait for the other ranks. An error ends the turn, too: the others may meet the same one.
     """
+    if parallel.num_turns == 1:
+        yield
+        return
     for _ in range(parallel.turn):
         collective.barrier()
-    yield
-    for _ in range(parallel.turn, parallel.num_turns):
-        if parallel.num_turns > 1:
+    try:
+        yield
+    finally:
+        for _ in range(parallel.turn, parallel.num_turns):
             collective.barrier()

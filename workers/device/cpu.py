@@ -135,7 +135,9 @@ class CpuDevice:
 
     def kv_budget(self, config: WorkerConfig, vocab_size: int, widest_step: Callable[[], object]) -> int:
         """See `Device.kv_budget`."""
-        return kv_budget(config, machine_memory()[1], step_bytes(config, vocab_size))
+        return kv_budget(
+            config, machine_memory(config.parallel.local_size)[1], step_bytes(config, vocab_size)
+        )
 
     def give_back(self) -> None:
         """Nothing to do: the system has it already."""

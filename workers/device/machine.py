@@ -29,8 +29,8 @@ def runs_on_cpu(device: str) -> bool:
     return device == "cpu" or (device == "auto" and not GPU_DRIVER.exists())
 
 
-def machine_memory() -> tuple[int, int]:
-    """(total, available) bytes: the machine's, or the control group's where that is less.
+def machine_memory(num_workers: int = 1) -> tuple[int, int]:
+    """(total, available) bytes for each of `num_workers`: the machine's, or the control group's where that is less.
 
     Cached files count as available, since the system drops them when memory is wanted.
     """
@@ -41,7 +41,7 @@ def machine_memory() -> tuple[int, int]:
         if limit and used:
             total = min(total, limit[0])
             available = min(available, max(0, limit[0] - used[0] + cached_file_bytes(group)))
-    return total, available
+    return total // num_workers, available // num_workers
 
 
 def cached_file_bytes(group: Path) -> int:

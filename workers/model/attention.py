@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,14 +76,12 @@ class StepContext:
         self._outer: StepContext | None = None
 
     def __enter__(self) -> None:
-        """Make this the process's `current_step`."""
-        global _current
-        self._outer, _current = _current, self
+        """Make this the thread's `current_step`."""
+        self._outer, _running.step = _running.step, self
 
     def __exit__(self, *_: object) -> None:
         """Make the step before it the current one again, as a rule none."""
-        global _current
-        _current = self._outer
+        _running.step = self._outer
 
     def cache(self, layer: int, shape: KVShape, window: int | None) -> tuple[Tensor, Tensor]:
         """The K and V caches of a layer. `shape` and `window` (keys per query) are used by the dry run only."""
@@ -113,7 +112,11 @@ class StepContext:
         )
 
 
-_current: StepContext | None = None
+class _Running(threading.local):
+    step: StepContext | None = None
+
+
+_running = _Running()
 
 
 def current_step() -> StepContext:
@@ -122,9 +125,9 @@ def current_step() -> StepContext:
     Raises:
         RuntimeError: none is.
     """
-    if _current is None:
+    if (step := _running.step) is None:
         raise RuntimeError("attention or a linear layer was called outside of a step")
-    return _current
+    return step
 
 
 @dataclass

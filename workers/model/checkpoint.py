@@ -65,8 +65,8 @@ class WeightSource(Protocol):
 class Checkpoint:
     """The tensors of the safetensors files in a model folder: views of the mapped files, not to be written to."""
 
-    def __init__(self, folder: str | Path) -> None:
-        """Open the files.
+    def __init__(self, folder: str | Path, paths: Iterable[Path] | None = None) -> None:
+        """Open the files: those with the weights of a model, or these.
 
         Raises:
             LoadError: there are none, or one of them is missing or broken.
@@ -75,7 +75,7 @@ class Checkpoint:
 
         self._files: dict[str, Any] = {}
         self._read: list[tuple[int, int]] = []
-        for path in weight_files(Path(folder)):
+        for path in weight_files(Path(folder)) if paths is None else paths:
             try:
                 file: Any = safe_open(path, framework="pt")
             except Exception as error:

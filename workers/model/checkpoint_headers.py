@@ -10,8 +10,8 @@ from pagewire.ipc.gguf.file import is_gguf
 from pagewire.workers.model.gguf_headers import gguf_headers
 from pagewire.workers.model.headers import CheckpointHeaders, safetensors_headers
 
-WITHOUT_HEADERS = ("pt", "dummy")
-"""Load formats of weights that no header describes: pickles, and random numbers."""
+WITHOUT_HEADERS = ("pt", "dummy", "sharded_state")
+"""Load formats of weights that no header describes: pickles, random numbers, and the parts of ranks."""
 
 
 def read_headers(model_path: str | Path, hf_overrides: Mapping[str, Any] | None = None) -> CheckpointHeaders:

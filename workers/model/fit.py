@@ -12,7 +12,7 @@ from pagewire.ipc.options import KV_DTYPES, NOT_SUPPORTED_YET
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.workers.device.kv_size import GIB, kv_budget, num_kv_blocks, step_bytes
 from pagewire.workers.errors import MemoryShortageError
-from pagewire.workers.model.footprint import Footprint, footprint
+from pagewire.workers.model.footprint import Footprint, footprint, of_rank
 from pagewire.workers.model.headers import CheckpointHeaders
 
 BASE_BYTES = 380 << 20
@@ -141,12 +141,13 @@ def _changes(
 
 
 def sizes_of(headers: CheckpointHeaders, config: WorkerConfig, isa: str) -> Footprint:
-    """The footprint of a checkpoint with the options of a worker.
+    """The footprint of a checkpoint with the options of a worker; of a rank of a group, that of its part.
 
     Raises:
         LoadError: see `footprint`.
     """
-    return footprint(headers, isa, config.dtype, config.quantization, config.kv_cache_dtype)
+    whole = footprint(headers, isa, config.dtype, config.quantization, config.kv_cache_dtype)
+    return of_rank(whole, config.parallel.size)
 
 
 def check_fit(

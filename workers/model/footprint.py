@@ -157,6 +157,25 @@ def footprint(
     )
 
 
+def of_rank(whole: Footprint, size: int) -> Footprint:
+    """The footprint of a rank that has its part of a model, the largest of `size` ranks.
+
+    While loading it may take as much as alone: rank 0 runs a layer of the whole model at a time.
+    """
+    if size == 1:
+        return whole
+    dimensions = whole.dimensions
+    kv_heads = max(1, dimensions.kv_scales // max(1, 2 * dimensions.num_layers))
+    kv_share = min(1.0, -(-kv_heads // size) / kv_heads)
+    parts = [
+        part
+        if part.part in (Part.NORMS.value, Part.OTHER.value)
+        else replace(part, packed_bytes=-(-part.packed_bytes // size), read_bytes=-(-part.read_bytes // size))
+        for part in whole.parts
+    ]
+    return replace(whole, parts=parts, kv_token_bytes=int(whole.kv_token_bytes * kv_share))
+
+
 def _method(config: Mapping[str, object], found: Iterable[Matrix]) -> str | None:
     """The name of the checkpoint's quantisation."""
     quantization = config.get("quantization_config")

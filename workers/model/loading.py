@@ -5,13 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels.cpu.memory import forget_mapped_files, give_back_freed
 from pagewire.kernels.paging import KVScales
+from pagewire.workers.collective.interface import Collective
+from pagewire.workers.collective.turns import own_turn
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model import attention
@@ -26,7 +30,10 @@ from pagewire.workers.model.model import (
     resolve_max_model_len,
 )
 from pagewire.workers.model.modules import build_module
-from pagewire.workers.model.proof import DryRun, check_config, prove, reference_logits
+from pagewire.workers.model.parallel_layers import fit_modules
+from pagewire.workers.model.proof import DryRun, check_config, expected_logits, prove
+from pagewire.workers.model.sharded_state import ShardedState
+from pagewire.workers.model.shards import Shards
 from pagewire.workers.model.stack import DecoderStack, build_stack
 from pagewire.workers.model.transforms import (
     LinearModule,
@@ -82,8 +89,12 @@ class LoadedModel:
 
 
 @torch.inference_mode()
-def load_model(worker_config: WorkerConfig, phases: Phases, device: Device) -> LoadedModel:
-    """Load, transform and prove the model of `worker_config`.
+def load_model(
+    worker_config: WorkerConfig, phases: Phases, device: Device, collective: Collective
+) -> LoadedModel:
+    """Load, transform and prove the model of `worker_config`, or the part of it that a rank of a group has.
+
+    All ranks call this together, since the proof needs their parts.
 
     Raises:
         LoadError: the model cannot be loaded or is not supported; the text says why.
@@ -99,17 +110,26 @@ def load_model(worker_config: WorkerConfig, phases: Phases, device: Device) -> L
     device.prepare(dtype, kv_dtype, head_dim(config))
     max_model_len = resolve_max_model_len(worker_config.max_model_len, config)
     phases.end("config")
-    weights = build_module(worker_config, config, dtype, device)
+    is_saved = worker_config.load_format == "sharded_state"
+    saved = ShardedState(worker_config, config, collective) if is_saved else None
+    weights = build_module(worker_config, config, dtype, device) if saved is None else saved.weights(dtype)
     causal = weights.causal
     architecture = type(causal).__name__
+    shards = weights.shards or (Shards(causal, collective) if collective.size > 1 else None)
     phases.end("weights")
     vocab_size = causal.get_output_embeddings().weight.shape[0] if causal.get_output_embeddings() else 0
-    tabulate_rotary(causal, max_model_len)
-    run = DryRun.make(config.get_text_config().vocab_size, max_model_len)
-    expected = reference_logits(weights, run)
+    run, expected = DryRun.make(config.get_text_config().vocab_size, max_model_len), None
+    if saved is not None:
+        run, expected = saved.reference()
+    tabulate_rotary(causal, max(max_model_len, run.end))
+    if expected is None:
+        expected = expected_logits(weights, run, dtype, device, collective)
     forget_mapped_files(worker_config.model_path)  # packing reads them again
     phases.end("reference")
-    model, shapes = transform(weights, run, expected, max_model_len, device)
+    if shards is not None:
+        weights.divide(shards)
+    turn = partial(own_turn, collective, worker_config.parallel)
+    model, shapes = transform(weights, run, expected, max_model_len, device, collective, turn)
     forget_mapped_files(worker_config.model_path)
     give_back_freed()
     for note, count in weights.notes.items():
@@ -130,9 +150,17 @@ def load_model(worker_config: WorkerConfig, phases: Phases, device: Device) -> L
 
 
 def transform(
-    weights: Weights, run: DryRun, expected: list[torch.Tensor], max_model_len: int, device: Device
+    weights: Weights,
+    run: DryRun,
+    expected: list[torch.Tensor],
+    max_model_len: int,
+    device: Device,
+    collective: Collective,
+    turn: Callable[[], AbstractContextManager[None]],
 ) -> tuple[Model, list[KVShape]]:
     """Replace the module by a `DecoderStack` if that is possible, else part by part, and prove the result.
+
+    turn: a context for packing, which takes memory.
 
     Raises:
         LoadError: the proof fails.
@@ -141,21 +169,37 @@ def transform(
     causal = weights.causal
     causal.set_attn_implementation(attention.NAME)
     model = Model(causal, device.batch_invariant)
+
+    def proven() -> tuple[Model, list[KVShape]]:
+        model.shorten_logits()  # from here on the ranks of a group wait for each other
+        return model, prove(model, run, expected, weights.schemes, max_model_len, device, collective)
+
     base, others = model.base, dict(causal.named_children())
-    if (stack := build_stack(base, weights, device.torch_device)) is not None:
+
+    def pack_stack() -> bool:
+        stack = build_stack(base, weights, device.torch_device)
+        if stack is None:
+            return False
         model.base = stack.to(device.torch_device)
-        del stack
-        try:
-            pack_head(model, weights, device.torch_device)
-            return model, prove(model, run, expected, weights.schemes, max_model_len, device)
-        except LoadError:
-            model.base, model.head = base, None
-            for name, child in others.items():
-                setattr(causal, name, child)
+        transform_parts(causal, weights, device.torch_device)
+        return True
+
+    try:
+        with turn():
+            is_stack = pack_stack()
+        if is_stack:
+            return proven()
+    except LoadError:
+        model.base, model.head = base, None
+        for name, child in others.items():
+            setattr(causal, name, child)
     model.guarded = True
-    transform_parts(base, weights, device.torch_device)
-    pack_head(model, weights, device.torch_device)
-    return model, prove(model, run, expected, weights.schemes, max_model_len, device)
+    with turn():
+        if weights.shards is not None:
+            fit_modules(base, causal.base_model_prefix, weights.shards)
+        transform_parts(base, weights, device.torch_device)
+        transform_parts(causal, weights, device.torch_device)
+    return proven()
 
 
 def transform_parts(module: torch.nn.Module, weights: Weights, device: torch.device) -> None:
@@ -166,12 +210,6 @@ def transform_parts(module: torch.nn.Module, weights: Weights, device: torch.dev
     weights.fill(module)
     module.to(device)
     replace_norms(module)
-
-
-def pack_head(model: Model, weights: Weights, device: torch.device) -> None:
-    """Transform the part of the model from hidden states to logits."""
-    transform_parts(model.causal, weights, device)
-    model.shorten_logits()
 
 
 def weight_bytes(model: Model) -> int:

@@ -125,9 +125,13 @@ def _on_meta(
     source: WeightSource = GgufCheckpoint(path, config) if is_gguf(path) else Checkpoint(path)
     if form is not None:
         source = QuantisedCheckpoint(source, form)
+    return CheckpointWeights(module_on_meta(worker_config, config, dtype), source, dtype, quantise)
+
+
+def module_on_meta(worker_config: WorkerConfig, config: Any, dtype: torch.dtype) -> Any:
+    """The causal module of a configuration without memory for its weights."""
     with torch.device("meta"):
-        causal = _from_config(worker_config, config, dtype)
-    return CheckpointWeights(causal, source, dtype, quantise)
+        return _from_config(worker_config, config, dtype)
 
 
 def _from_pretrained(worker_config: WorkerConfig, config: Any, dtype: torch.dtype) -> Any:

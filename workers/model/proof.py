@@ -1,8 +1,10 @@
 """Proves at load that the transformed model computes the logits of the original module.
 
 The dry run has two requests, one of them in two chunks; its logits are compared with those of transformers' own
-attention and the original weights. Models that cannot be supported (other layer types, ignored settings, attention
-biases) are refused with the reason.
+attention and the original weights. In a group of several ranks, rank 0 computes these for all; every rank compares
+the logits that the group has computed, and a model is right only if all ranks find it so.
+
+Models that cannot be supported (other layer types, ignored settings, attention biases) are refused with the reason.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from torch import Tensor
 from pagewire.kernels.attention import AttentionBatch
 from pagewire.kernels.integers import Integers
 from pagewire.kernels.weight import Scheme
+from pagewire.workers.collective.interface import Collective
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.model.attention import DryRunRecorder, KVShape
@@ -64,6 +67,11 @@ class DryRun:
     token_ids: list[Tensor]
     offsets: list[int]
 
+    @property
+    def end(self) -> int:
+        """The first position after all requests."""
+        return max(offset + len(ids) for ids, offset in zip(self.token_ids, self.offsets, strict=True))
+
     @classmethod
     def make(cls, vocab_size: int, max_model_len: int) -> DryRun:
         """Random tokens at the first and last positions, since some models change behaviour at high positions."""
@@ -100,6 +108,28 @@ def reference_logits(weights: Weights, run: DryRun) -> list[Tensor]:
         return [logits(ids, offset) for ids, offset in requests]
     except Exception as error:
         raise refuse(causal.config, f"its forward pass fails: {first_line(error)}") from error
+
+
+def expected_logits(
+    weights: Weights, run: DryRun, dtype: torch.dtype, device: Device, collective: Collective
+) -> list[Tensor]:
+    """See `reference_logits`: computed by rank 0, for all ranks.
+
+    dtype: of the model.
+
+    Raises:
+        LoadError: on rank 0, the module's forward pass fails.
+    """
+    expected = reference_logits(weights, run) if collective.rank == 0 else []
+    if collective.size == 1:
+        return expected
+    vocab_size = weights.causal.get_output_embeddings().weight.shape[0]
+    shared = []
+    for index, ids in enumerate(run.token_ids):
+        own = expected[index] if expected else torch.zeros(len(ids), vocab_size)
+        logits = collective.broadcast(own.to(device.torch_device, torch.float32).contiguous(), 0)
+        shared.append(logits.cpu().to(dtype))
+    return shared
 
 
 def paged_logits(model: Model, run: DryRun, recorder: DryRunRecorder) -> list[Tensor]:
@@ -152,6 +182,7 @@ def prove(
     schemes: Iterable[Scheme],
     max_model_len: int,
     device: Device,
+    collective: Collective,
 ) -> list[KVShape]:
     """Run the transformed model and compare its logits. Returns the KV shape of each layer.
 
@@ -172,7 +203,10 @@ def prove(
     check_calls(config, recorder)
     check_windows(config, recorder, max_model_len)
     difference = relative_difference(actual, expected)
-    if difference > permitted_difference(expected[0].dtype, schemes):
+    wrong = torch.tensor([difference > permitted_difference(expected[0].dtype, schemes)], dtype=torch.float32)
+    if collective.all_reduce(
+        wrong.to(device.torch_device)
+    ).item():  # all ranks must come to the same conclusion
         raise refuse(config, f"its logits with paged attention are wrong (by {difference:.1%})")
     logger.debug("logits differ from the original module's by %.2f%%", 100 * difference)
     return [recorder.shapes[layer] for layer in range(len(recorder.shapes))]

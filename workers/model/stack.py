@@ -67,7 +67,7 @@ class DecoderStack(nn.Module):
         _require(isinstance(base.rotary_emb, RotaryTable))
         self.embed_tokens, self.rotary = embedding(base.embed_tokens, weights, device), base.rotary_emb
         self._angles: list[Tensor] | None = None  # cosines and sines by position, from the first step on
-        self.stack_layers = [StackLayer(layer, base.config) for layer in base.layers]
+        self.stack_layers = [StackLayer(layer, base.config, weights) for layer in base.layers]
         modules = (*(layer.input_layernorm for layer in base.layers), base.norm)
         norms = [_norm(norm, weights, device) for norm in modules]
         layers = [
@@ -97,7 +97,7 @@ class DecoderStack(nn.Module):
 class StackLayer:
     """One decoder layer of the original module, checked to have the structure of a stack's layer."""
 
-    def __init__(self, layer: Any, config: Any) -> None:
+    def __init__(self, layer: Any, config: Any, weights: Weights) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         _require(_children(layer) == LAYER)
         _require(_children(attention) in (ATTENTION, ATTENTION | HEAD_NORMS))
@@ -109,7 +109,8 @@ class StackLayer:
         _require(self.activation in ACTIVATION_NAMES)
         self.index, self.window = attention.layer_idx, attention_window(attention, config)
         head_dim = attention.head_dim
-        heads = [p.out_features // head_dim for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        heads = [weights.num_rows(projection) // head_dim for projection in projections]
         _require(heads[1] == heads[2])
         self.num_heads, self.num_kv_heads = heads[:2]
         self.kv_shape = KVShape(self.num_kv_heads, head_dim, head_dim, attention.k_proj.weight.dtype)

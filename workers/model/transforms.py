@@ -12,10 +12,18 @@ from torch import Tensor, nn
 from pagewire.kernels.joining import joined
 from pagewire.kernels.layers import rms_norm
 from pagewire.kernels.linear import Linear, Weight
+from pagewire.kernels.reduced import Reduced
 from pagewire.kernels.weight import DENSE
 from pagewire.workers.model.attention import NAME
 from pagewire.workers.model.matrices import is_experts, is_linear, is_plain_embedding
+from pagewire.workers.model.parallel_layers import (
+    DividedEmbedding,
+    Gather,
+    GatheredLinear,
+    divided_embedding,
+)
 from pagewire.workers.model.products import packed
+from pagewire.workers.model.shards import Axis
 from pagewire.workers.model.weights import Weights
 
 
@@ -44,13 +52,28 @@ def pack_linears(module: nn.Module, weights: Weights, device: torch.device) -> N
 
 
 def pack_joined(linears: Sequence[nn.Module], weights: Weights, device: torch.device) -> Linear:
-    """One linear layer on a device in place of several with the same input; all have a bias, or none."""
-    biases = [bias for linear in linears if (bias := weights.read(linear, "bias")) is not None]
+    """One linear layer on a device in place of several with the same input; all have a bias, or none.
+
+    Where weights are divided over several ranks, it is this rank's part: its outputs, or the sum over the ranks.
+    """
+    biases = [bias for linear in linears if (bias := weights.part(linear, "bias")) is not None]
     matrices = [weights.matrix(linear) for linear in linears]
     matrix = joined(matrices)
     weights.note_joining(matrices, matrix)
     product = packed(matrix, torch.cat(biases) if biases else None, device)
     weights.let_go()
+    return over_ranks(product, linears[0], weights)
+
+
+def over_ranks(product: Linear, linear: nn.Module, weights: Weights) -> Linear:
+    """A product that adds up over the ranks if its inputs are divided, and gathers logits from them."""
+    shards, cut = weights.shards, weights.cut(linear)
+    if shards is None or cut is None:
+        return product
+    if cut.axis is Axis.COLUMNS:
+        return Reduced(product, shards.collective)
+    if linear is shards.output:
+        return GatheredLinear(product, Gather(cut.places, shards.collective))
     return product
 
 
@@ -82,18 +105,23 @@ class QuantisedEmbedding(nn.Module):
 
 
 def embedding(module: nn.Module, weights: Weights, device: torch.device) -> nn.Module:
-    """A plain embedding with its weights: itself, or on a CPU one over rows that stay quantised."""
-    rows = weights.matrix(module)
-    if rows.scheme is DENSE or device.type != "cpu":
+    """An embedding with its weights, or this rank's part: itself, or on a CPU one over rows that stay quantised."""
+    rows, shards, cut = weights.matrix(module), weights.shards, weights.cut(module)
+    plain = rows.scheme is DENSE or device.type != "cpu"
+    if shards is None or cut is None:
+        if not plain:
+            return QuantisedEmbedding(rows)
         weights.fill(module)
         return module
-    return QuantisedEmbedding(rows)
+    if plain:
+        return divided_embedding(module, rows.dense(), cut, shards.collective)
+    return DividedEmbedding(QuantisedEmbedding(rows), cut.own[0], shards.collective)
 
 
 def pack_embeddings(module: nn.Module, weights: Weights, device: torch.device) -> None:
-    """Replace plain embeddings whose weights are quantised, so that they stay so."""
+    """Replace plain embeddings whose weights are quantised, so that they stay so, and those that are divided."""
     for name, child in list(module.named_children()):
-        if is_plain_embedding(child):
+        if is_plain_embedding(child) or (isinstance(child, nn.Embedding) and weights.cut(child) is not None):
             setattr(module, name, embedding(child, weights, device))
         else:
             pack_embeddings(child, weights, device)
@@ -109,7 +137,10 @@ def pack_experts(module: nn.Module, weights: Weights, device: torch.device) -> N
         )
         for owned in (name, "down_proj"):
             delattr(child, owned)
+            if child.has_bias:
+                setattr(child, f"{owned}_bias", None)
         child.config._experts_implementation = NAME
+        child.shards = weights.shards
     if experts:
         from transformers.integrations.moe import ExpertsInterface
 
@@ -118,7 +149,7 @@ def pack_experts(module: nn.Module, weights: Weights, device: torch.device) -> N
 
 def expert_linears(module: Any, name: str, weights: Weights, device: torch.device) -> nn.ModuleList:
     """A packed linear for each expert, from the matrices [E, N, K] (or transposed) in attribute `name`."""
-    biases = weights.read(module, f"{name}_bias") if module.has_bias else None
+    biases = weights.part(module, f"{name}_bias") if module.has_bias else None
     linears = nn.ModuleList()
     for expert, matrix in enumerate(weights.stacked(module, name)):
         bias = None if biases is None else biases[expert]
@@ -143,11 +174,16 @@ def run_experts(module: Any, hidden: Tensor, expert_ids: Tensor, weights: Tensor
             start += count
     out = torch.cat(parts)
     if module.has_post_expert_norm:
-        out = module.post_expert_norm(out)
+        out = module.post_expert_norm(
+            out if module.shards is None else module.shards.collective.all_reduce(out)
+        )
     weighted = out * weights.reshape(-1)[order][:, None]
     spread = torch.empty_like(weighted)
     spread[order] = weighted
-    return spread.view(len(hidden), num_chosen, -1).sum(1).to(hidden.dtype)
+    summed = spread.view(len(hidden), num_chosen, -1).sum(1).to(hidden.dtype)
+    if module.shards is None or module.has_post_expert_norm:
+        return summed
+    return module.shards.collective.all_reduce(summed)  # type: ignore[no-any-return]
 
 
 class RMSNorm(nn.Module):

@@ -22,7 +22,14 @@ from pagewire.kernels.joining import joined
 from pagewire.kernels.weight import Scheme, Weight, dense_weight
 from pagewire.workers.model.checkpoint import WeightSource
 from pagewire.workers.model.conversion import check_names, conversions
-from pagewire.workers.model.matrices import is_linear, is_plain_embedding, is_stack, is_transposed
+from pagewire.workers.model.matrices import (
+    is_experts,
+    is_linear,
+    is_plain_embedding,
+    is_stack,
+    is_transposed,
+)
+from pagewire.workers.model.shards import Cut, Shards
 
 Quantise = Callable[[str, Weight], Weight]
 """A function of a matrix's name (of its module, or of a stack) and the matrix to what is packed in its place."""
@@ -38,12 +45,14 @@ class Weights:
 
     quantise: applied to every matrix before it is packed, and so before it is dequantised for the reference.
     schemes: of the matrices that were read to be packed. notes: what the log says about products, and of how many.
+    shards: this rank's parts of the weights, once they are divided.
     """
 
     def __init__(self, causal: Any, quantise: Quantise = keep) -> None:
         self.causal = causal
         self.schemes: set[Scheme] = set()
         self.notes: Counter[str] = Counter()
+        self.shards: Shards | None = None
         self._quantise = quantise
         self._embedding = causal.get_input_embeddings()
         self._modules: dict[str, Any] = dict(causal.named_modules())
@@ -54,7 +63,7 @@ class Weights:
     def read(self, module: nn.Module, name: str) -> Tensor | None:
         """A parameter or buffer of a module within the causal one; None if the module has none of that name.
 
-        A matrix is what its product multiplies with, dequantised.
+        A matrix is what its product multiplies with, dequantised. It is whole, also where weights are divided.
         """
         if self._quantise is not keep and name == "weight" and self._is_packed(module):
             matrix = self.matrix(module).dense()
@@ -64,21 +73,59 @@ class Weights:
             return torch.stack([matrix.T for matrix in matrices] if is_transposed(module) else matrices)
         return self._read(module, name)
 
+    def divide(self, shards: Shards) -> None:
+        """Read only this rank's part of weights from now on, but for `read`."""
+        self.shards = shards
+        for name, cut in shards.cuts.items():
+            owner, _, leaf = name.rpartition(".")
+            module: Any = self._modules[owner]
+            own = module._parameters.get(leaf)
+            if own is None or own.device.type == "meta" or is_linear(module) or is_experts(module):
+                continue
+            if not isinstance(module, nn.Embedding) and (part := cut.vector(own)) is not None:
+                module._parameters[leaf] = nn.Parameter(part, requires_grad=False)
+
+    def cut(self, module: nn.Module, name: str = "weight") -> Cut | None:
+        """How a parameter is divided; None if this rank has all of it."""
+        return None if self.shards is None else self.shards.cut(self._full(module, name))
+
+    def num_rows(self, linear: nn.Linear) -> int:
+        """The number of a linear layer's outputs that this rank has."""
+        cut = self.cut(linear)
+        return linear.out_features if cut is None else sum(map(len, cut.own))
+
     def matrix(self, module: nn.Module) -> Weight:
         """The weight of a linear layer or an embedding as a matrix [N, K], as it is to be packed."""
-        weight = self._matrix(module)
-        if self._is_packed(module):
-            weight = self._quantise(self._names[module], weight)
+        name = self._names[module] if self._is_packed(module) else None
+        weight = self._part(self._matrix(module), name, self.cut(module))
         self.schemes.add(weight.scheme)
         return weight
 
+    def part(self, module: nn.Module, name: str) -> Tensor | None:
+        """This rank's part of a bias or another parameter; None if it has none.
+
+        What is added once for all ranks is rank 0's.
+        """
+        tensor = self.read(module, name)
+        cut = None if isinstance(module, nn.Embedding) else self.cut(module, name)
+        return tensor if tensor is None or cut is None else cut.vector(tensor)
+
     def stacked(self, module: nn.Module, name: str) -> Iterator[Weight]:
         """The matrices [N, K] of a parameter of experts, one by one, as they are to be packed."""
-        full = f"{self._names[module]}.{name}"
+        full, cut = self._full(module, name), self.cut(module, name)
         for matrix in self._stacked(module, name):
-            weight = self._quantise(full, matrix)
+            weight = self._part(matrix, full, cut)
             self.schemes.add(weight.scheme)
             yield weight
+
+    def _part(self, matrix: Weight, name: str | None, cut: Cut | None) -> Weight:
+        """This rank's part of a matrix, quantised as the whole would be: its scales are those of whole rows.
+
+        name: for `Quantise`; None: it is not quantised.
+        """
+        weight = matrix if cut is None else cut.rows(matrix)
+        weight = weight if name is None else self._quantise(name, weight)
+        return weight if cut is None else cut.columns(weight)
 
     def note_joining(self, parts: Sequence[Weight], whole: Weight) -> None:
         """Remember matrices that had to be brought to another scheme to be joined, for `notes`."""
@@ -97,6 +144,10 @@ class Weights:
     def streamed(self) -> Iterator[None]:
         """A context in which the causal module runs as it is, with a single layer's weights in memory at a time."""
         yield
+
+    def _full(self, module: nn.Module, name: str) -> str:
+        """The full name of a parameter."""
+        return ".".join(filter(None, (self._names[module], name)))
 
     def _read(self, module: nn.Module, name: str) -> Tensor | None:
         tensor: Tensor | None = getattr(module, name)
@@ -223,7 +274,7 @@ class CheckpointWeights(Weights):
 
     def _fill(self, places: Iterable[_Place]) -> None:
         for place in places:
-            tensor = self.read(place.module, place.name)
+            tensor = self.part(place.module, place.name)
             assert tensor is not None
             place.put(tensor)
 
@@ -234,7 +285,7 @@ class CheckpointWeights(Weights):
 
     def _target(self, module: nn.Module, name: str) -> tuple[str, Tensor]:
         """The full name of a weight, or of the one that it is tied to, and the tensor that its module holds now."""
-        full = ".".join(filter(None, (self._names[module], name)))
+        full = self._full(module, name)
         target = self._ties.get(full, full)
         owner, _, leaf = target.rpartition(".")
         return target, getattr(self._modules[owner], leaf)
@@ -254,7 +305,7 @@ class CheckpointWeights(Weights):
         """Make buffers that are computed, and weights that transformers does not expect in a checkpoint."""
         made = missing | {name for name, _ in self.causal.named_non_persistent_buffers()}
         for place in _empty_places(self.causal):
-            if ".".join(filter(None, (self._names[place.module], place.name))) in made:
+            if self._full(place.module, place.name) in made:
                 place.put(torch.empty_like(place.empty, device="cpu"))
             else:
                 place.empty._is_hf_initialized = True  # type: ignore[attr-defined] # so transformers leaves it alone
@@ -292,6 +343,11 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
             yield from child
         else:
             yield from _layers(child)
+
+
+def tied_names(causal: Any) -> dict[str, str]:
+    """The weights of a module that are others, and the names of these: one of each group of equal weights."""
+    return _ties(causal.all_tied_weights_keys, set(causal.all_tied_weights_keys.values()))
 
 
 def _ties(tied: dict[str, str], present: Iterable[str]) -> dict[str, str]:

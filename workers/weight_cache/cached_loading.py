@@ -8,9 +8,11 @@ import threading
 import time
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from pagewire.kernels.cpu.memory import reserved
+from pagewire.workers.collective.interface import Collective
 from pagewire.workers.device.interface import Device
 from pagewire.workers.model.loading import LoadedModel, Phases, load_model
 from pagewire.workers.weight_cache import file, folder
@@ -25,27 +27,35 @@ logger = logging.getLogger("pagewire.worker")
 NICENESS = 5  # of the thread that writes: requests come first
 
 
-def load(ahead: WeightsAhead, phases: Phases, device: Device) -> LoadedModel:
+def load(ahead: WeightsAhead, phases: Phases, device: Device, collective: Collective) -> LoadedModel:
     """The model of a configuration, proven now or when its packed weights were written.
 
     Raises:
         LoadError: it cannot be loaded or is not supported; the text says why.
     """
     ahead.wait()
-    if ahead.packed is not None and (loaded := from_packed(ahead.packed)) is not None:
+    loaded = None if ahead.packed is None else from_packed(ahead.packed, collective)
+    if all_have(loaded is not None, collective, device):
+        assert loaded is not None
         phases.end("packed weights")
         return loaded
     with reserved(ahead.reserve):
-        return load_model(ahead.config, phases, device)
+        return load_model(ahead.config, phases, device, collective)
 
 
-def from_packed(packed: PackedFile) -> LoadedModel | None:
+def all_have(it: bool, collective: Collective, device: Device) -> bool:
+    """True if all ranks of a group have something: loading and proving a model takes all of them."""
+    lacking = torch.tensor([float(not it)], device=device.torch_device)
+    return not collective.all_reduce(lacking).item()
+
+
+def from_packed(packed: PackedFile, collective: Collective) -> LoadedModel | None:
     """The model of a file; None, and the file is removed, if it is none that this process can run."""
     try:
         model = restored(packed.header.description, tensors_of(packed))
         if not isinstance(model, KeptModel):
             raise ValueError("it describes no model")
-        return loaded_again(model)
+        return loaded_again(model, collective)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         logger.warning("ignored the packed weights %s: %s", packed.header.key, error)
         folder.remove(packed.header.key)

@@ -102,10 +102,8 @@ def versions() -> list[str]:
 def settings(config: WorkerConfig) -> list[Any]:
     """All that a configuration says of the model, with the files that it names beside the checkpoint."""
     fields = {name: value for name, value in msgspec.to_builtins(config).items() if name not in LIMITS}
-    fields["parallel"] = [
-        config.parallel.rank,
-        config.parallel.size,
-    ]  # how ranks meet says nothing of the model
+    # How ranks meet says nothing of the model.
+    fields["parallel"] = [config.parallel.rank, config.parallel.size]
     named = [Path(value) for value in fields.values() if isinstance(value, str) and value]
     files = [describe(path) for path in named if path.is_file()]
     longer = os.environ.get("PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN")

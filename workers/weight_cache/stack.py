@@ -7,16 +7,20 @@ wrote the file. All that it is made of is here, so running it again needs neithe
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from pagewire.kernels.decoder import Layer, Norm, Stack
 from pagewire.kernels.linear import Linear
+from pagewire.kernels.reduced import Reduced
+from pagewire.workers.collective.interface import Collective
 from pagewire.workers.model.attention import KVShape
 from pagewire.workers.model.loading import LoadedModel
 from pagewire.workers.model.model import Model
+from pagewire.workers.model.parallel_layers import DividedEmbedding, Gather, GatheredLinear
+from pagewire.workers.model.shares import width_spans
 from pagewire.workers.model.stack import DecoderStack
 from pagewire.workers.weight_cache.forms import NotStoredError, add_form, fields_of
 
@@ -34,7 +38,7 @@ class KeptLayer:
 
 @dataclass(frozen=True)
 class KeptModel:
-    """A proven model: what its stack is made of."""
+    """A proven model: what its stack is made of. Of a rank of a group it holds what that rank has, and no more."""
 
     properties: dict[str, Any]
     """All fields of `LoadedModel` but the model itself."""
@@ -54,24 +58,46 @@ for _kind in (KeptLayer, KeptModel):
 class RestoredStack(DecoderStack):
     """A stack made of what was kept of it."""
 
-    def __init__(self, kept: KeptModel) -> None:
+    def __init__(self, kept: KeptModel, vocabulary: Gather | None) -> None:
         nn.Module.__init__(self)
         layers: Any = kept.layers  # with all attributes of a `StackLayer` that are used once it is packed
         self.embed_tokens = kept.embedding
         self._angles = kept.angles
         self.stack_layers = layers
-        self.stack = Stack(kept.input_norm, [place.layer for place in kept.layers])
+        parts = [place.layer for place in kept.layers]
+        if vocabulary is not None:
+            self.embed_tokens = DividedEmbedding(kept.embedding, vocabulary.own, vocabulary.collective)
+            parts = [over_ranks(layer, vocabulary.collective) for layer in parts]
+        self.stack = Stack(kept.input_norm, parts)
 
 
 class RestoredModel(Model):
     """A stack and an output layer, without transformers' module."""
 
-    def __init__(self, kept: KeptModel) -> None:
+    def __init__(self, kept: KeptModel, collective: Collective) -> None:
+        vocabulary = None
+        if collective.size > 1:
+            vocabulary = Gather(width_spans(kept.properties["vocab_size"], collective.size), collective)
         self.config = self.causal = None
         self.arithmetic = nullcontext
         self.guarded = False
-        self.base = RestoredStack(kept)
-        self.head = kept.head
+        self.base = RestoredStack(kept, vocabulary)
+        self.head = kept.head if vocabulary is None else GatheredLinear(kept.head, vocabulary)
+
+
+def over_ranks(layer: Layer, collective: Collective) -> Layer:
+    """A layer that adds up over the ranks of a group, of this rank's part."""
+    return replace(layer, out=Reduced(layer.out, collective), down=Reduced(layer.down, collective))
+
+
+def of_this_rank(layer: Layer) -> Layer:
+    """The part of a layer that this rank has."""
+    return replace(layer, out=own_part(layer.out), down=own_part(layer.down))
+
+
+def own_part(linear: Linear) -> Linear:
+    """A linear layer; of one over several ranks, this rank's part."""
+    return linear.linear if isinstance(linear, Reduced | GatheredLinear) else linear
 
 
 def kept(loaded: LoadedModel) -> KeptModel:
@@ -88,23 +114,24 @@ def kept(loaded: LoadedModel) -> KeptModel:
     if base.stack.compiled is None or base._angles is None:
         raise NotStoredError("its layers are not compiled as a whole")
     places = zip(base.stack_layers, base.stack.layers, strict=True)
+    head, embedding = loaded.model.head, base.embed_tokens
     return KeptModel(
         properties={name: value for name, value in fields_of(loaded).items() if name != "model"},
-        embedding=base.embed_tokens,
+        embedding=embedding.rows if isinstance(embedding, DividedEmbedding) else embedding,
         angles=base._angles,
         input_norm=base.stack.input_norm,
         layers=[
-            KeptLayer(place.index, place.kv_shape, place.window, place.num_bytes, layer)
+            KeptLayer(place.index, place.kv_shape, place.window, place.num_bytes, of_this_rank(layer))
             for place, layer in places
         ],
-        head=loaded.model.head,  # type: ignore[arg-type] # a `Linear`: see `Model.shorten_logits`
+        head=own_part(head),  # type: ignore[arg-type] # a `Linear`: see `Model.shorten_logits`
     )
 
 
-def loaded_again(kept: KeptModel) -> LoadedModel:
-    """The loaded model of which this was kept.
+def loaded_again(kept: KeptModel, collective: Collective) -> LoadedModel:
+    """The loaded model of which this was kept, by the same rank of a group of the same size.
 
     Raises:
         ValueError, TypeError: its parts do not fit each other.
     """
-    return LoadedModel(model=RestoredModel(kept), **kept.properties)
+    return LoadedModel(model=RestoredModel(kept, collective), **kept.properties)

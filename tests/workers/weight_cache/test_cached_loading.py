@@ -14,6 +14,7 @@ from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels.cpu import library
 from pagewire.workers import calls
+from pagewire.workers.collective.single import SingleRank
 from pagewire.workers.runner import Runner
 from pagewire.workers.weight_cache import cached_loading, file, folder
 from pagewire.workers.weight_cache.ahead import WeightsAhead
@@ -134,7 +135,7 @@ def test_a_file_that_describes_no_model_is_removed(
         file.write(to, ahead.key, [], description)
     ahead = WeightsAhead(ahead.config)
     ahead.wait()
-    assert ahead.packed is not None and cached_loading.from_packed(ahead.packed) is None
+    assert ahead.packed is not None and cached_loading.from_packed(ahead.packed, SingleRank()) is None
     assert list(weight_folder().iterdir()) == [] and "ignored the packed weights" in caplog.text
 
 

@@ -1,0 +1,70 @@
+"""Ranks that start from packed weights: each keeps its part, and all start so, or none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pagewire.ipc.worker_messages import Parallel, WorkerConfig
+from pagewire.kernels.cpu import library
+from pagewire.workers.runner import Runner
+from pagewire.workers.weight_cache import folder
+from pagewire.workers.weight_cache.ahead import WeightsAhead
+from pagewire.workers.weight_cache.cached_loading import keep_in_background
+from pagewire.workers.weight_cache.folder import weight_folder
+
+from ..architectures import VOCAB_SIZE
+from ..driver import Driver
+from ..parity import NUM_TOKENS, make_prompts
+from .threads import Rank, run_ranks
+
+PHASE = "packed weights"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of its own, of weights that compiled kernels have packed."""
+    if library.choose() is None:
+        pytest.skip("there are no compiled kernels here")
+    monkeypatch.setattr(folder, "cache_root", lambda: tmp_path / "cache")
+
+
+def start(model: Path) -> list[tuple[list[list[int]], bool]]:
+    """What each of two ranks generates, and whether it has started from packed weights."""
+
+    def work(rank: Rank) -> tuple[list[list[int]], bool]:
+        config = WorkerConfig(
+            str(model),
+            max_model_len=64,
+            max_num_seqs=8,
+            num_blocks=64,
+            block_size=4,
+            num_threads=1,
+            weight_cache=True,
+            quantization="int8",
+            parallel=Parallel(rank.rank, rank.size),
+        )
+        ahead = WeightsAhead(config)
+        runner, ready = Runner.start(config, lambda *_: None, ahead, rank)
+        if (thread := keep_in_background(runner.model, ahead)) is not None:
+            thread.join()
+        tokens = Driver(runner).generate(make_prompts(VOCAB_SIZE), NUM_TOKENS)
+        return tokens, PHASE in ready.startup_seconds
+
+    return list(run_ranks(2, work))
+
+
+def test_the_second_start_is_from_packed_weights(llama: Path) -> None:
+    first = start(llama)
+    assert len(list(weight_folder().iterdir())) == 2
+    second = start(llama)
+    assert [tokens for tokens, _ in second] == [tokens for tokens, _ in first]
+    assert [kept for _, kept in first + second] == [False, False, True, True]
+
+
+def test_all_ranks_load_anew_if_one_has_no_packed_weights(llama: Path) -> None:
+    first = start(llama)
+    next(weight_folder().iterdir()).unlink()
+    assert start(llama) == first
+    assert [kept for _, kept in start(llama)] == [True, True]

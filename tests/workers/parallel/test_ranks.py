@@ -1,0 +1,221 @@
+"""A model over several ranks, in the threads of one process: token for token what one worker generates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.worker_messages import Parallel, Ready, WorkerConfig
+from pagewire.kernels.cpu.packed_size import REFERENCE
+from pagewire.workers.errors import LoadError
+from pagewire.workers.model.checkpoint_headers import read_headers
+from pagewire.workers.model.fit import sizes_of
+from pagewire.workers.model.matrices import is_linear, is_stack
+from pagewire.workers.model.shards import Shards
+from pagewire.workers.runner import Runner
+
+from ..architectures import ARCHITECTURES, EXPERTS, GROUPED, VOCAB_SIZE, Architecture
+from ..driver import GREEDY, Driver, load_runner
+from ..parity import NUM_TOKENS, make_prompts
+from ..quantised_models import write_awq
+from .threads import Rank, Threads, run_ranks
+
+SERVED = {a.name: a for a in ARCHITECTURES if a.refused is None}
+FORMS = (  # each has its own way to be divided
+    *("llama with biases", "gpt2", "gpt_bigcode", "phi3", "olmo2", "deepseek_v3", "bitnet"),
+)
+WHOLE = (
+    "q_a_proj",
+    "kv_a_proj_with_mqa",
+    "gate",
+    "router",
+    "shared_expert_gate",
+    "wg",
+    "wpe",
+    "embed_positions",
+)
+"""Last parts of the names of matrices that every rank has: small ones, whose outputs all ranks need."""
+WIDE = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+MOE = WIDE | EXPERTS | {"moe_intermediate_size": 128}
+
+
+@dataclass
+class RankResult:
+    """What a rank has generated, and what it had loaded."""
+
+    tokens: list[list[int]]
+    ready: Ready
+    runner: Runner
+
+
+def generate_over_ranks(
+    folder: Path,
+    size: int,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+    **fields: Any,
+) -> Sequence[RankResult]:
+    """What each rank of a group generates."""
+
+    def work(rank: Rank) -> RankResult:
+        runner, ready = load_runner(folder, collective=rank, **fields)
+        return RankResult(Driver(runner).generate(prompts, NUM_TOKENS, params), ready, runner)
+
+    return run_ranks(size, work)
+
+
+def check_parity(folder: Path, size: int, **fields: Any) -> tuple[Ready, Sequence[RankResult]]:
+    """Compare the tokens of all ranks with those of one worker."""
+    prompts = make_prompts(VOCAB_SIZE)
+    runner, ready = load_runner(folder, **fields)
+    expected = Driver(runner).generate(prompts, NUM_TOKENS)
+    results = generate_over_ranks(folder, size, prompts, **fields)
+    for result in results:
+        assert result.tokens == expected
+        assert result.ready.vocab_size == ready.vocab_size
+        assert result.runner.model.is_stack == runner.model.is_stack
+    return ready, results
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_two_ranks_generate_what_one_worker_does(name: str, tmp_path: Path) -> None:
+    check_parity(SERVED[name].write(tmp_path), 2)
+
+
+@pytest.mark.every_architecture
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", SERVED.keys() - FORMS)
+def test_every_architecture(name: str, size: int, tmp_path: Path) -> None:
+    check_parity(SERVED[name].write(tmp_path), size)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_all_large_weights_are_divided(name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        causal = AutoModelForCausalLM.from_config(SERVED[name].config())
+    shards = Shards(causal, Rank(1, Threads(2)))
+    for path, module in causal.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            divisible = is_stack(module, leaf) or (parameter.dim() == 2 and leaf == "weight")
+            if divisible and path.rpartition(".")[2] not in WHOLE and not (path.endswith("norm")):
+                assert shards.cut(f"{path}.{leaf}") is not None, f"{path}.{leaf} {tuple(parameter.shape)}"
+            if is_linear(module):
+                assert shards.cut(f"{path}.{leaf}") is not None or path.rpartition(".")[2] in WHOLE
+
+
+def test_a_rank_holds_its_part_only(tmp_path: Path) -> None:
+    folder = Architecture("llama", WIDE | {"vocab_size": VOCAB_SIZE}).write(tmp_path)
+    whole, results = check_parity(folder, 2)
+    for result in results:
+        assert result.ready.bytes_per_block * 2 == whole.bytes_per_block
+        assert result.ready.weight_bytes == pytest.approx(whole.weight_bytes / 2, rel=0.02)
+        assert [shape.num_kv_heads for shape in result.runner.model.kv_shapes] == [1, 1]
+    # What was expected by the header alone. In another dtype than the file's, all weights are copies.
+    config = WorkerConfig(str(folder), dtype="bfloat16", parallel=Parallel(1, 2))
+    sizes = sizes_of(read_headers(folder), config, REFERENCE)
+    rank = results[1]
+    assert sizes.kv_token_bytes * 2 * rank.runner.config.block_size == rank.ready.bytes_per_block
+    assert sizes.weight_bytes * 2 == pytest.approx(rank.ready.weight_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize(("heads", "size"), [((6, 3), 2), ((4, 1), 3), ((6, 2), 4)])
+def test_heads_need_not_divide_evenly(heads: tuple[int, int], size: int, tmp_path: Path) -> None:
+    sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": 16}
+    widths = {"hidden_size": 96, "intermediate_size": 72}
+    check_parity(Architecture("llama", sizes | widths).write(tmp_path), size)
+
+
+def test_sizes_that_cannot_be_divided_are_refused_before_weights_are_read(tmp_path: Path) -> None:
+    folder = Architecture("llama", GROUPED).write(tmp_path)
+    (folder / "model.safetensors").rename(folder / "kept")
+    read = (folder / "kept").read_bytes()
+    header = 8 + int.from_bytes(read[:8], "little")
+    (folder / "model.safetensors").write_bytes(read[:header] + bytes(len(read) - header))  # zeros only
+    with pytest.raises(LoadError, match=r"over 3 ranks: it has 4 attention heads, with 2 .* that work: 2, 4"):
+        generate_over_ranks(folder, 3, [[1]])
+
+
+def test_a_family_without_a_plan_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pagewire.workers.model import parallel_plan
+
+    monkeypatch.delitem(parallel_plan.TABLE, "gpt2")
+    with pytest.raises(LoadError, match=r"GPT2LMHeadModel cannot be divided over 2 ranks: .* has a plan"):
+        generate_over_ranks(SERVED["gpt2"].write(tmp_path), 2, [[1]])
+
+
+def test_what_every_rank_computes_is_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that forgets a sum is noticed by the logits."""
+    from pagewire.workers.model import transforms
+
+    monkeypatch.setattr(transforms, "Reduced", lambda product, ranks: product)
+    with pytest.raises(LoadError, match="its logits with paged attention are wrong"):
+        generate_over_ranks(SERVED["llama"].write(tmp_path), 2, [[1]])
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "quantization"),
+    [
+        ("llama", WIDE, "int4"),
+        ("llama", WIDE, "fp8"),
+        ("qwen3_moe", MOE, "int4"),
+    ],
+)
+def test_quantised_while_loading(name: str, fields: Any, quantization: str, tmp_path: Path) -> None:
+    check_parity(Architecture(name, fields).write(tmp_path), 2, quantization=quantization)
+
+
+def test_a_quantised_checkpoint(tmp_path: Path) -> None:
+    folder, _ = write_awq(Architecture("llama", WIDE).write(tmp_path / "dense"), tmp_path, group=32)
+    check_parity(folder, 2)
+
+
+def test_groups_that_a_cut_divides_become_smaller(tmp_path: Path) -> None:
+    """A rank has one and a half groups of 128. Inputs are rounded in other groups then, so tokens may differ."""
+    folder, _ = write_awq(Architecture("llama", WIDE).write(tmp_path / "dense"), tmp_path, group=128)
+    results = generate_over_ranks(folder, 2, make_prompts(VOCAB_SIZE))  # the proof compares the logits
+    assert results[0].tokens == results[1].tokens
+    stack: Any = results[0].runner.model.model.base
+    assert stack.stack.layers[0].down.linear.scheme.group == 64
+
+
+def test_keys_and_values_of_8_bits(tmp_path: Path) -> None:
+    check_parity(Architecture("llama", WIDE).write(tmp_path), 2, kv_cache_dtype="int8")
+
+
+def test_weights_that_are_in_memory_as_a_whole(tmp_path: Path) -> None:
+    check_parity(SERVED["gpt_oss"].write(tmp_path), 2, load_format="dummy")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_bits_do_not_depend_on_the_batch(name: str, tmp_path: Path) -> None:
+    folder = SERVED[name].write(tmp_path, dtype="bfloat16")
+    prompts = make_prompts(VOCAB_SIZE)
+    sampled = SamplingParams(temperature=1.0, logprobs=5)
+
+    def work(rank: Rank) -> tuple[list[object], list[object]]:
+        runner, _ = load_runner(folder, collective=rank)
+        driver = Driver(runner, budget=9)
+        together = [(s.output, s.logprobs) for s in driver.run(prompts, 6, sampled)]
+        alone = []
+        for seed, prompt in enumerate(prompts):
+            (one,) = Driver(runner, budget=16).run([prompt], 6, sampled, [seed])
+            alone.append((one.output, one.logprobs))
+        return list(together), alone
+
+    (together, alone), (other, _) = run_ranks(2, work)
+    assert together == alone
+    assert together == other

@@ -1,0 +1,117 @@
+"""A model saved as the parts of its ranks: it generates what it did, and each rank reads its own files only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagewire.workers.calls import call
+from pagewire.workers.errors import LoadError
+from pagewire.workers.model import sharded_state
+
+from ..architectures import ARCHITECTURES, VOCAB_SIZE, Architecture
+from ..driver import Driver, load_runner
+from ..parity import NUM_TOKENS, make_prompts
+from .test_ranks import MOE, WIDE, generate_over_ranks
+from .threads import Rank, run_ranks
+
+Tokens = Sequence[list[list[int]]]
+
+
+def save(folder: Path, to: Path, size: int = 2, max_size: int = 1 << 30, **fields: Any) -> Tokens:
+    """Save a model over ranks by the workers' call; what each rank generates."""
+
+    def work(rank: Rank) -> list[list[int]]:
+        runner, _ = load_runner(folder, collective=rank, **fields)
+        call(runner, "save_sharded_state", (str(to),), {"max_size": max_size})
+        return Driver(runner).generate(make_prompts(VOCAB_SIZE), NUM_TOKENS)
+
+    return run_ranks(size, work)
+
+
+def load(folder: Path, size: int = 2, **fields: Any) -> Tokens:
+    """What each rank of a saved model generates."""
+    prompts = make_prompts(VOCAB_SIZE)
+    results = generate_over_ranks(folder, size, prompts, load_format="sharded_state", **fields)
+    return [result.tokens for result in results]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "quantization"),
+    [
+        (Architecture("llama", WIDE | {"tie_word_embeddings": True, "attention_bias": True}), None),
+        (Architecture("llama", WIDE), "int4"),
+        (Architecture("qwen3_moe", MOE), "int8"),
+        (next(a for a in ARCHITECTURES if a.name == "gpt_oss"), None),
+        (next(a for a in ARCHITECTURES if a.name == "gpt2"), None),
+    ],
+    ids=["llama", "llama-int4", "qwen3_moe-int8", "gpt_oss", "gpt2"],
+)
+def test_saved_models_are_what_they_were(
+    architecture: Architecture, quantization: str | None, tmp_path: Path
+) -> None:
+    folder, saved = architecture.write(tmp_path / "whole"), tmp_path / "saved"
+    expected = save(folder, saved, quantization=quantization, max_size=50_000)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()  # nothing is read from there any more
+    assert len(list(saved.glob("model-rank-1-part-*.safetensors"))) > 1
+    assert load(saved) == expected
+
+
+def test_a_rank_reads_no_file_of_another(tmp_path: Path) -> None:
+    folder, saved = Architecture("llama", WIDE).write(tmp_path / "whole"), tmp_path / "saved"
+    save(folder, saved)
+    for file in saved.glob("model-rank-0-*"):
+        file.unlink()
+    with pytest.raises(LoadError, match="model-rank-0-part-0"):
+        load(saved)
+
+    def work(rank: Rank) -> set[str]:
+        from pagewire.ipc.worker_messages import WorkerConfig
+        from pagewire.workers.model.model import load_config
+
+        if rank.rank == 0:
+            return set()
+        config = WorkerConfig(str(saved), load_format="sharded_state")
+        state = sharded_state.ShardedState(config, load_config(config), rank)
+        return set(state.manifest.files)
+
+    assert run_ranks(2, work)[1] == {"model-rank-1-part-0.safetensors"}
+
+
+def test_what_does_not_fit_a_saved_model_is_refused(tmp_path: Path) -> None:
+    folder, saved = Architecture("llama", WIDE).write(tmp_path / "whole"), tmp_path / "saved"
+    save(folder, saved)
+    with pytest.raises(LoadError, match="part for rank 0 of 1, but parts of 2 ranks"):
+        load_runner(saved, load_format="sharded_state")
+    with pytest.raises(LoadError, match="was saved with dtype='float32', not 'bfloat16'"):
+        load(saved, dtype="bfloat16")
+    with pytest.raises(LoadError, match="was saved with quantization=None, not 'int8'"):
+        load(saved, quantization="int8")
+    with pytest.raises(ValueError, match="save to a folder of its own"):
+        save(folder, saved)
+    with pytest.raises(LoadError, match="but parts of none"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["model.safetensors", "{rank}.safetensors", "../{rank}-{part}.safetensors", "{rank}-{part}"]
+)
+def test_patterns_that_name_no_files_are_refused(pattern: str, llama: Path, tmp_path: Path) -> None:
+    runner, _ = load_runner(llama)
+    with pytest.raises(ValueError, match="a pattern such as"):
+        call(runner, "save_sharded_state", (str(tmp_path / "saved"), pattern), {})
+
+
+def test_other_numbers_in_a_part_are_noticed(tmp_path: Path) -> None:
+    folder, saved = Architecture("llama", WIDE).write(tmp_path / "whole"), tmp_path / "saved"
+    save(folder, saved)
+    other = Architecture("llama", WIDE).write(tmp_path / "other", seed=1)
+    save(other, tmp_path / "other saved")
+    name = "model-rank-1-part-0.safetensors"
+    (saved / name).write_bytes((tmp_path / "other saved" / name).read_bytes())
+    with pytest.raises(LoadError, match="its logits with paged attention are wrong"):
+        load(saved)
