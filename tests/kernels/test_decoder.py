@@ -13,11 +13,13 @@ from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.decoder import Activation, Layer, Norm, Stack
 from pagewire.kernels.integers import Integers, quantise
-from pagewire.kernels.linear import dense_weight, pack
+from pagewire.kernels.layer import Experts, Mixture, Router
+from pagewire.kernels.linear import Linear, dense_weight, pack
 
 from .batches import allocate_kv
 
 MIXED = {"qkv": Integers(4, 16, 0), "gate_up": Integers(8, 16, 128), "down": Integers(8, None, 128)}
+WIDTH = 32  # of an expert
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, BLOCKS = 48, 4, 2, 16, 72, 6
 
 
@@ -28,8 +30,13 @@ def make_stack(
     head_norms: bool = False,
     window: int | None = None,
     quantised: bool = False,
+    experts: bool = False,
 ) -> Stack:
-    """Two random layers; with `quantised` some matrices of the first are quantised, each otherwise."""
+    """Two random layers.
+
+    With `quantised` some matrices of the first are quantised, each otherwise. With `experts` the first has experts
+    and a shared one, the second has experts only.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -38,21 +45,33 @@ def make_stack(
     def norm(size: int) -> Norm:
         return Norm(1 + random(size), 1e-5, 0.0)
 
-    def layer(schemes: dict[str, Integers]) -> Layer:
+    def mixture(is_shared: bool) -> Mixture:
+        scheme = Integers(8, 16, 0) if quantised else None
+        sizes = {"up": (2 * WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
+        linears = {name: [linear(random(*size), scheme) for _ in range(5)] for name, size in sizes.items()}
+        router = Router(linear(4 * random(5, HIDDEN)), 1 + is_shared, normalised=is_shared, rounded=is_shared)
+        gate = linear(random(1, HIDDEN)) if is_shared else None
+        return Mixture(router, Experts(linears["up"], linears["down"], activation), gate)
+
+    def linear(matrix: Tensor, scheme: Integers | None = None) -> Linear:
+        weight = dense_weight(matrix) if scheme is None else quantise(dense_weight(matrix), scheme)
+        return pack(weight, random(len(matrix)) if bias else None)
+
+    def layer(schemes: dict[str, Integers], is_last: bool) -> Layer:
         sizes = {
             "qkv": ((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN),
             "out": (HIDDEN, HEADS * HEAD_DIM),
             "gate_up": (2 * INTERMEDIATE, HIDDEN),
             "down": (HIDDEN, INTERMEDIATE),
         }
-        linears = {}
-        for name, size in sizes.items():
-            weight = dense_weight(random(*size))
-            if name in schemes:
-                weight = quantise(weight, schemes[name])
-            linears[name] = pack(weight, random(size[0]) if bias else None)
+        linears = {name: linear(random(*size), schemes.get(name)) for name, size in sizes.items()}
+        is_dense = not (experts and is_last)
         return Layer(
-            **linears,
+            qkv=linears["qkv"],
+            out=linears["out"],
+            gate_up=linears["gate_up"] if is_dense else None,
+            down=linears["down"] if is_dense else None,
+            mixture=mixture(not is_last) if experts else None,
             head_norms=(norm(HEAD_DIM), norm(HEAD_DIM)) if head_norms else None,
             attention_norm=norm(HIDDEN),
             next_norm=norm(HIDDEN),
@@ -64,7 +83,7 @@ def make_stack(
             activation=activation,
         )
 
-    return Stack(norm(HIDDEN), [layer(MIXED if quantised else {}), layer({})])
+    return Stack(norm(HIDDEN), [layer(MIXED if quantised else {}, False), layer({}, True)])
 
 
 def make_step(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, AttentionBatch]:
@@ -93,9 +112,13 @@ def make_caches(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
     "options",
     [
         *({}, {"bias": True}, {"head_norms": True}, {"window": 5}, {"activation": Activation.GELU_TANH}),
-        {"quantised": True, "bias": True},
+        *(
+            {"quantised": True, "bias": True},
+            {"experts": True},
+            {"experts": True, "quantised": True, "bias": True},
+        ),
     ],
-    ids=lambda options: next(iter(options), "plain"),
+    ids=lambda options: " ".join(options) or "plain",
 )
 @pytest.mark.usefixtures("served_kernels")
 def test_one_call_is_all_the_kernels(dtype: torch.dtype, options: dict[str, object]) -> None:
