@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from driver import Generate, serve
 
 
 def start(model: str) -> tuple[Generate, Any]:
-    """As a program would use it. model: a folder, or the arguments of `LLM` as JSON."""
+    """As a program would use it."""
     from pagewire import LLM, SamplingParams
 
-    llm = LLM(**json.loads(model)) if model.startswith("{") else LLM(model, max_model_len=4096)
+    llm = LLM(model, max_model_len=4096)
     seen = {"worker_busy_s": 0.0, "worker_idle_s": 0.0}
 
     def generate(prompts: list[list[int]], num_out: int) -> None:

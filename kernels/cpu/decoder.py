@@ -64,11 +64,11 @@ class CompiledStack:
             linears = _linears(layer)
             if len(linears) < len(_products(layer)) or layer.activation not in ACTIVATION_CODES:
                 return None
-            experts = None if layer.mixture is None else layer.mixture.experts
-            if experts is not None and (
-                experts.activation is None or not CompiledExperts.of(library, experts)
-            ):
-                return None
+            if layer.mixture is not None:
+                experts = layer.mixture.experts
+                if experts.activation is None or CompiledExperts.of(library, experts) is None:
+                    return None
+                dtypes |= {experts.up[0].dtype, experts.down[0].dtype}
             norms = (layer.attention_norm, layer.next_norm, *(layer.head_norms or ()))
             dtypes |= {linear.dtype for linear in linears.values()} | {n.weight.dtype for n in norms}
         return cls(library, input_norm, layers) if len(forms) == len(dtypes) == 1 else None

@@ -151,6 +151,21 @@ def test_layers_of_two_forms_run_kernel_by_kernel(served_kernels: CpuKernels) ->
         assert served_kernels.stack(stack.input_norm, [first, other]) is None
 
 
+def test_experts_of_another_dtype_or_activation_run_kernel_by_kernel(served_kernels: CpuKernels) -> None:
+    stack, other = (make_stack(dtype, experts=True) for dtype in (torch.float32, torch.bfloat16))
+    first, mixture = stack.layers[0], stack.layers[0].mixture
+    assert served_kernels.stack(stack.input_norm, [first]) is not None
+    assert mixture is not None and other.layers[0].mixture is not None
+    for experts in (other.layers[0].mixture.experts, dataclasses.replace(mixture.experts, activation=None)):
+        changed = dataclasses.replace(first, mixture=dataclasses.replace(mixture, experts=experts))
+        assert served_kernels.stack(stack.input_norm, [changed]) is None
+    for number in (0, 6):
+        router = dataclasses.replace(mixture.router, num_chosen=number)
+        changed = dataclasses.replace(first, mixture=dataclasses.replace(mixture, router=router))
+        with pytest.raises(ValueError, match="cannot be chosen"):
+            served_kernels.stack(stack.input_norm, [changed])
+
+
 @pytest.mark.usefixtures("served_kernels")
 def test_what_does_not_fit_is_refused() -> None:
     stack = make_stack(torch.float32)
