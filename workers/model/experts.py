@@ -64,10 +64,10 @@ def grouped_experts(module: Any, weights: Weights, device: torch.device) -> Grou
         activation_of(between, up[0].out_features) if device.type == "cpu" and module.has_gate else None
     )
     after = module.post_expert_norm if module.has_post_expert_norm else None
-    grouped = GroupedExperts(Experts(up, down, activation), device, between, after)
-    if device.type == "cpu" and after is None:
-        check_experts(grouped)
-    return grouped
+    experts = Experts(up, down, activation)
+    if device.type == "cpu":
+        check_experts(GroupedExperts(experts, device, between))
+    return GroupedExperts(experts, device, between, after)
 
 
 def expert_linears(module: Any, name: str, weights: Weights, device: torch.device) -> list[Linear]:
