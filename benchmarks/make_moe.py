@@ -27,6 +27,7 @@ HIDDEN, INTERMEDIATE, LAYERS, EXPERTS, HEADS, KV_HEADS, HEAD_DIM, VOCAB_SIZE = (
     64,
     32000,
 )
+GAIN, ROUTER_GAIN = 0.6, 6.0
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -75,13 +76,19 @@ def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def tensors() -> Iterator[tuple[str, Tensor]]:
-    """Every tensor: norms of ones, and random matrices whose products keep the size of their inputs."""
+    """Every tensor: norms of ones, and random matrices of which no layer outweighs the embedding.
+
+    Logits of routers are far apart, as in trained models: else rounding sends most tokens to other experts, and the
+    proof at load refuses the model.
+    """
     generator = torch.Generator().manual_seed(0)
     for name, shape in shapes():
         if len(shape) == 1:
             yield name, torch.ones(shape, dtype=torch.bfloat16)
         else:
-            yield name, (torch.randn(shape, generator=generator) / shape[1] ** 0.5).bfloat16()
+            gain = ROUTER_GAIN if name.endswith("mlp.gate.weight") else GAIN
+            matrix = torch.randn(shape, generator=generator) / shape[1] ** 0.5
+            yield name, (matrix if "embed" in name else gain * matrix).bfloat16()
 
 
 def main() -> None:
