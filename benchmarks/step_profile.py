@@ -22,6 +22,7 @@ from pagewire.engine_core.config import EngineConfig
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.worker_messages import Row, SlotInit, StepPlan
+from pagewire.kernels.cpu.experts import CompiledExperts
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.linear import PackedLinear
 from pagewire.kernels.cpu.quantised import QuantisedLinear
@@ -32,6 +33,8 @@ from pagewire.workers.model.stack import DecoderStack
 KINDS = {
     (PackedLinear, "__call__"): "products",
     (QuantisedLinear, "__call__"): "products",
+    (CompiledExperts, "__call__"): "experts",
+    (CpuKernels, "route"): "experts",
     (CpuKernels, "paged_attention"): "attention",
     (CpuKernels, "store_kv"): "KV writes",
     (CpuKernels, "rms_norm"): "norms",

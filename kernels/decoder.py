@@ -3,6 +3,8 @@
 x -> QKV in one product -> (norm of each head) -> rotary -> attention -> output product -> add and norm
   -> gate and up in one product -> activation -> down product -> add and norm -> next layer
 
+In place of the feed-forward half, or beside it as a shared expert, a layer may have experts and a router.
+
 The loop over the layers is here, for every device. `cpu/decoder.cpp` is the same loop compiled; it is used if all
 linear layers are packed weights, dense or quantised.
 """
@@ -13,9 +15,11 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.dispatch import implementation_for
+from pagewire.kernels.experts import GroupedExperts, add_gated, route
 from pagewire.kernels.layer import Activation, Layer, Norm
 from pagewire.kernels.layers import add_rms_norm, gelu_tanh_and_mul, rms_norm, silu_and_mul
 from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales
+from pagewire.kernels.reduced import Sum
 
 __all__ = ["Activation", "Layer", "Norm", "Stack"]
 
@@ -28,6 +32,10 @@ class Stack:
     def __init__(self, input_norm: Norm, layers: Sequence[Layer]) -> None:
         self.input_norm, self.layers = input_norm, layers
         self.compiled = implementation_for(input_norm.weight).stack(input_norm, layers)
+        self._experts = [
+            None if layer.mixture is None else GroupedExperts(layer.mixture.experts, input_norm.weight.device)
+            for layer in layers
+        ]
 
     def __call__(
         self,
@@ -56,16 +64,36 @@ class Stack:
         norm = self.input_norm
         x = rms_norm(residual, norm.weight, norm.eps, offset=norm.offset)
         scales = scales or [UNSCALED] * len(self.layers)
-        for layer, cache, of_cache in zip(self.layers, caches, scales, strict=True):
-            x = layer.out(_attend(layer, x, cos, sin, batch, cache, of_cache))
+        for layer, experts, cache, of_cache in zip(self.layers, self._experts, caches, scales, strict=True):
+            x = _add_up(layer.out(_attend(layer, x, cos, sin, batch, cache, of_cache)), layer.ranks)
             x = _add(x, residual, layer.attention_norm)
-            x = layer.down(ACTIVATIONS[layer.activation](layer.gate_up(x)))
+            x = _add_up(
+                _feed_forward(layer, x) if experts is None else _mixture(layer, experts, x), layer.ranks
+            )
             x = _add(x, residual, layer.next_norm)
         return x
 
 
+def _add_up(x: Tensor, ranks: Sum | None) -> Tensor:
+    return x if ranks is None else ranks.all_reduce(x)
+
+
 def _add(x: Tensor, residual: Tensor, norm: Norm) -> Tensor:
     return add_rms_norm(x, residual, norm.weight, norm.eps, offset=norm.offset)
+
+
+def _feed_forward(layer: Layer, x: Tensor) -> Tensor:
+    assert layer.gate_up is not None and layer.down is not None
+    return layer.down(ACTIVATIONS[layer.activation](layer.gate_up(x)))
+
+
+def _mixture(layer: Layer, experts: GroupedExperts, x: Tensor) -> Tensor:
+    assert layer.mixture is not None
+    router, shared_gate = layer.mixture.router, layer.mixture.shared_gate
+    out = experts(x, *route(router.linear(x), router))
+    if shared_gate is not None:
+        add_gated(out, _feed_forward(layer, x), shared_gate(x))
+    return out
 
 
 def _attend(

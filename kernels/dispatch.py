@@ -9,9 +9,22 @@ from pagewire.kernels import reference
 from pagewire.kernels.cpu import kernels as cpu_kernels
 from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.kv_codes import DTYPE as KV_CODES
-from pagewire.kernels.layer import HeadNorms, Layer, Norm
+from pagewire.kernels.layer import Experts, HeadNorms, Layer, Norm
 from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales
 from pagewire.kernels.weight import Linear, Weight
+
+
+class ExpertProducts(Protocol):
+    """The products of a layer's experts, packed by an implementation."""
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """See `pagewire.kernels.experts.GroupedExperts`; the experts' activation is one that the kernels have."""
+
+    def up(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Rows [R, H] to [R, N]: the first `counts[0]` of them by the first expert, and so on."""
+
+    def down(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Rows [R, I] to [R, H], likewise."""
 
 
 class Kernels(Protocol):
@@ -56,6 +69,8 @@ class Kernels(Protocol):
 
     def gelu_tanh_and_mul(self, x: Tensor) -> Tensor: ...
 
+    def clamped_swiglu(self, x: Tensor) -> Tensor: ...
+
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None: ...
 
     def rotate_and_store(
@@ -78,6 +93,15 @@ class Kernels(Protocol):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
     def stack(self, input_norm: Norm, layers: Sequence[Layer]) -> Callable[..., Tensor] | None: ...
+
+    def experts(self, experts: Experts) -> ExpertProducts | None:
+        """The products of all experts in one call each; None if they are called one by one."""
+
+    def route(
+        self, logits: Tensor, num_chosen: int, *, normalised: bool, rounded: bool
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def add_gated(self, out: Tensor, x: Tensor, gate: Tensor) -> None: ...
 
     def largest(self, x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
 

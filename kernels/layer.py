@@ -1,10 +1,12 @@
-"""A layer of a Llama-like decoder: its linear layers, its norms, its shape."""
+"""A layer of a Llama-like decoder: its linear layers, its experts, its norms, its shape."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from torch import Tensor
 
+from pagewire.kernels.reduced import Sum
 from pagewire.kernels.weight import Linear
 
 
@@ -14,6 +16,8 @@ class Activation(Enum):
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
     GELU = "gelu"
+    CLAMPED_SWIGLU = "clamped_swiglu"
+    """gpt-oss's: see `layers.clamped_swiglu`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,52 @@ HeadNorms = tuple[Norm, Norm]
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of a layer, all of the same shape."""
+
+    up: Sequence[Linear]
+    """Of each expert: [n, H] to [n, 2 I], gate and up together."""
+    down: Sequence[Linear]
+    """[n, I] to [n, H]."""
+    activation: Activation | None
+    """None: one that the kernels do not have, see `experts.GroupedExperts`."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the packed weights."""
+        return sum(linear.num_bytes for linear in (*self.up, *self.down))
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """Chooses the experts of a token, by the softmax of its logits."""
+
+    linear: Linear
+    """[T, H] to logits [T, E]."""
+    num_chosen: int
+    normalised: bool
+    """The chosen experts' probabilities are divided by their sum."""
+    rounded: bool
+    """They are rounded to the dtype of the logits; else they stay float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """A feed-forward half of experts."""
+
+    router: Router
+    experts: Experts
+    shared_gate: Linear | None
+    """[T, H] to [T, 1]: its sigmoid weights an expert that every token gets, the layer's `gate_up` and `down`."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the packed weights, but for those of the shared expert."""
+        gate = 0 if self.shared_gate is None else self.shared_gate.num_bytes
+        return self.router.linear.num_bytes + self.experts.num_bytes + gate
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """One layer of a stack."""
 
@@ -37,10 +87,10 @@ class Layer:
     """[T, H] to [T, (Hq + 2 Hkv) D]."""
     out: Linear
     """[T, Hq D] to [T, H]."""
-    gate_up: Linear
-    """[T, H] to [T, 2 I]."""
-    down: Linear
-    """[T, I] to [T, H]."""
+    gate_up: Linear | None
+    """[T, H] to [T, 2 I]; None where all of the feed-forward half is experts that a router chooses."""
+    down: Linear | None
+    """[T, I] to [T, H]; None likewise."""
     head_norms: HeadNorms | None
     attention_norm: Norm
     """After attention."""
@@ -52,3 +102,6 @@ class Layer:
     scale: float
     window: int | None
     activation: Activation
+    mixture: Mixture | None = None
+    ranks: Sum | None = None
+    """Adds up what `out` and the feed-forward half give, where every rank has a part of their inputs; None: all."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pagewire.kernels.dispatch import implementation_for
 
-__all__ = ["add_rms_norm", "gelu_tanh_and_mul", "rms_norm", "rotary", "silu_and_mul"]
+__all__ = ["add_rms_norm", "clamped_swiglu", "gelu_tanh_and_mul", "rms_norm", "rotary", "silu_and_mul"]
 
 
 def rms_norm(
@@ -48,6 +48,15 @@ def silu_and_mul(x: Tensor) -> Tensor:
 def gelu_tanh_and_mul(x: Tensor) -> Tensor:
     """[..., 2 I] to [..., I]: `gelu(first half) * second half` with GELU's tanh form, rounded likewise."""
     return implementation_for(x).gelu_tanh_and_mul(x)
+
+
+def clamped_swiglu(x: Tensor) -> Tensor:
+    """gpt-oss's activation, [..., 2 I] to [..., I]; every step is rounded.
+
+    Of each pair (gate, up) of neighbours in the last axis, with gate at most 7 and up from -7 to 7:
+    `(up + 1) * (gate * sigmoid(1.702 * gate))`.
+    """
+    return implementation_for(x).clamped_swiglu(x)
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -26,9 +26,9 @@ class Stack {
       if (const int failure = attend(layer)) return failure;
       add_up(layer.out.n);
       add_norm(layer.attention_norm, layer.out.n);
-      feed_forward(layer);
+      if (const int failure = feed_forward(layer)) return failure;
       add_up(layer.out.n);
-      add_norm(layer.next_norm, layer.down.n);
+      add_norm(layer.next_norm, layer.out.n);
     }
     return 0;
   }
@@ -57,11 +57,32 @@ class Stack {
     return 0;
   }
 
-  void feed_forward(const Layer& layer) const {
+  int feed_forward(const Layer& layer) const {
+    if (layer.mixture.router.packed) return run_mixture(layer, layer.mixture);
+    run_feed_forward(layer, call_.x);
+    return 0;
+  }
+
+  void run_feed_forward(const Layer& layer, void* out) const {
     multiply(layer.gate_up, call_.x, call_.gate_up);
-    const auto activate = layer.activation == 0 ? pagewire_silu_and_mul : pagewire_gelu_tanh_and_mul;
-    activate(call_.gate_up, call_.gated, tokens_, layer.down.k, layer.gate_up.n, batch_.dtype, batch_.num_threads);
-    multiply(layer.down, call_.gated, call_.x);
+    pagewire_activate(call_.gate_up, call_.gated, tokens_, layer.down.k, layer.gate_up.n, layer.down.k, layer.activation,
+                      batch_.dtype, batch_.num_threads);
+    multiply(layer.down, call_.gated, out);
+  }
+
+  int run_mixture(const Layer& layer, const Mixture& mixture) const {
+    const bool is_shared = mixture.shared_gate.packed;
+    if (is_shared) run_feed_forward(layer, call_.shared);
+    multiply(mixture.router, call_.x, call_.logits);
+    pagewire_route(call_.logits, call_.ids, call_.weights, tokens_, mixture.experts.count, mixture.num_chosen,
+                   mixture.normalised, mixture.rounded, batch_.dtype);
+    if (is_shared) multiply(mixture.shared_gate, call_.x, call_.logits);
+    const ExpertsCall experts{call_.x, call_.ids, call_.weights, call_.x, call_.of_experts,
+                              tokens_, mixture.num_chosen, batch_.dtype, batch_.num_threads};
+    const int failure = pagewire_experts(&mixture.experts, &experts);
+    if (is_shared)
+      pagewire_add_gated(call_.x, call_.shared, call_.logits, tokens_, layer.down.n, batch_.dtype, batch_.num_threads);
+    return failure;
   }
 
   void multiply(const Matrix& matrix, const void* x, void* out) const {

@@ -9,53 +9,42 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.cpu.all_reduce import AllReduce
+from pagewire.kernels.cpu.experts import ACTIVATION_CODES, CompiledExperts, Packed, matrix
 from pagewire.kernels.cpu.library import AttentionCall, structure
 from pagewire.kernels.cpu.linear import PackedLinear
 from pagewire.kernels.cpu.quantised import QuantisedLinear
 from pagewire.kernels.cpu.tensors import DTYPES, cache_fields
 from pagewire.kernels.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.kv_codes import head_size
-from pagewire.kernels.layer import Activation, Layer, Norm
+from pagewire.kernels.layer import Layer, Mixture, Norm
 from pagewire.kernels.paging import AttentionBatch
-from pagewire.kernels.reduced import Reduced, Sum
 from pagewire.kernels.weight import Linear
 
-ACTIVATION_CODES = {Activation.SILU: 0, Activation.GELU_TANH: 1}
-"""The numbers of activations in decoder.cpp."""
 PRODUCTS = ("qkv", "out", "gate_up", "down")
+SCRATCH = ("qkv", "attended", "gate_up", "gated", "shared", "logits", "of_experts")
+"""The scratch buffers of `StackCall` for numbers of the layers' dtype."""
 
 
-Matrix, NormParameters, LayerParameters, StackCall = map(structure, ("Matrix", "Norm", "Layer", "StackCall"))
+NormParameters, MixtureParameters, LayerParameters, StackCall = map(
+    structure, ("Norm", "Mixture", "Layer", "StackCall")
+)
 
 
-def _linears(layer: Layer) -> dict[str, PackedLinear | QuantisedLinear]:
-    """The layer's linear layers that linear.cpp and quantised.cpp compute: of those over ranks, this rank's."""
-    products = {name: _own(getattr(layer, name)) for name in PRODUCTS}
+def _products(layer: Layer) -> dict[str, Linear]:
+    """The layer's linear layers but for its experts, by name."""
+    products = {name: getattr(layer, name) for name in PRODUCTS}
+    if layer.mixture is not None:
+        products |= {"router": layer.mixture.router.linear, "shared_gate": layer.mixture.shared_gate}
+    return {name: product for name, product in products.items() if product is not None}
+
+
+def _linears(layer: Layer) -> dict[str, Packed]:
+    """Those that linear.cpp and quantised.cpp compute."""
     return {
         name: product
-        for name, product in products.items()
+        for name, product in _products(layer).items()
         if isinstance(product, PackedLinear | QuantisedLinear)
     }
-
-
-def _own(linear: Linear) -> Linear:
-    return linear.linear if isinstance(linear, Reduced) else linear
-
-
-def _ranks(layers: Sequence[Layer]) -> list[Sum | None]:
-    """What adds up the outputs of attention and of the feed-forward half, in each layer; None where it is whole."""
-    halves = [linear for layer in layers for linear in (layer.out, layer.down)]
-    return [half.ranks if isinstance(half, Reduced) else None for half in halves]
-
-
-def _matrix(linear: PackedLinear | QuantisedLinear) -> ctypes.Structure:
-    return Matrix(
-        linear.packed.data_ptr(),
-        None if linear.bias is None else linear.bias.data_ptr(),
-        linear.struct_address if isinstance(linear, QuantisedLinear) else None,
-        linear.out_features,
-        linear.in_features,
-    )
 
 
 def _norm(norm: Norm, size: int, dtype: torch.dtype) -> ctypes.Structure:
@@ -73,14 +62,19 @@ class CompiledStack:
 
         Either all layers have their parts on the same ranks, or none has.
         """
-        if len(set(map(id, _ranks(layers)))) > 1:
+        if len({id(layer.ranks) for layer in layers}) > 1:
             return None
         forms = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
         dtypes = {input_norm.weight.dtype}
         for layer in layers:
             linears = _linears(layer)
-            if len(linears) < len(PRODUCTS) or layer.activation not in ACTIVATION_CODES:
+            if len(linears) < len(_products(layer)) or layer.activation not in ACTIVATION_CODES:
                 return None
+            if layer.mixture is not None:
+                experts = layer.mixture.experts
+                if experts.activation is None or CompiledExperts.of(library, experts) is None:
+                    return None
+                dtypes |= {experts.up[0].dtype, experts.down[0].dtype}
             norms = (layer.attention_norm, layer.next_norm, *(layer.head_norms or ()))
             dtypes |= {linear.dtype for linear in linears.values()} | {n.weight.dtype for n in norms}
         return cls(library, input_norm, layers) if len(forms) == len(dtypes) == 1 else None
@@ -95,14 +89,19 @@ class CompiledStack:
         self._attended_size = first.num_heads * first.head_dim
         self._hidden_size = _linears(first)["out"].out_features
         self._dtype = first.attention_norm.weight.dtype
-        widest = max(_linears(layer)["down"].in_features for layer in layers)
-        widths = (self._qkv_size, self._attended_size, 2 * widest, widest)
+        self._experts = [
+            None if layer.mixture is None else CompiledExperts.of(library, layer.mixture.experts)
+            for layer in layers
+        ]
         # The start of each scratch buffer, and the end of the last, in elements per token.
-        self._scratch_widths = tuple(accumulate(widths, initial=0))
-        self._structs = (LayerParameters * len(layers))(*map(self._struct, layers))
+        self._scratch_widths = tuple(accumulate(self._widths(layers), initial=0))
+        self._num_chosen = max(
+            0 if layer.mixture is None else layer.mixture.router.num_chosen for layer in layers
+        )
+        self._structs = (LayerParameters * len(layers))(*map(self._struct, layers, self._experts))
         self._known_caches: list[weakref.ref[Tensor]] = []
         self._call = self._form(_norm(input_norm, self._hidden_size, self._dtype))
-        self._sum = AllReduce.of(_ranks(layers)[0])
+        self._sum = AllReduce.of(first.ranks)
         if self._sum is not None:
             self._call.all_reduce, self._call.ranks = self._sum.function, self._sum.ranks
 
@@ -122,21 +121,40 @@ class CompiledStack:
             attention=attention,
         )
 
-    def _struct(self, layer: Layer) -> ctypes.Structure:
+    def _widths(self, layers: Sequence[Layer]) -> tuple[int, ...]:
+        """Elements per token of the buffers in `SCRATCH`."""
+        widest = max(
+            (_linears(layer)["down"].in_features for layer in layers if layer.down is not None), default=0
+        )
+        mixtures = [layer.mixture for layer in layers if layer.mixture is not None]
+        shared = self._hidden_size if any(mixture.shared_gate is not None for mixture in mixtures) else 0
+        logits = max((mixture.router.linear.out_features for mixture in mixtures), default=0)
+        of_experts = max(
+            (
+                mixture.router.num_chosen * experts.scratch_width
+                for mixture, experts in zip(mixtures, filter(None, self._experts), strict=True)
+            ),
+            default=0,
+        )
+        return self._qkv_size, self._attended_size, 2 * widest, widest, shared, logits, of_experts
+
+    def _struct(self, layer: Layer, experts: CompiledExperts | None) -> ctypes.Structure:
         linears = _linears(layer)
-        hidden, intermediate = linears["out"].out_features, linears["down"].in_features
-        shapes = {
-            "qkv": (self._qkv_size, hidden),
-            "out": (hidden, self._attended_size),
-            "gate_up": (2 * intermediate, hidden),
-            "down": (hidden, intermediate),
-        }
-        matrices = {}
+        hidden = linears["out"].out_features
+        shapes = {"qkv": (self._qkv_size, hidden), "out": (hidden, self._attended_size)}
+        if layer.mixture is None or layer.mixture.shared_gate is not None:
+            intermediate = linears["down"].in_features
+            shapes |= {"gate_up": (2 * intermediate, hidden), "down": (hidden, intermediate)}
+        if layer.mixture is not None:
+            shapes["router"] = len(layer.mixture.experts.up), hidden
+        if "shared_gate" in linears:
+            shapes["shared_gate"] = 1, hidden
         for name, shape in shapes.items():
-            linear = linears[name]
-            if (linear.out_features, linear.in_features) != shape:
+            if (linears[name].out_features, linears[name].in_features) != shape:
                 raise ValueError(f"{name}: a weight {shape} expected")
-            matrices[name] = _matrix(linear)
+        matrices = {name: matrix(linears[name]) for name in PRODUCTS if name in linears}
+        if layer.mixture is not None and experts is not None:
+            matrices["mixture"] = self._mixture(layer.mixture, experts, linears)
         norms = {"attention_norm": (layer.attention_norm, hidden), "next_norm": (layer.next_norm, hidden)}
         for name, norm in zip(("query_norm", "key_norm"), layer.head_norms or (), strict=False):
             norms[name] = norm, self._head_dim
@@ -146,6 +164,24 @@ class CompiledStack:
             window=layer.window or 0,
             scale=layer.scale,
             activation=ACTIVATION_CODES[layer.activation],
+        )
+
+    def _mixture(
+        self, mixture: Mixture, experts: CompiledExperts, linears: dict[str, Packed]
+    ) -> ctypes.Structure:
+        router = mixture.router
+        if experts.hidden_size != self._hidden_size or not 0 < router.num_chosen <= len(mixture.experts.up):
+            raise ValueError(
+                f"{router.num_chosen} experts of states of {experts.hidden_size} cannot be chosen"
+            )
+        gates = {"shared_gate": matrix(linears["shared_gate"])} if "shared_gate" in linears else {}
+        return MixtureParameters(
+            router=matrix(linears["router"]),
+            **gates,
+            experts=experts.struct,
+            num_chosen=router.num_chosen,
+            normalised=router.normalised,
+            rounded=router.rounded,
         )
 
     def __call__(
@@ -176,9 +212,11 @@ class CompiledStack:
         scratch = residual.new_empty(size)
         call = self._call
         call.x, call.residual = x.data_ptr(), residual.data_ptr()
-        call.qkv, call.attended, call.gate_up, call.gated = (
-            scratch.data_ptr() + place * scratch.itemsize for place in places
-        )
+        for name, place in zip(SCRATCH, places, strict=True):
+            setattr(call, name, scratch.data_ptr() + place * scratch.itemsize)
+        ids = torch.empty(num_tokens, self._num_chosen, dtype=torch.int64)
+        weights = torch.empty(num_tokens, self._num_chosen)
+        call.ids, call.weights = ids.data_ptr(), weights.data_ptr()
         call.cos, call.sin, call.rotary_half = cos.data_ptr(), sin.data_ptr(), rot_dim // 2
         failed = self._library.pagewire_decoder(ctypes.byref(call))
         if self._sum is not None:

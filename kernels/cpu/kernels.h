@@ -51,11 +51,8 @@ EXPORT void pagewire_rms_norm(const void* x, const void* weight, void* out, int6
 EXPORT void pagewire_add_rms_norm(const void* x, void* residual, const void* weight, void* out, int64_t rows,
                                   int64_t size, float eps, float offset, int32_t dtype, int32_t num_threads);
 
-EXPORT void pagewire_silu_and_mul(const void* x, void* out, int64_t rows, int64_t size, int64_t row_stride,
-                                  int32_t dtype, int32_t num_threads);
-
-EXPORT void pagewire_gelu_tanh_and_mul(const void* x, void* out, int64_t rows, int64_t size, int64_t row_stride,
-                                       int32_t dtype, int32_t num_threads);
+EXPORT void pagewire_activate(const void* x, void* out, int64_t rows, int64_t size, int64_t row_stride,
+                              int64_t out_stride, int32_t activation, int32_t dtype, int32_t num_threads);
 
 EXPORT void pagewire_rotary(void* x, const void* cos, const void* sin, int64_t tokens, int64_t heads, int64_t half,
                             int64_t token_stride, int64_t head_stride, int64_t cos_stride, int64_t sin_stride,
@@ -120,28 +117,82 @@ EXPORT void pagewire_broadcast(const Group* group, void* data, int64_t bytes, in
 
 EXPORT void pagewire_barrier(const Group* group);
 
-// ---- decoder.cpp: a stack of layers ----
+// ---- experts.cpp: several matrices at once ----
 
 struct Matrix {
-  const void* packed;
+  const void* packed;        // null: there is none
   const void* bias;          // [n] or null
   const Integers* integers;  // null: a dense matrix
   int64_t n, k;
 };
+
+// The product of rows with matrices of equal n and k: rows from starts[i] to before starts[i + 1] with matrix i.
+struct GroupedCall {
+  const Matrix* matrices;
+  const int64_t* starts;  // [count + 1]
+  const void* x;          // [rows, k], rows x_stride apart
+  void* out;              // [rows, n], contiguous
+  int64_t count, x_stride;
+  int32_t dtype, num_threads;
+};
+
+EXPORT void pagewire_linear_grouped(const GroupedCall* call);
+
+EXPORT void pagewire_quantised_grouped(const GroupedCall* call);
+
+EXPORT void pagewire_grouped(const GroupedCall* call);
+
+// The experts of a layer; kernels/layer.py says what they compute.
+struct Experts {
+  const Matrix* up;    // [count]: of hidden states to gate and up together
+  const Matrix* down;  // [count]
+  int64_t count;
+  int32_t activation;
+};
+
+struct ExpertsCall {
+  const void* x;         // [tokens, hidden], contiguous; may be `out`
+  const int64_t* ids;    // [tokens, chosen]
+  const float* weights;  // [tokens, chosen]
+  void* out;             // [tokens, hidden], contiguous
+  void* scratch;         // [tokens * chosen, hidden + up.n]
+  int64_t num_tokens, num_chosen;
+  int32_t dtype, num_threads;
+};
+
+EXPORT int pagewire_experts(const Experts* experts, const ExpertsCall* call);
+
+EXPORT void pagewire_route(const void* logits, int64_t* ids, float* weights, int64_t rows, int64_t experts,
+                           int64_t chosen, int32_t normalised, int32_t rounded, int32_t dtype);
+
+EXPORT void pagewire_add_gated(void* out, const void* x, const void* gate, int64_t rows, int64_t size, int32_t dtype,
+                               int32_t num_threads);
+
+// ---- decoder.cpp: a stack of layers ----
 
 struct Norm {
   const void* weight;  // null: there is none
   float eps, offset;
 };
 
+// A feed-forward half of experts. The `gate_up` and `down` of its layer are those of a shared expert.
+struct Mixture {
+  Matrix router;  // null: there is none
+  Matrix shared_gate;
+  Experts experts;
+  int64_t num_chosen;
+  int32_t normalised, rounded;
+};
+
 struct Layer {
   Matrix qkv, out, gate_up, down;
+  Mixture mixture;
   Norm query_norm, key_norm, attention_norm, next_norm;  // before the feed-forward half, and after it
   char* k_cache;
   char* v_cache;
   int64_t window;
   float scale;
-  int32_t activation;  // 0 SiLU, 1 GELU's tanh form
+  int32_t activation;  // of gate_up; see layers.cpp
 };
 
 struct StackCall {
@@ -153,6 +204,11 @@ struct StackCall {
   void* attended;
   void* gate_up;  // scratch: [tokens, 2 intermediate], then gated [tokens, intermediate]
   void* gated;
+  void* shared;      // scratch: [tokens, hidden], the output of the shared experts
+  void* logits;      // scratch: [tokens, experts]
+  int64_t* ids;      // scratch: [tokens, chosen]
+  float* weights;    // scratch: [tokens, chosen]
+  void* of_experts;  // scratch: see ExpertsCall
   const void* cos;  // [tokens, 2 rotary_half]
   const void* sin;
   const int64_t* slots;

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pagewire.kernels.cpu.build import InstructionSet
 from pagewire.kernels.cpu.decoder import CompiledStack
+from pagewire.kernels.cpu.experts import ACTIVATION_CODES, CompiledExperts
 from pagewire.kernels.cpu.library import AttentionCall, choose
 from pagewire.kernels.cpu.linear import PackedLinear, multiply_unpacked
 from pagewire.kernels.cpu.quantised import PackedForm, QuantisedLinear
@@ -23,7 +24,7 @@ from pagewire.kernels.cpu.tensors import (
 from pagewire.kernels.integers import Integers
 from pagewire.kernels.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.kv_codes import head_size, row_width
-from pagewire.kernels.layer import Layer, Norm
+from pagewire.kernels.layer import Activation, Experts, Layer, Norm
 from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales, check_scales
 from pagewire.kernels.reference import rotate_and_store_with
 from pagewire.kernels.weight import Linear, Weight
@@ -187,24 +188,30 @@ class CpuKernels:
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """See `pagewire.kernels.layers.silu_and_mul`."""
-        return self._gate("pagewire_silu_and_mul", x)
+        return self._activate(Activation.SILU, x)
 
     def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
         """See `pagewire.kernels.layers.gelu_tanh_and_mul`."""
-        return self._gate("pagewire_gelu_tanh_and_mul", x)
+        return self._activate(Activation.GELU_TANH, x)
 
-    def _gate(self, function: str, x: Tensor) -> Tensor:
+    def clamped_swiglu(self, x: Tensor) -> Tensor:
+        """See `pagewire.kernels.layers.clamped_swiglu`."""
+        return self._activate(Activation.CLAMPED_SWIGLU, x)
+
+    def _activate(self, activation: Activation, x: Tensor) -> Tensor:
         size, odd = divmod(x.shape[-1], 2)
         if odd:
             raise ValueError(f"gate and up halves need an even size, not {x.shape[-1]}")
         rows = last_contiguous(x.reshape(-1, x.shape[-1]))
         out = torch.empty(*x.shape[:-1], size, dtype=x.dtype)
-        getattr(self._library, function)(
+        self._library.pagewire_activate(
             rows.data_ptr(),
             out.data_ptr(),
             len(rows),
             size,
             rows.stride(0),
+            size,
+            ACTIVATION_CODES[activation],
             DTYPES[x.dtype],
             torch.get_num_threads(),
         )
@@ -257,6 +264,47 @@ class CpuKernels:
     def stack(self, input_norm: Norm, layers: Sequence[Layer]) -> CompiledStack | None:
         """A compiled call for all layers; None if they differ in shape, or are not packed by this library."""
         return CompiledStack.of(self._library, input_norm, layers)
+
+    def experts(self, experts: Experts) -> CompiledExperts | None:
+        """The experts in one call; None if they are not packed by this library."""
+        return CompiledExperts.of(self._library, experts)
+
+    def route(
+        self, logits: Tensor, num_chosen: int, *, normalised: bool, rounded: bool
+    ) -> tuple[Tensor, Tensor]:
+        """See `pagewire.kernels.experts.route`."""
+        num_tokens, num_experts = logits.shape
+        if not 0 < num_chosen <= num_experts:
+            raise ValueError(f"{num_chosen} of {num_experts} experts cannot be chosen")
+        logits = logits.contiguous()
+        ids = torch.empty(num_tokens, num_chosen, dtype=torch.int64)
+        weights = torch.empty(num_tokens, num_chosen)
+        self._library.pagewire_route(
+            logits.data_ptr(),
+            ids.data_ptr(),
+            weights.data_ptr(),
+            num_tokens,
+            num_experts,
+            num_chosen,
+            normalised,
+            rounded,
+            DTYPES[logits.dtype],
+        )
+        return ids, weights
+
+    def add_gated(self, out: Tensor, x: Tensor, gate: Tensor) -> None:
+        """See `pagewire.kernels.experts.add_gated`."""
+        if gate.shape != (len(out), 1):
+            raise ValueError(f"gates {[len(out), 1]} expected, not {tuple(gate.shape)}")
+        x, gate = x.contiguous(), gate.contiguous()
+        self._library.pagewire_add_gated(
+            _contiguous_like(x, out).data_ptr(),
+            x.data_ptr(),
+            gate.data_ptr(),
+            *out.shape,
+            DTYPES[out.dtype],
+            torch.get_num_threads(),
+        )
 
     def largest(self, x: Tensor, allowed: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `pagewire.kernels.sampling.largest`."""

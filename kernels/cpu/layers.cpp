@@ -71,6 +71,9 @@ void store_codes(const T* from, code8* block, int64_t row, int64_t size, int64_t
   std::memcpy(scale_of(block, row, size, block_size), &scale.of_codes, sizeof(float));
 }
 
+// The activations between the two products of a feed-forward half: of rows [2 size] that hold gates and then what they
+// are multiplied with, or both in turn. `out` may be the row itself.
+
 struct Silu {
   static INLINE Floats activate(Floats x) { return x / (1.0f + exp(-x)); }
 };
@@ -82,21 +85,45 @@ struct GeluTanh {
   }
 };
 
-template <class Gate, class T>
-void gate_row(const T* x, T* out, int64_t size) {
-  for (int64_t i = 0; i < size; i += kLanes) {
-    const Floats gate = rounded_to<T>(Gate::activate(load(x + i, size - i)));
-    store(out + i, gate * load(x + size + i, size - i), size - i);
-  }
-}
-
 template <class Gate>
-void gate_and_multiply(const void* x, void* out, int64_t rows, int64_t size, int64_t row_stride, int32_t dtype,
-                       int32_t num_threads) {
+struct HalfByHalf {
+  template <class T>
+  static void run(const T* x, T* out, int64_t size) {
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const Floats gate = rounded_to<T>(Gate::activate(load(x + i, size - i)));
+      store(out + i, gate * load(x + size + i, size - i), size - i);
+    }
+  }
+};
+
+// (clamp(up, -7, 7) + 1) * (g * sigmoid(1.702 g)) with g = min(gate, 7); gates and ups stand in turn. As in gpt-oss.
+struct ClampedSwiglu {
+  static constexpr float kLimit = 7.0f, kSlope = 1.702f;
+
+  template <class T>
+  static void run(const T* x, T* out, int64_t size) {
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const int64_t left = 2 * (size - i);
+      const Floats low = load(x + 2 * i, left), high = left > kLanes ? load(x + 2 * i + kLanes, left - kLanes) : Floats{};
+      const Floats gate = bounded(every_second<0>(low, high), -INFINITY), up = bounded(every_second<1>(low, high), -kLimit);
+      const Floats opened = rounded_to<T>(sigmoid(rounded_to<T>(gate * kSlope)));
+      store(out + i, rounded_to<T>(up + 1.0f) * rounded_to<T>(gate * opened), size - i);
+    }
+  }
+
+ private:
+  static INLINE Floats bounded(Floats x, float least) {
+    return min(broadcast(kLimit), max(broadcast(least), x));  // in this order NaN survives
+  }
+};
+
+template <class Activation>
+void activate(const void* x, void* out, int64_t rows, int64_t size, int64_t row_stride, int64_t out_stride,
+              int32_t dtype, int32_t num_threads) {
   dispatch(dtype, [&](auto element) {
     using T = decltype(element);
     for_rows(rows, size, num_threads, [&](int64_t row) {
-      gate_row<Gate>(static_cast<const T*>(x) + row * row_stride, static_cast<T*>(out) + row * size, size);
+      Activation::run(static_cast<const T*>(x) + row * row_stride, static_cast<T*>(out) + row * out_stride, size);
     });
   });
 }
@@ -180,15 +207,14 @@ EXPORT void pagewire_add_rms_norm(const void* x, void* residual, const void* wei
   });
 }
 
-// x [rows, 2 size], rows row_stride apart; out [rows, size], contiguous.
-EXPORT void pagewire_silu_and_mul(const void* x, void* out, int64_t rows, int64_t size, int64_t row_stride,
-                                  int32_t dtype, int32_t num_threads) {
-  gate_and_multiply<Silu>(x, out, rows, size, row_stride, dtype, num_threads);
-}
-
-EXPORT void pagewire_gelu_tanh_and_mul(const void* x, void* out, int64_t rows, int64_t size, int64_t row_stride,
-                                       int32_t dtype, int32_t num_threads) {
-  gate_and_multiply<GeluTanh>(x, out, rows, size, row_stride, dtype, num_threads);
+// x [rows, 2 size], rows row_stride apart; out [rows, size], rows out_stride apart; they may be the same.
+// activation: 0 SiLU, 1 GELU's tanh form, 2 gpt-oss's.
+EXPORT void pagewire_activate(const void* x, void* out, int64_t rows, int64_t size, int64_t row_stride,
+                              int64_t out_stride, int32_t activation, int32_t dtype, int32_t num_threads) {
+  const auto run = activation == 0   ? activate<HalfByHalf<Silu>>
+                   : activation == 1 ? activate<HalfByHalf<GeluTanh>>
+                                     : activate<ClampedSwiglu>;
+  run(x, out, rows, size, row_stride, out_stride, dtype, num_threads);
 }
 
 // x [tokens, heads, >= 2 half] in place; cos, sin [tokens, 2 half].

@@ -4,13 +4,14 @@
 // ends. Every element of the result is one chain of sums in the order of k, whatever rows stand beside it: its bits do
 // not depend on the batch. How a chain is made is in linear_vectors.h and linear_tiles.h.
 //
-// A work item is a panel, or some small ones, and a chunk of rows. The panel stays in the second-level cache while the
+// A work item is a panel, or some small ones, of one matrix, and a chunk of its rows. The panel stays in the second-level cache while the
 // rows pass by in blocks whose sums stay in registers. With few rows, for which memory is the limit, the next panel is
 // fetched meanwhile.
 
 #include <algorithm>
 #include <type_traits>
 
+#include "batch.h"
 #include "kernels.h"
 #include "linear_tiles.h"
 #include "linear_vectors.h"
@@ -52,22 +53,45 @@ int64_t num_panels(int64_t n) {
   return (n + Product<T>::kPanel - 1) / Product<T>::kPanel;
 }
 
+// Rows that are multiplied with one packed matrix, cut into work items.
 template <class T>
-void multiply_packed(const Rows<T>& rows, const T* packed, int num_threads) {
-  const int64_t panels = num_panels<T>(rows.n), chunk = Product<T>::chunk_rows(rows);
-  const int64_t chunks = (rows.count + chunk - 1) / chunk, size = Product<T>::panel_elements(rows.k);
-  const int64_t panel_work = std::max<int64_t>(1, std::min(chunk, rows.count) * size);
-  const int64_t group = std::max<int64_t>(1, kItemWork / panel_work);
-  const int64_t groups = (panels + group - 1) / group;
-  if (rows.count * rows.n * rows.k < kParallelWork) num_threads = 1;
-  parallel_for(groups * chunks, num_threads, [&](int64_t item) {
-    const int64_t first = item % groups * group, last = std::min(first + group, panels);
-    const int64_t begin = item / groups * chunk, end = std::min(begin + chunk, rows.count);
-    for (int64_t p = first; p < last; ++p) {
-      // Threads take items in turn, so what comes after the others' next ones is most likely this thread's.
-      const int64_t next = std::min(p + 1 < last ? p + 1 : first + num_threads * group, panels - 1);
-      Product<T>::multiply(rows, begin, end, p, packed + p * size, packed + next * size);
-    }
+class PackedProduct {
+ public:
+  PackedProduct(const Rows<T>& rows, const T* packed)
+      : rows_(rows),
+        packed_(packed),
+        panels_(num_panels<T>(rows.n)),
+        size_(Product<T>::panel_elements(rows.k)),
+        chunk_(Product<T>::chunk_rows(rows)),
+        group_(std::max<int64_t>(1, kItemWork / std::max<int64_t>(1, std::min(chunk_, rows.count) * size_))),
+        groups_((panels_ + group_ - 1) / group_) {}
+
+  int64_t items() const { return groups_ * ((rows_.count + chunk_ - 1) / chunk_); }
+  int64_t work() const { return rows_.count * rows_.n * rows_.k; }
+  const T* first_panel(int64_t item) const { return packed_ + item % groups_ * group_ * size_; }
+
+  // `after`: the panel that this thread most likely takes next.
+  void run(int64_t item, const T* after) const {
+    const int64_t first = item % groups_ * group_, last = std::min(first + group_, panels_);
+    const int64_t begin = item / groups_ * chunk_, end = std::min(begin + chunk_, rows_.count);
+    for (int64_t p = first; p < last; ++p)
+      Product<T>::multiply(rows_, begin, end, p, packed_ + p * size_, p + 1 < last ? packed_ + (p + 1) * size_ : after);
+  }
+
+ private:
+  Rows<T> rows_;
+  const T* packed_;
+  int64_t panels_, size_, chunk_, group_, groups_;
+};
+
+template <class T>
+void multiply_packed(const Batch<PackedProduct<T>>& products, int num_threads) {
+  if (products.work() < kParallelWork) num_threads = 1;
+  parallel_for(products.items(), num_threads, [&](int64_t item) {
+    // Threads take items in turn, so what comes after the others' next ones is most likely this thread's.
+    const auto next = products.find(std::min(item + num_threads, products.items() - 1));
+    const auto mine = products.find(item);
+    mine.product.run(mine.item, next.product.first_panel(next.item));
   });
 }
 
@@ -117,7 +141,26 @@ EXPORT void pagewire_linear(const void* x, const void* packed, const void* bias,
     using T = decltype(element);
     const Rows<T> call{static_cast<const T*>(x), static_cast<const T*>(bias), static_cast<T*>(out), rows, k, n,
                        x_stride};
-    multiply_packed(call, static_cast<const T*>(packed), num_threads);
+    Batch<PackedProduct<T>> products(1);
+    products.add({call, static_cast<const T*>(packed)});
+    multiply_packed(products, num_threads);
+  });
+}
+
+// The same for the rows of several matrices at once; those that are quantised are left out.
+EXPORT void pagewire_linear_grouped(const GroupedCall* call) {
+  dispatch(call->dtype, [&](auto element) {
+    using T = decltype(element);
+    Batch<PackedProduct<T>> products(call->count);
+    for (int64_t i = 0; i < call->count; ++i) {
+      const Matrix& matrix = call->matrices[i];
+      const int64_t first = call->starts[i], rows = call->starts[i + 1] - first;
+      if (matrix.integers || !rows) continue;
+      products.add({Rows<T>{static_cast<const T*>(call->x) + first * call->x_stride, static_cast<const T*>(matrix.bias),
+                            static_cast<T*>(call->out) + first * matrix.n, rows, matrix.k, matrix.n, call->x_stride},
+                    static_cast<const T*>(matrix.packed)});
+    }
+    multiply_packed(products, call->num_threads);
   });
 }
 

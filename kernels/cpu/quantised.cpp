@@ -4,11 +4,13 @@
 // order, each by one fused multiply-add (two where the weight has offsets). So the bits of an element of the result are the
 // same for every instruction set, among any other rows, and however the work is cut.
 //
-// A work item is a panel, or some small ones, and a chunk of rows. Codes of 4 bits are unpacked in registers for every
+// A work item is a panel, or some small ones, of one matrix, and a chunk of its rows. Codes of 4 bits are unpacked in registers for every
 // few rows: that takes less time than to read them as bytes from the second-level cache.
 
 #include <algorithm>
+#include <variant>
 
+#include "batch.h"
 #include "kernels.h"
 #include "parallel.h"
 #include "quantised_pack.h"
@@ -48,19 +50,25 @@ struct Output {
 template <class Codes>
 class Product {
  public:
-  Product(const Integers& form, const Codes& codes, const QuantisedRows& rows, const Output& output, int64_t k)
-      : layout_(form, k), zero_(form.zero), codes_(codes), rows_(rows), output_(output) {}
+  Product(const Integers& form, const Codes& codes, const QuantisedRows& rows, const Output& output, const Matrix& matrix)
+      : layout_(form, matrix.k),
+        zero_(form.zero),
+        codes_(codes),
+        rows_(rows),
+        output_(output),
+        packed_(static_cast<const char*>(matrix.packed)),
+        panels_((output.n + kPanel - 1) / kPanel),
+        group_(std::max<int64_t>(
+            1, kItemWork / std::max<int64_t>(1, std::min(kRowChunk, output.count) * layout_.columns() * kPanel))),
+        groups_((panels_ + group_ - 1) / group_) {}
 
-  void run(const char* packed, int num_threads) const {
-    const int64_t panels = (output_.n + kPanel - 1) / kPanel, chunks = (output_.count + kRowChunk - 1) / kRowChunk;
-    const int64_t panel_work = std::max<int64_t>(1, std::min(kRowChunk, output_.count) * layout_.columns() * kPanel);
-    const int64_t group = std::max<int64_t>(1, kItemWork / panel_work), groups = (panels + group - 1) / group;
-    if (output_.count * output_.n * layout_.columns() < kParallelWork) num_threads = 1;
-    parallel_for(groups * chunks, num_threads, [&](int64_t item) {
-      const int64_t first = item % groups * group, last = std::min(first + group, panels);
-      const int64_t begin = item / groups * kRowChunk, end = std::min(begin + kRowChunk, output_.count);
-      for (int64_t p = first; p < last; ++p) chunk(p, packed + p * layout_.bytes(), begin, end);
-    });
+  int64_t items() const { return groups_ * ((output_.count + kRowChunk - 1) / kRowChunk); }
+  int64_t work() const { return output_.count * output_.n * layout_.columns(); }
+
+  void run(int64_t item) const {
+    const int64_t first = item % groups_ * group_, last = std::min(first + group_, panels_);
+    const int64_t begin = item / groups_ * kRowChunk, end = std::min(begin + kRowChunk, output_.count);
+    for (int64_t p = first; p < last; ++p) chunk(p, packed_ + p * layout_.bytes(), begin, end);
   }
 
  private:
@@ -115,11 +123,33 @@ class Product {
     return {rows_.codes + row * layout_.columns(), rows_.groups + row * layout_.groups};
   }
 
-  const PanelLayout layout_;
-  const int32_t zero_;
-  const Codes codes_;
-  const QuantisedRows rows_;
-  const Output output_;
+  PanelLayout layout_;
+  int32_t zero_;
+  Codes codes_;
+  QuantisedRows rows_;
+  Output output_;
+  const char* packed_;
+  int64_t panels_, group_, groups_;
+};
+
+// A product with codes of any kind.
+class AnyProduct {
+ public:
+  template <class Codes>
+  explicit AnyProduct(const Product<Codes>& product) : product_(product) {}
+
+  int64_t items() const {
+    return std::visit([](const auto& product) { return product.items(); }, product_);
+  }
+  int64_t work() const {
+    return std::visit([](const auto& product) { return product.work(); }, product_);
+  }
+  void run(int64_t item) const {
+    std::visit([&](const auto& product) { product.run(item); }, product_);
+  }
+
+ private:
+  std::variant<Product<ByteCodes>, Product<NibbleCodes>, Product<TableCodes>> product_;
 };
 
 template <class Run>
@@ -129,23 +159,75 @@ void with_codes(const Integers& form, const Run& run) {
   run(NibbleCodes{});
 }
 
-// x [rows, k], rows x_stride apart.
-QuantisedRows quantised(const PanelLayout& layout, const void* x, int64_t rows, int64_t k, int64_t x_stride,
-                        int32_t dtype, int num_threads) {
-  thread_local Scratch scratch;
-  scratch.reserve(Scratch::bytes_for<int8_t>(rows * layout.columns()) + Scratch::bytes_for<GroupInput>(rows * layout.groups));
-  const QuantisedRows to{scratch.take<int8_t>(rows * layout.columns()), scratch.take<GroupInput>(rows * layout.groups)};
-  if (rows * k < kParallelElements) num_threads = 1;
-  dispatch(dtype, [&](auto element) {
-    using T = decltype(element);
-    const RowQuantiser<T> quantiser(layout, k);
-    parallel_for(rows, num_threads, [&](int64_t row) {
-      quantiser.run(static_cast<const T*>(x) + row * x_stride, to.codes + row * layout.columns(),
-                    to.groups + row * layout.groups);
+// The rows of a call, quantised as the matrix of each wants them, to memory that lasts until the next call.
+class RowCodes {
+ public:
+  explicit RowCodes(const GroupedCall& call) : call_(call), parts_(call.count) {
+    thread_local Scratch scratch;
+    size_t bytes = 0;
+    for_matrices([&](const Matrix& matrix, int64_t, int64_t count) {
+      const PanelLayout layout(*matrix.integers, matrix.k);
+      bytes += Scratch::bytes_for<int8_t>(count * layout.columns()) + Scratch::bytes_for<GroupInput>(count * layout.groups);
     });
-  });
-  return to;
-}
+    scratch.reserve(bytes);
+    for_matrices([&](const Matrix& matrix, int64_t first, int64_t count) {
+      const PanelLayout layout(*matrix.integers, matrix.k);
+      const QuantisedRows to{scratch.take<int8_t>(count * layout.columns()),
+                             scratch.take<GroupInput>(count * layout.groups)};
+      parts_.add({layout, matrix.k, first, count, to});
+    });
+  }
+
+  void quantise() const {
+    const int num_threads = parts_.work() < kParallelElements ? 1 : call_.num_threads;
+    dispatch(call_.dtype, [&](auto element) {
+      using T = decltype(element);
+      parallel_for(parts_.items(), num_threads, [&](int64_t item) {
+        const auto [part, row] = parts_.find(item);
+        const T* const x = static_cast<const T*>(call_.x) + (part.first + row) * call_.x_stride;
+        RowQuantiser<T>(part.layout, part.k).run(x, part.to.codes + row * part.layout.columns(),
+                                                 part.to.groups + row * part.layout.groups);
+      });
+    });
+  }
+
+  Batch<AnyProduct> products() const {
+    Batch<AnyProduct> products(call_.count);
+    int64_t part = 0;
+    for_matrices([&](const Matrix& matrix, int64_t first, int64_t count) {
+      const int64_t size = call_.dtype == 0 ? 4 : 2;
+      const Output output{matrix.bias, static_cast<char*>(call_.out) + first * matrix.n * size, count, matrix.n, call_.dtype};
+      const QuantisedRows& rows = parts_[part++].to;
+      with_codes(*matrix.integers, [&](const auto& kind) {
+        products.add(AnyProduct(Product<std::decay_t<decltype(kind)>>(*matrix.integers, kind, rows, output, matrix)));
+      });
+    });
+    return products;
+  }
+
+ private:
+  // Rows of one matrix. An item is a row.
+  struct Part {
+    PanelLayout layout;
+    int64_t k, first, count;
+    QuantisedRows to;
+
+    int64_t items() const { return count; }
+    int64_t work() const { return count * k; }
+  };
+
+  // Calls run(matrix, first row, rows) for all quantised matrices with rows.
+  template <class Run>
+  void for_matrices(const Run& run) const {
+    for (int64_t i = 0; i < call_.count; ++i) {
+      const int64_t first = call_.starts[i], count = call_.starts[i + 1] - first;
+      if (call_.matrices[i].integers && count) run(call_.matrices[i], first, count);
+    }
+  }
+
+  const GroupedCall& call_;
+  Batch<Part> parts_;
+};
 
 }  // namespace
 
@@ -169,9 +251,20 @@ EXPORT void pagewire_quantised_pack(const void* codes, const void* scales, const
 EXPORT void pagewire_quantised_linear(const void* x, const void* packed, const void* bias, void* out, int64_t rows,
                                       int64_t k, int64_t n, int64_t x_stride, const Integers* form, int32_t dtype,
                                       int32_t num_threads) {
-  const QuantisedRows codes = quantised(PanelLayout(*form, k), x, rows, k, x_stride, dtype, num_threads);
-  const Output output{bias, out, rows, n, dtype};
-  with_codes(*form, [&](const auto& kind) {
-    Product<std::decay_t<decltype(kind)>>(*form, kind, codes, output, k).run(static_cast<const char*>(packed), num_threads);
+  const Matrix matrix{packed, bias, form, n, k};
+  const int64_t starts[] = {0, rows};
+  const GroupedCall call{&matrix, starts, x, out, 1, x_stride, dtype, num_threads};
+  pagewire_quantised_grouped(&call);
+}
+
+// The same for the rows of several matrices at once; those that are dense are left out.
+EXPORT void pagewire_quantised_grouped(const GroupedCall* call) {
+  const RowCodes codes(*call);
+  codes.quantise();
+  const Batch<AnyProduct> products = codes.products();
+  const int num_threads = products.work() < kParallelWork ? 1 : call->num_threads;
+  parallel_for(products.items(), num_threads, [&](int64_t item) {
+    const auto mine = products.find(item);
+    mine.product.run(mine.item);
   });
 }

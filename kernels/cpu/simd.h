@@ -220,6 +220,17 @@ INLINE Floats swapped(Floats v, std::integer_sequence<int, L...>) {
   return shuffle(v, v, std::integer_sequence<int, (L ^ S)...>{});
 }
 
+// The elements First, First + 2, ... of two vectors, one after the other.
+template <int First, int... L>
+INLINE Floats every_second(Floats low, Floats high, std::integer_sequence<int, L...>) {
+  return shuffle(low, high, std::integer_sequence<int, (2 * L + First)...>{});
+}
+
+template <int First>
+INLINE Floats every_second(Floats low, Floats high) {
+  return every_second<First>(low, high, std::make_integer_sequence<int, kLanes>{});
+}
+
 template <int S = kLanes / 2>
 INLINE float sum_lanes(Floats v) {
   v = v + swapped<S>(v, std::make_integer_sequence<int, kLanes>{});

@@ -11,7 +11,7 @@ from pagewire.kernels import reference
 from pagewire.kernels.cuda import attention, gates, kv, norms, sampling
 from pagewire.kernels.cuda.launch import CudaLauncher, KernelLauncher
 from pagewire.kernels.cuda.source import Variant
-from pagewire.kernels.layer import Activation, HeadNorms, Layer, Norm
+from pagewire.kernels.layer import Activation, Experts, HeadNorms, Layer, Norm
 from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales
 from pagewire.kernels.weight import Linear, UnpackedLinear, Weight
 
@@ -119,6 +119,10 @@ class CudaKernels:
         """See `pagewire.kernels.layers.gelu_tanh_and_mul`."""
         return gates.activate_and_mul(self.launcher, x, Activation.GELU_TANH)
 
+    def clamped_swiglu(self, x: Tensor) -> Tensor:
+        """See `pagewire.kernels.layers.clamped_swiglu`. Computed by PyTorch."""
+        return reference.clamped_swiglu(x)
+
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         """See `pagewire.kernels.layers.rotary`. Computed by PyTorch; a stack rotates in `kv.write_kv`."""
         reference.rotary(q, k, cos, sin)
@@ -133,6 +137,19 @@ class CudaKernels:
 
     def stack(self, input_norm: Norm, layers: Sequence[Layer]) -> None:
         """None: a stack's kernels are launched one by one, ten for a layer."""
+
+    def experts(self, experts: Experts) -> None:
+        """None: experts are called one by one."""
+
+    def route(
+        self, logits: Tensor, num_chosen: int, *, normalised: bool, rounded: bool
+    ) -> tuple[Tensor, Tensor]:
+        """See `pagewire.kernels.experts.route`. Computed by PyTorch."""
+        return reference.route(logits, num_chosen, normalised=normalised, rounded=rounded)
+
+    def add_gated(self, out: Tensor, x: Tensor, gate: Tensor) -> None:
+        """See `pagewire.kernels.experts.add_gated`. Computed by PyTorch."""
+        reference.add_gated(out, x, gate)
 
     def rotate_and_store(
         self,

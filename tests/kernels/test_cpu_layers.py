@@ -60,7 +60,7 @@ def test_add_rms_norm(kernels: CpuKernels, dtype: torch.dtype) -> None:
         assert torch.equal(out, kernels.rms_norm(total, weight.to(dtype), 1e-6))
 
 
-@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul"])
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul", "clamped_swiglu"])
 def test_gated_activations(kernels: CpuKernels, dtype: torch.dtype, name: str) -> None:
     torch.manual_seed(0)
     for size in SIZES:

@@ -14,12 +14,14 @@ from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.decoder import Activation, Layer, Norm, Stack
 from pagewire.kernels.integers import Integers, quantise
-from pagewire.kernels.linear import dense_weight, pack
-from pagewire.kernels.reduced import Reduced, Sum
+from pagewire.kernels.layer import Experts, Mixture, Router
+from pagewire.kernels.linear import Linear, dense_weight, pack
+from pagewire.kernels.reduced import Sum
 
 from .batches import allocate_kv
 
 MIXED = {"qkv": Integers(4, 16, 0), "gate_up": Integers(8, 16, 128), "down": Integers(8, None, 128)}
+WIDTH = 32  # of an expert
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, BLOCKS = 48, 4, 2, 16, 72, 6
 
 
@@ -30,8 +32,13 @@ def make_stack(
     head_norms: bool = False,
     window: int | None = None,
     quantised: bool = False,
+    experts: bool = False,
 ) -> Stack:
-    """Two random layers; with `quantised` some matrices of the first are quantised, each otherwise."""
+    """Two random layers.
+
+    With `quantised` some matrices of the first are quantised, each otherwise. With `experts` the first has experts
+    and a shared one, the second has experts only.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -40,21 +47,33 @@ def make_stack(
     def norm(size: int) -> Norm:
         return Norm(1 + random(size), 1e-5, 0.0)
 
-    def layer(schemes: dict[str, Integers]) -> Layer:
+    def mixture(is_shared: bool) -> Mixture:
+        scheme = Integers(8, 16, 0) if quantised else None
+        sizes = {"up": (2 * WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
+        linears = {name: [linear(random(*size), scheme) for _ in range(5)] for name, size in sizes.items()}
+        router = Router(linear(4 * random(5, HIDDEN)), 1 + is_shared, normalised=is_shared, rounded=is_shared)
+        gate = linear(random(1, HIDDEN)) if is_shared else None
+        return Mixture(router, Experts(linears["up"], linears["down"], activation), gate)
+
+    def linear(matrix: Tensor, scheme: Integers | None = None) -> Linear:
+        weight = dense_weight(matrix) if scheme is None else quantise(dense_weight(matrix), scheme)
+        return pack(weight, random(len(matrix)) if bias else None)
+
+    def layer(schemes: dict[str, Integers], is_last: bool) -> Layer:
         sizes = {
             "qkv": ((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN),
             "out": (HIDDEN, HEADS * HEAD_DIM),
             "gate_up": (2 * INTERMEDIATE, HIDDEN),
             "down": (HIDDEN, INTERMEDIATE),
         }
-        linears = {}
-        for name, size in sizes.items():
-            weight = dense_weight(random(*size))
-            if name in schemes:
-                weight = quantise(weight, schemes[name])
-            linears[name] = pack(weight, random(size[0]) if bias else None)
+        linears = {name: linear(random(*size), schemes.get(name)) for name, size in sizes.items()}
+        is_dense = not (experts and is_last)
         return Layer(
-            **linears,
+            qkv=linears["qkv"],
+            out=linears["out"],
+            gate_up=linears["gate_up"] if is_dense else None,
+            down=linears["down"] if is_dense else None,
+            mixture=mixture(not is_last) if experts else None,
             head_norms=(norm(HEAD_DIM), norm(HEAD_DIM)) if head_norms else None,
             attention_norm=norm(HIDDEN),
             next_norm=norm(HIDDEN),
@@ -66,7 +85,7 @@ def make_stack(
             activation=activation,
         )
 
-    return Stack(norm(HIDDEN), [layer(MIXED if quantised else {}), layer({})])
+    return Stack(norm(HIDDEN), [layer(MIXED if quantised else {}, False), layer({}, True)])
 
 
 def make_step(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, AttentionBatch]:
@@ -95,9 +114,13 @@ def make_caches(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
     "options",
     [
         *({}, {"bias": True}, {"head_norms": True}, {"window": 5}, {"activation": Activation.GELU_TANH}),
-        {"quantised": True, "bias": True},
+        *(
+            {"quantised": True, "bias": True},
+            {"experts": True},
+            {"experts": True, "quantised": True, "bias": True},
+        ),
     ],
-    ids=lambda options: next(iter(options), "plain"),
+    ids=lambda options: " ".join(options) or "plain",
 )
 @pytest.mark.usefixtures("served_kernels")
 def test_one_call_is_all_the_kernels(dtype: torch.dtype, options: dict[str, object]) -> None:
@@ -128,6 +151,21 @@ def test_layers_of_two_forms_run_kernel_by_kernel(served_kernels: CpuKernels) ->
     first, second = stack.layers
     for other in (dataclasses.replace(second, head_dim=8), dataclasses.replace(second, down=lambda x: x)):
         assert served_kernels.stack(stack.input_norm, [first, other]) is None
+
+
+def test_experts_of_another_dtype_or_activation_run_kernel_by_kernel(served_kernels: CpuKernels) -> None:
+    stack, other = (make_stack(dtype, experts=True) for dtype in (torch.float32, torch.bfloat16))
+    first, mixture = stack.layers[0], stack.layers[0].mixture
+    assert served_kernels.stack(stack.input_norm, [first]) is not None
+    assert mixture is not None and other.layers[0].mixture is not None
+    for experts in (other.layers[0].mixture.experts, dataclasses.replace(mixture.experts, activation=None)):
+        changed = dataclasses.replace(first, mixture=dataclasses.replace(mixture, experts=experts))
+        assert served_kernels.stack(stack.input_norm, [changed]) is None
+    for number in (0, 6):
+        router = dataclasses.replace(mixture.router, num_chosen=number)
+        changed = dataclasses.replace(first, mixture=dataclasses.replace(mixture, router=router))
+        with pytest.raises(ValueError, match="cannot be chosen"):
+            served_kernels.stack(stack.input_norm, [changed])
 
 
 @pytest.mark.usefixtures("served_kernels")
@@ -187,13 +225,10 @@ class FailingRank:
         raise ConnectionError("a rank is gone")
 
 
-def over_ranks(ranks: Sum) -> Stack:
+def over_ranks(ranks: Sum, experts: bool = False) -> Stack:
     """A stack whose layers have their inputs on several ranks."""
-    whole = make_stack(torch.bfloat16, quantised=True)
-    layers = [
-        dataclasses.replace(layer, out=Reduced(layer.out, ranks), down=Reduced(layer.down, ranks))
-        for layer in whole.layers
-    ]
+    whole = make_stack(torch.bfloat16, quantised=not experts, experts=experts)
+    layers = [dataclasses.replace(layer, ranks=ranks) for layer in whole.layers]
     return Stack(whole.input_norm, layers)
 
 
@@ -202,14 +237,15 @@ def run(stack: Stack) -> Tensor:
     return stack(residual, cos, sin, batch, make_caches(torch.bfloat16))
 
 
-def test_one_call_adds_up_over_ranks() -> None:
-    stack = over_ranks(EqualRanks())
+@pytest.mark.parametrize("experts", [False, True])
+def test_one_call_adds_up_over_ranks(experts: bool) -> None:
+    stack = over_ranks(EqualRanks(), experts)
     assert stack.compiled is not None
-    compiled, native = run(stack), run(over_ranks(CompiledEqualRanks()))
+    compiled, native = run(stack), run(over_ranks(CompiledEqualRanks(), experts))
     stack.compiled = None
     layer_by_layer = run(stack)
     assert torch.equal(compiled, layer_by_layer) and torch.equal(native, layer_by_layer)
-    assert not torch.equal(compiled, run(make_stack(torch.bfloat16, quantised=True)))
+    assert not torch.equal(compiled, run(make_stack(torch.bfloat16, quantised=not experts, experts=experts)))
 
 
 def test_an_error_of_a_rank_ends_the_one_call() -> None:

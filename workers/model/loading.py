@@ -13,6 +13,7 @@ import torch
 
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels.cpu.memory import forget_mapped_files, give_back_freed
+from pagewire.kernels.experts import GroupedExperts
 from pagewire.kernels.paging import KVScales
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.collective.turns import own_turn
@@ -20,6 +21,7 @@ from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model import attention
 from pagewire.workers.model.attention import KVShape
+from pagewire.workers.model.experts import pack_experts
 from pagewire.workers.model.kv_scales import kv_scales
 from pagewire.workers.model.model import (
     Model,
@@ -39,7 +41,6 @@ from pagewire.workers.model.transforms import (
     LinearModule,
     QuantisedEmbedding,
     pack_embeddings,
-    pack_experts,
     pack_linears,
     replace_norms,
     tabulate_rotary,
@@ -221,6 +222,8 @@ def weight_bytes(model: Model) -> int:
         for child in module.modules():
             if isinstance(child, LinearModule):
                 total += child.product.num_bytes
+            if isinstance(grouped := getattr(child, "grouped", None), GroupedExperts):
+                total += grouped.num_bytes
             if isinstance(child, QuantisedEmbedding):
                 total += child.num_bytes
         for parameter in module.parameters():

@@ -12,15 +12,27 @@ import torch
 from torch import Tensor, nn
 
 from pagewire.kernels.decoder import Activation, Layer, Norm, Stack
+from pagewire.kernels.layer import Mixture
 from pagewire.kernels.linear import Linear
+from pagewire.kernels.reduced import Reduced, Sum
 from pagewire.workers.model.attention import KVShape, StepContext
-from pagewire.workers.model.structure import ATTENTION, HEAD_NORMS, MLP, NORMS, OTHER_ARITHMETIC
+from pagewire.workers.model.experts import grouped_experts, router_of
+from pagewire.workers.model.structure import (
+    ATTENTION,
+    HEAD_NORMS,
+    MLP,
+    NORMS,
+    OTHER_ARITHMETIC,
+    SHARED,
+    SPARSE,
+    SPARSE_MODELS,
+)
 from pagewire.workers.model.transforms import RotaryTable, embedding, norm_kernel, pack_joined
 from pagewire.workers.model.weights import Weights
 
 BASE = {"embed_tokens", "layers", "norm", "rotary_emb"}
 LAYER = {"self_attn", "mlp"} | NORMS
-WINDOW_EVERYWHERE = {"mistral"}  # model types whose every layer uses config.sliding_window
+WINDOW_EVERYWHERE = {"mistral", "mixtral"}  # model types whose every layer uses config.sliding_window
 ACTIVATION_NAMES = {
     "silu": Activation.SILU,
     "swish": Activation.SILU,
@@ -68,6 +80,8 @@ class DecoderStack(nn.Module):
         self.embed_tokens, self.rotary = embedding(base.embed_tokens, weights, device), base.rotary_emb
         self._angles: list[Tensor] | None = None  # cosines and sines by position, from the first step on
         self.stack_layers = [StackLayer(layer, base.config, weights) for layer in base.layers]
+        # Experts on a GPU are called one by one, between which the host waits: that cannot be recorded as a graph.
+        _require(device.type == "cpu" or not any(layer.is_sparse for layer in self.stack_layers))
         modules = (*(layer.input_layernorm for layer in base.layers), base.norm)
         norms = [_norm(norm, weights, device) for norm in modules]
         layers = [
@@ -101,7 +115,11 @@ class StackLayer:
         attention, mlp = layer.self_attn, layer.mlp
         _require(_children(layer) == LAYER)
         _require(_children(attention) in (ATTENTION, ATTENTION | HEAD_NORMS))
-        _require(_children(mlp) - {"act_fn"} == MLP)
+        self.is_sparse = config.model_type in SPARSE_MODELS and _children(mlp) >= SPARSE
+        if self.is_sparse:
+            _require(_children(mlp) in (SPARSE, SPARSE | SHARED))
+        else:
+            _require(_children(mlp) - {"act_fn"} == MLP)
         self.layer = layer
         self.activation = str(
             getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
@@ -119,13 +137,17 @@ class StackLayer:
     def packed(self, next_norm: Norm, weights: Weights, device: torch.device) -> Layer:
         """The stack's layer, with joined and packed linears on a device; drops the original layer."""
         attention, mlp = self.layer.self_attn, self.layer.mlp
-        linears = {
-            "qkv": _joined([attention.q_proj, attention.k_proj, attention.v_proj], weights, device),
-            "out": _joined([attention.o_proj], weights, device),
-            "gate_up": _joined([mlp.gate_proj, mlp.up_proj], weights, device),
-            "down": _joined([mlp.down_proj], weights, device),
-        }
-        self.num_bytes = sum(linear.num_bytes for linear in linears.values())
+        ranks = None if weights.shards is None else weights.shards.collective
+        mixture = _mixture(mlp, weights, device) if self.is_sparse else None
+        if self.is_sparse:
+            _require((weights.cut(mlp.experts, "down_proj") is None) == (ranks is None))
+            mlp = getattr(mlp, "shared_expert", None)
+        qkv = _joined([attention.q_proj, attention.k_proj, attention.v_proj], weights, device)
+        out = _part(_joined([attention.o_proj], weights, device), ranks)
+        gate_up = None if mlp is None else _joined([mlp.gate_proj, mlp.up_proj], weights, device)
+        down = None if mlp is None else _part(_joined([mlp.down_proj], weights, device), ranks)
+        parts = (qkv, out, gate_up, down, mixture)
+        self.num_bytes = sum(part.num_bytes for part in parts if part is not None)
         head_norms = None
         if _children(attention) >= HEAD_NORMS:
             head_norms = _norm(attention.q_norm, weights, device), _norm(attention.k_norm, weights, device)
@@ -133,7 +155,10 @@ class StackLayer:
         attention_norm = _norm(self.layer.post_attention_layernorm, weights, device)
         del self.layer  # its weights are packed now
         return Layer(
-            **linears,
+            qkv=qkv,
+            out=out,
+            gate_up=gate_up,
+            down=down,
             head_norms=head_norms,
             attention_norm=attention_norm,
             next_norm=next_norm,
@@ -143,7 +168,20 @@ class StackLayer:
             scale=float(attention.scaling),
             window=self.window,
             activation=ACTIVATION_NAMES[self.activation],
+            mixture=mixture,
+            ranks=ranks,
         )
+
+
+def _mixture(mlp: Any, weights: Weights, device: torch.device) -> Mixture:
+    """The feed-forward half of experts that a module holds, packed."""
+    router = router_of(mlp.gate, weights, device)
+    if router is None:
+        raise _OtherStructureError
+    experts = grouped_experts(mlp.experts, weights, device).experts
+    _require(experts.activation is not None and not mlp.experts.has_post_expert_norm)
+    shared_gate = getattr(mlp, "shared_expert_gate", None)
+    return Mixture(router, experts, None if shared_gate is None else _joined([shared_gate], weights, device))
 
 
 def _joined(linears: list[Any], weights: Weights, device: torch.device) -> Linear:
@@ -153,10 +191,19 @@ def _joined(linears: list[Any], weights: Weights, device: torch.device) -> Linea
     return pack_joined(linears, weights, device)
 
 
+def _part(linear: Linear, ranks: Sum | None) -> Linear:
+    """This rank's part of a layer whose outputs the stack itself adds up over the ranks."""
+    _require(isinstance(linear, Reduced) == (ranks is not None))
+    return linear.linear if isinstance(linear, Reduced) else linear
+
+
 def attention_window(attention: Any, config: Any) -> int | None:
     """Keys that a query of this layer attends to; None for all."""
     if hasattr(attention, "sliding_window"):
         return attention.sliding_window  # type: ignore[no-any-return]
     window: int | None = getattr(config, "sliding_window", None)
-    _require(window is None or config.model_type in WINDOW_EVERYWHERE)
-    return window
+    if window is None or config.model_type in WINDOW_EVERYWHERE:
+        return window
+    kinds = getattr(config, "layer_types", None)
+    _require(kinds is not None and kinds[attention.layer_idx] == "full_attention")
+    return None

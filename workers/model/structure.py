@@ -8,10 +8,15 @@ from typing import Any
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 MLP = {"gate_proj", "up_proj", "down_proj"}
+SPARSE = {"gate", "experts"}
+SHARED = {"shared_expert", "shared_expert_gate"}
 NORMS = {"input_layernorm", "post_attention_layernorm"}
 OTHER_ARITHMETIC = {"ernie4_5", "granite", "helium", "ministral3", "smollm3"}
 """Model types with the structure of a stack that compute something else. The proof would refuse their stacks, too,
 but only after packing all of them."""
+SPARSE_MODELS = {"mixtral", "qwen2_moe", "qwen3_moe"}
+"""Model types whose experts are chosen by the softmax of a router's logits. Others have the same structure, and
+other arithmetic."""
 OTHER_EMBEDDING = {"gemma"}
 """Model types whose embedding does more than look rows up."""
 ACTIVATIONS = {"silu", "swish", "gelu_pytorch_tanh"}
@@ -32,6 +37,12 @@ def has_stack_structure(model_type: str, names: Iterable[str], config: Mapping[s
         if found:
             module, *inner = rest.removesuffix(".weight").removesuffix(".bias").split(".")[1:]
             children.setdefault(module if inner else "", set()).add(inner[0] if inner else module)
+    if model_type in SPARSE_MODELS:
+        feed_forward = children.setdefault("mlp", set())
+        feed_forward |= children.pop("block_sparse_moe", set())
+        if feed_forward >= SPARSE:  # some layers may have experts, and others none
+            feed_forward -= SPARSE | SHARED
+            feed_forward |= MLP
     if children.keys() != {"self_attn", "mlp", ""} or children["self_attn"] not in (
         ATTENTION,
         ATTENTION | HEAD_NORMS,

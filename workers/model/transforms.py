@@ -14,8 +14,7 @@ from pagewire.kernels.layers import rms_norm
 from pagewire.kernels.linear import Linear, Weight
 from pagewire.kernels.reduced import Reduced
 from pagewire.kernels.weight import DENSE
-from pagewire.workers.model.attention import NAME
-from pagewire.workers.model.matrices import is_experts, is_linear, is_plain_embedding
+from pagewire.workers.model.matrices import is_linear, is_plain_embedding
 from pagewire.workers.model.parallel_layers import (
     DividedEmbedding,
     Gather,
@@ -125,65 +124,6 @@ def pack_embeddings(module: nn.Module, weights: Weights, device: torch.device) -
             setattr(module, name, embedding(child, weights, device))
         else:
             pack_embeddings(child, weights, device)
-
-
-def pack_experts(module: nn.Module, weights: Weights, device: torch.device) -> None:
-    """Pack the matrices of every expert, and make transformers call `run_experts`."""
-    experts: list[Any] = [child for child in module.modules() if is_experts(child)]
-    for child in experts:
-        name = "gate_up_proj" if child.has_gate else "up_proj"
-        child.packed_up, child.packed_down = (
-            expert_linears(child, matrices, weights, device) for matrices in (name, "down_proj")
-        )
-        for owned in (name, "down_proj"):
-            delattr(child, owned)
-            if child.has_bias:
-                setattr(child, f"{owned}_bias", None)
-        child.config._experts_implementation = NAME
-        child.shards = weights.shards
-    if experts:
-        from transformers.integrations.moe import ExpertsInterface
-
-        ExpertsInterface.register(NAME, run_experts)
-
-
-def expert_linears(module: Any, name: str, weights: Weights, device: torch.device) -> nn.ModuleList:
-    """A packed linear for each expert, from the matrices [E, N, K] (or transposed) in attribute `name`."""
-    biases = weights.part(module, f"{name}_bias") if module.has_bias else None
-    linears = nn.ModuleList()
-    for expert, matrix in enumerate(weights.stacked(module, name)):
-        bias = None if biases is None else biases[expert]
-        linears.append(LinearModule(packed(matrix, bias, device)))
-        weights.let_go()
-    return linears
-
-
-def run_experts(module: Any, hidden: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum [T, H] of each token's experts; hidden [T, H], expert_ids and weights [T, k]."""
-    num_chosen = expert_ids.shape[-1]
-    order = expert_ids.reshape(-1).argsort(stable=True)
-    rows = hidden[order // num_chosen]
-    counts = torch.bincount(expert_ids.reshape(-1), minlength=len(module.packed_up)).tolist()
-    parts, start = [], 0
-    for expert, count in enumerate(counts):
-        if count:
-            up = module.packed_up[expert](rows[start : start + count])
-            parts.append(
-                module.packed_down[expert](module._apply_gate(up) if module.has_gate else module.act_fn(up))
-            )
-            start += count
-    out = torch.cat(parts)
-    if module.has_post_expert_norm:
-        out = module.post_expert_norm(
-            out if module.shards is None else module.shards.collective.all_reduce(out)
-        )
-    weighted = out * weights.reshape(-1)[order][:, None]
-    spread = torch.empty_like(weighted)
-    spread[order] = weighted
-    summed = spread.view(len(hidden), num_chosen, -1).sum(1).to(hidden.dtype)
-    if module.shards is None or module.has_post_expert_norm:
-        return summed
-    return module.shards.collective.all_reduce(summed)  # type: ignore[no-any-return]
 
 
 class RMSNorm(nn.Module):

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from pagewire.kernels.decoder import Layer, Norm, Stack
 from pagewire.kernels.linear import Linear
-from pagewire.kernels.reduced import Reduced
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.model.attention import KVShape
 from pagewire.workers.model.loading import LoadedModel
@@ -67,7 +66,7 @@ class RestoredStack(DecoderStack):
         parts = [place.layer for place in kept.layers]
         if vocabulary is not None:
             self.embed_tokens = DividedEmbedding(kept.embedding, vocabulary.own, vocabulary.collective)
-            parts = [over_ranks(layer, vocabulary.collective) for layer in parts]
+            parts = [replace(layer, ranks=vocabulary.collective) for layer in parts]
         self.stack = Stack(kept.input_norm, parts)
 
 
@@ -85,19 +84,9 @@ class RestoredModel(Model):
         self.head = kept.head if vocabulary is None else GatheredLinear(kept.head, vocabulary)
 
 
-def over_ranks(layer: Layer, collective: Collective) -> Layer:
-    """A layer that adds up over the ranks of a group, of this rank's part."""
-    return replace(layer, out=Reduced(layer.out, collective), down=Reduced(layer.down, collective))
-
-
-def of_this_rank(layer: Layer) -> Layer:
-    """The part of a layer that this rank has."""
-    return replace(layer, out=own_part(layer.out), down=own_part(layer.down))
-
-
 def own_part(linear: Linear) -> Linear:
     """A linear layer; of one over several ranks, this rank's part."""
-    return linear.linear if isinstance(linear, Reduced | GatheredLinear) else linear
+    return linear.linear if isinstance(linear, GatheredLinear) else linear
 
 
 def kept(loaded: LoadedModel) -> KeptModel:
@@ -121,7 +110,7 @@ def kept(loaded: LoadedModel) -> KeptModel:
         angles=base._angles,
         input_norm=base.stack.input_norm,
         layers=[
-            KeptLayer(place.index, place.kv_shape, place.window, place.num_bytes, of_this_rank(layer))
+            KeptLayer(place.index, place.kv_shape, place.window, place.num_bytes, replace(layer, ranks=None))
             for place, layer in places
         ],
         head=own_part(head),  # type: ignore[arg-type] # a `Linear`: see `Model.shorten_logits`

@@ -119,8 +119,10 @@ def test_experts(parts_format: None, tmp_path: Path) -> None:
     source = Architecture("qwen3_moe", SHAPE | sizes).write(tmp_path / "dense")
     folder, plain = write_quantised(source, tmp_path, linears_of(SCHEMES["int8 groups"]))
     runner, _ = load_runner(folder)
-    experts = runner.model.model.base.layers[0].mlp.experts
-    assert isinstance(experts.packed_up[0].product.scheme, Integers)
+    stack = runner.model.model.base.stack
+    assert stack.compiled is not None
+    experts = stack.layers[0].mixture.experts
+    assert isinstance(experts.up[0].scheme, Integers) and isinstance(experts.down[3].scheme, Integers)
     check_against_transformers(Driver(runner).run(PROMPTS, 6, GREEDY), plain, 0.4)
 
 

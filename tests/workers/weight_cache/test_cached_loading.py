@@ -21,7 +21,7 @@ from pagewire.workers.weight_cache.ahead import WeightsAhead
 from pagewire.workers.weight_cache.cached_loading import keep_in_background
 from pagewire.workers.weight_cache.folder import weight_folder
 
-from ..architectures import GPT2_SIZES, GROUPED, Architecture
+from ..architectures import EXPERTS, GPT2_SIZES, GROUPED, Architecture
 from ..driver import Driver
 
 PROMPTS = [[5, 9, 77, 3], [8] * 11]
@@ -107,6 +107,20 @@ def test_heads_with_norms_and_tied_weights_are_kept(tmp_path: Path, monkeypatch:
     keep(first, ahead)
     without_transformers(monkeypatch)
     assert outputs(start(model)[0]) == outputs(first)
+
+
+@pytest.mark.parametrize("quantization", [None, "int4"])
+def test_experts_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str | None) -> None:
+    """With a router in every layer, and an expert that all tokens share."""
+    monkeypatch.setattr(folder, "cache_root", lambda: tmp_path / "cache")
+    sizes = EXPERTS | {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 32}
+    model = Architecture("qwen2_moe", GROUPED | sizes | {"decoder_sparse_step": 1}).write(tmp_path / "model")
+    first, ahead = start(model, quantization=quantization)
+    assert len(keep(first, ahead)) == 1
+    without_transformers(monkeypatch)
+    second, _ = start(model, quantization=quantization)
+    assert second.model.weight_bytes == first.model.weight_bytes
+    assert outputs(second) == outputs(first)
 
 
 def test_a_damaged_file_is_removed_and_written_again(model: Path, caplog: pytest.LogCaptureFixture) -> None:

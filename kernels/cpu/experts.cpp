@@ -1,0 +1,163 @@
+// The experts of a layer: which of them a token is sent to, and their weighted sum.
+//
+// Rows are ordered by expert once, so those of an expert stand together, and each product is one call for all experts:
+// threads share out (expert, chunk of rows, panels), whatever expert they belong to. The products are those of linear.cpp
+// and quantised.cpp. A token's results are added in ascending order of the experts, in float32, and rounded once: its
+// bits depend on nothing but the token.
+
+#include <algorithm>
+
+#include "kernels.h"
+#include "parallel.h"
+#include "scratch.h"
+#include "simd.h"
+
+namespace {
+
+constexpr int64_t kParallelElements = 1 << 15;  // below which one thread is faster
+
+class ExpertRows {
+ public:
+  ExpertRows(const Experts& experts, const ExpertsCall& call)
+      : experts_(experts), call_(call), rows_(call.num_tokens * call.num_chosen) {
+    thread_local Scratch scratch;
+    scratch.reserve(Scratch::bytes_for<int64_t>(experts.count + 1) + 2 * Scratch::bytes_for<int64_t>(rows_));
+    starts_ = scratch.take<int64_t>(experts.count + 1);
+    order_ = scratch.take<int64_t>(rows_);
+    places_ = scratch.take<int64_t>(rows_);
+  }
+
+  // 1: there is no such expert.
+  int run() {
+    for (int64_t i = 0; i < rows_; ++i)
+      if (call_.ids[i] < 0 || call_.ids[i] >= experts_.count) return 1;
+    if (!rows_) return 0;
+    order();
+    dispatch(call_.dtype, [&](auto element) {
+      using T = decltype(element);
+      const int64_t hidden = experts_.up->k, width = experts_.up->n, size = experts_.down->k;
+      T* const states = static_cast<T*>(call_.scratch);
+      T* const between = states + rows_ * hidden;
+      const int num_threads = rows_ * hidden < kParallelElements ? 1 : call_.num_threads;
+      parallel_for(rows_, num_threads, [&](int64_t place) {
+        const T* const x = static_cast<const T*>(call_.x) + order_[place] / call_.num_chosen * hidden;
+        std::memcpy(states + place * hidden, x, size_t(hidden) * sizeof(T));
+      });
+      multiply(experts_.up, states, hidden, between);
+      pagewire_activate(between, between, rows_, size, width, width, experts_.activation, call_.dtype, call_.num_threads);
+      multiply(experts_.down, between, width, states);
+      parallel_for(call_.num_tokens, num_threads, [&](int64_t token) { add(states, hidden, token); });
+    });
+    return 0;
+  }
+
+ private:
+  // Counts and sorts. `order_`: of each place the token and choice that stand there; `places_`: of each token its
+  // places, ascending, and so its experts.
+  void order() {
+    std::fill(starts_, starts_ + experts_.count + 1, 0);
+    for (int64_t i = 0; i < rows_; ++i) ++starts_[call_.ids[i] + 1];
+    for (int64_t e = 0; e < experts_.count; ++e) starts_[e + 1] += starts_[e];
+    for (int64_t i = 0; i < rows_; ++i) order_[places_[i] = starts_[call_.ids[i]]++] = i;
+    for (int64_t e = experts_.count; e > 0; --e) starts_[e] = starts_[e - 1];  // each has moved to the next one's
+    starts_[0] = 0;
+    for (int64_t i = 0; i < rows_; i += call_.num_chosen) std::sort(places_ + i, places_ + i + call_.num_chosen);
+  }
+
+  void multiply(const Matrix* matrices, const void* x, int64_t x_stride, void* out) const {
+    const GroupedCall grouped{matrices, starts_, x, out, experts_.count, x_stride, call_.dtype, call_.num_threads};
+    pagewire_grouped(&grouped);
+  }
+
+  template <class T>
+  void add(const T* rows, int64_t size, int64_t token) const {
+    T* const out = static_cast<T*>(call_.out) + token * size;
+    const int64_t* const places = places_ + token * call_.num_chosen;
+    for (int64_t i = 0; i < size; i += kLanes) {
+      Floats sum = {};
+      for (int64_t c = 0; c < call_.num_chosen; ++c)
+        sum = sum + load(rows + places[c] * size + i, size - i) * call_.weights[order_[places[c]]];
+      store(out + i, sum, size - i);
+    }
+  }
+
+  const Experts& experts_;
+  const ExpertsCall& call_;
+  const int64_t rows_;
+  int64_t *starts_, *order_, *places_;
+};
+
+// The softmax of a row's logits, in float32.
+template <class T>
+void softmax(const T* logits, float* to, int64_t size) {
+  Floats most = broadcast(-INFINITY), total = {};
+  const auto logit = [&](int64_t i) INLINE_LAMBDA {  // behind the end: as small as can be
+    return select(lane_numbers() < broadcast(int32_t(std::min<int64_t>(size - i, kLanes))), load(logits + i, size - i),
+                  broadcast(-INFINITY));
+  };
+  for (int64_t i = 0; i < size; i += kLanes) most = max(most, logit(i));
+  const float largest = max_lanes(most);
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const Floats e = exp(logit(i) - largest);
+    total = total + e;
+    store(to + i, e, size - i);
+  }
+  const float sum = sum_lanes(total);
+  for (int64_t i = 0; i < size; i += kLanes) store(to + i, load(to + i, size - i) / sum, size - i);
+}
+
+}  // namespace
+
+// Rows of matrices, dense and quantised ones.
+EXPORT void pagewire_grouped(const GroupedCall* call) {
+  const auto is_dense = [](const Matrix& matrix) { return !matrix.integers; };
+  const Matrix* const end = call->matrices + call->count;
+  if (std::any_of(call->matrices, end, is_dense)) pagewire_linear_grouped(call);
+  if (!std::all_of(call->matrices, end, is_dense)) pagewire_quantised_grouped(call);
+}
+
+// Returns 1 if an id is of no expert; nothing is written then.
+EXPORT int pagewire_experts(const Experts* experts, const ExpertsCall* call) { return ExpertRows(*experts, *call).run(); }
+
+// logits [rows, experts], contiguous, to the `chosen` most probable experts of each row, the most probable first (of
+// equal ones that with the least number), and to their probabilities: divided by their sum if `normalised`, and then
+// rounded to the logits' type if `rounded`. Where a logit is NaN, so are all weights, and the ids are of experts.
+EXPORT void pagewire_route(const void* logits, int64_t* ids, float* weights, int64_t rows, int64_t experts,
+                           int64_t chosen, int32_t normalised, int32_t rounded, int32_t dtype) {
+  thread_local Scratch scratch;
+  scratch.reserve(Scratch::bytes_for<float>(experts));
+  float* const shares = scratch.take<float>(experts);
+  dispatch(dtype, [&](auto element) {
+    using T = decltype(element);
+    for (int64_t row = 0; row < rows; ++row, ids += chosen, weights += chosen) {
+      softmax(static_cast<const T*>(logits) + row * experts, shares, experts);
+      float sum = 0;
+      for (int64_t c = 0; c < chosen; ++c) {
+        ids[c] = std::max_element(shares, shares + experts) - shares;
+        sum += weights[c] = shares[ids[c]];
+        shares[ids[c]] = -1;
+      }
+      for (int64_t c = 0; c < chosen; ++c) {
+        const float weight = normalised ? weights[c] / sum : weights[c];
+        weights[c] = rounded ? rounded_to<T>(broadcast(weight))[0] : weight;
+      }
+    }
+  });
+}
+
+// out += sigmoid(gate) * x, every step rounded; out and x [rows, size], gate [rows]; all of them contiguous.
+EXPORT void pagewire_add_gated(void* out, const void* x, const void* gate, int64_t rows, int64_t size, int32_t dtype,
+                               int32_t num_threads) {
+  if (rows * size < kParallelElements) num_threads = 1;
+  dispatch(dtype, [&](auto element) {
+    using T = decltype(element);
+    parallel_for(rows, num_threads, [&](int64_t row) {
+      T* const to = static_cast<T*>(out) + row * size;
+      const Floats open = rounded_to<T>(sigmoid(broadcast(static_cast<const T*>(gate)[row])));
+      for (int64_t i = 0; i < size; i += kLanes) {
+        const Floats gated = rounded_to<T>(open * load(static_cast<const T*>(x) + row * size + i, size - i));
+        store(to + i, load(to + i, size - i) + gated, size - i);
+      }
+    });
+  });
+}

@@ -1,0 +1,146 @@
+"""The experts of experts.cpp, and matrices as the compiled library takes them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from pagewire.kernels.cpu.library import structure
+from pagewire.kernels.cpu.linear import PackedLinear, as_rows
+from pagewire.kernels.cpu.quantised import QuantisedLinear
+from pagewire.kernels.cpu.tensors import DTYPES
+from pagewire.kernels.layer import Activation, Experts
+from pagewire.kernels.weight import Linear, check_rows
+
+Matrix, GroupedCall, ExpertsStruct, ExpertsCall = map(
+    structure, ("Matrix", "GroupedCall", "Experts", "ExpertsCall")
+)
+ACTIVATION_CODES = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED_SWIGLU: 2}
+"""The numbers of activations in layers.cpp."""
+Packed = PackedLinear | QuantisedLinear
+
+
+def matrix(linear: Packed) -> ctypes.Structure:
+    """A packed linear layer as the library takes it; it must live as long as the struct."""
+    return Matrix(
+        linear.packed.data_ptr(),
+        None if linear.bias is None else linear.bias.data_ptr(),
+        linear.struct_address if isinstance(linear, QuantisedLinear) else None,
+        linear.out_features,
+        linear.in_features,
+    )
+
+
+class _Matrices:
+    """Linear layers of equal shape, one for each expert."""
+
+    def __init__(self, library: ctypes.CDLL, linears: Sequence[Packed]) -> None:
+        self._library, self._owners = library, linears
+        self.structs = (Matrix * len(linears))(*map(matrix, linears))
+        first = linears[0]
+        self.dtype, self.in_features, self.out_features = first.dtype, first.in_features, first.out_features
+
+    def __call__(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """See `dispatch.ExpertProducts.up`."""
+        check_rows(rows, self.in_features, self.dtype)
+        if len(counts) != len(self.structs) or sum(counts) != len(rows) or min(counts) < 0:
+            raise ValueError(f"{len(rows)} rows for {len(self.structs)} experts, which get {counts}")
+        rows = as_rows(rows)
+        out = rows.new_empty(len(rows), self.out_features)
+        starts = (ctypes.c_int64 * (len(counts) + 1))(*accumulate(counts, initial=0))
+        call = GroupedCall(
+            matrices=ctypes.addressof(self.structs),
+            starts=ctypes.addressof(starts),
+            x=rows.data_ptr(),
+            out=out.data_ptr(),
+            count=len(counts),
+            x_stride=rows.stride(0),
+            dtype=DTYPES[self.dtype],
+            num_threads=torch.get_num_threads(),
+        )
+        self._library.pagewire_grouped(ctypes.byref(call))
+        return out
+
+
+class CompiledExperts:
+    """The experts of a layer in one call; see `pagewire.kernels.experts.GroupedExperts`."""
+
+    @classmethod
+    def of(cls, library: ctypes.CDLL, experts: Experts) -> CompiledExperts | None:
+        """None if not all linear layers are packed weights, dense or quantised.
+
+        Raises:
+            ValueError: they differ in shape or dtype.
+        """
+        up, down = _packed(experts.up), _packed(experts.down)
+        if not up or len(up) != len(experts.up) or len(down) != len(experts.down):
+            return None
+        forms = {(linear.out_features, linear.in_features, linear.dtype) for linear in up}
+        forms_down = {(linear.out_features, linear.in_features, linear.dtype) for linear in down}
+        if len(up) != len(down) or len(forms) > 1 or len(forms_down) > 1:
+            raise ValueError(f"experts differ: {sorted(map(str, forms | forms_down))}")
+        return cls(library, up, down, experts.activation)
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        up: Sequence[Packed],
+        down: Sequence[Packed],
+        activation: Activation | None,
+    ) -> None:
+        self._library = library
+        self.up, self.down = _Matrices(library, up), _Matrices(library, down)
+        self.hidden_size, self.scratch_width = up[0].in_features, up[0].in_features + up[0].out_features
+        self._dtype = up[0].dtype
+        is_gated = up[0].out_features == 2 * down[0].in_features and down[0].out_features == up[0].in_features
+        if activation is not None and not (is_gated and activation in ACTIVATION_CODES):
+            raise ValueError(f"experts {up[0].out_features} and {down[0].in_features} wide with {activation}")
+        self.struct = ExpertsStruct(
+            up=ctypes.addressof(self.up.structs),
+            down=ctypes.addressof(self.down.structs),
+            count=len(up),
+            activation=-1 if activation is None else ACTIVATION_CODES[activation],
+        )
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """x [T, H], ids int64 [T, C] and weights [T, C] to [T, H].
+
+        Raises:
+            ValueError: shapes or dtypes do not fit, or an id is of no expert.
+        """
+        check_rows(x, self.hidden_size, self._dtype)
+        if (
+            ids.dim() != 2
+            or ids.dtype != torch.int64
+            or weights.shape != ids.shape
+            or x.shape[:-1] != ids.shape[:1]
+        ):
+            raise ValueError(
+                f"{ids.dtype} {tuple(ids.shape)} and {tuple(weights.shape)} for x {tuple(x.shape)}"
+            )
+        x, ids, weights = x.contiguous(), ids.contiguous(), weights.to(torch.float32).contiguous()
+        out = torch.empty_like(x)
+        scratch = x.new_empty(ids.numel() * self.scratch_width)
+        call = ExpertsCall(
+            x=x.data_ptr(),
+            ids=ids.data_ptr(),
+            weights=weights.data_ptr(),
+            out=out.data_ptr(),
+            scratch=scratch.data_ptr(),
+            num_tokens=len(x),
+            num_chosen=ids.shape[1],
+            dtype=DTYPES[self._dtype],
+            num_threads=torch.get_num_threads(),
+        )
+        if self._library.pagewire_experts(ctypes.byref(self.struct), ctypes.byref(call)):
+            raise ValueError(f"an id is of none of {self.struct.count} experts")
+        return out
+
+
+def _packed(linears: Sequence[Linear]) -> list[Packed]:
+    """Those that linear.cpp and quantised.cpp compute."""
+    return [linear for linear in linears if isinstance(linear, PackedLinear | QuantisedLinear)]

@@ -1,0 +1,105 @@
+"""Experts: feed-forward halves of which each token is sent to a few, and the weighted sum of what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from pagewire.kernels import reference
+from pagewire.kernels.dispatch import implementation_for
+from pagewire.kernels.layer import Activation, Experts, Router
+from pagewire.kernels.layers import clamped_swiglu, gelu_tanh_and_mul, silu_and_mul
+from pagewire.kernels.reference import GroupedProduct
+
+Between = Callable[[Tensor], Tensor]
+"""A function of rows [R, N] to rows [R, I], each computed on its own."""
+ACTIVATIONS: dict[Activation, Between] = {
+    Activation.SILU: silu_and_mul,
+    Activation.GELU_TANH: gelu_tanh_and_mul,
+    Activation.CLAMPED_SWIGLU: clamped_swiglu,
+}
+"""The activations that compiled experts have."""
+
+
+class GroupedExperts:
+    """The experts of a layer: x [T, H], ids int64 [T, C] and weights [T, C] to the weighted sum [T, H].
+
+    Each token goes to C experts. Rows are ordered by expert, and each product is one call for all experts where the
+    device's kernels allow it. A token's results are multiplied with their weights and added in ascending order of
+    the experts, all in float32, and rounded once. On the CPU its bits depend on nothing but the token.
+    """
+
+    def __init__(
+        self,
+        experts: Experts,
+        device: torch.device,
+        between: Between | None = None,
+        after: Between | None = None,
+    ) -> None:
+        """The experts on a device.
+
+        between: the activation, needed where `experts.activation` is None. after: of rows [R, H], before they are
+        weighted.
+        """
+        self.experts = experts
+        self.num_bytes = experts.num_bytes
+        kernels = implementation_for(torch.empty(0, dtype=experts.up[0].dtype, device=device))
+        self.compiled = kernels.experts(experts)
+        self.is_one_call = self.compiled is not None and experts.activation is not None and after is None
+        self._between = between if experts.activation is None else ACTIVATIONS[experts.activation]
+        self._after = after
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum [T, H].
+
+        Raises:
+            ValueError: shapes or dtypes do not fit, or an id is of no expert.
+        """
+        if self.compiled is None:
+            return self.one_by_one(x, ids, weights)
+        if self.is_one_call:
+            return self.compiled(x, ids, weights)
+        return self._weighted(x, ids, weights, self.compiled.up, self.compiled.down)
+
+    def one_by_one(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The same, to the same bits, by a product for each expert."""
+        up, down = (reference.one_by_one(linears) for linears in (self.experts.up, self.experts.down))
+        return self._weighted(x, ids, weights, up, down)
+
+    def _weighted(
+        self, x: Tensor, ids: Tensor, weights: Tensor, up: GroupedProduct, down: GroupedProduct
+    ) -> Tensor:
+        def last(rows: Tensor, counts: Sequence[int]) -> Tensor:
+            rows = down(rows, counts)
+            return rows if self._after is None else self._after(rows)
+
+        assert self._between is not None
+        return reference.weighted_experts(x, ids, weights, len(self.experts.up), up, self._between, last)
+
+
+def route(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+    """The experts of each token, and their weights.
+
+    Args:
+        logits: [T, E].
+        router: how many are chosen, and what becomes of their probabilities.
+
+    Returns:
+        ids int64 [T, C] of the most probable experts, the most probable first, and weights float32 [T, C].
+    """
+    return implementation_for(logits).route(
+        logits, router.num_chosen, normalised=router.normalised, rounded=router.rounded
+    )
+
+
+def add_gated(out: Tensor, x: Tensor, gate: Tensor) -> None:
+    """`out += sigmoid(gate) * x` in place, every step rounded.
+
+    Args:
+        out: [T, H], contiguous.
+        x: [T, H].
+        gate: [T, 1].
+    """
+    implementation_for(out, x, gate).add_gated(out, x, gate)

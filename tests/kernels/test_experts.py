@@ -1,0 +1,247 @@
+"""Products of all experts of a layer at once: to the bit those of each expert, whatever stands beside a token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from pagewire.kernels import reference
+from pagewire.kernels.cpu.experts import CompiledExperts
+from pagewire.kernels.cpu.kernels import CpuKernels
+from pagewire.kernels.cpu.tensors import DTYPES
+from pagewire.kernels.experts import ACTIVATIONS, GroupedExperts, add_gated, route
+from pagewire.kernels.integers import Integers, integer_weight, quantise
+from pagewire.kernels.layer import Activation, Experts, Router
+from pagewire.kernels.linear import dense_weight, pack
+from pagewire.kernels.weight import Weight
+
+CPU = torch.device("cpu")
+HIDDEN, WIDTH, NUM_EXPERTS = 128, 96, 6
+TABLE = (0, 255, 127, 128, 3, 90, 17, 254, 200, 1, 64, 129, 33, 250, 99, 180)
+SCHEMES = {
+    "dense": None,
+    "int8": Integers(8, 32, 128),
+    "int8 rows": Integers(8, None, 128),
+    "int4": Integers(4, 32, 8),
+    "int4 offsets": Integers(4, 32, 0),
+    "table": Integers(4, 32, 128, TABLE),
+}
+
+
+def random_weights(
+    dtype: torch.dtype, scheme: Integers | None, seed: int = 0
+) -> tuple[list[Weight], list[Weight]]:
+    """The matrices of each expert: gate and up, and down."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def weight(n: int, k: int) -> Weight:
+        if scheme is not None and scheme.table is not None:
+            codes = torch.randint(0, 256, (n, k // 2), generator=generator, dtype=torch.uint8)
+            scales = torch.rand(n, k // 32, generator=generator) / 64 / k**0.5
+            return integer_weight(scheme, codes, scales, None, dtype)
+        dense = dense_weight((torch.randn(n, k, generator=generator) / k**0.5).to(dtype))
+        return dense if scheme is None else quantise(dense, scheme)
+
+    return (
+        [weight(2 * WIDTH, HIDDEN) for _ in range(NUM_EXPERTS)],
+        [weight(HIDDEN, WIDTH) for _ in range(NUM_EXPERTS)],
+    )
+
+
+def make_experts(
+    dtype: torch.dtype, scheme: Integers | None = None, activation: Activation | None = Activation.SILU
+) -> GroupedExperts:
+    """Random experts with biases; one without an activation of the kernels squares its gates."""
+    up, down = random_weights(dtype, scheme)
+    experts = Experts(
+        [pack(weight, torch.full((2 * WIDTH,), 0.25)) for weight in up],
+        [pack(weight, torch.full((HIDDEN,), -0.5)) for weight in down],
+        activation,
+    )
+    return GroupedExperts(experts, CPU, lambda x: x[:, :WIDTH].square() * x[:, WIDTH:])
+
+
+def make_rows(num_tokens: int, dtype: torch.dtype, num_chosen: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of different magnitudes, and each one's experts and weights; the last expert has no rows."""
+    generator = torch.Generator().manual_seed(1)
+    x = (
+        torch.randn(num_tokens, HIDDEN, generator=generator)
+        * torch.rand(num_tokens, 1, generator=generator)
+        * 4
+    )
+    logits = torch.randn(num_tokens, NUM_EXPERTS, generator=generator)
+    logits[:, 2] += 2
+    logits[:, -1] = -torch.inf
+    weights, ids = logits.softmax(-1).topk(num_chosen)
+    return x.to(dtype), ids, weights
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Restores the number of threads."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.usefixtures("served_kernels")
+def test_one_call_has_the_bits_of_a_call_for_each_expert(scheme: str, dtype: torch.dtype) -> None:
+    for activation in (*ACTIVATIONS, None):
+        experts = make_experts(dtype, SCHEMES[scheme], activation)
+        assert isinstance(experts.compiled, CompiledExperts)
+        assert experts.is_one_call == (activation is not None)
+        for num_tokens in (1, 2, 70):
+            x, ids, weights = make_rows(num_tokens, dtype)
+            found = experts(x, ids, weights)
+            assert torch.equal(found, experts.one_by_one(x, ids, weights)), (activation, num_tokens)
+            assert found.isfinite().all() and found.float().std() > 0.01
+
+
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "dense"])
+def test_products_have_the_bits_of_the_reference(kernels: CpuKernels, scheme: str) -> None:
+    """So they are the same for every instruction set, and for tiles."""
+    dtype = torch.bfloat16
+    matrices = random_weights(dtype, SCHEMES[scheme])
+    packed, plain = (
+        [[module.pack(weight) for weight in weights] for weights in matrices]
+        for module in (kernels, reference)
+    )
+    compiled = kernels.experts(Experts(packed[0], packed[1], None))
+    assert compiled is not None
+    counts = [1, 0, 40, 3, 20, 0]
+    for product, linears, size in ((compiled.up, plain[0], HIDDEN), (compiled.down, plain[1], WIDTH)):
+        rows = torch.randn(sum(counts), size, generator=torch.Generator().manual_seed(2)).to(dtype)
+        assert torch.equal(product(rows, counts), reference.one_by_one(linears)(rows, counts))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scheme", ["dense", "int8", "int4"])
+@pytest.mark.usefixtures("served_kernels", "threads")
+def test_a_row_has_the_same_bits_alone_and_among_others(scheme: str, dtype: torch.dtype) -> None:
+    experts = make_experts(dtype, SCHEMES[scheme])
+    x, ids, weights = make_rows(64, dtype, 3)
+    whole = experts(x, ids, weights)
+    for num_threads in (1, 3):
+        torch.set_num_threads(num_threads)
+        for row in (0, 17, 63):
+            alone = (x[row : row + 1], ids[row : row + 1], weights[row : row + 1])
+            assert torch.equal(experts(*alone)[0], whole[row])
+            # Results are added in order of the experts, not of their weights.
+            assert torch.equal(experts(alone[0], alone[1].flip(1), alone[2].flip(1))[0], whole[row])
+        picked = torch.tensor([5, 5, 60, 1, 33])
+        assert torch.equal(experts(x[picked], ids[picked], weights[picked]), whole[picked])
+
+
+@pytest.mark.usefixtures("served_kernels")
+def test_it_is_the_weighted_sum_of_experts() -> None:
+    up, down = random_weights(torch.float32, None)
+    experts = make_experts(torch.float32)
+    x, ids, weights = make_rows(20, torch.float32)
+    expected = torch.zeros(20, HIDDEN, dtype=torch.float64)
+    for token, (chosen, shares) in enumerate(zip(ids, weights, strict=True)):
+        for expert, share in zip(chosen, shares, strict=True):
+            gate, plain = (up[expert].dense().double() @ x[token].double() + 0.25).chunk(2)
+            gated = torch.nn.functional.silu(gate) * plain
+            expected[token] += share * (down[expert].dense().double() @ gated - 0.5)
+    assert (experts(x, ids, weights) - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.usefixtures("served_kernels")
+def test_experts_of_different_schemes() -> None:
+    every = [make_experts(torch.bfloat16, SCHEMES[name]).experts for name in ("dense", "int8", "int4")]
+    up, down = ([getattr(every[i % 3], name)[i] for i in range(NUM_EXPERTS)] for name in ("up", "down"))
+    experts = GroupedExperts(Experts(up, down, Activation.SILU), CPU)
+    assert experts.is_one_call
+    x, ids, weights = make_rows(30, torch.bfloat16)
+    assert torch.equal(experts(x, ids, weights), experts.one_by_one(x, ids, weights))
+
+
+def test_without_compiled_kernels_experts_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagewire.kernels.cpu.kernels.load", lambda: None)
+    experts = make_experts(torch.float32)
+    assert experts.compiled is None
+    x, ids, weights = make_rows(12, torch.float32)
+    whole = experts(x, ids, weights)
+    assert torch.equal(experts(x[3:4], ids[3:4], weights[3:4])[0], whole[3])
+    assert experts(x[:0], ids[:0], weights[:0]).shape == (0, HIDDEN)
+    with pytest.raises(ValueError, match="none of 6 experts"):
+        experts(x, ids + 5, weights)
+
+
+def test_what_does_not_fit_is_refused(best_kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagewire.kernels.cpu.kernels.load", lambda: best_kernels)
+    experts = make_experts(torch.float32)
+    assert experts.compiled is not None
+    x, ids, weights = make_rows(3, torch.float32)
+    assert experts(x[:0], ids[:0], weights[:0]).shape == (0, HIDDEN)
+    for wrong in (-1, NUM_EXPERTS):
+        with pytest.raises(ValueError, match="none of 6 experts"):
+            experts(x, torch.full_like(ids, wrong), weights)
+    for arguments in ((x, ids.int(), weights), (x, ids[:2], weights), (x, ids, weights[:, :1])):
+        with pytest.raises(ValueError, match="for x"):
+            experts(*arguments)
+    with pytest.raises(ValueError, match="rows of 128"):
+        experts(x.bfloat16(), ids, weights)
+    for counts in ([3], [4, 0, 0, 0, 0, 0], [4, -1, 0, 0, 0, 0]):
+        with pytest.raises(ValueError, match="3 rows"):
+            experts.compiled.up(x, counts)
+    held = experts.experts
+    with pytest.raises(ValueError, match="experts differ"):
+        best_kernels.experts(Experts([*held.up[:5], held.down[0]], held.down, Activation.SILU))
+    with pytest.raises(ValueError, match="wide"):
+        best_kernels.experts(Experts(held.down, held.up, Activation.SILU))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_routing(served_kernels: CpuKernels, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for num_experts, num_chosen in ((4, 1), (16, 2), (60, 4), (128, 8), (3, 3)):
+        # No two are equal, in any dtype: which of equal ones PyTorch takes is its own choice.
+        order = torch.stack([torch.randperm(num_experts, generator=generator) for _ in range(40)])
+        logits = (order / 16).to(dtype)
+        for normalised, rounded in ((False, False), (True, False), (True, True)):
+            router = Router(pack(dense_weight(logits[:, :1])), num_chosen, normalised, rounded)
+            ids, weights = route(logits, router)
+            expected = reference.route(logits, num_chosen, normalised=normalised, rounded=rounded)
+            assert torch.equal(ids, expected[0])
+            torch.testing.assert_close(weights, expected[1], rtol=2**-8 if rounded else 1e-5, atol=1e-7)
+            alone = [route(row[None], router) for row in logits[:5]]
+            assert torch.equal(torch.cat([a[0] for a in alone]), ids[:5])
+            assert torch.equal(torch.cat([a[1] for a in alone]), weights[:5])
+    with pytest.raises(ValueError, match="cannot be chosen"):
+        served_kernels.route(logits, 4, normalised=True, rounded=True)
+
+
+@pytest.mark.usefixtures("served_kernels")
+def test_routing_of_equal_and_of_broken_logits() -> None:
+    logits = torch.zeros(4, 20)
+    logits[1, 7] = torch.nan
+    logits[2] = torch.inf
+    logits[3, 5:] = -torch.inf
+    ids, weights = route(logits, Router(pack(dense_weight(logits[:, :1])), 4, True, False))
+    assert ids[0].tolist() == ids[3].tolist() == [0, 1, 2, 3]
+    assert weights[0].tolist() == weights[3].tolist() == [0.25] * 4
+    assert weights[1:3].isnan().all() and ids.min() >= 0 and ids.max() < 20
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("served_kernels")
+def test_adding_a_shared_expert(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(4)
+    out, x = (torch.randn(400, 100, generator=generator).to(dtype) for _ in range(2))
+    gate = (3 * torch.randn(400, 1, generator=generator)).to(dtype)
+    found, expected = out.clone(), out.clone()
+    add_gated(found, x, gate)
+    reference.add_gated(expected, x, gate)
+    rtol = {torch.float32: 1e-5, torch.float16: 2**-9}.get(dtype, 2**-6)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol)
+    alone = out[7:8].clone()
+    add_gated(alone, x[7:8], gate[7:8])
+    assert torch.equal(alone[0], found[7])
+    with pytest.raises(ValueError, match="gates"):
+        add_gated(found, x, gate[:5])
