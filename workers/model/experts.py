@@ -34,6 +34,8 @@ def pack_experts(module: nn.Module, weights: Weights, device: torch.device) -> N
         child.grouped = grouped_experts(child, weights, device)
         for owned in (up_name(child), "down_proj"):
             delattr(child, owned)
+            if child.has_bias:  # it is in the packed layers
+                setattr(child, f"{owned}_bias", None)
         child.config._experts_implementation = NAME
     if experts:
         from transformers.integrations.moe import ExpertsInterface
