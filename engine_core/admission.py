@@ -11,7 +11,8 @@ from collections.abc import Iterable
 
 from pagewire.ipc.bounds import MAX_INT, check_int, check_number
 from pagewire.ipc.messages import EngineInfo, Request
-from pagewire.ipc.params import PoolingParams, max_n
+from pagewire.ipc.params import max_n
+from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.tenants import check_tenant
 
 PRIORITY_LIMIT = 2**31  # priorities lie within +- this

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ from pagewire.workers.model.model import (
     resolve_max_model_len,
 )
 from pagewire.workers.model.modules import build_module
+from pagewire.workers.model.pooler import Pooler
 from pagewire.workers.model.proof import DryRun, check_config, prove, reference_logits
 from pagewire.workers.model.stack import DecoderStack, build_stack
 from pagewire.workers.model.transforms import (
@@ -62,7 +64,8 @@ class Phases:
 class LoadedModel:
     """A model that has passed the proof (`proof.py`), with its properties.
 
-    kv_scales: see `StepContext`.
+    kv_scales: see `StepContext`. kv_shapes: of each layer; empty for an encoder.
+    pooler: of a model that pools; None: it generates.
     """
 
     model: Model
@@ -74,6 +77,7 @@ class LoadedModel:
     kv_shapes: list[KVShape]
     kv_scales: list[KVScales]
     weight_bytes: int
+    pooler: Pooler | None = None
 
     @property
     def is_stack(self) -> bool:
@@ -115,24 +119,36 @@ def load_model(worker_config: WorkerConfig, phases: Phases, device: Device) -> L
     for note, count in weights.notes.items():
         logger.info("weights of %d products: %s", count, note)
     phases.end("transform")
-    eos = getattr(config.get_text_config(), "eos_token_id", None)
     return LoadedModel(
         model=model,
         architecture=architecture,
         dtype=dtype,
         vocab_size=vocab_size or expected[0].shape[-1],
         max_model_len=max_model_len,
-        eos_token_id=eos[0] if isinstance(eos, list) and eos else eos if isinstance(eos, int) else None,
+        eos_token_id=end_of_sequence(config),
         kv_shapes=[replace(shape, dtype=kv_dtype) for shape in shapes],
         kv_scales=scales,
         weight_bytes=weight_bytes(model),
     )
 
 
+def end_of_sequence(config: Any) -> int | None:
+    """The main end-of-sequence token of a configuration; None if it has none."""
+    eos = getattr(config.get_text_config(), "eos_token_id", None)
+    return eos[0] if isinstance(eos, list) and eos else eos if isinstance(eos, int) else None
+
+
 def transform(
-    weights: Weights, run: DryRun, expected: list[torch.Tensor], max_model_len: int, device: Device
+    weights: Weights,
+    run: DryRun,
+    expected: list[torch.Tensor],
+    max_model_len: int,
+    device: Device,
+    make: Callable[[Any, bool], Model] = Model,
 ) -> tuple[Model, list[KVShape]]:
     """Replace the module by a `DecoderStack` if that is possible, else part by part, and prove the result.
+
+    make: the model of a module whose attention is replaced.
 
     Raises:
         LoadError: the proof fails.
@@ -140,7 +156,7 @@ def transform(
     attention.register()
     causal = weights.causal
     causal.set_attn_implementation(attention.NAME)
-    model = Model(causal, device.batch_invariant)
+    model = make(causal, device.batch_invariant)
     base, others = model.base, dict(causal.named_children())
     if (stack := build_stack(base, weights, device.torch_device)) is not None:
         model.base = stack.to(device.torch_device)

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from pagewire.kernels.cpu.memory import reserved
 from pagewire.workers.device.interface import Device
+from pagewire.workers.errors import LoadError
 from pagewire.workers.model.loading import LoadedModel, Phases, load_model
+from pagewire.workers.model.pooling_loading import is_pooling, load_pooling_model
 from pagewire.workers.weight_cache import file, folder
 from pagewire.workers.weight_cache.ahead import WeightsAhead
 from pagewire.workers.weight_cache.file import PackedFile
@@ -35,8 +37,12 @@ def load(ahead: WeightsAhead, phases: Phases, device: Device) -> LoadedModel:
     if ahead.packed is not None and (loaded := from_packed(ahead.packed)) is not None:
         phases.end("packed weights")
         return loaded
+    try:
+        load_it = load_pooling_model if is_pooling(ahead.config) else load_model
+    except ValueError as error:
+        raise LoadError(str(error)) from error
     with reserved(ahead.reserve):
-        return load_model(ahead.config, phases, device)
+        return load_it(ahead.config, phases, device)
 
 
 def from_packed(packed: PackedFile) -> LoadedModel | None:
@@ -53,8 +59,11 @@ def from_packed(packed: PackedFile) -> LoadedModel | None:
 
 
 def keep_in_background(loaded: LoadedModel, ahead: WeightsAhead) -> threading.Thread | None:
-    """Write the packed weights of a model in a thread; None if they came from a file, or cannot be kept."""
-    if ahead.key is None or ahead.packed is not None:
+    """Write the packed weights of a model in a thread; None if they came from a file, or cannot be kept.
+
+    Those of models that pool are not kept.
+    """
+    if ahead.key is None or ahead.packed is not None or loaded.pooler is not None:
         return None
     try:
         tensors: list[Tensor] = []
