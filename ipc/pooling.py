@@ -60,7 +60,9 @@ class PoolingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=Tr
     def __post_init__(self) -> None:
         check_fields(self)
         if self.task is not None and self.task not in TASKS:
-            raise ValueError(f"{unknown_name('pooling task', self.task, TASKS)}; there are {', '.join(TASKS)}")
+            raise ValueError(
+                f"{unknown_name('pooling task', self.task, TASKS)}; there are {', '.join(TASKS)}"
+            )
         if self.truncate_prompt_tokens == 0:
             raise ValueError("truncate_prompt_tokens must be -1 or at least 1, got 0")
         if self.softmax is not None:
@@ -169,11 +171,15 @@ class PoolingInfo(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
         """
         task = params.task
         if task not in self.tasks:
-            raise ValueError(f"this model does not serve the task {task!r}, it serves {', '.join(self.tasks)}")
+            raise ValueError(
+                f"this model does not serve the task {task!r}, it serves {', '.join(self.tasks)}"
+            )
         if params.all_tokens != self.needs_all_tokens(task):
             raise ValueError(f"all_tokens must be {self.needs_all_tokens(task)} for {task} with this model")
         if params.second_segment and (not self.token_types or params.second_segment >= num_tokens):
-            raise ValueError(f"second_segment={params.second_segment}: there is no such segment with this model")
+            raise ValueError(
+                f"second_segment={params.second_segment}: there is no such segment with this model"
+            )
         self._check_dimensions(params.dimensions, task)
         size = 4 * self.size * (num_tokens if task in TOKEN_TASKS else 1)
         if size > MAX_POOLED_BYTES:
@@ -189,8 +195,8 @@ class PoolingInfo(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
             raise ValueError(f"dimensions are those of embeddings, the task is {task}")
         if not self.matryoshka and dimensions != self.size:
             raise ValueError(
-                f"dimensions={dimensions}: this model's embeddings have {self.size} dimensions and were not trained "
-                "for fewer; hf_overrides={'is_matryoshka': True} says that they were"
+                f"dimensions={dimensions}: this model's embeddings have {self.size} dimensions and were not "
+                "trained for fewer; hf_overrides={'is_matryoshka': True} says that they were"
             )
         if dimensions > self.size:
             raise ValueError(f"dimensions={dimensions}: this model's embeddings have {self.size} dimensions")

@@ -38,8 +38,9 @@ def paged_attention(
     """Attention of every query token to its own request's keys and values: causal unless `future` is given.
 
     Query i of a request with `query_len` tokens sits at position `seq_len - query_len + i` and sees the keys at
-    positions 0 to its own, and `future` keys after it, as far as the request has them. The logit of a key is `q . k * scale`, then softcapped, then biased by ALiBi. The
-    bits of a token's output depend on its request alone, not on the batch, the chunking or the threads.
+    positions 0 to its own, and `future` keys after it, as far as the request has them. The logit of a key is
+    `q . k * scale`, then softcapped, then biased by ALiBi. The bits of a token's output depend on its request
+    alone, not on the batch, the chunking or the threads.
 
     Args:
         q: [T, Hq, D], any strides as long as D is contiguous.

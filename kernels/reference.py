@@ -82,7 +82,9 @@ def paged_attention(
             start, stop = max(begin, first), min(begin + QUERIES, seq_len)
             block = _padded(queries[:, start - first : stop - first], QUERIES, start - begin)
             positions = torch.arange(begin, begin + QUERIES, device=q.device)[:, None]
-            attended = _attend(block, tiles[: -(-min(stop + future, seq_len) // KEYS)], positions, bias, sinks)
+            attended = _attend(
+                block, tiles[: -(-min(stop + future, seq_len) // KEYS)], positions, bias, sinks
+            )
             real = attended[:, start - begin : stop - begin].transpose(0, 1)
             out[rows][start - first : stop - first] = real.to(out.dtype)
     return out

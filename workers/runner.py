@@ -216,7 +216,8 @@ class Runner:
         ]
         pools = isinstance(task, PoolingParams)
         rows = [
-            Row(slot, 0, length, num_samples=int(not pools), pool=pools) for slot, length in enumerate(lengths)
+            Row(slot, 0, length, num_samples=int(not pools), pool=pools)
+            for slot, length in enumerate(lengths)
         ]
         self.step(StepPlan(-1, rows, inits))
         self.step(StepPlan(-1, [], [], list(range(len(lengths)))))

@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pagewire.ipc.items import LogprobRows
 from pagewire.ipc.codec import Tensor as PlainTensor
+from pagewire.ipc.items import LogprobRows
 from pagewire.ipc.worker_messages import Masks, Row, RowResult, StepPlan, StepResult
 from pagewire.workers.batch import Batch
 from pagewire.workers.device.interface import Device, Event, PendingTokens, TokenSampler
@@ -137,7 +137,7 @@ class RunningStep:
                     continue
                 if pooled is not None:
                     values = pooled.cpu().contiguous()
-                    data = memoryview(values.numpy()).cast("B") if values.numel() else b""
+                    data = values.numpy().tobytes()
                     result.rows[i].pooled = PlainTensor("float32", tuple(values.shape), data)
         self._end = self._runner.device.record_event()
 

@@ -160,6 +160,7 @@ class Intake:
                 max_model_len=core.info.max_model_len,
                 share_prefixes=core.config.args.enable_prefix_caching,
                 tenant=tenant,
+                whole=core.info.pooling is not None and core.info.pooling.whole_prompts,
             )
             core.lobby.add(group, core.scheduler.waiting.num_before(tenant), now)
         except (ValueError, TypeError, EngineBusyError, PermissionError) as error:

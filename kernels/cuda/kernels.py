@@ -76,7 +76,9 @@ class CudaKernels:
     ) -> Tensor:
         """See `pagewire.kernels.attention.paged_attention`."""
         if future:
-            raise NotImplementedError("attention to later tokens has no CUDA kernel yet: encoders run on CPUs")
+            raise NotImplementedError(
+                "attention to later tokens has no CUDA kernel yet: encoders run on CPUs"
+            )
         return attention.paged_attention(
             self.launcher,
             self._workspace,

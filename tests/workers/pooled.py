@@ -26,17 +26,31 @@ ENCODERS = {
     "modernbert": SIZES | {"local_attention": 8, "global_attn_every_n_layers": 2, "pad_token_id": 0},
     "mpnet": SIZES | {"pad_token_id": 1},
     "deberta-v2": SIZES
-    | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 8, "norm_rel_ebd": "layer_norm"},
+    | {
+        "relative_attention": True,
+        "pos_att_type": ["c2p", "p2c"],
+        "position_buckets": 8,
+        "norm_rel_ebd": "layer_norm",
+    },
 }
 CAUSAL = {
     "llama": COMMON | GROUPED,
     "qwen3": COMMON | GROUPED,
     "mistral": COMMON | GROUPED | {"sliding_window": 7},
-    "gpt2": {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.15},
+    "gpt2": {
+        "vocab_size": 128,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 128,
+        "initializer_range": 0.15,
+    },
 }
 
 
-def write(folder: Path, model_type: str, head: str = "AutoModel", dtype: str = "float32", **fields: Any) -> Path:
+def write(
+    folder: Path, model_type: str, head: str = "AutoModel", dtype: str = "float32", **fields: Any
+) -> Path:
     """A checkpoint with random weights in `folder`."""
     import transformers
 
@@ -51,14 +65,18 @@ def write(folder: Path, model_type: str, head: str = "AutoModel", dtype: str = "
     return folder
 
 
-def sentence_transformer(folder: Path, mode: str, *, normalize: bool = True, dense: int | None = None) -> None:
+def sentence_transformer(
+    folder: Path, mode: str, *, normalize: bool = True, dense: int | None = None
+) -> None:
     """Write the files of sentence-transformers beside a checkpoint. dense: outputs of a linear layer with tanh."""
     from safetensors.torch import save_file
 
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling/config.json").write_text(
-        json.dumps({"word_embedding_dimension": 64, f"pooling_mode_{mode}": True, "pooling_mode_max_tokens": False})
+        json.dumps(
+            {"word_embedding_dimension": 64, f"pooling_mode_{mode}": True, "pooling_mode_max_tokens": False}
+        )
     )
     if dense is not None:
         modules.append(("2_Dense", "Dense"))
@@ -100,7 +118,10 @@ def pool(
                 rows.append(Row(slot, done[slot], count, pool=True))
                 done[slot] += count
                 left -= count
-        new, inits = [i for i in inits if i.slot <= rows[-1].slot], [i for i in inits if i.slot > rows[-1].slot]
+        new, inits = (
+            [i for i in inits if i.slot <= rows[-1].slot],
+            [i for i in inits if i.slot > rows[-1].slot],
+        )
         for row, result in zip(rows, runner.step(StepPlan(1, rows, new)).rows, strict=True):
             assert result.error is None
             assert (result.pooled is not None) == (done[row.slot] == len(prompts[row.slot]))

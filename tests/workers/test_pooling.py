@@ -97,7 +97,9 @@ def test_classifiers(model_type: str, tmp_path: Path) -> None:
     )
     logits = torch.stack(pool(runner, prompts, raw))
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
-    torch.testing.assert_close(torch.stack(pool(runner, prompts, own)), expected.softmax(1), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        torch.stack(pool(runner, prompts, own)), expected.softmax(1), atol=1e-4, rtol=0
+    )
     assert torch.equal(pool(runner, prompts[2:3], raw)[0], logits[2])
 
 
@@ -157,7 +159,11 @@ def test_colbert_has_embeddings_of_tokens_only(tmp_path: Path) -> None:
     kept = [entry for entry in json.loads(modules) if not entry["type"].endswith("Pooling")]
     (folder / "modules.json").write_text(json.dumps(kept))
     runner, ready = load_runner(folder)
-    assert ready.pooling is not None and ready.pooling.tasks == ["token_embed"] and ready.pooling.late_interaction
+    assert (
+        ready.pooling is not None
+        and ready.pooling.tasks == ["token_embed"]
+        and ready.pooling.late_interaction
+    )
     weights = load_file(folder / "2_Dense/model.safetensors")
     prompts = make_prompts(128, LENGTHS)
     for found, hidden in zip(pool(runner, prompts, TOKENS), states(folder, prompts), strict=True):

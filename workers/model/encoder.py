@@ -124,7 +124,7 @@ class EncoderModel(PoolingModel):
         with step, self.arithmetic() if self.guarded else nullcontext():
             if self.packed:
                 return self.base(**inputs)[0][0]  # type: ignore[no-any-return]
-            parts = [x.split(step.lengths, dim=1) for x in inputs.values()]
+            parts = [torch.split(x, step.lengths, dim=1) for x in inputs.values()]
             each = [dict(zip(inputs, part, strict=True)) for part in zip(*parts, strict=True)]
             return torch.cat([self.base(**part)[0][0] for part in each])
 

@@ -26,8 +26,8 @@ NOT_FINITE = "the model's hidden states are not finite"
 class PoolingSlot:
     """What was pooled so far of a prompt that is computed in chunks.
 
-    total: int64 [H], the sum of a mean. first: float [H], the state of the first token. parts: float32 [n, D] of the
-    chunks, vectors of tokens.
+    total: int64 [H], the sum of a mean. first: float [H], the state of the first token. parts: float32 [n, D] of
+    the chunks, vectors of tokens.
     """
 
     task: PoolingParams
@@ -55,7 +55,12 @@ class Pooler:
     """Pools rows by a specification. dtype: of the hidden states."""
 
     def __init__(
-        self, spec: PoolingSpec, info: PoolingInfo, model: PoolingModel, dense: Sequence[Dense], dtype: torch.dtype
+        self,
+        spec: PoolingSpec,
+        info: PoolingInfo,
+        model: PoolingModel,
+        dense: Sequence[Dense],
+        dtype: torch.dtype,
     ) -> None:
         self.spec, self.info = spec, info
         self._model, self._dense, self._dtype = model, dense, dtype

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -53,7 +53,12 @@ from pagewire.workers.model.proof import (
 from pagewire.workers.model.transforms import tabulate_rotary
 from pagewire.workers.model.weights import Weights
 
-FUNCTIONS = {"Tanh": torch.tanh, "GELU": torch.nn.functional.gelu, "ReLU": torch.relu, "Sigmoid": torch.sigmoid}
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "Tanh": torch.tanh,
+    "GELU": torch.nn.functional.gelu,
+    "ReLU": torch.relu,
+    "Sigmoid": torch.sigmoid,
+}
 LENGTHS = (20, 9)  # tokens of the prompts by which an encoder is proven
 CLASSES: dict[str, ModelClass] = {
     "embed": BASE,
@@ -181,9 +186,7 @@ def reference_states(weights: Weights, run: DryRun) -> tuple[list[Tensor], list[
     return hidden, scores[-len(hidden) :]
 
 
-def check_scores(
-    model: PoolingModel, spec: PoolingSpec, hidden: list[Tensor], scores: list[Tensor]
-) -> None:
+def check_scores(model: PoolingModel, spec: PoolingSpec, hidden: list[Tensor], scores: list[Tensor]) -> None:
     """Compare the classifier's logits with those of the untouched module, given its hidden states.
 
     Raises:
@@ -212,7 +215,9 @@ def load_encoder(
         LoadError: it is not served; the text says why.
     """
     if device.torch_device.type != "cpu":
-        raise refuse(weights.causal.config, "encoders run on CPUs only: attention to later tokens has no CUDA kernel")
+        raise refuse(
+            weights.causal.config, "encoders run on CPUs only: attention to later tokens has no CUDA kernel"
+        )
     module = weights.causal
     if getattr(module.config, "is_decoder", False):
         raise refuse(module.config, "is_decoder is set: as a decoder it is not served")
@@ -254,10 +259,12 @@ def encoded(model: EncoderModel, run: DryRun) -> list[Tensor]:
     batch = AttentionBatch(starts, none, none, none, max(lengths), max(lengths))
     positions = torch.cat([torch.arange(n) for n in lengths])
     hidden = model.hidden_states(torch.cat(run.token_ids), model.context(batch, positions))
-    return list(hidden.split(lengths))
+    return list(torch.split(hidden, lengths))
 
 
-def pooling_info(spec: PoolingSpec, config: Any, settings: PoolerConfig | None, base: Any, size: int) -> PoolingInfo:
+def pooling_info(
+    spec: PoolingSpec, config: Any, settings: PoolerConfig | None, base: Any, size: int
+) -> PoolingInfo:
     """What frontends and the core need to know of a model's pooling. size: of an embedding, or number of labels."""
     settings = settings or PoolerConfig()
     tasks = {
@@ -301,7 +308,9 @@ def load_dense(spec: PoolingSpec, dtype: torch.dtype, device: Device) -> list[De
         source = Checkpoint(folder)
         names = set(source.names)
         if "linear.weight" not in names or not names <= {"linear.weight", "linear.bias"}:
-            raise LoadError(f"{folder} must hold linear.weight, and linear.bias or not; it holds {sorted(names)}")
+            raise LoadError(
+                f"{folder} must hold linear.weight, and linear.bias or not; it holds {sorted(names)}"
+            )
         bias = source.read("linear.bias").to(dtype) if "linear.bias" in names else None
         weight = dense_weight(source.read("linear.weight").to(dtype).clone(), dtype)
         layers.append(Dense(pack(weight, bias, device.torch_device), FUNCTIONS.get(name)))

@@ -97,7 +97,7 @@ def base_of(module: Any) -> Any:
 
 def position_offset(base: Any) -> int:
     """The position of a prompt's first token: RoBERTa and its descendants count from behind the padding token."""
-    embeddings = getattr(base, "embeddings", None)
+    embeddings: Any = getattr(base, "embeddings", None)
     if hasattr(embeddings, "create_position_ids_from_inputs_embeds"):
         return int(embeddings.padding_idx) + 1
     return 0

@@ -22,7 +22,17 @@ from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.workers.errors import LoadError
 
 ENCODERS = {
-    *("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "nomic_bert", "modernbert", "gte"),
+    *(
+        "bert",
+        "roberta",
+        "xlm-roberta",
+        "camembert",
+        "distilbert",
+        "mpnet",
+        "nomic_bert",
+        "modernbert",
+        "gte",
+    ),
     *("deberta-v2",),
 }
 """Model types whose tokens attend to later ones, too."""
@@ -95,7 +105,9 @@ def pools(config: WorkerConfig, values: dict[str, Any]) -> bool:
     if values.get("is_encoder_decoder"):
         return False  # refused where models that generate are loaded
     name = architecture(values)
-    return bool(name) and not name.endswith("ForCausalLM") and kind_of(name) is not None and "LMHead" not in name
+    return (
+        bool(name) and not name.endswith("ForCausalLM") and kind_of(name) is not None and "LMHead" not in name
+    )
 
 
 def read_spec(config: WorkerConfig, values: dict[str, Any]) -> PoolingSpec:
@@ -122,7 +134,11 @@ def read_spec(config: WorkerConfig, values: dict[str, Any]) -> PoolingSpec:
             default = "MEAN"
         normalize = config.convert != "reward"
         spec = PoolingSpec(kind, default, encoder, False, activation=activation_of(values, kind))
-        return changed(spec, config.pooler_config) if normalize else changed(spec, PoolerConfig(activation=False))
+        return (
+            changed(spec, config.pooler_config)
+            if normalize
+            else changed(spec, PoolerConfig(activation=False))
+        )
     spec = PoolingSpec(kind, "CLS" if encoder else "LAST", encoder)
     if not is_gguf(config.model_path):
         spec = with_modules(spec, Path(config.model_path))
@@ -166,7 +182,9 @@ def activation_of(values: dict[str, Any], kind: str) -> str:
     if named is not None:
         function = str(named).rpartition(".")[2]
         if function not in ACTIVATIONS:
-            raise LoadError(f"the cross-encoder's activation {named} is not served: {', '.join(ACTIVATIONS)} are")
+            raise LoadError(
+                f"the cross-encoder's activation {named} is not served: {', '.join(ACTIVATIONS)} are"
+            )
         return ACTIVATIONS[function]
     if values.get("problem_type") in PROBLEMS:
         return PROBLEMS[values["problem_type"]]
@@ -191,7 +209,9 @@ def with_modules(spec: PoolingSpec, folder: Path) -> PoolingSpec:
     for index, (kind, path) in enumerate(modules):
         if kind == "Transformer":
             if index or path != folder:
-                raise LoadError(f"modules.json: a transformer in {path}, not in the model's folder, is not served")
+                raise LoadError(
+                    f"modules.json: a transformer in {path}, not in the model's folder, is not served"
+                )
         elif kind == "Pooling":
             pooling_type = read_pooling_type(path)
         elif kind == "Dense":
@@ -238,14 +258,16 @@ def read_modules(folder: Path) -> list[tuple[str, Path]]:
         entries = sorted(json.loads(read_file(path)), key=lambda entry: entry["idx"])
         found = [(str(entry["type"]).rpartition(".")[2], str(entry["path"])) for entry in entries]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise LoadError(f"{path} does not list the modules of a sentence-transformers model: {error}") from error
+        raise LoadError(
+            f"{path} does not list the modules of a sentence-transformers model: {error}"
+        ) from error
     if any(Path(name).is_absolute() or ".." in Path(name).parts for _, name in found):
         raise LoadError(f"{path} names a folder outside of the model's")
     return [(kind, folder / name if name else folder) for kind, name in found]
 
 
 def read_pooling_type(folder: Path) -> str:
-    """"LAST", "MEAN" or "CLS", as the configuration of a Pooling module says.
+    """ "LAST", "MEAN" or "CLS", as the configuration of a Pooling module says.
 
     Raises:
         LoadError: another type, several at once, or prompts that are left out of a mean.
@@ -260,5 +282,7 @@ def read_pooling_type(folder: Path) -> str:
             "last token, or the mean of all tokens it is"
         )
     if values.get("include_prompt") is False:
-        raise LoadError(f"{folder.name}: include_prompt=false, a mean without the prompt's tokens, is not served")
+        raise LoadError(
+            f"{folder.name}: include_prompt=false, a mean without the prompt's tokens, is not served"
+        )
     return POOLING_MODES[chosen[0]]
