@@ -21,6 +21,7 @@ class TextPair:
 
     first: str
     second: str
+    cache_salt: str | None = None
 
 
 def pooling_info(info: EngineInfo) -> PoolingInfo:
@@ -127,7 +128,9 @@ def prepare(
     request = Request(
         key=key,
         request_id=request_id,
-        prompt=Prompt(token_ids, cache_salt=salt_of(prompt)),
+        prompt=Prompt(
+            token_ids, cache_salt=prompt.cache_salt if isinstance(prompt, TextPair) else salt_of(prompt)
+        ),
         task=params,
         seed=0,
         priority=priority,

@@ -54,8 +54,9 @@ def test_causal_models_embed(model_type: str, tmp_path: Path) -> None:
             assert cosine(vector, hidden.mean(0)) > 0.999999
 
 
-@pytest.mark.parametrize("model_type", ENCODERS)
-@pytest.mark.parametrize("mode", ["mean_tokens", "cls_token"])
+@pytest.mark.parametrize(
+    ("model_type", "mode"), [*((name, "mean_tokens") for name in ENCODERS), ("bert", "cls_token")]
+)
 def test_encoders_embed(model_type: str, mode: str, tmp_path: Path) -> None:
     folder = write(tmp_path, model_type)
     sentence_transformer(folder, mode, normalize=False)
@@ -68,20 +69,22 @@ def test_encoders_embed(model_type: str, mode: str, tmp_path: Path) -> None:
         assert cosine(vector, expected) > 0.999999
 
 
-@pytest.mark.parametrize("model_type", [*CAUSAL, *ENCODERS])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("model_type", "dtype"),
+    [*((name, "float32") for name in (*CAUSAL, *ENCODERS)), ("llama", "bfloat16"), ("bert", "float16")],
+)
 def test_bits_are_those_of_a_prompt_alone(model_type: str, dtype: str, tmp_path: Path) -> None:
     folder = write(tmp_path, model_type, dtype=dtype)
     mean = PoolerConfig(pooling_type="MEAN")
     runner, _ = load_runner(folder, runner="pooling", pooler_config=mean, max_num_seqs=64, num_blocks=512)
-    prompts = make_prompts(128, [*LENGTHS, *range(1, 59)])
+    prompts = make_prompts(128, [*LENGTHS, *range(1, 59)] if model_type in ("llama", "bert") else LENGTHS)
     for task in (MEAN, TOKENS):
         crowd = pool(runner, prompts, task)
-        for prompt, vector in list(zip(prompts, crowd, strict=True))[:8]:
+        for prompt, vector in list(zip(prompts, crowd, strict=True))[:5]:
             assert torch.equal(pool(runner, [prompt], task)[0], vector)
         if model_type in CAUSAL:
             chunked = pool(runner, prompts[:8], task, budget=7)
-            assert all(map(torch.equal, chunked, crowd))
+            assert all(map(torch.equal, chunked, crowd[:8]))
 
 
 @pytest.mark.parametrize("model_type", [*CAUSAL, *ENCODERS])
