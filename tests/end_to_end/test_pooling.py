@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagewire import LLM, AsyncLLM, EngineArgs, PoolingParams
+from pagewire import LLM, AsyncLLM, PoolingParams
 from pagewire.frontend.llm_engine import LLMEngine
 
 from ..frontend.server.client import Client
@@ -189,13 +189,3 @@ def test_cross_encoder(tmp_path: Path) -> None:
 
         status, body = asyncio.run(score())
         assert status == 200 and [entry["score"] for entry in body["data"]] == scores
-
-
-def test_an_engine_that_generates_says_that_it_does_not_pool() -> None:
-    args = EngineArgs("demo", num_threads=1)
-    assert args.runner == "auto"
-    with LLM("demo", **SMALL) as llm:
-        with pytest.raises(ValueError, match="generates text and does not pool"):
-            llm.embed("for")
-        with pytest.raises(ValueError, match="generates text and does not pool"):
-            llm.score("for", "while")

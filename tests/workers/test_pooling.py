@@ -197,6 +197,8 @@ def test_refuses_by_name(tmp_path: Path) -> None:
         load_runner(folder, runner="generate", convert="embed")
     with pytest.raises(LoadError, match="lacks 1 weights"):
         load_runner(folder, convert="classify")
+    with pytest.raises(LoadError, match="classifier_from_token"):
+        load_runner(folder, convert="classify", hf_overrides={"classifier_from_token": ["no", "yes"]})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForRewardModel"]}))
     with pytest.raises(LoadError, match="cannot pool"):

@@ -117,6 +117,11 @@ def read_spec(config: WorkerConfig, values: dict[str, Any]) -> PoolingSpec:
         LoadError, ValueError: it is not served, or a file is broken; the text says why.
     """
     name = architecture(values)
+    if values.get("classifier_from_token"):
+        raise LoadError(
+            "classifier_from_token, a classifier made of rows of the output layer, is not served: save the model "
+            "with a score layer, as a class that ends with ForSequenceClassification"
+        )
     encoder = values.get("model_type") in ENCODERS
     kind = kind_of(name)
     if config.convert == "embed":
