@@ -71,9 +71,13 @@ def is_pooling(worker_config: WorkerConfig) -> bool:
     """True if the model of a configuration is to pool, by its options and its checkpoint.
 
     Raises:
-        LoadError, ValueError: the options contradict each other, or a file is broken.
+        LoadError: the options contradict each other.
     """
-    return pools(worker_config, settings_of(worker_config))
+    try:
+        values = settings_of(worker_config)
+    except ValueError:
+        return False  # the file is broken, and loading says so
+    return pools(worker_config, values)
 
 
 def settings_of(worker_config: WorkerConfig) -> dict[str, Any]:

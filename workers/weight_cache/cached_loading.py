@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pagewire.kernels.cpu.memory import reserved
 from pagewire.workers.device.interface import Device
-from pagewire.workers.errors import LoadError
 from pagewire.workers.model.loading import LoadedModel, Phases, load_model
 from pagewire.workers.model.pooling_loading import is_pooling, load_pooling_model
 from pagewire.workers.weight_cache import file, folder
@@ -37,10 +36,7 @@ def load(ahead: WeightsAhead, phases: Phases, device: Device) -> LoadedModel:
     if ahead.packed is not None and (loaded := from_packed(ahead.packed)) is not None:
         phases.end("packed weights")
         return loaded
-    try:
-        load_it = load_pooling_model if is_pooling(ahead.config) else load_model
-    except ValueError as error:
-        raise LoadError(str(error)) from error
+    load_it = load_pooling_model if is_pooling(ahead.config) else load_model
     with reserved(ahead.reserve):
         return load_it(ahead.config, phases, device)
 
