@@ -11,7 +11,8 @@ from collections.abc import Iterable
 
 from pagewire.ipc.bounds import MAX_INT, check_int, check_number
 from pagewire.ipc.messages import EngineInfo, Request
-from pagewire.ipc.params import PoolingParams, max_n
+from pagewire.ipc.params import max_n
+from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.tenants import check_tenant
 
 PRIORITY_LIMIT = 2**31  # priorities lie within +- this
@@ -31,12 +32,15 @@ def check_request(request: Request, info: EngineInfo) -> None:
     check_int("rank", request.rank, 0, MAX_RANK)
     if request.tenant:
         check_tenant(request.tenant)
-    if isinstance(request.task, PoolingParams):
-        raise ValueError("this engine generates text and does not pool: submit SamplingParams")
     if request.prompt.media:
         raise ValueError("this engine takes no media: submit a prompt of tokens alone")
     if request.prompt.adapter:
         raise ValueError("this engine has no adapters: submit the prompt without one")
+    if isinstance(request.task, PoolingParams):
+        check_pooling(request, request.task, info)
+        return
+    if info.pooling is not None:
+        raise ValueError("this engine pools and does not generate: submit PoolingParams")
     if request.task.n > max_n():
         raise ValueError(f"n must be at most {max_n()}, got {request.task.n}")
     num_prompt = len(request.prompt.token_ids)
@@ -55,6 +59,24 @@ def check_request(request: Request, info: EngineInfo) -> None:
     check_int("num_prompt_logprobs", request.num_prompt_logprobs, 0, num_prompt - 1)
     if request.output_token_ids is not None:
         check_resumed(request, info)
+
+
+def check_pooling(request: Request, params: PoolingParams, info: EngineInfo) -> None:
+    """Check that the engine can pool a request; raises ValueError."""
+    if info.pooling is None:
+        raise ValueError("this engine generates text and does not pool: submit SamplingParams")
+    num_tokens = len(request.prompt.token_ids)
+    if num_tokens == 0:
+        raise ValueError("the prompt is empty")
+    if num_tokens > info.max_model_len:
+        raise ValueError(
+            f"This model's maximum context length is {info.max_model_len} tokens. However, the prompt has "
+            f"{num_tokens} tokens: the prompt is too long (max_model_len is {info.max_model_len})"
+        )
+    check_token_ids("prompt", request.prompt.token_ids, info.vocab_size)
+    if request.output_token_ids:
+        raise ValueError("output_token_ids: a request to pool has none")
+    info.pooling.check(params, num_tokens)
 
 
 def check_params(request: Request, info: EngineInfo) -> None:

@@ -12,6 +12,7 @@ from pagewire.ipc.hub import model_folder, read_configs
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import max_n
+from pagewire.ipc.pooling import PoolerConfig
 from pagewire.ipc.quantization import resolve_quantization, settings_of
 from pagewire.ipc.worker_messages import Parallel, Ready, WorkerConfig
 
@@ -108,17 +109,23 @@ class EngineConfig:
                 shared_memory=not args.disable_custom_all_reduce,
                 max_loading=args.max_parallel_loading_workers or 0,
             ),
+            runner=args.runner,
+            convert=args.convert,
+            pooler_config=PoolerConfig.read(args.pooler_config),
         )
 
     def scheduler_config(self, ready: Ready) -> SchedulerConfig:
-        """The scheduler's limits, given the KV blocks that the worker has allocated."""
-        args = self.args
+        """The scheduler's limits, given the KV blocks that the worker has allocated.
+
+        A prompt of an encoder has no KV cache, and runs in one step. One block, of any size, stands for it.
+        """
+        args, whole = self.args, ready.pooling is not None and ready.pooling.whole_prompts
         return SchedulerConfig(
             num_blocks=ready.num_blocks,
-            block_size=args.block_size,
+            block_size=ready.max_model_len if whole else args.block_size,
             max_model_len=ready.max_model_len,
             max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=args.max_num_batched_tokens,
+            max_num_batched_tokens=max(args.max_num_batched_tokens, ready.max_model_len if whole else 1),
             policy=args.scheduling_policy,
             depth=2 if args.async_scheduling else 1,
         )
@@ -151,6 +158,7 @@ class EngineConfig:
             startup_seconds=ready.startup_seconds,
             scheduling_policy=args.scheduling_policy,
             figures=ready.figures,
+            pooling=ready.pooling,
         )
 
 

@@ -21,6 +21,8 @@ from pagewire.frontend.inputs import CheckedParams, Prepared, PromptType
 from pagewire.frontend.logprob_budget import LogprobBudget
 from pagewire.frontend.metrics import Metric, read_metrics
 from pagewire.frontend.outputs import RequestOutput, RequestState
+from pagewire.frontend.pooling.batch import complete
+from pagewire.frontend.pooling.outputs import PoolingRequestOutput
 from pagewire.frontend.session import Session, ignore_usage_context, refuse_unsupported
 from pagewire.frontend.stat_loggers import StatLoggerBase, checked, status_line
 from pagewire.frontend.text.tokenizer import Tokenizer
@@ -29,6 +31,7 @@ from pagewire.ipc.errors import EngineDeadError
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.sockets import CurveKeys
 
 T = TypeVar("T")
@@ -303,10 +306,72 @@ class AsyncLLM(AsyncEngineCalls):
         """End one or several requests; their generators end with the finish reason "abort"."""
         self.session.abort(self.session.find([request_id] if isinstance(request_id, str) else request_id))
 
-    async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        """Pooling models are not supported yet: raises NotImplementedError."""
-        raise NotImplementedError("encode: pooling models are not supported yet")
-        yield  # type: ignore[unreachable]  # makes it a generator, as its callers expect
+    async def encode(
+        self,
+        prompt: PromptType,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: Any = None,
+        priority: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput[Any], None]:
+        """Pool a prompt; gives one output. Leaving the loop before aborts the request. Otherwise as `generate`."""
+        refuse_unsupported(lora_request=lora_request)
+        params = complete(pooling_params, self.session, None, truncate_prompt_tokens)
+        outputs = await self.pool_all(
+            [prompt], params, request_id, priority=priority, trace_headers=trace_headers
+        )
+        yield outputs[0]
+
+    async def pool_all(
+        self,
+        prompts: Sequence[Any],
+        params: PoolingParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
+        admit: Callable[[Sequence[Prepared]], None] | None = None,
+    ) -> list[PoolingRequestOutput[Any]]:
+        """The results of several prompts, which are submitted together or not at all.
+
+        params: checked (`pooling.batch.complete`). `admit` sees the requests before they are submitted, and may
+        raise. Cancelling the task aborts the requests. Otherwise as `generate_all`.
+        """
+        name = request_id or uuid.uuid4().hex
+        names = [name] if len(prompts) == 1 else [f"{name}-{i}" for i in range(len(prompts))]
+        prepared = []
+        for start in range(0, len(prompts), PROMPTS_AT_ONCE):
+            chunk = slice(start, start + PROMPTS_AT_ONCE)
+            prepared += await asyncio.to_thread(
+                self._prepare_pooling, prompts[chunk], params, names[chunk], priority
+            )
+        if admit is not None:
+            admit(prepared)
+        keys = [item.request.key for item in prepared]
+        mailbox = self._mailbox()
+        listener = mailbox.open(keys)
+        states: list[RequestState] = []
+        results: dict[int, Any] = {}
+        try:
+            states = self.session.submit(prepared, mailbox, trace_headers)
+            places = {state.key: (index, state) for index, state in enumerate(states)}
+            while places:
+                results.update(self._take(places, await listener.wait()))
+            return [results[index] for index in range(len(states))]
+        finally:
+            mailbox.close(keys)
+            self.session.abort(states)  # does nothing to those that have ended
+
+    def _prepare_pooling(
+        self, prompts: Sequence[Any], params: PoolingParams, names: Sequence[str], priority: int
+    ) -> list[Prepared]:
+        return [
+            self.session.prepare_pooling(prompt, params, name, priority)
+            for prompt, name in zip(prompts, names, strict=True)
+        ]
 
     # -------------------------------------------------------------- the engine as a whole
 

@@ -229,6 +229,11 @@ class Intake:
         Raises:
             ValueError, TypeError: a parameter is invalid or not supported.
         """
+        if self.info.pooling is not None:
+            raise ValueError(
+                f"{self.info.served_model_names[0]} pools and does not generate: use encode, embed, classify, "
+                "score or reward, or start the engine with runner='generate'"
+            )
         if params is None:
             params = default_sampling_params(self.info)
         elif isinstance(params, SamplingParams):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from pagewire.frontend.beam_search import (
     BeamSearchOutput,
@@ -27,29 +25,29 @@ from pagewire.frontend.inputs import (
 from pagewire.frontend.llm_engine import LLMEngine
 from pagewire.frontend.mailbox import Inbox
 from pagewire.frontend.metrics import Metric
-from pagewire.frontend.outputs import RequestOutput, RequestState
+from pagewire.frontend.outputs import BatchError, RequestOutput, RequestState
+from pagewire.frontend.pooling.batch import params_of, pool
+from pagewire.frontend.pooling.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+    classification_output,
+    embedding_output,
+)
+from pagewire.frontend.pooling.scoring import ScorePlan
+from pagewire.frontend.progress import Tick, progress_bar
 from pagewire.frontend.session import refuse_unsupported
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.calls import EngineCalls, RemoteCall
-from pagewire.ipc.errors import RequestError
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from pagewire.ipc.pooling import PoolingParams, PoolingTask
 from pagewire.ipc.sockets import CurveKeys
 
 SUBMIT_CHUNK = 64  # prompts tokenized before the core gets them: it computes while we tokenize the next
-
-
-class BatchError(RequestError):
-    """Some requests of a batch ended with an error, the first of which is the message.
-
-    Attributes:
-        outputs: of all requests, in order; those that failed have the finish reason "error".
-    """
-
-    def __init__(self, message: str, outputs: list[RequestOutput]) -> None:
-        super().__init__(message)
-        self.outputs = outputs
 
 
 class LLM(EngineCalls):
@@ -292,15 +290,113 @@ class LLM(EngineCalls):
     def _extend(self, prompts: list[TokensPrompt], params: SamplingParams) -> list[RequestOutput]:
         return self.generate(list(prompts), params, use_tqdm=False)
 
-    def encode(self, *args: Any, **kwargs: Any) -> Any:
-        """Pooling models are not supported yet; nor by `embed`, `classify`, `score` and `reward`.
+    # -------------------------------------------------------------- pooling
+
+    def encode(
+        self,
+        prompts: Any,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Any = None,
+        pooling_task: PoolingTask | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Pool the hidden states of all prompts; the outputs are in their order.
+
+        prompts: as for `generate`. pooling_params: for all, or one for each; None: the model's defaults.
+        truncate_prompt_tokens: of parameters that give none. use_tqdm: as for `generate`.
+        pooling_task: what to make of each prompt; None: what the parameters say, or else the model's default.
 
         Raises:
-            NotImplementedError: always.
+            ValueError, TypeError: a bad prompt or parameter, or a model that generates; nothing is left running.
+            BatchError: (a `RequestError`) the engine ended requests with an error, as for `generate`.
         """
-        raise NotImplementedError("pooling models are not supported yet")
+        refuse_unsupported(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        return self._pool(prompts_of(prompts), pooling_params, truncate_prompt_tokens, use_tqdm, pooling_task)
 
-    embed = classify = score = reward = encode
+    def embed(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: Any = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embedding of each prompt. Arguments and errors as for `encode`."""
+        refuse_unsupported(lora_request=lora_request)
+        outputs = self._pool(prompts_of(prompts), pooling_params, truncate_prompt_tokens, use_tqdm, "embed")
+        return list(map(embedding_output, outputs))
+
+    def classify(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: Any = None,
+    ) -> list[ClassificationRequestOutput]:
+        """The probabilities of the model's classes for each prompt. Arguments and errors as for `encode`."""
+        refuse_unsupported(lora_request=lora_request)
+        outputs = self._pool(
+            prompts_of(prompts), pooling_params, truncate_prompt_tokens, use_tqdm, "classify"
+        )
+        return list(map(classification_output, outputs))
+
+    def reward(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        /,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: Any = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """The rewards of each prompt: a classifier's logits, of the prompt or of each token. See `encode`."""
+        refuse_unsupported(lora_request=lora_request)
+        return self._pool(prompts_of(prompts), pooling_params, truncate_prompt_tokens, use_tqdm, "reward")
+
+    def score(
+        self,
+        data_1: Any,
+        data_2: Any,
+        /,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: Any = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts fit each other: a score of each pair, of 1 and 1, 1 and n, or n and n texts.
+
+        By a cross-encoder; or else the cosine of two embeddings; or, with embeddings of tokens only (ColBERT), the
+        sum of the largest products (MaxSim). Other arguments and errors as for `encode`.
+        """
+        refuse_unsupported(lora_request=lora_request)
+        plan = ScorePlan(self.info, data_1, data_2)
+        return plan.scores(
+            self._pool(plan.prompts, pooling_params, truncate_prompt_tokens, use_tqdm, plan.task)
+        )
+
+    def _pool(
+        self,
+        prompts: Sequence[Any],
+        params: PoolingParams | Sequence[PoolingParams] | None,
+        truncate_prompt_tokens: int | None,
+        use_tqdm: bool | Callable[..., Any],
+        task: str | None,
+    ) -> list[PoolingRequestOutput[Any]]:
+        session = self.llm_engine.session
+        each = params_of(params, len(prompts), session, task, truncate_prompt_tokens)
+        with progress_bar(len(prompts), use_tqdm) as tick:
+            outputs, failed = pool(session, prompts, each, lambda: f"{next(self._request_ids)}", tick)
+        if failed is not None:
+            raise BatchError(failed, outputs)
+        return outputs
 
     def apply_model(self, func: Callable[..., Any]) -> list[Any]:
         """Code never crosses a socket: use `collective_rpc` with the name of a worker's method.
@@ -394,36 +490,6 @@ def final_only(params: SamplingParams) -> SamplingParams:
     params = params.clone()
     params.output_kind = RequestOutputKind.FINAL_ONLY
     return params
-
-
-Tick: TypeAlias = Callable[[RequestOutput | None], None]
-
-
-@contextmanager
-def progress_bar(total: int, use_tqdm: bool | Callable[..., Any]) -> Iterator[Tick]:
-    """A bar over requests that also shows tokens per second; called with each finished output."""
-    if not use_tqdm:
-        yield lambda output: None
-        return
-    if callable(use_tqdm):
-        make: Callable[..., Any] = use_tqdm
-    else:
-        from tqdm.auto import tqdm as make
-    begin, num_in, num_out = time.perf_counter(), 0, 0
-    with make(total=total, desc="Processed prompts", dynamic_ncols=True) as bar:
-
-        def tick(output: RequestOutput | None) -> None:
-            nonlocal num_in, num_out
-            if output is not None:
-                num_in += len(output.prompt_token_ids or ())
-                num_out += sum(len(completion.token_ids) for completion in output.outputs)
-                seconds = time.perf_counter() - begin
-                bar.set_postfix_str(
-                    f"est. speed input: {num_in / seconds:.2f} toks/s, output: {num_out / seconds:.2f} toks/s"
-                )
-            bar.update(1)
-
-        yield tick
 
 
 NOT_OPTIONS = {"self", "kwargs", "restarts", "__class__"}

@@ -13,6 +13,7 @@ from pagewire.frontend.inputs import PromptType, age_of
 from pagewire.frontend.mailbox import Inbox
 from pagewire.frontend.metrics import Metric
 from pagewire.frontend.outputs import RequestOutput, RequestState
+from pagewire.frontend.pooling.batch import complete
 from pagewire.frontend.session import Session, ignore_usage_context, refuse_unsupported
 from pagewire.frontend.stat_loggers import StatLoggerBase, checked, status_line
 from pagewire.frontend.text.tokenizer import Tokenizer
@@ -20,6 +21,7 @@ from pagewire.ipc.calls import EngineCalls, RemoteCall
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.sockets import CurveKeys
 
 logger = logging.getLogger("pagewire.frontend")
@@ -106,7 +108,7 @@ class LLMEngine(EngineCalls):
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
         lora_request: Any = None,
         tokenization_kwargs: dict[str, Any] | None = None,
@@ -125,7 +127,13 @@ class LLMEngine(EngineCalls):
         refuse_unsupported(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         if request_id in self._unfinished:
             raise ValueError(f"request id {request_id!r} is in use")
-        prepared = self.session.prepare(prompt, params, request_id, priority, age_of(arrival_time))
+        if isinstance(params, PoolingParams):
+            checked = complete(params, self.session, None, None)
+            prepared = self.session.prepare_pooling(
+                prompt, checked, request_id, priority, age_of(arrival_time)
+            )
+        else:
+            prepared = self.session.prepare(prompt, params, request_id, priority, age_of(arrival_time))
         (self._unfinished[request_id],) = self.session.submit([prepared], self._inbox, trace_headers)
 
     def step(self) -> list[RequestOutput]:

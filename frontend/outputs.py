@@ -127,6 +127,19 @@ class RequestOutput:
     kv_transfer_params: dict[str, Any] | None = None
 
 
+class BatchError(RequestError):
+    """Some requests of a batch ended with an error, the first of which is the message.
+
+    Attributes:
+        outputs: of all requests, in order; those that failed have the finish reason "error", or (of requests to
+            pool) None for `outputs`.
+    """
+
+    def __init__(self, message: str, outputs: Sequence[Any]) -> None:
+        super().__init__(message)
+        self.outputs = list(outputs)
+
+
 class OutputState:
     """State of one of the n outputs of a request."""
 
@@ -230,11 +243,7 @@ class RequestState:
         logprob_budget: LogprobBudget | None = None,
     ) -> None:
         params = request.params
-        self.request = request
-        self.key, self.request_id = request.key, request.request_id
-        self.error: str | None = None
-        self.error_type: str | None = None
-        self.num_prompt_logprobs = 0
+        self._start(request)
         self._prompt_text = prompt_text
         self._budget, self._num_logprobs_kept = logprob_budget, 0
         self._kind = params.output_kind
@@ -246,6 +255,14 @@ class RequestState:
         if params.prompt_logprobs is not None:
             self._prompt_logprobs = no_logprobs(params.flat_logprobs)
             self._prompt_logprobs.append(None)
+
+    def _start(self, request: Request) -> None:
+        """Set what a request of any kind has."""
+        self.request = request
+        self.key, self.request_id = request.key, request.request_id
+        self.error: str | None = None
+        self.error_type: str | None = None
+        self.num_prompt_logprobs = 0
         self._num_cached_tokens: int | None = None
         self._metrics = RequestMetrics(arrival_time=time.time() - request.age)
 

@@ -28,6 +28,8 @@ from pagewire.frontend.mailbox import Mailbox
 from pagewire.frontend.metrics import Metric, read_metrics
 from pagewire.frontend.open_requests import OpenRequests
 from pagewire.frontend.outputs import RequestOutput, RequestState
+from pagewire.frontend.pooling import inputs as pooling
+from pagewire.frontend.pooling.state import PooledState
 from pagewire.frontend.spawn import SpawnedCore
 from pagewire.frontend.stat_loggers import StatLoggerBase, StatLoggers
 from pagewire.frontend.text.tokenizer import Tokenizer, as_tokenizer, load_tokenizer
@@ -39,6 +41,7 @@ from pagewire.ipc.errors import (
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.sockets import CurveKeys
 
 logger = logging.getLogger("pagewire.frontend")
@@ -182,6 +185,21 @@ class Session:
         """
         return self._intake.prepare(prompt, params, request_id, next(self._keys), priority, age)
 
+    def prepare_pooling(
+        self,
+        prompt: PromptType | pooling.TextPair,
+        params: PoolingParams,
+        request_id: str,
+        priority: int = 0,
+        age: float = 0.0,
+    ) -> Prepared:
+        """The request to pool a prompt, ready for `submit`. params: made by `pooling.completed`.
+
+        Raises:
+            ValueError, TypeError: a bad prompt.
+        """
+        return pooling.prepare(self._intake, prompt, params, request_id, next(self._keys), priority, age)
+
     def tokenize(self, prompt: PromptType, truncates: bool = False) -> list[int]:
         """The token ids of a prompt. truncates: it will be truncated, so it may be longer than the model takes.
 
@@ -213,7 +231,10 @@ class Session:
             ValueError: a request id is in use. EngineDeadError: the core is lost.
         """
         states = [
-            RequestState(item.request, item.prompt_text, self.tokenizer, logprob_budget) for item in prepared
+            PooledState(item.request)
+            if isinstance(item.request.task, PoolingParams)
+            else RequestState(item.request, item.prompt_text, self.tokenizer, logprob_budget)
+            for item in prepared
         ]
         self._requests.submit(states, mailbox, self.info.served_model_names[0], trace_headers)
         return states

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from pagewire.frontend.outputs import RequestState
+from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.version import __version__
 
 if TYPE_CHECKING:
@@ -80,8 +81,12 @@ class Tracer:
 
 def request_attributes(state: RequestState) -> Iterator[tuple[str, Any]]:
     """Yield the attributes that describe the request and its output."""
-    params = state.request.params
     yield "gen_ai.request.id", state.request_id
+    if isinstance(state.request.task, PoolingParams):
+        yield "gen_ai.operation.name", str(state.request.task.task)
+        yield "gen_ai.usage.prompt_tokens", len(state.request.prompt.token_ids)
+        return
+    params = state.request.params
     yield "gen_ai.request.temperature", params.temperature
     yield "gen_ai.request.top_p", params.top_p
     yield "gen_ai.request.n", params.num_returned or params.n

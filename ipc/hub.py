@@ -40,6 +40,12 @@ OTHER_FORMATS = (
     "'auto' takes .safetensors files, 'pt' takes .bin files: pickles, which can run code of their authors; "
     "a GGUF file is named with its repository: owner/repository/file.gguf"
 )
+POOLING_FILES = [  # of sentence-transformers: which modules lie behind the transformer, and their settings
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "*_*/config.json",
+]
 CODE_FILES = ["*.py"]
 MAX_FILE_BYTES = 256 << 20  # of a JSON file; the largest tokenizers have some 35 MB
 
@@ -94,7 +100,8 @@ def model_folder(
     if load_format == "gguf":
         raise ModelNotFoundError(f"name the GGUF file, too: {name}/file.gguf")
     weights = [] if tokenizer_only else WEIGHT_FILES[load_format]
-    patterns = TOKENIZER_FILES + weights + (CODE_FILES if trust_remote_code else [])
+    own = weights if tokenizer_only else weights + POOLING_FILES
+    patterns = TOKENIZER_FILES + own + (CODE_FILES if trust_remote_code else [])
     folder = download(name, patterns, revision, token, cache_dir)
     if weights and not any(folder.glob(weights[0])):
         raise ModelNotFoundError(

@@ -12,7 +12,8 @@ import msgspec
 
 from pagewire.ipc.budget import MAX_MEDIA, MAX_NAME_CHARS, MAX_TOKENS
 from pagewire.ipc.codec import Tensor
-from pagewire.ipc.params import Name, PoolingParams, SamplingParams
+from pagewire.ipc.params import Name, SamplingParams
+from pagewire.ipc.pooling import PoolingParams
 
 TokenIds: TypeAlias = Annotated[list[int], msgspec.Meta(max_length=MAX_TOKENS)]
 

@@ -23,8 +23,9 @@ from pagewire.ipc.codec import Tensor
 from pagewire.ipc.items import Item, LogprobRows, Message, Prompt, Task, TokenIds
 from pagewire.ipc.model_figures import ModelFigures
 from pagewire.ipc.params import Name, SamplingParams
+from pagewire.ipc.pooling import PoolingInfo
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 
 class EngineInfo(Message):
@@ -33,6 +34,7 @@ class EngineInfo(Message):
     tokenizer: folder or hub repository of its tokenizer. trust_remote_code: the core's setting, which no frontend
         follows: each decides for itself whether the tokenizer's code may run.
     figures: sizes of the model by the headers of its checkpoint; None where the worker could not read any.
+    pooling: of a model that pools; None: it generates.
     """
 
     model: str
@@ -59,6 +61,7 @@ class EngineInfo(Message):
     tokenizer_revision: str | None = None
     scheduling_policy: str = "fcfs"
     figures: ModelFigures | None = None
+    pooling: PoolingInfo | None = None
 
     @property
     def max_message_bytes(self) -> int:

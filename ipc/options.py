@@ -18,6 +18,7 @@ import msgspec
 
 from pagewire.ipc.bounds import check_int, check_number, unknown_name
 from pagewire.ipc.kv_events import KVEventsConfig, kv_events_config
+from pagewire.ipc.pooling import PoolerConfig
 from pagewire.ipc.quantization import FAMILIES, ONLINE, quantization_name
 
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
@@ -46,6 +47,15 @@ class EngineArgs:
 
     # fmt: off
     model: str = option("demo", "Model", "model folder, Hugging Face id, or 'demo' (the embedded model)")
+    runner: Literal["auto", "generate", "pooling"] = option(
+        "auto", "Model", "what the model does; auto: what its architecture and its files say",
+        choices=("auto", "generate", "pooling"))
+    convert: Literal["auto", "none", "embed", "classify", "reward"] = option(
+        "auto", "Model", "what a model that pools makes of a prompt; auto: as its architecture says",
+        choices=("auto", "none", "embed", "classify", "reward"))
+    pooler_config: dict[str, Any] = option(
+        None, "Model", "JSON of pooling_type (LAST, MEAN, CLS), normalize, dimensions, activation, in place of "
+        "what the checkpoint says", make=dict)
     tokenizer: str | None = option(None, "Model", "tokenizer folder or id; default: the model's")
     tokenizer_mode: Literal["auto", "slow"] = option(
         "auto", "Model", "'slow': use the Python tokenizer of transformers", choices=("auto", "slow"))
@@ -147,7 +157,11 @@ class EngineArgs:
         names = {field.name for field in dataclasses.fields(cls)}
         known: dict[str, Any] = {}
         for name, value in kwargs.items():
+            if name == "override_pooler_config" and value is None:
+                continue
             name = ALIASES.get(name, name)
+            if name == "pooler_config":
+                value = msgspec.to_builtins(PoolerConfig.read(value))
             if name in names:
                 known[name] = value
             elif name not in NOT_SUPPORTED_YET:
@@ -178,6 +192,7 @@ class EngineArgs:
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, above=True)
         check_number("log_stats_interval", self.log_stats_interval, 0.1, math.inf)
         check_number("swap_space", self.swap_space, 0.0, math.inf)
+        PoolerConfig.read(self.pooler_config)
         if self.quantization is not None:
             quantization_name(self.quantization)
         self._check_scaling_factors()
@@ -278,12 +293,14 @@ def check_types(options: Any) -> None:
 
 AsyncEngineArgs = EngineArgs
 
-ALIASES = {"num_gpu_blocks": "num_gpu_blocks_override", "policy": "scheduling_policy"}
+ALIASES = {
+    "num_gpu_blocks": "num_gpu_blocks_override",
+    "policy": "scheduling_policy",
+    "override_pooler_config": "pooler_config",
+}
 
 # Options that are not supported yet, each with the only value that is accepted.
 NOT_SUPPORTED_YET: dict[str, Any] = {
-    "runner": "auto",
-    "convert": "auto",
     "allowed_local_media_path": "",
     "allowed_media_domains": None,
     "pipeline_parallel_size": 1,
@@ -291,8 +308,6 @@ NOT_SUPPORTED_YET: dict[str, Any] = {
     "cpu_offload_gb": 0,
     "mm_processor_kwargs": None,
     "limit_mm_per_prompt": None,
-    "pooler_config": None,
-    "override_pooler_config": None,
     "structured_outputs_config": None,
     "guided_decoding_backend": None,
     "compilation_config": None,

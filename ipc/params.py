@@ -419,23 +419,6 @@ def check_logit_edits(num_sequences: int, num_edits: int) -> None:
         )
 
 
-class PoolingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, tag="pooling"):
-    """How to pool the hidden states of a prompt into one result.
-
-    Attributes:
-        all_tokens: the result depends on the hidden states of all tokens (a mean, a vector per token), not only on
-            the last; so no cached prefix can be skipped.
-
-    Raises:
-        TypeError: a value of the wrong type.
-    """
-
-    all_tokens: bool = False
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
 class BeamSearchParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """Parameters of `LLM.beam_search`.
 

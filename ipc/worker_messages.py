@@ -9,6 +9,7 @@ import msgspec
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.items import Item, LogprobRows, Media, Message, Task
 from pagewire.ipc.model_figures import ModelFigures
+from pagewire.ipc.pooling import PoolerConfig, PoolingInfo
 
 # ---------------------------------------------------------------- core -> worker
 
@@ -44,6 +45,7 @@ class WorkerConfig(Message, tag="load"):
     parallel: the core sets it for each rank at each start of a group.
     weight_cache: take packed weights from the cache, and keep them there.
     kv_scales: of each layer's keys and values in a KV cache of 8-bit floats; empty: the checkpoint's, or 1.
+    runner, convert, pooler_config: see `EngineArgs`.
     """
 
     model_path: str
@@ -66,6 +68,9 @@ class WorkerConfig(Message, tag="load"):
     weight_cache: bool = False
     kv_scales: list[float] = []
     parallel: Parallel = Parallel()
+    runner: str = "auto"
+    convert: str = "auto"
+    pooler_config: PoolerConfig | None = None
 
 
 class SlotInit(Item):
@@ -182,6 +187,7 @@ class Ready(Message, tag="ready"):
     """The model is loaded and the KV cache allocated; the fields describe them.
 
     figures: what the worker expected by the headers of the checkpoint; None where it could not read any.
+    pooling: of a model that pools; None: it generates.
     """
 
     architecture: str
@@ -196,6 +202,7 @@ class Ready(Message, tag="ready"):
     startup_seconds: dict[str, float] = {}
     memory: dict[str, int] = {}
     figures: ModelFigures | None = None
+    pooling: PoolingInfo | None = None
 
 
 class RowResult(Item):

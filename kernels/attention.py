@@ -7,6 +7,7 @@ from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales, kv_block
 
 __all__ = [
     "UNSCALED",
+    "WHOLE",
     "AttentionBatch",
     "KVScales",
     "kv_block_bytes",
@@ -14,6 +15,9 @@ __all__ = [
     "store_kv",
     "token_view",
 ]
+
+
+WHOLE = 1 << 30  # `future` of a query that sees its whole request
 
 
 def paged_attention(
@@ -24,17 +28,19 @@ def paged_attention(
     scale: float,
     *,
     window: int | None = None,
+    future: int = 0,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
     scales: KVScales = UNSCALED,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of every query token to its own request's keys and values.
+    """Attention of every query token to its own request's keys and values: causal unless `future` is given.
 
     Query i of a request with `query_len` tokens sits at position `seq_len - query_len + i` and sees the keys at
-    positions 0 to its own. The logit of a key is `q . k * scale`, then softcapped, then biased by ALiBi. The
-    bits of a token's output depend on its request alone, not on the batch, the chunking or the threads.
+    positions 0 to its own, and `future` keys after it, as far as the request has them. The logit of a key is
+    `q . k * scale`, then softcapped, then biased by ALiBi. The bits of a token's output depend on its request
+    alone, not on the batch, the chunking or the threads.
 
     Args:
         q: [T, Hq, D], any strides as long as D is contiguous.
@@ -43,7 +49,8 @@ def paged_attention(
         v_cache: [num_blocks, Hkv, block_size, Dv], likewise.
         batch: which rows of q belong to which request.
         scale: factor of the dot products, usually D ** -0.5.
-        window: how many keys a query sees, its own included; None is all.
+        window: how many keys up to its own a query sees, that included; None is all.
+        future: how many keys after its own position a query sees; `WHOLE` is all, as in encoders. CPUs only.
         softcap: logits become `softcap * tanh(logit / softcap)`.
         sinks: [Hq], one more logit per head in the softmax's denominator, with no value.
         alibi: [Hq], slopes of the bias `slope * (key position - query position)`.
@@ -54,7 +61,7 @@ def paged_attention(
         out: [T, Hq, Dv] in q's dtype. Padding rows are 0.
 
     Raises:
-        NotImplementedError: the device is not served.
+        NotImplementedError: the device is not served, or not with `future`.
         TypeError: an index tensor of the batch is not int32.
         ValueError: shapes disagree, the batch points outside its tensors, or the caches take no scales.
     """
@@ -62,6 +69,7 @@ def paged_attention(
     return kernels.paged_attention(
         *(q, k_cache, v_cache, batch, scale),
         window=window,
+        future=future,
         softcap=softcap,
         sinks=sinks,
         alibi=alibi,

@@ -39,6 +39,7 @@ class Kernels(Protocol):
         scale: float,
         *,
         window: int | None = None,
+        future: int = 0,
         softcap: float | None = None,
         sinks: Tensor | None = None,
         alibi: Tensor | None = None,

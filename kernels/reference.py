@@ -42,6 +42,7 @@ def paged_attention(
     scale: float,
     *,
     window: int | None = None,
+    future: int = 0,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
@@ -59,7 +60,7 @@ def paged_attention(
     if out is None:
         out = q.new_empty(q.shape[0], num_heads, kv_codes.head_size(v_cache))
     out.zero_()
-    bias = _Bias(window, softcap, None if alibi is None else alibi.to(dtype))
+    alibi = None if alibi is None else alibi.to(dtype)
     sinks = None if sinks is None else sinks.to(dtype)[:, None, None]
     starts = batch.query_start_loc.tolist()
     for request, seq_len in enumerate(batch.seq_lens.tolist()):
@@ -74,13 +75,16 @@ def paged_attention(
             v[:, : max(0, first - window + 1)] = (
                 0  # seen by no query, it may hold anything, and 0 x NaN is NaN
             )
+        bias = _Bias(window, future, seq_len, softcap, alibi)
         tiles = list(zip(_tiles(k), _tiles(v), strict=True))
         queries = q[rows].to(dtype).transpose(0, 1) * scale
         for begin in range(first // QUERIES * QUERIES, seq_len, QUERIES):
             start, stop = max(begin, first), min(begin + QUERIES, seq_len)
             block = _padded(queries[:, start - first : stop - first], QUERIES, start - begin)
             positions = torch.arange(begin, begin + QUERIES, device=q.device)[:, None]
-            attended = _attend(block, tiles[: -(-stop // KEYS)], positions, bias, sinks)
+            attended = _attend(
+                block, tiles[: -(-min(stop + future, seq_len) // KEYS)], positions, bias, sinks
+            )
             real = attended[:, start - begin : stop - begin].transpose(0, 1)
             out[rows][start - first : stop - first] = real.to(out.dtype)
     return out
@@ -90,6 +94,8 @@ class _Bias(NamedTuple):
     """The changes to attention's logits before the softmax."""
 
     window: int | None
+    future: int
+    seq_len: int
     softcap: float | None
     alibi: Tensor | None
 
@@ -99,7 +105,7 @@ class _Bias(NamedTuple):
             logits = self.softcap * elementwise(torch.tanh, logits / self.softcap)
         if self.alibi is not None:
             logits = logits + self.alibi[:, None, None] * (keys - queries)
-        hidden = keys > queries
+        hidden = (keys > queries + self.future) | (keys >= self.seq_len)
         if self.window is not None:
             hidden |= keys <= queries - self.window
         return logits.masked_fill(hidden, float("-inf"))

@@ -15,6 +15,16 @@ if TYPE_CHECKING:
     from pagewire.frontend.llm import LLM
     from pagewire.frontend.llm_engine import LLMEngine
     from pagewire.frontend.outputs import CompletionOutput, RequestOutput
+    from pagewire.frontend.pooling.outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
     from pagewire.frontend.stat_loggers import StatLoggerBase
     from pagewire.ipc.errors import (
         EngineBusyError,
@@ -32,6 +42,7 @@ if TYPE_CHECKING:
         SamplingType,
         StructuredOutputsParams,
     )
+    from pagewire.ipc.pooling import PoolerConfig, PoolingParams, PoolingTask
     from pagewire.ipc.version import __version__, __version_tuple__
 
 __all__ = [
@@ -42,13 +53,22 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineBusyError",
     "EngineDeadError",
     "GuidedDecodingParams",
     "LLMEngine",
     "ModelNotFoundError",
+    "PoolerConfig",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
+    "PoolingTask",
     "PromptType",
     "ProtocolError",
     "RequestError",
@@ -56,6 +76,8 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "SamplingType",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StatLoggerBase",
     "StructuredOutputsParams",
     "TextPrompt",
@@ -71,6 +93,16 @@ _HOMES = {
     "frontend.llm": ("LLM",),
     "frontend.llm_engine": ("LLMEngine",),
     "frontend.outputs": ("CompletionOutput", "RequestOutput"),
+    "frontend.pooling.outputs": (
+        "ClassificationOutput",
+        "ClassificationRequestOutput",
+        "EmbeddingOutput",
+        "EmbeddingRequestOutput",
+        "PoolingOutput",
+        "PoolingRequestOutput",
+        "ScoringOutput",
+        "ScoringRequestOutput",
+    ),
     "frontend.stat_loggers": ("StatLoggerBase",),
     "ipc.errors": (
         "EngineBusyError",
@@ -88,6 +120,7 @@ _HOMES = {
         "SamplingType",
         "StructuredOutputsParams",
     ),
+    "ipc.pooling": ("PoolerConfig", "PoolingParams", "PoolingTask"),
     "ipc.version": ("__version__", "__version_tuple__"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -37,6 +37,8 @@ class Batch:
     """True if `input_ids` has placeholders for tokens that only the device knows."""
     drafted: bool
     """True if some rows have drafts."""
+    token_types: Tensor | None = None
+    """int64 [T]: 1 in the second texts of pairs; None if no row has one. On the host."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -113,6 +115,7 @@ def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0) -> Batch
         starts=query_start_loc[:-1].tolist(),
         needs_relay=needs_relay,
         drafted=drafted,
+        token_types=_token_types(rows, slots, positions),
     )
 
 
@@ -126,6 +129,16 @@ def _samples(
     sample_rows = [i for i, row in enumerate(rows) for _ in range(row.num_samples)]
     num_later = [n for row in rows for n in range(row.num_samples)[::-1]]
     return sample_rows, ends[sample_rows] - 1 - np.array(num_later, np.int64)
+
+
+def _token_types(rows: Sequence[Row], slots: Slots, positions: NDArray[np.int64]) -> Tensor | None:
+    """`Batch.token_types`; positions: of all tokens."""
+    tasks = [slots.pooling[row.slot].task if row.pool else None for row in rows]
+    if not any(task is not None and task.second_segment for task in tasks):
+        return None
+    seconds = [(task.second_segment if task is not None else 0) or positions.max() + 1 for task in tasks]
+    starts = np.repeat(np.array(seconds, np.int64), [row.num_tokens for row in rows])
+    return torch.from_numpy((positions >= starts).astype(np.int64))
 
 
 def _padded(array: NDArray[Any], more: int, value: int = 0) -> Tensor:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from pagewire.ipc.items import Task
 from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.worker_messages import Masks, Ready, Row, SlotInit, StepPlan, StepResult, WorkerConfig
 from pagewire.workers.batch import Batch, build_batch
 from pagewire.workers.collective.interface import Collective
@@ -23,6 +25,7 @@ from pagewire.workers.device.open import open_device
 from pagewire.workers.device.relay import Relay
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.attention import StepContext
+from pagewire.workers.model.encoder import EncoderModel
 from pagewire.workers.model.loading import LoadedModel, Phases
 from pagewire.workers.slots import Slots
 from pagewire.workers.step import RunningStep
@@ -101,6 +104,7 @@ class Runner:
             eos_token_id=loaded.eos_token_id,
             startup_seconds=dict(self.phases.seconds),
             memory=self.memory(),
+            pooling=None if loaded.pooler is None else loaded.pooler.info,
         )
 
     @property
@@ -141,7 +145,7 @@ class Runner:
         # Prompt log probabilities are computed when the step finishes; by then the next replay may have overwritten
         # the hidden states of a graph.
         if self.graphs is not None and all(
-            r.num_tokens == 1 and not r.num_prompt_logprobs for r in plan.rows
+            r.num_tokens == 1 and not r.num_prompt_logprobs and not r.pool for r in plan.rows
         ):
             size = self.graphs.size_for(len(plan.rows))
         batch = build_batch(plan.rows, self.slots, size or 0)
@@ -154,9 +158,12 @@ class Runner:
 
     def _forward(self, batch: Batch) -> Tensor:
         input_ids = self.relay.fill(batch.input_ids) if batch.needs_relay else batch.input_ids
-        return self.model.model.hidden_states(
-            input_ids, StepContext(batch.attention, batch.positions, self.caches, self.model.kv_scales)
-        )
+        model = self.model.model
+        if isinstance(model, EncoderModel):
+            context: StepContext = model.context(batch.attention, batch.positions, batch.token_types)
+        else:
+            context = StepContext(batch.attention, batch.positions, self.caches, self.model.kv_scales)
+        return model.hidden_states(input_ids, context)
 
     def keep_tokens(self, slots: Tensor, sampled: PendingTokens) -> None:
         """Keep sampled tokens on the device for the next step, which may start before the host has read them."""
@@ -207,13 +214,21 @@ class Runner:
         logger.info("recorded CUDA graphs for batches of %s requests", ", ".join(map(str, sizes)))
 
     def _run_alone(self, lengths: Sequence[int], params: SamplingParams) -> None:
-        """Run prompts of these lengths in one step, with all their KV in block 0, and free their slots."""
-        size = self.config.block_size
+        """Run prompts of these lengths in one step, with all their KV in block 0, and free their slots.
+
+        params: of a model that generates; one that pools makes its default results.
+        """
+        size, pooler = self.config.block_size, self.model.pooler
+        task: Task = params if pooler is None else PoolingParams(task=pooler.info.tasks[0])
         inits = [
-            SlotInit(slot, [0] * length, length, [0] * -(-length // size), params, 0)
+            SlotInit(slot, [0] * length, length, [0] * -(-length // size), task, 0)
             for slot, length in enumerate(lengths)
         ]
-        rows = [Row(slot, 0, length, num_samples=1) for slot, length in enumerate(lengths)]
+        pools = isinstance(task, PoolingParams)
+        rows = [
+            Row(slot, 0, length, num_samples=int(not pools), pool=pools)
+            for slot, length in enumerate(lengths)
+        ]
         self.step(StepPlan(-1, rows, inits))
         self.step(StepPlan(-1, [], [], list(range(len(lengths)))))
 
@@ -233,5 +248,7 @@ class Runner:
         return nullcontext() if self.profile is None else record_function(f"pagewire.{name}")
 
     def _size_kv(self, loaded: LoadedModel) -> int:
+        if not loaded.kv_shapes:  # an encoder: a block of the core stands for a prompt
+            return self.config.max_num_seqs
         budget = self.device.kv_budget(self.config, loaded.vocab_size, self._run_widest)
         return num_kv_blocks(self.config, loaded.max_model_len, self.block_bytes, budget)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pagewire.ipc.params import PoolingParams
+from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.worker_messages import Row, SlotInit, StepPlan
+from pagewire.workers.model.pooler import PoolingSlot
 from pagewire.workers.sample.sampler import SamplingSlot
 
 
@@ -15,7 +16,7 @@ class Slots:
 
     tokens: int64 [max_num_seqs, max_model_len + 1]; num_tokens: int64 [max_num_seqs].
     block_table: int32 [max_num_seqs, blocks of max_model_len tokens]; num_blocks: int64 [max_num_seqs].
-    sampling: the sampler's state of each slot in use.
+    sampling: the sampler's state of each slot in use. pooling: likewise, of prompts that are pooled.
 
     The arrays may be large: np.zeros leaves it to the system to allocate each page when it is first written.
     """
@@ -28,11 +29,13 @@ class Slots:
         self.block_table: NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks), np.int32)
         self.num_blocks: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.sampling: dict[int, SamplingSlot] = {}
+        self.pooling: dict[int, PoolingSlot] = {}
 
     def apply(self, plan: StepPlan) -> None:
         """Free slots, fill slots, then append the rows' new blocks."""
         for slot in plan.freed_slots:
             self.sampling.pop(slot, None)
+            self.pooling.pop(slot, None)
         for init in plan.inits:
             self._fill(init)
         for row in plan.rows:
@@ -46,17 +49,21 @@ class Slots:
         self.sampling[slot].append(token_id)
 
     def clear(self) -> None:
-        """Drop the sampler's state of all slots."""
+        """Drop the state of all sequences."""
         self.sampling.clear()
+        self.pooling.clear()
 
     def _fill(self, init: SlotInit) -> None:
-        if isinstance(init.task, PoolingParams) or init.media:
-            raise ValueError("this worker generates from tokens: it neither pools nor takes media")
+        if init.media:
+            raise ValueError("this worker takes no media")
         slot, num_tokens = init.slot, len(init.token_ids)
         self.tokens[slot, :num_tokens] = init.token_ids
         self.num_tokens[slot] = num_tokens
         self.block_table[slot, : len(init.block_ids)] = init.block_ids
         self.num_blocks[slot] = len(init.block_ids)
+        if isinstance(init.task, PoolingParams):
+            self.pooling[slot] = PoolingSlot(init.task, init.num_prompt_tokens)
+            return
         self.sampling[slot] = SamplingSlot(
             init.task,
             init.seed,

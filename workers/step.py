@@ -15,12 +15,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pagewire.ipc.codec import Tensor as PlainTensor
 from pagewire.ipc.items import LogprobRows
 from pagewire.ipc.worker_messages import Masks, Row, RowResult, StepPlan, StepResult
 from pagewire.workers.batch import Batch
 from pagewire.workers.device.interface import Device, Event, PendingTokens, TokenSampler
 from pagewire.workers.device.kv_size import LOGIT_CHUNK
 from pagewire.workers.model.loading import LoadedModel
+from pagewire.workers.model.pooler import PoolingSlot
 from pagewire.workers.sample.masks import TokenMasks
 from pagewire.workers.sample.sampler import NO_TOKEN_POSSIBLE, SampleOutput, SamplingSlot, logprob_rows
 from pagewire.workers.slots import Slots
@@ -70,12 +72,14 @@ class RunningStep:
         self._hidden = NOTHING
         self._slots: list[SamplingSlot] = []
         self._prompts: list[PromptLogprobsRequest] = []
+        self._pooled: list[tuple[int, PoolingSlot]] = []
 
     def run(self, batch: Batch, hidden: Tensor) -> None:
         """Take over the launched work. batch: on the device. hidden: its final hidden states [T or more, H]."""
         slots = self._runner.slots
         self._batch, self._hidden = batch, hidden
         self._slots = [slots.sampling[self.plan.rows[i].slot] for i in batch.sample_rows]
+        self._pooled = [(i, slots.pooling[row.slot]) for i, row in enumerate(self.plan.rows) if row.pool]
         for i, row in enumerate(self.plan.rows):
             if row.num_prompt_logprobs:
                 first = row.start + 1
@@ -110,11 +114,32 @@ class RunningStep:
             self._take(self._sampled.finish(), result)
         for request in self._prompts:
             result.rows[request.row].prompt_logprobs = self._logprobs_of(request)
+        if self._pooled:
+            self._pool(result)
         self._end.wait()
         result.busy_us = int(self._end.seconds_since(self._begin) * 1e6)
         if since is not None:
             result.idle_us = max(0, int(self._begin.seconds_since(since) * 1e6))
         return result
+
+    @torch.inference_mode()
+    def _pool(self, result: StepResult) -> None:
+        """Add the hidden states of rows to their prompts' pooled results, and return those that are whole."""
+        pooler, batch = self._runner.model.pooler, self._batch
+        assert pooler is not None and batch is not None, "rows to pool are of a model that pools"
+        with self._runner.span("pool"):
+            for i, slot in self._pooled:
+                row, first = self.plan.rows[i], batch.starts[i]
+                try:
+                    pooled = pooler.add(slot, self._hidden[first : first + row.num_tokens], row.start)
+                except ValueError as error:
+                    result.rows[i] = RowResult(error=str(error))
+                    continue
+                if pooled is not None:
+                    values = pooled.cpu().contiguous()
+                    data = values.numpy().tobytes()
+                    result.rows[i].pooled = PlainTensor("float32", tuple(values.shape), data)
+        self._end = self._runner.device.record_event()
 
     @property
     def end(self) -> Event:

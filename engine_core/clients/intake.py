@@ -15,7 +15,7 @@ from pagewire.ipc import messages
 from pagewire.ipc.calls import Right
 from pagewire.ipc.errors import EngineBusyError, error_text, error_type
 from pagewire.ipc.messages import PROTOCOL, Request, ToCore, TokenDelta
-from pagewire.ipc.params import PoolingParams
+from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.version import __version__
 
 # Time for messages before the loop turns to the worker again: a flood of them delays each step by this.
@@ -166,6 +166,7 @@ class Intake:
                 max_model_len=core.info.max_model_len,
                 share_prefixes=core.config.args.enable_prefix_caching,
                 tenant=tenant,
+                whole=core.info.pooling is not None and core.info.pooling.whole_prompts,
             )
             core.lobby.add(group, core.scheduler.waiting.num_before(tenant), now)
         except (ValueError, TypeError, EngineBusyError, PermissionError) as error:

@@ -23,6 +23,7 @@ from pagewire.engine_core.grammar.pool import Grammars
 from pagewire.engine_core.schedule.scheduler import Outcome
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.schedule.step import SchedulerStats
+from pagewire.ipc.pooling import ENGINE_TASKS
 
 Row = dict[str, Any]
 
@@ -147,6 +148,7 @@ class Metrics:
         self.rates = Rates()
         self.num_refused = {"busy": 0, "invalid": 0}
         self.num_finished = dict.fromkeys(REASONS, 0)
+        self.num_pooling = dict.fromkeys(ENGINE_TASKS, 0)
 
     def submitted(self, group: list[Sequence]) -> None:
         """Record a new request, given its n sequences."""
@@ -155,6 +157,9 @@ class Metrics:
         first.tenant.num_requests += 1
         request = OpenRequest(len(group), first.arrival_time, first.num_prompt_tokens)
         self._requests.update(dict.fromkeys(group, request))
+        if first.pools:
+            self.num_pooling[str(first.request.task.task)] += 1  # type: ignore[union-attr]
+            return
         self.params_n.observe(first.params.num_returned or len(group))
         self.params_best_of.observe(len(group))
         self.params_max_tokens.observe(first.max_output)
@@ -353,6 +358,10 @@ def own(core: MeasuredEngine) -> Iterator[Row]:
     text = "Requests refused on arrival, by reason: busy (queue full, or shutting down), invalid."
     for reason, number in metrics.num_refused.items():
         yield counter("pagewire:requests_refused_total", text, number, {"reason": reason})
+    if core.info.pooling is not None:
+        text = "Requests to pool, by task."
+        for task in core.info.pooling.tasks:
+            yield counter("pagewire:pooling_requests_total", text, metrics.num_pooling[task], {"task": task})
     grammars = core.grammars
     yield gauge("pagewire:grammars_cached", "Compiled grammars in the cache.", len(grammars))
     text = "Grammars looked up in the cache, one for each request with structured output."

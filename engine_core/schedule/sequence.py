@@ -11,7 +11,8 @@ from pagewire.engine_core.schedule.blocks import Block
 from pagewire.engine_core.schedule.tenants import Tenant
 from pagewire.ipc.block_names import encoded_keys
 from pagewire.ipc.messages import Request, RequestTiming
-from pagewire.ipc.params import PoolingParams, SamplingParams
+from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.pooling import PoolingParams
 
 # Worker crashes after which a sequence runs alone, to find the one that causes them: crashes without a token of it
 # in between, and all since it was last cleared. It ends with an error at one crash more, or at two.
@@ -49,6 +50,7 @@ class Sequence:
     matcher: its position in the grammar of its structured output; None without one.
     pools: it ends with a pooled result and generates no tokens. params: those of a sequence that generates.
     returns_prompt_logprobs: they are requested; only the first of n sequences returns them.
+    whole: its prompt is computed in one step.
 
     Times are in seconds on the monotonic clock, 0 until they are known.
     """
@@ -65,6 +67,7 @@ class Sequence:
     tenant: Tenant
     turn: int = 0
     namespace: bytes = b""
+    whole: bool = False
     matcher: Matcher | None = None
 
     state: State = State.WAITING
@@ -182,7 +185,12 @@ class Sequence:
         self.computed -= num_tokens
 
     def boundary(self, end: int) -> int:
-        """The last position up to `end` at which a step may end: `end`, or the start of a medium around it."""
+        """The last position up to `end` at which a step may end: `end`, or the start of a medium around it.
+
+        Of a sequence that runs as a whole it is the end of the prompt, or else where the sequence is.
+        """
+        if self.whole and end < self.num_prompt_tokens:
+            return self.computed
         for medium in self.request.prompt.media:
             if medium.start < end < medium.start + medium.num_tokens:
                 return medium.start
@@ -224,11 +232,12 @@ def sequences(
     max_model_len: int,
     share_prefixes: bool,
     tenant: Tenant | None = None,
+    whole: bool = False,
 ) -> list[Sequence]:
     """The n sequences of a submitted request, with `arrival`, `arrival` + 1, ... as their order of arrival.
 
     Without `share_prefixes` each request gets a namespace of its own, so that only its own n sequences share the
-    prompt. tenant: whose request it is; None: one without any other request.
+    prompt. tenant: whose request it is; None: one without any other request. whole: prompts run in one step.
     """
     tenant = tenant or Tenant(client)
     prompt, task = request.prompt.token_ids, request.task
@@ -253,6 +262,7 @@ def sequences(
             tenant=tenant,
             turn=tenant.turn(request.rank),
             namespace=namespace,
+            whole=whole,
             num_prompt_logprobs=request.num_prompt_logprobs if index == 0 else 0,
         )
         for index in range(n)

@@ -13,7 +13,7 @@ from pagewire.frontend.route.prefix_index import PrefixIndex
 from pagewire.frontend.route.replica import Placement, Replica
 from pagewire.ipc.block_names import prompt_names
 from pagewire.ipc.messages import Request, TokenDelta
-from pagewire.ipc.params import PoolingParams
+from pagewire.ipc.pooling import PoolingParams
 
 LINGER_SECONDS = 1.0  # for which the blocks of an ended request count as cached: until the core reports them
 MAX_BEGINNINGS = 1 << 13  # beginnings of prompts of which the last core is kept

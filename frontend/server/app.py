@@ -20,6 +20,7 @@ from pagewire.frontend.server.openai import chat, completions, models, tokenizat
 from pagewire.frontend.server.operate import admin, cores, monitoring
 from pagewire.frontend.server.options import ServerOptions
 from pagewire.frontend.server.page import page_routes
+from pagewire.frontend.server.pooling import routes as pooling
 from pagewire.frontend.server.responses import routes as responses
 from pagewire.frontend.server.service import Service
 from pagewire.ipc.errors import EngineBusyError, EngineDeadError
@@ -34,7 +35,7 @@ HANDLED = (
     msgspec.MsgspecError,
     Exception,
 )
-MODULES = (completions, chat, responses, models, tokenization, monitoring, admin, cores)
+MODULES = (completions, chat, responses, pooling, models, tokenization, monitoring, admin, cores)
 
 
 def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> Starlette:

@@ -40,6 +40,11 @@ int64_t window_begin(const AttentionCall& call, int64_t position) {
   return call.window ? std::max<int64_t>(0, position + 1 - call.window) : 0;
 }
 
+// The end of the keys that a query at this position sees.
+int64_t sight_end(const AttentionCall& call, int64_t request, int64_t position) {
+  return std::min<int64_t>(position + 1 + call.future, call.seq_lens[request]);
+}
+
 // The rows of a query tile: the query heads of its first token, then those of the next.
 struct QueryRows {
   const AttentionCall& call;
@@ -56,7 +61,8 @@ struct QueryRows {
     return int(std::max<int64_t>(0, window_begin(call, position(row)) - kv_tile * kKvTileKeys));
   }
   int visible_end(int64_t kv_tile, int64_t row) const {
-    return int(std::clamp<int64_t>(position(row) + 1 - kv_tile * kKvTileKeys, 0, kKvTileKeys));
+    const int64_t end = sight_end(call, tile.request, position(row));
+    return int(std::clamp<int64_t>(end - kv_tile * kKvTileKeys, 0, kKvTileKeys));
   }
 
   template <class T>
@@ -108,7 +114,8 @@ struct Plan {
         tile.num_tokens = std::min(tile_tokens, length - t * tile_tokens);
         tile.first_position = first_position + t * tile_tokens;
         tile.kv_tile_begin = window_begin(call, tile.first_position) / kKvTileKeys;
-        tile.kv_tile_end = (tile.first_position + tile.num_tokens - 1) / kKvTileKeys + 1;
+        tile.kv_tile_end =
+            (sight_end(call, request, tile.first_position + tile.num_tokens - 1) - 1) / kKvTileKeys + 1;
         rows = std::max(rows, tile.num_tokens * group);
         work += cost(tile) * (tile.kv_tile_end - tile.kv_tile_begin);
         query_tiles.push_back(tile);

@@ -25,6 +25,7 @@ struct AttentionCall {
   int64_t num_tokens, num_requests, num_heads, num_kv_heads, head_dim, v_head_dim;
   int64_t num_blocks, block_size, max_blocks;
   int64_t window;  // 0: none
+  int64_t future;  // keys after its own position that a query sees; 0: causal
   float scale;
   float softcap;  // 0: none
   int32_t dtype;        // 0 float32, 1 bfloat16, 2 float16

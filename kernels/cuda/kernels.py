@@ -67,6 +67,7 @@ class CudaKernels:
         scale: float,
         *,
         window: int | None = None,
+        future: int = 0,
         softcap: float | None = None,
         sinks: Tensor | None = None,
         alibi: Tensor | None = None,
@@ -74,6 +75,10 @@ class CudaKernels:
         out: Tensor | None = None,
     ) -> Tensor:
         """See `pagewire.kernels.attention.paged_attention`."""
+        if future:
+            raise NotImplementedError(
+                "attention to later tokens has no CUDA kernel yet: encoders run on CPUs"
+            )
         return attention.paged_attention(
             self.launcher,
             self._workspace,

@@ -181,7 +181,7 @@ def test_errors(client: OpenAI, server: Server) -> None:
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(openai.UnprocessableEntityError):
         create(model="demo", messages="Hello")  # type: ignore[call-overload]
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.BadRequestError, match="generates text and does not pool"):
         client.embeddings.create(model="demo", input="x")
 
 

@@ -19,7 +19,7 @@ from pagewire import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from pagewire.frontend.llm import BatchError
+from pagewire.frontend.outputs import BatchError
 
 from .http_server import Server
 

@@ -30,7 +30,8 @@ from pagewire.ipc.messages import (
     Submit,
     Welcome,
 )
-from pagewire.ipc.params import PoolingParams, SamplingParams
+from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.pooling import PoolingParams
 
 from .fake_worker import CRASH, FAIL, HANG, next_token
 

@@ -15,7 +15,8 @@ from pagewire.engine_core.schedule.sequence import Sequence, State, sequences
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.items import Prompt
 from pagewire.ipc.messages import Request
-from pagewire.ipc.params import PoolingParams, SamplingParams, StructuredOutputsParams
+from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
+from pagewire.ipc.pooling import PoolingParams
 
 from .schedule.simulation import grammar
 

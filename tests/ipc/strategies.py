@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pagewire.ipc import messages, worker_messages
 from pagewire.ipc.codec import INLINE_BYTES, ITEM_SIZES, Tensor
 from pagewire.ipc.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from pagewire.ipc.pooling import POOLING_TYPES, TASKS, PoolerConfig, PoolingParams
 
 UNIONS = {
     "ToCore": messages.ToCore,
@@ -102,6 +103,27 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, detokenize=detokenize, **values)
 
 
+choices = st.none() | st.booleans()
+sizes = st.none() | st.integers(1, 2**63 - 1)
+pooling_params = st.builds(
+    PoolingParams,
+    truncate_prompt_tokens=sizes | st.just(-1),
+    dimensions=sizes,
+    normalize=choices,
+    activation=choices,
+    task=st.none() | st.sampled_from(TASKS),
+    prompt_name=st.none() | words,
+    all_tokens=st.booleans(),
+    second_segment=st.integers(0, 2**63 - 1),
+)
+pooler_configs = st.builds(
+    PoolerConfig,
+    pooling_type=st.none() | st.sampled_from(POOLING_TYPES),
+    normalize=choices,
+    dimensions=sizes,
+    activation=choices,
+)
+
 SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
     int: int64,
     float: floats,
@@ -112,6 +134,8 @@ SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
     Any: plain,
     Tensor: tensors(),
     SamplingParams: sampling_params(),
+    PoolingParams: pooling_params,
+    PoolerConfig: pooler_configs,
 }
 
 

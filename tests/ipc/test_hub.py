@@ -11,7 +11,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 import pagewire.demo
 from pagewire.ipc.errors import ModelNotFoundError
-from pagewire.ipc.hub import MAX_FILE_BYTES, check_files, model_folder, read_file, read_json
+from pagewire.ipc.hub import MAX_FILE_BYTES, POOLING_FILES, check_files, model_folder, read_file, read_json
 
 
 def repository(tmp_path: Path, *files: str) -> tuple[list[dict[str, Any]], Callable[..., str]]:
@@ -208,6 +208,8 @@ def test_what_can_run_code_is_fetched_on_request_only(
     model_folder("a/b", **options)
     (call,) = calls
     assert CODE & set(call["allow_patterns"]) == fetched
+    tokenizer_only = bool(options.get("tokenizer_only"))
+    assert set(POOLING_FILES).isdisjoint(call["allow_patterns"]) == tokenizer_only
     assert not any(
         Path(name).match(pattern)
         for name in ("x.py", "x.bin")

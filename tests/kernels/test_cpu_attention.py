@@ -24,6 +24,7 @@ class Options:
     """Keyword arguments of `paged_attention`."""
 
     window: int | None = None
+    future: int = 0
     softcap: float | None = None
     sinks: Tensor | None = None
     alibi: Tensor | None = None
@@ -225,3 +226,30 @@ def test_float64_goes_to_the_reference() -> None:
     paged = page(shape, [random_request(shape, 20, torch.float64, 0)], [(0, 20)])
     out = attention.paged_attention(paged.q, paged.k_cache, paged.v_cache, paged.batch, 0.1)
     assert out.dtype == torch.float64 and out.isfinite().all()
+
+
+@pytest.mark.parametrize(("window", "future"), [(None, attention.WHOLE), (65, 64), (None, 3)], ids=str)
+def test_queries_that_see_later_keys(kernels: CpuKernels, window: int | None, future: int) -> None:
+    """As in encoders: against the reference, and the same bits alone and in a batch."""
+    options = Options(window=window, future=future)
+    lengths = (600, 1, 256, 257, 70)
+    for dtype in DTYPES:
+        shape = Shape(head_dim=40, v_head_dim=40)
+        requests = [random_request(shape, length, dtype, length) for length in lengths]
+        paged = page(shape, requests, [(0, length) for length in lengths], store=kernels.store_kv)
+        check(kernels, paged, options)
+        together = run(kernels, paged, options, 2)
+        alone = [whole(kernels, shape, request, options, dtype) for request in requests]
+        assert torch.equal(together, torch.cat(alone))
+
+
+def test_the_reference_of_later_keys_is_dense_attention() -> None:
+    shape = Shape(num_heads=2, num_kv_heads=2)
+    request = random_request(shape, 300, torch.float64, 0)
+    paged = page(shape, [request], [(0, 300)])
+    q, k, v = (x.transpose(0, 1) for x in (request.q, request.k, request.v))
+    out = attention.paged_attention(
+        paged.q, paged.k_cache, paged.v_cache, paged.batch, 0.2, future=attention.WHOLE
+    )
+    expected = torch.softmax(q @ k.transpose(1, 2) * 0.2, -1) @ v
+    torch.testing.assert_close(out.transpose(0, 1), expected, atol=1e-10, rtol=0)

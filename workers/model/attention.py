@@ -192,7 +192,7 @@ def attend(
     if not q.dtype == k.dtype == v.dtype:  # norms of some models leave queries and keys in float32
         q, k = q.to(v.dtype), k.to(v.dtype)
     scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    layer: Any = module.layer_idx
+    layer: Any = getattr(module, "layer_idx", -1)  # some encoders do not number their layers
     out = current_step().attend(layer, q, k, v, scale, window=sliding_window, softcap=softcap, sinks=s_aux)
     return out[None], None
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -33,6 +34,7 @@ from pagewire.workers.model.model import (
 )
 from pagewire.workers.model.modules import build_module
 from pagewire.workers.model.parallel_layers import fit_modules
+from pagewire.workers.model.pooler import Pooler
 from pagewire.workers.model.proof import DryRun, check_config, expected_logits, prove
 from pagewire.workers.model.sharded_state import ShardedState
 from pagewire.workers.model.shards import Shards
@@ -70,7 +72,8 @@ class Phases:
 class LoadedModel:
     """A model that has passed the proof (`proof.py`), with its properties.
 
-    kv_scales: see `StepContext`.
+    kv_scales: see `StepContext`. kv_shapes: of each layer; empty for an encoder.
+    pooler: of a model that pools; None: it generates.
     """
 
     model: Model
@@ -82,6 +85,7 @@ class LoadedModel:
     kv_shapes: list[KVShape]
     kv_scales: list[KVScales]
     weight_bytes: int
+    pooler: Pooler | None = None
 
     @property
     def is_stack(self) -> bool:
@@ -136,18 +140,23 @@ def load_model(
     for note, count in weights.notes.items():
         logger.info("weights of %d products: %s", count, note)
     phases.end("transform")
-    eos = getattr(config.get_text_config(), "eos_token_id", None)
     return LoadedModel(
         model=model,
         architecture=architecture,
         dtype=dtype,
         vocab_size=vocab_size or expected[0].shape[-1],
         max_model_len=max_model_len,
-        eos_token_id=eos[0] if isinstance(eos, list) and eos else eos if isinstance(eos, int) else None,
+        eos_token_id=end_of_sequence(config),
         kv_shapes=[replace(shape, dtype=kv_dtype) for shape in shapes],
         kv_scales=scales,
         weight_bytes=weight_bytes(model),
     )
+
+
+def end_of_sequence(config: Any) -> int | None:
+    """The main end-of-sequence token of a configuration; None if it has none."""
+    eos = getattr(config.get_text_config(), "eos_token_id", None)
+    return eos[0] if isinstance(eos, list) and eos else eos if isinstance(eos, int) else None
 
 
 def transform(
@@ -157,11 +166,12 @@ def transform(
     max_model_len: int,
     device: Device,
     collective: Collective,
-    turn: Callable[[], AbstractContextManager[None]],
+    turn: Callable[[], AbstractContextManager[None]] = nullcontext,
+    make: Callable[[Any, bool], Model] = Model,
 ) -> tuple[Model, list[KVShape]]:
     """Replace the module by a `DecoderStack` if that is possible, else part by part, and prove the result.
 
-    turn: a context for packing, which takes memory.
+    turn: a context for packing, which takes memory. make: the model of a module whose attention is replaced.
 
     Raises:
         LoadError: the proof fails.
@@ -169,7 +179,7 @@ def transform(
     attention.register()
     causal = weights.causal
     causal.set_attn_implementation(attention.NAME)
-    model = Model(causal, device.batch_invariant)
+    model = make(causal, device.batch_invariant)
 
     def proven() -> tuple[Model, list[KVShape]]:
         model.shorten_logits()  # from here on the ranks of a group wait for each other

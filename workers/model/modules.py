@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,11 +28,32 @@ logger = logging.getLogger("pagewire.worker")
 DUMMY_SEED = 0
 
 
-def build_module(worker_config: WorkerConfig, config: Any, dtype: torch.dtype, device: Device) -> Weights:
-    """The causal module of a configuration, and its weights: as a rule still in the checkpoint.
+class ModelClass(NamedTuple):
+    """The class of transformers that makes a model's module: its name, and whether it has a head."""
+
+    name: str
+    has_head: bool = True
+
+    def load(self) -> Any:
+        """The class."""
+        import transformers
+
+        return getattr(transformers, self.name)
+
+
+CAUSAL = ModelClass("AutoModelForCausalLM")
+BASE = ModelClass("AutoModel", has_head=False)
+CLASSIFIER = ModelClass("AutoModelForSequenceClassification")
+TOKEN_CLASSIFIER = ModelClass("AutoModelForTokenClassification")
+
+
+def build_module(
+    worker_config: WorkerConfig, config: Any, dtype: torch.dtype, device: Device, kind: ModelClass = CAUSAL
+) -> Weights:
+    """The module of a configuration, and its weights: as a rule still in the checkpoint.
 
     Raises:
-        LoadError: not a causal language model, weights missing or broken, a quantisation that is not served or is
+        LoadError: not a model of this kind, weights missing or broken, a quantisation that is not served or is
             not the checkpoint's, or code that may not be run.
     """
     from transformers.utils import logging as transformers_logging
@@ -42,17 +63,17 @@ def build_module(worker_config: WorkerConfig, config: Any, dtype: torch.dtype, d
     try:
         form, quantise = quantisation(worker_config, config)
         if worker_config.load_format == "dummy":
-            return _random(worker_config, config, dtype, device, quantise)
+            return _random(worker_config, config, dtype, device, quantise, kind)
         reason = _read_by_transformers(worker_config, config)
         if reason is None:
             try:
-                return _on_meta(worker_config, config, dtype, form, quantise)
+                return _on_meta(worker_config, config, dtype, form, quantise, kind)
             except (ImportError, AttributeError, TypeError) as error:
                 reason = f"this version has other tables for converting checkpoints ({first_line(error)})"
         if form is not None:
             raise LoadError(f"a checkpoint quantised with {form.name} cannot be read as a whole: {reason}")
         logger.info("transformers reads the whole checkpoint at once: %s", reason)
-        return Weights(_from_pretrained(worker_config, config, dtype), quantise)
+        return Weights(_from_pretrained(worker_config, config, dtype, kind), quantise)
     except LoadError:
         raise
     except Exception as error:
@@ -82,11 +103,16 @@ def quantisation(worker_config: WorkerConfig, config: Any) -> tuple[Format | Non
 
 
 def _random(
-    worker_config: WorkerConfig, config: Any, dtype: torch.dtype, device: Device, quantise: Quantise
+    worker_config: WorkerConfig,
+    config: Any,
+    dtype: torch.dtype,
+    device: Device,
+    quantise: Quantise,
+    kind: ModelClass,
 ) -> Weights:
     torch.manual_seed(DUMMY_SEED)
     with device.torch_device:  # random weights are made a hundred times faster on a GPU
-        return Weights(_from_config(worker_config, config, dtype), quantise)
+        return Weights(_from_config(worker_config, config, dtype, kind), quantise)
 
 
 def _read_by_transformers(worker_config: WorkerConfig, config: Any) -> str | None:
@@ -107,14 +133,20 @@ def _options(worker_config: WorkerConfig, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _from_config(worker_config: WorkerConfig, config: Any, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_config(config, **_options(worker_config, dtype)).eval()
+def _from_config(worker_config: WorkerConfig, config: Any, dtype: torch.dtype, kind: ModelClass) -> Any:
+    module = kind.load().from_config(config, **_options(worker_config, dtype)).eval()
+    if not kind.has_head and getattr(module, "pooler", None) is not None:
+        module.pooler = None  # of BERT: made for its classifier, and not in every checkpoint
+    return module
 
 
 def _on_meta(
-    worker_config: WorkerConfig, config: Any, dtype: torch.dtype, form: Format | None, quantise: Quantise
+    worker_config: WorkerConfig,
+    config: Any,
+    dtype: torch.dtype,
+    form: Format | None,
+    quantise: Quantise,
+    kind: ModelClass,
 ) -> Weights:
     """The module on the meta device, with only its buffers in memory.
 
@@ -125,25 +157,26 @@ def _on_meta(
     source: WeightSource = GgufCheckpoint(path, config) if is_gguf(path) else Checkpoint(path)
     if form is not None:
         source = QuantisedCheckpoint(source, form)
-    return CheckpointWeights(module_on_meta(worker_config, config, dtype), source, dtype, quantise)
+    causal = module_on_meta(worker_config, config, dtype, kind)
+    return CheckpointWeights(causal, source, dtype, quantise, with_heads=not kind.has_head)
 
 
-def module_on_meta(worker_config: WorkerConfig, config: Any, dtype: torch.dtype) -> Any:
-    """The causal module of a configuration without memory for its weights."""
+def module_on_meta(
+    worker_config: WorkerConfig, config: Any, dtype: torch.dtype, kind: ModelClass = CAUSAL
+) -> Any:
+    """The module of a configuration without memory for its weights."""
     with torch.device("meta"):
-        return _from_config(worker_config, config, dtype)
+        return _from_config(worker_config, config, dtype, kind)
 
 
-def _from_pretrained(worker_config: WorkerConfig, config: Any, dtype: torch.dtype) -> Any:
+def _from_pretrained(worker_config: WorkerConfig, config: Any, dtype: torch.dtype, kind: ModelClass) -> Any:
     """The module with all its weights, by transformers' own loader."""
-    from transformers import AutoModelForCausalLM
-
     if is_gguf(worker_config.model_path):
         raise LoadError("GGUF files need the tables for converting checkpoints of transformers 5 or later")
     pickles = worker_config.load_format == "pt"
     if not pickles:
         weight_files(Path(worker_config.model_path))
-    module, report = AutoModelForCausalLM.from_pretrained(
+    module, report = kind.load().from_pretrained(
         worker_config.model_path,
         config=config,
         use_safetensors=not pickles,
@@ -151,5 +184,6 @@ def _from_pretrained(worker_config: WorkerConfig, config: Any, dtype: torch.dtyp
         output_loading_info=True,
         **_options(worker_config, dtype),
     )
-    check_report(config.model_type, report["missing_keys"], report["unexpected_keys"])
+    unexpected = report["unexpected_keys"] if kind.has_head else ()
+    check_report(config.model_type, report["missing_keys"], unexpected)
     return module.eval()

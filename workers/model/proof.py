@@ -10,7 +10,7 @@ Models that cannot be supported (other layer types, ignored settings, attention 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,9 +81,21 @@ class DryRun:
 
 
 def reference_logits(weights: Weights, run: DryRun) -> list[Tensor]:
-    """Logits [n, V] of each request by the original module, run one at a time.
+    """Logits [n, V] of each request by the original module; see `reference`."""
+
+    def forward(ids: Tensor, positions: Tensor) -> Tensor:
+        output = weights.causal(input_ids=ids, position_ids=positions, use_cache=False)
+        return output.logits[0]  # type: ignore[no-any-return]
+
+    return reference(weights, run, forward)
+
+
+def reference(weights: Weights, run: DryRun, forward: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+    """What the original module makes of each request, one at a time.
 
     The module's weights are read layer by layer, so it never needs to be in memory as a whole.
+
+    forward: of the module, with token ids and positions int64 [1, n]; gives a tensor [n, ...].
 
     Raises:
         LoadError: the module's forward pass fails.
@@ -93,8 +105,7 @@ def reference_logits(weights: Weights, run: DryRun) -> list[Tensor]:
     def logits(ids: Tensor, offset: int) -> Tensor:
         device = causal.get_input_embeddings().weight.device
         positions = torch.arange(offset, offset + len(ids), device=device)[None]
-        output = causal(input_ids=ids[None].to(device), position_ids=positions, use_cache=False)
-        return output.logits[0].cpu()  # type: ignore[no-any-return]
+        return forward(ids[None].to(device), positions).cpu()
 
     requests = list(zip(run.token_ids, run.offsets, strict=True))
     try:

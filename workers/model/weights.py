@@ -180,11 +180,17 @@ class CheckpointWeights(Weights):
     """The weights of a causal module on the meta device, read from a checkpoint."""
 
     def __init__(
-        self, causal: Any, source: WeightSource, dtype: torch.dtype, quantise: Quantise = keep
+        self,
+        causal: Any,
+        source: WeightSource,
+        dtype: torch.dtype,
+        quantise: Quantise = keep,
+        with_heads: bool = False,
     ) -> None:
         """Find the tensors of each weight, and make the buffers that no checkpoint holds.
 
         dtype: of the weights, but for those that transformers keeps in float32.
+        with_heads: the checkpoint may also hold what lies behind this module, such as an output layer.
 
         Raises:
             ImportError: this version of transformers has no tables for converting checkpoints.
@@ -201,7 +207,8 @@ class CheckpointWeights(Weights):
         missing = set(causal.state_dict()) - self._conversions.keys() - self._ties.keys()
         # Some tools (AutoGPTQ) give every linear layer a bias. A module may do without one that is zero.
         zero_biases = {name for name in unexpected if name.endswith(".bias") and not source.read(name).any()}
-        check_names(causal, set(missing), unexpected - zero_biases)
+        heads = {name for name in unexpected if is_of_head(name, causal)} if with_heads else set()
+        check_names(causal, set(missing), unexpected - zero_biases - heads)
         self._initialize(missing)
 
     def _read(self, module: nn.Module, name: str) -> Tensor | None:
@@ -310,6 +317,12 @@ class CheckpointWeights(Weights):
             else:
                 place.empty._is_hf_initialized = True  # type: ignore[attr-defined] # so transformers leaves it alone
         self.causal.initialize_weights()
+
+
+def is_of_head(name: str, base: Any) -> bool:
+    """True if a tensor of this name belongs to none of the parts of a base model."""
+    own = name.removeprefix(f"{base.base_model_prefix}.")
+    return own.partition(".")[0] not in dict(base.named_children()) | base._parameters
 
 
 class _Place(NamedTuple):

@@ -15,6 +15,7 @@ from pagewire.kernels.cpu.memory import reserved
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.device.interface import Device
 from pagewire.workers.model.loading import LoadedModel, Phases, load_model
+from pagewire.workers.model.pooling_loading import is_pooling, load_pooling_model
 from pagewire.workers.weight_cache import file, folder
 from pagewire.workers.weight_cache.ahead import WeightsAhead
 from pagewire.workers.weight_cache.file import PackedFile
@@ -39,8 +40,9 @@ def load(ahead: WeightsAhead, phases: Phases, device: Device, collective: Collec
         assert loaded is not None
         phases.end("packed weights")
         return loaded
+    load_it = load_pooling_model if is_pooling(ahead.config) else load_model
     with reserved(ahead.reserve):
-        return load_model(ahead.config, phases, device, collective)
+        return load_it(ahead.config, phases, device, collective)
 
 
 def all_have(it: bool, collective: Collective, device: Device) -> bool:
@@ -63,8 +65,11 @@ def from_packed(packed: PackedFile, collective: Collective) -> LoadedModel | Non
 
 
 def keep_in_background(loaded: LoadedModel, ahead: WeightsAhead) -> threading.Thread | None:
-    """Write the packed weights of a model in a thread; None if they came from a file, or cannot be kept."""
-    if ahead.key is None or ahead.packed is not None:
+    """Write the packed weights of a model in a thread; None if they came from a file, or cannot be kept.
+
+    Those of models that pool are not kept.
+    """
+    if ahead.key is None or ahead.packed is not None or loaded.pooler is not None:
         return None
     try:
         tensors: list[Tensor] = []

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from pagewire.frontend.inputs import Prepared
 from pagewire.frontend.server.http.errors import RETRY_SECONDS, APIError
 from pagewire.frontend.server.http.key_file import Rights
+from pagewire.ipc.pooling import PoolingParams
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
@@ -124,8 +125,12 @@ class Lease:
         for item in prepared:
             request = item.request
             request.tenant, request.rank = tenant.name, rank
-            rank += request.params.n
-            num_tokens += len(request.prompt.token_ids) + request.params.n * (request.params.max_tokens or 0)
+            num_tokens += len(request.prompt.token_ids)
+            if isinstance(request.task, PoolingParams):
+                rank += 1
+            else:
+                rank += request.params.n
+                num_tokens += request.params.n * (request.params.max_tokens or 0)
         self._release_tokens()
         if (limit := tenant.rights.max_tokens) is not None and tenant.num_tokens + num_tokens > limit:
             self._refuse(num_tokens, limit)

@@ -41,7 +41,8 @@ from pagewire.engine_core.schedule.tenants import Tenant
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.items import LogprobRows, Media, Prompt, Task
 from pagewire.ipc.messages import Request, TokenDelta
-from pagewire.ipc.params import PoolingParams, SamplingParams, StructuredOutputsParams
+from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
+from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.worker_messages import Masks, Row, RowResult, SlotInit, StepPlan, StepResult
 
 EOS = 0

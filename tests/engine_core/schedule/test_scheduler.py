@@ -11,7 +11,7 @@ from pagewire.engine_core.schedule.scheduler import SchedulerConfig
 from pagewire.engine_core.schedule.sequence import RELAPSES_TO_ISOLATE, STEPS_TO_CLEAR, Sequence, State
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.items import Media
-from pagewire.ipc.params import PoolingParams
+from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.worker_messages import RowResult, StepPlan, StepResult
 
 from .simulation import EOS, VOCAB, Simulation, expected, expected_pooled

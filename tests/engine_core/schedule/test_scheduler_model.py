@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.items import Media
-from pagewire.ipc.params import PoolingParams
+from pagewire.ipc.pooling import PoolingParams
 
 from .simulation import EOS, STOP, VOCAB, RandomDrafter, Simulation, expected
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from pagewire.ipc.pooling import PoolerConfig
 from pagewire.ipc.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu import library
 from pagewire.kernels.cpu.build import InstructionSet
@@ -25,6 +26,9 @@ VALUES: dict[str, Any] = {
     "kv_scales": [0.5],
     "quantization": "int8",
     "parallel": Parallel(rank=1, size=2),
+    "runner": "pooling",
+    "convert": "embed",
+    "pooler_config": PoolerConfig(normalize=False),
 }
 """For each field of `WorkerConfig` that the packed weights depend on another value."""
 

@@ -1,0 +1,92 @@
+"""Pools a batch of prompts, and waits for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pagewire.frontend.mailbox import Inbox
+from pagewire.frontend.outputs import RequestState
+from pagewire.frontend.pooling.inputs import completed
+from pagewire.frontend.pooling.outputs import PoolingRequestOutput
+from pagewire.frontend.session import Session
+from pagewire.ipc.pooling import PoolingParams
+
+SUBMIT_CHUNK = 64  # prompts tokenized before the core gets them: it computes while the next are tokenized
+
+
+def params_of(
+    params: PoolingParams | Sequence[PoolingParams] | None,
+    num_prompts: int,
+    session: Session,
+    task: str | None,
+    truncate_prompt_tokens: int | None,
+) -> list[PoolingParams]:
+    """Checked parameters for each prompt, given those for all or a list; prompts may share them.
+
+    truncate_prompt_tokens: of parameters that give none.
+
+    Raises:
+        ValueError: a parameter does not fit the model, or the list has another length than the prompts.
+        TypeError: something else than parameters.
+    """
+    if params is None or isinstance(params, PoolingParams):
+        return [complete(params, session, task, truncate_prompt_tokens)] * num_prompts
+    if not isinstance(params, Sequence):
+        raise TypeError(
+            f"pooling_params must be PoolingParams or a list of them, got {type(params).__name__}"
+        )
+    if len(params) != num_prompts:
+        raise ValueError(f"{num_prompts} prompts, but {len(params)} pooling parameters")
+    return [complete(own, session, task, truncate_prompt_tokens) for own in params]
+
+
+def complete(
+    params: PoolingParams | None, session: Session, task: str | None, truncate_prompt_tokens: int | None
+) -> PoolingParams:
+    """Checked parameters for one prompt or several; see `params_of`."""
+    if truncate_prompt_tokens is not None:
+        params = PoolingParams() if params is None else params
+        if not isinstance(params, PoolingParams):
+            raise TypeError(f"pooling_params must be PoolingParams, got {type(params).__name__}")
+        if params.truncate_prompt_tokens is None:
+            params = params.clone()
+            params.truncate_prompt_tokens = truncate_prompt_tokens
+            params.__post_init__()
+    return completed(params, session.info, task)
+
+
+def pool(
+    session: Session,
+    prompts: Sequence[Any],
+    params: Sequence[PoolingParams],
+    next_id: Callable[[], str],
+    tick: Callable[[PoolingRequestOutput[Any]], None],
+) -> tuple[list[PoolingRequestOutput[Any]], str | None]:
+    """The results of prompts, in order, and the first error; those that failed have no `outputs`.
+
+    params: checked. tick: called with each result. On any exception, no request is left running.
+
+    Raises:
+        ValueError, TypeError: a bad prompt. EngineDeadError: the core is lost.
+    """
+    inbox = Inbox()
+    states: list[RequestState] = []
+    done: dict[int, Any] = {}
+    try:
+        for start in range(0, len(prompts), SUBMIT_CHUNK):
+            chunk = slice(start, start + SUBMIT_CHUNK)
+            prepared = [
+                session.prepare_pooling(prompt, own, next_id())
+                for prompt, own in zip(prompts[chunk], params[chunk], strict=True)
+            ]
+            states += session.submit(prepared, inbox)
+        while len(done) < len(states):
+            for state in inbox.get():
+                if (output := session.take(state)) is not None:
+                    done[state.key] = output
+                    tick(done[state.key])
+    finally:
+        session.abort(states)
+    failed = next((state.error for state in states if state.error is not None), None)
+    return [done[state.key] for state in states], failed

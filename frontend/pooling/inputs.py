@@ -1,0 +1,159 @@
+"""Checks prompts and parameters to pool, and makes requests of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pagewire.frontend.inputs import Intake, Prepared, check_keys, salt_of
+from pagewire.frontend.pooling.text import encode
+from pagewire.frontend.text.length import ContextLengthError
+from pagewire.ipc.bounds import unknown_name
+from pagewire.ipc.items import Prompt
+from pagewire.ipc.messages import EngineInfo, Request
+from pagewire.ipc.pooling import PoolingInfo, PoolingParams
+
+
+@dataclass(frozen=True)
+class TextPair:
+    """Two texts that a cross-encoder scores together."""
+
+    first: str
+    second: str
+    cache_salt: str | None = None
+
+
+def pooling_info(info: EngineInfo) -> PoolingInfo:
+    """The engine's pooling.
+
+    Raises:
+        ValueError: its model generates.
+    """
+    if info.pooling is None:
+        raise ValueError(
+            f"{info.served_model_names[0]} generates text and does not pool: use generate or chat, or start the "
+            "engine with runner='pooling'"
+        )
+    return info.pooling
+
+
+def engine_task(task: str | None, info: PoolingInfo) -> str:
+    """The engine's task for a task of the API.
+
+    Raises:
+        ValueError: the model does not serve it; the text says what it serves.
+    """
+    if task in (None, "encode"):
+        return info.tasks[0]
+    wanted = [task]
+    if task == "reward":
+        wanted = ["classify", "token_classify"]
+    elif task == "score":
+        wanted = ["classify"]
+    for name in wanted:
+        if name in info.tasks:
+            return str(name)
+    raise ValueError(f"this model does not serve the task {task!r}, it serves {', '.join(info.tasks)}")
+
+
+def completed(params: PoolingParams | None, info: EngineInfo, task: str | None = None) -> PoolingParams:
+    """A copy of parameters with everything that the engine needs to know; task: in place of that of `params`.
+
+    Raises:
+        ValueError: a parameter does not fit the model. TypeError: they are no parameters to pool.
+    """
+    pooling = pooling_info(info)
+    if params is None:
+        params = PoolingParams()
+    elif not isinstance(params, PoolingParams):
+        raise TypeError(f"pooling_params must be PoolingParams, got {type(params).__name__}")
+    params = params.clone()
+    if task is not None and params.task not in (None, task):
+        raise ValueError(f"task={params.task!r} of the parameters is not the task {task!r} of the call")
+    name = task or params.task
+    if name == "reward" and params.activation is None:
+        params.activation = False
+    params.task = engine_task(name, pooling)
+    params.all_tokens = pooling.needs_all_tokens(params.task)
+    keep = params.truncate_prompt_tokens
+    if keep is not None and keep > info.max_model_len:
+        raise ValueError(
+            f"truncate_prompt_tokens={keep} is over this model's maximum context length "
+            f"of {info.max_model_len} tokens"
+        )
+    if params.prompt_name is not None and params.prompt_name not in pooling.prompts:
+        raise ValueError(
+            f"{unknown_name('prompt_name', params.prompt_name, pooling.prompts)}; this model has "
+            f"{', '.join(pooling.prompts) or 'none'}"
+        )
+    pooling.check(params, 1)
+    return params
+
+
+def prepare(
+    intake: Intake,
+    prompt: Any,
+    params: PoolingParams,
+    request_id: str,
+    key: int,
+    priority: int = 0,
+    age: float = 0.0,
+) -> Prepared:
+    """The request for one prompt. params: `completed`. prompt: as for generation, or a `TextPair`.
+
+    Raises:
+        ValueError, TypeError: the prompt is invalid, or too long.
+    """
+    info = intake.info
+    pooling = pooling_info(info)
+    keep = info.max_model_len if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
+    text = (
+        prompt.get("prompt") if isinstance(prompt, Mapping) and not prompt.get("prompt_token_ids") else prompt
+    )
+    second = 0
+    if isinstance(text, (str, TextPair)):
+        if isinstance(prompt, Mapping):
+            check_keys(prompt)
+        token_ids, second = _encode(intake, pooling, text, params, keep)
+    else:
+        token_ids, _ = intake.tokenize(prompt, truncates=keep is not None)
+        token_ids = token_ids[:keep]
+    if len(token_ids) > info.max_model_len:
+        raise ContextLengthError(info.max_model_len, f"the prompt has {len(token_ids)} tokens")
+    if second and pooling.token_types:
+        params = params.clone()
+        params.second_segment = second
+    pooling.check(params, len(token_ids))
+    request = Request(
+        key=key,
+        request_id=request_id,
+        prompt=Prompt(
+            token_ids, cache_salt=prompt.cache_salt if isinstance(prompt, TextPair) else salt_of(prompt)
+        ),
+        task=params,
+        seed=0,
+        priority=priority,
+        age=age,
+    )
+    return Prepared(request, text if isinstance(text, str) else None)
+
+
+def _encode(
+    intake: Intake, pooling: PoolingInfo, text: str | TextPair, params: PoolingParams, keep: int | None
+) -> tuple[list[int], int]:
+    """Token ids of a text or a pair, and where the second text begins."""
+    if intake.tokenizer is None:
+        raise ValueError("there is no tokenizer (skip_tokenizer_init): give the prompt as token ids")
+    first, second = (text, None) if isinstance(text, str) else (text.first, text.second)
+    if second is None and (name := params.prompt_name or pooling.default_prompt_name) is not None:
+        first = pooling.prompts.get(name, "") + first
+    if pooling.lower_case:
+        first, second = first.lower(), None if second is None else second.lower()
+    try:
+        encoded = encode(intake.tokenizer, first, second, keep, intake.info.max_model_len)
+    except (TypeError, UnicodeError) as error:  # such as an unpaired surrogate
+        raise ValueError(f"the prompt is not valid Unicode text: {error}") from error
+    if not encoded.token_ids:
+        raise ValueError("the prompt is empty")
+    return encoded

@@ -1,0 +1,156 @@
+"""What the endpoints that pool have in common: inputs, limits, and running the requests."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from pagewire.frontend.inputs import Prepared, prompts_of
+from pagewire.frontend.pooling.batch import complete
+from pagewire.frontend.pooling.inputs import TextPair, pooling_info
+from pagewire.frontend.pooling.outputs import PoolingOutput, PoolingRequestOutput
+from pagewire.frontend.server.http import sse
+from pagewire.frontend.server.http.errors import APIError
+from pagewire.frontend.server.http.exchange import Exchange
+from pagewire.frontend.server.openai.sampling import salted
+from pagewire.frontend.server.pooling.protocol import PoolingFields, PoolingUsage
+from pagewire.frontend.server.service import Service, off_loop
+from pagewire.frontend.text.length import check_characters
+from pagewire.ipc.budget import MAX_HTTP_POOLED_BYTES, MAX_POOLED_INPUTS
+from pagewire.ipc.pooling import TOKEN_TASKS, PoolingInfo, PoolingParams
+
+
+def inputs_in(service: Service, given: Any, param: str = "input") -> list[Any]:
+    """The inputs of a request, each as text or token ids.
+
+    Raises:
+        APIError: there are none or too many, or texts and token ids are mixed.
+        ContextLengthError: a text is far too long for the model.
+    """
+    is_tokens = isinstance(given, list) and bool(given) and isinstance(given[0], int)
+    if isinstance(given, list) and not is_tokens:
+        check_number(len(given), param)
+    prompts: list[Any] = prompts_of(given)
+    if not prompts or any(isinstance(prompt, int) for prompt in prompts):
+        raise APIError(422, f"{param} must be a text, token ids, or a list of these", param=param)
+    for prompt in prompts:
+        check_input(service, prompt)
+    return prompts
+
+
+def check_number(number: int, param: str) -> None:
+    """Refuse a request with no inputs or too many; raises APIError."""
+    if not 1 <= number <= MAX_POOLED_INPUTS:
+        message = f"{param}: there must be 1 to {MAX_POOLED_INPUTS} inputs, got {number}"
+        raise APIError(400, message, param=param, code="request_too_large" if number else None)
+
+
+def check_input(service: Service, prompt: str | list[int]) -> None:
+    """Refuse a text that is empty, or far too long to be tokenized; raises ValueError."""
+    if not prompt:
+        raise ValueError("input must not be empty")
+    if isinstance(prompt, str):
+        check_characters(len(prompt), service.info.max_model_len)
+
+
+def params_in(service: Service, request: PoolingFields, task: str | None, **fields: Any) -> PoolingParams:
+    """The engine's parameters for a request.
+
+    Raises:
+        ValueError: they do not fit the model, or it generates.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    params = PoolingParams(
+        truncate_prompt_tokens=request.truncate_prompt_tokens, prompt_name=request.prompt_name, **given
+    )
+    return complete(params, service.engine.session, task, None)
+
+
+async def pooled(
+    service: Service,
+    request: PoolingFields,
+    exchange: Exchange,
+    prompts: Sequence[Any],
+    params: PoolingParams,
+) -> list[PoolingRequestOutput[Any]]:
+    """The results of a request's inputs, in order; counts its tokens.
+
+    Raises:
+        APIError: the results would be too large, or the request was aborted. Exceptions of the engine.
+    """
+    first = prompts[0]
+    exchange.prompt = first if isinstance(first, (str, list)) else ""
+    outputs = await service.engine.pool_all(
+        [with_salt(prompt, request.cache_salt) for prompt in prompts],
+        params,
+        exchange.id,
+        priority=request.priority or 0,
+        trace_headers=exchange.headers,
+        admit=admission(pooling_info(service.info), params, exchange),
+    )
+    for output in outputs:
+        exchange.num_prompt += len(output.prompt_token_ids)
+        exchange.num_cached += output.num_cached_tokens
+        if output.outputs is None:
+            raise APIError(499, "the request was aborted", code="aborted")
+    exchange.reasons.append("stop")
+    return outputs
+
+
+def with_salt(prompt: Any, salt: str | None) -> Any:
+    """A prompt with the cache salt of its request."""
+    return (
+        TextPair(prompt.first, prompt.second, salt) if isinstance(prompt, TextPair) else salted(prompt, salt)
+    )
+
+
+def admission(
+    info: PoolingInfo, params: PoolingParams, exchange: Exchange
+) -> Callable[[Sequence[Prepared]], None]:
+    """Checks the size of all results together, and counts the tokens in flight, before anything is submitted."""
+
+    def admit(prepared: Sequence[Prepared]) -> None:
+        size = 4 * (params.dimensions or info.size)
+        each = (len(item.request.prompt.token_ids) if params.task in TOKEN_TASKS else 1 for item in prepared)
+        if (num_bytes := size * sum(each)) > MAX_HTTP_POOLED_BYTES:
+            raise APIError(
+                400,
+                f"the results of this request would have {num_bytes} bytes; at most {MAX_HTTP_POOLED_BYTES} are "
+                "allowed: send fewer inputs at a time",
+                param="input",
+                code="request_too_large",
+            )
+        exchange.lease.admit(prepared)
+
+    return admit
+
+
+def numbers(output: PoolingOutput, encoding: str | None) -> Any:
+    """A result as JSON has it: numbers, or base64 of little-endian float32 numbers."""
+    if encoding == "base64":
+        return base64.b64encode(output.tensor.data).decode()
+    return output.data
+
+
+def usage(exchange: Exchange) -> PoolingUsage:
+    """The token counts of a request."""
+    return PoolingUsage(exchange.num_prompt, exchange.num_prompt)
+
+
+async def encoded(outputs: Sequence[PoolingRequestOutput[Any]], make: Callable[[], msgspec.Struct]) -> bytes:
+    """The JSON of a response, made in a thread if it has many numbers."""
+    size = sum(len(output.outputs.tensor.data) for output in outputs)
+    return await off_loop(size // 16, lambda: sse.ENCODER.encode(make()))
+
+
+def refuse_messages(request: Any) -> None:
+    """Refuse the chat form, which is not served; raises APIError."""
+    if request.messages is not None:
+        raise APIError(
+            400, "messages: conversations are not supported here; give texts as input", param="messages"
+        )
+    if request.input is None:
+        raise APIError(422, "missing required field `input`", param="input")

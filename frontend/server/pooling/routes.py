@@ -1,0 +1,230 @@
+"""The endpoints that pool: embeddings, classes, scores, reranking, and raw results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagewire.frontend.pooling.outputs import PoolingRequestOutput
+from pagewire.frontend.pooling.scoring import ScorePlan
+from pagewire.frontend.server.http import sse
+from pagewire.frontend.server.http.errors import APIError
+from pagewire.frontend.server.http.exchange import Exchange
+from pagewire.frontend.server.http.generation_endpoint import GenerationEndpoint
+from pagewire.frontend.server.http.openapi import Operation
+from pagewire.frontend.server.pooling.protocol import (
+    ClassData,
+    ClassifyRequest,
+    ClassifyResponse,
+    EmbeddingData,
+    EmbeddingRequest,
+    EmbeddingResponse,
+    PooledData,
+    PoolingFields,
+    PoolingRequest,
+    PoolingResponse,
+    RerankDocument,
+    RerankRequest,
+    RerankResponse,
+    RerankResult,
+    RerankUsage,
+    ScoreData,
+    ScoreRequest,
+    ScoreResponse,
+)
+from pagewire.frontend.server.pooling.requests import (
+    check_input,
+    check_number,
+    encoded,
+    inputs_in,
+    numbers,
+    params_in,
+    pooled,
+    refuse_messages,
+    usage,
+)
+from pagewire.frontend.server.service import Service
+
+
+def routes(service: Service) -> list[Operation]:
+    """Return the routes of the endpoints."""
+    kinds: list[tuple[tuple[str, ...], str, Any, Any, Any, str]] = [
+        (("/v1/embeddings",), "embd-", EmbeddingRequest, embeddings, EmbeddingResponse, "Embed texts."),
+        (("/v1/score", "/score"), "score-", ScoreRequest, score, ScoreResponse, "Score pairs of texts."),
+        (
+            ("/v1/rerank", "/rerank", "/v2/rerank"),
+            "rerank-",
+            RerankRequest,
+            rerank,
+            RerankResponse,
+            "Sort documents by how well they fit a query.",
+        ),
+        (
+            ("/v1/classify", "/classify"),
+            "classify-",
+            ClassifyRequest,
+            classify,
+            ClassifyResponse,
+            "Classify texts.",
+        ),
+        (("/pooling",), "pool-", PoolingRequest, pooling, PoolingResponse, "Pool texts for any task."),
+    ]
+    return [
+        Operation(
+            "POST", path, GenerationEndpoint(service, prefix, kind, answer), text, body=kind, result=result
+        )
+        for paths, prefix, kind, answer, result, text in kinds
+        for path in paths
+    ]
+
+
+async def embeddings(service: Service, request: EmbeddingRequest, exchange: Exchange) -> bytes:
+    """The embeddings of a request's inputs, as JSON."""
+    model = service.model(request.model)
+    refuse_messages(request)
+    params = params_in(service, request, "embed", dimensions=request.dimensions, normalize=request.normalize)
+    inputs = inputs_in(service, request.input)
+    outputs = await pooled(service, request, exchange, inputs, params)
+    return await encoded(
+        outputs,
+        lambda: EmbeddingResponse(
+            id=exchange.id,
+            created=exchange.created,
+            model=model,
+            data=[
+                EmbeddingData(index=i, embedding=numbers(output.outputs, request.encoding_format))
+                for i, output in enumerate(outputs)
+            ],
+            usage=usage(exchange),
+        ),
+    )
+
+
+async def pooling(service: Service, request: PoolingRequest, exchange: Exchange) -> bytes:
+    """The results of a request's inputs for any task, as JSON."""
+    model = service.model(request.model)
+    refuse_messages(request)
+    fields = {name: getattr(request, name) for name in ("dimensions", "normalize", "activation")}
+    params = params_in(service, request, request.task, **fields)
+    inputs = inputs_in(service, request.input)
+    outputs = await pooled(service, request, exchange, inputs, params)
+    return await encoded(
+        outputs,
+        lambda: PoolingResponse(
+            id=exchange.id,
+            created=exchange.created,
+            model=model,
+            data=[
+                PooledData(
+                    index=i,
+                    data=numbers(output.outputs, request.encoding_format),
+                    shape=list(output.outputs.tensor.shape),
+                )
+                for i, output in enumerate(outputs)
+            ],
+            usage=usage(exchange),
+        ),
+    )
+
+
+async def classify(service: Service, request: ClassifyRequest, exchange: Exchange) -> bytes:
+    """The classes of a request's inputs, as JSON."""
+    model = service.model(request.model)
+    params = params_in(service, request, "classify", activation=request.activation)
+    inputs = inputs_in(service, request.input)
+    outputs = await pooled(service, request, exchange, inputs, params)
+    names = service.info.pooling.labels if service.info.pooling is not None else []
+
+    def classes(index: int, probs: list[float]) -> ClassData:
+        best = probs.index(max(probs))
+        label = names[best] if best < len(names) else None
+        return ClassData(index=index, label=label, probs=probs, num_classes=len(probs))
+
+    return await encoded(
+        outputs,
+        lambda: ClassifyResponse(
+            id=exchange.id,
+            created=exchange.created,
+            model=model,
+            data=[classes(i, output.outputs.data) for i, output in enumerate(outputs)],
+            usage=usage(exchange),
+        ),
+    )
+
+
+async def score(service: Service, request: ScoreRequest, exchange: Exchange) -> bytes:
+    """The scores of a request's pairs, as JSON."""
+    model = service.model(request.model)
+    scores = await scores_of(service, request, exchange, request.text_1, request.text_2, request.activation)
+    return sse.ENCODER.encode(
+        ScoreResponse(
+            id=exchange.id,
+            created=exchange.created,
+            model=model,
+            data=[ScoreData(index=i, score=value) for i, value in enumerate(scores)],
+            usage=usage(exchange),
+        )
+    )
+
+
+async def rerank(service: Service, request: RerankRequest, exchange: Exchange) -> bytes:
+    """A request's documents by their scores, the best first, as JSON."""
+    model = service.model(request.model)
+    if request.max_tokens_per_doc is not None:
+        if request.truncate_prompt_tokens is not None:
+            raise APIError(400, "max_tokens_per_doc: give it or truncate_prompt_tokens, not both")
+        request.truncate_prompt_tokens = request.max_tokens_per_doc
+    documents = [text_of(document) for document in request.documents]
+    scores = await scores_of(service, request, exchange, request.query, documents, None)
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])[: request.top_n or None]
+    shows = request.return_documents is not False
+    return sse.ENCODER.encode(
+        RerankResponse(
+            id=exchange.id,
+            model=model,
+            results=[
+                RerankResult(
+                    index=i,
+                    relevance_score=scores[i],
+                    document=RerankDocument(documents[i]) if shows else None,
+                )
+                for i in order
+            ],
+            usage=RerankUsage(exchange.num_prompt),
+        )
+    )
+
+
+async def scores_of(
+    service: Service,
+    request: PoolingFields,
+    exchange: Exchange,
+    first: Any,
+    second: Any,
+    activation: bool | None,
+) -> list[float]:
+    """The score of each pair of texts.
+
+    Raises:
+        APIError, ValueError: there are none or too many texts, their numbers do not fit, or a text is too long.
+    """
+    for texts in (first, second):
+        each = [texts] if isinstance(texts, str) else texts
+        check_number(len(each), "documents" if hasattr(request, "documents") else "text_2")
+        for text in each:
+            check_input(service, text)
+    plan = ScorePlan(service.info, first, second)
+    params = params_in(service, request, plan.task, activation=activation)
+    outputs: list[PoolingRequestOutput[Any]] = await pooled(service, request, exchange, plan.prompts, params)
+    return [output.outputs.score for output in plan.scores(outputs)]
+
+
+def text_of(document: str | dict[str, Any]) -> str:
+    """The text of a document.
+
+    Raises:
+        APIError: it has none.
+    """
+    text = document.get("text") if isinstance(document, dict) else document
+    if not isinstance(text, str):
+        raise APIError(422, "documents must be texts, or objects with a text", param="documents")
+    return text

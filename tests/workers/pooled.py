@@ -1,0 +1,136 @@
+"""Tiny random models that pool, what the worker makes of prompts, and what transformers does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagewire.ipc.pooling import PoolingParams
+from pagewire.ipc.worker_messages import Row, SlotInit, StepPlan
+from pagewire.workers.runner import Runner
+
+from .architectures import COMMON, GROUPED
+
+SIZES: dict[str, Any] = {
+    name: value for name, value in COMMON.items() if name not in ("bos_token_id", "eos_token_id")
+}
+PACKED = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "nomic_bert", "modernbert", "gte")
+ENCODERS = {
+    **{name: SIZES | {"pad_token_id": 1} for name in PACKED},
+    "distilbert": {"dim": 64, "hidden_dim": 100, "n_heads": 4, "n_layers": 2, "vocab_size": 128},
+    "modernbert": SIZES | {"local_attention": 8, "global_attn_every_n_layers": 2, "pad_token_id": 0},
+    "mpnet": SIZES | {"pad_token_id": 1},
+    "deberta-v2": SIZES
+    | {
+        "relative_attention": True,
+        "pos_att_type": ["c2p", "p2c"],
+        "position_buckets": 8,
+        "norm_rel_ebd": "layer_norm",
+    },
+}
+CAUSAL = {
+    "llama": COMMON | GROUPED,
+    "qwen3": COMMON | GROUPED,
+    "mistral": COMMON | GROUPED | {"sliding_window": 7},
+    "gpt2": {
+        "vocab_size": 128,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 128,
+        "initializer_range": 0.15,
+    },
+}
+
+
+def write(
+    folder: Path, model_type: str, head: str = "AutoModel", dtype: str = "float32", **fields: Any
+) -> Path:
+    """A checkpoint with random weights in `folder`."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(model_type, **((ENCODERS | CAUSAL)[model_type] | fields))
+    model = getattr(transformers, head).from_config(config).to(getattr(torch, dtype))
+    with torch.no_grad():  # norms and biases that are not 1 and 0 show whether they are read
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.1 * torch.randn(parameter.shape)
+    model.save_pretrained(folder)
+    return folder
+
+
+def sentence_transformer(
+    folder: Path, mode: str, *, normalize: bool = True, dense: int | None = None
+) -> None:
+    """Write the files of sentence-transformers beside a checkpoint. dense: outputs of a linear layer with tanh."""
+    from safetensors.torch import save_file
+
+    modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling/config.json").write_text(
+        json.dumps(
+            {"word_embedding_dimension": 64, f"pooling_mode_{mode}": True, "pooling_mode_max_tokens": False}
+        )
+    )
+    if dense is not None:
+        modules.append(("2_Dense", "Dense"))
+        (folder / "2_Dense").mkdir()
+        activation = "torch.nn.modules.activation.Tanh"
+        settings = {"in_features": 64, "out_features": dense, "bias": True, "activation_function": activation}
+        (folder / "2_Dense/config.json").write_text(json.dumps(settings))
+        weights = {"linear.weight": torch.randn(dense, 64) / 8, "linear.bias": torch.randn(dense)}
+        save_file(weights, folder / "2_Dense/model.safetensors")
+    if normalize:
+        modules.append((f"{len(modules)}_Normalize", "Normalize"))
+    entries = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(modules)
+    ]
+    (folder / "modules.json").write_text(json.dumps(entries))
+
+
+def pool(
+    runner: Runner,
+    prompts: Sequence[Sequence[int]],
+    task: PoolingParams | Sequence[PoolingParams],
+    budget: int | None = None,
+) -> list[Tensor]:
+    """The result of each prompt: all in one step, or in steps of at most `budget` tokens of the prompts in turn."""
+    tasks = [task] * len(prompts) if isinstance(task, PoolingParams) else task
+    size = runner.config.block_size
+    free = list(range(runner.num_blocks))[::-1]
+    inits = []
+    for slot, (prompt, own) in enumerate(zip(prompts, tasks, strict=True)):
+        num_blocks = 1 if not runner.caches else -(-len(prompt) // size)
+        blocks = [free.pop() for _ in range(num_blocks)]
+        inits.append(SlotInit(slot, list(prompt), len(prompt), blocks, own, 0))
+    done, results = [0] * len(prompts), [torch.empty(0)] * len(prompts)
+    while any(n < len(prompt) for n, prompt in zip(done, prompts, strict=True)):
+        left, rows = budget or 1 << 30, []
+        for slot, prompt in enumerate(prompts):
+            if count := min(left, len(prompt) - done[slot]):
+                rows.append(Row(slot, done[slot], count, pool=True))
+                done[slot] += count
+                left -= count
+        new, inits = (
+            [i for i in inits if i.slot <= rows[-1].slot],
+            [i for i in inits if i.slot > rows[-1].slot],
+        )
+        for row, result in zip(rows, runner.step(StepPlan(1, rows, new)).rows, strict=True):
+            assert result.error is None
+            assert (result.pooled is not None) == (done[row.slot] == len(prompts[row.slot]))
+            if result.pooled is not None:
+                results[row.slot] = torch.tensor(result.pooled.tolist()).view(result.pooled.shape)
+    runner.step(StepPlan(2, [], [], list(range(len(prompts)))))
+    return results
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    """The least cosine of corresponding rows."""
+    return float(torch.nn.functional.cosine_similarity(a.double(), b.double(), dim=-1).min())

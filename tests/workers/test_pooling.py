@@ -1,0 +1,209 @@
+"""Embeddings and scores of the worker: against transformers, and the same bits alone, in a batch and in chunks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pagewire.ipc.pooling import PoolerConfig, PoolingParams
+from pagewire.workers.errors import LoadError
+
+from . import pooled
+from .driver import load_runner
+from .parity import make_prompts
+from .pooled import CAUSAL, ENCODERS, cosine, pool, sentence_transformer, write
+
+LENGTHS = (23, 1, 64, 5, 17, 40)
+EMBED = PoolingParams(task="embed")
+TOKENS = PoolingParams(task="token_embed", all_tokens=True)
+MEAN = PoolingParams(task="embed", all_tokens=True)
+
+
+def states(folder: Path, prompts: list[list[int]], head: str = "AutoModel") -> list[Tensor]:
+    """transformers' hidden states [n, H] of each prompt, or logits [L], one prompt at a time."""
+    import transformers
+
+    model = getattr(transformers, head).from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        outputs = [model(torch.tensor([prompt])) for prompt in prompts]
+    return [output[0][0] for output in outputs]
+
+
+@pytest.mark.parametrize("model_type", CAUSAL)
+def test_causal_models_embed(model_type: str, tmp_path: Path) -> None:
+    """The last token's state by default; a mean needs that of every chunk. Of a checkpoint with an output layer."""
+    folder = write(tmp_path, model_type, "AutoModelForCausalLM")
+    prompts = make_prompts(128, LENGTHS)
+    expected = states(folder, prompts)
+    runner, ready = load_runner(folder, convert="embed")
+    assert ready.pooling is not None and ready.pooling.pooling_type == "LAST" and ready.pooling.size == 64
+    for budget in (None, 16):
+        found = pool(runner, prompts, EMBED, budget)
+        for vector, hidden in zip(found, expected, strict=True):
+            assert cosine(vector, hidden[-1]) > 0.999999 and abs(vector.norm() - 1) < 1e-5
+    (tokens,) = pool(runner, prompts[:1], TOKENS, 16)
+    assert cosine(tokens, expected[0]) > 0.999999
+    mean, info = load_runner(folder, runner="pooling", pooler_config=PoolerConfig(pooling_type="mean"))
+    assert info.pooling is not None and info.pooling.needs_all_tokens("embed")
+    for budget in (None, 16):
+        for vector, hidden in zip(pool(mean, prompts, MEAN, budget), expected, strict=True):
+            assert cosine(vector, hidden.mean(0)) > 0.999999
+
+
+@pytest.mark.parametrize(
+    ("model_type", "mode"), [*((name, "mean_tokens") for name in ENCODERS), ("bert", "cls_token")]
+)
+def test_encoders_embed(model_type: str, mode: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, model_type)
+    sentence_transformer(folder, mode, normalize=False)
+    prompts = make_prompts(128, LENGTHS)
+    runner, ready = load_runner(folder)
+    assert ready.pooling is not None and ready.pooling.whole_prompts
+    for vector, hidden in zip(pool(runner, prompts, MEAN), states(folder, prompts), strict=True):
+        expected = hidden.mean(0) if mode == "mean_tokens" else hidden[0]
+        torch.testing.assert_close(vector, expected, atol=2e-5, rtol=2e-5)
+        assert cosine(vector, expected) > 0.999999
+
+
+@pytest.mark.parametrize(
+    ("model_type", "dtype"),
+    [*((name, "float32") for name in (*CAUSAL, *ENCODERS)), ("llama", "bfloat16"), ("bert", "float16")],
+)
+def test_bits_are_those_of_a_prompt_alone(model_type: str, dtype: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, model_type, dtype=dtype)
+    mean = PoolerConfig(pooling_type="MEAN")
+    runner, _ = load_runner(folder, runner="pooling", pooler_config=mean, max_num_seqs=64, num_blocks=512)
+    prompts = make_prompts(128, [*LENGTHS, *range(1, 59)] if model_type in ("llama", "bert") else LENGTHS)
+    for task in (MEAN, TOKENS):
+        crowd = pool(runner, prompts, task)
+        for prompt, vector in list(zip(prompts, crowd, strict=True))[:5]:
+            assert torch.equal(pool(runner, [prompt], task)[0], vector)
+        if model_type in CAUSAL:
+            chunked = pool(runner, prompts[:8], task, budget=7)
+            assert all(map(torch.equal, chunked, crowd[:8]))
+
+
+@pytest.mark.parametrize("model_type", [*CAUSAL, *ENCODERS])
+def test_classifiers(model_type: str, tmp_path: Path) -> None:
+    """Logits to 1e-4, and probabilities; prompts of a batch have the bits that they have alone."""
+    folder = write(tmp_path, model_type, "AutoModelForSequenceClassification", num_labels=3, pad_token_id=0)
+    prompts = make_prompts(128, LENGTHS)
+    expected = torch.stack(states(folder, prompts, "AutoModelForSequenceClassification"))
+    runner, ready = load_runner(folder)
+    assert ready.pooling is not None and ready.pooling.labels == ["LABEL_0", "LABEL_1", "LABEL_2"]
+    raw, own = (
+        PoolingParams(task="classify", activation=activation, all_tokens=True) for activation in (False, True)
+    )
+    logits = torch.stack(pool(runner, prompts, raw))
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        torch.stack(pool(runner, prompts, own)), expected.softmax(1), atol=1e-4, rtol=0
+    )
+    assert torch.equal(pool(runner, prompts[2:3], raw)[0], logits[2])
+
+
+def test_pairs_have_token_types(tmp_path: Path) -> None:
+    """A cross-encoder's score of a pair, whose second text has token type 1."""
+    import transformers
+
+    folder = write(tmp_path, "bert", "AutoModelForSequenceClassification", num_labels=1)
+    prompts = make_prompts(128, LENGTHS)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    seconds = [0, 0, 30, 2, 16, 39]
+    with torch.inference_mode():
+        expected = [
+            model(torch.tensor([ids]), token_type_ids=(torch.arange(len(ids)) >= (start or 99)).long()[None])
+            for ids, start in zip(prompts, seconds, strict=True)
+        ]
+    runner, ready = load_runner(folder)
+    assert ready.pooling is not None and ready.pooling.cross_encoder and ready.pooling.token_types
+    tasks = [PoolingParams(task="classify", all_tokens=True, second_segment=start) for start in seconds]
+    for score, output in zip(pool(runner, prompts, tasks), expected, strict=True):
+        torch.testing.assert_close(score, output.logits[0].sigmoid(), atol=1e-5, rtol=0)
+
+
+def test_classifier_of_tokens(tmp_path: Path) -> None:
+    folder = write(tmp_path, "roberta", "AutoModelForTokenClassification", num_labels=5)
+    prompts = make_prompts(128, LENGTHS)
+    expected = states(folder, prompts, "AutoModelForTokenClassification")
+    runner, ready = load_runner(folder)
+    assert ready.pooling is not None and ready.pooling.tasks == ["token_classify"]
+    raw = PoolingParams(task="token_classify", activation=False, all_tokens=True)
+    for found, logits in zip(pool(runner, prompts, raw), expected, strict=True):
+        torch.testing.assert_close(found, logits, atol=1e-4, rtol=0)
+
+
+def test_dense_modules_and_dimensions(tmp_path: Path) -> None:
+    folder = write(tmp_path, "bert")
+    sentence_transformer(folder, "mean_tokens", dense=24)
+    prompts = make_prompts(128, LENGTHS)
+    weights = load_file(folder / "2_Dense/model.safetensors")
+    runner, ready = load_runner(folder, hf_overrides={"is_matryoshka": True})
+    assert ready.pooling is not None and (ready.pooling.size, ready.pooling.matryoshka) == (24, True)
+    short = PoolingParams(task="embed", dimensions=8, all_tokens=True)
+    for whole, part, hidden in zip(
+        pool(runner, prompts, MEAN), pool(runner, prompts, short), states(folder, prompts), strict=True
+    ):
+        expected = (weights["linear.weight"] @ hidden.mean(0) + weights["linear.bias"]).tanh()
+        assert cosine(whole, expected) > 0.999999 and abs(whole.norm() - 1) < 1e-5
+        assert cosine(part, expected[:8]) > 0.999999 and part.shape == (8,) and abs(part.norm() - 1) < 1e-5
+
+
+def test_colbert_has_embeddings_of_tokens_only(tmp_path: Path) -> None:
+    folder = write(tmp_path, "bert")
+    sentence_transformer(folder, "mean_tokens", dense=24, normalize=False)
+    modules = (folder / "modules.json").read_text()
+    import json
+
+    kept = [entry for entry in json.loads(modules) if not entry["type"].endswith("Pooling")]
+    (folder / "modules.json").write_text(json.dumps(kept))
+    runner, ready = load_runner(folder)
+    assert (
+        ready.pooling is not None
+        and ready.pooling.tasks == ["token_embed"]
+        and ready.pooling.late_interaction
+    )
+    weights = load_file(folder / "2_Dense/model.safetensors")
+    prompts = make_prompts(128, LENGTHS)
+    for found, hidden in zip(pool(runner, prompts, TOKENS), states(folder, prompts), strict=True):
+        assert cosine(found, (hidden @ weights["linear.weight"].T + weights["linear.bias"]).tanh()) > 0.999999
+
+
+REFUSED = {
+    "max": ("pooling_mode_max_tokens", "is not served"),
+    "nothing": ("pooling_mode_nothing", "is not served"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_other_poolings(name: str, tmp_path: Path) -> None:
+    field, text = REFUSED[name]
+    folder = write(tmp_path, "bert")
+    sentence_transformer(folder, "mean_tokens")
+    (folder / "1_Pooling/config.json").write_text(f'{{"{field}": true}}')
+    with pytest.raises(LoadError, match=text):
+        load_runner(folder)
+
+
+def test_refuses_by_name(tmp_path: Path) -> None:
+    import json
+
+    folder = write(tmp_path, "llama", "AutoModelForCausalLM")
+    with pytest.raises(LoadError, match="runner='generate': convert"):
+        load_runner(folder, runner="generate", convert="embed")
+    with pytest.raises(LoadError, match="lacks 1 weights"):
+        load_runner(folder, convert="classify")
+    with pytest.raises(LoadError, match="classifier_from_token"):
+        load_runner(folder, convert="classify", hf_overrides={"classifier_from_token": ["no", "yes"]})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForRewardModel"]}))
+    with pytest.raises(LoadError, match="cannot pool"):
+        load_runner(folder, runner="pooling")
+    encoder = write(tmp_path / "encoder", "bert")
+    with pytest.raises(LoadError, match="exceeds the model's limit of 128 positions"):
+        load_runner(encoder, max_model_len=129)
+    assert pooled.SIZES["max_position_embeddings"] == 128

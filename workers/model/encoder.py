@@ -1,0 +1,141 @@
+"""Encoders: models whose tokens attend to later ones, too, and which keep no keys and values.
+
+All prompts of a step run as one packed sequence, without padding: one call of attention over all of them. The
+keys and values of a layer lie in pages that the next layer overwrites. A model with attention of its own (MPNet's
+and DeBERTa's position biases) runs prompt by prompt instead; its products use our kernels all the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagewire.kernels.attention import WHOLE, AttentionBatch, paged_attention, store_kv
+from pagewire.workers.model.attention import KVShape, StepContext
+from pagewire.workers.model.pooling_model import PoolingModel, position_offset
+
+PAGE = 16  # tokens
+
+
+class Pages:
+    """Memory for the keys and values of one layer at a time: [num_pages, num_kv_heads, PAGE, size] each."""
+
+    def __init__(self) -> None:
+        self._caches: dict[KVShape, tuple[Tensor, Tensor]] = {}
+
+    def of(self, shape: KVShape, num_pages: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of at least `num_pages` pages, on the device of `like`."""
+        caches = self._caches.get(shape)
+        if caches is None or len(caches[0]) < num_pages:
+            sizes = (shape.head_dim, shape.v_head_dim)
+            k, v = (
+                torch.zeros(num_pages, shape.num_kv_heads, PAGE, n, dtype=shape.dtype, device=like.device)
+                for n in sizes
+            )
+            caches = self._caches[shape] = k, v
+        return caches
+
+
+class EncoderStep(StepContext):
+    """A step of an encoder. batch: of whole prompts. token_types: int64 [T]; None: all 0."""
+
+    __slots__ = ("lengths", "num_pages", "pages", "token_types")
+
+    def __init__(
+        self, batch: AttentionBatch, positions: Tensor, pages: Pages, token_types: Tensor | None = None
+    ) -> None:
+        self.lengths: list[int] = batch.query_start_loc.diff().tolist()
+        self.pages, self.token_types = pages, token_types
+        counts = torch.tensor([-(-length // PAGE) for length in self.lengths], dtype=torch.int64)
+        self.num_pages = int(counts.sum())
+        firsts = counts.cumsum(0) - counts
+        table = firsts[:, None] + torch.arange(int(counts.max()))
+        slots = torch.repeat_interleave(firsts * PAGE, torch.tensor(self.lengths)) + positions
+        own = AttentionBatch(
+            query_start_loc=batch.query_start_loc,
+            seq_lens=torch.tensor(self.lengths, dtype=torch.int32),
+            block_table=table.clamp(max=self.num_pages - 1).int(),
+            slot_mapping=slots,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_query_len,
+        )
+        super().__init__(own, positions, [])
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See `StepContext.attend`. window: keys to each side that a query sees, its own included."""
+        shape = KVShape(k.shape[1], k.shape[2], v.shape[2], v.dtype)
+        k_cache, v_cache = self.pages.of(shape, self.num_pages, k)
+        store_kv(k, v, k_cache, v_cache, self.batch.slot_mapping)
+        future = WHOLE if window is None else window - 1
+        return paged_attention(
+            *(q, k_cache, v_cache, self.batch, scale),
+            window=window,
+            future=future,
+            softcap=softcap,
+            sinks=sinks,
+        )
+
+
+class EncoderModel(PoolingModel):
+    """A pooling model that is an encoder.
+
+    packed: its prompts run as one sequence. token_types: it tells the two texts of a pair apart.
+    """
+
+    def __init__(self, module: Any, batch_invariant: bool, offset: int, packed: bool) -> None:
+        super().__init__(module, batch_invariant)
+        self.guarded, self.packed = True, packed
+        self._offset, self._pages = offset, Pages()
+        self._accepts = set(inspect.signature(self.base.forward).parameters)
+        self.token_types = takes_token_types(self.base)
+
+    def context(
+        self, batch: AttentionBatch, positions: Tensor, token_types: Tensor | None = None
+    ) -> EncoderStep:
+        """The context of a step. positions: int64 [T], from 0 on in each prompt."""
+        return EncoderStep(batch, positions, self._pages, token_types)
+
+    def hidden_states(self, input_ids: Tensor, step: StepContext) -> Tensor:
+        """See `Model.hidden_states`."""
+        assert isinstance(step, EncoderStep)
+        types = torch.zeros_like(input_ids) if step.token_types is None else step.token_types
+        inputs = {
+            "input_ids": input_ids,
+            "position_ids": step.positions + self._offset,
+            "token_type_ids": types,
+        }
+        inputs = {name: value[None] for name, value in inputs.items() if name in self._accepts}
+        if not self.token_types:
+            inputs.pop("token_type_ids", None)
+        with step, self.arithmetic() if self.guarded else nullcontext():
+            if self.packed:
+                return self.base(**inputs)[0][0]  # type: ignore[no-any-return]
+            parts = [torch.split(x, step.lengths, dim=1) for x in inputs.values()]
+            each = [dict(zip(inputs, part, strict=True)) for part in zip(*parts, strict=True)]
+            return torch.cat([self.base(**part)[0][0] for part in each])
+
+
+def takes_token_types(base: Any) -> bool:
+    """True if the model has embeddings of more than one token type."""
+    table = getattr(getattr(base, "embeddings", None), "token_type_embeddings", None)
+    return table is not None and table.weight.shape[0] > 1
+
+
+def max_positions(config: Any, base: Any) -> int | None:
+    """The tokens for which an encoder has positions; None where the configuration does not say."""
+    value = getattr(config, "max_position_embeddings", None)
+    return value - position_offset(base) if isinstance(value, int) and value > 0 else None

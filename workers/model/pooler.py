@@ -1,0 +1,120 @@
+"""Makes the results of prompts from the hidden states of their tokens.
+
+A result's bits depend on its prompt alone: not on other rows of a step, nor on how the prompt was cut into chunks.
+A mean is a sum of integers, which may be added in any order: hidden states are rounded to multiples of 2**-30.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pagewire.ipc.pooling import TOKEN_TASKS, PoolingInfo, PoolingParams
+from pagewire.kernels.elementwise import elementwise
+from pagewire.kernels.linear import Linear
+from pagewire.workers.model.pooling_model import PoolingModel, normalized_rows
+from pagewire.workers.model.pooling_spec import PoolingSpec
+
+FRACTION = 2.0**30  # of the integers of a mean; a sum may reach 2**33
+NOT_FINITE = "the model's hidden states are not finite"
+
+
+@dataclass
+class PoolingSlot:
+    """What was pooled so far of a prompt that is computed in chunks.
+
+    total: int64 [H], the sum of a mean. first: float [H], the state of the first token. parts: float32 [n, D] of
+    the chunks, vectors of tokens.
+    """
+
+    task: PoolingParams
+    num_tokens: int
+    total: Tensor | None = None
+    first: Tensor | None = None
+    parts: list[Tensor] = field(default_factory=list)
+    finite: bool = True
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A linear layer behind the pooling, and the function behind it."""
+
+    product: Linear
+    activation: Callable[[Tensor], Tensor] | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """float32 [n, K] to float32 [n, N]."""
+        y = self.product(x.to(self.product.dtype)).float()
+        return y if self.activation is None else elementwise(self.activation, y)
+
+
+class Pooler:
+    """Pools rows by a specification. dtype: of the hidden states."""
+
+    def __init__(
+        self,
+        spec: PoolingSpec,
+        info: PoolingInfo,
+        model: PoolingModel,
+        dense: Sequence[Dense],
+        dtype: torch.dtype,
+    ) -> None:
+        self.spec, self.info = spec, info
+        self._model, self._dense, self._dtype = model, dense, dtype
+
+    def add(self, slot: PoolingSlot, hidden: Tensor, start: int) -> Tensor | None:
+        """Add the hidden states [n, H] of tokens [start, start + n). Returns the result if they end the prompt.
+
+        Raises:
+            ValueError: the hidden states are not finite.
+        """
+        ends = start + len(hidden) == slot.num_tokens
+        if slot.task.task in TOKEN_TASKS:
+            slot.parts.append(self._finish(hidden.float(), slot.task))
+            return torch.cat(slot.parts) if ends else None
+        pooled = self._pool(slot, hidden, start)
+        if not ends:
+            return None
+        if not slot.finite or not bool(pooled.isfinite().all()):
+            raise ValueError(NOT_FINITE)
+        return self._finish(pooled[None], slot.task)[0]
+
+    def _pool(self, slot: PoolingSlot, hidden: Tensor, start: int) -> Tensor:
+        """The pooled state float32 [H] of the tokens so far; it counts once they are all."""
+        if self.spec.pooling_type == "LAST":
+            return hidden[-1].float()
+        if self.spec.pooling_type == "CLS":
+            if start == 0:
+                slot.first = hidden[0].float()
+            assert slot.first is not None, "the first token is computed first"
+            return slot.first
+        slot.finite = slot.finite and bool(hidden.isfinite().all())
+        part = (hidden.double() * FRACTION).round().long().sum(0)
+        slot.total = part if slot.total is None or start == 0 else slot.total + part
+        return (slot.total.double() / FRACTION / (start + len(hidden))).float()
+
+    def _finish(self, states: Tensor, task: PoolingParams) -> Tensor:
+        """Results float32 [n, D] of pooled states, or of the states of tokens, float32 [n, H]."""
+        if self.spec.kind != "embed":
+            scores = self._model.scores(states.to(self._dtype))
+            activates = self.info.activation if task.activation is None else task.activation
+            return activated(scores, self.spec.activation) if activates else scores
+        for dense in self._dense:
+            states = dense(states)
+        dimensions = task.dimensions or self.info.dimensions
+        if dimensions is not None:
+            states = states[:, :dimensions]
+        normalizes = self.info.normalize if task.normalize is None else task.normalize
+        return normalized_rows(states) if normalizes else states
+
+
+def activated(scores: Tensor, name: str) -> Tensor:
+    """Scores float32 [n, L] of logits. A row's bits do not depend on the others."""
+    if name == "sigmoid":
+        return elementwise(torch.sigmoid, scores)
+    if name == "softmax":
+        return torch.stack([torch.softmax(row, 0) for row in scores])
+    return scores

@@ -1,0 +1,327 @@
+"""Loads a model that pools: base or classifier, transformed and proven like one that generates, and its pooler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagewire.ipc.hub import read_configs, read_json
+from pagewire.ipc.pooling import PoolerConfig, PoolingInfo
+from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.kernels.attention import AttentionBatch
+from pagewire.kernels.cpu.memory import forget_mapped_files, give_back_freed
+from pagewire.kernels.linear import dense_weight, pack
+from pagewire.workers.collective.interface import Collective
+from pagewire.workers.collective.single import SingleRank
+from pagewire.workers.device.interface import Device
+from pagewire.workers.errors import LoadError, first_line
+from pagewire.workers.model import attention
+from pagewire.workers.model.attention import KVShape
+from pagewire.workers.model.checkpoint import Checkpoint
+from pagewire.workers.model.encoder import EncoderModel, max_positions, takes_token_types
+from pagewire.workers.model.kv_scales import kv_scales
+from pagewire.workers.model.loading import (
+    LoadedModel,
+    Phases,
+    end_of_sequence,
+    transform,
+    transform_parts,
+    weight_bytes,
+)
+from pagewire.workers.model.model import (
+    head_dim,
+    load_config,
+    resolve_dtype,
+    resolve_kv_dtype,
+    resolve_max_model_len,
+)
+from pagewire.workers.model.modules import BASE, CLASSIFIER, TOKEN_CLASSIFIER, ModelClass, build_module
+from pagewire.workers.model.pooler import Dense, Pooler
+from pagewire.workers.model.pooling_model import PoolingModel, base_of, position_offset
+from pagewire.workers.model.pooling_spec import PoolingSpec, pools, read_spec
+from pagewire.workers.model.proof import (
+    DryRun,
+    check_config,
+    permitted_difference,
+    reference,
+    refuse,
+    relative_difference,
+)
+from pagewire.workers.model.transforms import tabulate_rotary
+from pagewire.workers.model.weights import Weights
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "Tanh": torch.tanh,
+    "GELU": torch.nn.functional.gelu,
+    "ReLU": torch.relu,
+    "Sigmoid": torch.sigmoid,
+}
+LENGTHS = (20, 9)  # tokens of the prompts by which an encoder is proven
+CLASSES: dict[str, ModelClass] = {
+    "embed": BASE,
+    "classify": CLASSIFIER,
+    "token_classify": TOKEN_CLASSIFIER,
+}
+
+
+def is_pooling(worker_config: WorkerConfig) -> bool:
+    """True if the model of a configuration is to pool, by its options and its checkpoint.
+
+    Raises:
+        LoadError: the options contradict each other.
+    """
+    try:
+        values = settings_of(worker_config)
+    except ValueError:
+        return False  # the file is broken, and loading says so
+    return pools(worker_config, values)
+
+
+def settings_of(worker_config: WorkerConfig) -> dict[str, Any]:
+    """The model's config.json with overrides."""
+    return read_configs(Path(worker_config.model_path))[0] | worker_config.hf_overrides
+
+
+@torch.inference_mode()
+def load_pooling_model(
+    worker_config: WorkerConfig, phases: Phases, device: Device, collective: Collective
+) -> LoadedModel:
+    """Load, transform and prove the model of `worker_config`, and make its pooler.
+
+    Raises:
+        LoadError: the model cannot be loaded or is not supported; the text says why.
+    """
+    if collective.size > 1:
+        raise LoadError("a model that pools runs in one worker: leave tensor_parallel_size at 1")
+    import transformers.modeling_utils  # noqa: F401 - slow, so imported within this phase
+
+    phases.end("import")
+    spec = read_spec(worker_config, settings_of(worker_config))
+    config = load_config(worker_config)
+    check_config(config)
+    dtype = resolve_dtype(worker_config.dtype, config)
+    kv_dtype = resolve_kv_dtype(worker_config.kv_cache_dtype, dtype, device)
+    device.prepare(dtype, kv_dtype, head_dim(config))
+    phases.end("config")
+    weights = build_module(worker_config, config, dtype, device, CLASSES[spec.kind])
+    module, base = weights.causal, base_of(weights.causal)
+    phases.end("weights")
+    max_len = max_length(worker_config, config, spec, base)
+    tabulate_rotary(module, max_len)
+    loaded = load_encoder if spec.encoder else load_causal
+    model, shapes = loaded(weights, spec, device, max_len)
+    phases.end("transform")
+    forget_mapped_files(worker_config.model_path)
+    give_back_freed()
+    text = config.get_text_config()
+    dense = load_dense(spec, dtype, device)
+    size = dense[-1].product.out_features if dense else text.hidden_size
+    info = pooling_info(
+        spec, config, worker_config.pooler_config, base, size if spec.kind == "embed" else config.num_labels
+    )
+    return LoadedModel(
+        model=model,
+        architecture=type(module).__name__,
+        dtype=dtype,
+        vocab_size=text.vocab_size,
+        max_model_len=max_len,
+        eos_token_id=end_of_sequence(config),
+        kv_shapes=[replace(shape, dtype=kv_dtype) for shape in shapes],
+        kv_scales=[] if spec.encoder else kv_scales(worker_config, kv_dtype, text.num_hidden_layers),
+        weight_bytes=weight_bytes(model),
+        pooler=Pooler(spec, info, model, dense, dtype),
+    )
+
+
+def max_length(worker_config: WorkerConfig, config: Any, spec: PoolingSpec, base: Any) -> int:
+    """Maximum tokens of a prompt.
+
+    Raises:
+        LoadError: `max_model_len` exceeds what the model has positions for.
+    """
+    limit = max_positions(config, base) if spec.encoder else None
+    requested = worker_config.max_model_len
+    if limit is not None and requested is not None and requested > limit:
+        raise LoadError(f"max_model_len {requested} exceeds the model's limit of {limit} positions")
+    if requested is None and spec.max_length is not None:
+        return min(spec.max_length, limit or spec.max_length)
+    return resolve_max_model_len(requested, config) if limit is None else requested or limit
+
+
+def load_causal(
+    weights: Weights, spec: PoolingSpec, device: Device, max_len: int
+) -> tuple[PoolingModel, list[KVShape]]:
+    """A causal model that is transformed and proven, and the shapes of its KV cache.
+
+    Raises:
+        LoadError: it is not served; the text says why.
+    """
+    run = DryRun.make(weights.causal.config.get_text_config().vocab_size, max_len)
+    expected, scores = reference_states(weights, run)
+    model, shapes = transform(weights, run, expected, max_len, device, SingleRank(), make=PoolingModel)
+    assert isinstance(model, PoolingModel)
+    check_scores(model, spec, expected, scores)
+    return model, shapes
+
+
+def reference_states(weights: Weights, run: DryRun) -> tuple[list[Tensor], list[Tensor]]:
+    """Hidden states [n, H] of each request of a dry run by the untouched module; and logits, if it classifies.
+
+    Raises:
+        LoadError: the module's forward pass fails.
+    """
+    module, base = weights.causal, base_of(weights.causal)
+    scores: list[Tensor] = []
+    states: list[Tensor] = []
+
+    def keep(_: Any, __: Any, output: Any) -> None:
+        states.append(output[0][0].cpu())
+
+    def forward(ids: Tensor, positions: Tensor) -> Tensor:
+        output = module(input_ids=ids, position_ids=positions)
+        if base is not module:
+            scores.append(output.logits.reshape(-1, output.logits.shape[-1]).float().cpu())
+        return states[-1]
+
+    hook = base.register_forward_hook(keep)
+    try:
+        hidden = reference(weights, run, forward)
+    finally:
+        hook.remove()
+    return hidden, scores[-len(hidden) :]
+
+
+def check_scores(model: PoolingModel, spec: PoolingSpec, hidden: list[Tensor], scores: list[Tensor]) -> None:
+    """Compare the classifier's logits with those of the untouched module, given its hidden states.
+
+    Raises:
+        LoadError: they differ.
+    """
+    if not scores:
+        return
+    found = []
+    for states in hidden:
+        if spec.kind == "token_classify":
+            found.append(model.scores(states))
+        else:
+            pooled = {"LAST": states[-1], "CLS": states[0], "MEAN": states.float().mean(0)}[spec.pooling_type]
+            found.append(model.scores(pooled.to(states.dtype)[None]))
+    difference = relative_difference(found, scores)
+    if difference > permitted_difference(hidden[0].dtype, ()):
+        raise refuse(model.config, f"its scores are wrong (by {difference:.1%})")
+
+
+def load_encoder(
+    weights: Weights, spec: PoolingSpec, device: Device, max_len: int
+) -> tuple[PoolingModel, list[KVShape]]:
+    """An encoder that is transformed and proven; it has no KV cache.
+
+    Raises:
+        LoadError: it is not served; the text says why.
+    """
+    if device.torch_device.type != "cpu":
+        raise refuse(
+            weights.causal.config, "encoders run on CPUs only: attention to later tokens has no CUDA kernel"
+        )
+    module = weights.causal
+    if getattr(module.config, "is_decoder", False):
+        raise refuse(module.config, "is_decoder is set: as a decoder it is not served")
+    base, offset = base_of(module), position_offset(base_of(module))
+    vocab_size = module.config.vocab_size
+    generator = torch.Generator().manual_seed(0)
+    lengths = [min(length, max_len) for length in LENGTHS]
+    ids = [torch.randint(min(5, vocab_size - 1), vocab_size, (n,), generator=generator) for n in lengths]
+    run = DryRun(ids, [offset] * len(ids))
+    expected, scores = reference_states(weights, run)
+    attention.register()
+    own_attention = not replaces_attention(base)
+    if not own_attention:
+        module.set_attn_implementation(attention.NAME)
+    transform_parts(base, weights, device.torch_device)  # finds its weights by names, as long as it is whole
+    model = EncoderModel(module, device.batch_invariant, offset, packed=not own_attention)
+    transform_parts(model.causal, weights, device.torch_device)
+    try:
+        actual = encoded(model, run)
+    except Exception as error:
+        raise refuse(model.config, f"packed prompts do not fit it: {first_line(error)}") from error
+    difference = relative_difference(actual, expected)
+    if difference > permitted_difference(expected[0].dtype, weights.schemes):
+        raise refuse(model.config, f"its hidden states are wrong (by {difference:.1%})")
+    check_scores(model, spec, expected, scores)
+    return model, []
+
+
+def replaces_attention(base: Any) -> bool:
+    """True if transformers lets the attention of a base be replaced."""
+    return bool(getattr(base, "_supports_sdpa", False) or getattr(base, "_supports_attention_backend", False))
+
+
+def encoded(model: EncoderModel, run: DryRun) -> list[Tensor]:
+    """Hidden states [n, H] of each request of a dry run, all in one step."""
+    lengths = [len(ids) for ids in run.token_ids]
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    none = torch.zeros(0, dtype=torch.int32)
+    batch = AttentionBatch(starts, none, none, none, max(lengths), max(lengths))
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    hidden = model.hidden_states(torch.cat(run.token_ids), model.context(batch, positions))
+    return list(torch.split(hidden, lengths))
+
+
+def pooling_info(
+    spec: PoolingSpec, config: Any, settings: PoolerConfig | None, base: Any, size: int
+) -> PoolingInfo:
+    """What frontends and the core need to know of a model's pooling. size: of an embedding, or number of labels."""
+    settings = settings or PoolerConfig()
+    tasks = {
+        "embed": ["token_embed"] if spec.per_token else ["embed", "token_embed"],
+        "classify": ["classify", "token_classify"] if not spec.encoder else ["classify"],
+        "token_classify": ["token_classify"],
+    }[spec.kind]
+    labels = getattr(config, "id2label", None) or {}
+    matryoshka = getattr(config, "matryoshka_dimensions", None) or []
+    return PoolingInfo(
+        tasks=tasks,
+        pooling_type=spec.pooling_type,
+        size=size,
+        whole_prompts=spec.encoder,
+        normalize=spec.normalize,
+        activation=True if settings.activation is None else settings.activation,
+        dimensions=settings.dimensions,
+        matryoshka=bool(getattr(config, "is_matryoshka", False) or matryoshka),
+        matryoshka_dimensions=list(matryoshka),
+        labels=[] if spec.kind == "embed" else [str(labels[i]) for i in sorted(labels)],
+        prompts=spec.prompts,
+        default_prompt_name=spec.default_prompt_name,
+        token_types=spec.encoder and takes_token_types(base),
+        late_interaction=spec.per_token,
+        lower_case=spec.lower_case,
+    )
+
+
+def load_dense(spec: PoolingSpec, dtype: torch.dtype, device: Device) -> list[Dense]:
+    """The linear layers behind the pooling.
+
+    Raises:
+        LoadError: a file is missing or broken, or a function behind a layer is not served.
+    """
+    layers = []
+    for folder in spec.dense:
+        values = read_json(folder / "config.json")
+        name = str(values.get("activation_function", "torch.nn.modules.linear.Identity")).rpartition(".")[2]
+        if name != "Identity" and name not in FUNCTIONS:
+            raise LoadError(f"{folder.name}: the activation {name} is not served: {', '.join(FUNCTIONS)} are")
+        source = Checkpoint(folder)
+        names = set(source.names)
+        if "linear.weight" not in names or not names <= {"linear.weight", "linear.bias"}:
+            raise LoadError(
+                f"{folder} must hold linear.weight, and linear.bias or not; it holds {sorted(names)}"
+            )
+        bias = source.read("linear.bias").to(dtype) if "linear.bias" in names else None
+        weight = dense_weight(source.read("linear.weight").to(dtype).clone(), dtype)
+        layers.append(Dense(pack(weight, bias, device.torch_device), FUNCTIONS.get(name)))
+    return layers
