@@ -23,6 +23,7 @@ from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.core import EngineCore
 from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.engine_core.workers.launchers.choose import open_launcher
+from pagewire.engine_core.workers.launchers.interface import Launcher
 from pagewire.ipc import logs
 from pagewire.ipc.address_lock import AddressLock, sweep
 from pagewire.ipc.descriptors import raise_descriptor_limit
@@ -111,8 +112,8 @@ def run(args: EngineArgs, listen: Listen, lifeline_fd: int, stack: ExitStack) ->
     stack.callback(socket.close, FLUSH_MS)
     logger.info("listening on %s", listen.address)
     clients = Clients(socket, env_float("PAGEWIRE_HEARTBEAT_TIMEOUT_S", 30.0), access)
-    config = resolve(args, clients)
-    workers = WorkerGroup(config.worker_config(), open_launcher(config.args, context))
+    config, launcher = prepare(args, context, clients)
+    workers = WorkerGroup(config.worker_config(), launcher)
     core = EngineCore(config, workers, clients, lifeline_fd)
     if listen.announce:
         core.on_ready = lambda: print(f"ready {listen.address}", flush=True)
@@ -122,10 +123,13 @@ def run(args: EngineArgs, listen: Listen, lifeline_fd: int, stack: ExitStack) ->
     logger.info("stopped")
 
 
-def resolve(args: EngineArgs, clients: Clients) -> EngineConfig:
-    """`EngineConfig.resolve`; its error is also sent to the frontends that wait to attach."""
+def prepare(
+    args: EngineArgs, context: zmq.Context[zmq.Socket[bytes]], clients: Clients
+) -> tuple[EngineConfig, Launcher]:
+    """The configuration, and the launcher of the workers. Frontends that wait to attach get an error, too."""
     try:
-        return EngineConfig.resolve(args)
+        config = EngineConfig.resolve(args)
+        return config, open_launcher(config.args, context)
     except Exception as error:
         clients.refuse_all(error)
         raise

@@ -53,6 +53,7 @@ ERROR_TYPES: dict[str, type[Exception]] = {
         OSError,
         PermissionError,
         FileNotFoundError,
+        ImportError,
         TimeoutError,
         ModelNotFoundError,
         EngineBusyError,

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         SamplingType,
         StructuredOutputsParams,
     )
+    from pagewire.ipc.ray_cluster import initialize_ray_cluster
     from pagewire.ipc.version import __version__, __version_tuple__
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "TokensPrompt",
     "__version__",
     "__version_tuple__",
+    "initialize_ray_cluster",
 ]
 
 _HOMES = {
@@ -88,6 +90,7 @@ _HOMES = {
         "SamplingType",
         "StructuredOutputsParams",
     ),
+    "ipc.ray_cluster": ("initialize_ray_cluster",),
     "ipc.version": ("__version__", "__version_tuple__"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
