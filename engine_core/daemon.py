@@ -23,7 +23,6 @@ from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.core import EngineCore
 from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.engine_core.workers.launchers.choose import open_launcher
-from pagewire.engine_core.workers.launchers.interface import Launcher
 from pagewire.ipc import logs
 from pagewire.ipc.address_lock import AddressLock, sweep
 from pagewire.ipc.descriptors import raise_descriptor_limit
@@ -112,8 +111,7 @@ def run(args: EngineArgs, listen: Listen, lifeline_fd: int, stack: ExitStack) ->
     stack.callback(socket.close, FLUSH_MS)
     logger.info("listening on %s", listen.address)
     clients = Clients(socket, env_float("PAGEWIRE_HEARTBEAT_TIMEOUT_S", 30.0), access)
-    config, launcher = prepare(args, context, clients)
-    workers = WorkerGroup(config.worker_config(), launcher)
+    config, workers = prepare(args, clients, context)
     core = EngineCore(config, workers, clients, lifeline_fd)
     if listen.announce:
         core.on_ready = lambda: print(f"ready {listen.address}", flush=True)
@@ -124,12 +122,15 @@ def run(args: EngineArgs, listen: Listen, lifeline_fd: int, stack: ExitStack) ->
 
 
 def prepare(
-    args: EngineArgs, context: zmq.Context[zmq.Socket[bytes]], clients: Clients
-) -> tuple[EngineConfig, Launcher]:
-    """The configuration, and the launcher of the workers. Frontends that wait to attach get an error, too."""
+    args: EngineArgs, clients: Clients, context: zmq.Context[zmq.Socket[bytes]]
+) -> tuple[EngineConfig, WorkerGroup]:
+    """The configuration, and the workers, which are not started yet.
+
+    An error, as of `EngineConfig.resolve` and `open_launcher`, is also sent to the frontends that wait to attach.
+    """
     try:
         config = EngineConfig.resolve(args)
-        return config, open_launcher(config.args, context)
+        return config, WorkerGroup(config.worker_config(), open_launcher(args, context))
     except Exception as error:
         clients.refuse_all(error)
         raise

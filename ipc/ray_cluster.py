@@ -43,7 +43,7 @@ def initialize_ray_cluster(
     global _reserved
     if engine_use_ray:
         raise ValueError(
-            "engine_use_ray=True is not supported: the core is a process beside this one, and its workers run in the "
+            "engine_use_ray=True is not supported: the core is a process beside this one, whose workers run in the "
             "cluster"
         )
     ray = connect(ray_address)

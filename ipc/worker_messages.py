@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
+import msgspec
+
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.items import Item, LogprobRows, Media, Message, Task
 from pagewire.ipc.model_figures import ModelFigures
@@ -11,7 +13,7 @@ from pagewire.ipc.model_figures import ModelFigures
 # ---------------------------------------------------------------- core -> worker
 
 
-class Parallel(Item, frozen=True):
+class Parallel(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
     """A worker's place in its group, and how it meets the other ranks.
 
     local_rank, local_size: its place among the ranks of its machine, and their number.

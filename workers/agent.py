@@ -49,6 +49,7 @@ logger = logging.getLogger("pagewire.worker")
 
 WORKER_COMMAND = (sys.executable, "-m", "pagewire.workers.main")
 TICK_MS = 1000
+STOP_SECONDS = 5.0  # for a worker to exit by itself
 MAX_CAUSE = 500  # characters of what the core is told of a worker's end
 REACHED = zmq.EVENT_HANDSHAKE_SUCCEEDED
 REFUSED = (
@@ -188,6 +189,8 @@ class Agent:
         elif isinstance(message, Dismissed):
             logger.info("the core has stopped")
             self._dismissed = True
+            if self._worker is not None:
+                self._worker.stop(STOP_SECONDS)
 
     def _send(self, message: Any) -> None:
         with suppress(zmq.Again):  # the queue is full: the core is lost, or will be found silent

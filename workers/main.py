@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -203,12 +204,18 @@ def start(connection: Connection, config: WorkerConfig, listener: socket.socket 
         # Works while torch is imported here.
         ahead = WeightsAhead(config, 0 if sizes is None else sizes.panel_bytes)
         gc.disable()  # looking for garbage among what is imported takes a tenth of the time, and later some more
+        from pagewire.workers.collective.open import open_collective
+        from pagewire.workers.device.open import torch_device
         from pagewire.workers.runner import Runner
         from pagewire.workers.weight_cache.cached_loading import keep_in_background
 
         gc.freeze()
         gc.enable()
-        runner, ready = Runner.start(config, report, ahead, listener)
+        began = time.monotonic()
+        collective = open_collective(config.parallel, torch_device(config), listener)
+        if collective.size > 1:
+            report("meeting", time.monotonic() - began)
+        runner, ready = Runner.start(config, report, ahead, collective)
     ready.figures = None if sizes is None else model_figures(sizes)
     connection.send(ready)
     keep_in_background(runner.model, ahead)

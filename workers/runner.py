@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,7 +14,8 @@ from torch.profiler import record_function
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.worker_messages import Masks, Ready, Row, SlotInit, StepPlan, StepResult, WorkerConfig
 from pagewire.workers.batch import Batch, build_batch
-from pagewire.workers.collective.open import open_collective
+from pagewire.workers.collective.interface import Collective
+from pagewire.workers.collective.single import SingleRank
 from pagewire.workers.collective.turns import own_turn
 from pagewire.workers.device.graphs import DecodeGraphs, recorded_sizes
 from pagewire.workers.device.interface import PendingTokens
@@ -46,18 +46,11 @@ class Runner:
     spare_work: Iterator[None]
 
     def __init__(
-        self,
-        config: WorkerConfig,
-        phases: Phases,
-        ahead: WeightsAhead,
-        listener: socket.socket | None = None,
+        self, config: WorkerConfig, phases: Phases, ahead: WeightsAhead, collective: Collective
     ) -> None:
-        self.config, self.phases = config, phases
+        self.config, self.phases, self.collective = config, phases, collective
         self.device = open_device(config)
-        self.collective = open_collective(config.parallel, self.device.torch_device, listener)
-        if self.collective.size > 1:
-            phases.end("meeting")
-        with own_turn(self.collective, config.parallel):
+        with own_turn(collective, config.parallel):
             self.loaded: LoadedModel | None = load(ahead, phases, self.device)
         self.block_bytes = sum(shape.block_bytes(config.block_size) for shape in self.loaded.kv_shapes)
         self.slots = Slots(
@@ -77,18 +70,18 @@ class Runner:
         config: WorkerConfig,
         report: Callable[[str, float], None],
         ahead: WeightsAhead | None = None,
-        listener: socket.socket | None = None,
+        collective: Collective | None = None,
     ) -> tuple[Runner, Ready]:
         """Load the model, allocate the KV cache and run a first step.
 
         report: called with the name and seconds of each phase of the start. ahead: reads packed weights already.
-        listener: the socket at which this worker listens for other ranks, if they may be on other machines.
+        collective: of this rank's group; default: a group of one.
 
         Raises:
             LoadError: the configuration cannot work; the text says why.
         """
         phases = Phases(report)
-        runner = cls(config, phases, ahead or WeightsAhead(config), listener)
+        runner = cls(config, phases, ahead or WeightsAhead(config), collective or SingleRank())
         phases.end("kv")
         runner.warm_up()
         phases.end("warmup")

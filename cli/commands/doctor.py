@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from pagewire.cli.commands import doctor_distributed
+from pagewire.cli.options import UsageError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -34,13 +37,35 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "doctor",
         help="check whether CUDA kernels can run here",
         description="Check the driver, CuPy, NVRTC and CUDA's headers, compile a kernel and launch it on every GPU."
-        " Exit status 0 if CUDA kernels can run here, else 1.",
+        " Exit status 0 if CUDA kernels can run here, else 1. With --distributed: check how workers exchange "
+        "tensors, and measure latency and bandwidth.",
     )
+    group = parser.add_argument_group("Several workers")
+    group.add_argument(
+        "--distributed",
+        action="store_true",
+        help="check shared memory, gloo and NCCL between processes instead",
+    )
+    group.add_argument(
+        "--ranks", type=int, default=2, metavar="INT", help="number of processes (default: %(default)s)"
+    )
+    group.add_argument(
+        "--at", metavar="HOST:PORT", help="check several machines: where rank 0 listens, the same for all"
+    )
+    group.add_argument("--rank", type=int, metavar="INT", help="check several machines: the rank of this one")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run all checks, print their results, and return 0 if none failed, else 1."""
+    """Run all checks, print their results, and return 0 if none failed, else 1.
+
+    Raises:
+        UsageError: the options do not fit each other.
+    """
+    if options.distributed:
+        return doctor_distributed.run(options)
+    if options.at is not None or options.rank is not None:
+        raise UsageError("--at and --rank need --distributed")
     results = []
     for name, check in CHECKS.items():
         try:

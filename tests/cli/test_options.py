@@ -51,7 +51,7 @@ def test_every_option_says_what_it_is() -> None:
         *(f"pagewire {c}" for c in ("generate", "chat", "serve", "core", "top", "run-batch")),
     ] + [
         *("pagewire bench", *(f"pagewire bench {kind}" for kind in ("latency", "throughput", "serve"))),
-        *("pagewire inspect", "pagewire quantize", "pagewire keys", "pagewire kernels"),
+        *("pagewire inspect", "pagewire quantize", "pagewire worker", "pagewire keys", "pagewire kernels"),
         "pagewire kernels build",
         *("pagewire doctor", "pagewire collect-env"),
     ]
@@ -160,7 +160,13 @@ def test_a_bad_file_is_named_with_what_is_wrong(
         ("core --drain-seconds -1", "argument --drain-seconds: must be 0 or more"),
         ("core --drain-seconds nan", "argument --drain-seconds: must be 0 or more"),
         ("core --curve-secret a", "pagewire core: CURVE needs both"),
-        ("generate x --tensor-parallel-size 2", "tensor_parallel_size=2 is not supported yet"),
+        ("generate x --pipeline-parallel-size 2", "pipeline_parallel_size=2 is not supported yet: use tensor"),
+        ("generate x -tp 0", "tensor_parallel_size must be in [1, 1024], got 0"),
+        ("core -tp 2 --join-key x", "join_key needs distributed_executor_backend='join'"),
+        ("worker --join ipc:///x", "pagewire worker: --join takes tcp://HOST:PORT"),
+        ("doctor --rank 1", "pagewire doctor: --at and --rank need --distributed"),
+        ("doctor --distributed --ranks 1", "pagewire doctor: --ranks must be at least 2"),
+        ("doctor --distributed --rank 1", "pagewire doctor: --at and --rank go together"),
         ("core --quantization qqq", "quantization='qqq' is not served: its layout belongs to"),
         ("core -q awk", "unknown quantization 'awk'; those known are aqlm, awq, awq_marlin, bits"),
         ("core --enable-lora", "enable_lora=True is not supported yet"),

@@ -147,5 +147,7 @@ def test_the_engine_as_a_whole(llm: LLM) -> None:
 def test_options_that_do_not_exist_or_not_yet() -> None:
     with pytest.raises(TypeError, match="max_model_len"):
         LLM("demo", max_modellen=5)
-    with pytest.raises(ValueError, match="tensor_parallel_size=2 is not supported yet"):
-        LLM("demo", tensor_parallel_size=2)
+    with pytest.raises(
+        ValueError, match="pipeline_parallel_size=2 is not supported yet: use tensor_parallel_size"
+    ):
+        LLM("demo", pipeline_parallel_size=2)

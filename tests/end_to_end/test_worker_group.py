@@ -1,15 +1,20 @@
-"""A core with two real workers, of which rank 1 only follows: the streams are those of a single worker."""
+"""A core with a group of two real workers, which die and hang before, in and after a collective.
+
+The streams go on, and are those of the group that nothing happens to.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import zmq
 
@@ -21,21 +26,44 @@ from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.engine_core.workers.launchers.local import LocalLauncher
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.sockets import bind_router
+from pagewire.kernels.cpu import library
 
 from .test_recovery import PROMPTS, Progress, collect, mixed, status
 
+FAULTY_WORKER = (sys.executable, str(Path(__file__).with_name("faulty_worker.py")))
+FAULTS = [
+    (1, "before", signal.SIGKILL),
+    (0, "in", signal.SIGKILL),
+    (1, "after", signal.SIGKILL),
+    (0, "in", signal.SIGSTOP),
+]
+if os.environ.get("PAGEWIRE_TEST_ALL_FAULTS"):
+    signals = (signal.SIGKILL, signal.SIGSTOP)
+    FAULTS = [(rank, phase, n) for rank in (0, 1) for phase in ("before", "in", "after") for n in signals]
+
 
 @pytest.fixture
-def core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineCore]:
-    """A core in a thread, with a group of two, for which a step that takes longer than ten seconds is a hang."""
-    monkeypatch.setenv("PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S", "10")
+def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file in which faults are ordered."""
+    if library.choose() is None:
+        pytest.skip("without compiled kernels, ranks share no memory")
+    monkeypatch.setenv("FAULT_ORDER", str(tmp_path / "order"))
+    return tmp_path / "order"
+
+
+@pytest.fixture
+def core(tmp_path: Path, order: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineCore]:
+    """A core in a thread, with a group of two, for which a step that takes longer than three seconds is a hang."""
+    monkeypatch.setenv("PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S", "3")
+    monkeypatch.setattr("pagewire.engine_core.workers.restarts.FIRST_PAUSE_SECONDS", 0.02)
     context: zmq.Context[Any] = zmq.Context()
     clients = Clients(bind_router(context, f"ipc://{tmp_path}/core.sock"), silence_seconds=60.0)
     args = EngineArgs(
         "demo", dtype="float32", num_threads=1, kv_cache_memory_bytes=32 << 20, tensor_parallel_size=2
     )
     config = EngineConfig.resolve(args)
-    core = EngineCore(config, WorkerGroup(config.worker_config(), LocalLauncher(context)), clients)
+    workers = WorkerGroup(config.worker_config(), LocalLauncher(context, FAULTY_WORKER))
+    core = EngineCore(config, workers, clients)
     thread = threading.Thread(target=core.run, daemon=True)
     thread.start()
     yield core
@@ -46,29 +74,63 @@ def core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineCore
     context.destroy(0)
 
 
-def test_streams_outlive_the_death_and_hang_of_a_rank(core: EngineCore, llm: LLM, tmp_path: Path) -> None:
-    expected = [
+async def collect_all(group: AsyncLLM, progress: Progress | None = None) -> list[list[int]]:
+    """The tokens of all prompts, run at the same time."""
+    return await asyncio.gather(*(collect(group, i, progress, mixed) for i in range(len(PROMPTS))))
+
+
+async def check_faults(group: AsyncLLM, core: EngineCore, order: Path, expected: list[list[int]]) -> None:
+    """Run the prompts while one fault after another happens; none of the workers that it ends is left."""
+    progress = Progress()
+    streams = asyncio.create_task(collect_all(group, progress))
+    for rank, phase, number in FAULTS:
+        if streams.done():
+            assert streams.result() == expected
+            streams = asyncio.create_task(collect_all(group, progress))
+        await progress.reach(progress.count + 100)
+        num_starts, pids = core.worker.num_starts, core.worker.pids
+        order.with_suffix(".new").write_text(f"{rank} {phase} {int(number)}")
+        order.with_suffix(".new").rename(order)
+        while core.worker.num_starts == num_starts:
+            if streams.done():  # the fault came too late for these
+                assert streams.result() == expected
+                streams = asyncio.create_task(collect_all(group, progress))
+            await asyncio.sleep(0.01)
+        assert not order.exists() and not any(map(psutil.pid_exists, pids))
+    assert await streams == expected
+
+
+async def check_calls(group: AsyncLLM) -> None:
+    """Calls run on all ranks, and answer in their order."""
+    state = await status(group)
+    assert state["worker_starts"] > len(FAULTS) and state["num_free_blocks"] == state["num_blocks"]
+    first, second = await group.collective_rpc("model_info")
+    assert first == second
+    pids = [memory["process"] for memory in await group.collective_rpc("memory")]
+    assert len(pids) == 2
+    await group.start_profile()
+    await group.stop_profile()
+    await group.sleep(2)
+    assert [memory["weights"] for memory in await group.collective_rpc("memory")] == [0, 0]
+    await group.wake_up(["weights"])
+    assert await group.is_sleeping()
+    await group.wake_up(["kv_cache"])
+
+
+def test_streams_outlive_the_death_and_hang_of_a_rank_in_each_phase(
+    core: EngineCore, order: Path, llm: LLM, tmp_path: Path
+) -> None:
+    alone = [
         output.outputs[0].token_ids
         for output in llm.generate(PROMPTS, [mixed(i) for i in range(len(PROMPTS))], use_tqdm=False)
     ]
 
     async def main() -> None:
         async with AsyncLLM.attach(f"ipc://{tmp_path}/core.sock", timeout=None) as group:
-            progress = Progress()
-            tasks = [asyncio.create_task(collect(group, i, progress, mixed)) for i in range(len(PROMPTS))]
-            for rank, number in ((1, signal.SIGKILL), (0, signal.SIGSTOP)):
-                await progress.reach(progress.count + 200)
-                os.kill(core.worker.pids[rank], number)
-            assert await asyncio.gather(*tasks) == expected
-            state = await status(group)
-            assert state["worker_starts"] == 3 and state["num_free_blocks"] == state["num_blocks"]
-            first, second = await group.collective_rpc("model_info")
-            assert first == second
-            await group.sleep(2)
-            assert [memory["weights"] for memory in await group.collective_rpc("memory")] == [0, 0]
-            await group.wake_up(["weights"])
-            assert await group.is_sleeping()
-            await group.wake_up(["kv_cache"])
+            expected = await collect_all(group)
+            assert expected == alone  # on this model, also to the token
+            await check_faults(group, core, order, expected)
+            await check_calls(group)
             assert await collect(group, 0, None, mixed) == expected[0]
 
     asyncio.run(main())

@@ -24,6 +24,9 @@ DEFAULTS = {
     "max_model_len": None,
     "served_model_name": None,
     "seed": 0,
+    "tensor_parallel_size": 1,
+    "distributed_executor_backend": None,
+    "disable_custom_all_reduce": False,
     "block_size": 16,
     "gpu_memory_utilization": 0.9,
     "kv_cache_memory_bytes": None,
@@ -80,6 +83,39 @@ def test_later_features_take_their_defaults_and_nothing_else(name: str) -> None:
         EngineArgs.from_kwargs({name: "something else"})
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be in"),
+        ({"max_parallel_loading_workers": 0}, "max_parallel_loading_workers must be"),
+        (
+            {"distributed_executor_backend": "external_launcher"},
+            "'external_launcher' is not supported.*'join'",
+        ),
+        (
+            {"distributed_executor_backend": "slurm"},
+            "distributed_executor_backend must be one of mp, ray, join, got 'slurm'",
+        ),
+        ({"distributed_executor_backend": "mp", "worker_use_ray": True}, "worker_use_ray contradicts .*'mp'"),
+        ({"ray_workers_use_nsight": True}, "ray_workers_use_nsight needs distributed_executor_backend='ray'"),
+        ({"join_address": "tcp://127.0.0.1:1"}, "join_address needs distributed_executor_backend='join'"),
+        ({"tensor_parallel_size": 2, "device": "cuda:1"}, "device='cuda:1' is one GPU"),
+        (
+            {"pipeline_parallel_size": 2},
+            "pipeline_parallel_size=2 is not supported yet: use tensor_parallel_size",
+        ),
+    ],
+)
+def test_options_of_groups_that_cannot_be(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        EngineArgs.from_kwargs(options)
+
+
+def test_a_number_of_workers_is_an_integer() -> None:
+    with pytest.raises(TypeError, match="tensor_parallel_size"):
+        EngineArgs.from_kwargs({"tensor_parallel_size": True})
+
+
 def test_aliases() -> None:
     args = EngineArgs.from_kwargs({"num_gpu_blocks": 7, "policy": "priority"})
     assert (args.num_gpu_blocks_override, args.scheduling_policy) == (7, "priority")
@@ -87,6 +123,7 @@ def test_aliases() -> None:
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "tokenizer_mode": ("auto", "slow"),
+    "distributed_executor_backend": ("mp", "ray", "join"),
     "load_format": ("auto", "safetensors", "gguf", "bitsandbytes", "pt", "dummy"),
     "dtype": ("auto", "half", "float16", "bfloat16", "float", "float32"),
     "block_size": (8, 16, 32, 64, 128),

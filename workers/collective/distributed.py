@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import torch
@@ -40,14 +41,14 @@ class DistributedGroup:
         self, backend: str, device: torch.device, parallel: Parallel, listener: socket.socket | None = None
     ) -> None:
         self.rank, self.size = parallel.rank, parallel.size
-        self._device = device
+        self.device = device
         store = open_store(parallel, listener)
         address = "127.0.0.1" if not parallel.host else own_address(parallel.host, parallel.port)
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, interface_of(address))
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(parallel.rendezvous, store),
+            store=dist.PrefixStore(parallel.rendezvous, store),  # type: ignore[attr-defined, unused-ignore]
             rank=parallel.rank,
             world_size=parallel.size,
             timeout=NO_LIMIT,
@@ -79,9 +80,9 @@ class DistributedGroup:
 
     def barrier(self) -> None:
         """See `Collective.barrier`."""
-        self._gathered(torch.zeros(1, dtype=torch.uint8, device=self._device))
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._gathered(torch.zeros(1, dtype=torch.uint8, device=self.device))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
         """End the process group."""
@@ -99,7 +100,7 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-def open_store(parallel: Parallel, listener: socket.socket | None) -> dist.Store:
+def open_store(parallel: Parallel, listener: socket.socket | None) -> Any:
     """The store through which the ranks find each other. That of rank 0 serves the others.
 
     It listens at loopback where all ranks are on one machine.
@@ -112,7 +113,7 @@ def open_store(parallel: Parallel, listener: socket.socket | None) -> dist.Store
     if serves and listener is not None:
         listener.listen(parallel.size)
         descriptor = listener.detach()
-    return dist.TCPStore(
+    return dist.TCPStore(  # type: ignore[attr-defined, unused-ignore]
         host, port, parallel.size, serves, NO_LIMIT, wait_for_workers=False, master_listen_fd=descriptor
     )
 

@@ -26,6 +26,9 @@ def open_collective(
     Raises:
         LoadError, OSError, RuntimeError: the ranks cannot meet.
     """
+    if listener is not None and (parallel.rank > 0 or not parallel.host):
+        listener.close()  # the ranks meet elsewhere
+        listener = None
     if parallel.size == 1:
         return SingleRank()
     if device.type != "cpu":

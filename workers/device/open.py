@@ -18,18 +18,31 @@ def open_device(config: WorkerConfig) -> Device:
     Raises:
         LoadError: the device or something it needs is missing; the text says how to fix it.
     """
-    name = config.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cpu":
+    device = torch_device(config)
+    if device.type == "cpu":
         return CpuDevice.open(config.num_threads, config.parallel)
     # It imports the CUDA kernels, which a CPU worker does not need.
     from pagewire.workers.device.cuda import CudaDevice
 
+    return CudaDevice.open(device.index)
+
+
+def torch_device(config: WorkerConfig) -> torch.device:
+    """PyTorch's name of the device of a worker; the device need not be there.
+
+    Raises:
+        LoadError: the option names no device, or the machine has more workers than GPUs.
+    """
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
     kind, _, index = name.partition(":")
     if kind != "cuda" or not (index or "0").isdecimal():
         raise LoadError(f"device {config.device!r} is not supported: use auto, cpu, cuda or cuda:N")
-    return CudaDevice.open(int(index) if index else own_gpu(config.parallel, torch.cuda.device_count()))
+    own = int(index) if index else own_gpu(config.parallel, torch.cuda.device_count())
+    return torch.device("cuda", own)
 
 
 def own_gpu(parallel: Parallel, num_visible: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 from collections import deque
@@ -51,6 +52,7 @@ TICK_SECONDS = 1.0  # between two signs of life
 REMIND_SECONDS = 10.0  # between two log lines about ranks that are missing
 FLUSH_MS = 500  # how long closing may take to tell the agents that the core has stopped
 MAX_HEAD_BYTES = 1 << 16
+ANY_HOST = ("0.0.0.0", "::", "*")
 
 
 @dataclass(slots=True)
@@ -85,7 +87,7 @@ class JoinLauncher:
             self._socket.router_handover = (
                 1  # an agent that connects again may be faster than the end of before
             )
-            self.address = self._socket.last_endpoint.decode()  # type: ignore[union-attr]
+            self.address = reachable(self._socket.last_endpoint.decode())  # type: ignore[union-attr]
             self.listener = Listener.tcp(self._context, urlsplit(address).hostname or "", key)
         except BaseException:
             self._context.destroy(0)
@@ -279,3 +281,9 @@ class JoinLauncher:
         except zmq.ZMQError:
             return False
         return True
+
+
+def reachable(address: str) -> str:
+    """An address that others can connect to: for one that listens at all interfaces, with this machine's name."""
+    url = urlsplit(address)
+    return f"tcp://{socket.gethostname()}:{url.port}" if url.hostname in ANY_HOST else address

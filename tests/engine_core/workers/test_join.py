@@ -59,7 +59,7 @@ def site(
     yield site
     for agent in site.agents:
         agent.kill()
-        agent.communicate()
+        agent.wait()
 
 
 def run_until(frontend: RawFrontend, count: int) -> None:
@@ -70,7 +70,7 @@ def run_until(frontend: RawFrontend, count: int) -> None:
 
 
 def test_streams_go_on_when_workers_and_agents_are_lost(site: Site) -> None:
-    agents = [site.agent(0), site.agent("any")]
+    agents = [site.agent("any"), site.agent("any")]
     frontend = site.attached()
     for key in range(4):
         frontend.submit(key, [key + 1] * 5, max_tokens=120)
@@ -81,8 +81,8 @@ def test_streams_go_on_when_workers_and_agents_are_lost(site: Site) -> None:
     second = site.core.workers.pids
     assert not set(first) & set(second) and not any(map(psutil.pid_exists, first))
     agents[0].kill()  # its worker ends with it
-    agents[0].communicate()
-    site.agent(0)
+    agents[0].wait()
+    site.agent("any")
     frontend.finish(*[(key, 0) for key in range(4)])
     for key in range(4):
         assert frontend.outputs[key, 0] == roll_out([key + 1] * 5, 120)

@@ -1,16 +1,22 @@
-"""A process that runs the battery as one rank of a group: RANK SIZE RENDEZVOUS PORT (0: all are on one machine).
+"""A process that runs the battery as one rank of a group: RANK SIZE RENDEZVOUS PORT (0: all are on one machine) ...
 
-With `wait` as a further argument it enters an operation in which it waits for ever, and says so before.
+Further arguments: `gloo`: not through shared memory. `--lifeline FD`: in the end rank 1 waits for ever for the
+others, in an operation of each kind of group, and says so before; the process ends with its parent.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
+import threading
 
+import msgspec
 import torch
 
+from pagewire.ipc.lifeline import die_with_parent
 from pagewire.ipc.worker_messages import Parallel
+from pagewire.workers.collective.interface import Collective
 from pagewire.workers.collective.open import open_collective
 from tests.workers.collective import battery
 
@@ -33,7 +39,23 @@ def main() -> None:
     )
     group = open_collective(parallel, torch.device("cpu"), listener)
     print(type(group).__name__, battery.run(group), flush=True)
+    if "--lifeline" in rest:
+        wait_for_ever(group, parallel, int(rest[-1]))
     group.close()
+
+
+def wait_for_ever(group: Collective, parallel: Parallel, lifeline: int) -> None:
+    """Let rank 1 wait in two operations, and the others elsewhere; and all end with the parent."""
+    die_with_parent(lifeline)
+    other = open_collective(
+        msgspec.structs.replace(parallel, rendezvous=parallel.rendezvous + "-2", shared_memory=False),
+        torch.device("cpu"),
+    )
+    print(os.getpid(), flush=True)
+    if parallel.rank == 1:
+        threading.Thread(target=other.barrier, daemon=True).start()
+        group.barrier()
+    threading.Event().wait()
 
 
 if __name__ == "__main__":

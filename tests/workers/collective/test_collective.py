@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pagewire.ipc.lifeline import wait_for_end
 from pagewire.ipc.worker_messages import Parallel
 from pagewire.kernels.cpu import library
 from pagewire.kernels.cpu.collective import SLOT_BYTES, SharedMemoryGroup, region_bytes
@@ -122,6 +123,29 @@ def run_ranks(size: int, port: int, *rest: str) -> list[str]:
     outputs = [rank.communicate()[0].strip() for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * size
     return outputs
+
+
+def test_ranks_that_wait_end_with_their_parent() -> None:
+    if library.choose() is None:
+        pytest.skip("there is no compiled library")
+    program = f"""
+import sys
+from pagewire.ipc.lifeline import Child
+command = [sys.executable, "-m", "tests.workers.collective.rank_program"]
+ranks = [Child([*command, str(rank), "2", "pagewire-test-{secrets.token_hex(8)}", "0"]) for rank in range(2)]
+sys.stdin.read()
+"""
+    pipe = subprocess.PIPE
+    parent = subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe, text=True, cwd=ROOT)
+    assert parent.stdout is not None
+    lines = [parent.stdout.readline() for _ in range(4)]
+    exits = [os.pidfd_open(int(line)) for line in lines if line.strip().isdecimal()]
+    assert len(exits) == 2
+    parent.kill()
+    for exit_fd in exits:
+        assert wait_for_end(exit_fd, 30_000)
+        os.close(exit_fd)
+    parent.communicate()
 
 
 def free_port() -> int:

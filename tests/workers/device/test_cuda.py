@@ -18,7 +18,7 @@ import torch
 from pagewire.ipc.items import LogprobRows
 from pagewire.ipc.messages import Tensor
 from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.worker_messages import Masks, Row, SlotInit, StepPlan, StepResult, WorkerConfig
+from pagewire.ipc.worker_messages import Masks, Parallel, Row, SlotInit, StepPlan, StepResult, WorkerConfig
 from pagewire.kernels import reference
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.workers import runner as runner_module
@@ -26,7 +26,7 @@ from pagewire.workers.calls import call
 from pagewire.workers.device import cuda
 from pagewire.workers.device.cpu import CpuTokenSampler
 from pagewire.workers.device.graphs import recorded_sizes
-from pagewire.workers.device.open import open_device
+from pagewire.workers.device.open import open_device, own_gpu
 from pagewire.workers.errors import LoadError
 from pagewire.workers.main import Pipeline
 from pagewire.workers.runner import Runner
@@ -372,3 +372,11 @@ def test_devices_that_are_not_there() -> None:
         open_device(WorkerConfig("", device="cuda:1"))
     with pytest.raises(LoadError, match="device 'tpu' is not supported: use auto, cpu, cuda or cuda:N"):
         open_device(WorkerConfig("", device="tpu"))
+
+
+def test_each_worker_of_a_machine_takes_a_gpu_of_its_own() -> None:
+    places = [Parallel(rank=n, size=3, local_rank=n, local_size=3) for n in range(3)]
+    assert [own_gpu(place, 8) for place in places] == [0, 1, 2]
+    assert [own_gpu(place, 1) for place in places] == [0, 0, 0]  # the launcher shows each its own
+    with pytest.raises(LoadError, match="3 workers are on a machine with 2 GPUs"):
+        own_gpu(places[2], 2)

@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.ipc.worker_messages import Parallel, WorkerConfig
+from pagewire.workers.device import machine
 from pagewire.workers.device.cpu import bind_threads
 from pagewire.workers.device.kv_size import GIB, kv_budget, num_kv_blocks
-from pagewire.workers.device.machine import parse_cpus
+from pagewire.workers.device.machine import bound_cpus, default_threads, parse_cpus
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model import loading, modules, stack
 from pagewire.workers.model.proof import prove
@@ -361,3 +362,17 @@ def test_thread_binding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEWIRE_CPU_OMP_THREADS_BIND", "auto")
     assert bind_threads(3) == 3
     assert bind_threads(None) >= 1
+
+
+def test_workers_of_a_machine_have_processors_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (Parallel(rank=n, size=2, local_rank=n, local_size=2) for n in range(2))
+    monkeypatch.setenv("PAGEWIRE_CPU_OMP_THREADS_BIND", "0-31|32-47,63")
+    assert bound_cpus(first) == set(range(32)) and bound_cpus(second) == {*range(32, 48), 63}
+    assert (default_threads(first), default_threads(second)) == (32, 17)
+    monkeypatch.setenv("PAGEWIRE_CPU_OMP_THREADS_BIND", "0-31")
+    with pytest.raises(LoadError, match="binds 1 workers, but this machine has 2"):
+        bound_cpus(second)
+    monkeypatch.delenv("PAGEWIRE_CPU_OMP_THREADS_BIND")
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 8)
+    monkeypatch.setattr(machine.psutil, "cpu_count", lambda logical: 8)
+    assert [default_threads(Parallel(local_size=n)) for n in (1, 2, 3, 9)] == [8, 4, 2, 1]

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.ipc.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu import library
 from pagewire.kernels.cpu.build import InstructionSet
 from pagewire.kernels.cpu.library import Library
@@ -24,6 +24,7 @@ VALUES: dict[str, Any] = {
     "kv_cache_dtype": "fp8",
     "kv_scales": [0.5],
     "quantization": "int8",
+    "parallel": Parallel(rank=1, size=2),
 }
 """For each field of `WorkerConfig` that the packed weights depend on another value."""
 
@@ -123,3 +124,9 @@ def test_some_weights_have_no_key(folder: Path, fields: dict[str, Any]) -> None:
 def test_there_is_no_key_without_compiled_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_instructions(monkeypatch, None)
     assert key_of(config(folder)) is None
+
+
+def test_how_ranks_meet_makes_no_other_key(folder: Path) -> None:
+    places = [Parallel(rank=1, size=2, rendezvous=name, local_rank=n, turn=n) for n, name in enumerate("ab")]
+    first, second = (key_of(config(folder, parallel=place)) for place in places)
+    assert first == second is not None

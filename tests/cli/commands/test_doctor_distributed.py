@@ -1,0 +1,51 @@
+"""`pagewire doctor --distributed`: what it measures, and ranks that fail, hang or are wrong."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagewire.cli.commands import doctor_distributed
+from pagewire.cli.main import main
+from pagewire.workers.collective import probe
+from pagewire.workers.collective.single import SingleRank
+
+
+def test_it_measures_what_this_machine_has(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["doctor", "--distributed"]) == 0
+    lines = {line.split()[1]: line for line in capsys.readouterr().out.splitlines()[:-1]}
+    assert set(lines) == {"memory", "gloo", "nccl"}
+    for name in ("memory", "gloo"):
+        assert lines[name].startswith("ok ") and "2 ranks" in lines[name] and "GB/s" in lines[name]
+
+
+def outcome(monkeypatch: pytest.MonkeyPatch, folder: Path, program: str) -> tuple[bool, str]:
+    """The result of a group whose ranks run another program."""
+    path = folder / "rank.py"
+    path.write_text(f"import sys, threading\n{program}\n")
+    monkeypatch.setattr(doctor_distributed, "PROBE", (sys.executable, str(path)))
+    return doctor_distributed.measured("gloo", 2, None, None)
+
+
+def test_ranks_that_fail_and_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = "if sys.argv[2] == '0': threading.Event().wait()\nsys.exit('rank 1: OSError: no network')"
+    assert outcome(monkeypatch, tmp_path, fails) == (False, "rank 1: OSError: no network")
+    monkeypatch.setattr(doctor_distributed, "LIMIT_SECONDS", 1.0)
+    hangs = "if sys.argv[2] == '1': threading.Event().wait()"
+    assert outcome(monkeypatch, tmp_path, hangs) == (False, "no answer from rank 1 within 1 s")
+
+
+def test_a_wrong_sum_is_noticed() -> None:
+    class Wrong(SingleRank):
+        def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+            return x + (x == x.max())
+
+    cpu = torch.device("cpu")
+    probe.check(SingleRank(), cpu)
+    with pytest.raises(RuntimeError, match=r"rank 0: the sum of 3 numbers of torch.float32 is wrong"):
+        probe.check(Wrong(), cpu)
