@@ -14,7 +14,6 @@ from pagewire import LLM, AsyncLLM
 
 from ..end_to_end.conftest import KV_BYTES, Daemon
 from ..end_to_end.test_recovery import PROMPTS, Progress, collect, mixed, status
-from .conftest import NODE
 
 ON_RAY = ("--distributed-executor-backend", "ray", "--tensor-parallel-size", "2", "--num-threads", "2")
 
