@@ -97,7 +97,7 @@ class Agent:
             self._poller.register(source, zmq.POLLIN)
         self._worker: Child | None = None
         self._identity, self._exit_fd = "", -1
-        self._reached = self._dismissed = False
+        self._reached = self._parting = self._dismissed = False
         self._heard_at = time.monotonic()  # the last message of the core, or the beginning of the wait for it
 
     def run(self) -> None:
@@ -130,8 +130,10 @@ class Agent:
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event & REACHED:
-                self._reached, self._heard_at = True, time.monotonic()
+                self._reached, self._parting, self._heard_at = True, False, time.monotonic()
                 self._send(self._join)
+            elif self._parting:
+                continue  # this side has closed the connection
             elif event & REFUSED or not self._reached:
                 raise PermissionError(
                     f"{self._address} closed the connection: it is not where workers join, or its key is not that "
@@ -152,11 +154,12 @@ class Agent:
             EngineDeadError: there is none for too long.
         """
         silent = now - self._heard_at
-        if self._worker is not None and silent > self._silence:
+        if self._reached and silent > self._silence:
             self._lose_core(f"the core has been silent for {silent:.0f} s")
+            self._parting = True
             self._socket.disconnect(self._address)
             self._socket.connect(self._address)
-        elif self._worker is None and silent > max(self._patience, self._silence):
+        elif not self._reached and silent > self._patience:
             raise EngineDeadError(f"no core for workers at {self._address} (waited {silent:.0f} s)")
 
     def _receive(self) -> None:

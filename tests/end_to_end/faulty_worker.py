@@ -24,39 +24,39 @@ ORDER = Path(os.environ["FAULT_ORDER"])
 POST_BYTES, SLEEPERS = 64, 4  # of the shared region, see collective.cpp
 
 
-def obey(group: SharedMemoryGroup, phase: str) -> bool:
-    """Do what the order says of this rank and phase. Returns True if it concerns this rank, now or later."""
+def obey(group: SharedMemoryGroup, phase: str) -> None:
+    """Do what the order says of this rank and phase."""
     try:
         rank, ordered, number = ORDER.read_text().split()
     except (OSError, ValueError):
-        return False
+        return
     if int(rank) == group.rank and ordered == phase:
         ORDER.unlink()
         os.kill(os.getpid(), int(number))
-    if ordered == "in" and int(rank) != group.rank:
+    if ordered == "in" and int(rank) != group.rank and phase == "before":
         threading.Event().wait()  # the rank that the order is for waits for this one
-    return int(rank) == group.rank
 
 
-def await_sleep(group: SharedMemoryGroup) -> None:
-    """Obey once this rank sleeps within an operation: until the other rank has posted its part."""
-    other = group.group.region + POST_BYTES * (1 - group.rank) + SLEEPERS
-    while not ctypes.c_uint32.from_address(other).value:
-        signal.sigtimedwait([], 0.001)
-    obey(group, "in")
+def watch(group: SharedMemoryGroup) -> None:
+    """Obey orders for the inside of an operation: while this rank sleeps there, as the other does not come."""
+    sleepers = ctypes.c_uint32.from_address(group.group.region + POST_BYTES * (1 - group.rank) + SLEEPERS)
+    while True:
+        signal.sigtimedwait([], 0.002)
+        if sleepers.value:
+            obey(group, "in")
 
 
 class FaultyGroup(SharedMemoryGroup):
     """A group of two whose sums fail as ordered."""
 
-    _watched = False
+    _watcher: threading.Thread | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `Collective.all_reduce`."""
-        concerned = obey(self, "before")
-        if concerned and not self._watched and ORDER.exists() and " in " in ORDER.read_text():
-            self._watched = True
-            threading.Thread(target=await_sleep, args=[self], daemon=True).start()
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=watch, args=[self], daemon=True)
+            self._watcher.start()
+        obey(self, "before")
         total = super().all_reduce(x)
         obey(self, "after")
         return total

@@ -79,25 +79,21 @@ async def collect_all(group: AsyncLLM, progress: Progress | None = None) -> list
     return await asyncio.gather(*(collect(group, i, progress, mixed) for i in range(len(PROMPTS))))
 
 
-async def check_faults(group: AsyncLLM, core: EngineCore, order: Path, expected: list[list[int]]) -> None:
-    """Run the prompts while one fault after another happens; none of the workers that it ends is left."""
+async def check_fault(
+    group: AsyncLLM, core: EngineCore, order: Path, expected: list[list[int]], fault: tuple[int, str, int]
+) -> None:
+    """Run the prompts while a fault happens; none of the workers that it ends is left."""
+    rank, phase, number = fault
     progress = Progress()
     streams = asyncio.create_task(collect_all(group, progress))
-    for rank, phase, number in FAULTS:
-        if streams.done():
-            assert streams.result() == expected
-            streams = asyncio.create_task(collect_all(group, progress))
-        await progress.reach(progress.count + 100)
-        num_starts, pids = core.worker.num_starts, core.worker.pids
-        order.with_suffix(".new").write_text(f"{rank} {phase} {int(number)}")
-        order.with_suffix(".new").rename(order)
-        while core.worker.num_starts == num_starts:
-            if streams.done():  # the fault came too late for these
-                assert streams.result() == expected
-                streams = asyncio.create_task(collect_all(group, progress))
-            await asyncio.sleep(0.01)
-        assert not order.exists() and not any(map(psutil.pid_exists, pids))
+    await progress.reach(100)
+    num_starts, pids = core.worker.num_starts, core.worker.pids
+    order.with_suffix(".new").write_text(f"{rank} {phase} {int(number)}")
+    order.with_suffix(".new").rename(order)
     assert await streams == expected
+    while order.exists():  # the fault came too late for these
+        assert await collect_all(group) == expected
+    assert core.worker.num_starts > num_starts and not any(map(psutil.pid_exists, pids))
 
 
 async def check_calls(group: AsyncLLM) -> None:
@@ -129,7 +125,8 @@ def test_streams_outlive_the_death_and_hang_of_a_rank_in_each_phase(
         async with AsyncLLM.attach(f"ipc://{tmp_path}/core.sock", timeout=None) as group:
             expected = await collect_all(group)
             assert expected == alone  # on this model, also to the token
-            await check_faults(group, core, order, expected)
+            for fault in FAULTS:
+                await check_fault(group, core, order, expected, fault)
             await check_calls(group)
             assert await collect(group, 0, None, mixed) == expected[0]
 

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+import zmq
 
 from pagewire.engine_core.workers.launchers.join import JoinLauncher
+from pagewire.engine_core.workers.launchers.listener import admit_workers
+from pagewire.ipc.codec import Codec
+from pagewire.ipc.errors import EngineDeadError
+from pagewire.ipc.gate import Gate
 from pagewire.ipc.group_key import GroupKey
+from pagewire.ipc.join_messages import Dismissed, Ended, FromAgent, Join, Started, StartWorker
+from pagewire.ipc.sockets import bind_router, receive, send
+from pagewire.workers.agent import Agent
 
 from ..conftest import RawFrontend, RunningCore
 from ..test_core import roll_out
@@ -143,6 +153,51 @@ def test_who_cannot_join_is_told_why(site: Site, tmp_path: Path) -> None:
     site.agent("any")
     site.attached()
     assert "all 2 ranks have joined already" in site.refusal("any")
+
+
+def test_an_agent_kills_its_worker_if_the_core_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGEWIRE_HEARTBEAT_TIMEOUT_S", "0.3")
+    monkeypatch.setattr("pagewire.workers.agent.TICK_MS", 50)
+    key = GroupKey.read_or_make(tmp_path / "key")
+    with zmq.Context() as context:
+        gate = Gate(context, admit_workers(key))
+        gate.start()
+        core = bind_router(context, "tcp://127.0.0.1:0", key.core)
+        address = core.last_endpoint.decode()  # type: ignore[union-attr]
+        codec: Codec[FromAgent] = Codec(FromAgent)
+
+        def heard() -> FromAgent:
+            assert core.poll(20_000)
+            return codec.decode(receive(core)[1:])
+
+        sleeper = (sys.executable, "-c", "import threading; threading.Event().wait()")
+        agent = Agent(address, tmp_path / "key", command=sleeper)
+        thread = threading.Thread(target=agent.run)
+        thread.start()
+        name, *frames = receive(core)
+        assert isinstance(codec.decode(frames), Join)
+        send(core, [name, *codec.encode(StartWorker("worker-1-0", 1))])
+        started = heard()
+        assert isinstance(started, Started) and psutil.pid_exists(started.pid)
+        while not isinstance(message := heard(), Join):  # it comes again, on another connection
+            assert message == Ended("worker-1-0", "was killed by SIGKILL")
+        assert not psutil.pid_exists(started.pid)
+        send(core, [name, *codec.encode(Dismissed())])
+        thread.join(START_SECONDS)
+        assert not thread.is_alive()
+        gate.stop()
+        core.close()
+
+
+def test_an_agent_gives_up_without_a_core(tmp_path: Path) -> None:
+    key_file = tmp_path / "key"
+    GroupKey.read_or_make(key_file)
+    with pytest.raises(EngineDeadError, match=r"no core for workers at tcp://127.0.0.1:\d+ \(waited"):
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        Agent(address, key_file, patience=0.0).run()
 
 
 def test_ranks_that_never_join_are_named(
