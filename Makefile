@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Sources are compiled to bytecode once, not in each of the hundreds of processes that the tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast siege test-cuda12 test-cuda13 lint sbom clean
+.PHONY: demo test test-fast siege test-cuda12 test-cuda13 test-ray lint sbom clean
 
 demo: $(STAMP)
 	$(BIN)/pagewire generate 'The "with" statement is used to' --max-tokens 120
@@ -56,6 +56,14 @@ test-cuda12: build/cuda12 $(STAMP)
 test-cuda13: build/cuda13 $(STAMP)
 	PYTHONPATH=$(CURDIR)/$< LD_LIBRARY_PATH=$(CURDIR)/$</nvidia/cu13/lib PAGEWIRE_TEST_NVRTC=13.0 \
 		$(BIN)/pytest tests/kernels/cuda/test_compile.py
+
+# Workers in a Ray cluster, and the examples for Ray: for changes of these. Ray and what the examples need are 170 MB.
+$(VENV)/.ray: $(STAMP)
+	$(BIN)/python -m pip install --no-compile --quiet -c constraints.txt 'ray[data,serve]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+	@touch $@
+test-ray: $(VENV)/.ray
+	$(BIN)/pytest tests/ray
 
 # mypy sees the namespace through links: the folders sit side by side, pagewire.* is made on installation.
 FOLDERS := cli engine_core frontend ipc kernels workers

@@ -10,6 +10,7 @@ tools and structured output.
 from __future__ import annotations
 
 import argparse
+import signal
 from typing import Any
 
 from ray import serve
@@ -55,7 +56,12 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000)
     arguments = parser.parse_args()
     serve.start(http_options={"host": "127.0.0.1", "port": arguments.port})
-    serve.run(deployment({"model": arguments.model}, arguments.replicas, arguments.gpus), blocking=True)
+    serve.run(deployment({"model": arguments.model}, arguments.replicas, arguments.gpus))
+    print(f"ready http://127.0.0.1:{arguments.port}/v1", flush=True)
+    try:
+        signal.pause()
+    finally:
+        serve.shutdown()
 
 
 if __name__ == "__main__":

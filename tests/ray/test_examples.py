@@ -46,16 +46,14 @@ def url(cluster: Any) -> Iterator[str]:
     """Where the example for Ray Serve answers."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    process = subprocess.Popen(
-        [sys.executable, EXAMPLES / "ray_serve.py", "--port", str(port)], stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    assert any("Deployed app" in line for line in process.stderr)
+    command = [sys.executable, EXAMPLES / "ray_serve.py", "--port", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert f"ready http://127.0.0.1:{port}/v1\n" in process.stdout
     yield f"http://127.0.0.1:{port}/v1"
     process.terminate()
-    process.stderr.close()
+    process.stdout.close()
     process.wait(60)
-    subprocess.run([Path(sys.executable).with_name("serve"), "shutdown", "--yes"], check=True)
 
 
 def test_openai_api(url: str, llm: LLM) -> None:
