@@ -128,7 +128,19 @@ class Follower:
         self._ray, self._actors, self._identity, self._arguments = ray, actors, identity, arguments
         self._actor: Any = None
         self._give_up: float | None = None  # when the actor is killed, for want of an answer
-        threading.Thread(target=self._run, name=f"ray-{identity}", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=f"ray-{identity}", daemon=True)
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        """True until the process has ended."""
+        return self._thread.is_alive()
+
+    def stop(self) -> bool:
+        """Wait for the end of the process, whose actor has been killed, but not for long. Returns True if it came."""
+        self._give_up = time.monotonic()
+        self._thread.join(GRACE_SECONDS)
+        return not self.running
 
     def _run(self) -> None:
         try:
@@ -192,12 +204,15 @@ class RayLauncher:
             raise
         self._gate.start()
         self._key, self._environment = key.text, carried(os.environ)
+        self._followers: list[Follower] = []
         logger.info("workers run in the Ray cluster at %s", self._ray.get_runtime_context().gcs_address)
 
     def start(self, rank: int, address: str, identity: str) -> JoinedProcess:
         """See `Launcher.start`. The process waits until the cluster has room for all workers."""
         arguments = (address, identity, self._key, self._environment)
-        return Follower(self._ray, self._actors, rank, identity, *arguments).process
+        follower = Follower(self._ray, self._actors, rank, identity, *arguments)
+        self._followers = [*(other for other in self._followers if other.running), follower]
+        return follower.process
 
     def close(self) -> None:
         """End the actors, close the socket, and disconnect from the cluster."""
@@ -205,7 +220,9 @@ class RayLauncher:
         self.listener.close()
         self._gate.stop()
         self._context.destroy(0)
-        self._ray.shutdown()
+        # A thread that still called Ray after this would make it connect again.
+        if all([follower.stop() for follower in self._followers]):
+            self._ray.shutdown()
 
 
 def carried(environment: Any) -> dict[str, str]:
