@@ -53,7 +53,6 @@ ERROR_TYPES: dict[str, type[Exception]] = {
         OSError,
         PermissionError,
         FileNotFoundError,
-        ImportError,
         TimeoutError,
         ModelNotFoundError,
         EngineBusyError,

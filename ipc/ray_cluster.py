@@ -21,6 +21,7 @@ STORE_BYTES = 128 << 20  # Ray's object store in a cluster that is started here;
 REMIND_SECONDS = 10.0  # between two log lines about places that are missing
 
 _reserved: Any = None  # the placement group of `initialize_ray_cluster`
+_started_here = False  # the cluster that this process is connected to
 
 
 def initialize_ray_cluster(
@@ -36,8 +37,8 @@ def initialize_ray_cluster(
     ray_address: of the cluster; default: $RAY_ADDRESS, else one that runs on this machine, else a new one.
 
     Raises:
-        ImportError: Ray is not installed. ConnectionError: no cluster answers at the address.
-        ValueError: `engine_use_ray`, or the placement group or a cluster started here has too few places.
+        ValueError: Ray is not installed, or `engine_use_ray` is set, or the placement group, or a cluster started
+            here, has too few places. ConnectionError: no cluster answers at the address.
         TimeoutError: the places are not free within $PAGEWIRE_WORKER_START_TIMEOUT_S seconds.
     """
     global _reserved
@@ -80,12 +81,13 @@ def connect(address: str | None = None) -> Any:
     address: default: $RAY_ADDRESS, else a cluster that runs on this machine, else a new one.
 
     Raises:
-        ImportError: Ray is not installed. ConnectionError: no cluster answers at the address.
+        ValueError: Ray is not installed. ConnectionError: no cluster answers at the address.
     """
+    global _started_here
     try:
         import ray
     except ImportError as error:
-        raise ImportError(
+        raise ValueError(
             "distributed_executor_backend='ray' needs Ray, which is not installed: pip install 'pagewire[ray]'"
         ) from error
     if ray.is_initialized():
@@ -97,6 +99,7 @@ def connect(address: str | None = None) -> Any:
         if address:
             raise
         ray.init(address="local", include_dashboard=False, object_store_memory=STORE_BYTES)
+        _started_here = True
     return ray
 
 
@@ -116,11 +119,10 @@ def new_group(ray: Any, bundle: dict[str, float], args: EngineArgs) -> Any:
     size = args.tensor_parallel_size
     name, amount = next(iter(bundle.items()))
     present = ray.cluster_resources().get(name, 0.0)
-    alone = len(ray.nodes()) == 1
-    if alone and present < size * amount:
-        logger.warning(
-            "the Ray cluster has one node with %g %s, and %s need more: they wait for other nodes",
-            *(present, name, places([bundle] * size)),
+    if _started_here and present < size * amount:
+        raise ValueError(
+            f"{size} workers need {places([bundle] * size)}, and this machine, which is in no Ray cluster, has "
+            f"{present:g} {name}"
         )
     return ray.util.placement_group([bundle] * size, strategy="PACK")
 

@@ -25,8 +25,7 @@ def open_launcher(args: EngineArgs, context: zmq.Context[zmq.Socket[bytes]]) -> 
     """The launcher of an engine's workers.
 
     Raises:
-        ValueError: there is none, or it cannot start as many workers. OSError: its socket cannot be bound.
-        ImportError: they are to run in a Ray cluster, and Ray is not installed.
+        ValueError: it cannot start as many workers, or Ray is not installed. OSError: its socket cannot be bound.
     """
     if uses_ray(args):
         from pagewire.engine_core.workers.launchers.ray_launcher import RayLauncher

@@ -137,7 +137,7 @@ class Follower:
         return self._thread.is_alive()
 
     def stop(self) -> bool:
-        """Wait for the end of the process, whose actor has been killed, but not for long. Returns True if it came."""
+        """Wait a little for the end of the process, whose actor has been killed. Returns True if it came."""
         self._give_up = time.monotonic()
         self._thread.join(GRACE_SECONDS)
         return not self.running
@@ -186,7 +186,7 @@ class RayLauncher:
     """Starts worker processes in a Ray cluster: the one that runs, or one that is started here.
 
     Raises:
-        ImportError: Ray is not installed. ConnectionError: no cluster answers at $RAY_ADDRESS.
+        ValueError: Ray is not installed. ConnectionError: no cluster answers at $RAY_ADDRESS.
         ValueError: the placement group of this process is too small. OSError: the socket cannot be bound.
     """
 
@@ -221,7 +221,7 @@ class RayLauncher:
         self._gate.stop()
         self._context.destroy(0)
         # A thread that still called Ray after this would make it connect again.
-        if all([follower.stop() for follower in self._followers]):
+        if all(follower.stop() for follower in self._followers):
             self._ray.shutdown()
 
 

@@ -14,8 +14,9 @@ import zmq
 from pagewire.engine_core.workers.launchers import choose
 from pagewire.engine_core.workers.launchers.local import LocalLauncher
 from pagewire.engine_core.workers.launchers.ray_launcher import carried, reason
+from pagewire.ipc import ray_cluster
 from pagewire.ipc.options import EngineArgs
-from pagewire.ipc.ray_cluster import PLACEMENT_GROUP, bundle_of, by_node, suitable_bundles
+from pagewire.ipc.ray_cluster import PLACEMENT_GROUP, bundle_of, by_node, new_group, suitable_bundles
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def test_without_ray_there_is_one_clear_line(
     context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match=r"^[^\n]*'ray' needs Ray, [^\n]*: pip install 'pagewire\[ray\]'$"):
+    with pytest.raises(ValueError, match=r"^[^\n]*'ray' needs Ray, [^\n]*: pip install 'pagewire\[ray\]'$"):
         choose.open_launcher(EngineArgs("demo", distributed_executor_backend="ray"), context)
 
 
@@ -86,6 +87,15 @@ def test_what_a_worker_asks_of_the_cluster(
 ) -> None:
     ray = SimpleNamespace(cluster_resources=lambda: {"CPU": 64.0} | ({"GPU": float(gpus)} if gpus else {}))
     assert bundle_of(ray, EngineArgs("demo", **options)) == expected
+
+
+def test_a_cluster_of_this_machine_alone_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would never get room, while one that was joined may grow."""
+    monkeypatch.setattr(ray_cluster, "_started_here", True)
+    ray = SimpleNamespace(cluster_resources=lambda: {"CPU": 2.0})
+    args = EngineArgs("demo", tensor_parallel_size=2, num_threads=2)
+    with pytest.raises(ValueError, match=r"need 2 bundles of 2 CPU, and this machine, .*, has 2 CPU$"):
+        new_group(ray, bundle_of(ray, args), args)
 
 
 def test_bundles_of_a_group_that_the_program_made() -> None:
