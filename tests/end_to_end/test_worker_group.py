@@ -53,8 +53,8 @@ def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def core(tmp_path: Path, order: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineCore]:
-    """A core in a thread, with a group of two, for which a step that takes longer than three seconds is a hang."""
-    monkeypatch.setenv("PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S", "3")
+    """A core in a thread, with a group of two, for which a step that takes longer than five seconds is a hang."""
+    monkeypatch.setenv("PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S", "5")
     monkeypatch.setattr("pagewire.engine_core.workers.restarts.FIRST_PAUSE_SECONDS", 0.02)
     context: zmq.Context[Any] = zmq.Context()
     clients = Clients(bind_router(context, f"ipc://{tmp_path}/core.sock"), silence_seconds=60.0)
