@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Mapping
 
 from pagewire.ipc.lifeline import Child
@@ -17,6 +19,7 @@ class WorkerHost:
     def __init__(self) -> None:
         self._child: Child | None = None
         self._identity = ""
+        self._lock = threading.Lock()  # Ray runs each call on another thread
 
     def start(self, address: str, identity: str, key: str, environment: Mapping[str, str]) -> int:
         """Start a worker, after killing the one before it. Returns its process id.
@@ -27,30 +30,25 @@ class WorkerHost:
         Raises:
             OSError: it cannot be started.
         """
-        if self._child is not None:
-            self._child.kill()
-        command = [
-            sys.executable,
-            *WORKER_PROGRAM,
-            "--connect",
-            address,
-            "--identity",
-            identity,
-            "--key",
-            "-",
-        ]
-        self._child = Child(command, stdin=key.encode(), env={**environment, **os.environ})
-        self._identity = identity
-        return self._child.pid
+        command = [sys.executable, *WORKER_PROGRAM, "--connect", address, "--identity", identity]
+        with self._lock:
+            if self._child is not None:
+                self._child.kill()
+            child_environment = {**environment, **os.environ}
+            self._child = Child([*command, "--key", "-"], stdin=key.encode(), env=child_environment)
+            self._identity = identity
+            return self._child.pid
 
     def wait(self, identity: str) -> int:
         """Wait for the end of a worker. Returns its exit status: that of SIGKILL if another has taken its place."""
-        child = self._child
-        return -9 if child is None or identity != self._identity else child.process.wait()
+        with self._lock:
+            child = self._child if identity == self._identity else None
+        return -signal.SIGKILL if child is None else child.process.wait()
 
     def end(self, identity: str, kill: bool) -> None:
         """Kill a worker, or let it exit by itself; nothing if another has taken its place."""
-        if self._child is not None and identity == self._identity:
-            if kill:
-                self._child.process.kill()
-            self._child.release()
+        with self._lock:
+            if self._child is not None and identity == self._identity:
+                if kill:
+                    self._child.process.kill()
+                self._child.release()
