@@ -14,6 +14,7 @@ from pagewire import LLM, AsyncLLM
 
 from ..end_to_end.conftest import KV_BYTES, Daemon
 from ..end_to_end.test_recovery import PROMPTS, Progress, collect, mixed, status
+from .conftest import NODE
 
 ON_RAY = ("--distributed-executor-backend", "ray", "--tensor-parallel-size", "2", "--num-threads", "2")
 
@@ -57,6 +58,7 @@ def test_streams_outlive_workers_actors_and_nodes(cluster: Any, daemon: Daemon) 
             workers()[0].suspend()  # a hang
             assert await asyncio.gather(*tasks) == expected
             cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
+            cluster.add_node(**NODE)  # where the lost rank goes
             while (await status(llm))["worker_starts"] < 4:
                 assert await collect(llm, 0, None, mixed) == expected[0]
             assert (await status(llm))["worker_starts"] == 4
