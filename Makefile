@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Sources are compiled to bytecode once, not in each of the hundreds of processes that the tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast siege test-cpu test-cuda12 test-cuda13 test-cuda-faults test-ranks lint sbom clean
+.PHONY: demo test test-fast siege test-cpu test-cuda12 test-cuda13 test-cuda-faults test-ranks test-ray lint sbom clean
 
 demo: $(STAMP)
 	$(BIN)/pagewire generate 'The "with" statement is used to' --max-tokens 120
@@ -69,9 +69,19 @@ test-cuda13: build/cuda13 $(STAMP)
 # Faults planted in the CUDA kernels, which the tests of the kernels must notice.
 test-cuda-faults: $(STAMP)
 	$(BIN)/pytest -n auto --dist loadfile -m planted_faults tests/kernels/cuda
+
 # Every architecture over 2 and 4 ranks, token for token: for changes of how models are divided.
 test-ranks: $(STAMP)
-	$(BIN)/pytest -m every_architecture tests/workers/parallel
+	$(BIN)/pytest -n auto -m every_architecture tests/workers/parallel
+
+# Workers in a Ray cluster, and the examples for Ray: for changes of these. Ray and what the examples need are 170 MB.
+$(VENV)/.ray: $(STAMP)
+	$(BIN)/python -m pip install --no-compile --quiet -c constraints.txt 'ray[data,serve]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+	@touch $@
+
+test-ray: $(VENV)/.ray
+	$(BIN)/pytest tests/ray
 
 # mypy sees the namespace through links: the folders sit side by side, pagewire.* is made on installation.
 FOLDERS := cli engine_core frontend ipc kernels workers

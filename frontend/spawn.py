@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from pagewire.ipc import ray_cluster
 from pagewire.ipc.address_lock import remove_left_overs_of, sweep
 from pagewire.ipc.lifeline import Child
 from pagewire.ipc.options import EngineArgs
@@ -54,7 +55,8 @@ def spawn_core(args: EngineArgs, address: str | None = None) -> SpawnedCore:
     """
     address = address or private_address(f"core-{os.getpid()}-{uuid.uuid4().hex[:12]}")
     command = [sys.executable, "-m", "pagewire.engine_core.daemon", "--listen", address, "--options-stdin"]
-    return SpawnedCore(Child(command, stdin=msgspec.json.encode(dataclasses.asdict(args))), address)
+    options = msgspec.json.encode(dataclasses.asdict(args))
+    return SpawnedCore(Child(command, stdin=options, env=os.environ | ray_cluster.environment()), address)
 
 
 def stop(child: Child, address: str, owner: int, timeout: float = STOP_SECONDS) -> None:

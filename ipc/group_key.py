@@ -40,15 +40,28 @@ class GroupKey:
         with os.fdopen(open_owned(path.resolve()), "rb") as file:
             if os.fstat(file.fileno()).st_mode & (stat.S_IROTH | stat.S_IWOTH):
                 raise PermissionError(f"{path} holds a secret that every user may read: chmod 600 {path}")
-            words = file.read(MAX_BYTES).decode(errors="replace").split()
+            return cls.parse(file.read(MAX_BYTES).decode(errors="replace"), str(path))
+
+    @classmethod
+    def parse(cls, text: str, source: str) -> GroupKey:
+        """The key in a text, as `text` makes it. source: where it comes from.
+
+        Raises:
+            ValueError: it holds no key.
+        """
         try:
-            header, text = words
-            key = cls(bytes.fromhex(text))
+            header, digits = text.split()
+            key = cls(bytes.fromhex(digits))
         except ValueError:
             header, key = "", cls(b"")
         if header != HEADER or len(key.secret) != 32:
-            raise ValueError(f"{path} holds no key of workers: the core makes one, see --join-key")
+            raise ValueError(f"{source} holds no key of workers: the core makes one, see --join-key")
         return key
+
+    @property
+    def text(self) -> str:
+        """The key as a file holds it."""
+        return f"{HEADER} {self.secret.hex()}\n"
 
     @classmethod
     def read_or_make(cls, path: Path) -> GroupKey:
@@ -63,7 +76,7 @@ class GroupKey:
             return cls.read(path)
         key = cls(secrets.token_bytes(32))
         with os.fdopen(descriptor, "w") as file:
-            file.write(f"{HEADER} {key.secret.hex()}\n")
+            file.write(key.text)
         return key
 
     @property

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         StructuredOutputsParams,
     )
     from pagewire.ipc.pooling import PoolerConfig, PoolingParams, PoolingTask
+    from pagewire.ipc.ray_cluster import initialize_ray_cluster
     from pagewire.ipc.version import __version__, __version_tuple__
 
 __all__ = [
@@ -84,6 +85,7 @@ __all__ = [
     "TokensPrompt",
     "__version__",
     "__version_tuple__",
+    "initialize_ray_cluster",
 ]
 
 _HOMES = {
@@ -121,6 +123,7 @@ _HOMES = {
         "StructuredOutputsParams",
     ),
     "ipc.pooling": ("PoolerConfig", "PoolingParams", "PoolingTask"),
+    "ipc.ray_cluster": ("initialize_ray_cluster",),
     "ipc.version": ("__version__", "__version_tuple__"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -262,6 +262,15 @@ def answer(runner: Runner | None, call: WorkerCall) -> WorkerReply:
         return WorkerReply(call.call_id, error=error_text(error), error_type=error_type(error))
 
 
+def read_key(name: str) -> GroupKey:
+    """The key of the group in a file, or from standard input for "-".
+
+    Raises:
+        see `GroupKey.read`.
+    """
+    return GroupKey.parse(sys.stdin.read(), "standard input") if name == "-" else GroupKey.read(Path(name))
+
+
 def main() -> int:
     """Entry point of the process. Returns its exit status."""
     parser = argparse.ArgumentParser(
@@ -270,15 +279,15 @@ def main() -> int:
     parser.add_argument("--connect", required=True, metavar="ADDRESS")
     parser.add_argument("--identity", required=True, metavar="NAME")
     parser.add_argument("--lifeline", required=True, type=int, metavar="FD")
-    parser.add_argument("--key", type=Path, metavar="FILE", help="key of the group; needed over TCP")
+    parser.add_argument("--key", metavar="FILE", help="key of the group, needed over TCP; -: standard input")
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which stops this process
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is imported
     die_with_parent(options.lifeline)
     logs.configure()
-    key = None if options.key is None else GroupKey.read(options.key).worker
-    connection = Connection(options.connect, options.identity, key)
+    key = None if options.key is None else read_key(options.key)
+    connection = Connection(options.connect, options.identity, None if key is None else key.worker)
     try:
         serve(connection)
     except Exception as error:

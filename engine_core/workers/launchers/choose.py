@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from itertools import takewhile
 from pathlib import Path
 
 import zmq
@@ -13,6 +15,7 @@ from pagewire.engine_core.workers.launchers.local import LocalLauncher
 from pagewire.ipc.group_key import default_key_file
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.ports import first_port
+from pagewire.ipc.ray_cluster import PLACEMENT_GROUP
 
 DEFAULT_PORT = 5710
 GPUS = Path("/proc/driver/nvidia/gpus")
@@ -22,10 +25,12 @@ def open_launcher(args: EngineArgs, context: zmq.Context[zmq.Socket[bytes]]) -> 
     """The launcher of an engine's workers.
 
     Raises:
-        ValueError: there is none, or it cannot start as many workers. OSError: its socket cannot be bound.
+        ValueError: it cannot start as many workers, or Ray is not installed. OSError: its socket cannot be bound.
     """
-    if args.uses_ray:
-        raise ValueError("distributed_executor_backend='ray' is not supported yet: use 'mp' or 'join'")
+    if uses_ray(args):
+        from pagewire.engine_core.workers.launchers.ray_launcher import RayLauncher
+
+        return RayLauncher(args)
     if args.distributed_executor_backend == "join":
         key_file = default_key_file() if args.join_key is None else Path(args.join_key)
         return JoinLauncher(args.join_address or join_address(), key_file, args.tensor_parallel_size)
@@ -43,21 +48,42 @@ def join_address() -> str:
     return f"tcp://{f'[{host}]' if ':' in host else host}:{first_port() or DEFAULT_PORT}"
 
 
+def uses_ray(args: EngineArgs) -> bool:
+    """True if workers run in a Ray cluster: the options say so; or they say nothing, and there are several workers
+    in a placement group of Ray, or more than this machine has devices, and Ray is installed.
+    """
+    if args.uses_ray or args.distributed_executor_backend is not None or args.tensor_parallel_size == 1:
+        return args.uses_ray
+    if PLACEMENT_GROUP in os.environ:
+        return True
+    return lacks_devices(args) and importlib.util.find_spec("ray") is not None
+
+
+def lacks_devices(args: EngineArgs) -> bool:
+    """True if each of several workers needs a GPU, and this machine has fewer."""
+    if args.tensor_parallel_size == 1 or args.device == "cpu" or (args.device == "auto" and not num_gpus()):
+        return False
+    return args.tensor_parallel_size > num_gpus()
+
+
+def num_gpus() -> int:
+    """Number of NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES does not hide."""
+    present = len(list(GPUS.glob("*"))) if GPUS.exists() else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not present:
+        return present
+    return len(list(takewhile(lambda name: name not in ("", "-1"), map(str.strip, visible.split(",")))))
+
+
 def check_devices(args: EngineArgs) -> None:
     """Refuse to start more workers on this machine than it has GPUs, unless they run on its processors.
 
     Raises:
         ValueError: there are not enough.
     """
-    num_workers = args.tensor_parallel_size
-    if num_workers == 1 or args.device == "cpu":
-        return
-    num_gpus = len(list(GPUS.glob("*"))) if GPUS.exists() else 0
-    if args.device == "auto" and not num_gpus:
-        return
-    if num_workers > num_gpus:
+    if lacks_devices(args):
         raise ValueError(
-            f"tensor_parallel_size={num_workers} takes a GPU for each worker, and this machine has {num_gpus}: "
-            "with distributed_executor_backend='join' or 'ray' workers run on several machines, with device='cpu' "
-            "on processors"
+            f"tensor_parallel_size={args.tensor_parallel_size} takes a GPU for each worker, and this machine has "
+            f"{num_gpus()}: on several machines workers run with distributed_executor_backend='join', or in a Ray "
+            "cluster (pip install 'pagewire[ray]'); with device='cpu' they run on processors"
         )
