@@ -189,7 +189,7 @@ def test_groups_that_a_cut_divides_become_smaller(tmp_path: Path) -> None:
     results = generate_over_ranks(folder, 2, make_prompts(VOCAB_SIZE))  # the proof compares the logits
     assert results[0].tokens == results[1].tokens
     stack: Any = results[0].runner.model.model.base
-    assert stack.stack.layers[0].down.linear.scheme.group == 64
+    assert stack.stack.layers[0].down.scheme.group == 64
 
 
 def test_keys_and_values_of_8_bits(tmp_path: Path) -> None:
