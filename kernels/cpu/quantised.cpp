@@ -1,8 +1,8 @@
 // The product of rows with a quantised weight, as `reference.quantised_linear` defines it.
 //
 // Rows are quantised first, to signed bytes; all sums within a group are of integers. Groups are added in ascending
-// order, each by one fused multiply-add (two where the weight has offsets). So the bits of an element of the result are the
-// same for every instruction set, among any other rows, and however the work is cut.
+// order, each by one fused multiply-add (two where the weight has offsets); then finer codes or outliers. So the bits of an
+// element of the result are the same for every instruction set, among any other rows, and however the work is cut.
 //
 // A work item is a panel, or some small ones, and a chunk of rows. Codes of 4 bits are unpacked in registers for every
 // few rows: that takes less time than to read them as bytes from the second-level cache.
@@ -72,9 +72,9 @@ class Product {
     const VectorBlock<Codes> block(layout_, zero_, codes_);
     for_blocks(begin, end, kRows, [&](int64_t row, int64_t count) {
       if (row == begin)
-        block.template run<true>(rows_from(row), count, panel, sums);
+        block.template run<true>(rows_.from(row), count, panel, sums);
       else
-        block.template run<false>(rows_from(row), count, panel, sums);
+        block.template run<false>(rows_.from(row), count, panel, sums);
       output_.keep(sums.row, row, count, p);
     });
   }
@@ -93,8 +93,13 @@ class Product {
     }
     TiledSums sums;
     const TiledBlock block(layout_, zero_);
+    const VectorBlock<Codes> vectors(layout_, zero_, codes_);
     for_blocks(begin, end, kTiledRows, [&](int64_t row, int64_t count) {
-      block.run(rows_from(row), count, panel, bytes, group_stride, sums);
+      const QuantisedRows rows = rows_.from(row);
+      std::memset(sums.row, 0, size_t(count) * sizeof(sums.row[0]));
+      block.add(rows, count, panel, bytes, group_stride, sums);
+      if (rows.has_finer()) block.add(rows.finer(), count, panel, bytes, group_stride, sums);
+      for (int64_t r = 0; r < count; ++r) vectors.add_outliers(rows.from(r), panel, sums.row[r]);
       output_.keep(sums.row, row, count, p);
     });
   }
@@ -109,10 +114,6 @@ class Product {
       run(row, count);
       row += count;
     }
-  }
-
-  QuantisedRows rows_from(int64_t row) const {
-    return {rows_.codes + row * layout_.columns(), rows_.groups + row * layout_.groups};
   }
 
   const PanelLayout layout_;
@@ -130,19 +131,17 @@ void with_codes(const Integers& form, const Run& run) {
 }
 
 // x [rows, k], rows x_stride apart.
-QuantisedRows quantised(const PanelLayout& layout, const void* x, int64_t rows, int64_t k, int64_t x_stride,
+QuantisedRows quantised(const RowLayout& layout, const void* x, int64_t rows, int64_t k, int64_t x_stride,
                         int32_t dtype, int num_threads) {
   thread_local Scratch scratch;
-  scratch.reserve(Scratch::bytes_for<int8_t>(rows * layout.columns()) + Scratch::bytes_for<GroupInput>(rows * layout.groups));
-  const QuantisedRows to{scratch.take<int8_t>(rows * layout.columns()), scratch.take<GroupInput>(rows * layout.groups)};
+  scratch.reserve(QuantisedRows::bytes(layout, rows));
+  const QuantisedRows to = QuantisedRows::take(scratch, layout, rows);
   if (rows * k < kParallelElements) num_threads = 1;
+  const RowQuantiser quantiser(layout, k);
   dispatch(dtype, [&](auto element) {
     using T = decltype(element);
-    const RowQuantiser<T> quantiser(layout, k);
-    parallel_for(rows, num_threads, [&](int64_t row) {
-      quantiser.run(static_cast<const T*>(x) + row * x_stride, to.codes + row * layout.columns(),
-                    to.groups + row * layout.groups);
-    });
+    parallel_for(rows, num_threads,
+                 [&](int64_t row) { quantiser.run(static_cast<const T*>(x) + row * x_stride, to.from(row)); });
   });
   return to;
 }
@@ -169,7 +168,7 @@ EXPORT void pagewire_quantised_pack(const void* codes, const void* scales, const
 EXPORT void pagewire_quantised_linear(const void* x, const void* packed, const void* bias, void* out, int64_t rows,
                                       int64_t k, int64_t n, int64_t x_stride, const Integers* form, int32_t dtype,
                                       int32_t num_threads) {
-  const QuantisedRows codes = quantised(PanelLayout(*form, k), x, rows, k, x_stride, dtype, num_threads);
+  const QuantisedRows codes = quantised(RowLayout(PanelLayout(*form, k)), x, rows, k, x_stride, dtype, num_threads);
   const Output output{bias, out, rows, n, dtype};
   with_codes(*form, [&](const auto& kind) {
     Product<std::decay_t<decltype(kind)>>(*form, kind, codes, output, k).run(static_cast<const char*>(packed), num_threads);
