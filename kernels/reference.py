@@ -359,7 +359,7 @@ def quantised_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> T
 def _outliers(rows: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """An outlier of each block of columns of rows [M, K], NaN if not finite, and their columns: both [M, n]."""
     magnitude = rows.abs().nan_to_num(torch.inf, posinf=torch.inf)
-    blocks = functional.pad(magnitude, (0, -rows.shape[1] % block), value=-1.0).unflatten(1, (-1, block))
+    blocks = torch.unflatten(functional.pad(magnitude, (0, -rows.shape[1] % block), value=-1.0), 1, (-1, block))
     at = blocks.argmax(-1) + torch.arange(blocks.shape[1], device=rows.device) * block
     outliers = rows.gather(1, at)
     return torch.where(outliers.isfinite(), outliers, torch.nan), at
@@ -371,7 +371,7 @@ def _quantised_rows(rows: Tensor, shared: int) -> tuple[Tensor, Tensor, Tensor]:
     scales: [M, K / shared], rounded up.
     """
     num_in = rows.shape[1]
-    groups = functional.pad(rows, (0, -num_in % shared)).unflatten(1, (-1, shared))
+    groups = torch.unflatten(functional.pad(rows, (0, -num_in % shared)), 1, (-1, shared))
     largest = groups.abs().amax(-1, keepdim=True)  # NaN where there is one
     # A tensor: PyTorch divides by numbers, and numbers by tensors, otherwise.
     most = torch.full_like(largest, CODES)
@@ -406,7 +406,7 @@ def _add_outliers(y: Tensor, outliers: Tensor, at: Tensor, weight: Weight) -> Te
     assert isinstance(scheme, Integers) and scheme.group is not None
     _, scales, *offsets = weight.parts
     values = scheme.values(weight.parts).float() - scheme.zero
-    for outlier, columns in zip(outliers.split(1, 1), at.T, strict=True):
+    for outlier, columns in zip(torch.split(outliers, 1, 1), at.T, strict=True):
         groups = columns // scheme.group
         y = _fma(values.T[columns], outlier * scales.T[groups].float(), y)
         if offsets:
