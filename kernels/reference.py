@@ -359,7 +359,9 @@ def quantised_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> T
 def _outliers(rows: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """An outlier of each block of columns of rows [M, K], NaN if not finite, and their columns: both [M, n]."""
     magnitude = rows.abs().nan_to_num(torch.inf, posinf=torch.inf)
-    blocks = torch.unflatten(functional.pad(magnitude, (0, -rows.shape[1] % block), value=-1.0), 1, (-1, block))
+    blocks = torch.unflatten(
+        functional.pad(magnitude, (0, -rows.shape[1] % block), value=-1.0), 1, (-1, block)
+    )
     at = blocks.argmax(-1) + torch.arange(blocks.shape[1], device=rows.device) * block
     outliers = rows.gather(1, at)
     return torch.where(outliers.isfinite(), outliers, torch.nan), at
