@@ -67,7 +67,7 @@ def report(options: argparse.Namespace) -> Report:
     from pagewire.kernels.cpu.library import expected_isa
     from pagewire.workers.device.machine import default_threads, machine_memory, read_rate, runs_on_cpu
     from pagewire.workers.model.checkpoint_headers import WITHOUT_HEADERS, read_headers
-    from pagewire.workers.model.fit import fit, remedies, sizes_of
+    from pagewire.workers.model.fit import fit, kept_bytes, remedies, sizes_of
     from pagewire.workers.model.speed import expected_speed
 
     if options.model_tag is not None:
@@ -90,7 +90,7 @@ def report(options: argparse.Namespace) -> Report:
         machine_memory(),
     )
     sizes = sizes_of(headers, config, isa)
-    result = fit(sizes, config, *memory)
+    result = fit(sizes, config, *memory, kept_bytes(config, isa))
     num_threads = config.num_threads or default_threads()
     return Report(
         model=args.model,
@@ -132,10 +132,11 @@ def lines(found: Report) -> Iterator[str]:
     yield from table(sizes)
     yield ""
     yield f"kernels   {sizes.isa}; the layers run {'in one call' if sizes.is_stack else 'one by one, as modules'}"
+    loading = f"loading takes {amount(fit.loading_bytes)} beside the weights"
     yield (
         f"memory    {amount(fit.weight_bytes)} of weights, {amount(fit.base_bytes + fit.table_bytes)} "
         f"for the worker, up to {amount(fit.step_bytes)} in steps; "
-        f"loading takes {amount(fit.loading_bytes)} beside the weights"
+        f"{'its packed weights are kept, and will be read' if fit.is_kept else loading}"
     )
     yield (
         f"KV cache  {sizes.kv_token_bytes / 1024:.1f} KiB a token; {amount(fit.kv_bytes)} for "

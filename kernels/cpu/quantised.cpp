@@ -1,11 +1,11 @@
 // The product of rows with a quantised weight, as `reference.quantised_linear` defines it.
 //
 // Rows are quantised first, to signed bytes; all sums within a group are of integers. Groups are added in ascending
-// order, each by one fused multiply-add (two where the weight has offsets). So the bits of an element of the result are the
-// same for every instruction set, among any other rows, and however the work is cut.
+// order, each by one fused multiply-add (two where the weight has offsets); then finer codes or outliers. So the bits of an
+// element of the result are the same for every instruction set, among any other rows, and however the work is cut.
 //
-// A work item is a panel, or some small ones, of one matrix, and a chunk of its rows. Codes of 4 bits are unpacked in registers for every
-// few rows: that takes less time than to read them as bytes from the second-level cache.
+// A work item is a panel, or some small ones, of one matrix, and a chunk of its rows. Codes of 4 bits are unpacked in
+// registers for every few rows: that takes less time than to read them as bytes from the second-level cache.
 
 #include <algorithm>
 #include <variant>
@@ -80,9 +80,9 @@ class Product {
     const VectorBlock<Codes> block(layout_, zero_, codes_);
     for_blocks(begin, end, kRows, [&](int64_t row, int64_t count) {
       if (row == begin)
-        block.template run<true>(rows_from(row), count, panel, sums);
+        block.template run<true>(rows_.from(row), count, panel, sums);
       else
-        block.template run<false>(rows_from(row), count, panel, sums);
+        block.template run<false>(rows_.from(row), count, panel, sums);
       output_.keep(sums.row, row, count, p);
     });
   }
@@ -101,8 +101,13 @@ class Product {
     }
     TiledSums sums;
     const TiledBlock block(layout_, zero_);
+    const VectorBlock<Codes> vectors(layout_, zero_, codes_);
     for_blocks(begin, end, kTiledRows, [&](int64_t row, int64_t count) {
-      block.run(rows_from(row), count, panel, bytes, group_stride, sums);
+      const QuantisedRows rows = rows_.from(row);
+      std::memset(sums.row, 0, size_t(count) * sizeof(sums.row[0]));
+      block.add(rows, count, panel, bytes, group_stride, sums);
+      if (rows.has_finer()) block.add(rows.finer(), count, panel, bytes, group_stride, sums);
+      for (int64_t r = 0; r < count; ++r) vectors.add_outliers(rows.from(r), panel, sums.row[r]);
       output_.keep(sums.row, row, count, p);
     });
   }
@@ -117,10 +122,6 @@ class Product {
       run(row, count);
       row += count;
     }
-  }
-
-  QuantisedRows rows_from(int64_t row) const {
-    return {rows_.codes + row * layout_.columns(), rows_.groups + row * layout_.groups};
   }
 
   PanelLayout layout_;
@@ -166,15 +167,11 @@ class RowCodes {
     thread_local Scratch scratch;
     size_t bytes = 0;
     for_matrices([&](const Matrix& matrix, int64_t, int64_t count) {
-      const PanelLayout layout(*matrix.integers, matrix.k);
-      bytes += Scratch::bytes_for<int8_t>(count * layout.columns()) + Scratch::bytes_for<GroupInput>(count * layout.groups);
+      bytes += QuantisedRows::bytes(layout_of(matrix), count);
     });
     scratch.reserve(bytes);
     for_matrices([&](const Matrix& matrix, int64_t first, int64_t count) {
-      const PanelLayout layout(*matrix.integers, matrix.k);
-      const QuantisedRows to{scratch.take<int8_t>(count * layout.columns()),
-                             scratch.take<GroupInput>(count * layout.groups)};
-      parts_.add({layout, matrix.k, first, count, to});
+      parts_.add({matrix.k, first, count, QuantisedRows::take(scratch, layout_of(matrix), count)});
     });
   }
 
@@ -185,8 +182,7 @@ class RowCodes {
       parallel_for(parts_.items(), num_threads, [&](int64_t item) {
         const auto [part, row] = parts_.find(item);
         const T* const x = static_cast<const T*>(call_.x) + (part.first + row) * call_.x_stride;
-        RowQuantiser<T>(part.layout, part.k).run(x, part.to.codes + row * part.layout.columns(),
-                                                 part.to.groups + row * part.layout.groups);
+        RowQuantiser(part.to.layout, part.k).run(x, part.to.from(row));
       });
     });
   }
@@ -208,13 +204,14 @@ class RowCodes {
  private:
   // Rows of one matrix. An item is a row.
   struct Part {
-    PanelLayout layout;
     int64_t k, first, count;
     QuantisedRows to;
 
     int64_t items() const { return count; }
     int64_t work() const { return count * k; }
   };
+
+  static RowLayout layout_of(const Matrix& matrix) { return RowLayout(PanelLayout(*matrix.integers, matrix.k)); }
 
   // Calls run(matrix, first row, rows) for all quantised matrices with rows.
   template <class Run>

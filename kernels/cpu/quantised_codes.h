@@ -16,7 +16,7 @@ struct ByteCodes {
 struct NibbleCodes {
   static constexpr int kParts = 2;
   static constexpr bool kSmall = true;
-  INLINE Words bytes(Words packed, int part) const { return (part ? packed >> 4 : packed) & 0x0f0f0f0fu; }
+  INLINE Words bytes(Words packed, int part) const { return packed >> (4 * part) & 0x0f0f0f0fu; }
 };
 
 // The values of the 16 codes are looked up.

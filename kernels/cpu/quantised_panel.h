@@ -28,14 +28,15 @@ struct PanelLayout {
   int64_t groups, group;  // how many, and columns of each
   int64_t bits;
   int32_t scale_dtype;
-  bool offsets;
+  bool offsets, whole_rows;  // whole_rows: all of a row shares a scale
 
   PanelLayout(const Integers& form, int64_t k)
       : groups(form.group ? k / form.group : 1),
         group(form.group ? form.group : (k + kDepth - 1) / kDepth * kDepth),
         bits(form.bits),
         scale_dtype(form.scale_dtype),
-        offsets(form.offsets != 0) {}
+        offsets(form.offsets != 0),
+        whole_rows(!form.group) {}
 
   int64_t columns() const { return groups * group; }
   int64_t code_bytes() const { return group * kPanel * bits / 8; }

@@ -1,15 +1,20 @@
 // The rows of a product, quantised to signed bytes with a scale for each group of columns.
+//
+// What a group loses to rounding grows with its largest element. So the largest of every few columns, an outlier, is left
+// out of its group and multiplied as it is. Where a whole row shares a scale a few do not help: there each column has a
+// second byte, its finer code, for what the first one has lost.
 #pragma once
 
 #include <algorithm>
 #include <limits>
 
 #include "quantised_panel.h"
+#include "scratch.h"
 
 namespace {
 
-constexpr int64_t kLeastGroup = 32;  // columns that share a scale, at least
-constexpr float kLargestCode = 127.0f;
+constexpr int64_t kLeastShared = 32;  // columns that share a scale, at least
+constexpr float kLargestCode = 127.0f, kFiner = 254.0f;
 
 // What a row contributes to the sums of one of the weight's groups.
 struct GroupInput {
@@ -18,71 +23,148 @@ struct GroupInput {
   float offset;  // float(sum) * scale: what the weight's offset is multiplied by
 };
 
-struct QuantisedRows {
-  int8_t* codes;       // [count, columns of the layout], zeros beyond k
-  GroupInput* groups;  // [count, groups]
+struct Outlier {
+  int32_t group;  // of the weight
+  int32_t four;   // which four columns of the group
+  int32_t codes;  // of these: 1 for its own
+  float value;
 };
 
-template <class T>
+// How the columns of a row are quantised. Groups are the weight's.
+struct RowLayout {
+  int64_t columns, groups, group;
+  int64_t shared;  // columns that share a scale
+  int64_t block;   // columns with one outlier
+  int64_t num_outliers;
+
+  explicit RowLayout(const PanelLayout& layout)
+      : columns(layout.columns()),
+        groups(layout.groups),
+        group(layout.group),
+        shared(std::max(kLeastShared, layout.group)),
+        block(shared == kLeastShared ? 256 : 128),
+        num_outliers(layout.whole_rows ? 0 : (columns + block - 1) / block) {}
+};
+
+struct QuantisedRows {
+  RowLayout layout;
+  int8_t* codes;       // [count, columns], zeros beyond k
+  GroupInput* groups;  // [count, groups]
+  Outlier* outliers;   // [count, num_outliers]
+  // Like codes and groups, where whole rows share a scale.
+  int8_t* finer_codes;
+  GroupInput* finer_groups;
+
+  static size_t bytes(const RowLayout& layout, int64_t count) {
+    return 2 * Scratch::bytes_for<int8_t>(count * layout.columns) +
+           2 * Scratch::bytes_for<GroupInput>(count * layout.groups) +
+           Scratch::bytes_for<Outlier>(count * layout.num_outliers);
+  }
+
+  static QuantisedRows take(Scratch& scratch, const RowLayout& layout, int64_t count) {
+    const auto codes = [&] { return scratch.take<int8_t>(count * layout.columns); };
+    const auto groups = [&] { return scratch.take<GroupInput>(count * layout.groups); };
+    return {layout, codes(), groups(), scratch.take<Outlier>(count * layout.num_outliers), codes(), groups()};
+  }
+
+  QuantisedRows from(int64_t row) const {
+    const int64_t column = row * layout.columns, group = row * layout.groups;
+    return {layout,
+            codes + column,
+            groups + group,
+            outliers + row * layout.num_outliers,
+            finer_codes + column,
+            finer_groups + group};
+  }
+
+  bool has_finer() const { return layout.num_outliers == 0; }
+
+  // The same rows by their finer codes.
+  QuantisedRows finer() const { return {layout, finer_codes, finer_groups, outliers, nullptr, nullptr}; }
+};
+
 class RowQuantiser {
  public:
-  RowQuantiser(const PanelLayout& layout, int64_t k)
-      : layout_(layout), k_(k), together_(std::max(kLeastGroup, layout.group)) {}
+  RowQuantiser(const RowLayout& layout, int64_t k) : layout_(layout), k_(k) {}
 
-  void run(const T* x, int8_t* codes, GroupInput* groups) const {
-    for (int64_t start = 0; start < layout_.columns(); start += together_) {
-      const int64_t end = std::min(start + together_, layout_.columns());
-      const float largest = this->largest(x, start, end);
-      // In a group of tiny numbers the inverse would overflow, and 0 times infinity is NaN.
-      const float inverse = largest > 0 ? std::min(kLargestCode / largest, std::numeric_limits<float>::max()) : 0.0f;
-      const bool finite = largest <= std::numeric_limits<float>::max();
-      const float scale = finite ? largest / kLargestCode : std::numeric_limits<float>::quiet_NaN();
-      for (int64_t at = start; at < end; at += layout_.group) {
-        const int32_t sum = finite ? quantise(x, at, inverse, codes) : clear(at, codes);
-        groups[at / layout_.group] = {sum, scale, float(sum) * scale};
-      }
-    }
+  // to: its first row.
+  template <class T>
+  void run(const T* x, const QuantisedRows& to) const {
+    thread_local Scratch scratch;
+    scratch.reserve(Scratch::bytes_for<float>(layout_.columns));
+    float* const values = scratch.take<float>(layout_.columns);
+    for (int64_t i = 0; i < layout_.columns; i += kLanes) store(values + i, i < k_ ? load(x + i, k_ - i) : Floats{});
+    for (int64_t i = 0; i < layout_.num_outliers; ++i) to.outliers[i] = take_largest(values, i * layout_.block);
+    for (int64_t start = 0; start < layout_.columns; start += layout_.shared) quantise(values, start, to);
   }
 
  private:
-  INLINE Floats values(const T* x, int64_t i) const { return i < k_ ? load(x + i, k_ - i) : Floats{}; }
+  static Ints magnitude(const float* values) { return bit_cast<Ints>(load(values)) & 0x7fffffff; }
 
-  // Compared as integers: so a NaN is larger than all numbers.
-  float largest(const T* x, int64_t start, int64_t end) const {
-    Ints largest = {};
-    for (int64_t i = start; i < end; i += kLanes) {
-      const Ints magnitude = bit_cast<Ints>(values(x, i)) & 0x7fffffff;
-      largest = largest > magnitude ? largest : magnitude;
+  static bool is_finite(float x) { return std::fabs(x) <= std::numeric_limits<float>::max(); }
+
+  // The largest of a block, the first of equal ones, which becomes 0. Compared as integers: so a NaN is larger than all
+  // numbers.
+  Outlier take_largest(float* values, int64_t start) const {
+    Ints most = broadcast(-1), at = {};
+    for (int64_t i = start; i < std::min(start + layout_.block, layout_.columns); i += kLanes) {
+      const Ints found = magnitude(values + i);
+      at = found > most ? broadcast(int32_t(i)) : at;
+      most = found > most ? found : most;
     }
-    int32_t most = 0;
-    for (int lane = 0; lane < kLanes; ++lane) most = std::max(most, largest[lane]);
-    return bit_cast<float>(most);
+    int best = 0;
+    for (int lane = 1; lane < kLanes; ++lane)
+      if (most[lane] > most[best] || (most[lane] == most[best] && at[lane] < at[best])) best = lane;
+    const int64_t column = at[best] + best;
+    const float value = values[column];
+    values[column] = 0;
+    return {int32_t(column / layout_.group), int32_t(column % layout_.group / 4), 1 << 8 * (column % 4),
+            is_finite(value) ? value : std::numeric_limits<float>::quiet_NaN()};
   }
 
-  // A group's codes; returns their sum. |x| * inverse is at most 127 and a few units of its last place, so no code is
-  // beyond 127.
-  int32_t quantise(const T* x, int64_t start, float inverse, int8_t* codes) const {
+  // The groups that share the scale of the columns from `start` on.
+  void quantise(const float* values, int64_t start, const QuantisedRows& to) const {
+    const int64_t end = std::min(start + layout_.shared, layout_.columns);
+    Ints most = {};
+    for (int64_t i = start; i < end; i += kLanes) {
+      const Ints found = magnitude(values + i);
+      most = found > most ? found : most;
+    }
+    int32_t bits = 0;
+    for (int lane = 0; lane < kLanes; ++lane) bits = std::max(bits, most[lane]);
+    const float largest = bit_cast<float>(bits);
+    // In a group of tiny numbers the inverse would overflow, and 0 times infinity is NaN.
+    const float inverse = largest > 0 ? std::min(kLargestCode / largest, std::numeric_limits<float>::max()) : 0.0f;
+    const bool finite = is_finite(largest);
+    const float scale = finite ? largest / kLargestCode : std::numeric_limits<float>::quiet_NaN();
+    for (int64_t at = start; at < end; at += layout_.group) {
+      to.groups[at / layout_.group] = round<false>(values + at, finite, inverse, scale, to.codes + at);
+      if (to.has_finer()) *to.finer_groups = round<true>(values, finite, inverse, scale / kFiner, to.finer_codes);
+    }
+  }
+
+  // A group's codes. |x| * inverse is at most 127 and a few units of its last place, so no code is beyond 127.
+  template <bool kFinerCodes>
+  GroupInput round(const float* values, bool finite, float inverse, float scale, int8_t* codes) const {
     typedef int8_t Bytes __attribute__((vector_size(kLanes)));
     const Floats magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
-    Ints sum = {};
-    for (int64_t i = start; i < start + layout_.group; i += kLanes) {
-      const Ints code = bit_cast<Ints>(values(x, i) * inverse + magic) - bit_cast<Ints>(magic);
+    Ints sums = {};
+    for (int64_t i = 0; i < layout_.group; i += kLanes) {
+      const Floats exact = finite ? load(values + i) * inverse : Floats{};
+      Floats rounded = exact + magic;
+      if (kFinerCodes) rounded = (exact - (rounded - magic)) * kFiner + magic;
+      const Ints code = bit_cast<Ints>(rounded) - bit_cast<Ints>(magic);
       const Bytes bytes = __builtin_convertvector(code, Bytes);
       std::memcpy(codes + i, &bytes, sizeof(bytes));
-      sum += code;
+      sums += code;
     }
-    int32_t total = 0;
-    for (int lane = 0; lane < kLanes; ++lane) total += sum[lane];
-    return total;
+    int32_t sum = 0;
+    for (int lane = 0; lane < kLanes; ++lane) sum += sums[lane];
+    return {sum, scale, float(sum) * scale};
   }
 
-  int32_t clear(int64_t start, int8_t* codes) const {
-    std::memset(codes + start, 0, size_t(layout_.group));
-    return 0;
-  }
-
-  const PanelLayout& layout_;
-  const int64_t k_, together_;
+  const RowLayout& layout_;
+  const int64_t k_;
 };
 
 }  // namespace

@@ -17,7 +17,7 @@ constexpr int64_t kTileCodes = 64;  // of k, that one product takes
 constexpr int64_t kTiledRows = 2 * kTileRows;
 constexpr int64_t kLeastTiledGroup = 128;
 
-inline bool is_tiled(const PanelLayout& layout) { return layout.groups == 1 || layout.group >= kLeastTiledGroup; }
+inline bool is_tiled(const PanelLayout& layout) { return layout.whole_rows || layout.group >= kLeastTiledGroup; }
 
 // All codes of a panel as bytes [k / 4][column][4].
 template <class Codes>
@@ -39,11 +39,10 @@ class TiledBlock {
  public:
   TiledBlock(const PanelLayout& layout, int32_t zero) : layout_(layout), zero_(zero) {}
 
-  // `count` rows, at most kTiledRows, times a panel, whose codes are at `bytes`, `group_stride` from group to group.
-  void run(const QuantisedRows& rows, int64_t count, const char* panel, const char* bytes, int64_t group_stride,
+  // Adds `count` rows, at most kTiledRows, times a panel, whose codes are at `bytes`, `group_stride` from group to group.
+  void add(const QuantisedRows& rows, int64_t count, const char* panel, const char* bytes, int64_t group_stride,
            TiledSums& totals) const {
     configure(count);
-    std::memset(totals.row, 0, size_t(count) * sizeof(totals.row[0]));
     const int8_t* x = rows.codes;
     for (int64_t g = 0; g < layout_.groups; ++g, x += layout_.group, bytes += group_stride) {
       Sums sums;

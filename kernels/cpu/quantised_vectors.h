@@ -27,6 +27,42 @@ class VectorBlock {
   // `count` rows, at most kRows, times a panel. kFetch: the panel comes from memory.
   template <bool kFetch>
   void run(const QuantisedRows& rows, int64_t count, const char* panel, PanelSums& sums) const {
+    std::memset(sums.row, 0, size_t(count) * sizeof(sums.row[0]));
+    add<kFetch>(rows, count, panel, sums);
+    if (rows.has_finer()) return add<false>(rows.finer(), count, panel, sums);
+    for (int64_t row = 0; row < count; ++row) add_outliers(rows.from(row), panel, sums.row[row]);
+  }
+
+  // The products of a row's outliers, in ascending order, as if each were a group of one column.
+  void add_outliers(const QuantisedRows& row, const char* panel, float* to) const {
+    for (int64_t strip = 0; strip < kPanel; strip += kStrip) {
+      Floats totals[kVectors];
+      for (int v = 0; v < kVectors; ++v) totals[v] = load(to + strip + v * kLanes);
+      for (int64_t i = 0; i < row.layout.num_outliers; ++i) add_outlier(row.outliers[i], panel, strip, totals);
+      for (int v = 0; v < kVectors; ++v) store(to + strip + v * kLanes, totals[v]);
+    }
+  }
+
+ private:
+  INLINE void add_outlier(const Outlier& outlier, const char* panel, int64_t strip, Floats (&totals)[kVectors]) const {
+    const char* const group = panel + outlier.group * layout_.group_bytes();
+    const char* const packed = group + (outlier.four / Codes::kParts * kPanel + strip) * 4;
+    const char* const scales = group + layout_.code_bytes() + strip * layout_.scale_size();
+    const Words element = (Words)broadcast(outlier.codes);
+    for (int v = 0; v < kVectors; ++v) {
+      const Words weights = codes_.bytes(load_raw<Words>(packed + v * int64_t(sizeof(Words))), outlier.four % Codes::kParts);
+      const Ints sum = multiply_add<Codes::kSmall>(broadcast(taken_), weights, element);
+      const char* const at = scales + v * kLanes * layout_.scale_size();
+      const Floats both = load_scales(at, layout_.scale_dtype) * outlier.value;
+      totals[v] = exact_fma(__builtin_convertvector(sum, Floats), both, totals[v]);
+      if (!layout_.offsets) continue;
+      const Floats offset = load_scales(at + layout_.scale_bytes(), layout_.scale_dtype);
+      totals[v] = exact_fma(broadcast(outlier.value), offset, totals[v]);
+    }
+  }
+
+  template <bool kFetch>
+  void add(const QuantisedRows& rows, int64_t count, const char* panel, PanelSums& sums) const {
     for (int64_t strip = 0; strip < kPanel; strip += kStrip) {
       if (count == 1) multiply<1, kFetch>(rows, panel, strip, sums);
       if (count == 2) multiply<2, kFetch>(rows, panel, strip, sums);
@@ -37,11 +73,12 @@ class VectorBlock {
     }
   }
 
- private:
   template <int kCount, bool kFetch>
   void multiply(const QuantisedRows& rows, const char* panel, int64_t strip, PanelSums& to) const {
     const int8_t* x = rows.codes;
-    Floats totals[kCount][kVectors] = {};
+    Floats totals[kCount][kVectors];
+    for (int r = 0; r < kCount; ++r)
+      for (int v = 0; v < kVectors; ++v) totals[r][v] = load(&to.row[r][strip + v * kLanes]);
     for (int64_t g = 0; g < layout_.groups; ++g, panel += layout_.group_bytes(), x += layout_.group) {
       Ints sums[kCount][kVectors];
       for (int r = 0; r < kCount; ++r) {

@@ -124,6 +124,18 @@ def test_it_is_near_the_product_with_the_dense_weight(best_kernels: CpuKernels, 
     assert (best_kernels.pack(weight)(x) - exact).norm() < 0.015 * exact.norm()
 
 
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name[:20])
+def test_an_outlier_costs_the_others_nothing(best_kernels: CpuKernels, scheme: Integers) -> None:
+    """A row's largest element sets no group's scale; where it sets the row's, finer codes make up for it."""
+    weight = random_weight(scheme, 64, 1024, torch.float32, torch.float32, True)
+    x, linear = random_rows(50, 1024, torch.float32), best_kernels.pack(weight)
+    x[:, 300] = 0
+    alone = functional.linear(x.double(), weight.dense().double())
+    x[:, 300] = torch.where(torch.arange(50) % 2 == 0, 300.0, -300.0)
+    exact = functional.linear(x.double(), weight.dense().double())
+    assert (linear(x) - exact).norm() < 0.015 * alone.norm()
+
+
 def test_a_row_that_is_not_finite_is_nan_and_no_other_is(kernels: CpuKernels) -> None:
     for scheme in (Integers(8, None, 128), Integers(4, 32, 8), Integers(8, 16, 0)):
         weight = random_weight(scheme, 70, 128, torch.bfloat16, torch.float16, True)

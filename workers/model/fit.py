@@ -14,9 +14,13 @@ from pagewire.workers.device.kv_size import GIB, kv_budget, num_kv_blocks, step_
 from pagewire.workers.errors import MemoryShortageError
 from pagewire.workers.model.footprint import Footprint, footprint, of_rank
 from pagewire.workers.model.headers import CheckpointHeaders
+from pagewire.workers.weight_cache import folder
+from pagewire.workers.weight_cache.key import key_of
 
 BASE_BYTES = 380 << 20
 """Resident memory of a worker beside its model: interpreter, PyTorch (a build for CPUs), transformers, sockets."""
+KEPT_BASE_BYTES = 235 << 20
+"""The same where packed weights are read: without transformers, and without what proving a model leaves."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +29,13 @@ class Fit:
 
     total_bytes: int
     available_bytes: int
+    is_kept: bool
+    """Its packed weights are in the cache, and will be read rather than the checkpoint."""
     base_bytes: int
     weight_bytes: int
+    """With all else that is read with them, where they are kept."""
     table_bytes: int
-    """Rotary angles of all positions."""
+    """Rotary angles of all positions; 0 where they are kept with the weights."""
     loading_bytes: int
     """Beside the weights, until the model is ready."""
     step_bytes: int
@@ -48,41 +55,59 @@ class Fit:
         return self.base_bytes + self.weight_bytes + self.table_bytes + self.kv_bytes
 
 
-def fit(sizes: Footprint, config: WorkerConfig, total: int, available: int) -> Fit:
+def kept_bytes(config: WorkerConfig, isa: str) -> int | None:
+    """Bytes of the packed weights that a start with these options reads; None if it loads the checkpoint.
+
+    isa: the instruction set of the kernels.
+    """
+    try:
+        key = key_of(config, isa)
+    except (OSError, ValueError):
+        return None  # loading will fail, with a better message
+    return None if key is None else folder.size_of(key)
+
+
+def fit(sizes: Footprint, config: WorkerConfig, total: int, available: int, kept: int | None = None) -> Fit:
     """Whether a footprint fits, given the bytes of memory that this machine has, and has available now.
+
+    kept: `kept_bytes` of these options.
 
     Raises:
         LoadError: an option about memory is malformed.
     """
     dimensions = sizes.dimensions
     max_model_len = config.max_model_len or dimensions.max_positions
+    base, weights, loading = BASE_BYTES, sizes.weight_bytes, sizes.loading_bytes
     tables = max_model_len * sizes.position_bytes
+    if kept is not None:
+        base, weights, loading, tables = KEPT_BASE_BYTES, kept, 0, 0
     steps = step_bytes(config, max(1, dimensions.vocab_size))
-    left = available - BASE_BYTES - sizes.weight_bytes - tables
+    left = available - base - weights - tables
     budget = kv_budget(config, max(0, left), steps)
     block_bytes = max(1, sizes.kv_token_bytes * config.block_size)
     request_bytes = -(-max_model_len // config.block_size) * block_bytes
     blocks = budget // block_bytes if config.num_blocks is None else config.num_blocks
     problem = None
-    if left < sizes.loading_bytes:
+    if left < loading:
         problem = (
-            f"its weights take {amount(sizes.weight_bytes)} of memory, loading them {amount(sizes.loading_bytes)} "
-            f"more, and the worker itself {amount(BASE_BYTES)}"
+            f"its weights take {amount(weights)} of memory, loading them {amount(loading)} "
+            f"more, and the worker itself {amount(base)}"
         )
     elif blocks * block_bytes < request_bytes or left < request_bytes:
         problem = (
             f"a request of max_model_len {max_model_len} takes {amount(request_bytes)} of KV cache, for which "
-            f"{amount(min(budget, left))} are left beside {amount(sizes.weight_bytes)} of weights"
+            f"{amount(min(budget, left))} are left beside {amount(weights)} of weights"
         )
     else:
         blocks = num_kv_blocks(config, max_model_len, block_bytes, budget)
     return Fit(
         total_bytes=total,
         available_bytes=available,
-        base_bytes=BASE_BYTES,
-        weight_bytes=sizes.weight_bytes,
+        is_kept=kept is not None,
+        base_bytes=base,
+        weight_bytes=weights,
         table_bytes=tables,
-        loading_bytes=sizes.loading_bytes,
+        loading_bytes=loading,
         step_bytes=steps,
         max_model_len=max_model_len,
         kv_request_bytes=request_bytes,
@@ -160,7 +185,7 @@ def check_fit(
         LoadError: see `footprint`.
     """
     sizes = sizes_of(headers, config, isa)
-    if (problem := fit(sizes, config, total, available).problem) is not None:
+    if (problem := fit(sizes, config, total, available, kept_bytes(config, isa)).problem) is not None:
         changes = "; or with ".join(map(str, remedies(headers, config, isa, total, available)))
         advice = f"It would fit with {changes}" if changes else "Free memory, or take a smaller model"
         room = f"{amount(available)} of {amount(total)} are available"

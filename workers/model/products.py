@@ -2,7 +2,8 @@
 
 The proof of the whole model (`proof.py`) has to allow for the rounding of activations to 8 bits, which would hide
 small errors of a single product. Here nothing is rounded: multiples of 1/128 whose largest is 127/128 in every
-group of columns are 8-bit integers times a power of two. So the product is exact but for a few float32 sums.
+group of columns, also without an outlier, are 8-bit integers times a power of two. So the product is exact but for
+a few float32 sums.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pagewire.workers.errors import LoadError
 
 NUM_INPUTS = 4
 NUM_OUTPUTS = 64  # outputs of a product that are compared, spread over all of them
-FULL_SCALE_STEP = 16  # of so many columns one holds the largest input, the fewest that share a scale
+FULL_SCALE_STEP = 8  # of so many columns one holds the largest input: two of the fewest that share a scale
 SUM_TOLERANCE = 1e-5  # of float32 sums over some 100,000 columns, as a share of the sum of absolute terms
 
 

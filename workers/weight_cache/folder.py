@@ -57,6 +57,15 @@ def open_file(key: str) -> int | None:
     return descriptor
 
 
+def size_of(key: str) -> int | None:
+    """Bytes of the file of a key; None if there is none."""
+    try:
+        with opened_folder(weight_folder()) as folder:
+            return os.stat(key + SUFFIX, dir_fd=folder, follow_symlinks=False).st_size
+    except OSError:
+        return None
+
+
 def _refuse(key: str, error: OSError) -> None:
     logger.warning("ignored packed weights: %s", error)
     remove(key)

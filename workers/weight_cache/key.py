@@ -27,6 +27,7 @@ import msgspec
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels import cache
 from pagewire.kernels.cpu import library
+from pagewire.kernels.cpu.packed_size import REFERENCE
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -46,8 +47,10 @@ LIMITS = frozenset(
 SPLIT_FILE = re.compile(r"-\d{5}-of-\d{5}(?=\.\w+$)")
 
 
-def key_of(config: WorkerConfig) -> str | None:
+def key_of(config: WorkerConfig, isa: str | None = None) -> str | None:
     """The key of the packed weights of a configuration on this CPU; None if they are not kept, for a logged reason.
+
+    isa: the instruction set of the kernels; None: that of those that are chosen, which may compile them.
 
     Raises:
         OSError: a file cannot be read. ValueError: `PAGEWIRE_CPU_ISA` names no instruction set of this CPU.
@@ -55,12 +58,14 @@ def key_of(config: WorkerConfig) -> str | None:
     if (reason := reason_against(config)) is not None:
         logger.debug("packed weights are not kept: %s", reason)
         return None
-    kernels = library.choose()
-    if kernels is None:
+    if isa is None:
+        kernels = library.choose()
+        isa = REFERENCE if kernels is None else kernels.isa.name
+    if isa == REFERENCE:
         logger.debug("packed weights are not kept: there are no compiled kernels")
         return None
     parts = [
-        *(FORMAT, platform.machine(), kernels.isa.name, code_digest(), versions()),
+        *(FORMAT, platform.machine(), isa, code_digest(), versions()),
         settings(config),
         *(describe(path) for path in checkpoint_files(Path(config.model_path))),
     ]
@@ -101,7 +106,8 @@ def versions() -> list[str]:
 
 def settings(config: WorkerConfig) -> list[Any]:
     """All that a configuration says of the model, with the files that it names beside the checkpoint."""
-    fields = {name: value for name, value in msgspec.to_builtins(config).items() if name not in LIMITS}
+    # Field by field: which ones msgspec omits as defaults depends on whether the message has been sent.
+    fields = {name: getattr(config, name) for name in config.__struct_fields__ if name not in LIMITS}
     # How ranks meet says nothing of the model.
     fields["parallel"] = [config.parallel.rank, config.parallel.size]
     named = [Path(value) for value in fields.values() if isinstance(value, str) and value]

@@ -14,11 +14,13 @@ from pagewire.kernels.cpu.library import expected_isa
 from pagewire.workers import main
 from pagewire.workers.errors import MemoryShortageError
 from pagewire.workers.model.checkpoint_headers import read_headers
-from pagewire.workers.model.fit import Fit, fit, remedies, sizes_of
+from pagewire.workers.model.fit import Fit, fit, kept_bytes, remedies, sizes_of
 from pagewire.workers.model.footprint import Footprint, footprint
 from pagewire.workers.model.headers import TensorHeader
 from pagewire.workers.model.inventory import Part
 from pagewire.workers.model.speed import expected_speed
+from pagewire.workers.weight_cache import folder as weight_folder
+from pagewire.workers.weight_cache.key import key_of
 
 from ..architectures import EXPERTS, GROUPED, Architecture
 from ..driver import load_runner
@@ -127,6 +129,25 @@ def test_a_huge_model_is_refused_and_nothing_helps(tmp_path: Path) -> None:
 def test_what_is_not_packed_from_a_checkpoint_is_not_expected(tmp_path: Path, fields: dict[str, Any]) -> None:
     loaded = msgspec.structs.replace(config(write_huge(tmp_path)), **fields)
     assert main.expected_sizes(loaded) is None
+
+
+def test_kept_weights_take_their_file_and_no_loading(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_folder, "cache_root", lambda: tmp_path)
+    loaded = config(folder, weight_cache=True)
+    assert kept_bytes(loaded, "avx2") is None
+    key = key_of(loaded, "avx2")
+    assert key is not None
+    with weight_folder.new_file(key, 1000) as file:
+        assert file is not None
+        file.write(bytes(1000))
+    first, second = (fit(sizes(loaded), loaded, *ROOMY, kept) for kept in (None, kept_bytes(loaded, "avx2")))
+    assert (first.is_kept, second.is_kept) == (False, True)
+    assert (second.weight_bytes, second.table_bytes, second.loading_bytes) == (1000, 0, 0)
+    assert second.base_bytes < first.base_bytes and second.kv_bytes == first.kv_bytes
+    assert kept_bytes(loaded, "avx512") is None
+    assert kept_bytes(msgspec.structs.replace(loaded, weight_cache=False), "avx2") is None
 
 
 def test_a_token_reads_the_experts_that_it_is_sent_to(tmp_path: Path) -> None:

@@ -55,6 +55,11 @@ def config(folder: Path, **fields: Any) -> WorkerConfig:
     return WorkerConfig(str(folder), **({"weight_cache": True} | fields))
 
 
+def test_a_configuration_that_was_sent_has_the_same_key(folder: Path) -> None:
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(config(folder)), type=WorkerConfig)
+    assert key_of(sent) == key_of(config(folder))
+
+
 def test_the_same_has_the_same_key(folder: Path) -> None:
     first = key_of(config(folder))
     assert first is not None and len(first) == key.KEY_CHARACTERS
