@@ -76,7 +76,7 @@ def test_loading_ahead_leaves_only_launches(launcher: CudaLauncher, recorder: Re
     assert len(recorder.calls) == len(gates.variants()) == len(done)
     launcher.load(gates.variants())
     for dtype in (torch.float16, torch.bfloat16):
-        for activation in Activation:
+        for activation in gates.ACTIVATIONS:
             gates.activate_and_mul(launcher, torch.zeros(1, 16, dtype=dtype), activation)
     assert [name for name, _ in recorder.calls].count("load") == len(gates.variants())
 

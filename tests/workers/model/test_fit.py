@@ -70,12 +70,12 @@ def test_just_enough_memory_loads_and_a_byte_less_is_refused(
 ) -> None:
     loaded = config(folder, kv_cache_memory_bytes=1 << 20)
     enough, expected = needed(loaded)
-    monkeypatch.setattr(main, "machine_memory", lambda: (ROOMY[0], enough - 1))
+    monkeypatch.setattr(main, "machine_memory", lambda _: (ROOMY[0], enough - 1))
     connection = Sent()
     with pytest.raises(MemoryShortageError, match=r"does not fit.* of 64\.00 GiB are available"):
         main.start(connection, loaded)  # type: ignore[arg-type]
     assert not connection.messages
-    monkeypatch.setattr(main, "machine_memory", lambda: (ROOMY[0], enough))
+    monkeypatch.setattr(main, "machine_memory", lambda _: (ROOMY[0], enough))
     runner = main.start(connection, loaded)  # type: ignore[arg-type]
     ready = connection.messages[-1]
     assert isinstance(ready, Ready) and ready.figures is not None
