@@ -125,12 +125,11 @@ def prepare(
         params = params.clone()
         params.second_segment = second
     pooling.check(params, len(token_ids))
+    salt = salt_of({"cache_salt": prompt.cache_salt} if isinstance(prompt, TextPair) else prompt)
     request = Request(
         key=key,
         request_id=request_id,
-        prompt=Prompt(
-            token_ids, cache_salt=prompt.cache_salt if isinstance(prompt, TextPair) else salt_of(prompt)
-        ),
+        prompt=Prompt(token_ids, cache_salt=salt),
         task=params,
         seed=0,
         priority=priority,
