@@ -84,7 +84,14 @@ class Fleet:
     # -------------------------------------------------------------- cores that come and go
 
     def add(self, address: str) -> Replica:
-        """Attach to one more core, as `Members.add`."""
+        """Attach to one more core. As `Members.add`, and:
+
+        Raises:
+            ValueError: a bad address, or one of which a core is here already.
+        """
+        for replica in self.members:
+            if replica.place.label == address:
+                raise ValueError(f"core {replica.number} is the core at {address} already")
         return self.members.add(self._place_at(address))
 
     def drain(self, number: int, move: bool = False) -> Replica:

@@ -27,6 +27,7 @@ from pagewire.ipc.codec import Tensor
 from pagewire.ipc.errors import EngineDeadError, RequestCrashedEngineError
 from pagewire.ipc.items import Prompt
 from pagewire.ipc.messages import Blocks, Call, CoreDying, EngineInfo, Request, Submit, TokenDelta
+from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.pooling import PoolingInfo
 
@@ -222,7 +223,8 @@ def nowhere(tmp_path: Path) -> Place:
 
 def test_a_core_can_join(cores: Cores, nowhere: Place) -> None:
     session, inbox = cores.open(cores.new()), Inbox()
-    added = cores.fleet.add(cores.new())
+    address = cores.new()
+    added = cores.fleet.add(address)
     assert (added.number, added.state) == (1, State.UP)
     states = submit(session, inbox, *NAMES)
     wait_for(inbox, states)
@@ -230,11 +232,24 @@ def test_a_core_can_join(cores: Cores, nowhere: Place) -> None:
     assert cores.batches(1)
     with pytest.raises(ValueError, match=r"no replica of the others: dtype is 'bfloat16', not 'float32'"):
         cores.fleet.add(cores.new(dtype="bfloat16"))
+    with pytest.raises(ValueError, match="core 1 is the core at"):
+        cores.fleet.add(address)
     with pytest.raises(ValueError, match="must begin with ipc:// or tcp://"):
         cores.fleet.add("udp://x")
     with pytest.raises(EngineDeadError, match="no engine core answers"):
         cores.fleet.members.add(nowhere)
     assert [replica.number for replica in cores.fleet.members] == [0, 1]
+
+
+def test_spawned_cores_must_not_be_in_each_others_way() -> None:
+    with pytest.raises(ValueError, match="kv_events: cores that are spawned together"):
+        places.spawned(EngineArgs(kv_events="ipc:///tmp/events"), 0, 2)
+    with pytest.raises(ValueError, match="tensor_parallel_size"):
+        places.spawned(EngineArgs(device="cuda", tensor_parallel_size=2), 0, 1)
+    assert [
+        places.spawned(EngineArgs(device="cuda"), i, 2).source._args.device  # type: ignore[attr-defined]
+        for i in (0, 1)
+    ] == ["cuda:0", "cuda:1"]
 
 
 def test_cores_of_different_models_are_refused(cores: Cores) -> None:
