@@ -125,11 +125,11 @@ def prepare(
         params = params.clone()
         params.second_segment = second
     pooling.check(params, len(token_ids))
-    salt = salt_of({"cache_salt": prompt.cache_salt} if isinstance(prompt, TextPair) else prompt)
+    salted: Any = {"cache_salt": prompt.cache_salt} if isinstance(prompt, TextPair) else prompt
     request = Request(
         key=key,
         request_id=request_id,
-        prompt=Prompt(token_ids, cache_salt=salt),
+        prompt=Prompt(token_ids, cache_salt=salt_of(salted)),
         task=params,
         seed=0,
         priority=priority,
