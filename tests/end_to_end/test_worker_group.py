@@ -97,7 +97,7 @@ async def check_fault(
 
 
 async def check_calls(group: AsyncLLM, order: Path) -> None:
-    """Calls run on all ranks, and answer in their order. One in which a rank fails while the other waits ends, too."""
+    """Calls run on all ranks, and answer in their order. One in which a rank fails while the other waits, ends."""
     state = await status(group)
     assert state["worker_starts"] > len(FAULTS) and state["num_free_blocks"] == state["num_blocks"]
     first, second = await group.collective_rpc("model_info")
