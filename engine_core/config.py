@@ -118,8 +118,15 @@ class EngineConfig:
         """The scheduler's limits, given the KV blocks that the worker has allocated.
 
         A prompt of an encoder has no KV cache, and runs in one step. One block, of any size, stands for it.
+
+        Raises:
+            ValueError: the blocks of an encoder are to be published.
         """
         args, whole = self.args, ready.pooling is not None and ready.pooling.whole_prompts
+        if whole and args.resolved_kv_events() is not None:
+            raise ValueError(
+                "kv_events: this model is an encoder, which has no KV cache: leave the option out"
+            )
         return SchedulerConfig(
             num_blocks=ready.num_blocks,
             block_size=ready.max_model_len if whole else args.block_size,

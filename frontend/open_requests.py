@@ -357,8 +357,10 @@ def resumed(state: RequestState) -> Request:
     """The request as a new core gets it, to go on where the lost one was.
 
     What was delivered is not delivered again: tokens, and log probabilities of the prompt. A sequence that has
-    ended is sent without tokens, so that the core takes it, and is aborted then.
+    ended is sent without tokens, so that the core takes it, and is aborted then. What pools starts anew.
     """
+    if not state.output_token_ids:
+        return state.request
     token_ids = [
         tokens if reason is None else []
         for tokens, reason in zip(state.output_token_ids, state.finish_reasons, strict=True)

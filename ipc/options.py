@@ -86,7 +86,8 @@ class EngineArgs:
     seed: int = option(0, "Model", "default seed for requests without one")
 
     device: str = option("auto", "Device", "'auto' (a GPU if there is one), 'cpu' or 'cuda[:N]'")
-    num_threads: int | None = option(None, "Device", "worker threads on CPU; default: physical cores")
+    num_threads: int | None = option(
+        None, "Device", "threads of each worker on CPU; default: its share of the physical cores")
     enforce_eager: bool = option(False, "Device", "do not use CUDA graphs (no effect on CPUs)")
 
     tensor_parallel_size: int = option(

@@ -15,15 +15,13 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.dispatch import implementation_for
-from pagewire.kernels.experts import GroupedExperts, add_gated, route
+from pagewire.kernels.experts import ACTIVATIONS, GroupedExperts, add_gated, route
 from pagewire.kernels.layer import Activation, Layer, Norm
-from pagewire.kernels.layers import add_rms_norm, gelu_tanh_and_mul, rms_norm, silu_and_mul
+from pagewire.kernels.layers import add_rms_norm, rms_norm
 from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales
 from pagewire.kernels.reduced import Sum
 
 __all__ = ["Activation", "Layer", "Norm", "Stack"]
-
-ACTIVATIONS = {Activation.SILU: silu_and_mul, Activation.GELU_TANH: gelu_tanh_and_mul}
 
 
 class Stack:

@@ -380,9 +380,9 @@ def _outliers(rows: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def _quantised_rows(rows: Tensor, shared: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of rows float32 [M, K] that share a scale in so many columns: float64 [M, K]; scales and finer codes.
+    """Codes float64 [M, K] of rows float32 [M, K], their scales, and their finer codes.
 
-    scales: [M, K / shared], rounded up.
+    shared: columns that have one scale. scales: [M, K / shared], rounded up.
     """
     num_in = rows.shape[1]
     groups = torch.unflatten(functional.pad(rows, (0, -num_in % shared)), 1, (-1, shared))

@@ -50,7 +50,7 @@ logger = logging.getLogger("pagewire.worker")
 WORKER_COMMAND = (sys.executable, "-m", "pagewire.workers.main")
 TICK_MS = 1000
 STOP_SECONDS = 5.0  # for a worker to exit by itself
-MAX_CAUSE = 500  # characters of what the core is told of a worker's end
+MAX_CAUSE = 500  # characters of a worker's exit cause that the core gets
 REACHED = zmq.EVENT_HANDSHAKE_SUCCEEDED
 REFUSED = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH

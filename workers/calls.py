@@ -6,14 +6,17 @@ import gc
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pagewire.ipc.calls import CALLS, RunsIn
-from pagewire.workers.errors import LoadError
+from pagewire.ipc.errors import error_text
+from pagewire.workers.collective.agreement import all_have
+from pagewire.workers.errors import LoadError, LostRankError
 from pagewire.workers.model import sharded_state
 from pagewire.workers.model.loading import Phases
 from pagewire.workers.runner import Runner
@@ -60,7 +63,8 @@ def wake_up(runner: Runner, tags: Sequence[str] | None) -> None:
     """Load the weights if they were dropped, and allocate the KV cache unless `tags` leaves "kv_cache" out.
 
     Raises:
-        ValueError: an unknown tag. RuntimeError: there is too little memory now.
+        ValueError: an unknown tag. RuntimeError: the model cannot be loaded, or there is too little memory now.
+        LostRankError: see `together`.
     """
     if unknown := set(tags or ()) - {"weights", "kv_cache"}:
         raise ValueError(f"wake_up knows the tags weights and kv_cache, not {', '.join(sorted(unknown))}")
@@ -68,12 +72,45 @@ def wake_up(runner: Runner, tags: Sequence[str] | None) -> None:
         if runner.loaded is None:
             ahead = WeightsAhead(runner.config)
             phases = Phases(lambda phase, seconds: None)
-            runner.loaded = load(ahead, phases, runner.device, runner.collective)
+            with together(runner):
+                runner.loaded = load(ahead, phases, runner.device, runner.collective)
         if not runner.caches and (tags is None or "kv_cache" in tags):
-            runner.allocate_kv()
-            runner.warm_up()
+            allocate_kv(runner)
+            with together(runner):
+                runner.warm_up()
     except LoadError as error:  # not the caller's mistake, as a ValueError would be
         raise RuntimeError(str(error)) from error
+
+
+@contextmanager
+def together(runner: Runner) -> Iterator[None]:
+    """A context of work in which the ranks of a group wait for each other, so that none can fail alone and go on.
+
+    Raises:
+        LostRankError: it fails in a group of several ranks.
+    """
+    try:
+        yield
+    except Exception as error:
+        if runner.collective.size == 1:
+            raise
+        raise LostRankError(error_text(error)) from error
+
+
+def allocate_kv(runner: Runner) -> None:
+    """Allocate the KV cache of every rank, or of none.
+
+    Raises:
+        LoadError: a rank of the group has too little memory.
+    """
+    shortage = None
+    try:
+        runner.allocate_kv()
+    except LoadError as error:
+        shortage = error
+    if not all_have(shortage is None, runner.collective, runner.device.torch_device):
+        runner.free()
+        raise shortage or LoadError("another rank of the group has too little memory for its KV cache")
 
 
 def save_sharded_state(runner: Runner, path: str, pattern: str | None, max_size: int) -> None:

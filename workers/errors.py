@@ -1,4 +1,4 @@
-"""Errors of the worker that another start with the same configuration would repeat."""
+"""Errors of the worker, most of which another start with the same configuration would repeat."""
 
 
 class LoadError(ValueError):
@@ -7,6 +7,10 @@ class LoadError(ValueError):
 
 class MemoryShortageError(LoadError):
     """The model does not fit into the memory that is available now; there may be more later."""
+
+
+class LostRankError(RuntimeError):
+    """This rank has failed while the others of its group wait for it. Its worker ends, and so all are replaced."""
 
 
 def first_line(error: BaseException) -> str:

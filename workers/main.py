@@ -44,7 +44,7 @@ from pagewire.ipc.worker_messages import (
 )
 from pagewire.kernels.cpu.library import expected_isa
 from pagewire.workers.device.machine import machine_memory, runs_on_cpu
-from pagewire.workers.errors import LoadError, MemoryShortageError
+from pagewire.workers.errors import LoadError, LostRankError, MemoryShortageError
 from pagewire.workers.introduction import introduce
 from pagewire.workers.loading_signs import LoadingSigns
 from pagewire.workers.model.checkpoint_headers import WITHOUT_HEADERS, read_headers
@@ -251,13 +251,19 @@ def reply(connection: Connection, runner: Runner | None, call: WorkerCall) -> No
 
 
 def answer(runner: Runner | None, call: WorkerCall) -> WorkerReply:
-    """The reply to a call. Its exceptions are sent back: a wrong call must not end the worker."""
+    """The reply to a call. Its exceptions are sent back: a wrong call must not end the worker.
+
+    Raises:
+        LostRankError: the other ranks of the group wait for this one, which cannot go on.
+    """
     try:
         if runner is None:
             raise RuntimeError("no model is loaded yet")
         from pagewire.workers import calls  # imports torch, as the runner has by now
 
         return WorkerReply(call.call_id, calls.call(runner, call.method, call.args, call.kwargs))
+    except LostRankError:
+        raise
     except Exception as error:
         return WorkerReply(call.call_id, error=error_text(error), error_type=error_type(error))
 

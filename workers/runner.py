@@ -142,11 +142,9 @@ class Runner:
     def _run(self, plan: StepPlan) -> tuple[Batch, Tensor]:
         """Launch the model; returns the batch on the device and its hidden states."""
         size = None
-        # Prompt log probabilities are computed when the step finishes; by then the next replay may have overwritten
-        # the hidden states of a graph.
-        if self.graphs is not None and all(
-            r.num_tokens == 1 and not r.num_prompt_logprobs and not r.pool for r in plan.rows
-        ):
+        # What is pooled is read when the step finishes; by then the next replay may have overwritten the hidden
+        # states of a graph.
+        if self.graphs is not None and all(r.num_tokens == 1 and not r.pool for r in plan.rows):
             size = self.graphs.size_for(len(plan.rows))
         batch = build_batch(plan.rows, self.slots, size or 0)
         if self.device.asynchronous:

@@ -3,6 +3,9 @@
 On an asynchronous device the next step is launched before this one is finished, taking this one's tokens from the
 device (`relay.py`). The next step is sampled after this one is finished: penalties and grammars need its tokens on
 the host.
+
+What takes the other ranks of a group is launched by `Runner.launch` and `sample`, never by `finish`: when a step is
+found to be over, before the next one is launched or after it, differs between ranks.
 """
 
 from __future__ import annotations
@@ -72,6 +75,7 @@ class RunningStep:
         self._hidden = NOTHING
         self._slots: list[SamplingSlot] = []
         self._prompts: list[PromptLogprobsRequest] = []
+        self._prompt_logprobs: dict[int, LogprobRows] = {}  # by row
         self._pooled: list[tuple[int, PoolingSlot]] = []
 
     def run(self, batch: Batch, hidden: Tensor) -> None:
@@ -90,8 +94,13 @@ class RunningStep:
 
     @torch.inference_mode()
     def sample(self, masks: Callable[[], Masks | None]) -> None:
-        """Launch sampling; all earlier steps must be finished. masks: waits for the masks of a masked plan."""
+        """Launch sampling; all earlier steps must be finished. masks: waits for the masks of a masked plan.
+
+        Log probabilities of prompts are computed here, for which it waits until the model has run.
+        """
         runner, batch = self._runner, self._batch
+        for request in self._prompts:
+            self._prompt_logprobs[request.row] = self._logprobs_of(request)
         if batch is None or not self._slots:
             return
         with runner.span("logits"):
@@ -112,8 +121,8 @@ class RunningStep:
         result = StepResult(self.plan.step_id, [RowResult() for _ in self.plan.rows])
         if self._sampled is not None:
             self._take(self._sampled.finish(), result)
-        for request in self._prompts:
-            result.rows[request.row].prompt_logprobs = self._logprobs_of(request)
+        for row, logprobs in self._prompt_logprobs.items():
+            result.rows[row].prompt_logprobs = logprobs
         if self._pooled:
             self._pool(result)
         self._end.wait()
@@ -167,7 +176,6 @@ class RunningStep:
                     slots.append(row.slot, token_id)
             first += row.num_samples
 
-    @torch.inference_mode()
     def _logprobs_of(self, request: PromptLogprobsRequest) -> LogprobRows:
         """Log probabilities of prompt tokens, from the logits at the tokens before them."""
         model = self._runner.model

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pagewire.cli.options import UsageError, add_engine_options, engine_args
 
 if TYPE_CHECKING:
+    from pagewire.ipc.options import EngineArgs
     from pagewire.workers.model.fit import Fit, Remedy
     from pagewire.workers.model.footprint import Footprint
     from pagewire.workers.model.speed import Speed
@@ -18,7 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Report:
-    """All that is known about a model before it is loaded."""
+    """All that is known about a model before it is loaded: by one worker, or by one of several.
+
+    num_workers: over which it is divided. num_local: those that share this machine, its memory and processors.
+    num_threads: of one worker.
+    """
 
     model: str
     sizes: Footprint
@@ -26,6 +31,8 @@ class Report:
     remedies: list[Remedy]
     speed: Speed
     num_threads: int
+    num_workers: int = 1
+    num_local: int = 1
 
 
 def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -63,6 +70,8 @@ def report(options: argparse.Namespace) -> Report:
     Raises:
         UsageError, ModelNotFoundError, LoadError: see `run`.
     """
+    from msgspec.structs import replace
+
     from pagewire.engine_core.config import EngineConfig
     from pagewire.kernels.cpu.library import expected_isa
     from pagewire.workers.device.machine import default_threads, machine_memory, read_rate, runs_on_cpu
@@ -84,22 +93,31 @@ def report(options: argparse.Namespace) -> Report:
             f"--load-format {args.load_format} has no headers to read: give safetensors or GGUF files"
         )
     config = EngineConfig.resolve(args).worker_config()
+    num_local = config.parallel.size if starts_here(args) else 1
     headers, isa, memory = (
         read_headers(config.model_path, config.hf_overrides),
         expected_isa(),
-        machine_memory(),
+        machine_memory(num_local),
     )
     sizes = sizes_of(headers, config, isa)
     result = fit(sizes, config, *memory, kept_bytes(config, isa))
-    num_threads = config.num_threads or default_threads()
+    num_threads = config.num_threads or default_threads(replace(config.parallel, local_size=num_local))
+    rate = read_rate(sizes.read_bytes * num_local, num_threads * num_local) / num_local
     return Report(
         model=args.model,
         sizes=sizes,
         fit=result,
         remedies=remedies(headers, config, isa, *memory) if result.problem else [],
-        speed=expected_speed(sizes, read_rate(sizes.read_bytes, num_threads)),
+        speed=expected_speed(sizes, rate),
         num_threads=num_threads,
+        num_workers=config.parallel.size,
+        num_local=num_local,
     )
+
+
+def starts_here(args: EngineArgs) -> bool:
+    """True if the workers of an engine on CPUs share this machine; others are taken to have a machine each."""
+    return not args.uses_ray and args.distributed_executor_backend in (None, "mp")
 
 
 def as_json(found: Report) -> dict[str, Any]:
@@ -111,6 +129,8 @@ def as_json(found: Report) -> dict[str, Any]:
         **asdict(sizes),
         **{name: getattr(sizes, name) for name in totals},
         "num_threads": found.num_threads,
+        "num_workers": found.num_workers,
+        "num_local_workers": found.num_local,
         "memory": asdict(fit) | {"resident_bytes": fit.resident_bytes},
         "fits": fit.problem is None,
         "remedies": [{"options": remedy.options, "memory": asdict(remedy.fit)} for remedy in found.remedies],
@@ -128,6 +148,9 @@ def lines(found: Report) -> Iterator[str]:
     yield f"model     {dimensions.architecture}, {dimensions.num_layers} layers; {sizes.form} in {files}"
     quantization = sizes.quantization or "not quantised"
     yield f"weights   {sizes.parameters:,} parameters, {quantization}; run in {sizes.dtype}"
+    if found.num_workers > 1:
+        place = "share this machine" if found.num_local > 1 else "have a machine each"
+        yield f"workers   {found.num_workers}, which {place}; memory, threads and bytes read are those of one"
     yield ""
     yield from table(sizes)
     yield ""

@@ -1,4 +1,4 @@
-"""What becomes of the names of KV blocks, for those who want to know where a prefix is cached."""
+"""What becomes of the names of KV blocks, for routers that follow where a prefix is cached."""
 
 from __future__ import annotations
 

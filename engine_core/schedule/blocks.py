@@ -38,7 +38,7 @@ class BlockPool:
     """All blocks of the KV cache, ids 0 to num_blocks - 1.
 
     Attributes:
-        changes: a list that gets what becomes of names, in order; None while nobody reads it.
+        changes: a list that gets what becomes of names, in order; None while nothing reads it.
     """
 
     def __init__(self, num_blocks: int) -> None:

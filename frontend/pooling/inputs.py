@@ -46,12 +46,12 @@ def engine_task(task: str | None, info: PoolingInfo) -> str:
     """
     if task in (None, "encode"):
         return info.tasks[0]
-    wanted = [task]
+    names = [task]
     if task == "reward":
-        wanted = ["classify", "token_classify"]
+        names = ["classify", "token_classify"]
     elif task == "score":
-        wanted = ["classify"]
-    for name in wanted:
+        names = ["classify"]
+    for name in names:
         if name in info.tasks:
             return str(name)
     raise ValueError(f"this model does not serve the task {task!r}, it serves {', '.join(info.tasks)}")
@@ -125,12 +125,11 @@ def prepare(
         params = params.clone()
         params.second_segment = second
     pooling.check(params, len(token_ids))
+    salted: Any = {"cache_salt": prompt.cache_salt} if isinstance(prompt, TextPair) else prompt
     request = Request(
         key=key,
         request_id=request_id,
-        prompt=Prompt(
-            token_ids, cache_salt=prompt.cache_salt if isinstance(prompt, TextPair) else salt_of(prompt)
-        ),
+        prompt=Prompt(token_ids, cache_salt=salt_of(salted)),
         task=params,
         seed=0,
         priority=priority,

@@ -18,6 +18,8 @@ from pagewire.ipc.codec import Tensor
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.pooling import PoolingInfo
 
+QUERY_TOKENS = 256  # of a query, compared with a document at a time: both may be as long as the context
+
 
 def scoring_info(info: EngineInfo) -> PoolingInfo:
     """The pooling of an engine that can score pairs.
@@ -132,4 +134,6 @@ def max_sim(query: PoolingOutput, document: PoolingOutput) -> float:
     def rows(tensor: Tensor) -> Any:
         return np.frombuffer(tensor.data, np.float32).reshape(tensor.shape)
 
-    return float((rows(query.tensor) @ rows(document.tensor).T).max(axis=1).sum())
+    tokens, others = rows(query.tensor), rows(document.tensor).T
+    parts = (tokens[start : start + QUERY_TOKENS] @ others for start in range(0, len(tokens), QUERY_TOKENS))
+    return float(sum(part.max(axis=1).sum() for part in parts))

@@ -33,7 +33,7 @@ class PooledState(RequestState):
 
     @property
     def output_token_ids(self) -> list[list[int]]:
-        """None: a request that goes on with another core starts anew."""
+        """There are none, so that the request starts anew on another core."""
         return []
 
     @property

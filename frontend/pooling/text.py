@@ -44,7 +44,7 @@ def encode(
 
 
 def beginning(tokenizer: Tokenizer, text: str, num_tokens: int) -> str:
-    """So much of a text that its first `num_tokens` tokens are those of the whole text."""
+    """The beginning of a text, long enough that its first `num_tokens` tokens are those of the whole text."""
     size = CHARS_PER_TOKEN * (num_tokens + CUT_TOKENS)
     while size < len(text):
         part = text[:size]

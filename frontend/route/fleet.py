@@ -84,7 +84,14 @@ class Fleet:
     # -------------------------------------------------------------- cores that come and go
 
     def add(self, address: str) -> Replica:
-        """Attach to one more core, as `Members.add`."""
+        """Attach to one more core. As `Members.add`, and:
+
+        Raises:
+            ValueError: a bad address, or one of which a core is here already.
+        """
+        for replica in self.members:
+            if replica.place.label == address:
+                raise ValueError(f"core {replica.number} is the core at {address} already")
         return self.members.add(self._place_at(address))
 
     def drain(self, number: int, move: bool = False) -> Replica:
@@ -119,8 +126,13 @@ class Fleet:
             return  # its connection says so, too
         now = time.monotonic()
         with self._lock:
-            moved = [key for key in keys if self._ledger.drop(key, now) is not None]
+            moved = [
+                key for key in keys if self._ledger.is_on(key, replica)
+            ]  # some have ended, or gone elsewhere
+            for key in moved:
+                self._ledger.drop(key, now)
             replica.num_moved += len(moved)
+        self.core_failing(replica)  # a suspect that was tried there is among those moved
         self._owner.core_lost(EngineStoppedError(f"core {replica.number} is drained"), moved)
 
     def _set_up(self, replica: Replica) -> None:
@@ -242,7 +254,7 @@ class Fleet:
             for key, index in sequences:
                 if (placement := self._ledger.placed.get(key)) is not None:
                     by_core.setdefault(placement.replica, ([], []))[1].append((key, index))
-                    self._ledger.end_sequence(key, now)
+                    self._ledger.end_sequence(key, index, now)
             for key in keys:
                 if (placement := self._ledger.drop(key, now)) is not None:
                     by_core.setdefault(placement.replica, ([], []))[0].append(key)
@@ -282,15 +294,15 @@ class Fleet:
         now = time.monotonic()
         busy: set[int] = set()
         with self._lock:
-            placed, output = self._ledger.placed, self._ledger.output
+            placed = self._ledger.placed
+            # Of a request that went elsewhere since, these would change the output.
+            deltas = [delta for delta in deltas if self._ledger.is_on(delta.key, replica)]
             for delta in deltas:
-                if delta.error_type == EngineBusyError.__name__ and delta.finish_reason == "error":
-                    placement = placed.get(delta.key)
-                    if placement is not None and placement.replica is replica and not placement.started:
-                        busy.add(delta.key)
-                        continue
-                if delta.key not in busy:
-                    output(replica, delta, now)
+                refused = delta.error_type == EngineBusyError.__name__ and delta.finish_reason == "error"
+                if refused and (placement := placed.get(delta.key)) is not None and not placement.started:
+                    busy.add(delta.key)
+                elif delta.key not in busy:
+                    self._ledger.output(replica, delta, now)
             kept = {key for key in busy if not self._elsewhere(replica, placed[key], now)}
             self._check_drained(replica)
         if busy:

@@ -23,7 +23,8 @@ MAX_BEGINNINGS = 1 << 13  # beginnings of prompts of which the last core is kept
 class Work:
     """What a request makes a core do.
 
-    num_tokens: to compute or find cached, those generated before included. names: of its full blocks.
+    num_tokens: to compute or find cached, those generated before included. names: of its full blocks; none if it
+        pools the states of all its tokens, for then it finds nothing cached, and may be many prompts at a time.
     """
 
     request: Request
@@ -37,7 +38,9 @@ class Work:
         prompt, done = request.prompt, request.output_token_ids
         if done is not None and len(done) == 1 and done[0]:
             prompt = msgspec.structs.replace(prompt, token_ids=[*prompt.token_ids, *done[0]])
-        return cls(request, len(prompt.token_ids), block_size, prompt_names(prompt, block_size))
+        pools_all = isinstance(request.task, PoolingParams) and request.task.all_tokens
+        names = [] if pools_all else prompt_names(prompt, block_size)
+        return cls(request, len(prompt.token_ids), block_size, names)
 
     def num_cached(self, depth: int) -> int:
         """Tokens found cached where the first `depth` blocks are: the last token is always computed."""
@@ -47,7 +50,7 @@ class Work:
     def reads_cache(self) -> bool:
         """False if the core computes the whole prompt in any case, for its result needs all positions."""
         task = self.request.task
-        return not task.all_tokens if isinstance(task, PoolingParams) else task.prompt_logprobs is None
+        return isinstance(task, PoolingParams) or task.prompt_logprobs is None
 
 
 class Ledger:
@@ -93,8 +96,9 @@ class Ledger:
         request, core = work.request, replica.number
         depth = self.index.depths(work.names, [core])[core] if work.reads_cache else 0
         num_cached = work.num_cached(depth)
-        num_live = 1 if isinstance(request.task, PoolingParams) else request.task.n
-        placement = Placement(replica, request, work.names, work.num_tokens - num_cached, num_live)
+        num_sequences = 1 if isinstance(request.task, PoolingParams) else request.task.n
+        live = set(range(num_sequences))
+        placement = Placement(replica, request, work.names, work.num_tokens - num_cached, live)
         self.placed[request.key] = placement
         self.index.expect(core, work.names)
         self._num_requests += 1
@@ -113,27 +117,32 @@ class Ledger:
         """The keys of the requests on a core."""
         return [key for key, placement in self.placed.items() if placement.replica is replica]
 
+    def is_on(self, key: int, replica: Replica) -> bool:
+        """True if a request is on a core: not ended, nor gone elsewhere."""
+        placement = self.placed.get(key)
+        return placement is not None and placement.replica is replica
+
     def output(self, replica: Replica, delta: TokenDelta, now: float) -> None:
         """Record output of a request on a core."""
-        placement = self.placed.get(delta.key)
-        if placement is None or placement.replica is not replica:
+        if not self.is_on(delta.key, replica):
             return
+        placement = self.placed[delta.key]
         if not placement.started:
             placement.started = True
             replica.num_waiting -= placement.num_waiting
             placement.num_waiting = 0
-            replica.num_running += placement.num_live
+            replica.num_running += len(placement.live)
         if delta.finish_reason is not None:
-            self.end_sequence(delta.key, now)
+            self.end_sequence(delta.key, delta.index, now)
 
-    def end_sequence(self, key: int, now: float) -> None:
-        """Record that a sequence of a request has ended."""
+    def end_sequence(self, key: int, index: int, now: float) -> None:
+        """Record that a sequence of a request has ended: the core says so, or it was aborted, or both."""
         placement = self.placed.get(key)
-        if placement is None:
+        if placement is None or index not in placement.live:
             return
-        placement.num_live -= 1
+        placement.live.remove(index)
         placement.replica.num_running -= placement.started
-        if placement.num_live <= 0:
+        if not placement.live:
             self.drop(key, now)
 
     def drop(self, key: int, now: float) -> Placement | None:
@@ -142,7 +151,7 @@ class Ledger:
         if placement is not None:
             replica = placement.replica
             replica.num_waiting -= placement.num_waiting
-            replica.num_running -= placement.num_live * placement.started
+            replica.num_running -= len(placement.live) * placement.started
             self._ended.append((now + LINGER_SECONDS, replica.number, placement.names))
         return placement
 

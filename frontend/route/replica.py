@@ -47,14 +47,15 @@ class Placement:
     """A request on a core.
 
     request: as it was sent. names: of its blocks. num_waiting: tokens that the core has to compute before the first
-    new one, 0 once that has come. num_live: sequences that have not ended. refused_by: cores that were too busy.
+    new one, 0 once that has come. live: indices of its sequences that have not ended.
+    refused_by: cores that were too busy.
     """
 
     replica: Replica
     request: Request
     names: list[bytes]
     num_waiting: int
-    num_live: int
+    live: set[int]
     started: bool = False
     refused_by: set[int] = field(default_factory=set)
 
@@ -93,8 +94,8 @@ class Replica:
         connection: None until it is reached for the first time.
         num_waiting, num_running: see `placement.Candidate`. num_placed, num_prompt_tokens, num_cached_tokens: of
             the requests that it was sent, as the router saw it. num_moved: requests that went on elsewhere.
-        next_blocks: number of the next message about blocks; None until a snapshot comes. num_gaps: how many were
-            missed.
+        next_blocks: number of the next message about blocks; None from a call of `follow_blocks` until its
+            snapshot, or at the latest its answer, comes. num_gaps: how often messages were missed.
     """
 
     def __init__(self, number: int, place: Place, listener: Listener) -> None:
@@ -133,8 +134,9 @@ class Replica:
         self.next_blocks = None
         try:
             answer = self.client.call("follow_blocks")
-        except RuntimeError as error:  # it is lost, or reads nothing
+        except RuntimeError as error:  # it is lost, or reads nothing; its next message shows a gap
             logger.warning("core %d (%s): its blocks are unknown: %s", self.number, self.place.label, error)
+            self.next_blocks = 0
             return
         answer.add_done_callback(self._answered)
 
@@ -143,6 +145,8 @@ class Replica:
         if error is not None and not isinstance(error, EngineDeadError):
             text = "core %d (%s): which prefixes it has is known only from requests on their way there: %s"
             logger.warning(text, self.number, self.place.label, error)
+        if self.next_blocks is None:  # the beginning of the snapshot was lost: what comes next is a gap
+            self.next_blocks = 0
 
     # -------------------------------------------------------------- as `connection.Owner` says
 

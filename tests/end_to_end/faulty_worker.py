@@ -1,7 +1,7 @@
 """A real worker that dies or stops itself at a phase of a collective, once for each order that it gets.
 
 An order is the file `$FAULT_ORDER` with "RANK PHASE SIGNAL". Phases: `before` and `after` an `all_reduce`, and `in`
-it, while the rank waits for another one, which never comes.
+it, while the rank waits for another one, which never comes. Signal 0: the rank lacks memory.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ def obey(group: SharedMemoryGroup, phase: str) -> None:
         return
     if int(rank) == group.rank and ordered == phase:
         ORDER.unlink()
+        if int(number) == 0:
+            raise MemoryError("memory is short, as ordered")
         os.kill(os.getpid(), int(number))
     if ordered == "in" and int(rank) != group.rank and phase == "before":
         threading.Event().wait()  # the rank that the order is for waits for this one

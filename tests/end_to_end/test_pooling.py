@@ -152,6 +152,13 @@ def test_asyncio_and_http(llm: LLM, expected: torch.Tensor) -> None:
             ("/v1/embeddings", {"input": "x" * (10 << 20)}, 400, "maximum context length"),
             ("/v1/classify", {"input": "cat"}, 400, "does not serve the task 'classify'"),
             ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, 400, "cannot be scored against 1"),
+            ("/v1/score", {"text_1": [], "text_2": ["c"]}, 400, "text_1: there must be 1 to 2048"),
+            (
+                "/v1/embeddings",
+                {"input": ["cat", 5]},
+                400,
+                "a prompt is a string, token ids or a dict, got int",
+            ),
             ("/v2/rerank", {"query": "cat", "documents": [{"x": 1}]}, 422, "objects with a text"),
             ("/v1/completions", {"prompt": "cat"}, 400, "pools and does not generate"),
         ):
@@ -184,8 +191,12 @@ def test_cross_encoder(tmp_path: Path) -> None:
             llm.score([[2, 5, 3]], "cat")
         request = {"text_1": TEXTS[0], "text_2": TEXTS}
 
-        async def score() -> tuple[int, Any]:
-            return await post(Client(AsyncLLM(llm.llm_engine.session)), "/v1/score", request)
+        long = {"query": "x" * (17 << 10), "documents": ["cat"] * 1024}
 
-        status, body = asyncio.run(score())
+        async def score() -> tuple[tuple[int, Any], tuple[int, Any]]:
+            client = Client(AsyncLLM(llm.llm_engine.session))
+            return await post(client, "/v1/score", request), await post(client, "/v2/rerank", long)
+
+        (status, body), (refused, answer) = asyncio.run(score())
         assert status == 200 and [entry["score"] for entry in body["data"]] == scores
+        assert refused == 400 and "1024 pairs have 17828864 characters" in answer["error"]["message"]

@@ -96,8 +96,8 @@ async def check_fault(
     assert core.worker.num_starts > num_starts and not any(map(psutil.pid_exists, pids))
 
 
-async def check_calls(group: AsyncLLM) -> None:
-    """Calls run on all ranks, and answer in their order."""
+async def check_calls(group: AsyncLLM, order: Path) -> None:
+    """Calls run on all ranks, and answer in their order. One in which a rank fails while the other waits, ends."""
     state = await status(group)
     assert state["worker_starts"] > len(FAULTS) and state["num_free_blocks"] == state["num_blocks"]
     first, second = await group.collective_rpc("model_info")
@@ -108,6 +108,10 @@ async def check_calls(group: AsyncLLM) -> None:
     await group.stop_profile()
     await group.sleep(2)
     assert [memory["weights"] for memory in await group.collective_rpc("memory")] == [0, 0]
+    order.write_text("1 before 0")
+    with pytest.raises(RuntimeError, match=r"the worker was lost: .*memory is short, as ordered \(rank 1\)"):
+        await group.wake_up(["weights"])
+    assert await group.is_sleeping()
     await group.wake_up(["weights"])
     assert await group.is_sleeping()
     await group.wake_up(["kv_cache"])
@@ -127,7 +131,7 @@ def test_streams_outlive_the_death_and_hang_of_a_rank_in_each_phase(
             assert expected == alone  # on this model, also to the token
             for fault in FAULTS:
                 await check_fault(group, core, order, expected, fault)
-            await check_calls(group)
+            await check_calls(group, order)
             assert await collect(group, 0, None, mixed) == expected[0]
 
     asyncio.run(main())

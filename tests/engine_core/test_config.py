@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pagewire.engine_core import config
 from pagewire.engine_core.config import EngineConfig
 from pagewire.ipc.options import EngineArgs
+from pagewire.ipc.pooling import PoolingInfo
 from pagewire.ipc.worker_messages import Ready
 
 READY = Ready("Fake", "bfloat16", "cpu", 1000, 128, 64, 1, 1)
@@ -48,3 +50,10 @@ def test_the_tokenizer_is_the_models_by_default() -> None:
     assert resolved.tokenizer_folder() == MODEL
     info = resolved.engine_info(READY)
     assert (info.tokenizer, info.tokenizer_revision) == (str(MODEL), None)
+
+
+def test_an_encoder_publishes_no_blocks() -> None:
+    encoder = msgspec.structs.replace(READY, pooling=PoolingInfo(["embed"], "MEAN", 8, whole_prompts=True))
+    args = EngineArgs(model="org/model", kv_events="ipc:///tmp/events")
+    with pytest.raises(ValueError, match="kv_events: this model is an encoder"):
+        EngineConfig(args, MODEL, {}, None).scheduler_config(encoder)

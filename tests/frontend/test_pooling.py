@@ -118,6 +118,7 @@ def test_prompts_that_do_not_fit(tokenizer: Any) -> None:
         ([], "empty"),
         ("\ud800", "not valid Unicode"),
         ({"prompt": "cat", "prompt_embeds": [1]}, "not supported"),
+        (TextPair("cat", "dog", ""), "cache_salt must not be empty"),
     ):
         with pytest.raises(ValueError, match=text):
             prepare(intake, prompt, params, "r", 1)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pagewire.ipc.pooling import PoolerConfig, PoolingParams
 from pagewire.workers.errors import LoadError
+from pagewire.workers.model.pooler import PoolingSlot
 
 from . import pooled
 from .driver import load_runner
@@ -67,6 +68,15 @@ def test_encoders_embed(model_type: str, mode: str, tmp_path: Path) -> None:
         expected = hidden.mean(0) if mode == "mean_tokens" else hidden[0]
         torch.testing.assert_close(vector, expected, atol=2e-5, rtol=2e-5)
         assert cosine(vector, expected) > 0.999999
+
+
+def test_what_is_not_finite_is_no_result(tmp_path: Path) -> None:
+    runner, _ = load_runner(write(tmp_path, "bert"))
+    pooler = runner.model.pooler
+    assert pooler is not None
+    for task in (MEAN, TOKENS):
+        with pytest.raises(ValueError, match="are not finite"):
+            pooler.add(PoolingSlot(task, 2), torch.full((2, 64), float("nan")), 0)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """How the ranks of one machine meet: rank 0 listens under the name of the rendezvous, and hands out a descriptor.
 
-The name is that of an abstract UNIX socket, which no file stands for: nothing is left behind, whoever ends when.
+The name is that of an abstract UNIX socket, for which no file stands: nothing is left behind, however they end.
 It is random, and only processes of the same user are admitted. A worker has no time limit here: see `interface`.
 """
 

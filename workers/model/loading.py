@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels.cpu.memory import forget_mapped_files, give_back_freed
 from pagewire.kernels.experts import GroupedExperts
 from pagewire.kernels.paging import KVScales
+from pagewire.workers.collective.agreement import all_have
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.collective.turns import own_turn
 from pagewire.workers.device.interface import Device
@@ -198,12 +199,15 @@ def transform(
     try:
         with turn():
             is_stack = pack_stack()
-        if is_stack:
-            return proven()
     except LoadError:
-        model.base, model.head = base, None
-        for name, child in others.items():
-            setattr(causal, name, child)
+        is_stack = False
+    # What one rank cannot pack, such as groups of columns that only its part cuts, none runs as a stack.
+    if all_have(is_stack, collective, device.torch_device):
+        with suppress(LoadError):
+            return proven()
+    model.base, model.head = base, None
+    for name, child in others.items():
+        setattr(causal, name, child)
     model.guarded = True
     with turn():
         if weights.shards is not None:

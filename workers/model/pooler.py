@@ -69,7 +69,7 @@ class Pooler:
         """Add the hidden states [n, H] of tokens [start, start + n). Returns the result if they end the prompt.
 
         Raises:
-            ValueError: the hidden states are not finite.
+            ValueError: the hidden states, or what becomes of them, are not finite.
         """
         ends = start + len(hidden) == slot.num_tokens
         if slot.task.task in TOKEN_TASKS:
@@ -78,7 +78,7 @@ class Pooler:
         pooled = self._pool(slot, hidden, start)
         if not ends:
             return None
-        if not slot.finite or not bool(pooled.isfinite().all()):
+        if not slot.finite:
             raise ValueError(NOT_FINITE)
         return self._finish(pooled[None], slot.task)[0]
 
@@ -97,7 +97,13 @@ class Pooler:
         return (slot.total.double() / FRACTION / (start + len(hidden))).float()
 
     def _finish(self, states: Tensor, task: PoolingParams) -> Tensor:
-        """Results float32 [n, D] of pooled states, or of the states of tokens, float32 [n, H]."""
+        """Results float32 [n, D] of pooled states, or of the states of tokens, float32 [n, H]; as `add`."""
+        results = self._results(states, task)
+        if not bool(states.isfinite().all() & results.isfinite().all()):
+            raise ValueError(NOT_FINITE)
+        return results
+
+    def _results(self, states: Tensor, task: PoolingParams) -> Tensor:
         if self.spec.kind != "embed":
             scores = self._model.scores(states.to(self._dtype))
             activates = self.info.activation if task.activation is None else task.activation

@@ -19,7 +19,7 @@ from pagewire.workers.errors import LoadError
 
 NUM_INPUTS = 4
 NUM_OUTPUTS = 64  # outputs of a product that are compared, spread over all of them
-FULL_SCALE_STEP = 8  # of so many columns one holds the largest input: two of the fewest that share a scale
+FULL_SCALE_STEP = 8  # one of this many columns holds the largest input: two of the fewest that share a scale
 SUM_TOLERANCE = 1e-5  # of float32 sums over some 100,000 columns, as a share of the sum of absolute terms
 
 

@@ -101,7 +101,7 @@ class Shards:
         """Divide the module, which may be on the meta device.
 
         Raises:
-            LoadError: it has no plan, or its sizes cannot be divided over so many ranks; the text says which can.
+            LoadError: it has no plan, or its sizes cannot be divided over the group; the text says what can.
         """
         self.collective = collective
         self.cuts: dict[str, Cut] = {}

@@ -68,7 +68,7 @@ class Heads:
         """The query heads and the KV heads of a rank.
 
         Raises:
-            LoadError: they cannot be divided over so many ranks; the text names the numbers that work.
+            LoadError: they cannot be divided over `size` ranks; the text names the numbers that work.
         """
         if size != 1 and size not in self.sizes:
             works = ", ".join(map(str, self.sizes)) or "none"

@@ -8,10 +8,10 @@ import threading
 import time
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from pagewire.kernels.cpu.memory import reserved
+from pagewire.workers.collective.agreement import all_have
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.device.interface import Device
 from pagewire.workers.model.loading import LoadedModel, Phases, load_model
@@ -36,19 +36,14 @@ def load(ahead: WeightsAhead, phases: Phases, device: Device, collective: Collec
     """
     ahead.wait()
     loaded = None if ahead.packed is None else from_packed(ahead.packed, collective)
-    if all_have(loaded is not None, collective, device):
+    if all_have(loaded is not None, collective, device.torch_device):  # proving a model takes all ranks
         assert loaded is not None
         phases.end("packed weights")
         return loaded
+    loaded = ahead.packed = None  # another rank lacks its own: these make room for those that are loaded now
     load_it = load_pooling_model if is_pooling(ahead.config) else load_model
     with reserved(ahead.reserve):
         return load_it(ahead.config, phases, device, collective)
-
-
-def all_have(it: bool, collective: Collective, device: Device) -> bool:
-    """True if all ranks of a group have something: loading and proving a model takes all of them."""
-    lacking = torch.tensor([float(not it)], device=device.torch_device)
-    return not collective.all_reduce(lacking).item()
 
 
 def from_packed(packed: PackedFile, collective: Collective) -> LoadedModel | None:

@@ -27,15 +27,13 @@ def inputs_in(service: Service, given: Any, param: str = "input") -> list[Any]:
     """The inputs of a request, each as text or token ids.
 
     Raises:
-        APIError: there are none or too many, or texts and token ids are mixed.
-        ContextLengthError: a text is far too long for the model.
+        APIError: there are none or too many. TypeError: texts and token ids are mixed.
+        ValueError: one is empty, or a text is far too long for the model.
     """
     is_tokens = isinstance(given, list) and bool(given) and isinstance(given[0], int)
     if isinstance(given, list) and not is_tokens:
         check_number(len(given), param)
     prompts: list[Any] = prompts_of(given)
-    if not prompts or any(isinstance(prompt, int) for prompt in prompts):
-        raise APIError(422, f"{param} must be a text, token ids, or a list of these", param=param)
     for prompt in prompts:
         check_input(service, prompt)
     return prompts
@@ -54,6 +52,21 @@ def check_input(service: Service, prompt: str | list[int]) -> None:
         raise ValueError("input must not be empty")
     if isinstance(prompt, str):
         check_characters(len(prompt), service.info.max_model_len)
+
+
+def check_pairs(service: Service, prompts: Sequence[Any], param: str) -> None:
+    """Refuse pairs with more text together than a body may have, such as of a long query and many documents.
+
+    Each pair is tokenized by itself. Raises APIError.
+    """
+    pairs = [prompt for prompt in prompts if isinstance(prompt, TextPair)]
+    num_chars = sum(len(pair.first) + len(pair.second) for pair in pairs)
+    if num_chars > (limit := service.options.max_request_bytes):
+        message = (
+            f"{param}: the {len(pairs)} pairs have {num_chars} characters; at most {limit} are allowed: send fewer "
+            "texts at a time"
+        )
+        raise APIError(400, message, param=param, code="request_too_large")
 
 
 def params_in(service: Service, request: PoolingFields, task: str | None, **fields: Any) -> PoolingParams:
@@ -142,8 +155,12 @@ def usage(exchange: Exchange) -> PoolingUsage:
 
 async def encoded(outputs: Sequence[PoolingRequestOutput[Any]], make: Callable[[], msgspec.Struct]) -> bytes:
     """The JSON of a response, made in a thread if it has many numbers."""
-    size = sum(len(output.outputs.tensor.data) for output in outputs)
-    return await off_loop(size // 16, lambda: sse.ENCODER.encode(make()))
+    return await off_loop(size_of(outputs), lambda: sse.ENCODER.encode(make()))
+
+
+def size_of(outputs: Sequence[PoolingRequestOutput[Any]]) -> int:
+    """How long it takes to handle all numbers of results, as the length of a text that takes as long."""
+    return sum(len(output.outputs.tensor.data) for output in outputs) // 16
 
 
 def refuse_messages(request: Any) -> None:

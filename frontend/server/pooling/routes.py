@@ -34,15 +34,17 @@ from pagewire.frontend.server.pooling.protocol import (
 from pagewire.frontend.server.pooling.requests import (
     check_input,
     check_number,
+    check_pairs,
     encoded,
     inputs_in,
     numbers,
     params_in,
     pooled,
     refuse_messages,
+    size_of,
     usage,
 )
-from pagewire.frontend.server.service import Service
+from pagewire.frontend.server.service import Service, off_loop
 
 
 def routes(service: Service) -> list[Operation]:
@@ -207,15 +209,18 @@ async def scores_of(
     Raises:
         APIError, ValueError: there are none or too many texts, their numbers do not fit, or a text is too long.
     """
-    for texts in (first, second):
+    names = ("query", "documents") if isinstance(request, RerankRequest) else ("text_1", "text_2")
+    for texts, param in zip((first, second), names, strict=True):
         each = [texts] if isinstance(texts, str) else texts
-        check_number(len(each), "documents" if hasattr(request, "documents") else "text_2")
+        check_number(len(each), param)
         for text in each:
             check_input(service, text)
     plan = ScorePlan(service.info, first, second)
+    check_pairs(service, plan.prompts, names[1])
     params = params_in(service, request, plan.task, activation=activation)
     outputs: list[PoolingRequestOutput[Any]] = await pooled(service, request, exchange, plan.prompts, params)
-    return [output.outputs.score for output in plan.scores(outputs)]
+    scores = await off_loop(size_of(outputs), plan.scores, outputs)
+    return [output.outputs.score for output in scores]
 
 
 def text_of(document: str | dict[str, Any]) -> str:

@@ -47,6 +47,18 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fits      yes: " in text
 
 
+def test_workers_that_share_a_machine_share_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    def total(*options: str) -> int:
+        assert main(["inspect", "demo", *CPU, "--num-threads", "1", "--json", *options]) == 0
+        return int(json.loads(capsys.readouterr().out)["memory"]["total_bytes"])
+
+    alone = total()
+    assert total("-tp", "2") == alone // 2
+    assert total("-tp", "2", "--distributed-executor-backend", "join") == alone
+    assert main(["inspect", "demo", *CPU, "-tp", "2"]) == 0
+    assert "workers   2, which share this machine" in capsys.readouterr().out
+
+
 def test_a_model_that_does_not_fit_has_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(write_huge(tmp_path))
     assert main(["inspect", folder, *CPU]) == 1

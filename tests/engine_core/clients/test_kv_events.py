@@ -249,6 +249,8 @@ def test_options_of_vllm_are_understood() -> None:
 def test_an_address_in_use_ends_the_start(context: zmq.Context[Any], tmp_path: Path) -> None:
     config = KVEventsConfig(endpoint="tcp://127.0.0.1:*", bind=True)
     publisher = KVPublisher(context, config, 4)
+    used = publisher._socket.last_endpoint.decode()
+    for address, why in ((used, "in use"), (f"ipc://{tmp_path}/none/events", "No such file")):
+        with pytest.raises(OSError, match=f"cannot be published at {address}: .*{why}"):
+            KVPublisher(context, KVEventsConfig(endpoint=address, bind=True), 4)
     publisher.close()
-    with pytest.raises(OSError, match="cannot be published"):
-        KVPublisher(context, KVEventsConfig(endpoint=f"ipc://{tmp_path}/none/events"), 4)

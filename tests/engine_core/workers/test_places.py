@@ -41,7 +41,7 @@ def test_ranks_of_a_machine_load_in_turns() -> None:
     assert {place.num_turns for place in places(hellos(*"aaabb"), "name", Parallel(size=5))} == {1}
 
 
-def test_a_group_of_one_meets_nobody() -> None:
+def test_a_group_of_one_meets_no_other() -> None:
     assert places(hellos("a"), "name", Parallel()) == [Parallel()]
 
 
@@ -59,7 +59,7 @@ def opened(**options: Any) -> object:
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, folder: Path, count: int) -> None:
-    """Make this machine one with so many GPUs."""
+    """Make this machine one with `count` GPUs."""
     for i in range(count):
         (folder / str(i)).mkdir()
     monkeypatch.setattr(choose, "GPUS", folder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,21 @@ import pytest
 from pagewire.frontend import core_source
 from pagewire.frontend.mailbox import Inbox
 from pagewire.frontend.outputs import RequestState
+from pagewire.frontend.pooling.inputs import completed
 from pagewire.frontend.route import members, places
 from pagewire.frontend.route.engine import routed
 from pagewire.frontend.route.fleet import Fleet
-from pagewire.frontend.route.gathering import gather, merged
 from pagewire.frontend.route.places import running
-from pagewire.frontend.route.replica import State
+from pagewire.frontend.route.replica import Place, State
 from pagewire.frontend.session import Session
 from pagewire.ipc.block_names import prompt_names
+from pagewire.ipc.codec import Tensor
 from pagewire.ipc.errors import EngineDeadError, RequestCrashedEngineError
 from pagewire.ipc.items import Prompt
-from pagewire.ipc.messages import Blocks, Call, CoreDying, EngineInfo, Request, TokenDelta
+from pagewire.ipc.messages import Blocks, Call, CoreDying, EngineInfo, Request, Submit, TokenDelta
+from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.pooling import PoolingInfo
 
 from ..conftest import PATIENCE, FakeCore
 from ..mortal_core import LENGTH, Keeper, Kills, MortalCore, output
@@ -76,7 +78,7 @@ def cores(tmp_path: Path, engine_info: EngineInfo, monkeypatch: pytest.MonkeyPat
     """Cores that die of what a test says."""
     monkeypatch.setattr(core_source, "RETRY_SECONDS", 0.02)
     monkeypatch.setattr(members, "RETRY_SECONDS", 0.02)
-    monkeypatch.setattr(places, "CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(places, "CONNECT_SECONDS", PATIENCE)  # a busy machine is slow; see `nowhere`
     opened = Cores(tmp_path, engine_info)
     yield opened
     opened.close()
@@ -149,9 +151,9 @@ def test_a_core_that_is_killed_by_others_loses_no_token(cores: Cores) -> None:
         return True
 
     session, inbox = cores.open(cores.new(kills, kept=True), cores.new(kills, kept=True)), Inbox()
-    states = submit(session, inbox, *NAMES, length=200)
+    states = submit(session, inbox, *NAMES, length=60)
     wait_for(inbox, states)
-    assert ends(states) == [(None, output(200))] * 6
+    assert ends(states) == [(None, output(60))] * 6
     first, second = cores.cores
     assert isinstance(first, Keeper)
     assert isinstance(second, Keeper)
@@ -181,11 +183,11 @@ def test_when_none_comes_they_end_with_the_cause(cores: Cores) -> None:
 
 def test_a_drained_core_gets_nothing_more_and_is_left(cores: Cores) -> None:
     session, inbox = cores.open(cores.new(), cores.new()), Inbox()
-    before = submit(session, inbox, *NAMES, length=500)
+    before = submit(session, inbox, *NAMES, length=100)
     cores.fleet.drain(0)
     after = submit(session, inbox, "g", "h", length=5)
     wait_for(inbox, [*before, *after])
-    assert ends(before) == [(None, output(500))] * 6
+    assert ends(before) == [(None, output(100))] * 6
     assert not {6, 7} & {key for batch in cores.batches(0) for key in batch}
     wait_until(lambda: [replica.number for replica in cores.fleet.members] == [1])
     with pytest.raises(ValueError, match="core 1 is the only one that is up"):
@@ -209,9 +211,18 @@ def test_requests_of_a_drained_core_can_be_moved(cores: Cores) -> None:
     assert moved <= {key for batch in cores.batches(1) for key in batch}
 
 
-def test_a_core_can_join(cores: Cores, tmp_path: Path) -> None:
+@pytest.fixture
+def nowhere(tmp_path: Path) -> Place:
+    """The place of a core that is not there, or not yet; it is given up soon."""
+    place = running(f"ipc://{tmp_path}/late.sock")
+    place.source._timeout = 0.1  # type: ignore[attr-defined]
+    return place
+
+
+def test_a_core_can_join(cores: Cores, nowhere: Place) -> None:
     session, inbox = cores.open(cores.new()), Inbox()
-    added = cores.fleet.add(cores.new())
+    address = cores.new()
+    added = cores.fleet.add(address)
     assert (added.number, added.state) == (1, State.UP)
     states = submit(session, inbox, *NAMES)
     wait_for(inbox, states)
@@ -219,11 +230,24 @@ def test_a_core_can_join(cores: Cores, tmp_path: Path) -> None:
     assert cores.batches(1)
     with pytest.raises(ValueError, match=r"no replica of the others: dtype is 'bfloat16', not 'float32'"):
         cores.fleet.add(cores.new(dtype="bfloat16"))
+    with pytest.raises(ValueError, match="core 1 is the core at"):
+        cores.fleet.add(address)
     with pytest.raises(ValueError, match="must begin with ipc:// or tcp://"):
         cores.fleet.add("udp://x")
     with pytest.raises(EngineDeadError, match="no engine core answers"):
-        cores.fleet.add(f"ipc://{tmp_path}/none.sock")
+        cores.fleet.members.add(nowhere)
     assert [replica.number for replica in cores.fleet.members] == [0, 1]
+
+
+def test_spawned_cores_must_not_be_in_each_others_way() -> None:
+    with pytest.raises(ValueError, match="kv_events: cores that are spawned together"):
+        places.spawned(EngineArgs(kv_events="ipc:///tmp/events"), 0, 2)
+    with pytest.raises(ValueError, match="tensor_parallel_size"):
+        places.spawned(EngineArgs(device="cuda", tensor_parallel_size=2), 0, 1)
+    assert [
+        places.spawned(EngineArgs(device="cuda"), i, 2).source._args.device  # type: ignore[attr-defined]
+        for i in (0, 1)
+    ] == ["cuda:0", "cuda:1"]
 
 
 def test_cores_of_different_models_are_refused(cores: Cores) -> None:
@@ -231,18 +255,18 @@ def test_cores_of_different_models_are_refused(cores: Cores) -> None:
         cores.open(cores.new(), cores.new(model="other"))
 
 
-def test_a_core_that_is_not_there_yet_is_tried_again(cores: Cores, tmp_path: Path) -> None:
-    late = f"ipc://{tmp_path}/core1.sock"
+def test_a_core_that_is_not_there_yet_is_tried_again(cores: Cores, nowhere: Place) -> None:
     here = cores.new()
-    cores.engine = routed([running(here), running(late)])
+    cores.engine = routed([running(here), nowhere])
     session = cores.engine.session
     assert [replica.state for replica in cores.fleet.members] == [State.UP, State.JOINING]
-    assert cores.new() == late
+    late = MortalCore(nowhere.label, cores.info, NEVER)
+    cores.cores.append(late)
     wait_until(lambda: len(cores.fleet.members.up()) == 2)
     inbox = Inbox()
     states = submit(session, inbox, *NAMES)
     wait_for(inbox, states)
-    assert cores.batches(1)
+    assert late.batches
 
 
 def test_a_core_that_comes_back_as_another_engine_is_left(cores: Cores) -> None:
@@ -257,9 +281,9 @@ def test_a_core_that_comes_back_as_another_engine_is_left(cores: Cores) -> None:
     assert ends(states) == [(None, output())] * 6
 
 
-def test_no_core_at_all(cores: Cores, tmp_path: Path) -> None:
+def test_no_core_at_all(nowhere: Place) -> None:
     with pytest.raises(EngineDeadError, match="no engine core answers"):
-        routed([running(f"ipc://{tmp_path}/none.sock")])
+        routed([nowhere])
 
 
 class SilentCores:
@@ -323,17 +347,23 @@ def test_other_salts_are_other_prefixes(silent: SilentCores) -> None:
 
 
 def test_after_a_gap_all_names_are_asked_for_again(silent: SilentCores) -> None:
-    assert silent.cores[0].expect(Call).method == "follow_blocks"  # the first time
-    asked: list[int] = []
-    silent.cores[0].calls["follow_blocks"] = lambda: bool(asked.append(1)) or True
-    silent.cores[0].send(Blocks(0, True, b"a" * 32))
-    silent.cores[0].send(Blocks(2, False, b"b" * 32))
-    silent.cores[0].send(Blocks(3, False, b"c" * 32))  # on its way before the snapshot
-    silent.cores[0].send(Blocks(0, True, b"d" * 32 + b"e" * 32))
-    replica = silent.fleet.members.get(0)
+    core, replica, calls = silent.cores[0], silent.fleet.members.get(0), []
+    assert core.expect(Call).method == "follow_blocks"  # the first time
+
+    def follow() -> bool:
+        calls.append(1)
+        if len(calls) == 1:
+            core._reply(Blocks(3, False, b"c" * 32))  # on its way before the snapshot
+            core.send(Blocks(1, False, b"f" * 32))  # after the answer; the snapshot itself was not sent
+        else:
+            core._reply(Blocks(0, True, b"d" * 32 + b"e" * 32))
+        return True
+
+    core.calls["follow_blocks"] = follow
+    core.send(Blocks(0, True, b"a" * 32))
+    core.send(Blocks(2, False, b"b" * 32))
     wait_until(lambda: silent.fleet.num_blocks(replica) == 2)
-    wait_until(lambda: len(asked) == 1)
-    assert replica.num_gaps == 1
+    assert (len(calls), replica.num_gaps) == (2, 2)
 
 
 def test_a_request_that_a_core_is_too_busy_for_goes_to_another(silent: SilentCores) -> None:
@@ -354,6 +384,75 @@ def test_a_request_that_a_core_is_too_busy_for_goes_to_another(silent: SilentCor
     assert str(last.exception()) == "full"
 
 
+def test_what_a_core_sends_of_a_request_that_went_elsewhere_is_dropped(silent: SilentCores) -> None:
+    """Such as the refusals of the other sequences, in a later message."""
+    params = SamplingParams(n=2, max_tokens=5, detokenize=False)
+    (state,) = silent.session.submit(
+        [silent.session.prepare({"prompt_token_ids": [5]}, params, "a")], silent.inbox
+    )
+    first = silent.core_of(state)
+    refusal = {"finish_reason": "error", "error": "full", "error_type": "EngineBusyError"}
+    silent.cores[first].tokens(state.key, [], index=0, **refusal)
+    wait_until(lambda: silent.core_of(state) == 1 - first)
+    silent.cores[first].tokens(state.key, [], index=1, **refusal)
+    silent.cores[first].calls["status"] = dict
+    silent.fleet.members.get(first).client.call("status").result(PATIENCE)  # so they have been read
+    for index in (0, 1):
+        silent.cores[1 - first].tokens(state.key, [7], index=index, finish_reason="length")
+    wait_for(silent.inbox, [state])
+    assert (state.error, state.output_token_ids) == (None, [[7], [7]])
+
+
+def test_a_sequence_that_ends_twice_leaves_the_others_on_the_core(silent: SilentCores) -> None:
+    """It is aborted for a stop string while its end is on the way. The request must still go on elsewhere."""
+    params = SamplingParams(n=2, max_tokens=5, detokenize=False)
+    (state,) = silent.session.submit(
+        [silent.session.prepare({"prompt_token_ids": [5]}, params, "a")], silent.inbox
+    )
+    silent.fleet.abort(sequences=[(state.key, 0)])
+    silent.cores[0].tokens(state.key, [3], index=0, finish_reason="length")
+    silent.cores[0].tokens(state.key, [4], index=1)
+    wait_until(lambda: state.num_output_tokens == 2)
+    replica = silent.fleet.members.get(0)
+    assert (silent.fleet.num_requests(replica), replica.num_running) == (1, 1)
+    silent.cores[0].send(CoreDying("SIGTERM", stopped=True))
+    wait_until(lambda: silent.core_of(state) == 1)
+    silent.cores[1].tokens(state.key, [6], index=1, finish_reason="length")
+    wait_for(silent.inbox, [state])
+    assert state.output_token_ids == [[3], [4, 6]]
+
+
+def test_a_request_to_pool_starts_anew_on_another_core(
+    new_core: Callable[..., FakeCore], engine_info: EngineInfo
+) -> None:
+    """And cores that pool in another way, or not at all, are no replicas."""
+    mean = PoolingInfo(["embed"], "MEAN", 2)
+    cores = [new_core(name) for name in "0123"]
+    for core, pooling in zip(cores, (mean, mean, None, PoolingInfo(["embed"], "LAST", 2)), strict=True):
+        core.info = msgspec.structs.replace(engine_info, pooling=pooling)
+    engine = routed([running(core.address) for core in cores[:2]])
+    session, inbox = engine.session, Inbox()
+    try:
+        for core in cores[2:]:
+            with pytest.raises(ValueError, match="no replica of the others: pooling is"):
+                session.connection.add(core.address)  # type: ignore[attr-defined]
+        params = completed(None, session.info)
+        prepared = [session.prepare_pooling({"prompt_token_ids": [5, 6]}, params, name) for name in "ab"]
+        states = session.submit(prepared, inbox)
+        assert cores[0].expect(Submit).requests == [prepared[0].request]
+        cores[0].close()
+        (again,) = iter(lambda: cores[1].expect(Submit).requests[0], prepared[0].request)
+        assert again == prepared[1].request
+        vector = Tensor("float32", (2,), bytes(8))
+        cores[1].deltas(
+            [TokenDelta(state.key, 0, [], finish_reason="stop", pooled=vector) for state in states]
+        )
+        wait_for(inbox, states)
+        assert [state.take().outputs.data for state in states] == [[0.0, 0.0]] * 2  # type: ignore[union-attr]
+    finally:
+        engine.shutdown()
+
+
 def test_a_core_that_is_stopped_makes_nothing_suspect(silent: SilentCores) -> None:
     states = submit(silent.session, silent.inbox, "a", "b")
     first = next(state for state in states if silent.core_of(state) == 0)
@@ -368,7 +467,7 @@ def test_a_core_that_is_stopped_makes_nothing_suspect(silent: SilentCores) -> No
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread does and nobody is told of."""
+    """Wait for what another thread does without an event."""
     waiting = threading.Event()
     for _ in range(int(PATIENCE / 0.005)):
         try:
@@ -378,46 +477,3 @@ def wait_until(condition: Callable[[], bool]) -> None:
             pass  # between two cores
         waiting.wait(0.005)
     raise AssertionError("waited in vain")
-
-
-def answered(value: Any) -> Future[Any]:
-    """A call that is answered already."""
-    future: Future[Any] = Future()
-    if isinstance(value, BaseException):
-        future.set_exception(value)
-    else:
-        future.set_result(value)
-    return future
-
-
-def test_answers_of_several_cores_come_as_one() -> None:
-    def of(method: str, *answers: Any, seconds: float | None = None) -> Any:
-        calls = {number: answered(answer) for number, answer in enumerate(answers)}
-        return gather(calls, lambda answers: merged(method, answers), seconds).result(PATIENCE)
-
-    assert of("is_paused", True, False) is False
-    assert of("abort_request", 1, 2) == 3
-    assert of("collective_rpc", ["a"], ["b"]) == ["a", "b"]
-    assert of("resume", None, None) is None
-    assert of("is_sleeping", True, EngineDeadError("lost")) is True  # the lost one is left out
-    with pytest.raises(ValueError, match="no"):
-        of("sleep", None, ValueError("no"), EngineDeadError("lost"))
-    with pytest.raises(EngineDeadError):
-        of("sleep", EngineDeadError("lost"))
-    health = [
-        {"alive": True, "ready": False, "reason": "asleep"},
-        {"alive": False, "ready": False, "reason": "x"},
-    ]
-    assert of("check_health", *health) == {"alive": True, "ready": False, "reason": "asleep; x"}
-    status = [{"model": "m", "running": 1, "paused": True, "clients": [1]}] * 2
-    assert of("status", *status) == {"model": "m", "running": 2, "paused": True, "clients": [1, 1]}
-
-
-def test_a_core_that_hangs_is_left_out_of_reports() -> None:
-    hanging: Future[Any] = Future()
-    report = gather({0: answered([1]), 1: hanging}, lambda answers: merged("metrics", answers), 0.01)
-    assert report.result(PATIENCE) == [1]
-    hanging.set_result([2])  # too late, and harmless
-    nothing: Future[Any] = Future()
-    with pytest.raises(EngineDeadError, match="no engine core has answered metrics in time"):
-        gather({0: nothing}, lambda answers: merged("metrics", answers), 0.01).result(PATIENCE)

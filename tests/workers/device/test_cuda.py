@@ -29,6 +29,7 @@ from pagewire.workers.device.graphs import recorded_sizes
 from pagewire.workers.device.open import open_device, own_gpu
 from pagewire.workers.errors import LoadError
 from pagewire.workers.main import Pipeline
+from pagewire.workers.model.model import Model
 from pagewire.workers.runner import Runner
 from tests.kernels.cuda.emulate.launcher import EmulatedLauncher
 from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice, emulated
@@ -288,7 +289,7 @@ def prompt_logprobs(result: StepResult) -> LogprobRows:
 
 
 def test_log_probabilities_of_a_prompt_that_came_token_by_token(load: Callable[..., Runner]) -> None:
-    """They are taken when the next step has been launched."""
+    """They are computed before the next step is launched, which overwrites the states of a recorded one."""
     [prompt] = make_prompts(VOCAB_SIZE, (4,))
     params = SamplingParams(temperature=0.0, prompt_logprobs=1)
     plans = [StepPlan(i, [Row(0, i, 1, num_prompt_logprobs=1)]) for i in range(3)]
@@ -301,6 +302,22 @@ def test_log_probabilities_of_a_prompt_that_came_token_by_token(load: Callable[.
         core.steps.launch(plan)
     core.steps.finish()
     assert [values(prompt_logprobs(result)) for result in core.results] == wanted
+
+
+def test_nothing_that_takes_other_ranks_runs_when_a_step_finishes(
+    load: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks finish a step before or after they launch the next one, so their sums would be taken for others."""
+    [prompt] = make_prompts(VOCAB_SIZE, (9,))
+    params = SamplingParams(temperature=0.0, prompt_logprobs=1, logprobs=1)
+    runner = load()
+    init = SlotInit(0, prompt, 9, [3], params, seed=0)
+    step = runner.launch(StepPlan(0, [Row(0, 0, 9, num_samples=1, num_prompt_logprobs=8)], [init]))
+    step.sample(lambda: None)
+    monkeypatch.setattr(Model, "logits", lambda *_: pytest.fail("logits were computed"))
+    monkeypatch.setattr(Model, "hidden_states", lambda *_: pytest.fail("the model ran"))
+    result = step.finish()
+    assert len(values(prompt_logprobs(result))[2]) == 8 and len(tokens_of(result)) == 1
 
 
 def test_an_empty_plan_goes_behind_the_step_that_runs(load: Callable[..., Runner]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from pagewire.ipc.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu import library
 from pagewire.workers.runner import Runner
-from pagewire.workers.weight_cache import folder
+from pagewire.workers.weight_cache import cached_loading, folder
 from pagewire.workers.weight_cache.ahead import WeightsAhead
 from pagewire.workers.weight_cache.cached_loading import keep_in_background
 from pagewire.workers.weight_cache.folder import weight_folder
@@ -49,6 +49,9 @@ def start(model: Path) -> list[tuple[list[list[int]], bool]]:
         runner, ready = Runner.start(config, lambda *_: None, ahead, rank)
         if (thread := keep_in_background(runner.model, ahead)) is not None:
             thread.join()
+        assert (ahead.packed is None) == (
+            PHASE not in ready.startup_seconds
+        )  # what is not used takes no memory
         tokens = Driver(runner).generate(make_prompts(VOCAB_SIZE), NUM_TOKENS)
         return tokens, PHASE in ready.startup_seconds
 
@@ -67,4 +70,12 @@ def test_all_ranks_load_anew_if_one_has_no_packed_weights(llama: Path) -> None:
     first = start(llama)
     next(weight_folder().iterdir()).unlink()
     assert start(llama) == first
+    assert [kept for _, kept in start(llama)] == [True, True]
+
+
+def test_what_cannot_be_run_is_written_anew(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = start(llama)
+    with monkeypatch.context() as patch:
+        patch.setattr(cached_loading, "restored", lambda *_: "no model")
+        assert start(llama) == first
     assert [kept for _, kept in start(llama)] == [True, True]

@@ -33,6 +33,7 @@ class Threads:
     def exchange(self, rank: int, operation: str, x: Tensor | None) -> list[Tensor]:
         """All ranks' tensors, once each of them has called the same operation."""
         with self.turn:
+            assert len(self.left) == self.size, "another rank has ended, which would leave this one waiting"
             self.given[rank] = operation, None if x is None else x.detach().clone()
             own_round = self.round
             if len(self.given) == self.size:
@@ -71,6 +72,8 @@ class Threads:
         finally:
             with self.turn:
                 self.left.discard(rank)
+                if self.given:
+                    self.error = self.error or AssertionError(f"rank {rank} ends, and others wait for it")
                 self._pass_on(rank)
 
 

@@ -1,0 +1,105 @@
+"""One rank of a group fails at what the others can do: all take the same way, or the group ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagewire.ipc.worker_messages import WorkerCall, WorkerReply
+from pagewire.workers import calls
+from pagewire.workers.errors import LoadError, LostRankError
+from pagewire.workers.main import answer
+from pagewire.workers.model import loading
+from pagewire.workers.runner import Runner
+
+from ..architectures import VOCAB_SIZE
+from ..driver import Driver, load_runner
+from ..parity import NUM_TOKENS, make_prompts
+from .threads import Rank, run_ranks
+
+PROMPTS = make_prompts(VOCAB_SIZE)
+
+
+def ask(runner: Runner, method: str, *args: Any) -> WorkerReply:
+    """The reply of one rank to a call."""
+    return answer(runner, WorkerCall(0, method, list(args)))
+
+
+def test_all_ranks_stay_asleep_if_one_has_too_little_memory(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = {1}  # the ranks without memory
+    allocate_kv = Runner.allocate_kv
+
+    def allocate(runner: Runner) -> None:
+        if runner.collective.rank in short and asleep[0]:
+            raise LoadError("cannot allocate 7 bytes of KV memory")
+        allocate_kv(runner)
+
+    asleep = [False]
+    monkeypatch.setattr(Runner, "allocate_kv", allocate)
+
+    def work(rank: Rank) -> list[object]:
+        runner, _ = load_runner(llama, collective=rank)
+        before = Driver(runner).generate(PROMPTS, NUM_TOKENS)
+        ask(runner, "sleep", 1)
+        asleep[0] = True
+        refused = ask(runner, "wake_up")
+        caches = len(runner.caches)
+        rank.barrier()
+        short.clear()
+        woken = ask(runner, "wake_up")
+        after = Driver(runner).generate(PROMPTS, NUM_TOKENS)
+        return [refused.error, refused.error_type, caches, woken.error, after == before]
+
+    other = "another rank of the group has too little memory for its KV cache"
+    assert run_ranks(2, work) == [
+        [other, "RuntimeError", 0, None, True],
+        ["cannot allocate 7 bytes of KV memory", "RuntimeError", 0, None, True],
+    ]
+
+
+@pytest.mark.parametrize(("error", "named"), [(MemoryError, "MemoryError"), (LoadError, "RuntimeError")])
+def test_a_rank_ends_if_it_fails_while_the_others_load(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception], named: str
+) -> None:
+    load = calls.load
+
+    def fail(*args: Any) -> Any:
+        if args[-1].rank == args[-1].size - 1:
+            raise error("no memory is left")
+        return load(*args)
+
+    monkeypatch.setattr(calls, "load", fail)
+
+    def work(rank: Rank) -> WorkerReply:
+        runner, _ = load_runner(llama, collective=rank)
+        ask(runner, "sleep", 2)
+        return ask(runner, "wake_up")
+
+    with pytest.raises(LostRankError, match="no memory is left"):
+        run_ranks(2, work)
+    alone, _ = load_runner(llama)
+    ask(alone, "sleep", 2)
+    reply = ask(alone, "wake_up")
+    assert (reply.error, reply.error_type) == ("no memory is left", named)
+
+
+def test_what_one_rank_cannot_pack_as_a_stack_none_does(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = Driver(load_runner(llama)[0]).generate(PROMPTS, NUM_TOKENS)
+    build_stack = loading.build_stack
+
+    def build(base: Any, weights: Any, device: Any) -> Any:
+        if weights.shards.collective.rank == 1:
+            raise LoadError("its columns cut a group")
+        return build_stack(base, weights, device)
+
+    monkeypatch.setattr(loading, "build_stack", build)
+
+    def work(rank: Rank) -> tuple[bool, list[list[int]]]:
+        runner, _ = load_runner(llama, collective=rank)
+        return runner.model.is_stack, Driver(runner).generate(PROMPTS, NUM_TOKENS)
+
+    assert run_ranks(2, work) == [(False, expected)] * 2
