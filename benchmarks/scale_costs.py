@@ -42,13 +42,15 @@ from pagewire.ipc.worker_messages import Parallel, Row, RowResult, StepPlan, Ste
 
 RESULTS = Path(__file__).with_name("results")
 INSTANT_WORKER = Path(__file__).with_name("instant_worker.py")
-PROGRAM = (sys.executable, "-m", "benchmarks.scale_costs")
+PROGRAM = (sys.executable, __file__)
 ROWS = (16, 64, 256, 1024)  # of a step
 RANKS = (2, 4, 8)  # of a group, beside one
 RANK_ROWS = 256
 MAX_MODEL_LEN, NUM_BLOCKS = 1 << 15, 1 << 16
 PROMPT_TOKENS = 32
 SUM_BYTES = tuple(1 << power for power in range(11, 25, 2))  # 2 KiB to 8 MiB
+SLICES = 7  # of a measurement, of which the median is taken: other processes disturb some of them
+REPEATS = 4  # of a sum, of which the fastest is taken
 WAIT_MS = 20_000
 
 
@@ -149,8 +151,8 @@ class Frontend:
 def decoding(rows: int, ranks: int, seconds: float) -> dict[str, float]:
     """Rows per second of a core that plans, commits and delivers steps of `rows` rows, each one token.
 
-    row_seconds: processor time of its loop for each row. rows_per_s: what that allows. reached_rows_per_s: what was
-    reached in `seconds`, with all processes of the measurement on this machine.
+    row_seconds: processor time of its loop for each row, the median of `SLICES` of the time. rows_per_s: what that
+    allows. reached_rows_per_s: what was reached, with all processes of the measurement on this machine.
     """
     with core_process(ranks) as (address, processor_seconds):
         frontend = Frontend(address)
@@ -158,23 +160,28 @@ def decoding(rows: int, ranks: int, seconds: float) -> dict[str, float]:
             frontend.submit(key, PROMPT_TOKENS, MAX_MODEL_LEN - PROMPT_TOKENS)
         while len(frontend.started) < rows:
             frontend.receive()
-        warm = time.perf_counter() + seconds / 4
-        while time.perf_counter() < warm:
-            frontend.receive()
-        count, used, begin = frontend.num_tokens, processor_seconds(), time.perf_counter()
-        while time.perf_counter() < begin + seconds:
-            frontend.receive()
-        count, used = frontend.num_tokens - count, processor_seconds() - used
-        taken = time.perf_counter() - begin
+        parts = [slice_of(frontend, processor_seconds, seconds / SLICES) for _ in range(SLICES + 1)][1:]
         frontend.close()
+    row_seconds = statistics.median(used / count for count, used, _ in parts)
+    taken = sum(wall for _, _, wall in parts)
     return {
         "rows": rows,
         "ranks": ranks,
-        "row_seconds": used / count,
-        "rows_per_s": count / used,
-        "reached_rows_per_s": count / taken,
-        "loop_busy": used / taken,
+        "row_seconds": row_seconds,
+        "rows_per_s": 1 / row_seconds,
+        "reached_rows_per_s": sum(count for count, _, _ in parts) / taken,
+        "loop_busy": sum(used for _, used, _ in parts) / taken,
     }
+
+
+def slice_of(
+    frontend: Frontend, processor_seconds: Callable[[], float], seconds: float
+) -> tuple[int, float, float]:
+    """Tokens that arrive within `seconds`, processor seconds of the core's loop meanwhile, and seconds taken."""
+    count, used, begin = frontend.num_tokens, processor_seconds(), time.perf_counter()
+    while time.perf_counter() < begin + seconds:
+        frontend.receive()
+    return frontend.num_tokens - count, processor_seconds() - used, time.perf_counter() - begin
 
 
 def request_seconds(seconds: float) -> float:
@@ -187,9 +194,11 @@ def request_seconds(seconds: float) -> float:
                 frontend.submit(number, 128, 1)
                 number += 1
             frontend.receive()
-        used, ended = processor_seconds() - used, frontend.num_ended
+        while frontend.num_ended < number:
+            frontend.receive()
+        used = processor_seconds() - used
         frontend.close()
-    return used / ended
+    return used / number
 
 
 def router_seconds(requests: int, length: int) -> float:
@@ -203,7 +212,8 @@ def router_seconds(requests: int, length: int) -> float:
         max_tokens=length, detokenize=False, ignore_eos=True, output_kind=RequestOutputKind.DELTA
     )
     with core_process() as (address, _):
-        session, inbox = routed([running(address)]).session, Inbox()
+        engine, inbox = routed([running(address)]), Inbox()
+        session = engine.session
         used, open_states, number, num_tokens = time.process_time(), set(), 0, 0
         while number < requests or open_states:
             while number < requests and len(open_states) < RANK_ROWS:
@@ -217,7 +227,7 @@ def router_seconds(requests: int, length: int) -> float:
                 if state.finished:
                     open_states.discard(state.key)
         used = time.process_time() - used
-        session.close()
+        engine.shutdown()
     return used / num_tokens
 
 
@@ -308,7 +318,7 @@ def run_rank(rank: int, size: int, rendezvous: str) -> None:
     table = {}
     for num_bytes in SUM_BYTES:
         x = torch.zeros(num_bytes // 2, dtype=torch.bfloat16)
-        table[num_bytes] = min(seconds_of(lambda x=x: group.all_reduce(x), group) for _ in range(2))
+        table[num_bytes] = min(seconds_of(lambda x=x: group.all_reduce(x), group) for _ in range(REPEATS))
     group.close()
     if rank == 0:
         print(json.dumps(table), flush=True)
@@ -390,7 +400,7 @@ def main() -> None:
     )
     parser.add_argument("part", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--lifeline", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--seconds", type=float, default=1.0, help="for which each core is measured")
+    parser.add_argument("--seconds", type=float, default=1.5, help="for which each core is measured")
     parser.add_argument(
         "--http-us",
         type=float,

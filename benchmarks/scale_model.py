@@ -174,7 +174,7 @@ class Station:
 
 @dataclass(frozen=True)
 class Rate:
-    """Tokens per second, and what limits them. busy: the share of the time in which each station works."""
+    """Tokens per second, and what limits them. busy: the share of the time in which each process works."""
 
     tokens: float
     limit: str
@@ -252,7 +252,7 @@ def engine_rate(
     busy = {station.name: station.seconds / seconds for station in stations if station.shared}
     name = max(busy, key=lambda name: busy[name])
     if busy[name] < 0.99:
-        name = "time around"
+        name = "round trip"
     limit = f"workers: {max(parts, key=lambda part: parts[part])}" if name == "workers" else name
     return Rate(rows / seconds, limit, busy)
 
@@ -263,8 +263,9 @@ def engine_rate(
 def installation_rate(engine: Rate, cores: int, routers: int, token_seconds: float) -> Rate:
     """Tokens per second of several cores behind routers, of which each takes `token_seconds` for a token."""
     offered, passed = cores * engine.tokens, routers / token_seconds
-    busy = engine.busy | {"router": min(1.0, offered / passed)}
-    return Rate(min(offered, passed), engine.limit if offered <= passed else "router", busy)
+    share = min(1.0, passed / offered)  # the cores wait for a router that is saturated
+    busy = {name: share * value for name, value in engine.busy.items()} | {"router": share * offered / passed}
+    return Rate(share * offered, engine.limit if offered <= passed else "router", busy)
 
 
 def limits(costs: Costs, work: Work) -> dict[str, float]:
@@ -296,12 +297,12 @@ def newest_costs() -> Path:
 
 
 def networks(measured: dict[str, Any], options: argparse.Namespace) -> dict[str, Network]:
-    """The networks to simulate, by name: that of the options, or a few."""
+    """The networks to simulate, by name: that of the options, or a few; shared memory for measured workers only."""
     if options.latency_us is not None:
         name = f"{options.latency_us:g} us, {options.bandwidth_gbs:g} GB/s"
         return {name: Network(options.latency_us * 1e-6, options.bandwidth_gbs * 1e9)}
-    return {
-        "shared memory, as measured": Network(**measured["shared_memory"]),
+    local = {} if options.read_gbs is not None else {"shared memory": Network(**measured["shared_memory"])}
+    return local | {
         "2 us, 400 GB/s": Network(2e-6, 400e9),
         "10 us, 50 GB/s": Network(10e-6, 50e9),
         "30 us, 12.5 GB/s": Network(30e-6, 12.5e9),
@@ -342,6 +343,8 @@ def report(measured: dict[str, Any], options: argparse.Namespace) -> None:
     names = [f"TP {ranks}" for ranks in SIZES]
     show([(name, [engine(link, ranks) for ranks in SIZES]) for name, link in links.items()], names)
     name, link = next(iter(links.items()))
+    shares = (f"{engine(link, ranks).busy['core']:.1%} (TP {ranks})" for ranks in SIZES)
+    print(f"The core's loop is busy for {', '.join(shares)} of the time ({name})\n")
     print(f"Projection, for the engine does not have it yet: pipeline stages ({name})")
     show([(f"PP {count}", [engine(link, ranks, count) for ranks in SIZES]) for count in STAGES], names)
     seconds = costs.http_token if options.http else costs.router_token

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from dataclasses import replace
@@ -13,20 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from tests.benchmarks.loading import load
 
-
-def load() -> Any:
-    """The module; `benchmarks` itself is not on the search path."""
-    spec = importlib.util.spec_from_file_location("scale_model", BENCHMARKS / "scale_model.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["scale_model"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-model = load()
+model = load("scale_model")
 FREE = model.Network(0.0, float("inf"))
 NO_COSTS = model.Costs(*[0.0] * 8)
 # 8 KV heads, and nothing but reading, multiplying and exchanging takes time.
@@ -143,10 +131,12 @@ def test_rows_are_read_for_nothing_until_products_take_longer() -> None:
 
 
 def test_cores_scale_linearly_until_a_router_is_saturated() -> None:
-    engine = model.Rate(1000.0, "workers: weights", {})
+    engine = model.Rate(1000.0, "workers: weights", {"core": 0.5})
     table = [model.installation_rate(engine, cores, 1, 1 / 8000) for cores in model.CORES]
     assert [each.tokens for each in table] == [1000, 2000, 4000, 8000, 8000, 8000, 8000]
     assert [each.limit for each in table[:5]] == ["workers: weights"] * 4 + ["router"]
+    assert [each.busy["router"] for each in table[:5]] == [0.125, 0.25, 0.5, 1.0, 1.0]
+    assert [each.busy["core"] for each in table[3:5]] == [0.5, 0.25]
     assert model.installation_rate(engine, 64, 8, 1 / 8000).tokens == 64_000
 
 
