@@ -338,6 +338,28 @@ def sum_seconds(size: int = 2) -> dict[int, float]:
     return {int(num_bytes): seconds for num_bytes, seconds in json.loads(output).items()}
 
 
+def worker_rates() -> dict[str, float]:
+    """What a worker on all processors of this machine reads and multiplies in a second, in bfloat16.
+
+    read_rate: bytes, by a loop that only reads. flop_rate: operations of a product of 256 rows. kv_rate: bytes of
+    keys and values, by attention of 64 sequences.
+    """
+    import torch
+
+    from benchmarks.kernels_cpu import CASES, fastest, paged_call, product_calls
+    from benchmarks.limits import measure_limits
+
+    size, dtype = 4096, torch.bfloat16
+    product = fastest(product_calls((size, size), RANK_ROWS, dtype), 1.0)
+    case = next(case for case in CASES if case.name.startswith("decode, 64"))
+    attention = fastest([paged_call(case, dtype, dtype)], 1.0)
+    return {
+        "read_rate": measure_limits().read_bytes_per_s,
+        "flop_rate": 2 * RANK_ROWS * size * size / product,
+        "kv_rate": 2 * case.kv_elements / attention,
+    }
+
+
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """(a, b) of y = a + b x with the least squares of relative errors; a is not below 0."""
     weights = [1 / (y * y) for _, y in points]
@@ -370,9 +392,8 @@ def measure(seconds: float, http_token: float) -> dict[str, Any]:
     router = router_seconds(768, 64)
     sums = sum_seconds()
     latency, slope = line(list(sums.items()))
-    from benchmarks.limits import measure_limits, processor
+    from benchmarks.limits import processor
 
-    limits = measure_limits()
     return {
         "date": datetime.date.today().isoformat(),
         "processor": f"{processor()}, {os.cpu_count()} processors",
@@ -388,7 +409,7 @@ def measure(seconds: float, http_token: float) -> dict[str, Any]:
             "socket_message": socket["message_seconds"],
         },
         "shared_memory": {"latency": latency, "bandwidth": 1 / slope},
-        "worker": {"read_rate": limits.read_bytes_per_s, "flop_rate": limits.flop_per_s},
+        "worker": worker_rates(),
         "measured": {"core": [*steps, *groups], "socket": socket, "sum_seconds": sums},
     }
 

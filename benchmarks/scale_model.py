@@ -112,14 +112,17 @@ class Network:
 
 @dataclass(frozen=True)
 class Worker:
-    """The limits of one rank: bytes per second that it reads, floating-point operations per second.
+    """The limits of one rank.
 
+    read_rate: bytes per second that it reads. flop_rate: operations per second of a product of many rows.
+    kv_rate: bytes per second of keys and values, of many sequences.
     reached: the share of the reading rate that products reach. step_seconds: what a step takes beside its layers.
     layer_seconds: what a layer takes beside what it reads and multiplies.
     """
 
     read_rate: float
     flop_rate: float
+    kv_rate: float
     reached: float = REACHED["float16"]
     step_seconds: float = STEP_SECONDS
     layer_seconds: float = STACK_LAYER_SECONDS
@@ -222,7 +225,7 @@ def stage_parts(
     return {
         "weights": reading if reading >= multiplying else 0.0,
         "products": multiplying if multiplying > reading else 0.0,
-        "keys and values": kv / worker.read_rate,
+        "keys and values": kv / worker.kv_rate,
         "network": sums + network.exchange_seconds(logits, ranks) / stages,
         "calls": worker.step_seconds + layers * worker.layer_seconds,
     }
@@ -326,7 +329,8 @@ def report(measured: dict[str, Any], options: argparse.Namespace) -> None:
     model = replace(model, bytes_per_number=options.bits / 8)
     rates = dict(measured["worker"])
     if options.read_gbs is not None:
-        rates = {"read_rate": options.read_gbs * 1e9, "flop_rate": options.tflops * 1e12}
+        rates = dict.fromkeys(("read_rate", "kv_rate"), options.read_gbs * 1e9)
+        rates["flop_rate"] = options.tflops * 1e12
     worker, costs = Worker(**rates), Costs(**measured["costs"])
     work = Work(options.rows, options.context, options.answer)
     links = networks(measured, options)

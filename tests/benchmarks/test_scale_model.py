@@ -18,7 +18,7 @@ model = load("scale_model")
 FREE = model.Network(0.0, float("inf"))
 NO_COSTS = model.Costs(*[0.0] * 8)
 # 8 KV heads, and nothing but reading, multiplying and exchanging takes time.
-WORKER = model.Worker(1e12, 1e15, step_seconds=0.0, layer_seconds=0.0)
+WORKER = model.Worker(1e12, 1e15, 1e12, step_seconds=0.0, layer_seconds=0.0)
 LLAMA = model.MODELS["8b"]
 WORK = model.Work()
 
