@@ -13,11 +13,13 @@ from pagewire.cli.commands import (
     collect_env,
     core,
     doctor,
+    embed,
     generate,
     inspect,
     kernels,
     keys,
     quantize,
+    rerank,
     route,
     run_batch,
     serve,
@@ -30,7 +32,7 @@ from pagewire.ipc.errors import EngineBusyError, EngineDeadError, ProtocolError,
 from pagewire.ipc.version import __version__
 
 COMMANDS = (
-    *(generate, chat, serve, core, route, top, run_batch, bench, inspect, quantize),
+    *(generate, chat, embed, rerank, serve, core, route, top, run_batch, bench, inspect, quantize),
     *(worker, keys, kernels, doctor, collect_env),
 )
 

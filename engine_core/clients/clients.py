@@ -39,7 +39,7 @@ logger = logging.getLogger("pagewire.core")
 
 # Messages that ZeroMQ keeps for each frontend, whatever their size. Read: a message may have megabytes, and what is
 # not read yet waits in the frontend. Unsent: further output is merged, and bounded in bytes (`Backlog`).
-RECEIVE_QUEUE = 16
+RECEIVE_QUEUE = 4
 SEND_QUEUE = 64
 # Unsent output (tokens, refusals, answers) of all frontends, over which that with most of it is detached. That of
 # 20 s at 30,000 tokens a second with 20 log probabilities each is about this much.

@@ -14,7 +14,16 @@ from pagewire.cli.main import build_parser, main
 from pagewire.cli.options import UsageError, engine_args, sampling_fields
 from pagewire.ipc.options import NOT_SUPPORTED_YET, EngineArgs
 
-ENGINE_COMMANDS = ("generate", "chat", "core", "inspect", "bench latency", "bench throughput")
+ENGINE_COMMANDS = (
+    "generate",
+    "chat",
+    "embed",
+    "rerank",
+    "core",
+    "inspect",
+    "bench latency",
+    "bench throughput",
+)
 FIELDS = dataclasses.fields(EngineArgs)
 
 
@@ -48,7 +57,8 @@ def test_every_option_says_what_it_is() -> None:
     names = [parser.prog for parser in parsers()]
     assert names == [
         "pagewire",
-        *(f"pagewire {c}" for c in ("generate", "chat", "serve", "core", "route", "top", "run-batch")),
+        *(f"pagewire {c}" for c in ("generate", "chat", "embed", "rerank", "serve", "core", "route", "top")),
+        "pagewire run-batch",
     ] + [
         *("pagewire bench", *(f"pagewire bench {kind}" for kind in ("latency", "throughput", "serve"))),
         *("pagewire inspect", "pagewire quantize", "pagewire worker", "pagewire keys", "pagewire kernels"),

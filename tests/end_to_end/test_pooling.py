@@ -21,6 +21,7 @@ from ..frontend.word_pieces import write_tokenizer
 from ..workers.pooled import cosine, sentence_transformer, write
 
 TEXTS = ["the cat sat on a mat", "a dog ran", "the cat sat " * 12, "query"]
+TALK = [{"role": "user", "content": "the cat sat"}]
 SMALL: dict[str, Any] = {"num_threads": 1, "max_num_seqs": 16, "weight_cache": False}
 
 
@@ -143,11 +144,21 @@ def test_asyncio_and_http(llm: LLM, expected: torch.Tensor) -> None:
             ("/v1/embeddings", {"input": ["x"] * 2049}, 400, "1 to 2048 inputs, got 2049"),
             ("/v1/embeddings", {"input": ""}, 400, "must not be empty"),
             ("/v1/embeddings", {}, 422, "missing required field `input`"),
-            ("/v1/embeddings", {"input": "cat", "encoding_format": "bytes"}, 422, "encoding_format"),
+            ("/v1/embeddings", {"input": "cat", "encoding_format": "int8"}, 422, "encoding_format"),
+            ("/v1/embeddings", {"input": "cat", "encoding_format": "bytes"}, 400, "use base64"),
+            ("/v1/embeddings", {"input": "cat", "add_generation_prompt": True}, 400, "give messages with it"),
+            ("/v1/embeddings", {"input": "cat", "messages": TALK}, 400, "either input or messages"),
+            (
+                "/v1/embeddings",
+                {"messages": TALK, "prompt_name": "query"},
+                400,
+                "not put before conversations",
+            ),
+            ("/v1/embeddings", {"messages": TALK}, 400, "no chat template"),
+            ("/pooling", {"messages": []}, 400, "the conversation is empty"),
             ("/v1/embeddings", {"input": "cat", "dimensions": 5}, 400, "not trained for fewer"),
             ("/v1/embeddings", {"input": "cat", "model": "other"}, 404, "no model"),
             ("/v1/embeddings", {"input": [[128]]}, 400, "outside the vocabulary"),
-            ("/v1/embeddings", {"messages": [{"role": "user"}]}, 400, "messages"),
             ("/v1/embeddings", {"input": "cat " * 200}, 400, "maximum context length"),
             ("/v1/embeddings", {"input": "x" * (10 << 20)}, 400, "maximum context length"),
             ("/v1/classify", {"input": "cat"}, 400, "does not serve the task 'classify'"),

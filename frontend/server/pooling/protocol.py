@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from pagewire.frontend.server.openai.protocol import InputMessages
 from pagewire.ipc.budget import MAX_TOKENS
 from pagewire.ipc.items import TokenIds
 from pagewire.ipc.params import Name, TruncatedLength
@@ -39,16 +40,22 @@ class PoolingFields(msgspec.Struct, kw_only=True):
 class EmbeddingRequest(PoolingFields, kw_only=True):
     """POST /v1/embeddings.
 
-    input: a text, token ids, or a list of these. encoding_format: of float32 numbers; base64 is shorter and faster.
+    input: a text, token ids, or a list of these. messages: a conversation in place of `input`, of which the chat
+        template makes one text; the other fields of the template go with it.
+    encoding_format: of float32 numbers; base64 is shorter and faster; bytes is not supported.
     dimensions: for models that were trained for fewer (Matryoshka). normalize: scale to length 1.
-    messages: not supported; give texts as input.
     """
 
     input: Input | None = None
-    encoding_format: Literal["float", "base64"] | None = None
+    encoding_format: Literal["float", "base64", "bytes"] | None = None
     dimensions: Dimensions | None = None
     normalize: bool | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: InputMessages | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
 
 
 class PoolingRequest(EmbeddingRequest, kw_only=True):

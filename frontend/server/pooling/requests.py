@@ -94,7 +94,7 @@ async def pooled(
     Raises:
         APIError: the results would be too large, or the request was aborted. Exceptions of the engine.
     """
-    first = prompts[0]
+    first = prompts[0].get("prompt") if isinstance(prompts[0], dict) else prompts[0]
     exchange.prompt = first if isinstance(first, (str, list)) else ""
     outputs = await service.engine.pool_all(
         [with_salt(prompt, request.cache_salt) for prompt in prompts],
@@ -161,13 +161,3 @@ async def encoded(outputs: Sequence[PoolingRequestOutput[Any]], make: Callable[[
 def size_of(outputs: Sequence[PoolingRequestOutput[Any]]) -> int:
     """How long it takes to handle all numbers of results, as the length of a text that takes as long."""
     return sum(len(output.outputs.tensor.data) for output in outputs) // 16
-
-
-def refuse_messages(request: Any) -> None:
-    """Refuse the chat form, which is not served; raises APIError."""
-    if request.messages is not None:
-        raise APIError(
-            400, "messages: conversations are not supported here; give texts as input", param="messages"
-        )
-    if request.input is None:
-        raise APIError(422, "missing required field `input`", param="input")

@@ -11,6 +11,7 @@ from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.exchange import Exchange
 from pagewire.frontend.server.http.generation_endpoint import GenerationEndpoint
 from pagewire.frontend.server.http.openapi import Operation
+from pagewire.frontend.server.pooling.conversation import check_form, conversation_prompt
 from pagewire.frontend.server.pooling.protocol import (
     ClassData,
     ClassifyRequest,
@@ -40,7 +41,6 @@ from pagewire.frontend.server.pooling.requests import (
     numbers,
     params_in,
     pooled,
-    refuse_messages,
     size_of,
     usage,
 )
@@ -82,9 +82,9 @@ def routes(service: Service) -> list[Operation]:
 async def embeddings(service: Service, request: EmbeddingRequest, exchange: Exchange) -> bytes:
     """The embeddings of a request's inputs, as JSON."""
     model = service.model(request.model)
-    refuse_messages(request)
+    check_form(request)
     params = params_in(service, request, "embed", dimensions=request.dimensions, normalize=request.normalize)
-    inputs = inputs_in(service, request.input)
+    inputs = await prompts_in(service, request)
     outputs = await pooled(service, request, exchange, inputs, params)
     return await encoded(
         outputs,
@@ -104,10 +104,10 @@ async def embeddings(service: Service, request: EmbeddingRequest, exchange: Exch
 async def pooling(service: Service, request: PoolingRequest, exchange: Exchange) -> bytes:
     """The results of a request's inputs for any task, as JSON."""
     model = service.model(request.model)
-    refuse_messages(request)
+    check_form(request)
     fields = {name: getattr(request, name) for name in ("dimensions", "normalize", "activation")}
     params = params_in(service, request, request.task, **fields)
-    inputs = inputs_in(service, request.input)
+    inputs = await prompts_in(service, request)
     outputs = await pooled(service, request, exchange, inputs, params)
     return await encoded(
         outputs,
@@ -126,6 +126,13 @@ async def pooling(service: Service, request: PoolingRequest, exchange: Exchange)
             usage=usage(exchange),
         ),
     )
+
+
+async def prompts_in(service: Service, request: EmbeddingRequest) -> list[Any]:
+    """The inputs of a request, or the prompt of its conversation. Raises: as `inputs_in`, `conversation_prompt`."""
+    if request.messages is not None:
+        return [await conversation_prompt(service, request)]
+    return inputs_in(service, request.input)
 
 
 async def classify(service: Service, request: ClassifyRequest, exchange: Exchange) -> bytes:

@@ -38,13 +38,15 @@ print("HEAVY", {"torch", "transformers", "numpy"} & set(sys.modules), status)
             (f"{command} --help", 0)
             for command in (
                 *("", "generate", "chat", "core", "bench", "bench latency", "bench throughput"),
-                *("quantize", "keys", "collect-env", "doctor", "kernels", "kernels build"),
+                *("embed", "rerank", "quantize", "keys", "collect-env", "doctor", "kernels", "kernels build"),
             )
         ),
         ("--version", 0),
         ("generate x --max-modellen 5", 2),
         ("generate --file /nowhere/x", 2),
         ("generate x --attach nonsense", 1),
+        ("embed /nowhere/x", 2),
+        ("rerank query /nowhere/x", 2),
         ("core --listen nonsense", 1),
         ("core --config /nowhere/x", 2),
         ("collect-env", 0),

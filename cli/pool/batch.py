@@ -1,0 +1,60 @@
+"""Pools the texts of a command, with errors that say which of them is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pagewire.cli.options import UsageError
+from pagewire.ipc.pooling import PoolingParams
+
+if TYPE_CHECKING:
+    from pagewire.frontend.async_llm import AsyncLLM
+    from pagewire.frontend.pooling.outputs import PoolingRequestOutput
+
+
+def pooling_params(**fields: Any) -> PoolingParams:
+    """The parameters that were given on the command line; None: not given.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+    try:
+        return PoolingParams(**fields)
+    except (ValueError, TypeError) as error:
+        raise UsageError(str(error)) from error
+
+
+def pool_texts(
+    engine: AsyncLLM,
+    prompts: Sequence[Any],
+    places: Sequence[str],
+    params: PoolingParams,
+    tick: Callable[[Any], object],
+) -> list[PoolingRequestOutput[Any]]:
+    """The results of prompts, in order.
+
+    places: where each prompt stands, such as "line 3". params: completed. tick: called with each result.
+
+    Raises:
+        ValueError: a prompt is refused; the message begins with its place. BatchError: the engine ended requests
+            with an error. EngineDeadError: the core is lost.
+    """
+    from pagewire.frontend.outputs import BatchError
+    from pagewire.frontend.pooling.batch import pool
+
+    names = iter(places)
+    place = ""
+
+    def next_id() -> str:  # asked for just before a prompt is checked
+        nonlocal place
+        place = next(names)
+        return place.replace(" ", "-")
+
+    try:
+        outputs, failed = pool(engine.session, prompts, [params] * len(prompts), next_id, tick)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{place}: {error}") from error
+    if failed is not None:
+        raise BatchError(failed, outputs)
+    return outputs
