@@ -30,7 +30,7 @@ def pool_texts(
     prompts: Sequence[Any],
     places: Sequence[str],
     params: PoolingParams,
-    tick: Callable[[Any], object],
+    tick: Callable[[PoolingRequestOutput[Any]], None],
 ) -> list[PoolingRequestOutput[Any]]:
     """The results of prompts, in order.
 
