@@ -30,7 +30,7 @@ def pool_texts(
     prompts: Sequence[Any],
     places: Sequence[str],
     params: PoolingParams,
-    tick: Callable[[PoolingRequestOutput[Any]], None],
+    tick: Callable[[PoolingRequestOutput[Any]], object],
 ) -> list[PoolingRequestOutput[Any]]:
     """The results of prompts, in order.
 

@@ -61,7 +61,7 @@ def pool(
     prompts: Sequence[Any],
     params: Sequence[PoolingParams],
     next_id: Callable[[], str],
-    tick: Callable[[PoolingRequestOutput[Any]], None],
+    tick: Callable[[PoolingRequestOutput[Any]], object],
 ) -> tuple[list[PoolingRequestOutput[Any]], str | None]:
     """The results of prompts, in order, and the first error; those that failed have no `outputs`.
 
