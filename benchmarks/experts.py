@@ -36,7 +36,7 @@ class Worker:
         self.runner, self.ready = Runner.start(self.config, lambda *_: None)
 
     def prefill(self, num_requests: int, length: int) -> float:
-        """Seconds in which so many requests with prompts of a length are begun, as many at a time as fit a step."""
+        """Seconds that prompts of `length` tokens take, one for each request; a step takes all that fit."""
         from pagewire.ipc.params import SamplingParams
         from pagewire.ipc.worker_messages import Row, SlotInit, StepPlan
 

@@ -59,7 +59,7 @@ Embed: TypeAlias = Callable[[list[str]], np.ndarray]
 
 
 def text_of(num_tokens: int, rng: random.Random, mixed: bool) -> str:
-    """A text of so many tokens, two of which are [CLS] and [SEP]."""
+    """A text of `num_tokens` tokens, [CLS] and [SEP] included; mixed: of half as many or more."""
     count = rng.randint(num_tokens // 2, num_tokens) if mixed else num_tokens
     return " ".join(rng.choices(WORDS, k=max(1, count - 2)))
 

@@ -12,9 +12,9 @@ import logging
 import threading
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import aclosing
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from typing import Any, TypeAlias, TypeVar
 
 from pagewire.frontend.calls import AsyncEngineCalls, timed_out
 from pagewire.frontend.inputs import CheckedParams, Prepared, PromptType
@@ -35,6 +35,9 @@ from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.sockets import CurveKeys
 
 T = TypeVar("T")
+Places: TypeAlias = dict[
+    int, tuple[int, RequestState]
+]  # of requests by key: the index of the prompt, the state
 
 logger = logging.getLogger("pagewire.frontend")
 
@@ -247,23 +250,31 @@ class AsyncLLM(AsyncEngineCalls):
                 await asyncio.sleep(0)
         if admit is not None:
             admit(prepared)
+        with self._submitted(prepared, trace_headers, logprob_budget) as (places, listener):
+            while places:
+                if outputs := self._take(places, await listener.wait()):
+                    yield outputs
+
+    @contextmanager
+    def _submitted(
+        self,
+        prepared: Sequence[Prepared],
+        trace_headers: Mapping[str, str] | None,
+        logprob_budget: LogprobBudget | None = None,
+    ) -> Iterator[tuple[Places, Listener]]:
+        """Submit requests; those that have not ended with the block are aborted."""
         keys = [item.request.key for item in prepared]
         mailbox = self._mailbox()
         listener = mailbox.open(keys)
         states: list[RequestState] = []
         try:
             states = self.session.submit(prepared, mailbox, trace_headers, logprob_budget)
-            places = {state.key: (index, state) for index, state in enumerate(states)}
-            while places:
-                if outputs := self._take(places, await listener.wait()):
-                    yield outputs
+            yield {state.key: (index, state) for index, state in enumerate(states)}, listener
         finally:
             mailbox.close(keys)
             self.session.abort(states)  # does nothing to those that have ended
 
-    def _take(
-        self, places: dict[int, tuple[int, RequestState]], keys: Iterable[int]
-    ) -> list[tuple[int, RequestOutput]]:
+    def _take(self, places: Places, keys: Iterable[int]) -> list[tuple[int, RequestOutput]]:
         """The new outputs of these requests; finished requests are taken out of `places`.
 
         Raises:
@@ -350,20 +361,11 @@ class AsyncLLM(AsyncEngineCalls):
             )
         if admit is not None:
             admit(prepared)
-        keys = [item.request.key for item in prepared]
-        mailbox = self._mailbox()
-        listener = mailbox.open(keys)
-        states: list[RequestState] = []
         results: dict[int, Any] = {}
-        try:
-            states = self.session.submit(prepared, mailbox, trace_headers)
-            places = {state.key: (index, state) for index, state in enumerate(states)}
+        with self._submitted(prepared, trace_headers) as (places, listener):
             while places:
                 results.update(self._take(places, await listener.wait()))
-            return [results[index] for index in range(len(states))]
-        finally:
-            mailbox.close(keys)
-            self.session.abort(states)  # does nothing to those that have ended
+        return [results[index] for index in range(len(prepared))]
 
     def _prepare_pooling(
         self, prompts: Sequence[Any], params: PoolingParams, names: Sequence[str], priority: int

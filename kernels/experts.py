@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pagewire.kernels import reference
 from pagewire.kernels.dispatch import implementation_for
 from pagewire.kernels.layer import Activation, Experts, Router
 from pagewire.kernels.layers import clamped_swiglu, gelu_tanh_and_mul, silu_and_mul
-from pagewire.kernels.reference import GroupedProduct
+from pagewire.kernels.weight import Linear
 
 Between = Callable[[Tensor], Tensor]
 """A function of rows [R, N] to rows [R, I], each computed on its own."""
+GroupedProduct = Callable[[Tensor, Sequence[int]], Tensor]
+"""Rows in order of the expert, and how many each expert has, to the rows of the result."""
 ACTIVATIONS: dict[Activation, Between] = {
     Activation.SILU: silu_and_mul,
     Activation.GELU_TANH: gelu_tanh_and_mul,
@@ -65,7 +66,7 @@ class GroupedExperts:
 
     def one_by_one(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The same, to the same bits, by a product for each expert."""
-        up, down = (reference.one_by_one(linears) for linears in (self.experts.up, self.experts.down))
+        up, down = (one_by_one(linears) for linears in (self.experts.up, self.experts.down))
         return self._weighted(x, ids, weights, up, down)
 
     def _weighted(
@@ -76,7 +77,45 @@ class GroupedExperts:
             return rows if self._after is None else self._after(rows)
 
         assert self._between is not None
-        return reference.weighted_experts(x, ids, weights, len(self.experts.up), up, self._between, last)
+        return weighted_experts(x, ids, weights, len(self.experts.up), up, self._between, last)
+
+
+def one_by_one(linears: Sequence[Linear]) -> GroupedProduct:
+    """The product of the experts' rows with their linear layers, one after the other."""
+
+    def product(rows: Tensor, counts: Sequence[int]) -> Tensor:
+        parts = zip(linears, torch.split(rows, list(counts)), strict=True)
+        results = [linear(part) for linear, part in parts if len(part)]
+        return torch.cat(results) if results else rows.new_empty(0, linears[0].out_features)
+
+    return product
+
+
+def weighted_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    num_experts: int,
+    up: GroupedProduct,
+    between: Callable[[Tensor], Tensor],
+    down: GroupedProduct,
+) -> Tensor:
+    """See `GroupedExperts`; `between` is the activation.
+
+    Raises:
+        ValueError: an id is of no expert.
+    """
+    order = ids.flatten().argsort(stable=True)
+    counts = torch.bincount(ids.flatten(), minlength=num_experts).tolist()
+    if len(counts) > num_experts:
+        raise ValueError(f"an id is of none of {num_experts} experts")
+    rows = down(between(up(x[order // ids.shape[1]], counts)), counts)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    total = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    for place in places.view_as(ids).sort(1).values.unbind(1):  # ascending places: ascending experts
+        total += weights.flatten()[order[place], None].to(total.dtype) * rows[place].to(total.dtype)
+    return total.to(x.dtype)
 
 
 def route(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:

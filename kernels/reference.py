@@ -4,7 +4,7 @@ Attention and norms accumulate in float32 (float64 for float64 tensors).
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -468,48 +468,6 @@ def pack(weight: Weight, bias: Tensor | None = None) -> Linear:
 
 def experts(experts: object) -> None:
     """None: in plain PyTorch experts are called one by one."""
-
-
-GroupedProduct = Callable[[Tensor, Sequence[int]], Tensor]
-"""Rows in order of the expert, and how many each expert has, to the rows of the result."""
-
-
-def one_by_one(linears: Sequence[Linear]) -> GroupedProduct:
-    """The product of the experts' rows with their linear layers, one after the other."""
-
-    def product(rows: Tensor, counts: Sequence[int]) -> Tensor:
-        parts = zip(linears, torch.split(rows, list(counts)), strict=True)
-        results = [linear(part) for linear, part in parts if len(part)]
-        return torch.cat(results) if results else rows.new_empty(0, linears[0].out_features)
-
-    return product
-
-
-def weighted_experts(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    num_experts: int,
-    up: GroupedProduct,
-    between: Callable[[Tensor], Tensor],
-    down: GroupedProduct,
-) -> Tensor:
-    """See `pagewire.kernels.experts.GroupedExperts`; `between` is the activation.
-
-    Raises:
-        ValueError: an id is of no expert.
-    """
-    order = ids.flatten().argsort(stable=True)
-    counts = torch.bincount(ids.flatten(), minlength=num_experts).tolist()
-    if len(counts) > num_experts:
-        raise ValueError(f"an id is of none of {num_experts} experts")
-    rows = down(between(up(x[order // ids.shape[1]], counts)), counts)
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), device=order.device)
-    total = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-    for place in places.view_as(ids).sort(1).values.unbind(1):  # ascending places: ascending experts
-        total += weights.flatten()[order[place], None].to(total.dtype) * rows[place].to(total.dtype)
-    return total.to(x.dtype)
 
 
 def route(logits: Tensor, num_chosen: int, *, normalised: bool, rounded: bool) -> tuple[Tensor, Tensor]:

@@ -117,6 +117,7 @@ def prepare(
             check_keys(prompt)
         token_ids, second = _encode(intake, pooling, text, params, keep)
     else:
+        refuse_prompt_name(params, "token ids")
         token_ids, _ = intake.tokenize(prompt, truncates=keep is not None)
         token_ids = token_ids[:keep]
     if len(token_ids) > info.max_model_len:
@@ -138,6 +139,12 @@ def prepare(
     return Prepared(request, text if isinstance(text, str) else None)
 
 
+def refuse_prompt_name(params: PoolingParams, what: str) -> None:
+    """Refuse a name of a prompt with what no prompt is put before; raises ValueError."""
+    if params.prompt_name is not None:
+        raise ValueError(f"prompt_name={params.prompt_name!r} is put before a text, not before {what}")
+
+
 def _encode(
     intake: Intake, pooling: PoolingInfo, text: str | TextPair, params: PoolingParams, keep: int | None
 ) -> tuple[list[int], int]:
@@ -145,7 +152,9 @@ def _encode(
     if intake.tokenizer is None:
         raise ValueError("there is no tokenizer (skip_tokenizer_init): give the prompt as token ids")
     first, second = (text, None) if isinstance(text, str) else (text.first, text.second)
-    if second is None and (name := params.prompt_name or pooling.default_prompt_name) is not None:
+    if second is not None:
+        refuse_prompt_name(params, "a pair of texts")
+    elif (name := params.prompt_name or pooling.default_prompt_name) is not None:
         first = pooling.prompts.get(name, "") + first
     if pooling.lower_case:
         first, second = first.lower(), None if second is None else second.lower()

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, TypeAlias
 
-# What a running sequence costs, in prompt tokens: each step takes a token of it, too, for as long as both run. That
-# is as many steps as the shorter of both outputs has left, which nobody knows; many answers are about this long.
+# What a running sequence costs a new request, in prompt tokens: one in each step, while both run. The number of
+# these steps is not known before an output ends; many answers have about this many tokens.
 RUNNING_TOKENS = 64
 Policy: TypeAlias = Literal["prefix", "round-robin"]
 POLICIES: tuple[Policy, ...] = ("prefix", "round-robin")

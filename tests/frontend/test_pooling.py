@@ -122,6 +122,13 @@ def test_prompts_that_do_not_fit(tokenizer: Any) -> None:
     ):
         with pytest.raises(ValueError, match=text):
             prepare(intake, prompt, params, "r", 1)
+    named = PoolingParams(task="embed", prompt_name="query")
+    for prompt, text in (
+        ([1, 2], "not before token ids"),
+        (TextPair("cat", "dog"), "not before a pair of texts"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            prepare(intake, prompt, named, "r", 1)
     with pytest.raises(ValueError, match="pools and does not generate"):
         intake.prepare("cat", None, "r", 1)
     with pytest.raises(ValueError, match="generates text and does not pool"):

@@ -12,7 +12,7 @@ from pagewire.kernels import reference
 from pagewire.kernels.cpu.experts import CompiledExperts
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
-from pagewire.kernels.experts import ACTIVATIONS, GroupedExperts, add_gated, route
+from pagewire.kernels.experts import ACTIVATIONS, GroupedExperts, add_gated, one_by_one, route
 from pagewire.kernels.integers import Integers, integer_weight, quantise
 from pagewire.kernels.layer import Activation, Experts, Router
 from pagewire.kernels.linear import dense_weight, pack
@@ -116,7 +116,7 @@ def test_products_have_the_bits_of_the_reference(kernels: CpuKernels, scheme: st
     counts = [1, 0, 40, 3, 20, 0]
     for product, linears, size in ((compiled.up, plain[0], HIDDEN), (compiled.down, plain[1], WIDTH)):
         rows = torch.randn(sum(counts), size, generator=torch.Generator().manual_seed(2)).to(dtype)
-        assert torch.equal(product(rows, counts), reference.one_by_one(linears)(rows, counts))
+        assert torch.equal(product(rows, counts), one_by_one(linears)(rows, counts))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -24,7 +24,7 @@ def ray(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_an_engine_in_a_placement_group_runs_its_workers_there(ray: Any) -> None:
-    """It is told nothing of Ray."""
+    """No option names Ray."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     group = ray.util.placement_group([{"CPU": 2}] * 2)

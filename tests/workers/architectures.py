@@ -193,3 +193,5 @@ ARCHITECTURES = [
         "qwen3_next", GROUPED | EXPERTS | {"layer_types": ["linear_attention", "full_attention"]}, NO_CACHE
     ),
 ]
+
+SERVED = {architecture.name: architecture for architecture in ARCHITECTURES if architecture.refused is None}

@@ -14,6 +14,7 @@ from pagewire.workers.errors import LoadError
 from pagewire.workers.model.pooler import PoolingSlot
 
 from . import pooled
+from .architectures import SERVED, VOCAB_SIZE
 from .driver import load_runner
 from .parity import make_prompts
 from .pooled import CAUSAL, ENCODERS, cosine, pool, sentence_transformer, write
@@ -53,6 +54,16 @@ def test_causal_models_embed(model_type: str, tmp_path: Path) -> None:
     for budget in (None, 16):
         for vector, hidden in zip(pool(mean, prompts, MEAN, budget), expected, strict=True):
             assert cosine(vector, hidden.mean(0)) > 0.999999
+
+
+@pytest.mark.every_architecture
+@pytest.mark.parametrize("name", SERVED)
+def test_every_architecture_embeds(name: str, tmp_path: Path) -> None:
+    folder = SERVED[name].write(tmp_path)
+    prompts = make_prompts(VOCAB_SIZE, LENGTHS)
+    runner, _ = load_runner(folder, convert="embed")
+    for vector, hidden in zip(pool(runner, prompts, EMBED, 16), states(folder, prompts), strict=True):
+        assert cosine(vector, hidden[-1]) > 0.999999
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,10 @@ class StepContext:
         """The K and V caches of a layer. `shape` and `window` (keys per query) are used by the dry run only."""
         return self.caches[layer]
 
+    def future(self, window: int | None) -> int:
+        """How many keys after its own a query sees, given the layer's window."""
+        return 0
+
     def attend(
         self,
         layer: int,
@@ -106,6 +110,7 @@ class StepContext:
         return paged_attention(
             *(q, k_cache, v_cache, self.batch, scale),
             window=window,
+            future=self.future(window),
             softcap=softcap,
             sinks=sinks,
             scales=scales,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagewire.kernels.attention import WHOLE, AttentionBatch, paged_attention, store_kv
+from pagewire.kernels.attention import WHOLE, AttentionBatch
 from pagewire.workers.model.attention import KVShape, StepContext
 from pagewire.workers.model.pooling_model import PoolingModel, position_offset
 
@@ -27,15 +27,12 @@ class Pages:
     def __init__(self) -> None:
         self._caches: dict[KVShape, tuple[Tensor, Tensor]] = {}
 
-    def of(self, shape: KVShape, num_pages: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V of at least `num_pages` pages, on the device of `like`."""
+    def of(self, shape: KVShape, num_pages: int) -> tuple[Tensor, Tensor]:
+        """K and V of at least `num_pages` pages, on the CPU."""
         caches = self._caches.get(shape)
         if caches is None or len(caches[0]) < num_pages:
             sizes = (shape.head_dim, shape.v_head_dim)
-            k, v = (
-                torch.zeros(num_pages, shape.num_kv_heads, PAGE, n, dtype=shape.dtype, device=like.device)
-                for n in sizes
-            )
+            k, v = (torch.zeros(num_pages, shape.num_kv_heads, PAGE, n, dtype=shape.dtype) for n in sizes)
             caches = self._caches[shape] = k, v
         return caches
 
@@ -65,29 +62,13 @@ class EncoderStep(StepContext):
         )
         super().__init__(own, positions, [])
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """See `StepContext.attend`. window: keys to each side that a query sees, its own included."""
-        shape = KVShape(k.shape[1], k.shape[2], v.shape[2], v.dtype)
-        k_cache, v_cache = self.pages.of(shape, self.num_pages, k)
-        store_kv(k, v, k_cache, v_cache, self.batch.slot_mapping)
-        future = WHOLE if window is None else window - 1
-        return paged_attention(
-            *(q, k_cache, v_cache, self.batch, scale),
-            window=window,
-            future=future,
-            softcap=softcap,
-            sinks=sinks,
-        )
+    def cache(self, layer: int, shape: KVShape, window: int | None) -> tuple[Tensor, Tensor]:
+        """Pages for the keys and values of a layer, until the next one takes them."""
+        return self.pages.of(shape, self.num_pages)
+
+    def future(self, window: int | None) -> int:
+        """All keys, or those of a window to each side that has the query's own in it."""
+        return WHOLE if window is None else window - 1
 
 
 class EncoderModel(PoolingModel):

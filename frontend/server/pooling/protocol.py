@@ -102,6 +102,16 @@ class PoolingUsage(msgspec.Struct):
     total_tokens: int
 
 
+class ListResponse(msgspec.Struct, kw_only=True):
+    """What the responses with a list of results have besides it."""
+
+    id: str
+    created: int
+    model: str
+    usage: PoolingUsage
+    object: Literal["list"] = "list"
+
+
 class EmbeddingData(msgspec.Struct, kw_only=True):
     """An embedding: numbers, or base64 of little-endian float32 numbers."""
 
@@ -110,15 +120,10 @@ class EmbeddingData(msgspec.Struct, kw_only=True):
     object: Literal["embedding"] = "embedding"
 
 
-class EmbeddingResponse(msgspec.Struct, kw_only=True):
+class EmbeddingResponse(ListResponse, kw_only=True):
     """The response of /v1/embeddings."""
 
-    id: str
-    created: int
-    model: str
     data: list[EmbeddingData]
-    usage: PoolingUsage
-    object: Literal["list"] = "list"
 
 
 class PooledData(msgspec.Struct, kw_only=True):
@@ -130,15 +135,10 @@ class PooledData(msgspec.Struct, kw_only=True):
     object: Literal["pooling"] = "pooling"
 
 
-class PoolingResponse(msgspec.Struct, kw_only=True):
+class PoolingResponse(ListResponse, kw_only=True):
     """The response of /pooling."""
 
-    id: str
-    created: int
-    model: str
     data: list[PooledData]
-    usage: PoolingUsage
-    object: Literal["list"] = "list"
 
 
 class ClassData(msgspec.Struct, kw_only=True):
@@ -150,15 +150,10 @@ class ClassData(msgspec.Struct, kw_only=True):
     num_classes: int
 
 
-class ClassifyResponse(msgspec.Struct, kw_only=True):
+class ClassifyResponse(ListResponse, kw_only=True):
     """The response of /v1/classify."""
 
-    id: str
-    created: int
-    model: str
     data: list[ClassData]
-    usage: PoolingUsage
-    object: Literal["list"] = "list"
 
 
 class ScoreData(msgspec.Struct, kw_only=True):
@@ -169,15 +164,10 @@ class ScoreData(msgspec.Struct, kw_only=True):
     object: Literal["score"] = "score"
 
 
-class ScoreResponse(msgspec.Struct, kw_only=True):
+class ScoreResponse(ListResponse, kw_only=True):
     """The response of /v1/score."""
 
-    id: str
-    created: int
-    model: str
     data: list[ScoreData]
-    usage: PoolingUsage
-    object: Literal["list"] = "list"
 
 
 class RerankDocument(msgspec.Struct):

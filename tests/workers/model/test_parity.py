@@ -21,12 +21,11 @@ from pagewire.workers.model.checkpoint_headers import read_headers
 from pagewire.workers.model.footprint import footprint
 from pagewire.workers.runner import Runner
 
-from ..architectures import ARCHITECTURES, VOCAB_SIZE, Architecture
+from ..architectures import ARCHITECTURES, SERVED, VOCAB_SIZE, Architecture
 from ..driver import Driver, load_runner
 from ..parity import NUM_TOKENS, make_prompts, our_tokens, transformers_tokens
 from ..scheduled import BLOCK_SIZE, MAX_MODEL_LEN, SETTINGS, run
 
-SERVED = [a for a in ARCHITECTURES if a.refused is None]
 REFUSED = [a for a in ARCHITECTURES if a.refused is not None]
 PROMPTS = make_prompts(VOCAB_SIZE, (23, 5, 17, 1, 30))
 
@@ -45,7 +44,7 @@ class Loaded:
         return transformers_tokens(self.folder, PROMPTS)
 
 
-@pytest.fixture(scope="module", params=SERVED, ids=lambda a: a.name)
+@pytest.fixture(scope="module", params=SERVED.values(), ids=lambda a: a.name)
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     """Each architecture that is served: pytest runs all tests of one before those of the next."""
     folder = request.param.write(tmp_path_factory.mktemp("served"))
