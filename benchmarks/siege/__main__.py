@@ -71,7 +71,12 @@ class Siege:
         attackers = self._start_attackers()
         watch = asyncio.create_task(watcher.watch())
         reading = asyncio.create_task(asyncio.to_thread(self._read, attackers))
-        helpers = [self._client.run(), self._lag.run(), self._note_first_failure(report)]
+        helpers = [
+            self._client.run(),
+            self._client.follow_restarts(),
+            self._lag.run(),
+            self._note_first_failure(report),
+        ]
         if self._kills:
             helpers.append(
                 watcher.kill_workers(random.Random(self._options.seed), self._client.worker_killed)

@@ -14,11 +14,11 @@ from .fortress import GOOD_KEY
 
 WAIT_SECONDS = 2.0  # longest wait for an answer to begin, or to go on
 GRAMMAR_SECONDS = 10.0  # likewise with a schema never seen, which must be compiled behind those of others
-RESTART_SECONDS = 60.0  # likewise where a worker was killed since the last answer
-OLD_ANSWER_SECONDS = 0.5  # what comes this soon after a worker was killed may be that worker's
+RESTART_SECONDS = 60.0  # likewise where the wait began before a killed worker was replaced
 HANG_SECONDS = 120.0  # an answer that takes longer does not come
 STUCK_SECONDS = 30.0  # over the limit of a wait: the siege is called off, for it has failed
 PAUSE_SECONDS = 0.1
+READY_SECONDS = 0.05  # between two looks whether a new worker serves
 NUM_TOKENS = 12
 COMPLETION = {
     "prompt": 'The "with" statement is used to',
@@ -67,7 +67,10 @@ class Client:
     wrong: list[str] = field(default_factory=list)
     num_answers: int = 0
     _expected: dict[str, Any] = field(default_factory=dict)
-    _killed_at: float | None = None
+    _served_since: float | None = (
+        0.0  # by the present worker; None: one was killed, and the next is not ready
+    )
+    _killed: asyncio.Event = field(default_factory=asyncio.Event)
     _number: int = 0
     _waiting_since: float | None = None
 
@@ -78,8 +81,29 @@ class Client:
         return aiohttp.ClientSession(self.url, headers=headers, timeout=timeout)
 
     def worker_killed(self) -> None:
-        """Let the client wait for a new worker: until the first answer that is not from before."""
-        self._killed_at = time.monotonic()
+        """Excuse waits that begin before the next worker is ready."""
+        self._served_since = None
+        self._killed.set()
+
+    async def follow_restarts(self) -> None:
+        """See by `/ready`, after each kill, when the next worker serves; until cancelled."""
+        async with self.connection() as http:
+            while True:
+                await self._killed.wait()
+                self._killed.clear()
+                for ready in (False, True):
+                    while await self._ready(http) is not ready:
+                        await asyncio.sleep(READY_SECONDS)
+                if not self._killed.is_set():
+                    self._served_since = time.monotonic()
+
+    async def _ready(self, http: aiohttp.ClientSession) -> bool:
+        """Whether the server says that it takes requests; one that does not answer does not."""
+        try:
+            async with http.get("/ready") as response:
+                return response.status == 200
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError):
+            return False
 
     async def learn(self) -> None:
         """See what undisturbed answers are; they must be the same twice."""
@@ -168,7 +192,11 @@ class Client:
         if self._waiting_since is None:
             return []
         seconds = time.monotonic() - self._waiting_since
-        return [Wait("unfinished", self._waiting_since, seconds, self._killed_at is not None, self.max_wait)]
+        return [
+            Wait(
+                "unfinished", self._waiting_since, seconds, self._excused(self._waiting_since), self.max_wait
+            )
+        ]
 
     async def stuck(self) -> None:
         """Return once a wait is over its limit by `STUCK_SECONDS`: the siege has failed then."""
@@ -187,10 +215,12 @@ class Client:
     def _waited(self, kind: str, begin: float) -> None:
         """Note a wait until now."""
         now = time.monotonic()
-        self.waits.append(Wait(kind, begin, now - begin, self._killed_at is not None, self.max_wait))
-        if self._killed_at is not None and kind != "health" and now > self._killed_at + OLD_ANSWER_SECONDS:
-            self._killed_at = None
+        self.waits.append(Wait(kind, begin, now - begin, self._excused(begin), self.max_wait))
         self._waiting_since = None
+
+    def _excused(self, begin: float) -> bool:
+        """Whether a wait that began then may be one for a new worker."""
+        return self._served_since is None or begin < self._served_since
 
     def _same(self, name: str, value: Any) -> None:
         """Note an answer, which must be what it was the first time."""

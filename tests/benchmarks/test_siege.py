@@ -306,13 +306,34 @@ def test_a_wait_without_an_end_counts() -> None:
     assert asyncio.run(cut()) == ("unfinished", ["first token", "unfinished"], [])
 
 
-def test_a_restart_excuses_what_comes_after_it() -> None:
-    made = client.Client("http://127.0.0.1:9")
-    made.worker_killed()
-    made._waited("token", 0.0)
-    assert made.waits[-1].restart
-    made._killed_at -= 1.0
-    made._waited("health", 0.0)
-    made._waited("token", 0.0)
-    made._waited("token", 0.0)
-    assert [wait.restart for wait in made.waits] == [True, True, True, False]
+def test_a_restart_excuses_what_begins_before_the_next_worker_is_ready() -> None:
+    """An answer that comes late from the killed worker is not one of the next worker."""
+    states = iter([200, 503, 503, 200])  # the kill is noticed, and the next worker starts
+
+    async def ready(request: web.Request) -> web.Response:
+        status = next(states)
+        made._waited("token", made._begin())
+        return web.Response(status=status)
+
+    async def restarted() -> None:
+        app = web.Application()
+        app.router.add_get("/ready", ready)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        made.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[union-attr]
+        made._waited("token", made._begin())
+        made.worker_killed()
+        begin = made._begin()
+        following = asyncio.create_task(made.follow_restarts())
+        while made._served_since is None:
+            await asyncio.sleep(0)
+        following.cancel()
+        await runner.cleanup()
+        made._waited("first token", begin)
+        made._waited("token", made._begin())
+
+    made = client.Client("")
+    asyncio.run(restarted())
+    assert [wait.restart for wait in made.waits] == [False, *[True] * 4, True, False]
