@@ -257,6 +257,20 @@ def test_requests_of_one_message_are_taken_in_turns(
     assert other.status()["running"] == other.status()["waiting"] == 0 and core.error is None
 
 
+def test_equal_tasks_of_one_message_take_memory_once(start_core: Callable[..., RunningCore]) -> None:
+    core = start_core()
+    frontend = attached(core, "many")
+    short = SamplingParams(max_tokens=10**6)
+    long = SamplingParams(max_tokens=10**6, bad_words_token_ids=[[5, 6]] * 100)
+    tasks = [long, long, long, short, long]
+    frontend.say(Submit([Request(key, "r", Prompt([key + 1]), task, 7) for key, task in enumerate(tasks)]))
+    frontend.status()
+    requests = core.clients.attached[b"many"].requests
+    held = [requests[key][0].request.task for key in range(5)]
+    assert held == tasks and held[0] is held[1] is held[2] and held[4] is not held[0]
+    frontend.say(Abort(keys=list(range(5))))
+
+
 def test_requests_of_a_frontend_that_is_detached_meanwhile_are_dropped(
     start_core: Callable[..., RunningCore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
