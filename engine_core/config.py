@@ -132,6 +132,7 @@ class EngineConfig:
         """
         args, whole = self.args, ready.pooling is not None and ready.pooling.whole_prompts
         stages = args.pipeline_parallel_size
+        depth = max(2, stages) if args.async_scheduling else 1
         if whole and args.resolved_kv_events() is not None:
             raise ValueError(
                 "kv_events: this model is an encoder, which has no KV cache: leave the option out"
@@ -142,10 +143,10 @@ class EngineConfig:
             max_model_len=ready.max_model_len,
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=max(
-                args.max_num_batched_tokens // stages, ready.max_model_len if whole else 1
+                args.max_num_batched_tokens // min(stages, depth), ready.max_model_len if whole else 1
             ),
             policy=args.scheduling_policy,
-            depth=max(2, stages) if args.async_scheduling else 1,
+            depth=depth,
             stages=stages,
         )
 
