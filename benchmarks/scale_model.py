@@ -237,13 +237,14 @@ def engine_rate(
     """Tokens per second of one core with `ranks` x `stages` workers.
 
     With one stage, the next step is planned while one runs, so a sequence is in both. With several, a sequence's
-    next token waits for its last one, so the sequences are divided among as many steps as there are stages.
+    next token waits for its last one, so the sequences are divided among as many steps as there are stages. Only the
+    last stage answers with rows.
     """
     rows = work.rows / stages
     parts = stage_parts(model, worker, network, work, ranks=ranks, stages=stages, rows=rows)
     between = network.exchange_seconds(rows * model.hidden_size * model.bytes_per_number, 2)
     stations = [
-        Station("core", costs.core_seconds(rows, ranks * stages, work.answer)),
+        Station("core", costs.core_seconds(rows, ranks, work.answer)),
         Station("socket", 2 * ranks * stages * costs.socket_message),
         Station("delay", 2 * costs.socket_delay, shared=False),
     ]

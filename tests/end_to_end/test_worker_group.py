@@ -146,9 +146,6 @@ def test_streams_outlive_the_death_of_a_stage(
                 await check_fault(group, core, order, expected, fault)
             first, second = await group.collective_rpc("model_info")
             assert (first["num_layers"], second["num_layers"]) == (2, 2)
-            await group.sleep(2)
-            await group.wake_up()
-            assert await collect(group, 0, None, mixed) == expected[0]
 
     asyncio.run(main())
 

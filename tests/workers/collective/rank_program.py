@@ -41,7 +41,7 @@ def main() -> None:
         shared_memory=not int(port) and "gloo" not in rest,
     )
     group = open_collective(parallel, torch.device("cpu"), listener)
-    count = battery.run(group) if stages == 1 else battery.run_pipeline(group, stages)
+    count = battery.run(group) + (battery.run_pipeline(group, stages) if stages > 1 else 0)
     print(type(group).__name__, count, flush=True)
     if "--lifeline" in rest:
         wait_for_ever(group, parallel, int(rest[-1]))

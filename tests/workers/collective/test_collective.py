@@ -176,8 +176,7 @@ def free_port() -> int:
 @pytest.mark.parametrize(
     ("kind", "size", "pipeline"),
     [
-        ("SharedMemoryGroup", 2, []),
-        ("DistributedGroup", 3, []),
+        ("SharedMemoryGroup", 2, ["stages=2"]),
         ("DistributedGroup", 4, ["stages=2"]),
     ],
 )

@@ -95,14 +95,13 @@ def test_every_architecture_in_two_stages(name: str, tmp_path: Path) -> None:
     check_bits(SERVED[name].write(tmp_path), 2)
 
 
-@pytest.mark.parametrize("layers", [(), (1, 3, 1)])
-def test_stages_may_have_different_numbers_of_layers(layers: tuple[int, ...], tmp_path: Path) -> None:
+def test_stages_may_have_different_numbers_of_layers(tmp_path: Path) -> None:
     folder = Architecture("llama", DEEP).write(tmp_path, dtype="bfloat16")
-    results = check_bits(folder, 3, layers, dtype="bfloat16")
-    assert [len(result.runner.caches) for result in results] == list(layers or (2, 2, 1))
+    results = check_bits(folder, 3, (1, 3, 1), dtype="bfloat16")
+    assert [len(result.runner.caches) for result in results] == [1, 3, 1]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt_oss", marks=pytest.mark.every_architecture)])
 def test_stages_of_several_ranks_compute_what_one_stage_of_as_many_does(name: str, tmp_path: Path) -> None:
     folder = SERVED[name].write(tmp_path)
 
@@ -158,7 +157,7 @@ def test_a_stage_reads_and_holds_its_own_weights_only(tied: bool, tmp_path: Path
     [
         ("llama", {"kv_cache_dtype": "int8"}),
         ("qwen3_moe", {"quantization": "int4"}),
-        ("qwen2_moe", {"load_format": "dummy"}),
+        pytest.param("qwen2_moe", {"load_format": "dummy"}, marks=pytest.mark.every_architecture),
         ("gpt2", {"load_format": "dummy"}),
     ],
 )
@@ -169,6 +168,7 @@ def test_other_forms_of_weights_and_caches(name: str, fields: dict[str, Any], tm
     check_bits(Architecture(name, architecture.fields | sizes | experts).write(tmp_path), 2, **fields)
 
 
+@pytest.mark.every_architecture
 def test_a_quantised_checkpoint(tmp_path: Path) -> None:
     sizes = DEEP | {"hidden_size": 128, "intermediate_size": 256}
     folder, _ = write_awq(Architecture("llama", sizes).write(tmp_path / "dense"), tmp_path, group=32)
