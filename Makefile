@@ -70,7 +70,7 @@ test-cuda13: build/cuda13 $(STAMP)
 test-cuda-faults: $(STAMP)
 	$(BIN)/pytest -n auto --dist loadfile -m planted_faults tests/kernels/cuda
 
-# Every architecture over 2 and 4 ranks, token for token: for changes of how models are divided.
+# Every architecture over 2 and 4 ranks, token for token, and in 2 stages: for changes of how models are divided.
 test-ranks: $(STAMP)
 	$(BIN)/pytest -n auto -m every_architecture tests/workers
 

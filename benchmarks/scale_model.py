@@ -6,7 +6,7 @@
 
 The costs come from `benchmarks.scale_costs`, which measures them; the newest file in `benchmarks/results` is read.
 Only decoding is simulated: every row of a step computes one token. Nothing here reads a clock, so the results are
-the same everywhere. The tables for pipeline parallelism are projections: the engine does not have it yet.
+the same everywhere.
 
 A step goes round in a circle: the core plans it, a socket carries it to the workers, each stage of the pipeline
 computes its layers, the socket carries the result back, and the core commits it. `period` lets several steps go
@@ -237,13 +237,14 @@ def engine_rate(
     """Tokens per second of one core with `ranks` x `stages` workers.
 
     With one stage, the next step is planned while one runs, so a sequence is in both. With several, a sequence's
-    next token waits for its last one, so the sequences are divided among as many steps as there are stages.
+    next token waits for its last one, so the sequences are divided among as many steps as there are stages. Only the
+    last stage answers with rows.
     """
     rows = work.rows / stages
     parts = stage_parts(model, worker, network, work, ranks=ranks, stages=stages, rows=rows)
     between = network.exchange_seconds(rows * model.hidden_size * model.bytes_per_number, 2)
     stations = [
-        Station("core", costs.core_seconds(rows, ranks * stages, work.answer)),
+        Station("core", costs.core_seconds(rows, ranks, work.answer)),
         Station("socket", 2 * ranks * stages * costs.socket_message),
         Station("delay", 2 * costs.socket_delay, shared=False),
     ]
@@ -349,7 +350,7 @@ def report(measured: dict[str, Any], options: argparse.Namespace) -> None:
     name, link = next(iter(links.items()))
     shares = (f"{engine(link, ranks).busy['core']:.1%} (TP {ranks})" for ranks in SIZES)
     print(f"The core's loop is busy for {', '.join(shares)} of the time ({name})\n")
-    print(f"Projection, for the engine does not have it yet: pipeline stages ({name})")
+    print(f"Tokens/s of one core by pipeline and tensor parallel size ({name})")
     show([(f"PP {count}", [engine(link, ranks, count) for ranks in SIZES]) for count in STAGES], names)
     seconds = costs.http_token if options.http else costs.router_token
     print(

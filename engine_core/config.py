@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from pagewire.ipc.params import max_n
 from pagewire.ipc.pooling import PoolerConfig
 from pagewire.ipc.quantization import resolve_quantization, settings_of
 from pagewire.ipc.worker_messages import Parallel, Ready, WorkerConfig
+
+LAYER_PARTITION = "PAGEWIRE_PP_LAYER_PARTITION"
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class EngineConfig:
                 the checkpoint's, or a bad file of scaling factors. ModelNotFoundError: no such model.
         """
         args.check()
+        layer_partition(args.pipeline_parallel_size)
         path = model_folder(
             args.model,
             revision=args.revision,
@@ -105,7 +109,9 @@ class EngineConfig:
             weight_cache=args.weight_cache,
             kv_scales=list(self.kv_scales),
             parallel=Parallel(
-                size=args.tensor_parallel_size,
+                size=args.num_workers,
+                stages=args.pipeline_parallel_size,
+                layers=layer_partition(args.pipeline_parallel_size),
                 shared_memory=not args.disable_custom_all_reduce,
                 max_loading=args.max_parallel_loading_workers or 0,
             ),
@@ -118,11 +124,15 @@ class EngineConfig:
         """The scheduler's limits, given the KV blocks that the worker has allocated.
 
         A prompt of an encoder has no KV cache, and runs in one step. One block, of any size, stands for it.
+        The stages of a pipeline run different steps at the same time, which share the budget of tokens: so a long
+        prompt keeps all of them busy, too.
 
         Raises:
             ValueError: the blocks of an encoder are to be published.
         """
         args, whole = self.args, ready.pooling is not None and ready.pooling.whole_prompts
+        stages = args.pipeline_parallel_size
+        depth = max(2, stages) if args.async_scheduling else 1
         if whole and args.resolved_kv_events() is not None:
             raise ValueError(
                 "kv_events: this model is an encoder, which has no KV cache: leave the option out"
@@ -132,9 +142,12 @@ class EngineConfig:
             block_size=ready.max_model_len if whole else args.block_size,
             max_model_len=ready.max_model_len,
             max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=max(args.max_num_batched_tokens, ready.max_model_len if whole else 1),
+            max_num_batched_tokens=max(
+                args.max_num_batched_tokens // min(stages, depth), ready.max_model_len if whole else 1
+            ),
             policy=args.scheduling_policy,
-            depth=2 if args.async_scheduling else 1,
+            depth=depth,
+            stages=stages,
         )
 
     def engine_info(self, ready: Ready) -> EngineInfo:
@@ -167,6 +180,24 @@ class EngineConfig:
             figures=ready.figures,
             pooling=ready.pooling,
         )
+
+
+def layer_partition(num_stages: int) -> tuple[int, ...]:
+    """The number of layers of each stage in `PAGEWIRE_PP_LAYER_PARTITION`; empty without it, or for one stage.
+
+    Raises:
+        ValueError: it is no list of as many positive numbers.
+    """
+    text = os.environ.get(LAYER_PARTITION)
+    if not text or num_stages == 1:
+        return ()
+    parts = [part.strip() for part in text.split(",")]
+    if len(parts) != num_stages or not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(
+            f"{LAYER_PARTITION}={text!r}: the number of layers of each of {num_stages} stages expected "
+            f"(pipeline_parallel_size), such as {','.join(['8'] * num_stages)}"
+        )
+    return tuple(map(int, parts))
 
 
 def end_of_sequence(model: dict[str, Any], generation: dict[str, Any]) -> int | None:

@@ -92,6 +92,9 @@ class EngineArgs:
 
     tensor_parallel_size: int = option(
         1, "Parallel", "number of workers over which each layer of the model is split", short="-tp")
+    pipeline_parallel_size: int = option(
+        1, "Parallel", "number of stages, each of tensor_parallel_size workers, that have some of the layers each "
+        "($PAGEWIRE_PP_LAYER_PARTITION) and run different steps at the same time", short="-pp")
     distributed_executor_backend: str | None = option(
         None, "Parallel", "how workers are started; mp: as processes of this machine; ray: in a Ray cluster; "
         "join: by `pagewire worker --join` on any machine; default: mp where the machine has enough "
@@ -225,6 +228,8 @@ class EngineArgs:
     def _check_parallel(self) -> None:
         """Refuse options of groups of workers that contradict each other."""
         check_int("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
+        check_int("pipeline_parallel_size", self.pipeline_parallel_size, 1, MAX_RANKS)
+        check_int("tensor_parallel_size * pipeline_parallel_size", self.num_workers, 1, MAX_RANKS)
         if self.max_parallel_loading_workers is not None:
             check_int("max_parallel_loading_workers", self.max_parallel_loading_workers, 1)
         if self.worker_use_ray and self.distributed_executor_backend not in (None, "ray"):
@@ -236,11 +241,26 @@ class EngineArgs:
         for name in ("join_address", "join_key"):
             if getattr(self, name) is not None and self.distributed_executor_backend != "join":
                 raise ValueError(f"{name} needs distributed_executor_backend='join'")
-        if self.tensor_parallel_size > 1 and self.device.startswith("cuda:"):
+        if self.pipeline_parallel_size > 1 and self.load_format == "sharded_state":
             raise ValueError(
-                f"device={self.device!r} is one GPU, and tensor_parallel_size={self.tensor_parallel_size} takes "
-                "that many: use device='cuda', and CUDA_VISIBLE_DEVICES to choose among them"
+                "load_format='sharded_state' has parts of each layer, not stages: use tensor_parallel_size"
             )
+        if self.num_workers > 1 and self.device.startswith("cuda:"):
+            raise ValueError(
+                f"device={self.device!r} is one GPU, and {self.parallel_sizes} takes {self.num_workers}: use "
+                "device='cuda', and CUDA_VISIBLE_DEVICES to choose among them"
+            )
+
+    @property
+    def num_workers(self) -> int:
+        """Number of worker processes that run the model together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def parallel_sizes(self) -> str:
+        """The options that make several workers, for messages."""
+        names = ("tensor_parallel_size", "pipeline_parallel_size")
+        return ", ".join(f"{name}={size}" for name in names if (size := getattr(self, name)) > 1)
 
     @property
     def uses_ray(self) -> bool:
@@ -304,7 +324,6 @@ ALIASES = {
 NOT_SUPPORTED_YET: dict[str, Any] = {
     "allowed_local_media_path": "",
     "allowed_media_domains": None,
-    "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
     "cpu_offload_gb": 0,
     "mm_processor_kwargs": None,
@@ -327,7 +346,7 @@ NOT_SUPPORTED_YET: dict[str, Any] = {
 
 # What can be used in their place, by name of the option.
 ALTERNATIVES = {
-    "pipeline_parallel_size": ": use tensor_parallel_size, which splits every layer over the workers",
+    "data_parallel_size": ": pagewire route --spawn N runs several engines behind one address",
 }
 
 

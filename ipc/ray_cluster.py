@@ -50,7 +50,7 @@ def initialize_ray_cluster(
     ray = connect(ray_address)
     bundle = bundle_of(ray, parallel_config)
     group = ray.util.get_current_placement_group() or new_group(ray, bundle, parallel_config)
-    suitable_bundles(group.bundle_specs, bundle, parallel_config.tensor_parallel_size)
+    suitable_bundles(group.bundle_specs, bundle, parallel_config.num_workers)
     limit = env_float("PAGEWIRE_WORKER_START_TIMEOUT_S", 300.0)
     give_up, remind = time.monotonic() + limit, time.monotonic() + REMIND_SECONDS
     while not group.wait(1.0):
@@ -116,7 +116,7 @@ def new_group(ray: Any, bundle: dict[str, float], args: EngineArgs) -> Any:
     Raises:
         ValueError: the cluster was started here, and is too small.
     """
-    size = args.tensor_parallel_size
+    size = args.num_workers
     name, amount = next(iter(bundle.items()))
     present = ray.cluster_resources().get(name, 0.0)
     if _started_here and present < size * amount:

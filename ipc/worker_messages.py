@@ -24,6 +24,9 @@ class Parallel(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True)
     shared_memory: ranks on CPUs of one machine exchange tensors through shared memory.
     max_loading: ranks of a machine that load weights at the same time; 0: all.
     turn, num_turns: the ranks of a group load weights in this many turns, and this one in its turn, from 0.
+    stages: the group is a pipeline of this many stages; each has `num_shards` neighbouring ranks, which divide its
+        layers.
+    layers: the number of layers of each stage; empty: as even as possible.
     """
 
     rank: int = 0
@@ -37,6 +40,18 @@ class Parallel(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True)
     max_loading: int = 0
     turn: int = 0
     num_turns: int = 1
+    stages: int = 1
+    layers: tuple[int, ...] = ()
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that divide a layer."""
+        return self.size // self.stages
+
+    @property
+    def stage(self) -> int:
+        """The stage of this rank."""
+        return self.rank // self.num_shards
 
 
 class WorkerConfig(Message, tag="load"):
@@ -101,6 +116,8 @@ class Row(Item):
         to the first that is no draft are appended to the slot.
     num_prompt_logprobs: return log probabilities of the tokens that follow the first num_prompt_logprobs of these.
     pool: the row's hidden states go into the sequence's pooled result; the row that ends its prompt returns it.
+    token_ids: in a pipeline of several stages, tokens that were sampled since the slot's last row. The last stage,
+        which has sampled them, has them already; the others append them to the slot before the step.
     """
 
     slot: int
@@ -111,6 +128,7 @@ class Row(Item):
     num_samples: int = 0
     num_prompt_logprobs: int = 0
     pool: bool = False
+    token_ids: list[int] = []
 
 
 class StepPlan(Message, tag="plan"):
@@ -224,7 +242,7 @@ class RowResult(Item):
 class StepResult(Message, tag="result"):
     """The result of a step.
 
-    rows: one for each of the plan's rows.
+    rows: one for each of the plan's rows; none from a stage before the last, which samples nothing.
     busy_us: duration of the step in the worker, in microseconds. idle_us: time the worker had waited for it.
     """
 

@@ -9,6 +9,10 @@ class MemoryShortageError(LoadError):
     """The model does not fit into the memory that is available now; there may be more later."""
 
 
+class DisprovenError(LoadError):
+    """The model as it was transformed has other logits, which all ranks of the group have found."""
+
+
 class LostRankError(RuntimeError):
     """This rank has failed while the others of its group wait for it. Its worker ends, and so all are replaced."""
 

@@ -133,14 +133,23 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> RunningStep:
         """Launch the model for a plan. Tokens that the previous step still samples are taken from the device."""
-        self.slots.apply(plan)
+        model = self.model.model
+        self.slots.apply(plan, with_tokens=not model.makes_logits)
+        received = model.received(sum(row.num_tokens for row in plan.rows)) if plan.rows else None
         step = RunningStep(self, plan, self.device.record_event())
         if plan.rows:
-            step.run(*self._run(plan))
+            batch, hidden = self._run(plan, received)
+            if model.makes_logits:
+                step.run(batch, hidden)
+            else:
+                step.pass_on()
         return step
 
-    def _run(self, plan: StepPlan) -> tuple[Batch, Tensor]:
-        """Launch the model; returns the batch on the device and its hidden states."""
+    def _run(self, plan: StepPlan, received: Tensor | None) -> tuple[Batch, Tensor]:
+        """Launch the model; returns the batch on the device and its hidden states.
+
+        received: see `Model.hidden_states`.
+        """
         size = None
         # What is pooled is read when the step finishes; by then the next replay may have overwritten the hidden
         # states of a graph.
@@ -152,16 +161,17 @@ class Runner:
         with self.span("model"):
             if size is not None and self.graphs is not None:
                 return batch, self.graphs.replay(batch)
-            return batch, self._forward(batch)
+            return batch, self._forward(batch, received)
 
-    def _forward(self, batch: Batch) -> Tensor:
+    def _forward(self, batch: Batch, received: Tensor | None = None) -> Tensor:
         input_ids = self.relay.fill(batch.input_ids) if batch.needs_relay else batch.input_ids
         model = self.model.model
         if isinstance(model, EncoderModel):
             context: StepContext = model.context(batch.attention, batch.positions, batch.token_types)
         else:
-            context = StepContext(batch.attention, batch.positions, self.caches, self.model.kv_scales)
-        return model.hidden_states(input_ids, context)
+            first = 0 if model.stage is None else model.stage.layers.start
+            context = StepContext(batch.attention, batch.positions, self.caches, self.model.kv_scales, first)
+        return model.hidden_states(input_ids, context, received)
 
     def keep_tokens(self, slots: Tensor, sampled: PendingTokens) -> None:
         """Keep sampled tokens on the device for the next step, which may start before the host has read them."""
@@ -180,7 +190,8 @@ class Runner:
     def warm_up(self) -> None:
         """Do once what no request shall pay for: run a token, and record graphs. Writes nowhere that matters."""
         self._run_alone([1], SamplingParams(temperature=0.0))
-        if not self.config.enforce_eager and self.model.is_stack and self.device.can_record(self.model.dtype):
+        eager = self.config.enforce_eager or self.config.parallel.stages > 1  # no graph can send and receive
+        if not eager and self.model.is_stack and self.device.can_record(self.model.dtype):
             self._record_graphs()
         for k, v in self.caches:
             k[0].zero_()

@@ -31,8 +31,11 @@ class Slots:
         self.sampling: dict[int, SamplingSlot] = {}
         self.pooling: dict[int, PoolingSlot] = {}
 
-    def apply(self, plan: StepPlan) -> None:
-        """Free slots, fill slots, then append the rows' new blocks."""
+    def apply(self, plan: StepPlan, *, with_tokens: bool = False) -> None:
+        """Free slots, fill slots, then append the rows' new blocks.
+
+        with_tokens: append the tokens that rows bring, which the last stage of a pipeline has sampled.
+        """
         for slot in plan.freed_slots:
             self.sampling.pop(slot, None)
             self.pooling.pop(slot, None)
@@ -41,6 +44,9 @@ class Slots:
         for row in plan.rows:
             if row.new_block_ids:
                 self._add_blocks(row)
+            if with_tokens:
+                for token_id in row.token_ids:
+                    self.append(row.slot, token_id)
 
     def append(self, slot: int, token_id: int) -> None:
         """Append a sampled token to a slot's sequence. A plan that was made before it was known may run it next."""

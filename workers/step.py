@@ -71,6 +71,7 @@ class RunningStep:
         self._runner, self.plan, self._begin = runner, plan, begin
         self._end = begin
         self._sampled: PendingTokens | None = None
+        self._passed_on = False
         self._batch: Batch | None = None
         self._hidden = NOTHING
         self._slots: list[SamplingSlot] = []
@@ -90,6 +91,11 @@ class RunningStep:
                 successors = slots.tokens[row.slot, first : first + row.num_prompt_logprobs].tolist()
                 k = slots.sampling[row.slot].params.prompt_logprobs or 0
                 self._prompts.append(PromptLogprobsRequest(i, batch.starts[i], successors, k))
+        self._end = self._runner.device.record_event()
+
+    def pass_on(self) -> None:
+        """The launched work is that of a stage before the last: nothing is sampled, and the result has no rows."""
+        self._passed_on = True
         self._end = self._runner.device.record_event()
 
     @torch.inference_mode()
@@ -118,7 +124,8 @@ class RunningStep:
 
     def finish(self, since: Event | None = None) -> StepResult:
         """Wait for the step and append its tokens to their slots. since: the end of the previous step."""
-        result = StepResult(self.plan.step_id, [RowResult() for _ in self.plan.rows])
+        rows = [] if self._passed_on else self.plan.rows
+        result = StepResult(self.plan.step_id, [RowResult() for _ in rows])
         if self._sampled is not None:
             self._take(self._sampled.finish(), result)
         for row, logprobs in self._prompt_logprobs.items():

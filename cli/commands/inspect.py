@@ -99,7 +99,13 @@ def report(options: argparse.Namespace) -> Report:
         expected_isa(),
         machine_memory(num_local),
     )
-    sizes = sizes_of(headers, config, isa)
+    # The memory is that of the stage that takes most. A token goes through all of them, one after the other.
+    parallel = config.parallel
+    one_stage = replace(config, parallel=replace(parallel, size=parallel.num_shards, stages=1, layers=()))
+    ranks = range(0, parallel.size, parallel.num_shards)
+    stages = [replace(config, parallel=replace(parallel, rank=rank)) for rank in ranks]
+    config = max(stages, key=lambda stage: sizes_of(headers, stage, isa).weight_bytes)
+    sizes, all_stages = sizes_of(headers, config, isa), sizes_of(headers, one_stage, isa)
     result = fit(sizes, config, *memory, kept_bytes(config, isa))
     num_threads = config.num_threads or default_threads(replace(config.parallel, local_size=num_local))
     rate = read_rate(sizes.read_bytes * num_local, num_threads * num_local) / num_local
@@ -108,7 +114,7 @@ def report(options: argparse.Namespace) -> Report:
         sizes=sizes,
         fit=result,
         remedies=remedies(headers, config, isa, *memory) if result.problem else [],
-        speed=expected_speed(sizes, rate),
+        speed=expected_speed(all_stages, rate),
         num_threads=num_threads,
         num_workers=config.parallel.size,
         num_local=num_local,

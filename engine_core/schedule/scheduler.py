@@ -32,6 +32,7 @@ from pagewire.engine_core.grammar.matcher import GrammarError
 from pagewire.engine_core.schedule.drafting import Drafter
 from pagewire.engine_core.schedule.fairness import PATIENCE_SECONDS, gives_room, gives_way
 from pagewire.engine_core.schedule.kv_cache import KVCache
+from pagewire.engine_core.schedule.micro_batches import micro_batch
 from pagewire.engine_core.schedule.sequence import Sequence, State
 from pagewire.engine_core.schedule.step import PlannedStep, SchedulerStats, check_result
 from pagewire.engine_core.schedule.stopping import finish_reason, stop_ids
@@ -48,7 +49,7 @@ Outcome: TypeAlias = tuple[Sequence, TokenDelta]
 class SchedulerConfig:
     """Limits of a scheduler.
 
-    depth: maximum number of steps in flight.
+    depth: maximum number of steps in flight. stages: of the pipeline of workers (`micro_batches`).
     watermark: fraction of the blocks that must stay free when a sequence is admitted, for running ones to grow.
     """
 
@@ -60,6 +61,7 @@ class SchedulerConfig:
     policy: Literal["fcfs", "priority"] = "fcfs"
     depth: int = 2
     watermark: float = 0.01
+    stages: int = 1
 
     def __post_init__(self) -> None:
         if self.num_blocks * self.block_size < self.max_model_len:
@@ -247,7 +249,7 @@ class Scheduler:
     def _plan_running(self, step: PlannedStep, leaving: Sequence | None) -> bool:
         """Plan running sequences but `leaving`. False if blocks ran out, so that no waiting one may be admitted."""
         num_preemptions = self.stats.num_preemptions
-        for sequence in list(self.running):
+        for sequence in micro_batch(self.running, self.config.stages, self.config.depth, len(self.in_flight)):
             if step.budget == 0:
                 break
             num_left = sequence.num_to_compute
@@ -305,7 +307,7 @@ class Scheduler:
         step.inits.append(
             SlotInit(
                 slot=sequence.slot,
-                token_ids=list(sequence.token_ids),
+                token_ids=sequence.send_tokens(0),
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 block_ids=[block.block_id for block in sequence.blocks],
                 task=sequence.request.task,
@@ -345,12 +347,14 @@ class Scheduler:
 
     def _schedule(self, step: PlannedStep, sequence: Sequence, count: int, drafts: list[int]) -> None:
         start, end = sequence.computed, sequence.computed + count
-        num_tokens, num_samples = count + len(drafts), 0
-        if not sequence.pools and end == len(sequence.token_ids) + sequence.num_pending:
-            num_samples = 1 + len(drafts)
+        num_tokens = count + len(drafts)
+        samples = not sequence.pools and end == len(sequence.token_ids) + sequence.num_pending
+        num_samples = 1 + len(drafts) if samples else 0
         missing = self.kv.missing(sequence, start + num_tokens)
         new_block_ids = self.kv.grow(sequence, missing) if missing else []
         row = Row(sequence.slot, start, num_tokens, new_block_ids, drafts, num_samples, 0, sequence.pools)
+        if self.config.stages > 1:
+            row.token_ids = sequence.send_tokens(sequence.num_sent)
         if sequence.returns_prompt_logprobs and start >= sequence.num_prompt_logprobs:
             row.num_prompt_logprobs = max(0, min(end, sequence.num_prompt_tokens - 1) - start)
         step.sequences.append(sequence)
@@ -455,9 +459,7 @@ class Scheduler:
     ) -> Outcome:
         self._finish(sequence)
         delta = TokenDelta(
-            sequence.key,
-            sequence.index,
-            [],
+            *(sequence.key, sequence.index, []),
             finish_reason="error",
             error=text,
             error_type=error_type,

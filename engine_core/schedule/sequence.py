@@ -46,6 +46,7 @@ class Sequence:
     namespace: prefixes are shared within a namespace only; empty for that of all requests.
     num_cached_tokens: tokens found in the prefix cache on first admission; None before that.
     num_prompt_logprobs: prompt log probabilities that were returned.
+    num_sent: of `token_ids`, those that all workers have, since it got its slot.
     token_gap: seconds between the last two tokens; 0 until there are two.
     matcher: its position in the grammar of its structured output; None without one.
     pools: it ends with a pooled result and generates no tokens. params: those of a sequence that generates.
@@ -83,6 +84,7 @@ class Sequence:
     num_registered: int = 0
     num_cached_tokens: int | None = None
     num_prompt_logprobs: int = 0
+    num_sent: int = 0
     scheduled_time: float = 0.0
     first_token_time: float = 0.0
     last_token_time: float = 0.0
@@ -154,6 +156,11 @@ class Sequence:
     def land(self) -> None:
         """Record that the oldest step in flight has returned."""
         self.num_pending -= self.in_flight.popleft()
+
+    def send_tokens(self, start: int) -> list[int]:
+        """The tokens from `start` on, for a plan with which all workers get them."""
+        self.num_sent = len(self.token_ids)
+        return self.token_ids[start:]
 
     def crash(self) -> None:
         """Record that the worker was lost with steps of this sequence in flight."""

@@ -5,7 +5,8 @@
 A group has one process for each rank. They get their configuration once all of them have connected, since it says
 how they meet. What the core sends goes to all ranks; their answers come back as one message once the last of them
 has answered. So a step lasts until every rank has run it, and a rank that hangs is noticed like a single worker
-that hangs. The ranks live and die together: the end of one ends the others.
+that hangs. The result of a step is that of the first rank of the last stage, which samples. The ranks live and die
+together: the end of one ends the others.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pagewire.ipc.messages import PROTOCOL
 from pagewire.ipc.sockets import receive, send
 from pagewire.ipc.worker_messages import (
     FromWorker,
+    Masks,
     Progress,
     Ready,
     StepResult,
@@ -105,6 +107,7 @@ class WorkerGroup:
         self.last_sign = self.longest_step = 0.0
         self._launcher, self._config = launcher, config
         self._killed = False
+        self._sampling = self.size - config.parallel.num_shards  # the first rank of the last stage
         self._spare = SpareDescriptors(SPARE_DESCRIPTORS * self.size)
         self._codec: Codec[FromWorker] = Codec(FromWorker)
         self._ranks: dict[bytes, Rank] = {}  # by identity, in the order of the ranks
@@ -210,10 +213,15 @@ class WorkerGroup:
     # ------------------------------------------------------------ messages
 
     def send(self, message: Any) -> None:
-        """Send to all processes. For one that has just ended nothing happens: `exit_fd` reports that."""
+        """Send to all processes, and masks to those that sample: the last stage.
+
+        For a process that has just ended nothing happens: `exit_fd` reports that.
+        """
         frames = self._codec.encode(message)
+        first = self._sampling if isinstance(message, Masks) else 0
         for rank in self._ranks.values():
-            self._send_to(rank, frames)
+            if rank.process.rank >= first:
+                self._send_to(rank, frames)
 
     def messages(self) -> Iterator[FromGroup]:
         """The messages of the group, from those of its processes that have arrived."""
@@ -241,7 +249,7 @@ class WorkerGroup:
         if isinstance(message, StepResult):
             self.longest_step = max(self.longest_step, message.busy_us / 1e6)
             results = self._gather(rank, message.step_id, message)
-            return None if results is None else results[0]
+            return None if results is None else results[self._sampling]
         if isinstance(message, WorkerReply):
             replies = self._gather(rank, message.call_id, message)
             return None if replies is None else GroupReply(message.call_id, replies)

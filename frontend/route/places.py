@@ -38,8 +38,8 @@ def spawned(args: EngineArgs, number: int, num_cores: int) -> Place:
     alone = "start each with `pagewire core`, and give the router their addresses (--core)"
     if num_cores > 1 and args.resolved_kv_events() is not None:
         raise ValueError(f"kv_events: cores that are spawned together would publish at one address: {alone}")
-    if args.device == "cuda" and args.tensor_parallel_size > 1:
-        raise ValueError(f"tensor_parallel_size: a core that is spawned with others gets one GPU: {alone}")
+    if args.device == "cuda" and args.num_workers > 1:
+        raise ValueError(f"{args.parallel_sizes}: a core that is spawned with others gets one GPU: {alone}")
     if args.num_threads is None:
         args = dataclasses.replace(args, num_threads=max(1, (os.cpu_count() or 1) // num_cores))
     if args.device == "cuda":

@@ -5,6 +5,9 @@
 // round only when it has read, and by then all have posted this one: so whoever writes to a slot knows that nobody
 // reads any more what was in it two rounds ago, and there is one meeting for each exchange.
 //
+// A link goes from one rank to another: a ring of pieces with two posts. The sender posts how many it has written, the
+// receiver how many it has read. So the sender is ahead by as much as the ring holds.
+//
 // A wait has no limit. If a rank ends, the core ends the others.
 
 #include <algorithm>
@@ -66,12 +69,15 @@ void await(Post& post, uint32_t round) {
   post.sleepers.fetch_sub(1);
 }
 
+void announce(Post& post, uint32_t round) {
+  post.round.store(round);
+  if (post.sleepers.load()) syscall(SYS_futex, &post.round, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
 // Posts the next round and waits for all others.
 void meet(const Group& group) {
-  Post& own = posts(group)[group.rank];
   const uint32_t round = next_round(group);
-  own.round.store(round);
-  if (own.sleepers.load()) syscall(SYS_futex, &own.round, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  announce(posts(group)[group.rank], round);
   for (int rank = 0; rank < group.size; ++rank) await(posts(group)[rank], round);
 }
 
@@ -94,6 +100,15 @@ void add_up(const Group& group, uint32_t round, T* out, int64_t begin, int64_t e
 // The first of the n elements that `rank` adds up.
 int64_t share_of(int rank, int size, int64_t n) {
   return std::min(n, (n * rank / size + kShareAlignment - 1) / kShareAlignment * kShareAlignment);
+}
+
+enum LinkPost { kWritten, kRead, kNumPosts };
+
+Post& post(const Link& link, LinkPost which) { return static_cast<Post*>(link.region)[which]; }
+
+char* piece(const Link& link, uint32_t number) {
+  char* const first = static_cast<char*>(link.region) + kNumPosts * sizeof(Post);
+  return first + number % link.num_pieces * link.piece_bytes;
 }
 
 // All ranks' n elements fit into a slot.
@@ -165,3 +180,31 @@ void pagewire_broadcast(const Group* group, void* data, int64_t bytes, int32_t s
 }
 
 void pagewire_barrier(const Group* group) { meet(*group); }
+
+// The bytes of a link's region, which begins on a cache line and holds zeros at first. num_pieces: a power of two.
+int64_t pagewire_link_bytes(int64_t piece_bytes, int64_t num_pieces) {
+  return kNumPosts * int64_t(sizeof(Post)) + num_pieces * piece_bytes;
+}
+
+// Returns once all of data[bytes] is in the ring.
+void pagewire_send(const Link* link, const void* data, int64_t bytes) {
+  Post& written = post(*link, kWritten);
+  for (int64_t start = 0; start < bytes; start += link->piece_bytes) {
+    const uint32_t number = written.round.load(std::memory_order_relaxed);
+    await(post(*link, kRead), number + 1 - uint32_t(link->num_pieces));
+    std::memcpy(piece(*link, number), static_cast<const char*>(data) + start,
+                std::min(link->piece_bytes, bytes - start));
+    announce(written, number + 1);
+  }
+}
+
+// data[bytes] becomes what the sender's next call has sent, which is of the same size.
+void pagewire_receive(const Link* link, void* data, int64_t bytes) {
+  Post& read = post(*link, kRead);
+  for (int64_t start = 0; start < bytes; start += link->piece_bytes) {
+    const uint32_t number = read.round.load(std::memory_order_relaxed);
+    await(post(*link, kWritten), number + 1);
+    std::memcpy(static_cast<char*>(data) + start, piece(*link, number), std::min(link->piece_bytes, bytes - start));
+    announce(read, number + 1);
+  }
+}

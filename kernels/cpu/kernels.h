@@ -118,6 +118,19 @@ EXPORT void pagewire_broadcast(const Group* group, void* data, int64_t bytes, in
 
 EXPORT void pagewire_barrier(const Group* group);
 
+// The memory that a rank shares with another one, to which it sends.
+struct Link {
+  void* region;         // pagewire_link_bytes, zeros at first
+  int64_t piece_bytes;  // a multiple of 64
+  int64_t num_pieces;   // that may be on their way
+};
+
+EXPORT int64_t pagewire_link_bytes(int64_t piece_bytes, int64_t num_pieces);
+
+EXPORT void pagewire_send(const Link* link, const void* data, int64_t bytes);
+
+EXPORT void pagewire_receive(const Link* link, void* data, int64_t bytes);
+
 // ---- experts.cpp: several matrices at once ----
 
 struct Matrix {

@@ -160,7 +160,7 @@ def test_the_kept_costs_make_all_tables(
     model.main()
     printed = capsys.readouterr().out
     assert measured["processor"] in printed
-    for name in ("TP 8", "PP 4", "64 core(s)", "Projection", "router without HTTP"):
+    for name in ("TP 8", "PP 4", "64 core(s)", "PP 3", "router without HTTP"):
         assert name in printed
 
 

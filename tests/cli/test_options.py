@@ -170,7 +170,7 @@ def test_a_bad_file_is_named_with_what_is_wrong(
         ("core --drain-seconds -1", "argument --drain-seconds: must be 0 or more"),
         ("core --drain-seconds nan", "argument --drain-seconds: must be 0 or more"),
         ("core --curve-secret a", "pagewire core: CURVE needs both"),
-        ("generate x --pipeline-parallel-size 2", "pipeline_parallel_size=2 is not supported yet: use tensor"),
+        ("generate x -pp 0", "pipeline_parallel_size must be in [1, 1024], got 0"),
         ("generate x -tp 0", "tensor_parallel_size must be in [1, 1024], got 0"),
         ("core -tp 2 --join-key x", "join_key needs distributed_executor_backend='join'"),
         ("worker --join ipc:///x", "pagewire worker: --join takes tcp://HOST:PORT"),

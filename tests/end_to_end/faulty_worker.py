@@ -1,7 +1,8 @@
 """A real worker that dies or stops itself at a phase of a collective, once for each order that it gets.
 
-An order is the file `$FAULT_ORDER` with "RANK PHASE SIGNAL". Phases: `before` and `after` an `all_reduce`, and `in`
-it, while the rank waits for another one, which never comes. Signal 0: the rank lacks memory.
+An order is the file `$FAULT_ORDER` with "RANK PHASE SIGNAL". Phases: `before` and `after` an `all_reduce`, or in a
+pipeline before and after the rank sends or receives, and `in` it, while the rank waits for another one, which never
+comes. Signal 0: the rank lacks memory.
 """
 
 from __future__ import annotations
@@ -37,9 +38,12 @@ def obey(group: SharedMemoryGroup, phase: str) -> None:
         threading.Event().wait()  # the rank that the order is for waits for this one
 
 
-def watch(group: SharedMemoryGroup) -> None:
-    """Obey orders for the inside of an operation: while this rank sleeps there, as the other does not come."""
-    sleepers = ctypes.c_uint32.from_address(group.group.region + POST_BYTES * (1 - group.rank) + SLEEPERS)
+def watch(group: SharedMemoryGroup, post: int) -> None:
+    """Obey orders for the inside of an operation: while this rank sleeps there, as the other does not come.
+
+    post: the address of that for which it sleeps.
+    """
+    sleepers = ctypes.c_uint32.from_address(post + SLEEPERS)
     while True:
         signal.sigtimedwait([], 0.002)
         if sleepers.value:
@@ -47,7 +51,7 @@ def watch(group: SharedMemoryGroup) -> None:
 
 
 class FaultyGroup(SharedMemoryGroup):
-    """A group of two whose sums fail as ordered."""
+    """A group of two whose sums, or what they send, fail as ordered."""
 
     _watcher: threading.Thread | None = None
 
@@ -58,13 +62,32 @@ class FaultyGroup(SharedMemoryGroup):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `Collective.all_reduce`."""
-        if self._watcher is None:
-            self._watcher = threading.Thread(target=watch, args=[self], daemon=True)
-            self._watcher.start()
+        if self._stages > 1:  # while the model is loaded
+            return super().all_reduce(x)
+        self._watch(self.group.region + POST_BYTES * (1 - self.rank))
         obey(self, "before")
         total = super().all_reduce(x)
         obey(self, "after")
         return total
+
+    def send(self, x: Tensor, target: int) -> None:
+        """See `Collective.send`."""
+        obey(self, "before")
+        super().send(x, target)
+        obey(self, "after")
+
+    def receive(self, x: Tensor, source: int) -> Tensor:
+        """See `Collective.receive`."""
+        self._watch(self._link(source, self.rank).region)
+        obey(self, "before")
+        received = super().receive(x, source)
+        obey(self, "after")
+        return received
+
+    def _watch(self, post: int) -> None:
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=watch, args=[self, post], daemon=True)
+            self._watcher.start()
 
 
 if __name__ == "__main__":

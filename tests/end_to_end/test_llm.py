@@ -148,6 +148,6 @@ def test_options_that_do_not_exist_or_not_yet() -> None:
     with pytest.raises(TypeError, match="max_model_len"):
         LLM("demo", max_modellen=5)
     with pytest.raises(
-        ValueError, match="pipeline_parallel_size=2 is not supported yet: use tensor_parallel_size"
+        ValueError, match="data_parallel_size=2 is not supported yet: pagewire route --spawn N"
     ):
-        LLM("demo", pipeline_parallel_size=2)
+        LLM("demo", data_parallel_size=2)

@@ -1,5 +1,7 @@
 """A core with a group of two real workers, which die and hang before, in and after a collective.
 
+The workers divide each layer, or are the stages of a pipeline.
+
 The streams go on, and are those of the group that nothing happens to.
 """
 
@@ -37,9 +39,12 @@ FAULTS = [
     (1, "after", signal.SIGKILL),
     (0, "in", signal.SIGSTOP),
 ]
+STAGE_FAULTS = [(1, "in", signal.SIGKILL)]
 if os.environ.get("PAGEWIRE_TEST_ALL_FAULTS"):
     signals = (signal.SIGKILL, signal.SIGSTOP)
     FAULTS = [(rank, phase, n) for rank in (0, 1) for phase in ("before", "in", "after") for n in signals]
+    # The first stage never waits for the second one.
+    STAGE_FAULTS = [fault for fault in FAULTS if fault[:2] != (0, "in")]
 
 
 @pytest.fixture
@@ -51,15 +56,20 @@ def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "order"
 
 
-@pytest.fixture
-def core(tmp_path: Path, order: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineCore]:
-    """A core in a thread, with a group of two, for which a step that takes longer than five seconds is a hang."""
+@pytest.fixture(params=["tensor_parallel_size"])
+def core(
+    request: pytest.FixtureRequest, tmp_path: Path, order: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[EngineCore]:
+    """A core in a thread, with a group of two, for which a step that takes longer than five seconds is a hang.
+
+    The parameter is the option that makes it a group.
+    """
     monkeypatch.setenv("PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S", "5")
     monkeypatch.setattr("pagewire.engine_core.workers.restarts.FIRST_PAUSE_SECONDS", 0.02)
     context: zmq.Context[Any] = zmq.Context()
     clients = Clients(bind_router(context, f"ipc://{tmp_path}/core.sock"), silence_seconds=60.0)
     args = EngineArgs(
-        "demo", dtype="float32", num_threads=1, kv_cache_memory_bytes=32 << 20, tensor_parallel_size=2
+        "demo", dtype="float32", num_threads=1, kv_cache_memory_bytes=32 << 20, **{request.param: 2}
     )
     config = EngineConfig.resolve(args)
     workers = WorkerGroup(config.worker_config(), LocalLauncher(context, FAULTY_WORKER))
@@ -117,13 +127,33 @@ async def check_calls(group: AsyncLLM, order: Path) -> None:
     await group.wake_up(["kv_cache"])
 
 
+def tokens_of_one_worker(llm: LLM) -> list[list[int]]:
+    """What one worker makes of all prompts."""
+    params = [mixed(i) for i in range(len(PROMPTS))]
+    return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("core", ["pipeline_parallel_size"], indirect=True)
+def test_streams_outlive_the_death_of_a_stage(
+    core: EngineCore, order: Path, llm: LLM, tmp_path: Path
+) -> None:
+    expected = tokens_of_one_worker(llm)
+
+    async def main() -> None:
+        async with AsyncLLM.attach(f"ipc://{tmp_path}/core.sock", timeout=None) as group:
+            assert await collect_all(group) == expected
+            for fault in STAGE_FAULTS:
+                await check_fault(group, core, order, expected, fault)
+            first, second = await group.collective_rpc("model_info")
+            assert (first["num_layers"], second["num_layers"]) == (2, 2)
+
+    asyncio.run(main())
+
+
 def test_streams_outlive_the_death_and_hang_of_a_rank_in_each_phase(
     core: EngineCore, order: Path, llm: LLM, tmp_path: Path
 ) -> None:
-    alone = [
-        output.outputs[0].token_ids
-        for output in llm.generate(PROMPTS, [mixed(i) for i in range(len(PROMPTS))], use_tqdm=False)
-    ]
+    alone = tokens_of_one_worker(llm)
 
     async def main() -> None:
         async with AsyncLLM.attach(f"ipc://{tmp_path}/core.sock", timeout=None) as group:

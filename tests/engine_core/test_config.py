@@ -57,3 +57,28 @@ def test_an_encoder_publishes_no_blocks() -> None:
     args = EngineArgs(model="org/model", kv_events="ipc:///tmp/events")
     with pytest.raises(ValueError, match="kv_events: this model is an encoder"):
         EngineConfig(args, MODEL, {}, None).scheduler_config(encoder)
+
+
+def test_the_layers_of_each_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    def parallel(stages: int) -> Any:
+        args = EngineArgs("demo", pipeline_parallel_size=stages, tensor_parallel_size=2)
+        return EngineConfig(args, MODEL, {}, None).worker_config().parallel
+
+    assert (parallel(3).size, parallel(3).stages, parallel(3).num_shards) == (6, 3, 2)
+    monkeypatch.setenv("PAGEWIRE_PP_LAYER_PARTITION", "8, 8,9")
+    assert parallel(3).layers == (8, 8, 9)
+    assert parallel(1).layers == ()
+    for text in ("8,8,9,1", "8,0,9", "8,-1,9", "8,8", "many"):
+        monkeypatch.setenv("PAGEWIRE_PP_LAYER_PARTITION", text)
+        with pytest.raises(ValueError, match="the number of layers of each of 3 stages expected"):
+            EngineConfig.resolve(EngineArgs("demo", pipeline_parallel_size=3))
+
+
+def test_stages_share_the_budget_of_tokens_and_have_a_step_each() -> None:
+    def limits(stages: int, **options: Any) -> tuple[int, int, int]:
+        args = EngineArgs("demo", pipeline_parallel_size=stages, max_num_batched_tokens=96, **options)
+        made = EngineConfig(args, MODEL, {}, None).scheduler_config(READY)
+        return made.max_num_batched_tokens, made.depth, made.stages
+
+    assert [limits(n) for n in (1, 2, 3)] == [(96, 2, 1), (48, 2, 2), (32, 3, 3)]
+    assert limits(3, async_scheduling=False) == (96, 1, 3)

@@ -25,6 +25,7 @@ DEFAULTS = {
     "served_model_name": None,
     "seed": 0,
     "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
     "distributed_executor_backend": None,
     "disable_custom_all_reduce": False,
     "block_size": 16,
@@ -100,10 +101,17 @@ def test_later_features_take_their_defaults_and_nothing_else(name: str) -> None:
         ({"ray_workers_use_nsight": True}, "ray_workers_use_nsight needs distributed_executor_backend='ray'"),
         ({"join_address": "tcp://127.0.0.1:1"}, "join_address needs distributed_executor_backend='join'"),
         ({"tensor_parallel_size": 2, "device": "cuda:1"}, "device='cuda:1' is one GPU"),
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size must be in"),
+        ({"pipeline_parallel_size": 2, "device": "cuda:1"}, "and pipeline_parallel_size=2 takes 2"),
         (
-            {"pipeline_parallel_size": 2},
-            "pipeline_parallel_size=2 is not supported yet: use tensor_parallel_size",
+            {"tensor_parallel_size": 64, "pipeline_parallel_size": 32},
+            r"tensor_parallel_size \* pipeline_parallel_size must be in \[1, 1024\], got 2048",
         ),
+        (
+            {"pipeline_parallel_size": 2, "load_format": "sharded_state"},
+            "not stages: use tensor_parallel_size",
+        ),
+        ({"data_parallel_size": 2}, "data_parallel_size=2 is not supported yet: pagewire route --spawn N"),
     ],
 )
 def test_options_of_groups_that_cannot_be(options: dict[str, Any], text: str) -> None:

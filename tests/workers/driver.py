@@ -28,7 +28,7 @@ GREEDY = SamplingParams(temperature=0.0)
 def load_runner(folder: Path, collective: Collective | None = None, **fields: Any) -> tuple[Runner, Ready]:
     """A runner of small sizes; with a collective, a rank of a group."""
     if collective is not None:
-        fields["parallel"] = Parallel(collective.rank, collective.size)
+        fields.setdefault("parallel", Parallel(collective.rank, collective.size))
     sizes: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 8, "num_blocks": 64, "block_size": 4}
     config = WorkerConfig(str(folder), **(sizes | {"num_threads": 1} | fields))
     return Runner.start(config, lambda *_: None, collective=collective)

@@ -7,8 +7,10 @@ All is sent as bytes, so every dtype is.
 
 from __future__ import annotations
 
+import copy
 import os
 import socket
+from collections import deque
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +27,7 @@ from pagewire.workers.introduction import own_address
 
 NO_LIMIT = timedelta(days=30)  # the core's limits end a wait, see `interface`
 SHARED_BYTES = 1 << 16  # from this size on, each rank adds up a share
+SENT_AHEAD = 2  # tensors that may be on their way to a rank
 
 
 class DistributedGroup:
@@ -54,6 +57,9 @@ class DistributedGroup:
             timeout=NO_LIMIT,
             device_id=device if backend == "nccl" else None,
         )
+        self._group: Any = None  # of all ranks
+        self._parts: dict[int, DistributedGroup] = {}
+        self._sent: deque[tuple[Any, Tensor]] = deque()  # on their way, with the memory that they need
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `Collective.all_reduce`."""
@@ -63,7 +69,7 @@ class DistributedGroup:
         padding = -x.numel() % self.size
         flat = torch.cat([x.view(-1), x.new_zeros(padding)]) if padding else x.view(-1)
         shares = torch.empty_like(flat)
-        dist.all_to_all_single(as_bytes(shares), as_bytes(flat))
+        dist.all_to_all_single(as_bytes(shares), as_bytes(flat), group=self._group)
         share = ordered_sum(shares.view(self.size, -1).unbind(0))
         return torch.cat(self._gathered(share))[: x.numel()].view(x.shape)
 
@@ -75,7 +81,7 @@ class DistributedGroup:
         """See `Collective.broadcast`."""
         if not x.is_contiguous():
             raise ValueError("a tensor that takes the values of another rank is contiguous")
-        dist.broadcast(as_bytes(x), source)
+        dist.broadcast(as_bytes(x), group=self._group, group_src=source)
         return x
 
     def barrier(self) -> None:
@@ -84,14 +90,39 @@ class DistributedGroup:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def part(self, size: int) -> DistributedGroup:
+        """See `Collective.part`."""
+        if size not in self._parts:
+            groups = [dist.new_group(list(range(first, first + size))) for first in range(0, self.size, size)]
+            part = self._parts[size] = copy.copy(self)
+            part.rank, part.size = self.rank % size, size
+            part._group, part._parts, part._sent = groups[self.rank // size], {}, deque()
+        return self._parts[size]
+
+    def send(self, x: Tensor, target: int) -> None:
+        """See `Collective.send`."""
+        x = x.contiguous()
+        while len(self._sent) >= SENT_AHEAD:
+            self._sent.popleft()[0].wait()
+        self._sent.append((dist.isend(as_bytes(x), group=self._group, group_dst=target), x))
+
+    def receive(self, x: Tensor, source: int) -> Tensor:
+        """See `Collective.receive`."""
+        if not x.is_contiguous():
+            raise ValueError("a tensor that takes the values of another rank is contiguous")
+        dist.recv(as_bytes(x), group=self._group, group_src=source)
+        return x
+
     def close(self) -> None:
         """End the process group."""
-        dist.destroy_process_group()
+        while self._sent:
+            self._sent.popleft()[0].wait()
+        dist.destroy_process_group(self._group)
 
     def _gathered(self, x: Tensor) -> list[Tensor]:
         """All ranks' `x`, in their order."""
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather([as_bytes(part) for part in parts], as_bytes(x))
+        dist.all_gather([as_bytes(part) for part in parts], as_bytes(x), group=self._group)
         return parts
 
 

@@ -53,8 +53,10 @@ def shared_memory_group(compiled: library.Library, parallel: Parallel) -> Shared
         descriptor = received
     try:
         if parallel.rank == 0:
-            os.ftruncate(descriptor, region_bytes(compiled.functions, parallel.size))
+            os.ftruncate(descriptor, region_bytes(compiled.functions, parallel.size, parallel.stages))
             meeting.host(parallel.rendezvous, parallel.size - 1, compiled.isa.name, descriptor)
-        return SharedMemoryGroup(compiled.functions, descriptor, parallel.rank, parallel.size)
+        return SharedMemoryGroup(
+            compiled.functions, descriptor, parallel.rank, parallel.size, parallel.stages
+        )
     finally:
         os.close(descriptor)

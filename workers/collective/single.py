@@ -26,5 +26,17 @@ class SingleRank:
     def barrier(self) -> None:
         """Return at once."""
 
+    def part(self, size: int) -> SingleRank:
+        """This group."""
+        return self
+
+    def send(self, x: Tensor, target: int) -> None:
+        """Raises ValueError: there is no other rank."""
+        raise ValueError("a group of one rank has none to send to")
+
+    def receive(self, x: Tensor, source: int) -> Tensor:
+        """Raises ValueError: there is no other rank."""
+        raise ValueError("a group of one rank has none to receive from")
+
     def close(self) -> None:
         """Nothing to give back."""

@@ -59,11 +59,12 @@ class StepContext:
     """The inputs of a step's layers beside hidden states: attention batch, positions int64 [T], all KV caches.
 
     scales: of each layer's keys and values, in caches of 8-bit floats; empty for 1.
+    first_layer: the layer of the first caches; those before it are on other stages of a pipeline.
 
     Within `with step:`, attention and linear layers get it from `current_step`.
     """
 
-    __slots__ = ("_outer", "batch", "caches", "positions", "scales")
+    __slots__ = ("_outer", "batch", "caches", "first_layer", "positions", "scales")
 
     def __init__(
         self,
@@ -71,8 +72,10 @@ class StepContext:
         positions: Tensor,
         caches: Sequence[tuple[Tensor, Tensor]],
         scales: Sequence[KVScales] = (),
+        first_layer: int = 0,
     ) -> None:
         self.batch, self.positions, self.caches, self.scales = batch, positions, caches, scales
+        self.first_layer = first_layer
         self._outer: StepContext | None = None
 
     def __enter__(self) -> None:
@@ -85,7 +88,7 @@ class StepContext:
 
     def cache(self, layer: int, shape: KVShape, window: int | None) -> tuple[Tensor, Tensor]:
         """The K and V caches of a layer. `shape` and `window` (keys per query) are used by the dry run only."""
-        return self.caches[layer]
+        return self.caches[layer - self.first_layer]
 
     def future(self, window: int | None) -> int:
         """How many keys after its own a query sees, given the layer's window."""

@@ -90,9 +90,9 @@ class EncoderModel(PoolingModel):
         """The context of a step. positions: int64 [T], from 0 on in each prompt."""
         return EncoderStep(batch, positions, self._pages, token_types)
 
-    def hidden_states(self, input_ids: Tensor, step: StepContext) -> Tensor:
-        """See `Model.hidden_states`."""
-        assert isinstance(step, EncoderStep)
+    def hidden_states(self, input_ids: Tensor, step: StepContext, received: Tensor | None = None) -> Tensor:
+        """See `Model.hidden_states`. It has no stages, so nothing is received."""
+        assert isinstance(step, EncoderStep) and received is None
         types = torch.zeros_like(input_ids) if step.token_types is None else step.token_types
         inputs = {
             "input_ids": input_ids,

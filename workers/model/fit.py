@@ -172,7 +172,7 @@ def sizes_of(headers: CheckpointHeaders, config: WorkerConfig, isa: str) -> Foot
         LoadError: see `footprint`.
     """
     whole = footprint(headers, isa, config.dtype, config.quantization, config.kv_cache_dtype)
-    return of_rank(whole, config.parallel.size)
+    return of_rank(whole, config.parallel)
 
 
 def check_fit(

@@ -5,16 +5,19 @@ Imports no torch: `pagewire inspect` answers in a moment, and a worker knows bef
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from pagewire.ipc.worker_messages import Parallel
 from pagewire.kernels.cpu.packed_size import ITEM_BYTES, IntegerForm, packed_bytes, packed_integer_bytes
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.dimensions import Dimensions
 from pagewire.workers.model.headers import CheckpointHeaders
 from pagewire.workers.model.inventory import Matrix, Part, Stored, matrices
+from pagewire.workers.model.shares import stage_layers
 from pagewire.workers.model.structure import has_stack_structure
 
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
@@ -157,11 +160,17 @@ def footprint(
     )
 
 
-def of_rank(whole: Footprint, size: int) -> Footprint:
-    """The footprint of a rank that has its part of a model, the largest of `size` ranks.
+def of_rank(whole: Footprint, parallel: Parallel) -> Footprint:
+    """The footprint of a rank that has its part of a model, the largest in its stage.
 
     While loading it may take as much as alone: rank 0 runs a layer of the whole model at a time.
+
+    Raises:
+        LoadError: the layers cannot be divided into so many stages.
     """
+    size = parallel.num_shards
+    if parallel.stages > 1:
+        whole = _of_stage(whole, parallel)
     if size == 1:
         return whole
     dimensions = whole.dimensions
@@ -174,6 +183,22 @@ def of_rank(whole: Footprint, size: int) -> Footprint:
         for part in whole.parts
     ]
     return replace(whole, parts=parts, kv_token_bytes=int(whole.kv_token_bytes * kv_share))
+
+
+def _of_stage(whole: Footprint, parallel: Parallel) -> Footprint:
+    """The footprint of a stage: its layers, and embedding and output layer only in the first and in the last."""
+    num_layers = whole.dimensions.num_layers
+    share = len(stage_layers(num_layers, parallel)) / num_layers if num_layers else 1 / parallel.stages
+    elsewhere = {
+        Part.EMBEDDING.value: float(parallel.stage == 0),
+        Part.OUTPUT.value: float(parallel.stage == parallel.stages - 1),
+    }
+    parts = []
+    for part in whole.parts:
+        own = elsewhere.get(part.part, share)
+        packed, read = math.ceil(part.packed_bytes * own), math.ceil(part.read_bytes * own)
+        parts.append(replace(part, packed_bytes=packed, read_bytes=read))
+    return replace(whole, parts=parts, kv_token_bytes=math.ceil(whole.kv_token_bytes * share))
 
 
 def _method(config: Mapping[str, object], found: Iterable[Matrix]) -> str | None:

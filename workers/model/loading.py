@@ -11,16 +11,18 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
-from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.ipc.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu.memory import forget_mapped_files, give_back_freed
 from pagewire.kernels.experts import GroupedExperts
 from pagewire.kernels.paging import KVScales
 from pagewire.workers.collective.agreement import all_have
 from pagewire.workers.collective.interface import Collective
+from pagewire.workers.collective.parts import shards_of
 from pagewire.workers.collective.turns import own_turn
 from pagewire.workers.device.interface import Device
-from pagewire.workers.errors import LoadError
+from pagewire.workers.errors import DisprovenError, LoadError
 from pagewire.workers.model import attention
 from pagewire.workers.model.attention import KVShape
 from pagewire.workers.model.experts import pack_experts
@@ -39,7 +41,10 @@ from pagewire.workers.model.pooler import Pooler
 from pagewire.workers.model.proof import DryRun, check_config, expected_logits, prove
 from pagewire.workers.model.sharded_state import ShardedState
 from pagewire.workers.model.shards import Shards
+from pagewire.workers.model.shares import stage_layers
 from pagewire.workers.model.stack import DecoderStack, build_stack
+from pagewire.workers.model.stage_cut import CutBase
+from pagewire.workers.model.stages import Stage
 from pagewire.workers.model.transforms import (
     LinearModule,
     QuantisedEmbedding,
@@ -121,7 +126,8 @@ def load_model(
     weights = build_module(worker_config, config, dtype, device) if saved is None else saved.weights(dtype)
     causal = weights.causal
     architecture = type(causal).__name__
-    shards = weights.shards or (Shards(causal, collective) if collective.size > 1 else None)
+    stage = own_stage(worker_config.parallel, collective, config, dtype, device)
+    shards = weights.shards or own_shards(causal, collective, worker_config.parallel)
     phases.end("weights")
     vocab_size = causal.get_output_embeddings().weight.shape[0] if causal.get_output_embeddings() else 0
     run, expected = DryRun.make(config.get_text_config().vocab_size, max_model_len), None
@@ -135,7 +141,8 @@ def load_model(
     if shards is not None:
         weights.divide(shards)
     turn = partial(own_turn, collective, worker_config.parallel)
-    model, shapes = transform(weights, run, expected, max_model_len, device, collective, turn)
+    make = partial(Model, stage=stage)
+    model, shapes = transform(weights, run, expected, max_model_len, device, collective, turn, make)
     forget_mapped_files(worker_config.model_path)
     give_back_freed()
     for note, count in weights.notes.items():
@@ -152,6 +159,32 @@ def load_model(
         kv_scales=scales,
         weight_bytes=weight_bytes(model),
     )
+
+
+def own_stage(
+    parallel: Parallel, collective: Collective, config: Any, dtype: torch.dtype, device: Device
+) -> Stage | None:
+    """The stage of a rank in a pipeline; None if there is one stage only.
+
+    Raises:
+        LoadError: the layers cannot be divided so.
+    """
+    if parallel.stages == 1:
+        return None
+    text = config.get_text_config()
+    layers = stage_layers(text.num_hidden_layers, parallel)
+    return Stage(
+        *(layers, parallel.stage, parallel.stages, collective, text.hidden_size, dtype, device.torch_device)
+    )
+
+
+def own_shards(causal: Any, collective: Collective, parallel: Parallel) -> Shards | None:
+    """What a rank has of each layer of its stage; None if that is all.
+
+    Raises:
+        LoadError: the layers cannot be divided so.
+    """
+    return None if parallel.num_shards == 1 else Shards(causal, shards_of(collective, parallel))
 
 
 def end_of_sequence(config: Any) -> int | None:
@@ -180,20 +213,29 @@ def transform(
     attention.register()
     causal = weights.causal
     causal.set_attn_implementation(attention.NAME)
+    embedding = causal.get_input_embeddings()
     model = make(causal, device.batch_invariant)
 
     def proven() -> tuple[Model, list[KVShape]]:
-        model.shorten_logits()  # from here on the ranks of a group wait for each other
+        if model.makes_logits:
+            model.shorten_logits()  # from here on the ranks of a group wait for each other
         return model, prove(model, run, expected, weights.schemes, max_model_len, device, collective)
 
     base, others = model.base, dict(causal.named_children())
 
+    def transform_head() -> None:
+        if model.makes_logits:
+            transform_parts(causal, weights, device.torch_device)
+            return
+        for name in others:  # the last stage has them
+            setattr(causal, name, nn.Identity())
+
     def pack_stack() -> bool:
-        stack = build_stack(base, weights, device.torch_device)
+        stack = build_stack(base, weights, device.torch_device, model.stage)
         if stack is None:
             return False
         model.base = stack.to(device.torch_device)
-        transform_parts(causal, weights, device.torch_device)
+        transform_head()
         return True
 
     try:
@@ -203,7 +245,8 @@ def transform(
         is_stack = False
     # What one rank cannot pack, such as groups of columns that only its part cuts, none runs as a stack.
     if all_have(is_stack, collective, device.torch_device):
-        with suppress(LoadError):
+        # An error of one rank alone ends the group, for others wait for what this one would send.
+        with suppress(LoadError if collective.size == 1 else DisprovenError):
             return proven()
     model.base, model.head = base, None
     for name, child in others.items():
@@ -212,8 +255,10 @@ def transform(
     with turn():
         if weights.shards is not None:
             fit_modules(base, causal.base_model_prefix, weights.shards)
+        if model.stage is not None:
+            model.cut = CutBase(base, embedding, model.stage)
         transform_parts(base, weights, device.torch_device)
-        transform_parts(causal, weights, device.torch_device)
+        transform_head()
     return proven()
 
 

@@ -21,6 +21,8 @@ from pagewire.workers.errors import LoadError
 from pagewire.workers.model.attention import StepContext
 from pagewire.workers.model.invariant import Invariant
 from pagewire.workers.model.stack import DecoderStack
+from pagewire.workers.model.stage_cut import CutBase
+from pagewire.workers.model.stages import Stage
 from pagewire.workers.model.transforms import LinearModule
 
 DTYPES = {
@@ -146,26 +148,54 @@ class Model:
 
     guarded: the base runs transformers' code, which must be made batch-invariant with `Invariant`.
     head: the output layer, where it is all of the second half.
+    stage: the part of a pipeline that it is; None: it is whole. cut: of transformers' base, if it runs as a stage.
     """
 
-    def __init__(self, causal: Any, batch_invariant: bool) -> None:
+    def __init__(self, causal: Any, batch_invariant: bool, stage: Stage | None = None) -> None:
         self.config = causal.config
         self.arithmetic = Invariant if batch_invariant else nullcontext
         self.base: nn.Module = getattr(causal, causal.base_model_prefix)
         self.causal = causal
         self.guarded = False
         self.head: Callable[[Tensor], Tensor] | None = None
+        self.stage = stage
+        self.cut: CutBase | None = None
         setattr(causal, causal.base_model_prefix, BaseStub())
 
-    def hidden_states(self, input_ids: Tensor, step: StepContext) -> Tensor:
-        """Final hidden states [T, H] of the tokens int64 [T] of a step."""
+    @property
+    def makes_logits(self) -> bool:
+        """False for a stage before the last."""
+        return self.stage is None or self.stage.is_last
+
+    def received(self, num_tokens: int) -> Tensor | None:
+        """The hidden states [T, H] that the stage before has made of a step; None where the model begins.
+
+        It waits for them.
+        """
+        return None if self.stage is None else self.stage.receive(num_tokens)
+
+    def hidden_states(self, input_ids: Tensor, step: StepContext, received: Tensor | None = None) -> Tensor:
+        """Final hidden states [T, H] of the tokens int64 [T] of a step; or those that go to the next stage.
+
+        received: what `received` has returned for this step.
+        """
         with step:
-            if isinstance(self.base, DecoderStack):
-                return self.base(input_ids, step)  # type: ignore[no-any-return]
-            with self.arithmetic() if self.guarded else nullcontext():
-                return self.base(  # type: ignore[no-any-return]
-                    input_ids=input_ids[None], position_ids=step.positions[None], use_cache=False
-                )[0][0]
+            states = self._base_states(input_ids, step, received)
+        if self.stage is not None:
+            self.stage.send(states)
+        return states
+
+    def _base_states(self, input_ids: Tensor, step: StepContext, received: Tensor | None) -> Tensor:
+        if isinstance(self.base, DecoderStack):
+            return self.base(input_ids, step, received)  # type: ignore[no-any-return]
+
+        def forward() -> Any:
+            return self.base(input_ids=input_ids[None], position_ids=step.positions[None], use_cache=False)
+
+        with self.arithmetic() if self.guarded else nullcontext():
+            if self.cut is None:
+                return forward()[0][0]  # type: ignore[no-any-return]
+            return self.cut.run(forward, received)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [n, V] of hidden states [n, H]."""

@@ -97,7 +97,9 @@ def load_pooling_model(
         LoadError: the model cannot be loaded or is not supported; the text says why.
     """
     if collective.size > 1:
-        raise LoadError("a model that pools runs in one worker: leave tensor_parallel_size at 1")
+        raise LoadError(
+            "a model that pools runs in one worker: leave tensor_parallel_size and pipeline_parallel_size at 1"
+        )
     import transformers.modeling_utils  # noqa: F401 - slow, so imported within this phase
 
     phases.end("import")

@@ -22,7 +22,7 @@ from pagewire.kernels.integers import Integers
 from pagewire.kernels.weight import Scheme
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.device.interface import Device
-from pagewire.workers.errors import LoadError, first_line
+from pagewire.workers.errors import DisprovenError, LoadError, first_line
 from pagewire.workers.model.attention import DryRunRecorder, KVShape
 from pagewire.workers.model.model import Model
 from pagewire.workers.model.transforms import tolerance
@@ -144,7 +144,10 @@ def expected_logits(
 
 
 def paged_logits(model: Model, run: DryRun, recorder: DryRunRecorder) -> list[Tensor]:
-    """Logits [n, V] of each request on a paged cache, with the requests batched and chunked."""
+    """Logits [n, V] of each request on a paged cache, with the requests batched and chunked.
+
+    Empty in a stage before the last, which takes its part in the same steps.
+    """
     done = [0] * len(LENGTHS)
     parts: list[list[Tensor]] = [[] for _ in LENGTHS]
     for lengths in CHUNKS:
@@ -164,10 +167,13 @@ def paged_logits(model: Model, run: DryRun, recorder: DryRunRecorder) -> list[Te
         ids, positions, starts, lens, table, kv_slots = recorder.device.upload(tensors)
         batch = AttentionBatch(starts, lens, table, kv_slots, batch.max_query_len, batch.max_seq_len)
         step = recorder.step(batch, positions)
-        logits = model.logits(model.hidden_states(ids, step)).cpu()
+        states = model.hidden_states(ids, step, model.received(len(ids)))
+        if not model.makes_logits:
+            continue
+        logits = model.logits(states).cpu()
         for part, rows in zip(parts, torch.split(logits, list(lengths)), strict=True):
             part.append(rows)
-    return [torch.cat(part) for part in parts]
+    return [torch.cat(part) for part in parts if part]
 
 
 def dry_batch(places: list[Tensor], seq_lens: list[int]) -> AttentionBatch:
@@ -201,7 +207,8 @@ def prove(
     rounding of activations may cost.
 
     Raises:
-        LoadError: the architecture is not supported; the text says why.
+        LoadError: the architecture is not supported; the text says why. If all ranks of the group raise it, it is a
+            `DisprovenError`.
     """
     recorder = DryRunRecorder(3 * len(LENGTHS), BLOCK, device)
     config = model.config
@@ -211,16 +218,18 @@ def prove(
         raise refuse(config, str(error)) from error
     except Exception as error:
         raise refuse(config, f"paged attention does not fit it: {first_line(error)}") from error
-    check_calls(config, recorder)
+    layers = range(config.get_text_config().num_hidden_layers) if model.stage is None else model.stage.layers
+    check_calls(config, recorder, layers)
     check_windows(config, recorder, max_model_len)
-    difference = relative_difference(actual, expected)
+    difference = relative_difference(actual, expected) if actual else 0.0
     wrong = torch.tensor([difference > permitted_difference(expected[0].dtype, schemes)], dtype=torch.float32)
     if collective.all_reduce(
         wrong.to(device.torch_device)
     ).item():  # all ranks must come to the same conclusion
-        raise refuse(config, f"its logits with paged attention are wrong (by {difference:.1%})")
+        by = f"by {difference:.1%}" if actual else "the last stage has them"
+        raise DisprovenError(str(refuse(config, f"its logits with paged attention are wrong ({by})")))
     logger.debug("logits differ from the original module's by %.2f%%", 100 * difference)
-    return [recorder.shapes[layer] for layer in range(len(recorder.shapes))]
+    return [recorder.shapes[layer] for layer in sorted(recorder.shapes)]
 
 
 def permitted_difference(dtype: torch.dtype, schemes: Iterable[Scheme]) -> float:
@@ -234,16 +243,15 @@ def permitted_difference(dtype: torch.dtype, schemes: Iterable[Scheme]) -> float
     return ROUNDED if any(isinstance(scheme, Integers) for scheme in schemes) else tolerance(dtype)
 
 
-def check_calls(config: Any, recorder: DryRunRecorder) -> None:
-    """Check that every decoder layer called attention once per step.
+def check_calls(config: Any, recorder: DryRunRecorder, layers: range) -> None:
+    """Check that each of these decoder layers, and no other, called attention once per step.
 
     Raises:
         LoadError: a layer did not.
     """
     if not recorder.num_calls:
         raise refuse(config, "it does not let its attention be replaced")
-    num_layers = config.get_text_config().num_hidden_layers
-    for layer in sorted({*range(num_layers), *recorder.num_calls}):
+    for layer in sorted({*layers, *recorder.num_calls}):
         if (num_calls := recorder.num_calls.get(layer, 0) / len(CHUNKS)) != 1:
             raise refuse(config, f"layer {layer} calls attention {num_calls:g} times, not once")
 

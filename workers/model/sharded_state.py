@@ -72,8 +72,13 @@ def save_sharded_state(
 
     Raises:
         ValueError: the pattern names no file for each rank and part, the model is no folder of safetensors files,
-            or the folder holds this rank's part of a model already.
+            the folder holds this rank's part of a model already, or the group is a pipeline of several stages.
     """
+    if config.parallel.stages > 1:
+        raise ValueError(
+            "save_sharded_state does not save the stages of a pipeline: save with pipeline_parallel_size=1, and "
+            "with as many workers in tensor_parallel_size as are to load it"
+        )
     source, folder = Path(config.model_path), Path(path)
     if not source.is_dir() or config.load_format == "sharded_state":
         raise ValueError(f"{source} is no checkpoint of safetensors files that could be divided and saved")

@@ -1,9 +1,14 @@
-"""How sizes are divided over the ranks of a group: in contiguous spans, as even as the unit of division allows."""
+"""How sizes are divided over the ranks of a group: in contiguous spans, as even as the unit of division allows.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
+from pagewire.ipc.worker_messages import Parallel
 from pagewire.workers.errors import LoadError
 
 UNITS = (128, 64, 32, 16, 8, 4, 2, 1)
@@ -45,6 +50,28 @@ def width_span(width: int, rank: int, size: int) -> range:
 def width_spans(width: int, size: int) -> tuple[range, ...]:
     """The shares of all ranks; raises as `width_unit`."""
     return tuple(width_span(width, rank, size) for rank in range(size))
+
+
+def stage_layers(num_layers: int, parallel: Parallel) -> range:
+    """The numbers of the layers that the stage of a rank has.
+
+    Raises:
+        LoadError: there are more stages than layers, or `Parallel.layers` is of another number of layers.
+    """
+    if not parallel.layers:
+        if num_layers < parallel.stages:
+            raise LoadError(
+                f"{num_layers} layers cannot be divided over {parallel.stages} stages: "
+                f"pipeline_parallel_size up to {num_layers} works"
+            )
+        return span(num_layers, parallel.stage, parallel.stages)
+    if sum(parallel.layers) != num_layers:
+        raise LoadError(
+            f"PAGEWIRE_PP_LAYER_PARTITION={','.join(map(str, parallel.layers))} has {sum(parallel.layers)} layers, "
+            f"and the model {num_layers}"
+        )
+    ends = pairwise(accumulate(parallel.layers, initial=0))
+    return [range(first, last) for first, last in ends][parallel.stage]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from pagewire.kernels.linear import Linear
 from pagewire.kernels.reduced import Reduced, Sum
 from pagewire.workers.model.attention import KVShape, StepContext
 from pagewire.workers.model.experts import grouped_experts, router_of
+from pagewire.workers.model.stages import Stage
 from pagewire.workers.model.structure import (
     ATTENTION,
     HEAD_NORMS,
@@ -40,10 +41,15 @@ ACTIVATION_NAMES = {
 }
 
 
-def build_stack(base: Any, weights: Weights, device: torch.device) -> DecoderStack | None:
-    """The stack of `base`, with its layers on `device`; None if `base` has another structure."""
+def build_stack(
+    base: Any, weights: Weights, device: torch.device, stage: Stage | None = None
+) -> DecoderStack | None:
+    """The stack of `base`, with its layers on `device`; None if `base` has another structure.
+
+    stage: of a pipeline, whose layers alone are packed.
+    """
     try:
-        return DecoderStack(base, weights, device)
+        return DecoderStack(base, weights, device, stage)
     except (_OtherStructureError, AttributeError):
         return None
 
@@ -70,20 +76,31 @@ def _norm(module: nn.Module, weights: Weights, device: torch.device) -> Norm:
 
 
 class DecoderStack(nn.Module):
-    """Replaces the base of a causal model: embedding, decoder layers and final norm."""
+    """Replaces the base of a causal model: embedding, decoder layers and final norm.
 
-    def __init__(self, base: Any, weights: Weights, device: torch.device) -> None:
+    A stage of a pipeline has its own layers only, and what is next to them of embedding and final norm. Between
+    stages goes what is added up in all layers; each norms it for its first layer.
+    """
+
+    embed_tokens: nn.Module | None
+
+    def __init__(self, base: Any, weights: Weights, device: torch.device, stage: Stage | None = None) -> None:
         super().__init__()
         _require(_children(base) == BASE and type(base.embed_tokens) is nn.Embedding)
         _require(base.config.model_type not in OTHER_ARITHMETIC)
         _require(isinstance(base.rotary_emb, RotaryTable))
-        self.embed_tokens, self.rotary = embedding(base.embed_tokens, weights, device), base.rotary_emb
+        self.rotary = base.rotary_emb
+        is_first, self.is_last = (True, True) if stage is None else (stage.is_first, stage.is_last)
+        self.embed_tokens = embedding(base.embed_tokens, weights, device) if is_first else None
         self._angles: list[Tensor] | None = None  # cosines and sines by position, from the first step on
-        self.stack_layers = [StackLayer(layer, base.config, weights) for layer in base.layers]
+        own = base.layers if stage is None else [base.layers[index] for index in stage.layers]
+        self.stack_layers = [StackLayer(layer, base.config, weights) for layer in own]
         # Experts on a GPU are called one by one, between which the host waits: that cannot be recorded as a graph.
         _require(device.type == "cpu" or not any(layer.is_sparse for layer in self.stack_layers))
-        modules = (*(layer.input_layernorm for layer in base.layers), base.norm)
+        modules = (*(layer.input_layernorm for layer in own), *([base.norm] if self.is_last else []))
         norms = [_norm(norm, weights, device) for norm in modules]
+        if not self.is_last:
+            norms.append(norms[-1])  # one must be there; what it makes is dropped
         layers = [
             layer.packed(norm, weights, device)
             for layer, norm in zip(self.stack_layers, norms[1:], strict=True)
@@ -97,15 +114,22 @@ class DecoderStack(nn.Module):
         norms += [layer.next_norm for layer in self.stack.layers]
         return sum(norm.weight.nbytes for norm in norms) + sum(layer.num_bytes for layer in self.stack_layers)
 
-    def forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
-        """Tokens int64 [T] of a step to hidden states [T, H]."""
-        residual = self.embed_tokens(input_ids)
+    def forward(self, input_ids: Tensor, step: StepContext, received: Tensor | None = None) -> Tensor:
+        """Tokens int64 [T] of a step to hidden states [T, H].
+
+        received: of the stage before, in place of those of the embedding; overwritten.
+        """
+        residual = received
+        if residual is None:
+            assert self.embed_tokens is not None, "a stage that has no embedding is after another one"
+            residual = self.embed_tokens(input_ids)
         if self._angles is None:
             self._angles = [table[0] for table in self.rotary.table(residual[None])]
         cos, sin = (table.index_select(0, step.positions) for table in self._angles)
         caches = [step.cache(layer.index, layer.kv_shape, layer.window) for layer in self.stack_layers]
         scales = [step.scales[layer.index] for layer in self.stack_layers] if step.scales else ()
-        return self.stack(residual, cos, sin, step.batch, caches, scales)
+        normed = self.stack(residual, cos, sin, step.batch, caches, scales)
+        return normed if self.is_last else residual
 
 
 class StackLayer:

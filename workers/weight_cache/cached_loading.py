@@ -10,9 +10,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from pagewire.ipc.worker_messages import Parallel
 from pagewire.kernels.cpu.memory import reserved
 from pagewire.workers.collective.agreement import all_have
 from pagewire.workers.collective.interface import Collective
+from pagewire.workers.collective.parts import shards_of
 from pagewire.workers.device.interface import Device
 from pagewire.workers.model.loading import LoadedModel, Phases, load_model
 from pagewire.workers.model.pooling_loading import is_pooling, load_pooling_model
@@ -35,7 +37,9 @@ def load(ahead: WeightsAhead, phases: Phases, device: Device, collective: Collec
         LoadError: it cannot be loaded or is not supported; the text says why.
     """
     ahead.wait()
-    loaded = None if ahead.packed is None else from_packed(ahead.packed, collective)
+    parallel = ahead.config.parallel
+    shards_of(collective, parallel)  # the first time it takes all ranks
+    loaded = None if ahead.packed is None else from_packed(ahead.packed, collective, parallel)
     if all_have(loaded is not None, collective, device.torch_device):  # proving a model takes all ranks
         assert loaded is not None
         phases.end("packed weights")
@@ -46,13 +50,13 @@ def load(ahead: WeightsAhead, phases: Phases, device: Device, collective: Collec
         return load_it(ahead.config, phases, device, collective)
 
 
-def from_packed(packed: PackedFile, collective: Collective) -> LoadedModel | None:
+def from_packed(packed: PackedFile, collective: Collective, parallel: Parallel) -> LoadedModel | None:
     """The model of a file; None, and the file is removed, if it is none that this process can run."""
     try:
         model = restored(packed.header.description, tensors_of(packed))
         if not isinstance(model, KeptModel):
             raise ValueError("it describes no model")
-        return loaded_again(model, collective)
+        return loaded_again(model, collective, parallel)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         logger.warning("ignored the packed weights %s: %s", packed.header.key, error)
         folder.remove(packed.header.key)

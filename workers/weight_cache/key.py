@@ -109,7 +109,8 @@ def settings(config: WorkerConfig) -> list[Any]:
     # Field by field: which ones msgspec omits as defaults depends on whether the message has been sent.
     fields = {name: getattr(config, name) for name in config.__struct_fields__ if name not in LIMITS}
     # How ranks meet says nothing of the model.
-    fields["parallel"] = [config.parallel.rank, config.parallel.size]
+    parallel = config.parallel
+    fields["parallel"] = [parallel.rank, parallel.size, parallel.stages, *parallel.layers]
     named = [Path(value) for value in fields.values() if isinstance(value, str) and value]
     files = [describe(path) for path in named if path.is_file()]
     longer = os.environ.get("PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN")

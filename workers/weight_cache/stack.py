@@ -12,15 +12,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pagewire.ipc.worker_messages import Parallel
 from pagewire.kernels.decoder import Layer, Norm, Stack
 from pagewire.kernels.linear import Linear
 from pagewire.workers.collective.interface import Collective
+from pagewire.workers.collective.parts import shards_of
 from pagewire.workers.model.attention import KVShape
 from pagewire.workers.model.loading import LoadedModel
 from pagewire.workers.model.model import Model
 from pagewire.workers.model.parallel_layers import DividedEmbedding, Gather, GatheredLinear
 from pagewire.workers.model.shares import width_spans
 from pagewire.workers.model.stack import DecoderStack
+from pagewire.workers.model.stages import Stage
 from pagewire.workers.weight_cache.forms import NotStoredError, add_form, fields_of
 
 
@@ -41,13 +44,14 @@ class KeptModel:
 
     properties: dict[str, Any]
     """All fields of `LoadedModel` but the model itself."""
-    embedding: nn.Module
-    """Of token ids int64 [T] to states [T, H]."""
+    embedding: nn.Module | None
+    """Of token ids int64 [T] to states [T, H]; None if an earlier stage has it."""
     angles: list[Tensor]
     """Cosines and sines by position."""
     input_norm: Norm
     layers: list[KeptLayer]
-    head: Linear
+    head: Linear | None
+    """None if a later stage has it."""
 
 
 for _kind in (KeptLayer, KeptModel):
@@ -59,13 +63,15 @@ class RestoredStack(DecoderStack):
 
     def __init__(self, kept: KeptModel, vocabulary: Gather | None) -> None:
         nn.Module.__init__(self)
+        self.is_last = kept.head is not None
         layers: Any = kept.layers  # with all attributes of a `StackLayer` that are used once it is packed
         self.embed_tokens = kept.embedding
         self._angles = kept.angles
         self.stack_layers = layers
         parts = [place.layer for place in kept.layers]
         if vocabulary is not None:
-            self.embed_tokens = DividedEmbedding(kept.embedding, vocabulary.own, vocabulary.collective)
+            if kept.embedding is not None:
+                self.embed_tokens = DividedEmbedding(kept.embedding, vocabulary.own, vocabulary.collective)
             parts = [replace(layer, ranks=vocabulary.collective) for layer in parts]
         self.stack = Stack(kept.input_norm, parts)
 
@@ -73,19 +79,22 @@ class RestoredStack(DecoderStack):
 class RestoredModel(Model):
     """A stack and an output layer, without transformers' module."""
 
-    def __init__(self, kept: KeptModel, collective: Collective) -> None:
+    def __init__(self, kept: KeptModel, shards: Collective, stage: Stage | None) -> None:
         vocabulary = None
-        if collective.size > 1:
-            vocabulary = Gather(width_spans(kept.properties["vocab_size"], collective.size), collective)
+        if shards.size > 1:
+            vocabulary = Gather(width_spans(kept.properties["vocab_size"], shards.size), shards)
         self.config = self.causal = None
         self.arithmetic = nullcontext
         self.guarded = False
+        self.stage, self.cut = stage, None
         self.base = RestoredStack(kept, vocabulary)
-        self.head = kept.head if vocabulary is None else GatheredLinear(kept.head, vocabulary)
+        self.head = kept.head
+        if kept.head is not None and vocabulary is not None:
+            self.head = GatheredLinear(kept.head, vocabulary)
 
 
-def own_part(linear: Linear) -> Linear:
-    """A linear layer; of one over several ranks, this rank's part."""
+def own_part(linear: Linear | None) -> Linear | None:
+    """A linear layer, if there is one; of one over several ranks, this rank's part."""
     return linear.linear if isinstance(linear, GatheredLinear) else linear
 
 
@@ -98,7 +107,7 @@ def kept(loaded: LoadedModel) -> KeptModel:
     base: Any = loaded.model.base
     if not isinstance(base, DecoderStack):
         raise NotStoredError("its layers are no decoder stack")
-    if loaded.model.head is None:
+    if loaded.model.head is None and loaded.model.makes_logits:
         raise NotStoredError("its logits are computed by transformers' code")
     if base.stack.compiled is None or base._angles is None:
         raise NotStoredError("its layers are not compiled as a whole")
@@ -117,10 +126,19 @@ def kept(loaded: LoadedModel) -> KeptModel:
     )
 
 
-def loaded_again(kept: KeptModel, collective: Collective) -> LoadedModel:
+def loaded_again(kept: KeptModel, ranks: Collective, parallel: Parallel) -> LoadedModel:
     """The loaded model of which this was kept, by the same rank of a group of the same size.
+
+    ranks: all ranks of the group.
 
     Raises:
         ValueError, TypeError: its parts do not fit each other.
     """
-    return LoadedModel(model=RestoredModel(kept, collective), **kept.properties)
+    stage, norm = None, kept.input_norm.weight
+    if parallel.stages > 1:
+        first = kept.layers[0].index
+        layers = range(first, first + len(kept.layers))
+        place = parallel.stage, parallel.stages
+        stage = Stage(layers, *place, ranks, len(norm), norm.dtype, norm.device)
+    model = RestoredModel(kept, shards_of(ranks, parallel), stage)
+    return LoadedModel(model=model, **kept.properties)

@@ -33,7 +33,7 @@ def open_launcher(args: EngineArgs, context: zmq.Context[zmq.Socket[bytes]]) -> 
         return RayLauncher(args)
     if args.distributed_executor_backend == "join":
         key_file = default_key_file() if args.join_key is None else Path(args.join_key)
-        return JoinLauncher(args.join_address or join_address(), key_file, args.tensor_parallel_size)
+        return JoinLauncher(args.join_address or join_address(), key_file, args.num_workers)
     check_devices(args)
     return LocalLauncher(context)
 
@@ -52,7 +52,7 @@ def uses_ray(args: EngineArgs) -> bool:
     """True if workers run in a Ray cluster: the options say so; or they say nothing, and there are several workers
     in a placement group of Ray, or more than this machine has devices, and Ray is installed.
     """
-    if args.uses_ray or args.distributed_executor_backend is not None or args.tensor_parallel_size == 1:
+    if args.uses_ray or args.distributed_executor_backend is not None or args.num_workers == 1:
         return args.uses_ray
     if PLACEMENT_GROUP in os.environ:
         return True
@@ -61,9 +61,9 @@ def uses_ray(args: EngineArgs) -> bool:
 
 def lacks_devices(args: EngineArgs) -> bool:
     """True if each of several workers needs a GPU, and this machine has fewer."""
-    if args.tensor_parallel_size == 1 or args.device == "cpu" or (args.device == "auto" and not num_gpus()):
+    if args.num_workers == 1 or args.device == "cpu" or (args.device == "auto" and not num_gpus()):
         return False
-    return args.tensor_parallel_size > num_gpus()
+    return args.num_workers > num_gpus()
 
 
 def num_gpus() -> int:
@@ -83,7 +83,7 @@ def check_devices(args: EngineArgs) -> None:
     """
     if lacks_devices(args):
         raise ValueError(
-            f"tensor_parallel_size={args.tensor_parallel_size} takes a GPU for each worker, and this machine has "
+            f"{args.parallel_sizes} takes a GPU for each worker, and this machine has "
             f"{num_gpus()}: on several machines workers run with distributed_executor_backend='join', or in a Ray "
             "cluster (pip install 'pagewire[ray]'); with device='cpu' they run on processors"
         )

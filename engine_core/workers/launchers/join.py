@@ -240,7 +240,7 @@ class JoinLauncher:
                 raise ValueError(f"all {self.size} ranks have joined already")
             return free[0]
         if not 0 <= join.rank < self.size:
-            raise ValueError(f"there is no rank {join.rank} in a group of {self.size} (tensor_parallel_size)")
+            raise ValueError(f"there is no rank {join.rank} in a group of {self.size} (-tp times -pp)")
         if join.rank not in free:
             raise ValueError(f"rank {join.rank} has joined already, from {self._agents[join.rank].machine}")
         return join.rank

@@ -50,7 +50,7 @@ class Actors:
     """
 
     def __init__(self, ray: Any, args: EngineArgs) -> None:
-        self._ray, self._size = ray, args.tensor_parallel_size
+        self._ray, self._size = ray, args.num_workers
         self._bundle = ray_cluster.bundle_of(ray, args)
         self._nsight = args.ray_workers_use_nsight
         given = os.environ.get(ray_cluster.PLACEMENT_GROUP)

@@ -144,10 +144,14 @@ class Slot:
 
 
 class ModelWorker:
-    """Runs plans in order: frees slots, fills slots, writes the KV of all rows, then reads it."""
+    """Runs plans in order: frees slots, fills slots, writes the KV of all rows, then reads it.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.block_size = block_size
+    stages: of a pipeline. Then the first stage knows of a slot's tokens only what plans say of them.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, stages: int = 1) -> None:
+        self.block_size, self.stages = block_size, stages
+        self.sent: dict[int, list[int]] = {}
         self.kv: list[int | None] = [None] * (num_blocks * block_size)
         self.slots: dict[int, Slot] = {}
 
@@ -159,7 +163,9 @@ class ModelWorker:
         for init in plan.inits:
             assert init.slot not in self.slots, f"slot {init.slot} is taken"
             self.slots[init.slot] = Slot(init, block_ids=list(init.block_ids))
+            self.sent[init.slot] = list(init.token_ids)
         for row in plan.rows:
+            self._check_first_stage(row)
             self._write(row)
         result = StepResult(plan.step_id, [])
         num_samples = 0
@@ -168,6 +174,14 @@ class ModelWorker:
             num_samples += row.num_samples
             result.rows.append(self._read(row, here))
         return result
+
+    def _check_first_stage(self, row: Row) -> None:
+        if self.stages == 1:
+            assert not row.token_ids
+            return
+        sent, tokens = self.sent[row.slot], self.slots[row.slot].tokens
+        sent += row.token_ids
+        assert sent == tokens, f"{row} does not say which tokens it runs"
 
     def _write(self, row: Row) -> None:
         slot = self.slots[row.slot]
@@ -607,7 +621,7 @@ class Simulation:
         return (sequence.request.priority if self.config.policy == "priority" else 0, sequence.arrival)
 
     def _new_worker(self) -> ModelWorker:
-        return ModelWorker(self.config.num_blocks, self.config.block_size)
+        return ModelWorker(self.config.num_blocks, self.config.block_size, self.config.stages)
 
     def _tick(self) -> float:
         self.now += 1.0
@@ -618,14 +632,16 @@ class Simulation:
 class Snapshot:
     """What a plan is measured against: the scheduler as it was before.
 
-    new: sequences that never ran. served: by tenant. queues: by tenant, its waiting sequences in turn, without
-    suspects. handover: the time from which on room may change hands.
+    sampling: running sequences of which a token is being sampled. new: sequences that never ran. served: by tenant.
+    queues: by tenant, its waiting sequences in turn, without suspects. handover: the time from which on room may
+    change hands.
     """
 
     order: Order
     running: list[Sequence]
     to_compute: dict[Sequence, int]
     in_flight: set[Sequence]
+    sampling: set[Sequence]
     new: set[Sequence]
     served: dict[Tenant, int]
     queues: dict[Tenant, list[Sequence]]
@@ -645,6 +661,7 @@ class Snapshot:
             running,
             {sequence: sequence.num_to_compute for sequence in running},
             {sequence for step in scheduler.in_flight for sequence in step.sequences},
+            {sequence for sequence in running if sequence.num_pending},
             {sequence for sequence in live if not sequence.scheduled_time},
             {tenant: tenant.served for tenant in scheduler.tenants},
             queues,
@@ -667,9 +684,30 @@ class Snapshot:
         assert givers or not (preempted and admitted)
         if len(self.running) == config.max_num_seqs and not self.in_flight.issuperset(givers):
             assert any(sequence in preempted for sequence in givers)
-        self._check_order(scheduler, planned, admitted, givers)
+        num_before = len(scheduler.in_flight) - 1
+        resting = self._check_stages(config, planned, num_before) if config.stages > 1 else set()
+        self._check_order(scheduler, planned, admitted, givers, resting)
         if admitted and len(scheduler.running) > 1 and not givers:
             assert scheduler.kv.pool.num_free >= int(config.watermark * config.num_blocks)
+
+    def _check_stages(
+        self, config: SchedulerConfig, planned: list[Sequence], num_before: int
+    ) -> set[Sequence]:
+        """No sequence of which a token is sampled runs, and of those that decode no more than their share.
+
+        num_before: steps in flight before this one.
+
+        Returns the sequences that rest for that.
+        """
+        assert not self.sampling.intersection(planned)
+        ready = {s for s in self.running if self.to_compute[s] == 1 and s not in self.sampling}
+        num_planned = len(ready.intersection(planned))
+        assert num_planned <= -(-len(ready | self.sampling) // config.depth)
+        num_left = sum(sequence.state is State.RUNNING for sequence in ready)
+        share = min(
+            -(-(num_left + len(self.sampling)) // config.depth), -(-num_left // (config.depth - num_before))
+        )
+        return self.sampling | (ready if num_planned >= share else set())
 
     def _givers(self, now: float) -> list[Sequence]:
         """The sequences one of which has to give its room to the next that waits."""
@@ -721,8 +759,9 @@ class Snapshot:
         planned: list[Sequence],
         admitted: list[Sequence],
         givers: Collection[Sequence],
+        resting: Collection[Sequence],
     ) -> None:
-        """Nothing passes what comes before it, but for the one sequence that gives its room."""
+        """Nothing passes what comes before it, but what gives its room, and what rests."""
         if admitted and not admitted[0].suspect:
             assert not scheduler.waiting.suspects
             for sequence in admitted:
@@ -734,6 +773,7 @@ class Snapshot:
                     )
         run = set(planned)
         left = [s for s in self.running if s.state is State.RUNNING and s not in run and self.to_compute[s]]
+        left = [sequence for sequence in left if sequence not in resting]
         if giver := next((sequence for sequence in left if sequence in givers), None):
             left.remove(giver)
         for sequence in left:

@@ -45,7 +45,8 @@ configs = st.fixed_dictionaries(
         "max_num_seqs": st.integers(1, 5),
         "max_num_batched_tokens": st.integers(1, 24),
         "policy": st.sampled_from(["fcfs", "priority"]),
-        "depth": st.sampled_from([1, 2]),
+        "depth": st.sampled_from([1, 2, 3]),
+        "stages": st.sampled_from([1, 1, 2, 3]),
         "watermark": st.sampled_from([0.0, 0.1, 0.3]),
     }
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,23 @@ def test_every_rank_gets_the_masks(
     assert frontend.ends[1, 0].finish_reason == "stop"
     assert frontend.outputs[2, 0] == roll_out([1, 2, 3], 12)
     assert set(frontend.outputs[1, 0]) <= set(assert_both_sampled_the_same(frontend))
+
+
+def test_stages_get_the_tokens_that_the_last_one_samples(
+    start_core: Callable[..., RunningCore],
+    folder: Path,  # noqa: F811
+) -> None:
+    frontend = attached(start_core(pipeline_parallel_size=3, folder=folder))
+    frontend.submit(1, [1, 2, 3], structured_outputs={"choice": ["700,800,"]}, max_tokens=40)
+    for key in range(2, 8):
+        frontend.submit(key, [key, 2, 3], max_tokens=12)
+    frontend.finish(*[(key, 0) for key in range(1, 8)])
+    for key in range(2, 8):
+        assert frontend.outputs[key, 0] == roll_out([key, 2, 3], 12)
+    known = Counter(token_id for tokens in frontend.outputs.values() for token_id in tokens[:-1])
+    *others, last = frontend.call("collective_rpc", "sampled").result
+    assert [Counter(sampled) for sampled in others] == [known] * 2
+    assert Counter(last) == known + Counter(tokens[-1] for tokens in frontend.outputs.values())
 
 
 def test_a_call_is_answered_with_the_result_of_each_rank(pair: RunningCore) -> None:

@@ -52,6 +52,28 @@ def check(group: Collective, shape: tuple[int, ...], dtype: torch.dtype) -> None
     assert_same(group.broadcast(own.clone(), source), parts[source])
 
 
+def run_pipeline(group: Collective, stages: int) -> int:
+    """Send from stage to stage, and run all operations within each; returns how many there were.
+
+    A rank sends more at once than the next one has begun to receive.
+    """
+    shards = group.size // stages
+    part = group.part(shards)
+    assert (part.rank, part.size) == (group.rank % shards, shards)
+    count = 0 if shards == 1 else run(part)
+    shapes = [(1, 64), (0, 8), (5, 1000), (3000, 300), (2, 7)]
+    for number, dtype in enumerate((torch.bfloat16, torch.float32)):
+        sent = [contribution(number, shape, dtype) + group.rank % shards for shape in shapes]
+        for own in sent:
+            if group.rank >= shards:
+                assert_same(group.receive(torch.empty_like(own), group.rank - shards), own)
+            if group.rank + shards < group.size:
+                group.send(own, group.rank + shards)
+            count += 1
+    group.barrier()
+    return count
+
+
 def assert_same(result: Tensor, expected: Tensor) -> None:
     assert result.dtype == expected.dtype and result.shape == expected.shape
     assert torch.equal(result, expected)

@@ -1,7 +1,8 @@
 """A process that runs the battery as one rank of a group: RANK SIZE RENDEZVOUS PORT (0: all are on one machine) ...
 
-Further arguments: `gloo`: not through shared memory. `--lifeline FD`: in the end rank 1 waits for ever for the
-others, in an operation of each kind of group, and says so before; the process ends with its parent.
+Further arguments: `gloo`: not through shared memory. `stages=N`: the ranks are a pipeline. `--lifeline FD`: in the
+end rank 1 waits for ever for the others, in an operation of each kind of group, and says so before; the process
+ends with its parent.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ def main() -> None:
     listener = None
     if int(port) and rank == "0":
         listener = socket.create_server(("127.0.0.1", int(port)))
+    stages = next((int(text.partition("=")[2]) for text in rest if text.startswith("stages=")), 1)
     parallel = Parallel(
         rank=int(rank),
+        stages=stages,
         size=int(size),
         local_rank=int(rank),
         local_size=int(size),
@@ -38,7 +41,8 @@ def main() -> None:
         shared_memory=not int(port) and "gloo" not in rest,
     )
     group = open_collective(parallel, torch.device("cpu"), listener)
-    print(type(group).__name__, battery.run(group), flush=True)
+    count = battery.run(group) + (battery.run_pipeline(group, stages) if stages > 1 else 0)
+    print(type(group).__name__, count, flush=True)
     if "--lifeline" in rest:
         wait_for_ever(group, parallel, int(rest[-1]))
     group.close()

@@ -34,13 +34,13 @@ def groups(request: pytest.FixtureRequest) -> Iterator[list[SharedMemoryGroup]]:
     yield from shared(request.param)
 
 
-def shared(size: int) -> Iterator[list[SharedMemoryGroup]]:
+def shared(size: int, stages: int = 1) -> Iterator[list[SharedMemoryGroup]]:
     compiled = library.choose()
     if compiled is None:
         pytest.skip("there is no compiled library")
     descriptor = os.memfd_create("ranks")
-    os.ftruncate(descriptor, region_bytes(compiled.functions, size))
-    ranks = [SharedMemoryGroup(compiled.functions, descriptor, rank, size) for rank in range(size)]
+    os.ftruncate(descriptor, region_bytes(compiled.functions, size, stages))
+    ranks = [SharedMemoryGroup(compiled.functions, descriptor, rank, size, stages) for rank in range(size)]
     os.close(descriptor)
     yield ranks
     for rank in ranks:
@@ -87,6 +87,26 @@ def test_infinities_and_what_is_no_number_stay_in_their_places(groups: list[Shar
     for result in in_all(groups, lambda group: group.all_reduce(parts[group.rank].clone())):
         assert isinstance(result, Tensor)
         assert result.isnan().nonzero().tolist() == [[3]] and result.isinf().nonzero().tolist() == [[98]]
+
+
+@pytest.mark.parametrize(("size", "stages"), [(2, 2), (3, 3), (4, 2)])
+def test_stages_send_what_comes_to_the_next_one(size: int, stages: int) -> None:
+    for groups in shared(size, stages):
+        counts = in_all(groups, lambda group: battery.run_pipeline(group, stages))
+        assert len(set(counts)) == 1 and counts[0]
+        with pytest.raises(ValueError, match="no link from rank 1 to rank 0"):
+            groups[1].send(torch.zeros(1), 0)
+        with pytest.raises(ValueError, match="no parts of 5"):
+            groups[0].part(5)
+
+
+def test_a_stage_is_ahead_of_the_next_one() -> None:
+    for groups in shared(2, 2):
+        for number in range(8):  # the other rank does nothing meanwhile
+            groups[0].send(torch.full((100_000,), number), 1)
+        for number in range(8):
+            received = groups[1].receive(torch.empty(100_000, dtype=torch.int64), 0)
+            assert received.eq(number).all()
 
 
 def test_ranks_load_in_turns() -> None:
@@ -153,12 +173,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.mark.parametrize(("kind", "size"), [("SharedMemoryGroup", 2), ("DistributedGroup", 3)])
-def test_processes_of_one_machine(kind: str, size: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "size", "pipeline"),
+    [
+        ("SharedMemoryGroup", 2, ["stages=2"]),
+        ("DistributedGroup", 4, ["stages=2"]),
+    ],
+)
+def test_processes_of_one_machine(kind: str, size: int, pipeline: list[str]) -> None:
     if library.choose() is None and kind == "SharedMemoryGroup":
         pytest.skip("there is no compiled library")
     rest = ["gloo"] if kind == "DistributedGroup" else []
-    outputs = run_ranks(size, 0, *rest)
+    outputs = run_ranks(size, 0, *rest, *pipeline)
     assert len(set(outputs)) == 1 and outputs[0].startswith(kind)
 
 

@@ -91,10 +91,10 @@ def test_what_one_rank_cannot_pack_as_a_stack_none_does(llama: Path, monkeypatch
     expected = Driver(load_runner(llama)[0]).generate(PROMPTS, NUM_TOKENS)
     build_stack = loading.build_stack
 
-    def build(base: Any, weights: Any, device: Any) -> Any:
+    def build(base: Any, weights: Any, *more: Any) -> Any:
         if weights.shards.collective.rank == 1:
             raise LoadError("its columns cut a group")
-        return build_stack(base, weights, device)
+        return build_stack(base, weights, *more)
 
     monkeypatch.setattr(loading, "build_stack", build)
 

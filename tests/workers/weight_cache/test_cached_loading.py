@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import pytest
 
 from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.ipc.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu import library
 from pagewire.workers import calls
 from pagewire.workers.collective.single import SingleRank
@@ -149,7 +149,8 @@ def test_a_file_that_describes_no_model_is_removed(
         file.write(to, ahead.key, [], description)
     ahead = WeightsAhead(ahead.config)
     ahead.wait()
-    assert ahead.packed is not None and cached_loading.from_packed(ahead.packed, SingleRank()) is None
+    assert ahead.packed is not None
+    assert cached_loading.from_packed(ahead.packed, SingleRank(), Parallel()) is None
     assert list(weight_folder().iterdir()) == [] and "ignored the packed weights" in caplog.text
 
 
