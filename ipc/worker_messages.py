@@ -10,6 +10,7 @@ from pagewire.ipc.codec import Tensor
 from pagewire.ipc.items import Item, LogprobRows, Media, Message, Task
 from pagewire.ipc.model_figures import ModelFigures
 from pagewire.ipc.pooling import PoolerConfig, PoolingInfo
+from pagewire.ipc.speculative import SpeculativeConfig
 
 # ---------------------------------------------------------------- core -> worker
 
@@ -46,6 +47,7 @@ class WorkerConfig(Message, tag="load"):
     weight_cache: take packed weights from the cache, and keep them there.
     kv_scales: of each layer's keys and values in a KV cache of 8-bit floats; empty: the checkpoint's, or 1.
     runner, convert, pooler_config: see `EngineArgs`.
+    speculative: the drafter that the worker runs; None: none, or one of the core.
     """
 
     model_path: str
@@ -71,6 +73,7 @@ class WorkerConfig(Message, tag="load"):
     runner: str = "auto"
     convert: str = "auto"
     pooler_config: PoolerConfig | None = None
+    speculative: SpeculativeConfig | None = None
 
 
 class SlotInit(Item):
@@ -101,6 +104,7 @@ class Row(Item):
         to the first that is no draft are appended to the slot.
     num_prompt_logprobs: return log probabilities of the tokens that follow the first num_prompt_logprobs of these.
     pool: the row's hidden states go into the sequence's pooled result; the row that ends its prompt returns it.
+    num_drafts: propose at most this many tokens to follow the samples that count; only if `num_samples` is not 0.
     """
 
     slot: int
@@ -111,6 +115,7 @@ class Row(Item):
     num_samples: int = 0
     num_prompt_logprobs: int = 0
     pool: bool = False
+    num_drafts: int = 0
 
 
 class StepPlan(Message, tag="plan"):
@@ -211,6 +216,7 @@ class RowResult(Item):
     token_ids: 1 to `Row.num_samples` tokens; all but the last are the row's drafts, in order. None without samples.
     logprobs: of these tokens. prompt_logprobs: as many as the row says. pooled: if the row ends a prompt to pool.
     error: why the row has no tokens; the other fields are then empty. error_type: name of an exception, or None.
+    drafts: up to `Row.num_drafts` tokens that the worker's drafter proposes to follow `token_ids`.
     """
 
     token_ids: list[int] = []
@@ -219,6 +225,7 @@ class RowResult(Item):
     pooled: Tensor | None = None
     error: str | None = None
     error_type: str | None = None
+    drafts: list[int] = []
 
 
 class StepResult(Message, tag="result"):
