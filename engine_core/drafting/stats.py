@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 class SpeculationStats:
     """Counts since the core started.
 
-    num_rows: rows with drafts that were verified. num_emitted: tokens that they gave, drafts and the one behind.
+    num_rows: verified rows with drafts. num_emitted: tokens that they gave, also behind the drafts.
     drafted_at, accepted_at: by position in the draft.
-    num_steps, num_tokens, seconds: of all rows in steps that computed no prompt: how many, the tokens that they gave,
-        and the time of the steps. seconds_without: the time that these tokens would have taken without drafts, by
-        that of steps without them.
+    num_steps, num_tokens, seconds: the rows of steps that computed no prompt, with drafts or without, the tokens
+        that they gave, and the time of the steps. seconds_without: the time that these tokens would have taken
+        without drafts, by that of steps without them.
     """
 
     num_rows: int = 0

@@ -1,8 +1,8 @@
 """Which rows carry drafts, and whether the next step waits for this one, so that it can carry some.
 
 Drafts can only follow tokens that are known. A step that is planned while another one runs has none; so where
-drafts are expected to pay, the next step is not planned ahead. Elsewhere everything is as without a drafter: drafts
-of n-grams and suffixes are compared with the tokens that come, without a step that verifies them, and so it is known
+drafts are expected to pay, the next step is not planned ahead. Elsewhere all is as without a drafter: drafts of
+n-grams and suffixes are compared with the tokens that come, without a step that verifies them, and so it is known
 when they begin to pay.
 """
 
