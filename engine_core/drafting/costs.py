@@ -43,6 +43,10 @@ class StepCosts:
         """True once a step was measured."""
         return bool(self._classes)
 
+    def measured(self, num_tokens: int) -> bool:
+        """True if steps of about this size were measured."""
+        return size_class(num_tokens) in self._classes
+
     @property
     def smallest(self) -> float:
         """Tokens of the smallest steps that were measured."""

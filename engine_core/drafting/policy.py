@@ -48,7 +48,8 @@ class MeasuredPolicy:
     """The policy of an engine.
 
     Attributes:
-        plain, drafted: costs of steps without drafts and with drafts.
+        plain, drafted: costs of steps without drafts and with drafts. A number of rows has no drafts before a step
+            of as many was measured without them.
     """
 
     def __init__(self) -> None:
@@ -59,7 +60,7 @@ class MeasuredPolicy:
         """The numbers that make the rows fastest; now and then some although none seem to pay."""
         lengths = [0] * len(reaches)
         room = min(room, self._most_tried(num_rows))
-        if not num_rows or not self.plain.known or room <= 0:
+        if not num_rows or not self.plain.measured(num_rows) or room <= 0:
             return lengths
         ranked = sorted((gain for i, draft in enumerate(reaches) for gain in gains(draft, i)), reverse=True)
         del ranked[room:]
@@ -74,7 +75,7 @@ class MeasuredPolicy:
 
     def hopeless(self, num_rows: int, room: int) -> bool:
         """True if even certain drafts would not pay. What was measured long ago does not count for ever."""
-        if not self.plain.known:
+        if not self.plain.measured(num_rows):
             return True
         room = min(room, self._most_tried(num_rows))
         each = 1

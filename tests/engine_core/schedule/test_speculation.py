@@ -9,7 +9,7 @@ import pytest
 
 from pagewire.engine_core.drafting.draft import Draft
 from pagewire.engine_core.drafting.ngram import NgramDrafter
-from pagewire.engine_core.drafting.policy import PROBE_INTERVAL, MeasuredPolicy
+from pagewire.engine_core.drafting.policy import MeasuredPolicy
 from pagewire.engine_core.drafting.suffix import SuffixDrafter
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.schedule.speculation import Drafting, Limits, NoSpeculation, open_speculation
@@ -99,7 +99,7 @@ def test_where_each_token_costs_as_much_as_a_row_there_are_almost_no_drafts(dept
         simulation.loop(2)
         simulation.drain()
     assert simulation.scheduler.stats.num_steps >= 5 * 94
-    assert simulation.num_drafts <= 8 + 8 * (simulation.scheduler.stats.num_steps // PROBE_INTERVAL + 1)
+    assert simulation.num_drafts < 45  # of 990 tokens: those from which it learns what they cost
 
 
 def test_nothing_changes_where_there_is_nothing_to_propose() -> None:
