@@ -19,6 +19,7 @@ from pagewire.engine_core.drafting.policy import LengthPolicy, MeasuredPolicy
 from pagewire.engine_core.drafting.state import SequenceDrafts
 from pagewire.engine_core.drafting.stats import SpeculationStats
 from pagewire.engine_core.drafting.suffix import SuffixDrafter
+from pagewire.engine_core.drafting.token_index import PORTION
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.schedule.step import PlannedStep
 from pagewire.ipc.speculative import SpeculativeConfig
@@ -88,6 +89,9 @@ class NoSpeculation:
         """Nothing depends on it."""
 
 
+FEW_TOKENS = 64  # that a source takes in at once in any case
+
+
 @dataclass(frozen=True)
 class Limits:
     """longest: tokens of a draft. batch_size: no drafts while more sequences than this run or wait.
@@ -113,6 +117,7 @@ class Drafting:
         self._asked: dict[Sequence, int] = {}
         self._num_asked_new = 0
         self._num_expected, self._num_right = 0.0, 0
+        self._num_taken_in = 0  # tokens of prompts, in the present call
         self._paused = True
 
     # ------------------------------------------------------------ planning
@@ -123,6 +128,7 @@ class Drafting:
             return True
         if self._drafter is None or self._too_many(running, num_waiting):
             return False
+        self._num_taken_in = 0
         rows = [s for s in running if s.num_pending == 1 and self._generates(s)]
         room = len(rows) * self._limits.longest
         if not rows or self.policy.hopeless(len(rows), room):
@@ -135,7 +141,7 @@ class Drafting:
     ) -> dict[Sequence, list[int]]:
         """The drafts that pay."""
         self._asked, self._num_asked_new = {}, 0
-        self._num_expected, self._num_right = 0.0, 0
+        self._num_expected, self._num_right, self._num_taken_in = 0.0, 0, 0
         if self._too_many(running, num_waiting) or (ahead and self._drafter is not None):
             return {}
         rows = [s for s in running if s.num_to_compute == 1 and self._generates(s)]
@@ -201,7 +207,7 @@ class Drafting:
 
     def _draft_of(self, sequence: Sequence) -> Draft | None:
         """What may follow a sequence all of whose tokens are known, as far as its grammar and its length allow."""
-        draft = self._state(sequence).current(len(sequence.token_ids))
+        draft = self._current(sequence)
         if draft is None:
             return None
         most = sequence.max_output - sequence.num_output_tokens - 1
@@ -211,9 +217,17 @@ class Drafting:
 
     def _reaches_ahead(self, sequence: Sequence) -> list[float]:
         """How likely drafts behind the token in flight are right, if that is what its own draft says."""
+        draft = self._current(sequence)
+        return [] if draft is None else self._state(sequence).chances_ahead(draft, 1, self._acceptance)
+
+    def _current(self, sequence: Sequence) -> Draft | None:
+        """The draft behind the known tokens; None, too, for a long prompt while others are taken in."""
         state = self._state(sequence)
-        draft = state.current(len(sequence.token_ids))
-        return [] if draft is None else state.chances_ahead(draft, 1, self._acceptance)
+        if state.source is not None and (num_missing := state.source.num_missing) > FEW_TOKENS:
+            if self._num_taken_in >= PORTION:
+                return None
+            self._num_taken_in += num_missing
+        return state.current(len(sequence.token_ids))
 
     # ------------------------------------------------------------ committing
 
@@ -254,7 +268,9 @@ class Drafting:
         drafted = bool(step.num_drafts or step.num_asked)
         if step.num_drafts:
             self._acceptance.verified(self._num_expected, self._num_right)
-        alike = seconds if drafted or not step.late else result.busy_us / 1e6  # as if it had been planned ahead
+        alike = (
+            seconds if drafted or not step.late else result.busy_us / 1e6
+        )  # as if it had been planned ahead
         self.policy.observe(sum(row.num_samples for row in step.rows), alike, drafted=drafted)
         num_tokens = sum(len(row.token_ids) for row in result.rows)
         plain = self.policy.seconds(num_rows) or seconds
