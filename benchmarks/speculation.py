@@ -2,10 +2,10 @@
 
     python -m benchmarks.speculation MODEL [--method ngram suffix] [--requests 1 4 16 64] [--runs 3]
 
-Two kinds of prompts: "repeats" has its own code edited or its own text corrected, most of which is copied; "free"
-has nothing to repeat. Both engines live at once, and their runs alternate, so what else the machine does slows both
-down; where that is much, the factor between processor seconds of core and worker tells more. The outputs must be equal
-to the token.
+Two kinds of prompts: "repeats" has its own code edited or its own text corrected, most of which is copied;
+"free" has nothing to repeat. Both engines live at once, and their runs alternate, so what else the machine does
+slows both down; where that is much, the factor between processor seconds of core and worker tells more. The
+outputs must be equal to the token.
 """
 
 from __future__ import annotations
