@@ -10,6 +10,7 @@ from pagewire.ipc.codec import Tensor
 from pagewire.ipc.items import Item, LogprobRows, Media, Message, Task
 from pagewire.ipc.model_figures import ModelFigures
 from pagewire.ipc.pooling import PoolerConfig, PoolingInfo
+from pagewire.ipc.speculative import SpeculativeConfig
 
 # ---------------------------------------------------------------- core -> worker
 
@@ -61,6 +62,7 @@ class WorkerConfig(Message, tag="load"):
     weight_cache: take packed weights from the cache, and keep them there.
     kv_scales: of each layer's keys and values in a KV cache of 8-bit floats; empty: the checkpoint's, or 1.
     runner, convert, pooler_config: see `EngineArgs`.
+    speculative: the drafter that the worker runs; None: none, or one of the core.
     """
 
     model_path: str
@@ -86,6 +88,7 @@ class WorkerConfig(Message, tag="load"):
     runner: str = "auto"
     convert: str = "auto"
     pooler_config: PoolerConfig | None = None
+    speculative: SpeculativeConfig | None = None
 
 
 class SlotInit(Item):
@@ -118,6 +121,7 @@ class Row(Item):
     pool: the row's hidden states go into the sequence's pooled result; the row that ends its prompt returns it.
     token_ids: in a pipeline of several stages, tokens that were sampled since the slot's last row. The last stage,
         which has sampled them, has them already; the others append them to the slot before the step.
+    num_drafts: propose at most this many tokens to follow the samples that count; only if `num_samples` is not 0.
     """
 
     slot: int
@@ -129,6 +133,7 @@ class Row(Item):
     num_prompt_logprobs: int = 0
     pool: bool = False
     token_ids: list[int] = []
+    num_drafts: int = 0
 
 
 class StepPlan(Message, tag="plan"):
@@ -229,6 +234,7 @@ class RowResult(Item):
     token_ids: 1 to `Row.num_samples` tokens; all but the last are the row's drafts, in order. None without samples.
     logprobs: of these tokens. prompt_logprobs: as many as the row says. pooled: if the row ends a prompt to pool.
     error: why the row has no tokens; the other fields are then empty. error_type: name of an exception, or None.
+    drafts: up to `Row.num_drafts` tokens that the worker's drafter proposes to follow `token_ids`.
     """
 
     token_ids: list[int] = []
@@ -237,6 +243,7 @@ class RowResult(Item):
     pooled: Tensor | None = None
     error: str | None = None
     error_type: str | None = None
+    drafts: list[int] = []
 
 
 class StepResult(Message, tag="result"):

@@ -15,6 +15,7 @@ from pagewire.ipc import messages, worker_messages
 from pagewire.ipc.codec import INLINE_BYTES, ITEM_SIZES, Tensor
 from pagewire.ipc.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from pagewire.ipc.pooling import POOLING_TYPES, TASKS, PoolerConfig, PoolingParams
+from pagewire.ipc.speculative import MAX_DRAFTS, MAX_LOOKUP, Method, SpeculativeConfig
 
 UNIONS = {
     "ToCore": messages.ToCore,
@@ -123,6 +124,18 @@ pooler_configs = st.builds(
     dimensions=sizes,
     activation=choices,
 )
+speculative_configs = st.builds(
+    SpeculativeConfig,
+    method=st.sampled_from(get_args(Method)),
+    model=st.none() | words,
+    num_speculative_tokens=st.integers(0, MAX_DRAFTS),
+    prompt_lookup_min=st.integers(1, MAX_LOOKUP),
+    prompt_lookup_max=st.integers(1, MAX_LOOKUP),
+    disable_by_batch_size=sizes,
+    max_model_len=sizes,
+    quantization=st.none() | words,
+    revision=st.none() | words,
+)
 
 SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
     int: int64,
@@ -136,6 +149,7 @@ SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
     SamplingParams: sampling_params(),
     PoolingParams: pooling_params,
     PoolerConfig: pooler_configs,
+    SpeculativeConfig: speculative_configs,
 }
 
 

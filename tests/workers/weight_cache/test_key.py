@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from pagewire.ipc.pooling import PoolerConfig
+from pagewire.ipc.speculative import SpeculativeConfig
 from pagewire.ipc.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu import library
 from pagewire.kernels.cpu.build import InstructionSet
@@ -29,6 +30,7 @@ VALUES: dict[str, Any] = {
     "runner": "pooling",
     "convert": "embed",
     "pooler_config": PoolerConfig(normalize=False),
+    "speculative": SpeculativeConfig(method="mtp"),
 }
 """For each field of `WorkerConfig` that the packed weights depend on another value."""
 

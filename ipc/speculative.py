@@ -1,0 +1,225 @@
+"""Speculative decoding: which drafter proposes tokens, how many, and when; the options under both of their names.
+
+`speculative_config` has the names of vLLM's dict. The flags `speculative_model`, `num_speculative_tokens`,
+`ngram_prompt_lookup_max` and so on say the same, one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeAlias, get_args
+
+import msgspec
+from msgspec import Meta
+
+from pagewire.ipc.bounds import unknown_name
+from pagewire.ipc.quantization import quantization_name
+from pagewire.ipc.quoting import quoted
+
+Method: TypeAlias = Literal["auto", "ngram", "suffix", "draft_model", "mlp_speculator", "eagle3", "mtp"]
+NGRAM = "[ngram]"  # as `speculative_model`: the method "ngram"
+CORE_METHODS = ("ngram", "suffix")
+"""Methods whose drafts the core finds in text that it knows; the others run a model in the worker."""
+MAX_DRAFTS = 128
+MAX_LOOKUP = 64
+DEFAULT_DRAFTS = {"ngram": 16, "suffix": 32, "draft_model": 5, "eagle3": 5}
+"""Drafts at most in a step, by method; of the other methods it is what the checkpoint's config.json says."""
+DEFAULT_LOOKUP = (2, 5)
+
+NOT_SERVED = {
+    "eagle": "EAGLE heads of the first two generations are not served: take an EAGLE-3 head (method 'eagle3')",
+    "medusa": "Medusa heads are not served: take 'mlp_speculator', 'eagle3' or 'draft_model'",
+    "ngram_gpu": "n-grams are looked up by the core, beside the device: take 'ngram'",
+    "custom_class": "a class by name is code, which no option may bring: take one of the methods that there are",
+}
+"""Methods that other engines know, and what to do in place of them."""
+
+Drafts: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_DRAFTS)]
+Lookup: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_LOOKUP)]
+Positive: TypeAlias = Annotated[int, Meta(ge=1)]
+
+
+class SpeculativeConfig(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, frozen=True):
+    """A resolved configuration of speculative decoding.
+
+    method: where drafts come from. "auto", what a model by name is, stands in options only: the core replaces it by
+        what the model's config.json says before a worker or a scheduler sees it.
+    model: folder or GGUF file of the drafter's model; in options also an id of the hub. None for "ngram" and
+        "suffix", and for "mtp", whose layers come with the model that is served.
+    num_speculative_tokens: the most drafts of one row; in options 0 stands for the method's or the model's own.
+    prompt_lookup_min, prompt_lookup_max: lengths of the n-grams that "ngram" looks up.
+    disable_by_batch_size: no drafts while more sequences than this run or wait; None: no such limit.
+    max_model_len: no drafts for a sequence beyond this many tokens; None: the drafter's own limit.
+    quantization: of the drafter's model, as `EngineArgs.quantization`.
+    revision: of the drafter's model on the hub.
+    acceptance_method: "rejection_sampler": a draft counts if it is the token that is sampled in its place, so
+        outputs are those without drafts. posterior_threshold, posterior_alpha: of "typical_acceptance_sampler".
+    """
+
+    method: Method = "auto"
+    model: str | None = None
+    num_speculative_tokens: Drafts = 0
+    prompt_lookup_min: Lookup = DEFAULT_LOOKUP[0]
+    prompt_lookup_max: Lookup = DEFAULT_LOOKUP[1]
+    disable_by_batch_size: Positive | None = None
+    max_model_len: Positive | None = None
+    quantization: str | None = None
+    revision: str | None = None
+    acceptance_method: Literal["rejection_sampler", "typical_acceptance_sampler"] = "rejection_sampler"
+    posterior_threshold: Annotated[float, Meta(gt=0, lt=1)] = 0.09
+    posterior_alpha: Annotated[float, Meta(gt=0, lt=1)] = 0.3
+
+    @property
+    def in_core(self) -> bool:
+        """True if the core finds the drafts, without a model."""
+        return self.method in CORE_METHODS
+
+
+# Flags, and the key of `speculative_config` that says the same.
+FLAGS = {
+    "speculative_model": "model",
+    "num_speculative_tokens": "num_speculative_tokens",
+    "ngram_prompt_lookup_max": "prompt_lookup_max",
+    "ngram_prompt_lookup_min": "prompt_lookup_min",
+    "speculative_disable_by_batch_size": "disable_by_batch_size",
+    "speculative_max_model_len": "max_model_len",
+    "speculative_model_quantization": "quantization",
+    "speculative_draft_tensor_parallel_size": "draft_tensor_parallel_size",
+    "spec_decoding_acceptance_method": "acceptance_method",
+    "typical_acceptance_sampler_posterior_threshold": "posterior_threshold",
+    "typical_acceptance_sampler_posterior_alpha": "posterior_alpha",
+    "disable_logprobs_during_spec_decoding": "disable_logprobs",
+}
+KEYS = {*SpeculativeConfig.__struct_fields__, "draft_tensor_parallel_size", "disable_logprobs"}
+
+
+def speculative_config(
+    flags: Mapping[str, Any], values: Mapping[str, Any], tensor_parallel_size: int = 1
+) -> SpeculativeConfig | None:
+    """The checked options; None if nothing is to be proposed.
+
+    flags: the options named in `FLAGS`, None where they are not given. values: `speculative_config`.
+    tensor_parallel_size: workers over which the model is divided.
+
+    Raises:
+        ValueError: an option is unknown, has a bad value, is given twice, contradicts another one, or is not
+            served. TypeError: a value of a wrong type.
+    """
+    given = {name: value for name, value in values.items() if value is not None}
+    for flag, key in FLAGS.items():
+        if flags.get(flag) is None:
+            continue
+        if key in given:
+            raise ValueError(f"give {flag}, or {key!r} in speculative_config, not both")
+        given[key] = flags[flag]
+    for name in given:
+        if name not in KEYS:
+            raise ValueError(f"speculative_config: {unknown_name('key', name, KEYS)}")
+    _check_draft_ranks(given.pop("draft_tensor_parallel_size", None), tensor_parallel_size)
+    _check_logprobs(given.pop("disable_logprobs", None))
+    if not given:
+        return None
+    _name_method(given)
+    _complete_lookup(given)
+    return _checked(given)
+
+
+def _check_draft_ranks(size: Any, tensor_parallel_size: int) -> None:
+    if size is None or (isinstance(size, int) and size == 1):
+        return
+    raise ValueError(
+        f"speculative_draft_tensor_parallel_size={quoted(size)} is not served: a drafter's model is small and runs "
+        f"whole on every rank{', which is what 1 says' if tensor_parallel_size > 1 else ''}; leave the option out"
+    )
+
+
+def _check_logprobs(disabled: Any) -> None:
+    if disabled in (None, False):
+        return
+    raise ValueError(
+        "disable_logprobs_during_spec_decoding=True is not served: drafts never change what a request gets, "
+        "log probabilities included, and a request that asks for none pays for none; leave the option out"
+    )
+
+
+def _name_method(given: dict[str, Any]) -> None:
+    """Bring `method` and `model` to their own fields: a model may stand for a method, and a method for a model."""
+    model, method = given.get("model"), given.get("method", "auto")
+    if isinstance(method, str):
+        method = method.lower().removeprefix("[").removesuffix("]")
+    if model in (NGRAM, "ngram", "[suffix]", "suffix"):
+        if method not in ("auto", model.strip("[]")):
+            raise ValueError(f"speculative_model={model!r} contradicts method={method!r}")
+        method = model.strip("[]")
+        del given["model"]
+    if method in NOT_SERVED:
+        raise ValueError(f"speculative method {method!r} is not served: {NOT_SERVED[method]}")
+    if isinstance(method, str) and method.endswith("_mtp"):  # as vLLM names the layers of one family
+        method = "mtp"
+    methods = get_args(Method)
+    if method not in methods:
+        raise ValueError(
+            f"{unknown_name('speculative method', method, methods)}; there are {', '.join(methods)}"
+        )
+    if method == "auto" and "model" not in given:
+        raise ValueError(
+            f"speculative_model is missing: a model that proposes tokens, or {NGRAM!r}; without one, name "
+            "the method 'ngram', 'suffix' or 'mtp' in speculative_config"
+        )
+    given["method"] = method
+
+
+def _complete_lookup(given: dict[str, Any]) -> None:
+    """Where one end of the lengths of n-grams is given, let the other's default agree with it."""
+    low, high = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
+    if isinstance(high, int) and low is None:
+        given["prompt_lookup_min"] = min(DEFAULT_LOOKUP[0], high)
+    if isinstance(low, int) and high is None:
+        given["prompt_lookup_max"] = max(DEFAULT_LOOKUP[1], low)
+
+
+def _checked(given: dict[str, Any]) -> SpeculativeConfig:
+    """The configuration of checked keys, with what depends on several of them."""
+    try:
+        config = msgspec.convert(given, SpeculativeConfig)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"speculative_config: {error}") from None
+    if config.prompt_lookup_min > config.prompt_lookup_max:
+        raise ValueError(
+            f"ngram_prompt_lookup_min={config.prompt_lookup_min} is over "
+            f"ngram_prompt_lookup_max={config.prompt_lookup_max}"
+        )
+    if "prompt_lookup_max" in given and config.method != "ngram":
+        raise ValueError(f"ngram_prompt_lookup_max and -min belong to {NGRAM!r}, not to {config.method!r}")
+    if config.in_core:
+        for name in ("model", "quantization", "revision"):
+            if name in given:
+                raise ValueError(f"speculative method {config.method!r} has no model: leave {name} out")
+    elif config.method != "mtp" and config.model is None:
+        raise ValueError(f"speculative method {config.method!r} needs a model")
+    if config.quantization is not None:
+        quantization_name(config.quantization)
+    if config.acceptance_method == "typical_acceptance_sampler":
+        raise ValueError(
+            "spec_decoding_acceptance_method='typical_acceptance_sampler' is not served: it keeps drafts that are "
+            "not the sampled token, so outputs would depend on the drafter and on what else runs; "
+            "'rejection_sampler' keeps the drafts that are the sampled tokens, at any temperature"
+        )
+    for name in ("posterior_threshold", "posterior_alpha"):
+        if name in given:
+            raise ValueError(f"{name} belongs to the typical_acceptance_sampler, which is not served")
+    if not config.num_speculative_tokens and config.method in DEFAULT_DRAFTS:
+        return msgspec.structs.replace(config, num_speculative_tokens=DEFAULT_DRAFTS[config.method])
+    return config
+
+
+def method_of(config: Mapping[str, Any]) -> Method:
+    """What a model that proposes tokens is, by its config.json. A model of an ordinary kind is a draft model."""
+    kind, names = str(config.get("model_type", "")), " ".join(map(str, config.get("architectures") or []))
+    if kind == "mlp_speculator" or "MLPSpeculator" in names:
+        return "mlp_speculator"
+    if kind == "eagle3" or "Eagle3" in names:
+        return "eagle3"
+    if kind.endswith("_mtp") or "MTP" in names:
+        return "mtp"
+    return "draft_model"
