@@ -8,12 +8,14 @@ from typing import Any
 
 from pagewire.engine_core.scaling_factors import read_scaling_factors
 from pagewire.engine_core.schedule.scheduler import SchedulerConfig
+from pagewire.engine_core.speculative_model import resolve_speculation
 from pagewire.ipc.hub import model_folder, read_configs
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import max_n
 from pagewire.ipc.pooling import PoolerConfig
 from pagewire.ipc.quantization import resolve_quantization, settings_of
+from pagewire.ipc.speculative import SpeculativeConfig
 from pagewire.ipc.worker_messages import Parallel, Ready, WorkerConfig
 
 
@@ -23,6 +25,7 @@ class EngineConfig:
 
     generation_config: content of generation_config.json. eos_token_id: the main end-of-sequence token.
     kv_scales: the scaling factors of `quantization_param_path`, one for each layer.
+    speculation: what proposes tokens, with its model's folder; None if nothing does.
     """
 
     args: EngineArgs
@@ -30,6 +33,7 @@ class EngineConfig:
     generation_config: dict[str, Any]
     eos_token_id: int | None
     kv_scales: tuple[float, ...] = ()
+    speculation: SpeculativeConfig | None = None
 
     @classmethod
     def resolve(cls, args: EngineArgs) -> EngineConfig:
@@ -53,7 +57,8 @@ class EngineConfig:
         resolve_quantization(args.quantization, args.load_format, settings_of(path, model))
         factors = args.quantization_param_path
         kv_scales = () if factors is None else tuple(read_scaling_factors(Path(factors), model))
-        return cls(args, path, generation, end_of_sequence(model, generation), kv_scales)
+        speculation = resolve_speculation(args, model)
+        return cls(args, path, generation, end_of_sequence(model, generation), kv_scales, speculation)
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -112,6 +117,7 @@ class EngineConfig:
             runner=args.runner,
             convert=args.convert,
             pooler_config=PoolerConfig.read(args.pooler_config),
+            speculative=None if self.speculation is None or self.speculation.in_core else self.speculation,
         )
 
     def scheduler_config(self, ready: Ready) -> SchedulerConfig:
@@ -120,8 +126,12 @@ class EngineConfig:
         A prompt of an encoder has no KV cache, and runs in one step. One block, of any size, stands for it.
 
         Raises:
-            ValueError: the blocks of an encoder are to be published.
+            ValueError: the blocks of an encoder are to be published, or tokens proposed for a model that pools.
         """
+        if self.speculation is not None and ready.pooling is not None:
+            raise ValueError(
+                "speculative_config: this model pools and generates no tokens: leave the option out"
+            )
         args, whole = self.args, ready.pooling is not None and ready.pooling.whole_prompts
         if whole and args.resolved_kv_events() is not None:
             raise ValueError(

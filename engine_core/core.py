@@ -31,6 +31,7 @@ from pagewire.engine_core.grammar.prover import ConfinedProver
 from pagewire.engine_core.lobby import Lobby
 from pagewire.engine_core.schedule.scheduler import Scheduler
 from pagewire.engine_core.schedule.sequence import Sequence
+from pagewire.engine_core.schedule.speculation import open_speculation
 from pagewire.engine_core.workers.group import GroupReply, WorkerGroup
 from pagewire.engine_core.workers.restarts import Restarts
 from pagewire.engine_core.workers.stopwatch import Stopwatch
@@ -256,7 +257,8 @@ class EngineCore:
         phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ready.startup_seconds.items())
         logger.info("worker ready: %s", phases)
         if not self.started:
-            self.scheduler = Scheduler(self.config.scheduler_config(ready))
+            speculation = open_speculation(self.config.speculation)
+            self.scheduler = Scheduler(self.config.scheduler_config(ready), speculation)
             self.info = self.config.engine_info(ready)
             self.clients.accept(self.info.max_message_bytes)
             self.grammars = self._open_grammars()

@@ -51,7 +51,7 @@ REFUSALS: dict[str, type[Exception]] = {
 
 
 class RequestMetrics(msgspec.Struct):
-    """Times of a request, in seconds since the epoch; None: not reached yet.
+    """Times of a request, in seconds since the epoch; None: not reached yet. And what drafts did for it.
 
     Attributes:
         arrival_time: the request was submitted to the frontend, or arrived before that at the caller.
@@ -59,6 +59,8 @@ class RequestMetrics(msgspec.Struct):
         first_token_time: its first token was generated. last_token_time: its last token arrived at the frontend.
         finished_time: its end arrived at the frontend.
         time_in_queue: duration in seconds from the arrival to the first step.
+        num_draft_tokens: proposed tokens that were verified for it (speculative decoding).
+        num_accepted_tokens: its tokens that had been proposed.
     """
 
     arrival_time: float
@@ -67,6 +69,8 @@ class RequestMetrics(msgspec.Struct):
     last_token_time: float | None = None
     finished_time: float | None = None
     time_in_queue: float | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass
@@ -332,6 +336,8 @@ class RequestState:
             self._num_live -= output.finish_reason is not None
         if self.error is None and delta.error is not None:
             self.error, self.error_type = delta.error, delta.error_type
+        self._metrics.num_draft_tokens += delta.num_drafts
+        self._metrics.num_accepted_tokens += delta.num_accepted
         self._clock(delta.timing)
         return drop
 

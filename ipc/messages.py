@@ -200,6 +200,7 @@ class TokenDelta(Item):
     num_cached_tokens, timing: set in the first and in the last delta of the sequence.
     error, error_type: why the sequence failed; if it was refused, also the name of the exception ("ValueError",
         "EngineBusyError").
+    num_drafts, num_accepted: proposed tokens that were verified for this, and how many of `token_ids` are such.
     """
 
     key: int
@@ -214,6 +215,8 @@ class TokenDelta(Item):
     timing: RequestTiming | None = None
     error: str | None = None
     error_type: str | None = None
+    num_drafts: int = 0
+    num_accepted: int = 0
 
 
 class Deltas(Message, tag="deltas"):

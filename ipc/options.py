@@ -20,6 +20,7 @@ from pagewire.ipc.bounds import check_int, check_number, unknown_name
 from pagewire.ipc.kv_events import KVEventsConfig, kv_events_config
 from pagewire.ipc.pooling import PoolerConfig
 from pagewire.ipc.quantization import FAMILIES, ONLINE, quantization_name
+from pagewire.ipc.speculative import FLAGS, SpeculativeConfig, speculative_config
 
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 KV_DTYPES = ("auto", "int8", "fp8", "fp8_e4m3", "fp8_e5m2")
@@ -141,6 +142,37 @@ class EngineArgs:
     max_waiting: int = option(100_000, "Scheduler", "maximum sequences that may wait; further requests are refused")
     max_logprobs: int = option(20, "Scheduler", "maximum log probabilities per token; -1: no limit")
 
+    speculative_config: dict[str, Any] = option(
+        None, "Speculation", "JSON of method (ngram, suffix, draft_model, mlp_speculator, eagle3, mtp), model, "
+        "num_speculative_tokens, prompt_lookup_max, prompt_lookup_min, disable_by_batch_size, max_model_len, "
+        "quantization, revision, draft_tensor_parallel_size", make=dict)
+    speculative_model: str | None = option(
+        None, "Speculation", "model folder, file or id that proposes tokens, or '[ngram]': look up in the sequence "
+        "what followed its last tokens before; outputs stay the same")
+    num_speculative_tokens: int | None = option(
+        None, "Speculation", "most tokens that are proposed at a time; how many are is decided by what pays")
+    ngram_prompt_lookup_max: int | None = option(
+        None, "Speculation", "most tokens that are looked up with [ngram] (default: 5)")
+    ngram_prompt_lookup_min: int | None = option(
+        None, "Speculation", "least tokens that are looked up with [ngram] (default: 2)")
+    speculative_disable_by_batch_size: int | None = option(
+        None, "Speculation", "propose nothing while more sequences than this run or wait; default: as it pays")
+    speculative_max_model_len: int | None = option(
+        None, "Speculation", "propose nothing for sequences of more tokens than this")
+    speculative_model_quantization: str | None = option(
+        None, "Speculation", "as quantization, of the model that proposes tokens")
+    speculative_draft_tensor_parallel_size: int | None = option(
+        None, "Speculation", "1: the model that proposes tokens runs whole on every rank", short="-spec-draft-tp")
+    spec_decoding_acceptance_method: str | None = option(
+        None, "Speculation", "rejection_sampler (default): a proposed token counts if it is the sampled one",
+        choices=("rejection_sampler", "typical_acceptance_sampler"))
+    typical_acceptance_sampler_posterior_threshold: float | None = option(
+        None, "Speculation", "of typical_acceptance_sampler, which is not served, since it changes outputs")
+    typical_acceptance_sampler_posterior_alpha: float | None = option(
+        None, "Speculation", "of typical_acceptance_sampler, which is not served, since it changes outputs")
+    disable_logprobs_during_spec_decoding: bool | None = option(
+        None, "Speculation", "False: log probabilities are those without speculation, which is always so")
+
     disable_log_stats: bool = option(False, "Logging", "do not log periodic statistics in the core")
     log_stats_interval: float = option(10.0, "Logging", "seconds between two lines of statistics")
     otlp_traces_endpoint: str | None = option(
@@ -161,6 +193,8 @@ class EngineArgs:
             if name == "override_pooler_config" and value is None:
                 continue
             name = ALIASES.get(name, name)
+            if name == "speculative_config" and value is None:
+                continue
             if name == "pooler_config":
                 value = msgspec.to_builtins(PoolerConfig.read(value))
             if name in names:
@@ -200,6 +234,7 @@ class EngineArgs:
         if self.resolved_kv_events() is not None and not self.enable_prefix_caching:
             raise ValueError("kv_events needs enable_prefix_caching: without it no block is found by others")
         self._check_parallel()
+        self.resolved_speculation()
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
             raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
 
@@ -265,6 +300,15 @@ class EngineArgs:
         """
         return kv_events_config(self.kv_events, self.kv_events_config)
 
+    def resolved_speculation(self) -> SpeculativeConfig | None:
+        """What proposes tokens; None if nothing does.
+
+        Raises:
+            ValueError: a bad option.
+        """
+        flags = {name: getattr(self, name) for name in FLAGS}
+        return speculative_config(flags, self.speculative_config, self.tensor_parallel_size)
+
     def served_names(self) -> list[str]:
         """The names of the model in the API; metrics use the first."""
         names = self.served_model_name or self.model
@@ -317,9 +361,6 @@ NOT_SUPPORTED_YET: dict[str, Any] = {
     "enable_lora": False,
     "max_loras": 1,
     "max_lora_rank": 16,
-    "speculative_config": None,
-    "speculative_model": None,
-    "num_speculative_tokens": None,
     "collect_detailed_traces": None,
     "kv_transfer_config": None,
     "enable_sleep_mode": False,

@@ -1,6 +1,7 @@
 """`pagewire bench`: throughput of many requests, latency of one request, load on a server (`bench_serve.py`).
 
-`throughput` and `latency` print one JSON object per run.
+`throughput` and `latency` print one JSON object per run. With options of speculation they measure twice, first
+without them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from pagewire.cli.commands import bench_serve
-from pagewire.cli.options import UsageError, add_attach_options, add_engine_options, positive
+from pagewire.cli.options import UsageError, add_attach_options, add_engine_options, engine_args, positive
 
 if TYPE_CHECKING:
     from pagewire.frontend.async_llm import AsyncLLM
@@ -52,7 +53,25 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def run(options: argparse.Namespace) -> int:
-    """Warm up, measure, and print the figures of each run and their medians."""
+    """Measure, and print the figures of each run and their medians."""
+    if options.attach or engine_args(options).resolved_speculation() is None:
+        print(json.dumps({"median": medians(options)}))
+        return 0
+    off, on = medians(without_speculation(options)), medians(options)
+    gain = round(off["tpot_ms"] / on["tpot_ms"], 3) if on["tpot_ms"] else None
+    print(json.dumps({"median": on, "median_without_speculation": off, "speculation_gain": gain}))
+    return 0
+
+
+def without_speculation(options: argparse.Namespace) -> argparse.Namespace:
+    """The same options, with nothing that proposes tokens."""
+    from pagewire.ipc.speculative import FLAGS
+
+    return argparse.Namespace(**vars(options) | dict.fromkeys(FLAGS) | {"speculative_config": {}})
+
+
+def medians(options: argparse.Namespace) -> dict[str, float]:
+    """Open an engine, warm up, measure, and return the median of each figure."""
     from pagewire.cli.engine import opened
     from pagewire.frontend import async_llm
 
@@ -62,9 +81,7 @@ def run(options: argparse.Namespace) -> int:
             raise UsageError(f"--input-len and --output-len exceed max_model_len={engine.info.max_model_len}")
         print(json.dumps({"start_s": round(time.perf_counter() - begin, 3)}), flush=True)
         runs = async_llm.run(measure(engine, options))
-    medians = {name: statistics.median(figures[name] for figures in runs) for name in runs[0]}
-    print(json.dumps({"median": medians}))
-    return 0
+    return {name: statistics.median(figures[name] for figures in runs) for name in runs[0]}
 
 
 async def measure(engine: AsyncLLM, options: argparse.Namespace) -> list[dict[str, float]]:

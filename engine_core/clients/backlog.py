@@ -123,6 +123,8 @@ def merge(first: TokenDelta, second: TokenDelta) -> TokenDelta:
         timing=second.timing or first.timing,
         error=second.error,
         error_type=second.error_type,
+        num_drafts=first.num_drafts + second.num_drafts,
+        num_accepted=first.num_accepted + second.num_accepted,
     )
 
 

@@ -76,11 +76,17 @@ class Distribution:
 
 
 class Rates:
-    """Prompt and output tokens per second between the last two calls of `update`."""
+    """What happened between the last two calls of `update`.
+
+    prompt, output: tokens per second. tokens_per_step: of each sequence, in steps that computed no prompts.
+    gain: by which factor drafts made these steps faster. Both are 0 without such steps.
+    """
 
     def __init__(self) -> None:
         self.prompt = self.output = 0.0
+        self.tokens_per_step = self.gain = 0.0
         self._counts, self._time = (0, 0), 0.0
+        self._drafted = (0.0, 0.0, 0.0, 0.0)
 
     def update(self, stats: SchedulerStats, now: float) -> None:
         """Recompute the rates at monotonic time `now`."""
@@ -89,6 +95,11 @@ class Rates:
             (new - old) / seconds for new, old in zip(counts, self._counts, strict=True)
         )
         self._counts, self._time = counts, now
+        drafts = stats.speculation
+        drafted = (drafts.num_tokens, drafts.num_steps, drafts.seconds_without, drafts.seconds)
+        tokens, steps, without, spent = (a - b for a, b in zip(drafted, self._drafted, strict=True))
+        self.tokens_per_step, self.gain = tokens / max(1, steps), without / spent if spent else 0.0
+        self._drafted = drafted
 
 
 @dataclass(slots=True)
@@ -237,6 +248,9 @@ def summary(core: MeasuredEngine) -> tuple[str, dict[str, Any]]:
         "Running: {running} reqs, Waiting: {waiting} reqs, "
         "KV cache usage: {kv_cache_usage:.1%}, Prefix cache hit rate: {prefix_cache_hit_rate:.1%}"
     )
+    if core.config.speculation is not None and rates.gain:
+        facts |= {"speculation_tokens_per_step": rates.tokens_per_step, "speculation_gain": rates.gain}
+        line += ", speculation: {speculation_tokens_per_step:.1f} tokens a step, {speculation_gain:.1f} x"
     return line.format(**facts), facts
 
 
@@ -271,9 +285,10 @@ def states(core: MeasuredEngine) -> Iterator[Row]:
     text = "tokens per second, averaged over the last log_stats_interval."
     yield gauge("vllm:avg_prompt_throughput_toks_per_s", f"Prompt {text}", rates.prompt)
     yield gauge("vllm:avg_generation_throughput_toks_per_s", f"Output {text}", rates.output)
-    text = "Always 0: there is no speculative decoding."
-    yield gauge("vllm:spec_decode_draft_acceptance_rate", text, 0)
-    yield gauge("vllm:spec_decode_efficiency", text, 0)
+    text, drafts = "Share of the verified draft tokens that were right.", scheduler.stats.speculation
+    yield gauge("vllm:spec_decode_draft_acceptance_rate", text, drafts.acceptance_rate)
+    text = "Share of the tokens that rows with drafts could have given that they gave."
+    yield gauge("vllm:spec_decode_efficiency", text, drafts.efficiency)
     text = "Always 1; the labels hold the settings of the KV cache."
     yield gauge("vllm:cache_config_info", text, 1, cache(core))
 
@@ -290,9 +305,18 @@ def counts(core: MeasuredEngine) -> Iterator[Row]:
     yield counter("vllm:prefix_cache_queries_total", text, stats.num_prefix_queries)
     text = "Prompt tokens found in the prefix cache."
     yield counter("vllm:prefix_cache_hits_total", text, stats.num_prefix_hits)
-    for kind in ("accepted", "draft", "emitted"):
-        text = f"Speculative tokens, {kind}. Always 0: there is no speculative decoding."
-        yield counter(f"vllm:spec_decode_num_{kind}_tokens_total", text, 0)
+    drafts = stats.speculation
+    yield counter("vllm:spec_decode_num_drafts_total", "Drafts verified.", drafts.num_rows)
+    text = "Draft tokens verified."
+    yield counter("vllm:spec_decode_num_draft_tokens_total", text, drafts.num_drafts)
+    text = "Draft tokens that were right."
+    yield counter("vllm:spec_decode_num_accepted_tokens_total", text, drafts.num_accepted)
+    text = "Tokens of steps that verified drafts: those that were right, and the one behind each draft."
+    yield counter("vllm:spec_decode_num_emitted_tokens_total", text, drafts.num_emitted)
+    text = "Draft tokens that were right, by position in their draft."
+    for place, number in enumerate(drafts.accepted_at):
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        yield counter(name, text, number, {"position": str(place)})
     text = (
         "Finished requests by reason: stop (a stop string or token), length, abort, error. If the n sequences of a "
         "request ended for different reasons, the last of these in this order counts."

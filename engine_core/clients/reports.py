@@ -62,6 +62,8 @@ def status(core: ReportedEngine) -> dict[str, Any]:
         "num_output_tokens": stats.num_output_tokens,
         "num_prefix_queries": stats.num_prefix_queries,
         "num_prefix_hits": stats.num_prefix_hits,
+        "num_draft_tokens": stats.speculation.num_drafts,
+        "num_accepted_tokens": stats.speculation.num_accepted,
         "worker_pid": next(iter(core.worker.pids), None),
         "worker_starts": core.worker.num_starts,
         "worker_busy_s": core.worker_busy_us / 1e6,

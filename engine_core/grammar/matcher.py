@@ -60,6 +60,10 @@ class Matcher:
         if not self._state.consume_token(token_id):
             raise GrammarError(f"token {token_id} does not fit the grammar: {failure_reason(self._state)}")
 
+    def num_fitting(self, token_ids: Sequence[int]) -> int:
+        """How many of the tokens the grammar allows one after the other, up to the first that it does not."""
+        return self._state.validate_tokens(list(token_ids))
+
     def masks(self, drafts: Sequence[int]) -> list[bytes]:
         """The mask of the next token, then those behind each of `drafts`, up to the first that is not allowed.
 

@@ -14,7 +14,8 @@ blocks is planned, and one step later the last sequence is idle. A sequence is a
 request waits that has no room at all (`fairness`).
 
 A row may carry drafts: proposed tokens, computed and sampled after in the same step. How many of them count is
-known when the step returns; until then the sequence is not planned again.
+known when the step returns; until then the sequence is not planned again. Which rows do, and whether a step waits
+for the one in flight so that its rows can, `speculation` says.
 
 The grammar mask of a row depends on the token before, which may still be in flight when the row is planned. So
 `masks` makes it when the step is the oldest in flight, and it is sent after the plan.
@@ -29,10 +30,11 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from pagewire.engine_core.grammar.matcher import GrammarError
-from pagewire.engine_core.schedule.drafting import Drafter
+from pagewire.engine_core.schedule.deltas import error_delta, pooled_delta
 from pagewire.engine_core.schedule.fairness import PATIENCE_SECONDS, gives_room, gives_way
 from pagewire.engine_core.schedule.kv_cache import KVCache
 from pagewire.engine_core.schedule.sequence import Sequence, State
+from pagewire.engine_core.schedule.speculation import NoSpeculation, Speculation
 from pagewire.engine_core.schedule.step import PlannedStep, SchedulerStats, check_result
 from pagewire.engine_core.schedule.stopping import finish_reason, stop_ids
 from pagewire.engine_core.schedule.tenants import Tenants
@@ -73,19 +75,19 @@ class SchedulerConfig:
 class Scheduler:
     """Owns all unfinished sequences and all KV blocks.
 
-    drafter: proposes tokens for sequences whose tokens are all known; None: no drafts.
+    speculation: says which rows carry drafts; None: none do.
     running: in order of priority, then arrival. waiting: without a slot, new or preempted. tenants: whose they are.
     """
 
-    def __init__(self, config: SchedulerConfig, drafter: Drafter | None = None) -> None:
+    def __init__(self, config: SchedulerConfig, speculation: Speculation | None = None) -> None:
         self.config = config
         self.kv = KVCache(config.num_blocks, config.block_size)
-        self.stats = SchedulerStats()
+        self.speculation = speculation or NoSpeculation()
+        self.stats = SchedulerStats(speculation=self.speculation.stats)
         self.running: list[Sequence] = []
         self.tenants = Tenants()
         self.waiting = WaitingQueue(self._order, self.tenants)
         self.in_flight: deque[PlannedStep] = deque()
-        self._drafter = drafter
         self._free_slots = list(range(config.max_num_seqs))[::-1]
         self._freed_slots: list[int] = []
         self._next_step_id = 0
@@ -120,14 +122,17 @@ class Scheduler:
                 self._finish(sequence)
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step, or None if nothing can run now (a commit may change that).
+        """The next step, or None if nothing can or should run now (a commit may change that).
 
         Raises:
             RuntimeError: `depth` steps are already in flight.
         """
         if len(self.in_flight) >= self.config.depth:
             raise RuntimeError(f"{len(self.in_flight)} steps are in flight")
+        if self.in_flight and self.speculation.waits(self.in_flight[-1], self.running, len(self.waiting)):
+            return None
         step = PlannedStep(self._next_step_id, self.config.max_num_batched_tokens)
+        step.late = not self.in_flight and self.config.depth > 1
         newcomer, leaving = self._hand_over(now)
         if self._plan_running(step, leaving):
             self._plan_waiting(step, newcomer, now)
@@ -186,6 +191,7 @@ class Scheduler:
                 delta = self._commit_row(sequence, row, row_result, now)
                 if delta is not None:
                     outcomes.append((sequence, delta))
+        self.speculation.measure(step, result, goes_on=bool(self.running))
         return outcomes
 
     def fail(self, now: float) -> list[Outcome]:
@@ -247,6 +253,8 @@ class Scheduler:
     def _plan_running(self, step: PlannedStep, leaving: Sequence | None) -> bool:
         """Plan running sequences but `leaving`. False if blocks ran out, so that no waiting one may be admitted."""
         num_preemptions = self.stats.num_preemptions
+        ahead = bool(self.in_flight)
+        chosen = self.speculation.choose(self.running, len(self.waiting), step.budget, ahead=ahead)
         for sequence in list(self.running):
             if step.budget == 0:
                 break
@@ -261,7 +269,7 @@ class Scheduler:
                 if sequence.slot >= 0:
                     return False
                 continue  # it was preempted itself, as one of the most served tenant
-            drafts = [] if self._drafter is None else self._drafts(self._drafter, sequence, count, step)
+            drafts = self._fitting(chosen.get(sequence, []), sequence, count, missing, step)
             self._schedule(step, sequence, count, drafts)
         return num_preemptions == self.stats.num_preemptions
 
@@ -328,20 +336,13 @@ class Scheduler:
             count = min(count, returned - start)
         return sequence.boundary(start + count) - start
 
-    def _drafts(self, drafter: Drafter, sequence: Sequence, count: int, step: PlannedStep) -> list[int]:
-        """Drafts to verify behind the next `count` tokens, as far as budget and free blocks reach."""
-        if sequence.pools or sequence.num_pending:
-            return []
-        end = sequence.computed + count
-        num_spare = len(sequence.blocks) * self.config.block_size - end
-        limit = min(
-            step.budget - count,
-            sequence.max_output - sequence.num_output_tokens - 1,
-            num_spare + self.kv.pool.num_free * self.config.block_size,
-        )
-        if end < len(sequence.token_ids) or limit < 1:
-            return []
-        return drafter.propose(sequence, limit)[:limit]
+    def _fitting(
+        self, drafts: list[int], sequence: Sequence, count: int, missing: int, step: PlannedStep
+    ) -> list[int]:
+        """Drafts behind the next `count` tokens, as far as the budget and blocks that no one else needs reach."""
+        num_spare = max(0, self.kv.pool.num_free - missing - len(self.running))
+        num_places = (len(sequence.blocks) + missing + num_spare) * self.config.block_size
+        return drafts[: max(0, min(step.budget - count, num_places - sequence.computed - count))]
 
     def _schedule(self, step: PlannedStep, sequence: Sequence, count: int, drafts: list[int]) -> None:
         start, end = sequence.computed, sequence.computed + count
@@ -351,11 +352,15 @@ class Scheduler:
         missing = self.kv.missing(sequence, start + num_tokens)
         new_block_ids = self.kv.grow(sequence, missing) if missing else []
         row = Row(sequence.slot, start, num_tokens, new_block_ids, drafts, num_samples, 0, sequence.pools)
+        if num_samples:
+            row.num_drafts = self.speculation.num_asked(sequence)
+            step.num_asked += row.num_drafts
         if sequence.returns_prompt_logprobs and start >= sequence.num_prompt_logprobs:
             row.num_prompt_logprobs = max(0, min(end, sequence.num_prompt_tokens - 1) - start)
         step.sequences.append(sequence)
         step.rows.append(row)
         step.budget -= num_tokens
+        step.num_drafts += len(drafts)
         if num_samples and sequence.matcher is not None:
             step.masked = True
         if start < sequence.num_prompt_tokens:
@@ -384,7 +389,8 @@ class Scheduler:
         if result.prompt_logprobs is not None:
             sequence.num_prompt_logprobs = row.start + row.num_prompt_logprobs
         if result.pooled is not None:
-            return self._end_pooled(sequence, result, now)
+            self._finish(sequence)
+            return pooled_delta(sequence, result.pooled, now)
         if not result.token_ids:
             if result.prompt_logprobs is None:
                 return None
@@ -396,6 +402,7 @@ class Scheduler:
             num_tokens, reason, stop_token = self._append(sequence, result.token_ids, now)
         except GrammarError as error:
             return self._end_with_error(sequence, str(error), now, "ValueError")[1]
+        num_accepted = self.speculation.take(sequence, row, result, num_tokens)
         if reason is not None:
             self._finish(sequence)
         return TokenDelta(
@@ -408,6 +415,8 @@ class Scheduler:
             prompt_logprobs=result.prompt_logprobs,
             num_cached_tokens=sequence.num_cached_tokens if first or reason else None,
             timing=sequence.timing(now) if first or reason else None,
+            num_drafts=len(row.drafts),
+            num_accepted=num_accepted,
         )
 
     def _append(
@@ -438,32 +447,11 @@ class Scheduler:
         sequence.tenant.num_output_tokens += num_tokens
         return num_tokens, reason, stop_token
 
-    def _end_pooled(self, sequence: Sequence, result: RowResult, now: float) -> TokenDelta:
-        self._finish(sequence)
-        return TokenDelta(
-            sequence.key,
-            sequence.index,
-            [],
-            finish_reason="stop",
-            pooled=result.pooled,
-            num_cached_tokens=sequence.num_cached_tokens,
-            timing=sequence.timing(now),
-        )
-
     def _end_with_error(
         self, sequence: Sequence, text: str, now: float, error_type: str | None = None
     ) -> Outcome:
         self._finish(sequence)
-        delta = TokenDelta(
-            sequence.key,
-            sequence.index,
-            [],
-            finish_reason="error",
-            error=text,
-            error_type=error_type,
-            timing=sequence.timing(now),
-        )
-        return sequence, delta
+        return sequence, error_delta(sequence, text, now, error_type)
 
     # ------------------------------------------------------------ states
 
@@ -487,6 +475,7 @@ class Scheduler:
         self.kv.free(sequence)
         self._free_slots.append(sequence.slot)
         self._freed_slots.append(sequence.slot)
+        self.speculation.forget(sequence)
         sequence.slot = -1
 
     def _finish(self, sequence: Sequence) -> None:
@@ -496,3 +485,4 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
         sequence.state = State.FINISHED
+        self.speculation.end(sequence)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pagewire.engine_core.drafting.stats import SpeculationStats
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.ipc.worker_messages import Row, RowResult, SlotInit
 
@@ -13,7 +14,8 @@ class PlannedStep:
     """A step that is being planned or in flight; `sequences[i]` is the sequence of `rows[i]`.
 
     budget: tokens that may still be added. num_prompt_tokens: prompt tokens among those of the rows.
-    masked: some row samples under a grammar.
+    masked: some row samples under a grammar. late: it is planned with no other in flight, although that is allowed.
+    num_drafts: tokens of its rows that are drafts. num_asked: drafts that its worker is asked for.
     """
 
     step_id: int
@@ -23,6 +25,9 @@ class PlannedStep:
     inits: list[SlotInit] = field(default_factory=list)
     num_prompt_tokens: int = 0
     masked: bool = False
+    late: bool = False
+    num_drafts: int = 0
+    num_asked: int = 0
 
 
 @dataclass
@@ -35,6 +40,7 @@ class SchedulerStats:
     num_prefix_hits: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
 
 
 def check_result(row: Row, result: RowResult, ends_prompt: bool) -> None:
@@ -46,6 +52,10 @@ def check_result(row: Row, result: RowResult, ends_prompt: bool) -> None:
     if result.error is not None:
         return
     num_tokens = len(result.token_ids)
+    if len(result.drafts) > row.num_drafts:
+        raise ValueError(
+            f"a row returned {len(result.drafts)} drafts, at most {row.num_drafts} were asked for"
+        )
     if num_tokens == row.num_samples <= 1 and not row.pool and result.pooled is None:
         return
     if num_tokens > row.num_samples or (row.num_samples and not num_tokens):

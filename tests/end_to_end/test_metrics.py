@@ -55,6 +55,7 @@ COUNTERS: dict[str, set[str]] = {
     "vllm:prefix_cache_queries_total": set(),
     "vllm:prefix_cache_hits_total": set(),
     "vllm:spec_decode_num_accepted_tokens_total": set(),
+    "vllm:spec_decode_num_drafts_total": set(),
     "vllm:spec_decode_num_draft_tokens_total": set(),
     "vllm:spec_decode_num_emitted_tokens_total": set(),
     "vllm:request_success_total": {"finished_reason"},

@@ -19,7 +19,7 @@ from pagewire.frontend.outputs import RequestOutput
 from pagewire.frontend.server.http.body import ClientLeftError
 from pagewire.frontend.server.http.errors import NO_RETRY, APIError
 from pagewire.frontend.server.http.tenants import Lease, tenant_of
-from pagewire.frontend.server.openai.protocol import PromptTokensDetails, Usage
+from pagewire.frontend.server.openai.protocol import CompletionTokensDetails, PromptTokensDetails, Usage
 from pagewire.ipc.quoting import MAX_QUOTED, shortened
 
 logger = logging.getLogger("pagewire.server")
@@ -59,6 +59,9 @@ class Exchange:
         self._stopped: asyncio.Future[APIError] = asyncio.get_running_loop().create_future()
         self._first_token: float | None = None
         self._answered: set[int] = set()
+        self._drafts: dict[
+            int, tuple[int, int]
+        ] = {}  # by prompt: drafts that were verified, those that were right
 
     def use_name(self, name: str) -> None:
         """Make the client's name of the request a part of its id."""
@@ -84,6 +87,8 @@ class Exchange:
             self.num_cached += output.num_cached_tokens or 0
             if self._first_token is None and output.metrics is not None:
                 self._first_token = output.metrics.first_token_time
+        if output.metrics is not None and output.metrics.num_draft_tokens:
+            self._drafts[index] = (output.metrics.num_draft_tokens, output.metrics.num_accepted_tokens)
         for completion in output.outputs:
             self.num_output += len(completion.token_ids)
             if completion.finish_reason is not None:
@@ -122,12 +127,19 @@ class Exchange:
             self._stopped.set_result(error)
 
     def usage(self) -> Usage:
-        """Return the token counts so far; no tokens count as cached if they could be those of other tenants."""
+        """Return the token counts so far.
+
+        No tokens count as cached or as proposed if they could be those of other tenants.
+        """
         total, num_cached = (
             self.num_prompt + self.num_output,
             self.num_cached if self.tenant.shows_cached else 0,
         )
-        return Usage(self.num_prompt, self.num_output, total, PromptTokensDetails(num_cached))
+        usage = Usage(self.num_prompt, self.num_output, total, PromptTokensDetails(num_cached))
+        if self._drafts and self.tenant.shows_cached:
+            num_drafts, num_accepted = (sum(numbers) for numbers in zip(*self._drafts.values(), strict=True))
+            usage.completion_tokens_details = CompletionTokensDetails(num_accepted, num_drafts - num_accepted)
+        return usage
 
     def log(self, status: int, why: str | None, max_log_len: int) -> None:
         """Log one line. why: the error's message. max_log_len: how much of the prompt to log; -1: all."""

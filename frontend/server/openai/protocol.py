@@ -238,13 +238,21 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """Tokens of the output that had been proposed by speculative decoding, and proposed ones that were wrong."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(msgspec.Struct):
-    """Token counts."""
+    """Token counts. completion_tokens_details: only where tokens were proposed."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class CandidateLogprob(msgspec.Struct):

@@ -21,9 +21,11 @@ from zlib import crc32
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
+from pagewire.engine_core.drafting.draft import Drafter
+from pagewire.engine_core.drafting.ngram import NgramDrafter
+from pagewire.engine_core.drafting.suffix import History, SuffixDrafter
 from pagewire.engine_core.grammar.compile import compile_grammar
 from pagewire.engine_core.grammar.matcher import Grammar, Matcher
-from pagewire.engine_core.schedule.drafting import Drafter
 from pagewire.engine_core.schedule.fairness import PATIENCE_SECONDS, Order
 from pagewire.engine_core.schedule.scheduler import (
     Outcome,
@@ -37,6 +39,7 @@ from pagewire.engine_core.schedule.sequence import (
     State,
     sequences,
 )
+from pagewire.engine_core.schedule.speculation import Drafting, Limits, NoSpeculation, Speculation
 from pagewire.engine_core.schedule.tenants import Tenant
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.items import LogprobRows, Media, Prompt, Task
@@ -148,6 +151,7 @@ class ModelWorker:
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
+        self.random = Random(num_blocks)
         self.kv: list[int | None] = [None] * (num_blocks * block_size)
         self.slots: dict[int, Slot] = {}
 
@@ -199,12 +203,26 @@ class ModelWorker:
         assert row.num_samples == (1 + len(row.drafts) if end == len(digests) else 0), (
             f"{row} of {len(digests)}"
         )
+        assert row.num_drafts >= 0 and (row.num_samples or not row.num_drafts)
         if row.num_prompt_logprobs:
             first = row.start + 1
             result.prompt_logprobs = logprob_rows(slot.tokens[first : first + row.num_prompt_logprobs])
         if row.num_samples:
             self._sample(slot, row, digests[end - row.num_samples : end], masks, result)
+        if result.token_ids and row.num_drafts:
+            result.drafts = self._propose(slot, row.num_drafts)
         return result
+
+    def _propose(self, slot: Slot, limit: int) -> list[int]:
+        """As a drafter's model would: what comes next, now and then something else, and not always as many."""
+        digest, drafts = slot.digests[-1], list[int]()
+        for i in range(self.random.randint(0, limit)):
+            token_id = slot.draw(digest, i, None)
+            if token_id is None or not self.random.randrange(4):
+                token_id = self.random.randrange(VOCAB)
+            drafts.append(token_id)
+            digest = extend(digest, token_id)
+        return drafts
 
     def _sample(
         self, slot: Slot, row: Row, digests: list[int], masks: list[bytes | None], result: RowResult
@@ -291,11 +309,66 @@ def expected(sequence: Sequence) -> tuple[list[int], str, int | None]:
             return output, "length", None
 
 
-class RandomDrafter:
+class Forced(NoSpeculation):
+    """Drafts whether they pay or not: those of `propose`, for each sequence all of whose tokens are known."""
+
+    def propose(self, sequence: Sequence, limit: int) -> list[int]:
+        raise NotImplementedError
+
+    def choose(
+        self, running: Collection[Sequence], num_waiting: int, budget: int, *, ahead: bool
+    ) -> dict[Sequence, list[int]]:
+        chosen = {}
+        for sequence in running:
+            limit = min(budget - 1, sequence.max_output - sequence.num_output_tokens - 1)
+            if sequence.num_to_compute == 1 and not sequence.num_pending and not sequence.pools and limit > 0:
+                chosen[sequence] = self.propose(sequence, limit)[:limit]
+        return chosen
+
+
+class RandomPolicy:
+    """Lengths that follow nothing."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+
+    def lengths(self, num_rows: int, reaches: Iterable[list[float]], room: int) -> list[int]:
+        lengths = []
+        for reach in reaches:
+            lengths.append(self._random.randint(0, max(0, min(len(reach), room))))
+            room -= lengths[-1]
+        return lengths
+
+    def hopeless(self, num_rows: int, room: int) -> bool:
+        return not self._random.randrange(4)
+
+    def observe(self, num_tokens: int, seconds: float, *, drafted: bool) -> None:
+        """It does not learn."""
+
+    def seconds(self, num_tokens: int) -> float:
+        return 0.0
+
+
+def drafting(kind: str, seed: int, longest: int = 5) -> Speculation:
+    """The drafts of a kind, of random lengths: "random", "ngram", "suffix", or those of a "worker"."""
+    if kind == "random":
+        return RandomDrafter(seed, longest)
+    drafter: Drafter | None = None
+    if kind != "worker":
+        drafter = NgramDrafter(1, 3) if kind == "ngram" else SuffixDrafter(History(40))
+    return Drafting(Limits(longest), drafter, RandomPolicy(seed))
+
+
+class RandomDrafter(Forced):
     """Proposes the true continuation of a sequence up to a random place, and other tokens behind it."""
 
     def __init__(self, seed: int, longest: int) -> None:
+        super().__init__()
         self._random, self._longest = Random(seed), longest
+
+    def waits(self, *_: object) -> bool:
+        """Now and then."""
+        return not self._random.randrange(3)
 
     def propose(self, sequence: Sequence, limit: int) -> list[int]:
         count = self._random.randint(0, min(limit, self._longest))
@@ -331,7 +404,9 @@ class Stream:
 class Simulation:
     """Scheduler and worker under one clock. Every event is followed by all checks that apply."""
 
-    def __init__(self, *, share_prefixes: bool = True, drafter: Drafter | None = None, **config: Any) -> None:
+    def __init__(
+        self, *, share_prefixes: bool = True, drafter: Speculation | None = None, **config: Any
+    ) -> None:
         self.config = SchedulerConfig(**{"max_model_len": 32, "num_blocks": 16, "block_size": 4, **config})
         self.share_prefixes = share_prefixes
         self.scheduler = Scheduler(self.config, drafter)

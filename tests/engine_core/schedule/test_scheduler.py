@@ -14,7 +14,7 @@ from pagewire.ipc.items import Media
 from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.worker_messages import RowResult, StepPlan, StepResult
 
-from .simulation import EOS, VOCAB, Simulation, expected, expected_pooled
+from .simulation import EOS, VOCAB, Forced, Simulation, expected, expected_pooled
 
 PICTURE = Tensor("uint8", (0,), b"")
 LONG = list(range(2, 12)) * 3
@@ -534,10 +534,11 @@ def test_a_result_that_does_not_fit_its_rows_is_refused_whole(rows: list[RowResu
 # ---------------------------------------------------------------- drafts
 
 
-class ListedDrafter:
+class ListedDrafter(Forced):
     """Proposes given lists, one after the other, then nothing."""
 
     def __init__(self, *drafts: list[int]) -> None:
+        super().__init__()
         self.drafts, self.limits = list(drafts), list[int]()
 
     def propose(self, sequence: Sequence, limit: int) -> list[int]:

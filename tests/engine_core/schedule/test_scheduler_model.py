@@ -13,7 +13,7 @@ from pagewire.ipc.codec import Tensor
 from pagewire.ipc.items import Media
 from pagewire.ipc.pooling import PoolingParams
 
-from .simulation import EOS, STOP, VOCAB, RandomDrafter, Simulation, expected
+from .simulation import EOS, STOP, VOCAB, Simulation, drafting, expected
 
 DOCUMENTS = ([2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 2, 4, 6, 8, 10], [2, 3, 4, 5, 6, 7, 8, 9, 3, 3, 3, 5, 7, 9])
 
@@ -63,18 +63,22 @@ class SchedulerLife(RuleBasedStateMachine):
         config=configs,
         spare_tokens=st.integers(0, 40),
         share_prefixes=st.booleans(),
-        drafter=st.none() | st.builds(RandomDrafter, st.integers(0, 2**16), st.integers(1, 5)),
+        drafts=st.none()
+        | st.tuples(
+            st.sampled_from(["random", "ngram", "suffix", "worker"]), st.integers(0, 2**16), st.integers(1, 5)
+        ),
     )
     def begin(
         self,
         config: dict[str, object],
         spare_tokens: int,
         share_prefixes: bool,
-        drafter: RandomDrafter | None,
+        drafts: tuple[str, int, int] | None,
     ) -> None:
         block_size = config["block_size"]
         assert isinstance(block_size, int)
         num_blocks = (32 + spare_tokens) // block_size
+        drafter = drafting(*drafts) if drafts else None
         self.simulation = Simulation(
             **config, num_blocks=num_blocks, share_prefixes=share_prefixes, drafter=drafter
         )

@@ -1,0 +1,125 @@
+"""Speculative decoding on and off, in turn, in one process: seconds, and the factor between them.
+
+    python -m benchmarks.speculation MODEL [--method ngram suffix] [--requests 1 4 16 64] [--runs 3]
+
+Two kinds of prompts: "repeats" asks for its own code or text again, which instruct models of any size mostly copy;
+"free" has nothing to repeat. Both engines live at once, and their runs alternate, so a machine that others use slows
+both down. The outputs must be equal to the token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+
+from pagewire.frontend.llm import LLM
+from pagewire.frontend.outputs import RequestOutput
+from pagewire.ipc.params import SamplingParams
+
+CODE = '''class Account{n}:
+    """A bank account."""
+
+    def __init__(self, owner, balance=0):
+        self.owner = owner
+        self.balance = balance
+
+    def deposit(self, amount):
+        if amount <= 0:
+            raise ValueError("the amount must be positive")
+        self.balance += amount
+        return self.balance
+
+    def withdraw(self, amount):
+        if amount > self.balance:
+            raise ValueError("not enough money")
+        self.balance -= amount
+        return self.balance
+'''
+TEXT = """The lighthouse number {n} stands on a cliff in the north of the island. It was built of granite by the
+people of the village, who carried every stone up the path. Its lamp was lit with oil at first, and a keeper climbed
+the stairs every evening to fill it. In winter the waves reached the windows of the lower floor. Today the lamp is
+electric, and nobody lives in the tower, but the village still meets there every summer, on the day when it was lit
+for the first time."""
+FREE = (
+    "Tell me a story about a {n} year old sailor who has never seen the sea.",
+    "Give me {n} ideas for a garden behind a small house.",
+    "Why do people who are {n} years old read fewer books than before?",
+    "Describe the market of a town with {n} thousand people, early in the morning.",
+)
+
+
+def prompts(kind: str, count: int) -> list[str]:
+    """Different prompts of a kind, as a chat template of ChatML makes them."""
+    if kind == "free":
+        asked = [FREE[i % len(FREE)].format(n=i + 7) for i in range(count)]
+    else:
+        asked = [
+            f"Repeat this code exactly, all of it:\n```python\n{CODE.replace('{n}', str(i))}```"
+            if i % 2 == 0
+            else f"Repeat this text exactly, all of it:\n{TEXT.replace('{n}', str(i))}"
+            for i in range(count)
+        ]
+    return [f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in asked]
+
+
+def run(llm: LLM, texts: list[str], num_tokens: int) -> tuple[float, list[RequestOutput]]:
+    """Generate greedily, and return the seconds that it took."""
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    begin = time.perf_counter()
+    outputs = llm.generate(texts, params, use_tqdm=False)
+    return time.perf_counter() - begin, outputs
+
+
+def compare(off: LLM, on: LLM, kind: str, count: int, options: argparse.Namespace) -> dict[str, object]:
+    """The median seconds of both, the median of the factors of neighbouring runs, and what was accepted."""
+    texts, factors, seconds = prompts(kind, count), list[float](), list[tuple[float, float]]()
+    for llm in (off, on):
+        run(llm, texts, options.num_tokens)  # costs and prefixes are known from then on
+    for number in range(options.runs):
+        order = (off, on) if number % 2 == 0 else (on, off)
+        found = {llm: run(llm, texts, options.num_tokens) for llm in order}
+        before, after = ([list(o.outputs[0].token_ids) for o in found[llm][1]] for llm in (off, on))
+        assert before == after, "an output depends on speculation"
+        seconds.append((found[off][0], found[on][0]))
+        factors.append(seconds[-1][0] / seconds[-1][1])
+    metrics = [output.metrics for output in found[on][1] if output.metrics is not None]
+    return {
+        "kind": kind,
+        "requests": count,
+        "off_s": round(statistics.median(a for a, _ in seconds), 3),
+        "on_s": round(statistics.median(b for _, b in seconds), 3),
+        "factor": round(statistics.median(factors), 3),
+        "factors": [round(factor, 2) for factor in factors],
+        "drafted": sum(m.num_draft_tokens for m in metrics),
+        "accepted": sum(m.num_accepted_tokens for m in metrics),
+        "tokens": count * options.num_tokens,
+        "load": round(os.getloadavg()[0], 1),
+    }
+
+
+def main() -> None:
+    """Measure, and print one line for each method, kind of prompts and number of requests."""
+    parser = argparse.ArgumentParser(description="Compare generation with and without speculation.")
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--method", nargs="+", default=["ngram", "suffix"])
+    parser.add_argument("--kind", nargs="+", default=["repeats", "free"])
+    parser.add_argument("--requests", nargs="+", type=int, default=[1, 4, 16, 64])
+    parser.add_argument("--num-tokens", type=int, default=160)
+    parser.add_argument("--runs", type=int, default=3)
+    options = parser.parse_args()
+    common = {"model": str(options.model), "max_model_len": 1024, "disable_log_stats": True}
+    with LLM(**common) as off:  # type: ignore[arg-type]
+        for method in options.method:
+            with LLM(**common, speculative_config={"method": method}) as on:  # type: ignore[arg-type]
+                for kind in options.kind:
+                    for count in options.requests:
+                        figures = compare(off, on, kind, count, options)
+                        print(json.dumps({"method": method, **figures}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""What drafts have been worth: how often their tokens were right, against how likely their source thought it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagewire.engine_core.drafting.draft import Draft
+
+MEMORY = 0.95  # weight of the past at each further token, so about 20 tokens count
+ENGINE_MEMORY = 0.999
+PRIOR_TOKENS = 3.0  # the engine's own ratio counts as this many tokens of each request
+FIRST_RATIO = 0.7  # of an engine that has seen no drafts yet
+MOST_LIKELY = 0.98  # no token is more certain than this
+RECOVERY = 0.002  # how fast an unused ratio returns to `FIRST_RATIO`, so that it is tried again
+
+
+@dataclass(slots=True)
+class Ratio:
+    """Tokens that were right, over the sum of the chances that their sources gave them; both fade."""
+
+    right: float = 0.0
+    expected: float = 0.0
+
+    def add(self, chance: float, right: bool, memory: float) -> None:
+        """Count one token."""
+        self.right = self.right * memory + right
+        self.expected = self.expected * memory + chance
+
+
+class Acceptance:
+    """The ratio of all requests together, which a request starts from."""
+
+    def __init__(self) -> None:
+        self._ratio = Ratio(FIRST_RATIO * PRIOR_TOKENS, PRIOR_TOKENS)
+
+    def add(self, own: Ratio, chance: float, right: bool) -> None:
+        """Count a token, also in the ratio of its request."""
+        own.add(chance, right, MEMORY)
+        self._ratio.add(chance, right, ENGINE_MEMORY)
+
+    def of(self, own: Ratio) -> float:
+        """The ratio of a request: what it has shown itself, and before that what others have."""
+        every = self._ratio.right / self._ratio.expected
+        return (own.right + PRIOR_TOKENS * every) / (own.expected + PRIOR_TOKENS)
+
+    def recover(self, own: Ratio) -> None:
+        """Let a ratio that no draft can change, for there are none, come back slowly."""
+        for ratio in (own, self._ratio):
+            ratio.right += RECOVERY * max(0.0, FIRST_RATIO * ratio.expected - ratio.right)
+
+
+def reaches(draft: Draft, ratio: float, first: int = 0) -> list[float]:
+    """For each token of a draft from `first` on, how likely it and all before it are right, 0 to 1."""
+    reach, found = 1.0, []
+    for place, chance in enumerate(draft.chances):
+        reach *= min(MOST_LIKELY, chance * ratio)
+        if place >= first:
+            found.append(reach)
+    return found

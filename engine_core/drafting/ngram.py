@@ -1,0 +1,65 @@
+"""Prompt lookup: what followed the last tokens where they stood before, in the same sequence.
+
+After Saxena, "Prompt Lookup Decoding" (2023): output that repeats its input, such as edited code or a summary, is
+copied from there.
+"""
+
+from __future__ import annotations
+
+from pagewire.engine_core.drafting.draft import Draft, after_matches
+from pagewire.engine_core.drafting.token_index import TokenIndex, match_length
+
+MOST_PLACES = 32  # of an n-gram that are compared
+
+
+class NgramSource:
+    """Looks up the last `longest` to `shortest` tokens; of the longest matches it takes the latest."""
+
+    __slots__ = ("_indexes", "_longest", "_token_ids")
+
+    def __init__(self, token_ids: list[int], shortest: int, longest: int) -> None:
+        self._token_ids, self._longest = token_ids, longest
+        # The places of a short n-gram may be too many to compare, so the longest one has an index of its own.
+        widths = sorted({shortest, longest}, reverse=True)
+        self._indexes = [TokenIndex(token_ids, width) for width in widths]
+
+    def propose(self, limit: int) -> Draft | None:
+        """What followed; where that reaches the end of the sequence it goes on with what is proposed."""
+        tokens = self._token_ids
+        if not min(index.update() for index in self._indexes):  # of all of them, in any case
+            return None
+        length, place = self._find()
+        if not length:
+            return None
+        period = len(tokens) - place
+        token_ids = tokens[place : place + limit]
+        token_ids += [token_ids[i % period] for i in range(len(token_ids), limit)]
+        return Draft(token_ids, [after_matches(length + i) for i in range(limit)])
+
+    def _find(self) -> tuple[int, int]:
+        """The length of the longest match and the position behind it; (0, 0) if there is none."""
+        tokens, found = self._token_ids, (0, 0)
+        for index in self._indexes:
+            for place in index.places(tokens[-index.width :], MOST_PLACES):
+                if place == len(tokens):
+                    continue
+                length = match_length(tokens, place, tokens, self._longest)
+                if length > found[0]:
+                    found = length, place
+                if length == self._longest:
+                    return found
+        return found
+
+
+class NgramDrafter:
+    """Opens a `NgramSource` for each sequence."""
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._shortest, self._longest = shortest, longest
+
+    def open(self, token_ids: list[int], *, shared: bool) -> NgramSource:
+        """The source of a sequence."""
+        return NgramSource(token_ids, self._shortest, self._longest)
+
+    def learn(self, token_ids: list[int]) -> None:
+        """Nothing: each sequence is its own source."""

@@ -1,0 +1,58 @@
+"""What drafts have done since the core started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class SpeculationStats:
+    """Counts since the core started.
+
+    num_rows: verified rows with drafts. num_emitted: tokens that they gave, also behind the drafts.
+    drafted_at, accepted_at: by position in the draft.
+    num_steps, num_tokens, seconds: the rows of steps that computed no prompt, with drafts or without, the tokens
+        that they gave, and the time of the steps. seconds_without: the time that these tokens would have taken
+        without drafts, by that of steps without them.
+    """
+
+    num_rows: int = 0
+    num_drafts: int = 0
+    num_accepted: int = 0
+    num_emitted: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    num_steps: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+    seconds_without: float = 0.0
+
+    def verified(self, num_drafts: int, num_accepted: int, num_tokens: int) -> None:
+        """Count a row that gave `num_tokens` tokens, of which the first `num_accepted` were drafts."""
+        while len(self.drafted_at) < num_drafts:
+            self.drafted_at.append(0)
+            self.accepted_at.append(0)
+        for place in range(num_drafts):
+            self.drafted_at[place] += 1
+            self.accepted_at[place] += place < num_accepted
+        self.num_rows += 1
+        self.num_drafts += num_drafts
+        self.num_accepted += num_accepted
+        self.num_emitted += num_tokens
+
+    def ran(self, num_rows: int, num_tokens: int, seconds: float, seconds_without: float) -> None:
+        """Count a step of `num_rows` rows, with drafts or not."""
+        self.num_steps += num_rows
+        self.num_tokens += num_tokens
+        self.seconds += seconds
+        self.seconds_without += seconds_without
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Fraction of the verified drafts that were right."""
+        return self.num_accepted / max(1, self.num_drafts)
+
+    @property
+    def efficiency(self) -> float:
+        """Fraction of the tokens that rows with drafts could have given that they gave."""
+        return self.num_emitted / max(1, self.num_drafts + self.num_rows)

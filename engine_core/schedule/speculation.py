@@ -1,0 +1,271 @@
+"""Which rows carry drafts, and whether the next step waits for this one, so that it can carry some.
+
+Drafts can only follow tokens that are known. A step that is planned while another one runs has none; so where
+drafts are expected to pay, the next step is not planned ahead. Elsewhere all is as without a drafter: drafts of
+n-grams and suffixes are compared with the tokens that come, without a step that verifies them, and so it is known
+when they begin to pay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from pagewire.engine_core.drafting.acceptance import Acceptance, Ratio, reaches
+from pagewire.engine_core.drafting.draft import Draft, Drafter
+from pagewire.engine_core.drafting.ngram import NgramDrafter
+from pagewire.engine_core.drafting.policy import LengthPolicy, MeasuredPolicy
+from pagewire.engine_core.drafting.state import SequenceDrafts
+from pagewire.engine_core.drafting.stats import SpeculationStats
+from pagewire.engine_core.drafting.suffix import SuffixDrafter
+from pagewire.engine_core.schedule.sequence import Sequence
+from pagewire.engine_core.schedule.step import PlannedStep
+from pagewire.ipc.speculative import SpeculativeConfig
+from pagewire.ipc.worker_messages import Row, RowResult, StepResult
+
+
+class Speculation(Protocol):
+    """What the scheduler asks about drafts."""
+
+    stats: SpeculationStats
+
+    def waits(self, step: PlannedStep, running: Collection[Sequence], num_waiting: int) -> bool:
+        """True if no step is to be planned while `step` is in flight."""
+
+    def choose(
+        self, running: Collection[Sequence], num_waiting: int, budget: int, *, ahead: bool
+    ) -> dict[Sequence, list[int]]:
+        """The drafts of the next step. ahead: another step is in flight; so there are none."""
+
+    def num_asked(self, sequence: Sequence) -> int:
+        """How many drafts the worker is asked for, to follow the next row of a sequence."""
+
+    def take(self, sequence: Sequence, row: Row, result: RowResult, num_tokens: int) -> int:
+        """Take in a row's tokens, of which the sequence has got the first `num_tokens`; how many were drafts."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop what a sequence's worker has proposed: the sequence was preempted, or the worker is lost."""
+
+    def end(self, sequence: Sequence) -> None:
+        """Learn from a sequence that has ended."""
+
+    def measure(self, step: PlannedStep, result: StepResult, *, goes_on: bool) -> None:
+        """Take in what a step took. goes_on: sequences run after it."""
+
+
+class NoSpeculation:
+    """No drafts."""
+
+    def __init__(self) -> None:
+        self.stats = SpeculationStats()
+
+    def waits(self, step: PlannedStep, running: Collection[Sequence], num_waiting: int) -> bool:
+        """Never."""
+        return False
+
+    def choose(
+        self, running: Collection[Sequence], num_waiting: int, budget: int, *, ahead: bool
+    ) -> dict[Sequence, list[int]]:
+        """None."""
+        return {}
+
+    def num_asked(self, sequence: Sequence) -> int:
+        """None."""
+        return 0
+
+    def take(self, sequence: Sequence, row: Row, result: RowResult, num_tokens: int) -> int:
+        """None."""
+        return 0
+
+    def forget(self, sequence: Sequence) -> None:
+        """Nothing to forget."""
+
+    def end(self, sequence: Sequence) -> None:
+        """Nothing to learn."""
+
+    def measure(self, step: PlannedStep, result: StepResult, *, goes_on: bool) -> None:
+        """Nothing depends on it."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """longest: tokens of a draft. batch_size: no drafts while more sequences than this run or wait.
+    num_tokens: no drafts for longer sequences. None: no such limit.
+    """
+
+    longest: int
+    batch_size: int | None = None
+    num_tokens: int | None = None
+
+
+class Drafting:
+    """Drafts of one method.
+
+    drafter: proposes them in the core; None: the worker does.
+    """
+
+    def __init__(self, limits: Limits, drafter: Drafter | None, policy: LengthPolicy) -> None:
+        self.stats = SpeculationStats()
+        self.policy = policy
+        self._limits, self._drafter = limits, drafter
+        self._acceptance = Acceptance()
+        self._asked: dict[Sequence, int] = {}
+        self._num_asked_new = 0
+        self._paused = True
+
+    # ------------------------------------------------------------ planning
+
+    def waits(self, step: PlannedStep, running: Collection[Sequence], num_waiting: int) -> bool:
+        """True if the step in flight carries drafts or asks for some, or if the next one would carry some."""
+        if step.num_drafts or step.num_asked:
+            return True
+        if self._drafter is None or self._too_many(running, num_waiting):
+            return False
+        rows = [s for s in running if s.num_pending == 1 and self._generates(s)]
+        room = len(rows) * self._limits.longest
+        if not rows or self.policy.hopeless(len(rows), room):
+            return False
+        found = [ahead for s in rows if (ahead := self._reaches_ahead(s))]
+        return any(self.policy.lengths(len(rows), found, room)) if found else False
+
+    def choose(
+        self, running: Collection[Sequence], num_waiting: int, budget: int, *, ahead: bool
+    ) -> dict[Sequence, list[int]]:
+        """The drafts that pay."""
+        self._asked, self._num_asked_new = {}, 0
+        if self._too_many(running, num_waiting):
+            return {}
+        rows = [s for s in running if s.num_to_compute == 1 and self._generates(s)]
+        room = (budget - len(rows)) // 2  # the rest is for prompts
+        chosen = {} if ahead else self._chosen(rows, room)
+        if self._drafter is None:
+            self._ask(rows, room)
+        return chosen
+
+    def _chosen(self, rows: list[Sequence], room: int) -> dict[Sequence, list[int]]:
+        if not rows or room <= 0 or (self._drafter is not None and self.policy.hopeless(len(rows), room)):
+            return {}
+        found = [(s, draft) for s in rows if (draft := self._draft_of(s)) is not None]
+        each = [self._state(s).chances_ahead(draft, 0, self._acceptance) for s, draft in found]
+        lengths = self.policy.lengths(len(rows), each, room) if found else []
+        return {
+            sequence: draft.token_ids[:length]
+            for (sequence, draft), length in zip(found, lengths, strict=True)
+            if length
+        }
+
+    def _ask(self, rows: list[Sequence], room: int) -> None:
+        """Decide how many drafts the worker proposes behind each row, and behind those of new sequences."""
+        each = Draft([0] * self._limits.longest, [1.0] * self._limits.longest)
+        found = [self._state(s).chances_ahead(each, 0, self._acceptance) for s in rows]
+        lengths = self.policy.lengths(len(rows), found, room) if rows else []
+        for sequence, length in zip(rows, lengths, strict=True):
+            self._asked[sequence] = length
+            if not length:
+                self._acceptance.recover(self._state(sequence).ratio)
+        if not rows:
+            lengths = self.policy.lengths(1, [reaches(each, self._acceptance.of(Ratio()))], room)
+        self._num_asked_new = max(lengths)
+
+    def num_asked(self, sequence: Sequence) -> int:
+        """How many drafts the worker is asked for, to follow the next row of a sequence."""
+        if self._drafter is not None or not self._generates(sequence):
+            return 0
+        left = sequence.max_output - sequence.num_output_tokens - sequence.num_pending - 1
+        return max(0, min(self._asked.get(sequence, self._num_asked_new), left))
+
+    def _too_many(self, running: Collection[Sequence], num_waiting: int) -> bool:
+        most = self._limits.batch_size
+        return most is not None and len(running) + num_waiting > most
+
+    def _generates(self, sequence: Sequence) -> bool:
+        """True if a sequence may have drafts, as far as it is concerned itself."""
+        most = self._limits.num_tokens
+        return not sequence.pools and (most is None or len(sequence.token_ids) <= most)
+
+    def _state(self, sequence: Sequence) -> SequenceDrafts:
+        state = sequence.drafts
+        if state is None:
+            source = None
+            if self._drafter is not None:
+                source = self._drafter.open(sequence.token_ids, shared=shared(sequence))
+            state = sequence.drafts = SequenceDrafts(source, self._limits.longest)
+        return state
+
+    def _draft_of(self, sequence: Sequence) -> Draft | None:
+        """What may follow a sequence all of whose tokens are known, as far as its grammar and its length allow."""
+        draft = self._state(sequence).current(len(sequence.token_ids))
+        if draft is None:
+            return None
+        most = sequence.max_output - sequence.num_output_tokens - 1
+        if sequence.matcher is not None:
+            most = min(most, sequence.matcher.num_fitting(draft.token_ids[:most]))
+        return draft.part(0, max(0, most))
+
+    def _reaches_ahead(self, sequence: Sequence) -> list[float]:
+        """How likely drafts behind the token in flight are right, if that is what its own draft says."""
+        state = self._state(sequence)
+        draft = state.current(len(sequence.token_ids))
+        return [] if draft is None else state.chances_ahead(draft, 1, self._acceptance)
+
+    # ------------------------------------------------------------ committing
+
+    def take(self, sequence: Sequence, row: Row, result: RowResult, num_tokens: int) -> int:
+        """Compare a row's tokens with what was proposed, and keep what the worker proposes to follow them."""
+        num_accepted = min(num_tokens, len(result.token_ids) - 1)
+        if row.drafts:
+            self.stats.verified(len(row.drafts), num_accepted, num_tokens)
+        if sequence.drafts is not None:
+            sequence.drafts.take(result.token_ids[:num_tokens], self._acceptance)
+        if result.drafts:
+            self._state(sequence).draft = Draft(result.drafts, [1.0] * len(result.drafts))
+        return num_accepted
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop what a sequence's worker has proposed."""
+        if sequence.drafts is not None:
+            sequence.drafts.draft = None
+
+    def end(self, sequence: Sequence) -> None:
+        """Learn from a sequence that has ended, and drop what was kept of it."""
+        sequence.drafts = None
+        if self._drafter is not None and not sequence.pools and shared(sequence):
+            self._drafter.learn(sequence.output_token_ids)
+
+    def measure(self, step: PlannedStep, result: StepResult, *, goes_on: bool) -> None:
+        """Take in what a step took, with the wait before it: a step that is planned late has one.
+
+        A step that also computes prompts says nothing about drafts.
+        """
+        paused, self._paused = self._paused, not goes_on
+        num_rows = sum(row.num_samples > 0 for row in step.rows)
+        if not num_rows or step.num_prompt_tokens or not result.busy_us:
+            return
+        idle = 0 if paused else min(result.idle_us, result.busy_us)
+        seconds = (result.busy_us + idle) / 1e6
+        drafted = bool(step.num_drafts or step.num_asked)
+        if drafted or not step.late:
+            self.policy.observe(sum(row.num_samples for row in step.rows), seconds, drafted=drafted)
+        num_tokens = sum(len(row.token_ids) for row in result.rows)
+        plain = self.policy.seconds(num_rows) or seconds
+        without = plain * num_tokens / num_rows if drafted or step.late else seconds
+        self.stats.ran(num_rows, num_tokens, seconds, without)
+
+
+def shared(sequence: Sequence) -> bool:
+    """True if what a sequence generates may serve others: if they share its prefixes, whatever they are."""
+    return not sequence.namespace and not sequence.request.prompt.cache_salt
+
+
+def open_speculation(config: SpeculativeConfig | None) -> Speculation:
+    """The drafts of an engine, by its options."""
+    if config is None:
+        return NoSpeculation()
+    drafter: Drafter | None = None
+    if config.method == "ngram":
+        drafter = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
+    elif config.method == "suffix":
+        drafter = SuffixDrafter()
+    limits = Limits(config.num_speculative_tokens, config.disable_by_batch_size, config.max_model_len)
+    return Drafting(limits, drafter, MeasuredPolicy())

@@ -1,0 +1,149 @@
+"""How many drafts pay, under costs that are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from pagewire.engine_core.drafting.acceptance import FIRST_RATIO, Acceptance, Ratio, reaches
+from pagewire.engine_core.drafting.costs import StepCosts, size_class
+from pagewire.engine_core.drafting.draft import Draft
+from pagewire.engine_core.drafting.policy import PROBE_INTERVAL, MeasuredPolicy
+from pagewire.engine_core.drafting.state import SequenceDrafts
+
+
+def measured(cost: Callable[[int], float], gap: float = 0.0, most: int = 200) -> MeasuredPolicy:
+    """A policy that has seen steps of all sizes."""
+    policy = MeasuredPolicy()
+    for _ in range(20):
+        for size in range(1, most):
+            policy.observe(size, cost(size), drafted=False)
+            policy.observe(size, cost(size) + gap, drafted=True)
+    return policy
+
+
+def chain(chance: float, count: int) -> list[float]:
+    return [chance ** (i + 1) for i in range(count)]
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 16])
+@pytest.mark.parametrize("chance", [0.3, 0.7, 0.95])
+def test_the_length_is_that_of_most_tokens_in_a_second(num_rows: int, chance: float) -> None:
+    """Within the margin, compared with every equal length of all rows' drafts."""
+
+    def cost(size: int) -> float:
+        return 0.010 + 0.0004 * size
+
+    def rate(lengths: list[int]) -> float:
+        return sum(sum(chance**i for i in range(k + 1)) for k in lengths) / cost(num_rows + sum(lengths))
+
+    chosen = measured(cost).lengths(num_rows, [chain(chance, 10)] * num_rows, 1000)
+    assert 1.04 * rate(chosen) >= max(rate([k] * num_rows) for k in range(11))
+    assert not any(chosen) or rate(chosen) > rate([0] * num_rows)
+
+
+def test_none_pay_where_each_token_costs_as_much_as_a_row() -> None:
+    policy = measured(lambda size: 0.001 * size)
+    for num_rows in (1, 4, 64):
+        assert policy.hopeless(num_rows, 100)
+        assert policy.lengths(num_rows, [chain(0.9, 8)] * num_rows, 100) == [0] * num_rows
+
+
+def test_what_waiting_costs_is_weighed() -> None:
+    gain = chain(0.5, 3)
+    assert any(measured(lambda size: 0.010).lengths(1, [gain], 9))
+    assert not any(measured(lambda size: 0.010, gap=0.010).lengths(1, [gain], 9))
+
+
+def test_one_sequence_gets_what_others_cannot_use() -> None:
+    policy = measured(lambda size: 0.010 + 0.001 * size)
+    assert policy.lengths(3, [chain(0.95, 6), chain(0.1, 6), []], 100) == [6, 0, 0]
+    assert policy.lengths(3, [chain(0.95, 6), chain(0.1, 6), []], 2) == [2, 0, 0]
+
+
+def test_nothing_is_drafted_before_a_step_was_measured() -> None:
+    policy = MeasuredPolicy()
+    assert policy.hopeless(1, 10) and policy.lengths(1, [chain(0.9, 5)], 10) == [0] and policy.seconds(1) == 0
+
+
+def test_it_is_tried_again_now_and_then_and_seldom() -> None:
+    policy = measured(lambda size: 0.001 * size)
+    tried = 0
+    for _ in range(10 * PROBE_INTERVAL):
+        if not policy.hopeless(4, 40) and any(policy.lengths(4, [chain(0.9, 8)] * 4, 40)):
+            tried += 1
+            policy.observe(12, 0.012, drafted=True)
+    assert 5 <= tried <= 10
+
+
+def test_a_machine_that_has_become_faster_is_noticed() -> None:
+    policy = measured(lambda size: 0.001 * size)
+    drafted = 0
+    for _ in range(40 * PROBE_INTERVAL):
+        lengths = [0] if policy.hopeless(1, 8) else policy.lengths(1, [chain(0.9, 8)], 8)
+        policy.observe(1, 0.001, drafted=False)
+        if lengths[0]:
+            policy.observe(1 + lengths[0], 0.001, drafted=True)
+            drafted += 1
+    assert drafted > PROBE_INTERVAL
+
+
+def test_costs_follow_a_level_that_all_sizes_share() -> None:
+    costs = StepCosts()
+    for _ in range(50):
+        for size in (1, 4, 16):
+            costs.observe(size, 0.001 * (10 + size))
+    assert costs.seconds(4) == pytest.approx(0.014, rel=0.02)
+    assert costs.seconds(10) == pytest.approx(0.020, rel=0.02)  # on the line between 4 and 16
+    for _ in range(50):
+        costs.observe(1, 0.022)  # twice what it was
+    assert costs.seconds(1) == pytest.approx(0.022, rel=0.02)
+    assert costs.seconds(16) > 0.035
+
+
+def test_one_slow_step_changes_little() -> None:
+    costs = StepCosts()
+    for _ in range(50):
+        costs.observe(1, 0.01)
+    costs.observe(1, 10.0)
+    assert costs.seconds(1) < 0.025
+
+
+def test_sizes_are_their_own_up_to_eight_then_four_to_an_octave() -> None:
+    assert [size_class(n) for n in (1, 2, 7, 8)] == [1, 2, 7, 8]
+    assert sorted({size_class(n) for n in range(16, 65)}) == [16, 20, 24, 28, 32, 40, 48, 56, 64]
+
+
+def test_a_request_starts_from_what_others_have_shown() -> None:
+    acceptance = Acceptance()
+    assert acceptance.of(Ratio()) == pytest.approx(FIRST_RATIO)
+    other = Ratio()
+    for _ in range(3000):
+        acceptance.add(other, 0.9, False)
+    own = Ratio()
+    assert acceptance.of(own) < 0.1
+    for _ in range(40):
+        acceptance.add(own, 0.9, True)
+    assert acceptance.of(own) > 0.8 > acceptance.of(other)
+    for _ in range(5000):
+        acceptance.recover(other)
+    assert acceptance.of(other) > 0.5
+
+
+def test_a_draft_is_compared_with_tokens_that_come_one_by_one() -> None:
+    acceptance, state = Acceptance(), SequenceDrafts(None, 9)
+    state.draft = Draft([1, 2, 3, 4], [0.9] * 4)
+    state.take([1], acceptance)
+    assert state.draft == Draft([2, 3, 4], [0.9] * 3)
+    state.take([2, 3, 9, 5], acceptance)
+    assert state.draft is None and state.ratio.right == pytest.approx(3 * 0.95**1, rel=0.1)
+    state.draft = Draft([7], [0.5])
+    state.take([7, 8], acceptance)
+    assert state.draft is None
+
+
+def test_reaches_are_of_a_token_and_all_before_it() -> None:
+    draft = Draft([1, 2, 3], [0.5, 0.5, 0.9])
+    assert reaches(draft, 1.0) == pytest.approx([0.5, 0.25, 0.225])
+    assert reaches(draft, 2.0, 1) == pytest.approx([0.98**2, 0.98**3])
