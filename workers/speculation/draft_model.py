@@ -76,7 +76,7 @@ class DraftModel:
         self.caches: list[tuple[Tensor, Tensor]] = []
         self.load()
         shapes, size = self.model.kv_shapes, config.block_size
-        self.name = self.model.architecture
+        self.name: str | None = self.model.architecture
         self.block_bytes = sum(shape.block_bytes(size) for shape in shapes)
         self._num_spare = -(-num_drafts // size)
         self.spare_bytes = config.max_num_seqs * self._num_spare * self.block_bytes

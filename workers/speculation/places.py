@@ -59,5 +59,5 @@ class Places:
         query_start_loc[1:] = ends
         table = np.ascontiguousarray(table[:, : -(-max_seq_len // self.block_size)])
         arrays = (positions, query_start_loc, seq_lens.astype(np.int32), table, kv_slots)
-        on_device = self._device.upload([torch.from_numpy(array) for array in arrays])
-        return on_device[0], AttentionBatch(*on_device[1:], int(count.max()), max_seq_len)
+        own, loc, lens, blocks, slots = self._device.upload([torch.from_numpy(array) for array in arrays])
+        return own, AttentionBatch(loc, lens, blocks, slots, int(count.max()), max_seq_len)
