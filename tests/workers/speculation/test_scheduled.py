@@ -48,7 +48,7 @@ def test_drafts_of_the_worker_change_nothing(
     way: str,
     least: float,
 ) -> None:
-    """least: the share of drafts that count at least; but for grammars, a copy of the model drafts its own tokens."""
+    """least: the share of drafts that count; a copy of the model drafts its own tokens, but knows no grammar."""
     how: Way = BY_NAME[way]
     runner = runner_with(llama, drafter(method, llama, tmp_path), method, 3, **SIZES)
     outputs = generate(runner, how, drafting("worker", seed=3, longest=3))
