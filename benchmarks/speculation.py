@@ -2,8 +2,8 @@
 
     python -m benchmarks.speculation MODEL [--method ngram suffix] [--requests 1 4 16 64] [--runs 3]
 
-Two kinds of prompts: "repeats" asks for its own code or text again, which instruct models of any size mostly copy;
-"free" has nothing to repeat. Both engines live at once, and their runs alternate, so a machine that others use slows
+Two kinds of prompts: "repeats" has its own code edited or its own text corrected, most of which is copied; "free"
+has nothing to repeat. Both engines live at once, and their runs alternate, so others on the machine slow
 both down. The outputs must be equal to the token.
 """
 
@@ -20,7 +20,7 @@ from pagewire.frontend.llm import LLM
 from pagewire.frontend.outputs import RequestOutput
 from pagewire.ipc.params import SamplingParams
 
-CODE = '''class Account{n}:
+CODE = '''class Account:
     """A bank account."""
 
     def __init__(self, owner, balance=0):
@@ -38,12 +38,27 @@ CODE = '''class Account{n}:
             raise ValueError("not enough money")
         self.balance -= amount
         return self.balance
+
+    def transfer(self, other, amount):
+        self.withdraw(amount)
+        other.deposit(amount)
+
+    def statement(self):
+        return f"{self.owner} has {self.balance} on the account"
+
+    def close(self):
+        if self.balance != 0:
+            raise ValueError("the account is not empty")
+        self.owner = None
 '''
 TEXT = """The lighthouse number {n} stands on a cliff in the north of the island. It was built of granite by the
-people of the village, who carried every stone up the path. Its lamp was lit with oil at first, and a keeper climbed
-the stairs every evening to fill it. In winter the waves reached the windows of the lower floor. Today the lamp is
-electric, and nobody lives in the tower, but the village still meets there every summer, on the day when it was lit
-for the first time."""
+people of the village, who carried every stone up the path. Its lamp was lit with oil at first, and a keeper
+climbed the stairs every evening to fill it. In winter the waves reached the windows of the lower floor. Today
+the lamp is electric, and nobody lives in the tower, but the village still meets there every summer, on the
+day when it was lit for the first time. The oldest man of the village tells the story of the ship that ran
+aground one night in November, when the keeper was ill and the lamp stayed dark. Forty sailors swam to the
+beach, and all of them were taken in by the families of the village. Three of them never left. Their names are
+cut into the stone above the door, and their grandchildren keep the tower painted white."""
 FREE = (
     "Tell me a story about a {n} year old sailor who has never seen the sea.",
     "Give me {n} ideas for a garden behind a small house.",
@@ -53,17 +68,18 @@ FREE = (
 
 
 def prompts(kind: str, count: int) -> list[str]:
-    """Different prompts of a kind, as a chat template of ChatML makes them."""
+    """Different prompts of a kind."""
     if kind == "free":
-        asked = [FREE[i % len(FREE)].format(n=i + 7) for i in range(count)]
-    else:
-        asked = [
-            f"Repeat this code exactly, all of it:\n```python\n{CODE.replace('{n}', str(i))}```"
-            if i % 2 == 0
-            else f"Repeat this text exactly, all of it:\n{TEXT.replace('{n}', str(i))}"
-            for i in range(count)
-        ]
-    return [f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in asked]
+        asked = (FREE[i % len(FREE)].format(n=i + 7) for i in range(count))
+        return [f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in asked]
+    texts = [TEXT.replace("{n}", str(i)) for i in range(count)]
+    codes = [CODE.replace("Account", f"Account{i}") for i in range(count)]
+    return [
+        f"{CODE}\n\n# The same class by another name:\n\n{code[: code.index('def deposit')]}"
+        if i % 2 == 0
+        else f"{text}\n\nThe same text again, without mistakes:\n\n{text[:150]}"
+        for i, (text, code) in enumerate(zip(texts, codes, strict=True))
+    ]
 
 
 def run(llm: LLM, texts: list[str], num_tokens: int) -> tuple[float, list[RequestOutput]]:

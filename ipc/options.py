@@ -171,7 +171,7 @@ class EngineArgs:
     typical_acceptance_sampler_posterior_alpha: float | None = option(
         None, "Speculation", "of typical_acceptance_sampler, which is not served, since it changes outputs")
     disable_logprobs_during_spec_decoding: bool | None = option(
-        None, "Speculation", "False: log probabilities are those without speculation, which is always so")
+        None, "Speculation", "no effect: log probabilities are those without speculation")
 
     disable_log_stats: bool = option(False, "Logging", "do not log periodic statistics in the core")
     log_stats_interval: float = option(10.0, "Logging", "seconds between two lines of statistics")

@@ -8,6 +8,8 @@ from pagewire.engine_core.drafting.draft import Draft
 
 MEMORY = 0.95  # weight of the past at each further token, so about 20 tokens count
 ENGINE_MEMORY = 0.999
+MEMORY_KEPT = 0.98  # at each further step with drafts
+PRIOR_KEPT = 20.0  # tokens
 PRIOR_TOKENS = 3.0  # the engine's own ratio counts as this many tokens of each request
 FIRST_RATIO = 0.7  # of an engine that has seen no drafts yet
 MOST_LIKELY = 0.98  # no token is more certain than this
@@ -28,10 +30,25 @@ class Ratio:
 
 
 class Acceptance:
-    """The ratio of all requests together, which a request starts from."""
+    """The ratio of all requests together, which a request starts from.
+
+    And what verified drafts have kept of what was expected of them: those that are verified are those of which most
+    was expected, in some cases by mistake.
+    """
 
     def __init__(self) -> None:
         self._ratio = Ratio(FIRST_RATIO * PRIOR_TOKENS, PRIOR_TOKENS)
+        self._kept = Ratio(PRIOR_KEPT, PRIOR_KEPT)
+
+    @property
+    def trust(self) -> float:
+        """The fraction of what is expected of drafts that comes true, at most 1."""
+        return min(1.0, self._kept.right / self._kept.expected)
+
+    def verified(self, num_expected: float, num_accepted: int) -> None:
+        """Count the drafts of a step, and how many of them were expected to be right."""
+        self._kept.right = self._kept.right * MEMORY_KEPT + num_accepted
+        self._kept.expected = self._kept.expected * MEMORY_KEPT + num_expected
 
     def add(self, own: Ratio, chance: float, right: bool) -> None:
         """Count a token, also in the ratio of its request."""
@@ -47,6 +64,10 @@ class Acceptance:
         """Let a ratio that no draft can change, for there are none, come back slowly."""
         for ratio in (own, self._ratio):
             ratio.right += RECOVERY * max(0.0, FIRST_RATIO * ratio.expected - ratio.right)
+
+    def regain_trust(self) -> None:
+        """Let trust come back slowly, while nothing is verified."""
+        self._kept.right += RECOVERY * max(0.0, self._kept.expected - self._kept.right)
 
 
 def reaches(draft: Draft, ratio: float, first: int = 0) -> list[float]:

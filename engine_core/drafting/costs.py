@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-LEVEL_WEIGHT = 0.2  # of a new measurement in the level that all sizes share
-SHAPE_WEIGHT = 0.2  # and in the size's own part
-MOST_AT_ONCE = (
-    4.0  # a measurement counts as at most this many times what is expected: the machine may be shared
+WEIGHT = 0.2  # of a new measurement
+WEIGHT_OF_SLOW = (
+    0.05  # of one that is longer than expected: what else a machine does makes steps longer, never shorter
 )
+MOST_AT_ONCE = 2.0  # and it counts as at most this many times what is expected
 KNEE = 16  # tokens up to which a size that was never measured is expected to cost little more than one token
 
 
@@ -43,6 +43,20 @@ class StepCosts:
         """True once a step was measured."""
         return bool(self._classes)
 
+    def measured(self, num_tokens: int) -> bool:
+        """True if steps of about this size were measured."""
+        return size_class(num_tokens) in self._classes
+
+    @property
+    def smallest(self) -> float:
+        """Tokens of the smallest steps that were measured."""
+        return self._sizes[0]
+
+    @property
+    def largest(self) -> float:
+        """Tokens of the largest steps that were measured."""
+        return self._sizes[-1]
+
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Take in the time of a step."""
         number = size_class(num_tokens)
@@ -56,9 +70,11 @@ class StepCosts:
             self._sizes.insert(place, float(num_tokens))
             self._shapes.insert(place, seconds / self._level)
             return
-        self._level *= (seconds / (self._level * self._shapes[place])) ** LEVEL_WEIGHT
-        self._shapes[place] += SHAPE_WEIGHT * (seconds / self._level - self._shapes[place])
-        self._sizes[place] += SHAPE_WEIGHT * (num_tokens - self._sizes[place])
+        factor = seconds / (self._level * self._shapes[place])
+        weight = WEIGHT if factor < 1 else WEIGHT_OF_SLOW
+        self._level *= factor**weight
+        self._shapes[place] += weight * (seconds / self._level - self._shapes[place])
+        self._sizes[place] += WEIGHT * (num_tokens - self._sizes[place])
 
     def seconds(self, num_tokens: int) -> float:
         """The time of a step; between sizes that were measured a line, beyond them as expected of any machine."""

@@ -10,15 +10,19 @@ from pagewire.engine_core.drafting.draft import Draft, after_matches
 from pagewire.engine_core.drafting.token_index import TokenIndex, match_length
 
 MOST_PLACES = 32  # of an n-gram that are compared
+MOST_COMPARED = 32  # tokens before each of them
 
 
 class NgramSource:
-    """Looks up the last `longest` to `shortest` tokens; of the longest matches it takes the latest."""
+    """Looks up the last `longest` to `shortest` tokens.
 
-    __slots__ = ("_indexes", "_longest", "_token_ids")
+    Of several places of an n-gram it takes the one before which most tokens agree, and of these the latest.
+    """
+
+    __slots__ = ("_indexes", "_token_ids")
 
     def __init__(self, token_ids: list[int], shortest: int, longest: int) -> None:
-        self._token_ids, self._longest = token_ids, longest
+        self._token_ids = token_ids
         # The places of a short n-gram may be too many to compare, so the longest one has an index of its own.
         widths = sorted({shortest, longest}, reverse=True)
         self._indexes = [TokenIndex(token_ids, width) for width in widths]
@@ -43,11 +47,13 @@ class NgramSource:
             for place in index.places(tokens[-index.width :], MOST_PLACES):
                 if place == len(tokens):
                     continue
-                length = match_length(tokens, place, tokens, self._longest)
+                length = match_length(tokens, place, tokens, MOST_COMPARED)
                 if length > found[0]:
                     found = length, place
-                if length == self._longest:
-                    return found
+                if length == MOST_COMPARED:
+                    break
+            if found[0]:
+                break
         return found
 
 

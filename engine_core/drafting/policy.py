@@ -1,24 +1,27 @@
-"""How many drafts pay: the number that gives the most tokens in a second, which may be none.
+"""How many drafts pay: the number that makes the sequences of a step fastest, which may be none.
 
-A step of R rows gives R tokens. With drafts it gives as many more as are right, in the time of a larger step. Both
-times are measured; how likely a draft is right follows from its source and from what the request's drafts have been
-worth (`acceptance`). Steps with drafts cannot be planned one ahead, and what that costs is in their time as it is
-measured.
+A row with drafts gives as many more tokens as are right, and every row of the step waits for them. Both are
+weighed by proportional fairness (Kelly 1997): drafts pay if the factors by which rows become faster, as
+logarithms, are in the mean over that by which the step becomes slower. Times of steps are measured; how likely
+a draft is right follows from its source and from what the request's drafts have been worth (`acceptance`).
+Steps with drafts cannot be planned one ahead, and what that costs is in their time as it is measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import log
 from typing import Protocol
 
 from pagewire.engine_core.drafting.costs import StepCosts
 
-MARGIN = 1.03  # by this factor drafts must be better than none
+MARGIN = 0.02  # by which, as a logarithm, drafts must be better than none
 LEAST_REACH = 0.02  # a draft that is less likely right is not considered
 CERTAIN = 0.98  # a draft of the best kind, to see whether any could pay
 PROBE_INTERVAL = 256  # decisions against drafts after which some are tried all the same
 PROBE_REACH = 0.25  # if they are as likely as this
 PROBE_DRAFTS = 8
+SMALL = 8  # drafts of a step that are tried without a measurement; then twice as many as were measured
 
 
 class LengthPolicy(Protocol):
@@ -45,7 +48,8 @@ class MeasuredPolicy:
     """The policy of an engine.
 
     Attributes:
-        plain, drafted: costs of steps without drafts and with drafts.
+        plain, drafted: costs of steps without drafts and with drafts. A number of rows has no drafts before a step
+            of as many was measured without them.
     """
 
     def __init__(self) -> None:
@@ -53,30 +57,35 @@ class MeasuredPolicy:
         self._num_refused = 0
 
     def lengths(self, num_rows: int, reaches: Sequence[list[float]], room: int) -> list[int]:
-        """The numbers that give the most tokens in a second; now and then some although none seem to pay."""
-        ranked = sorted(
-            ((reach, i) for i, draft in enumerate(reaches) for reach in draft if reach >= LEAST_REACH),
-            reverse=True,
-        )[: max(0, room)]
-        count = self._best(num_rows, [reach for reach, _ in ranked])
+        """The numbers that make the rows fastest; now and then some although none seem to pay."""
+        lengths = [0] * len(reaches)
+        room = min(room, self._most_tried(num_rows))
+        if not num_rows or not self.plain.measured(num_rows) or room <= 0:
+            return lengths
+        ranked = sorted((gain for i, draft in enumerate(reaches) for gain in gains(draft, i)), reverse=True)
+        del ranked[room:]
+        count = self._best(num_rows, [gain for gain, _, _ in ranked])
         if count == 0 and self._refused():
-            count = sum(reach >= PROBE_REACH for reach, _ in ranked[:PROBE_DRAFTS])
+            count = sum(reach >= PROBE_REACH for _, reach, _ in ranked[:PROBE_DRAFTS])
             if count == 0:
                 self._num_refused = 0
-        lengths = [0] * len(reaches)
-        for _, i in ranked[:count]:
+        for _, _, i in ranked[:count]:
             lengths[i] += 1
         return lengths
 
     def hopeless(self, num_rows: int, room: int) -> bool:
         """True if even certain drafts would not pay. What was measured long ago does not count for ever."""
-        if not self.plain.known:
+        if not self.plain.measured(num_rows):
             return True
-        least, number = self._least_rate(num_rows), 1
-        while number <= room:
-            if (num_rows + CERTAIN * number) / self._seconds(num_rows + number) > least:
+        room = min(room, self._most_tried(num_rows))
+        each = 1
+        while each * num_rows <= room:
+            if log(1 + CERTAIN * each) > self._slowdown(num_rows, each * num_rows) + MARGIN:
                 return False
-            number *= 2
+            each *= 2
+        alone = min(room, SMALL)
+        if alone > 0 and log(1 + CERTAIN * alone) > num_rows * (self._slowdown(num_rows, alone) + MARGIN):
+            return False
         return not self._refused()
 
     def observe(self, num_tokens: int, seconds: float, *, drafted: bool) -> None:
@@ -89,30 +98,51 @@ class MeasuredPolicy:
         """The time of a step without drafts; 0 if that is not known yet."""
         return self.plain.seconds(num_tokens) if self.plain.known else 0.0
 
-    def _best(self, num_rows: int, reaches: list[float]) -> int:
-        """How many of the likeliest drafts give the most tokens in a second; 0 if none."""
-        if not num_rows or not self.plain.known:
-            return 0
-        best, count = self._least_rate(num_rows), 0
-        num_tokens = float(num_rows)
-        for number, reach in enumerate(reaches, 1):
-            num_tokens += reach
-            if number > 16 and number % 8 and number < len(reaches):
+    def _best(self, num_rows: int, ranked: list[float]) -> int:
+        """How many of the most useful drafts make the rows fastest; 0 if none. ranked: what each gains."""
+        best, count, total = 0.0, 0, 0.0
+        for number, gain in enumerate(ranked, 1):
+            total += gain
+            if number > 16 and number % 8 and number < len(ranked):
                 continue
-            rate = num_tokens / self._seconds(num_rows + number)
-            if rate > best:
-                best, count = rate, number
+            value = total - num_rows * (self._slowdown(num_rows, number) + MARGIN)
+            if value > best:
+                best, count = value, number
         return count
 
-    def _least_rate(self, num_rows: int) -> float:
-        """The tokens in a second that drafts must give to be better than none."""
-        return MARGIN * num_rows / self.plain.seconds(num_rows)
+    def _slowdown(self, num_rows: int, num_drafts: int) -> float:
+        """By which factor drafts make a step longer, as a logarithm.
 
-    def _seconds(self, num_tokens: int) -> float:
-        """The time of a step with drafts; before there was one, that of a step with as many rows."""
-        return (self.drafted if self.drafted.known else self.plain).seconds(num_tokens)
+        Below the smallest step with drafts that was measured, their time lies on a line from that without.
+        """
+        plain, size = self.plain.seconds(num_rows), num_rows + num_drafts
+        if not self.drafted.known:
+            seconds = self.plain.seconds(size)
+        elif size >= (first := self.drafted.smallest) or first <= num_rows:
+            seconds = self.drafted.seconds(size)
+        else:
+            seconds = plain + (self.drafted.seconds(first) - plain) * num_drafts / (first - num_rows)
+        return log(seconds / plain)
+
+    def _most_tried(self, num_rows: int) -> int:
+        """The most drafts of a step: a few, then twice as many as there were before."""
+        return max(SMALL, num_rows, 2 * int(self.drafted.largest) if self.drafted.known else 0)
 
     def _refused(self) -> bool:
         """Count a decision against drafts; True if there were so many that it is time to try some."""
         self._num_refused += 1
         return self._num_refused > PROBE_INTERVAL
+
+
+def gains(reaches: list[float], number: int) -> list[tuple[float, float, int]]:
+    """For each token of draft `number`: the logarithm of the factor for its row, its reach, `number`.
+
+    The factors descend, so the best tokens of several drafts are the first of each.
+    """
+    tokens, found = 1.0, []
+    for reach in reaches:
+        if reach < LEAST_REACH:
+            break
+        found.append((log(1 + reach / tokens), reach, number))
+        tokens += reach
+    return found

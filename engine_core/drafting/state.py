@@ -50,4 +50,5 @@ class SequenceDrafts:
 
     def chances_ahead(self, draft: Draft, num_pending: int, acceptance: Acceptance) -> list[float]:
         """For each token of a draft behind the first `num_pending`: how likely it and all before it are right."""
-        return reaches(draft, acceptance.of(self.ratio), num_pending)
+        trust = acceptance.trust
+        return [trust * reach for reach in reaches(draft, acceptance.of(self.ratio), num_pending)]

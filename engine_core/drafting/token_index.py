@@ -41,7 +41,14 @@ class TokenIndex:
         if len(self.text) > len(self._latest):
             self._make_table(len(self.text) * 2)
         latest, previous, text, width = self._latest, self._previous, self.text, self.width
+        if len(text) == len(previous):
+            return True
         mask = len(latest) - 1
+        if len(text) == len(previous) + 1 >= width:  # as a rule, so it is worth a way of its own
+            bucket = hash(tuple(text[-width:])) & mask
+            previous.append(latest[bucket])
+            latest[bucket] = len(text) - 1
+            return True
         while len(previous) < min(width - 1, len(text)):
             previous.append(-1)  # no n-gram ends here
         first = len(previous)

@@ -112,6 +112,7 @@ class Drafting:
         self._acceptance = Acceptance()
         self._asked: dict[Sequence, int] = {}
         self._num_asked_new = 0
+        self._num_expected, self._num_right = 0.0, 0
         self._paused = True
 
     # ------------------------------------------------------------ planning
@@ -134,7 +135,8 @@ class Drafting:
     ) -> dict[Sequence, list[int]]:
         """The drafts that pay."""
         self._asked, self._num_asked_new = {}, 0
-        if self._too_many(running, num_waiting):
+        self._num_expected, self._num_right = 0.0, 0
+        if self._too_many(running, num_waiting) or (ahead and self._drafter is not None):
             return {}
         rows = [s for s in running if s.num_to_compute == 1 and self._generates(s)]
         room = (budget - len(rows)) // 2  # the rest is for prompts
@@ -149,6 +151,10 @@ class Drafting:
         found = [(s, draft) for s in rows if (draft := self._draft_of(s)) is not None]
         each = [self._state(s).chances_ahead(draft, 0, self._acceptance) for s, draft in found]
         lengths = self.policy.lengths(len(rows), each, room) if found else []
+        expected = (sum(reach[:length]) for reach, length in zip(each, lengths, strict=True))
+        self._num_expected = sum(expected) / self._acceptance.trust
+        if not self._num_expected:
+            self._acceptance.regain_trust()
         return {
             sequence: draft.token_ids[:length]
             for (sequence, draft), length in zip(found, lengths, strict=True)
@@ -215,6 +221,7 @@ class Drafting:
         """Compare a row's tokens with what was proposed, and keep what the worker proposes to follow them."""
         num_accepted = min(num_tokens, len(result.token_ids) - 1)
         if row.drafts:
+            self._num_right += num_accepted
             self.stats.verified(len(row.drafts), num_accepted, num_tokens)
         if sequence.drafts is not None:
             sequence.drafts.take(result.token_ids[:num_tokens], self._acceptance)
@@ -245,8 +252,10 @@ class Drafting:
         idle = 0 if paused else min(result.idle_us, result.busy_us)
         seconds = (result.busy_us + idle) / 1e6
         drafted = bool(step.num_drafts or step.num_asked)
-        if drafted or not step.late:
-            self.policy.observe(sum(row.num_samples for row in step.rows), seconds, drafted=drafted)
+        if step.num_drafts:
+            self._acceptance.verified(self._num_expected, self._num_right)
+        alike = seconds if drafted or not step.late else result.busy_us / 1e6  # as if it had been planned ahead
+        self.policy.observe(sum(row.num_samples for row in step.rows), alike, drafted=drafted)
         num_tokens = sum(len(row.token_ids) for row in result.rows)
         plain = self.policy.seconds(num_rows) or seconds
         without = plain * num_tokens / num_rows if drafted or step.late else seconds

@@ -58,8 +58,18 @@ def test_what_waiting_costs_is_weighed() -> None:
 
 def test_one_sequence_gets_what_others_cannot_use() -> None:
     policy = measured(lambda size: 0.010 + 0.001 * size)
-    assert policy.lengths(3, [chain(0.95, 6), chain(0.1, 6), []], 100) == [6, 0, 0]
-    assert policy.lengths(3, [chain(0.95, 6), chain(0.1, 6), []], 2) == [2, 0, 0]
+    drafts = [chain(0.95, 6), chain(0.1, 6), []]
+    first, *others = policy.lengths(3, drafts, 100)
+    assert 2 < first <= 6 and others == [0, 0]
+    assert policy.lengths(3, drafts, 2) == [2, 0, 0]
+
+
+def test_one_sequence_does_not_slow_down_many() -> None:
+    """It would give the most tokens in a second, at the cost of every other sequence."""
+    policy = measured(lambda size: 0.010 + 0.001 * size)
+    sure = chain(0.98, 12)
+    assert policy.lengths(1, [sure], 100)[0] > 6
+    assert policy.lengths(16, [sure] + [[]] * 15, 100)[0] <= 2
 
 
 def test_nothing_is_drafted_before_a_step_was_measured() -> None:

@@ -46,9 +46,9 @@ def test_a_text_is_taken_in_by_portions_and_outgrows_its_table(monkeypatch: pyte
     )
 
 
-def longest_match(tokens: list[int], shortest: int, longest: int) -> tuple[int, int]:
+def longest_match(tokens: list[int], shortest: int) -> tuple[int, int]:
     """The length of the longest n-gram at the end that stands elsewhere, and the latest position behind it."""
-    for length in range(min(longest, len(tokens)), shortest - 1, -1):
+    for length in range(len(tokens), shortest - 1, -1):
         for end in range(len(tokens) - 1, length - 1, -1):
             if tokens[end - length : end] == tokens[-length:]:
                 return length, end
@@ -58,7 +58,7 @@ def longest_match(tokens: list[int], shortest: int, longest: int) -> tuple[int, 
 @given(st.lists(st.integers(0, 2), max_size=30), st.integers(1, 3), st.integers(0, 3), st.integers(1, 12))
 def test_the_longest_match_is_continued(tokens: list[int], shortest: int, more: int, limit: int) -> None:
     source = NgramSource(tokens, shortest, shortest + more)
-    length, place = longest_match(tokens, shortest, shortest + more)
+    length, place = longest_match(tokens, shortest)
     draft = source.propose(limit)
     if not length:
         assert draft is None

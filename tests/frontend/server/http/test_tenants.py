@@ -177,12 +177,16 @@ def test_cached_tokens_are_hidden_where_prefixes_are_shared(
     async def play() -> Answer:
         call = client.call("POST", path, body, ALICE)
         (request,) = (await asyncio.to_thread(core.expect, Submit)).requests
-        core.tokens(request.key, [5], finish_reason="length", num_cached_tokens=2)
+        drafts = {"num_drafts": 4, "num_accepted": 1}
+        core.tokens(request.key, [5], finish_reason="length", num_cached_tokens=2, **drafts)
         return await call.answer()
 
     usage = client.run(play).json["usage"]
     details = usage["input_tokens_details"] if path == RESPONSES else usage["prompt_tokens_details"]
     assert details["cached_tokens"] == shown
+    if path != RESPONSES:  # how fast an output comes may depend on those of others, too
+        accepted = {"accepted_prediction_tokens": 1, "rejected_prediction_tokens": 3} if shown else None
+        assert usage.get("completion_tokens_details") == accepted
 
 
 # ---------------------------------------------------------------- limits

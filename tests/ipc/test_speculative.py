@@ -1,0 +1,156 @@
+"""The options of speculation: both of their names, their defaults, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagewire.engine_core.speculative_model import resolve_speculation
+from pagewire.ipc.options import EngineArgs
+from pagewire.ipc.speculative import SpeculativeConfig, method_of
+
+
+def resolved(**options: Any) -> SpeculativeConfig | None:
+    return EngineArgs.from_kwargs(options).resolved_speculation()
+
+
+def test_nothing_is_proposed_by_default() -> None:
+    assert (
+        resolved() is None
+        and resolved(speculative_config=None) is None
+        and resolved(speculative_config={}) is None
+    )
+
+
+def test_the_documented_flags_and_the_dict_say_the_same() -> None:
+    flags = resolved(
+        speculative_model="[ngram]",
+        num_speculative_tokens=5,
+        ngram_prompt_lookup_max=4,
+        speculative_disable_by_batch_size=8,
+        speculative_max_model_len=100,
+        speculative_draft_tensor_parallel_size=1,
+        spec_decoding_acceptance_method="rejection_sampler",
+        disable_logprobs_during_spec_decoding=False,
+    )
+    values = {
+        "method": "ngram",
+        "num_speculative_tokens": 5,
+        "prompt_lookup_max": 4,
+        "disable_by_batch_size": 8,
+        "max_model_len": 100,
+        "draft_tensor_parallel_size": 1,
+    }
+    expected = SpeculativeConfig("ngram", None, 5, 2, 4, 8, 100)
+    assert flags == resolved(speculative_config=values) == expected
+    assert flags is not None and flags.in_core
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"method": "ngram"}, ("ngram", 16, 2, 5)),
+        ({"method": "suffix"}, ("suffix", 32, 2, 5)),
+        ({"model": "[suffix]"}, ("suffix", 32, 2, 5)),
+        ({"method": "[ngram]", "prompt_lookup_max": 1}, ("ngram", 16, 1, 1)),
+        ({"method": "NGRAM", "prompt_lookup_min": 9}, ("ngram", 16, 9, 9)),
+        ({"method": "draft_model", "model": "a/b"}, ("draft_model", 5, 2, 5)),
+        ({"model": "a/b"}, ("auto", 0, 2, 5)),
+        ({"method": "mtp"}, ("mtp", 0, 2, 5)),
+        ({"method": "deepseek_mtp", "num_speculative_tokens": 1}, ("mtp", 1, 2, 5)),
+        ({"method": "eagle3", "model": "a/b"}, ("eagle3", 5, 2, 5)),
+    ],
+)
+def test_methods_and_their_defaults(values: dict[str, Any], expected: tuple[object, ...]) -> None:
+    config = resolved(speculative_config=values)
+    assert config is not None
+    found = (config.method, config.num_speculative_tokens, config.prompt_lookup_min, config.prompt_lookup_max)
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"num_speculative_tokens": 5}, "speculative_model is missing"),
+        ({"speculative_config": {"method": "ngrams"}}, "did you mean 'ngram'"),
+        ({"speculative_config": {"method": "eagle", "model": "x"}}, "take an EAGLE-3 head"),
+        ({"speculative_config": {"method": "medusa", "model": "x"}}, "Medusa heads are not served"),
+        ({"speculative_config": {"methods": "ngram"}}, "did you mean 'method'"),
+        ({"speculative_config": {"method": 3}}, "unknown speculative method 3"),
+        ({"speculative_config": {"method": "ngram", "model": "x"}}, "has no model: leave model out"),
+        ({"speculative_config": {"method": "suffix", "prompt_lookup_max": 3}}, "belong to '.ngram.'"),
+        ({"speculative_config": {"method": "draft_model"}}, "needs a model"),
+        ({"speculative_config": {"method": "suffix", "model": "[ngram]"}}, "contradicts"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 1000}}, "<= 128"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": -1}}, ">= 0"),
+        ({"speculative_config": {"method": "ngram", "disable_by_batch_size": 0}}, ">= 1"),
+        (
+            {"speculative_model": "[ngram]", "ngram_prompt_lookup_min": 5, "ngram_prompt_lookup_max": 3},
+            "is over",
+        ),
+        ({"speculative_model": "x", "speculative_config": {"model": "x"}}, "not both"),
+        ({"speculative_model": "x", "speculative_model_quantization": "nothing"}, "unknown quantization"),
+        ({"speculative_model": "x", "speculative_draft_tensor_parallel_size": 2}, "whole on every rank"),
+        (
+            {"speculative_model": "x", "disable_logprobs_during_spec_decoding": True},
+            "never change what a request",
+        ),
+        (
+            {"speculative_model": "x", "spec_decoding_acceptance_method": "typical_acceptance_sampler"},
+            "'rejection_sampler' keeps the drafts",
+        ),
+        ({"speculative_model": "x", "typical_acceptance_sampler_posterior_alpha": 0.3}, "not served"),
+        ({"speculative_model": "x", "spec_decoding_acceptance_method": "other"}, "must be one of"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        EngineArgs.from_kwargs(options)
+
+
+def test_a_value_of_a_wrong_type_names_its_option() -> None:
+    with pytest.raises(TypeError, match="num_speculative_tokens"):
+        EngineArgs.from_kwargs({"speculative_model": "x", "num_speculative_tokens": "5"})
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "draft_model"),
+        (
+            {"model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"]},
+            "mlp_speculator",
+        ),
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
+        ({"model_type": "deepseek_mtp", "architectures": ["DeepSeekMTPModel"]}, "mtp"),
+        ({}, "draft_model"),
+    ],
+)
+def test_a_model_says_what_it_is(config: dict[str, Any], method: str) -> None:
+    assert method_of(config) == method
+
+
+def model(folder: Path, **config: Any) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_a_model_is_found_and_says_how_many_tokens_it_proposes(tmp_path: Path) -> None:
+    speculator = model(tmp_path / "mlp", model_type="mlp_speculator", n_predict=4)
+    config = resolve_speculation(EngineArgs(speculative_model=speculator), {})
+    assert config == SpeculativeConfig("mlp_speculator", speculator, 4)
+    config = resolve_speculation(EngineArgs(speculative_model=speculator, num_speculative_tokens=2), {})
+    assert config == SpeculativeConfig("mlp_speculator", speculator, 2)
+    draft = model(tmp_path / "draft", model_type="llama")
+    assert resolve_speculation(EngineArgs(speculative_model=draft), {}) == SpeculativeConfig(
+        "draft_model", draft, 5
+    )
+    own = EngineArgs(speculative_config={"method": "mtp"})
+    assert resolve_speculation(own, {"num_nextn_predict_layers": 1}) == SpeculativeConfig("mtp", None, 1)
+    with pytest.raises(ValueError, match="no num_nextn_predict_layers"):
+        resolve_speculation(own, {})
+    assert resolve_speculation(EngineArgs(), {}) is None
