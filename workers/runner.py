@@ -38,6 +38,13 @@ logger = logging.getLogger("pagewire.worker")
 MOST_LIKELY = 20  # most likely tokens that a GPU's sampler finds per row; a row that needs more is slower
 
 
+def max_samples(config: WorkerConfig) -> int:
+    """The most tokens that a step samples: one for each sequence, and one for each draft."""
+    num_drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
+    most = config.max_num_seqs * (1 + num_drafts)
+    return max(config.max_num_seqs, min(most, config.max_num_batched_tokens))
+
+
 class Runner:
     """A loaded model with its KV cache and slots.
 
@@ -58,7 +65,7 @@ class Runner:
         self.slots = Slots(
             config.max_num_seqs, self.loaded.max_model_len, config.block_size, self.loaded.vocab_size
         )
-        self.sampler = self.device.sampler(config.max_num_seqs, self.loaded.vocab_size, MOST_LIKELY)
+        self.sampler = self.device.sampler(max_samples(config), self.loaded.vocab_size, MOST_LIKELY)
         self.drafter = open_drafter(
             *(config, self.loaded, self.slots, phases, self.device, self.sampler, collective)
         )

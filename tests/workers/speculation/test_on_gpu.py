@@ -19,8 +19,7 @@ NUM_TOKENS = 7
 
 
 def test_drafts_of_a_copy_of_the_model_count(llama: Path, load: Callable[..., Runner]) -> None:  # noqa: F811
-    prompts = make_prompts(VOCAB_SIZE, [15, 4])
-    params = SamplingParams(temperature=0.8, top_k=40)
+    prompts, params = make_prompts(VOCAB_SIZE, [15, 4]), SamplingParams(temperature=0.8, top_k=40)
     plain = Driver(load()).generate(prompts, NUM_TOKENS, params)
     driver = SpeculativeDriver(
         load(speculative=SpeculativeConfig("draft_model", str(llama), 3)), wanted=lambda *_: 3
