@@ -123,7 +123,7 @@ class EngineConfig:
             runner=args.runner,
             convert=args.convert,
             pooler_config=PoolerConfig.read(args.pooler_config),
-            speculative=None if self.speculation is None or self.speculation.in_core else self.speculation,
+            speculative=self.speculation,
         )
 
     def scheduler_config(self, ready: Ready) -> SchedulerConfig:

@@ -62,7 +62,7 @@ class WorkerConfig(Message, tag="load"):
     weight_cache: take packed weights from the cache, and keep them there.
     kv_scales: of each layer's keys and values in a KV cache of 8-bit floats; empty: the checkpoint's, or 1.
     runner, convert, pooler_config: see `EngineArgs`.
-    speculative: the drafter that the worker runs; None: none, or one of the core.
+    speculative: where drafts come from, and how many a row has at most; None: there are none.
     """
 
     model_path: str

@@ -18,10 +18,7 @@ from pagewire.ipc.errors import error_text
 from pagewire.workers.collective.agreement import all_have
 from pagewire.workers.errors import LoadError, LostRankError
 from pagewire.workers.model import sharded_state
-from pagewire.workers.model.loading import Phases
 from pagewire.workers.runner import Runner
-from pagewire.workers.weight_cache.ahead import WeightsAhead
-from pagewire.workers.weight_cache.cached_loading import load
 
 
 def ping(runner: Runner) -> str:
@@ -47,6 +44,7 @@ def model_info(runner: Runner) -> dict[str, Any]:
         "num_blocks": runner.num_blocks,
         "num_threads": runner.device.num_threads,
         "forward": type(loaded.model.base).__name__,
+        "drafter": runner.drafter.name,
     }
 
 
@@ -54,7 +52,7 @@ def sleep(runner: Runner, level: int) -> None:
     """Give memory back: level 1 the KV cache, level 2 the weights as well. Forgets every request."""
     runner.free()
     if level == 2:
-        runner.loaded = None
+        runner.drop_weights()
     gc.collect()
     runner.device.give_back()
 
@@ -69,11 +67,8 @@ def wake_up(runner: Runner, tags: Sequence[str] | None) -> None:
     if unknown := set(tags or ()) - {"weights", "kv_cache"}:
         raise ValueError(f"wake_up knows the tags weights and kv_cache, not {', '.join(sorted(unknown))}")
     try:
-        if runner.loaded is None:
-            ahead = WeightsAhead(runner.config)
-            phases = Phases(lambda phase, seconds: None)
-            with together(runner):
-                runner.loaded = load(ahead, phases, runner.device, runner.collective)
+        with together(runner):
+            runner.load_weights()
         if not runner.caches and (tags is None or "kv_cache" in tags):
             allocate_kv(runner)
             with together(runner):

@@ -28,6 +28,7 @@ from pagewire.workers.model.attention import StepContext
 from pagewire.workers.model.encoder import EncoderModel
 from pagewire.workers.model.loading import LoadedModel, Phases
 from pagewire.workers.slots import Slots
+from pagewire.workers.speculation.open import open_drafter
 from pagewire.workers.step import RunningStep
 from pagewire.workers.weight_cache.ahead import WeightsAhead
 from pagewire.workers.weight_cache.cached_loading import load
@@ -37,11 +38,19 @@ logger = logging.getLogger("pagewire.worker")
 MOST_LIKELY = 20  # most likely tokens that a GPU's sampler finds per row; a row that needs more is slower
 
 
+def max_samples(config: WorkerConfig) -> int:
+    """The most tokens that a step samples: one for each sequence, and one for each draft."""
+    num_drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
+    most = config.max_num_seqs * (1 + num_drafts)
+    return max(config.max_num_seqs, min(most, config.max_num_batched_tokens))
+
+
 class Runner:
     """A loaded model with its KV cache and slots.
 
     collective: the operations of this rank with the others of its group.
     loaded: None while the weights are dropped. caches: K and V of each layer; empty while their memory is released.
+    drafter: proposes tokens.
     spare_work: optional work for idle moments, a few milliseconds with each `next`.
     """
 
@@ -53,11 +62,15 @@ class Runner:
         self.config, self.phases, self.collective = config, phases, collective
         self.device = open_device(config)
         self.loaded: LoadedModel | None = load(ahead, phases, self.device, collective)
-        self.block_bytes = sum(shape.block_bytes(config.block_size) for shape in self.loaded.kv_shapes)
         self.slots = Slots(
             config.max_num_seqs, self.loaded.max_model_len, config.block_size, self.loaded.vocab_size
         )
-        self.sampler = self.device.sampler(config.max_num_seqs, self.loaded.vocab_size, MOST_LIKELY)
+        self.sampler = self.device.sampler(max_samples(config), self.loaded.vocab_size, MOST_LIKELY)
+        self.drafter = open_drafter(
+            *(config, self.loaded, self.slots, phases, self.device, self.sampler, collective)
+        )
+        self.block_bytes = sum(shape.block_bytes(config.block_size) for shape in self.loaded.kv_shapes)
+        self.block_bytes += self.drafter.block_bytes
         self.relay = Relay(config.max_num_seqs, self.device.torch_device)
         self.caches: list[tuple[Tensor, Tensor]] = []
         self.graphs: DecodeGraphs | None = None
@@ -100,7 +113,7 @@ class Runner:
             max_model_len=loaded.max_model_len,
             num_blocks=self.num_blocks,
             bytes_per_block=self.block_bytes,
-            weight_bytes=loaded.weight_bytes,
+            weight_bytes=self.weight_bytes,
             eos_token_id=loaded.eos_token_id,
             startup_seconds=dict(self.phases.seconds),
             memory=self.memory(),
@@ -118,11 +131,17 @@ class Runner:
             raise RuntimeError("the worker is asleep and its weights are dropped: call wake_up first")
         return self.loaded
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, the drafter's included; 0 while they are dropped."""
+        own = 0 if self.loaded is None else self.loaded.weight_bytes
+        return own + self.drafter.weight_bytes
+
     def memory(self) -> dict[str, int]:
         """Bytes by use: `Device.memory`, weights and kv_cache."""
-        weights = 0 if self.loaded is None else self.loaded.weight_bytes
-        kv = sum(k.nbytes + v.nbytes for k, v in self.caches)
-        return {**self.device.memory(), "weights": weights, "kv_cache": kv}
+        caches = [*self.caches, *self.drafter.caches]
+        kv = sum(k.nbytes + v.nbytes for k, v in caches)
+        return {**self.device.memory(), "weights": self.weight_bytes, "kv_cache": kv}
 
     def step(self, plan: StepPlan, masks: Callable[[], Masks | None] = lambda: None) -> StepResult:
         """Launch, sample and finish a plan. masks: see `RunningStep.sample`."""
@@ -135,6 +154,7 @@ class Runner:
         """Launch the model for a plan. Tokens that the previous step still samples are taken from the device."""
         model = self.model.model
         self.slots.apply(plan, with_tokens=not model.makes_logits)
+        self.drafter.apply(plan)
         received = model.received(sum(row.num_tokens for row in plan.rows)) if plan.rows else None
         step = RunningStep(self, plan, self.device.record_event())
         if plan.rows:
@@ -185,7 +205,8 @@ class Runner:
             LoadError: there is not enough.
         """
         self.caches = self._allocate(self.num_blocks)
-        self.spare_work = self.device.populate([cache for pair in self.caches for cache in pair])
+        caches = [*self.caches, *self.drafter.caches]
+        self.spare_work = self.device.populate([cache for pair in caches for cache in pair])
 
     def warm_up(self) -> None:
         """Do once what no request shall pay for: run a token, and record graphs. Writes nowhere that matters."""
@@ -201,9 +222,27 @@ class Runner:
         """Give the KV memory back, and forget every request."""
         self.slots.clear()
         self.graphs, self.caches = None, []
+        self.drafter.free()
+
+    def drop_weights(self) -> None:
+        """Let go of all weights; the KV memory must be given back before."""
+        self.loaded = None
+        self.drafter.unload()
+
+    def load_weights(self) -> None:
+        """Load the weights again, if they were dropped.
+
+        Raises:
+            LoadError: they cannot be loaded.
+        """
+        if self.loaded is None:
+            phases = Phases(lambda phase, seconds: None)
+            self.loaded = load(WeightsAhead(self.config), phases, self.device, self.collective)
+        self.drafter.load()
 
     def _allocate(self, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
         try:
+            self.drafter.allocate(num_blocks)
             return [
                 shape.allocate(num_blocks, self.config.block_size, self.device)
                 for shape in self.model.kv_shapes
@@ -235,7 +274,7 @@ class Runner:
         ]
         pools = isinstance(task, PoolingParams)
         rows = [
-            Row(slot, 0, length, num_samples=int(not pools), pool=pools)
+            Row(slot, 0, length, num_samples=int(not pools), pool=pools, num_drafts=1)
             for slot, length in enumerate(lengths)
         ]
         self.step(StepPlan(-1, rows, inits))
@@ -260,4 +299,5 @@ class Runner:
         if not loaded.kv_shapes:  # an encoder: a block of the core stands for a prompt
             return self.config.max_num_seqs
         budget = self.device.kv_budget(self.config, loaded.vocab_size, self._run_widest)
+        budget -= self.drafter.spare_bytes
         return num_kv_blocks(self.config, loaded.max_model_len, self.block_bytes, budget)

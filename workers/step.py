@@ -29,6 +29,7 @@ from pagewire.workers.model.pooler import PoolingSlot
 from pagewire.workers.sample.masks import TokenMasks
 from pagewire.workers.sample.sampler import NO_TOKEN_POSSIBLE, SampleOutput, SamplingSlot, logprob_rows
 from pagewire.workers.slots import Slots
+from pagewire.workers.speculation.interface import Drafter, RowOver
 
 
 class ModelOnDevice(Protocol):
@@ -37,6 +38,7 @@ class ModelOnDevice(Protocol):
     slots: Slots
     device: Device
     sampler: TokenSampler
+    drafter: Drafter
 
     @property
     def model(self) -> LoadedModel:
@@ -73,8 +75,10 @@ class RunningStep:
         self._sampled: PendingTokens | None = None
         self._passed_on = False
         self._batch: Batch | None = None
-        self._hidden = NOTHING
+        self._hidden = self._sampled_hidden = NOTHING
+        self._features: Tensor | None = None
         self._slots: list[SamplingSlot] = []
+        self._sequences: list[SamplingSlot | None] = []  # of each row
         self._prompts: list[PromptLogprobsRequest] = []
         self._prompt_logprobs: dict[int, LogprobRows] = {}  # by row
         self._pooled: list[tuple[int, PoolingSlot]] = []
@@ -84,6 +88,8 @@ class RunningStep:
         slots = self._runner.slots
         self._batch, self._hidden = batch, hidden
         self._slots = [slots.sampling[self.plan.rows[i].slot] for i in batch.sample_rows]
+        self._sequences = [slots.sampling.get(row.slot) for row in self.plan.rows]
+        self._features = self._runner.drafter.features
         self._pooled = [(i, slots.pooling[row.slot]) for i, row in enumerate(self.plan.rows) if row.pool]
         for i, row in enumerate(self.plan.rows):
             if row.num_prompt_logprobs:
@@ -110,7 +116,8 @@ class RunningStep:
         if batch is None or not self._slots:
             return
         with runner.span("logits"):
-            logits = runner.model.model.logits(self._hidden.index_select(0, batch.sample_indices))
+            self._sampled_hidden = self._hidden.index_select(0, batch.sample_indices)
+            logits = runner.model.model.logits(self._sampled_hidden)
         with runner.span("masks"):
             allowed = TokenMasks.of(masks() if self.plan.masked else None)
         with runner.span("sample"):
@@ -132,6 +139,7 @@ class RunningStep:
             result.rows[row].prompt_logprobs = logprobs
         if self._pooled:
             self._pool(result)
+        self._draft(result)
         self._end.wait()
         result.busy_us = int(self._end.seconds_since(self._begin) * 1e6)
         if since is not None:
@@ -182,6 +190,35 @@ class RunningStep:
                 for token_id in result.rows[i].token_ids or output.token_ids[first : first + 1]:
                     slots.append(row.slot, token_id)
             first += row.num_samples
+
+    @torch.inference_mode()
+    def _draft(self, result: StepResult) -> None:
+        """Add drafts to the results of rows that want some."""
+        runner = self._runner
+        drafter, rows = runner.drafter, self._rows_over(result)
+        if not rows:
+            return
+        with runner.span("draft"):
+            for i, drafts in zip(rows, drafter.propose(list(rows.values()), self._features), strict=True):
+                result.rows[i].drafts = drafts
+        self._end = runner.device.record_event()
+
+    def _rows_over(self, result: StepResult) -> dict[int, RowOver]:
+        """The rows that the drafter is to see, by index; without those whose slot has a new sequence by now."""
+        batch, sampling, sample = self._batch, self._runner.slots.sampling, 0
+        rows: dict[int, RowOver] = {}
+        for i, (row, sequence) in enumerate(zip(self.plan.rows, self._sequences, strict=True)):
+            first, sample = sample, sample + row.num_samples
+            count = len(result.rows[i].token_ids)
+            if not (row.num_drafts or self._runner.drafter.follows) or sampling.get(row.slot) is not sequence:
+                continue
+            if sequence is None or batch is None or (row.num_samples and not count):
+                continue
+            hidden = self._sampled_hidden[first + count - 1] if count else None
+            num_tokens = row.num_tokens - (row.num_samples - count)
+            num_drafts = row.num_drafts if count else 0
+            rows[i] = RowOver(row.slot, row.start, num_tokens, batch.starts[i], num_drafts, hidden)
+        return rows
 
     def _logprobs_of(self, request: PromptLogprobsRequest) -> LogprobRows:
         """Log probabilities of prompt tokens, from the logits at the tokens before them."""

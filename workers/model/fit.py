@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import msgspec
 
@@ -12,6 +13,7 @@ from pagewire.ipc.options import KV_DTYPES, NOT_SUPPORTED_YET
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.workers.device.kv_size import GIB, kv_budget, num_kv_blocks, step_bytes
 from pagewire.workers.errors import MemoryShortageError
+from pagewire.workers.model.checkpoint_headers import read_headers
 from pagewire.workers.model.footprint import Footprint, footprint, of_rank
 from pagewire.workers.model.headers import CheckpointHeaders
 from pagewire.workers.weight_cache import folder
@@ -67,6 +69,44 @@ def kept_bytes(config: WorkerConfig, isa: str) -> int | None:
     return None if key is None else folder.size_of(key)
 
 
+class Needs(NamedTuple):
+    """Bytes that a model and its drafter take beside the KV cache, and those of a token in it."""
+
+    base: int
+    weights: int
+    loading: int
+    tables: int
+    kv_token: int
+    spare_kv: int
+    """For drafts whose places belong to no block yet."""
+
+
+def needs(sizes: Footprint, config: WorkerConfig, max_model_len: int, kept: int | None) -> Needs:
+    """What a footprint needs; kept: as for `fit`."""
+    own = Needs(
+        BASE_BYTES,
+        sizes.weight_bytes,
+        sizes.loading_bytes,
+        max_model_len * sizes.position_bytes,
+        sizes.kv_token_bytes,
+        spare_kv=0,
+    )
+    if kept is not None:
+        own = own._replace(base=KEPT_BASE_BYTES, weights=kept, loading=0, tables=0)
+    drafter, speculative = sizes.drafter, config.speculative
+    if drafter is None or speculative is None:
+        return own
+    num_spare = config.max_num_seqs * -(-speculative.num_speculative_tokens // config.block_size)
+    return Needs(
+        BASE_BYTES,
+        own.weights + drafter.weight_bytes,
+        max(own.loading, drafter.loading_bytes),
+        own.tables + max_model_len * drafter.position_bytes,
+        own.kv_token + drafter.kv_token_bytes,
+        num_spare * config.block_size * drafter.kv_token_bytes,
+    )
+
+
 def fit(sizes: Footprint, config: WorkerConfig, total: int, available: int, kept: int | None = None) -> Fit:
     """Whether a footprint fits, given the bytes of memory that this machine has, and has available now.
 
@@ -77,20 +117,18 @@ def fit(sizes: Footprint, config: WorkerConfig, total: int, available: int, kept
     """
     dimensions = sizes.dimensions
     max_model_len = config.max_model_len or dimensions.max_positions
-    base, weights, loading = BASE_BYTES, sizes.weight_bytes, sizes.loading_bytes
-    tables = max_model_len * sizes.position_bytes
-    if kept is not None:
-        base, weights, loading, tables = KEPT_BASE_BYTES, kept, 0, 0
+    base, weights, loading, tables, kv_token_bytes, spare = needs(sizes, config, max_model_len, kept)
     steps = step_bytes(config, max(1, dimensions.vocab_size))
     left = available - base - weights - tables
-    budget = kv_budget(config, max(0, left), steps)
-    block_bytes = max(1, sizes.kv_token_bytes * config.block_size)
+    budget = max(0, kv_budget(config, max(0, left), steps) - spare)
+    block_bytes = max(1, kv_token_bytes * config.block_size)
     request_bytes = -(-max_model_len // config.block_size) * block_bytes
     blocks = budget // block_bytes if config.num_blocks is None else config.num_blocks
     problem = None
     if left < loading:
+        whose = "its weights" if sizes.drafter is None else "its weights and the drafter's"
         problem = (
-            f"its weights take {amount(weights)} of memory, loading them {amount(loading)} "
+            f"{whose} take {amount(weights)} of memory, loading them {amount(loading)} "
             f"more, and the worker itself {amount(base)}"
         )
     elif blocks * block_bytes < request_bytes or left < request_bytes:
@@ -169,10 +207,17 @@ def sizes_of(headers: CheckpointHeaders, config: WorkerConfig, isa: str) -> Foot
     """The footprint of a checkpoint with the options of a worker; of a rank of a group, that of its part.
 
     Raises:
-        LoadError: see `footprint`.
+        LoadError: see `footprint`, and `read_headers` for the model that proposes tokens.
     """
     whole = footprint(headers, isa, config.dtype, config.quantization, config.kv_cache_dtype)
-    return of_rank(whole, config.parallel)
+    own = of_rank(whole, config.parallel)
+    speculative = config.speculative
+    if speculative is None or speculative.model is None:
+        return own
+    drafter = footprint(
+        *(read_headers(speculative.model), isa, own.dtype, speculative.quantization, config.kv_cache_dtype)
+    )
+    return replace(own, drafter=drafter)
 
 
 def check_fit(
@@ -194,7 +239,8 @@ def check_fit(
 
 
 def model_figures(sizes: Footprint) -> ModelFigures:
-    """The figures that `Ready` carries."""
+    """The figures that `Ready` carries; but for `memory_bytes`, of the model without a drafter."""
+    drafter = sizes.drafter
     return ModelFigures(
         form=sizes.form,
         quantization=sizes.quantization,
@@ -202,7 +248,7 @@ def model_figures(sizes: Footprint) -> ModelFigures:
         bits=8 * sizes.file_bytes / max(1, sizes.parameters),
         file_bytes=sizes.file_bytes,
         weight_bytes=sizes.weight_bytes,
-        memory_bytes=BASE_BYTES + sizes.weight_bytes,
+        memory_bytes=BASE_BYTES + sizes.weight_bytes + (drafter.weight_bytes if drafter else 0),
         token_read_bytes=sizes.read_bytes,
         kv_token_bytes=sizes.kv_token_bytes,
         is_stack=sizes.is_stack,

@@ -87,6 +87,8 @@ class Footprint:
     """That a token takes in the KV cache."""
     position_bytes: int
     """That each position up to max_model_len takes, in tables of rotary angles."""
+    drafter: Footprint | None = None
+    """Of the model that proposes tokens in this worker; the other figures are without it."""
 
     @property
     def parameters(self) -> int:

@@ -40,7 +40,7 @@ LIMITS = frozenset(
     (
         *("model_path", "device", "weight_cache", "num_threads", "enforce_eager", "trust_remote_code"),
         *("max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks"),
-        *("gpu_memory_utilization", "kv_cache_memory_bytes"),
+        *("gpu_memory_utilization", "kv_cache_memory_bytes", "speculative"),
     )
 )
 """The fields of `WorkerConfig` that a loaded model does not depend on. A new field counts until it stands here."""

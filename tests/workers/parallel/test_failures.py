@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from pagewire.ipc.worker_messages import WorkerCall, WorkerReply
-from pagewire.workers import calls
 from pagewire.workers.errors import LoadError, LostRankError
 from pagewire.workers.main import answer
 from pagewire.workers.model import loading
@@ -65,14 +64,14 @@ def test_all_ranks_stay_asleep_if_one_has_too_little_memory(
 def test_a_rank_ends_if_it_fails_while_the_others_load(
     llama: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception], named: str
 ) -> None:
-    load = calls.load
+    load_weights = Runner.load_weights
 
-    def fail(*args: Any) -> Any:
-        if args[-1].rank == args[-1].size - 1:
+    def fail(runner: Runner) -> None:
+        if runner.collective.rank == runner.collective.size - 1:
             raise error("no memory is left")
-        return load(*args)
+        load_weights(runner)
 
-    monkeypatch.setattr(calls, "load", fail)
+    monkeypatch.setattr(Runner, "load_weights", fail)
 
     def work(rank: Rank) -> WorkerReply:
         runner, _ = load_runner(llama, collective=rank)

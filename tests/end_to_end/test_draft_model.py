@@ -1,0 +1,70 @@
+"""A draft model in a whole engine: the same tokens as without it, also after the worker is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pagewire.demo
+from pagewire import LLM, AsyncLLM, EngineArgs, SamplingParams
+
+from .conftest import KV_BYTES
+
+FOLDER = Path(pagewire.demo.__path__[0])
+OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": KV_BYTES}
+DRAFTER = {"model": str(FOLDER), "num_speculative_tokens": 3, "quantization": "int8"}
+PROMPTS = ["The with statement", "A generator function", "class Foo:\n    def", "import re\n" * 20]
+PARAMS = [
+    SamplingParams(temperature=temperature, seed=7, max_tokens=32, ignore_eos=True, logprobs=0)
+    for temperature in (0.0, 0.0, 0.8, 0.8)
+]
+
+
+def test_the_tokens_are_those_without_it_also_after_the_worker_is_killed(llm: LLM) -> None:
+    plain = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    expected = [output.outputs[0].token_ids for output in plain]
+
+    async def main() -> None:
+        args = EngineArgs("demo", speculative_config=DRAFTER, **OPTIONS)
+        async with AsyncLLM.from_engine_args(args) as engine:
+            begun, num_drafts = asyncio.Event(), 0
+
+            async def tokens(index: int, name: str) -> list[int]:
+                nonlocal num_drafts
+                last: Any = None
+                async for output in engine.generate(PROMPTS[index], PARAMS[index], f"{name}{index}"):
+                    last = output
+                    begun.set()
+                num_drafts += last.metrics.num_draft_tokens
+                return last.outputs[0].token_ids  # type: ignore[no-any-return]
+
+            assert [await tokens(index, "alone") for index in range(4)] == expected
+            status = await asyncio.wrap_future(engine.session.call("status"))
+            [info] = await asyncio.wrap_future(engine.session.call("model_info"))
+            assert info["drafter"] == info["architecture"] == "LlamaForCausalLM"
+            begun.clear()
+            tasks = [asyncio.create_task(tokens(index, "killed")) for index in range(4)]
+            await begun.wait()
+            os.kill(status["worker_pid"], signal.SIGKILL)
+            assert await asyncio.gather(*tasks) == expected
+            assert (await asyncio.wrap_future(engine.session.call("status")))["worker_starts"] == 2
+            assert num_drafts > 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"method": "mtp"}, "multi-token-prediction|num_nextn_predict_layers"),
+        ({"method": "eagle3", "model": str(FOLDER)}, "EAGLE-3 heads are not served.*'ngram'"),
+    ],
+)
+def test_a_drafter_that_is_not_served_is_a_value_error(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        LLM("demo", speculative_config=config, **OPTIONS)

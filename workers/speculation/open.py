@@ -1,0 +1,149 @@
+"""Opens the drafter that the configuration names."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import msgspec
+
+from pagewire.ipc.hub import read_configs
+from pagewire.ipc.speculative import SpeculativeConfig
+from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.workers.collective.interface import Collective
+from pagewire.workers.device.interface import Device, TokenSampler
+from pagewire.workers.errors import LoadError
+from pagewire.workers.model.dimensions import Dimensions
+from pagewire.workers.model.loading import LoadedModel, Phases
+from pagewire.workers.slots import Slots
+from pagewire.workers.speculation.draft_model import DraftModel
+from pagewire.workers.speculation.interface import Drafter, NoDrafter
+from pagewire.workers.speculation.mlp_speculator import MlpSpeculator
+from pagewire.workers.speculation.vocabulary import MAX_SHARE, share_of_others
+
+logger = logging.getLogger("pagewire.worker")
+
+WITHOUT_MODEL = "; the methods 'ngram' and 'suffix' need no model and work with any"
+NOT_SERVED = {
+    "eagle3": "EAGLE-3 heads are not served",
+    "mtp": "the multi-token-prediction layers of a checkpoint are not served",
+}
+
+
+def open_drafter(
+    config: WorkerConfig,
+    target: LoadedModel,
+    slots: Slots,
+    phases: Phases,
+    device: Device,
+    sampler: TokenSampler,
+    collective: Collective,
+) -> Drafter:
+    """The drafter of a model that is loaded; `NoDrafter` if the configuration has none in the worker.
+
+    slots, sampler: of the model.
+
+    Raises:
+        LoadError: it cannot be loaded, does not fit the model, or is not served; the text says why.
+    """
+    speculative = config.speculative
+    if speculative is None or speculative.in_core:
+        return NoDrafter()
+    check_target(speculative, target, collective.size)
+    path = speculative.model
+    if path is None:
+        raise LoadError(f"the speculative method {speculative.method!r} needs a model{WITHOUT_MODEL}")
+    drafter: Drafter
+    if speculative.method == "mlp_speculator":
+        quantization = speculative.quantization
+        drafter = speculator = MlpSpeculator(path, quantization, slots, target.dtype, device, sampler)
+        check_mlp(speculator, speculative, config)
+    else:
+        own = draft_config(config, speculative, path, target)
+        num_drafts = speculative.num_speculative_tokens
+        drafter = DraftModel(own, num_drafts, slots, device, sampler, collective)
+    phases.end("drafter")
+    logger.info("drafts come from %s (%s)", drafter.name, path)
+    return drafter
+
+
+def check_target(speculative: SpeculativeConfig, target: LoadedModel, num_ranks: int) -> None:
+    """Refuse a drafter in the worker for a model that it cannot serve, or of a kind that is not served.
+
+    Raises:
+        LoadError: says why, and what works instead.
+    """
+    method = speculative.method
+    if method in NOT_SERVED:
+        raise LoadError(f"{NOT_SERVED[method]}: take a draft model (method 'draft_model'){WITHOUT_MODEL}")
+    if method not in ("draft_model", "mlp_speculator"):
+        raise LoadError(f"the worker knows no speculative method {method!r}{WITHOUT_MODEL}")
+    if target.pooler is not None:
+        raise LoadError(
+            f"the speculative method {method!r} is for models that generate, and {target.architecture} pools: "
+            "leave the speculative options out"
+        )
+    if num_ranks > 1:
+        raise LoadError(
+            f"the speculative method {method!r} needs tensor_parallel_size 1, not {num_ranks}{WITHOUT_MODEL}"
+        )
+
+
+def draft_config(
+    config: WorkerConfig, speculative: SpeculativeConfig, path: str, target: LoadedModel
+) -> WorkerConfig:
+    """The configuration of a draft model, in the model's dtype and up to its length, or as long as it can.
+
+    Raises:
+        LoadError: it has another vocabulary, or its configuration cannot be read.
+    """
+    try:
+        sizes = Dimensions.of(read_configs(Path(path))[0], ())
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise LoadError(f"the configuration of the draft model {path} cannot be used: {error}") from error
+    if sizes.vocab_size and sizes.vocab_size != target.vocab_size:
+        raise LoadError(
+            f"the draft model {path} has a vocabulary of {sizes.vocab_size} tokens, and the model one of "
+            f"{target.vocab_size}: a draft model must have the model's vocabulary{WITHOUT_MODEL}"
+        )
+    if (share := share_of_others(config.model_path, path)) > MAX_SHARE:
+        raise LoadError(
+            f"in the draft model {path}, {share:.0%} of the token ids stand for other tokens than in the model: a "
+            f"draft model must have the model's vocabulary{WITHOUT_MODEL}"
+        )
+    lengths = (target.max_model_len, sizes.max_positions, speculative.max_model_len or target.max_model_len)
+    return msgspec.structs.replace(
+        config,
+        model_path=path,
+        dtype=str(target.dtype).removeprefix("torch."),
+        quantization=speculative.quantization,
+        load_format="auto",
+        hf_overrides={},
+        max_model_len=min(lengths),
+        kv_scales=[],
+        runner="generate",
+        convert="auto",
+        pooler_config=None,
+        speculative=None,
+    )
+
+
+def check_mlp(drafter: MlpSpeculator, speculative: SpeculativeConfig, config: WorkerConfig) -> None:
+    """Refuse an MLP speculator of another model, or for more drafts than it makes.
+
+    Raises:
+        LoadError: says why.
+    """
+    settings = drafter.settings
+    values = read_configs(Path(config.model_path))[0] | config.hf_overrides
+    hidden_size = Dimensions.of(values, ()).hidden_size
+    if hidden_size and hidden_size != settings.emb_dim:
+        raise LoadError(
+            f"the MLP speculator {speculative.model} is for hidden states of {settings.emb_dim} numbers, and those "
+            f"of the model have {hidden_size}: it was made for another model"
+        )
+    if speculative.num_speculative_tokens > settings.n_predict:
+        raise LoadError(
+            f"num_speculative_tokens is {speculative.num_speculative_tokens}, but the MLP speculator "
+            f"{speculative.model} predicts {settings.n_predict} tokens"
+        )
