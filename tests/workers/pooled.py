@@ -35,6 +35,7 @@ ENCODERS = {
 }
 CAUSAL = {
     "llama": COMMON | GROUPED,
+    "qwen2": COMMON | {"num_key_value_heads": 2},
     "qwen3": COMMON | GROUPED,
     "mistral": COMMON | GROUPED | {"sliding_window": 7},
     "gpt2": {

@@ -6,7 +6,7 @@ A mean is a sum of integers, which may be added in any order: hidden states are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pagewire.ipc.pooling import TOKEN_TASKS, PoolingInfo, PoolingParams
 from pagewire.kernels.elementwise import elementwise
-from pagewire.kernels.linear import Linear
+from pagewire.workers.model.dense import Dense, chain
 from pagewire.workers.model.pooling_model import PoolingModel, normalized_rows
 from pagewire.workers.model.pooling_spec import PoolingSpec
 
@@ -38,19 +38,6 @@ class PoolingSlot:
     finite: bool = True
 
 
-@dataclass(frozen=True)
-class Dense:
-    """A linear layer behind the pooling, and the function behind it."""
-
-    product: Linear
-    activation: Callable[[Tensor], Tensor] | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """float32 [n, K] to float32 [n, N]."""
-        y = self.product(x.to(self.product.dtype)).float()
-        return y if self.activation is None else elementwise(self.activation, y)
-
-
 class Pooler:
     """Pools rows by a specification. dtype: of the hidden states."""
 
@@ -62,17 +49,24 @@ class Pooler:
         dense: Sequence[Dense],
         dtype: torch.dtype,
     ) -> None:
-        self.spec, self.info = spec, info
-        self._model, self._dense, self._dtype = model, dense, dtype
+        self.spec, self.info, self.dense = spec, info, dense
+        self._model, self._dtype = model, dtype
 
-    def add(self, slot: PoolingSlot, hidden: Tensor, start: int) -> Tensor | None:
+    def add(
+        self, slot: PoolingSlot, hidden: Tensor, start: int, token_ids: Tensor | None = None
+    ) -> Tensor | None:
         """Add the hidden states [n, H] of tokens [start, start + n). Returns the result if they end the prompt.
+
+        token_ids: int64 [n], of these tokens, on the host; only rewards of steps need them.
 
         Raises:
             ValueError: the hidden states, or what becomes of them, are not finite.
         """
         ends = start + len(hidden) == slot.num_tokens
         if slot.task.task in TOKEN_TASKS:
+            if self.spec.step_tag_id is not None:
+                assert token_ids is not None
+                hidden = hidden[(token_ids == self.spec.step_tag_id).to(hidden.device)]
             slot.parts.append(self._finish(hidden.float(), slot.task))
             return torch.cat(slot.parts) if ends else None
         pooled = self._pool(slot, hidden, start)
@@ -105,16 +99,23 @@ class Pooler:
 
     def _results(self, states: Tensor, task: PoolingParams) -> Tensor:
         if self.spec.kind != "embed":
-            scores = self._model.scores(states.to(self._dtype))
+            scores = self._scores(states)
             activates = self.info.activation if task.activation is None else task.activation
             return activated(scores, self.spec.activation) if activates else scores
-        for dense in self._dense:
-            states = dense(states)
+        states = chain(self.dense, states)
         dimensions = task.dimensions or self.info.dimensions
         if dimensions is not None:
             states = states[:, :dimensions]
         normalizes = self.info.normalize if task.normalize is None else task.normalize
         return normalized_rows(states) if normalizes else states
+
+    def _scores(self, states: Tensor) -> Tensor:
+        """Logits float32 [n, L] of states float32 [n, H]: by the head of a reward model, or of the classifier."""
+        if not len(states):
+            return states.new_zeros(0, self.info.size)
+        if not self.dense:
+            return self._model.scores(states.to(self._dtype))
+        return chain(self.dense, states)
 
 
 def activated(scores: Tensor, name: str) -> Tensor:
@@ -122,5 +123,5 @@ def activated(scores: Tensor, name: str) -> Tensor:
     if name == "sigmoid":
         return elementwise(torch.sigmoid, scores)
     if name == "softmax":
-        return torch.stack([torch.softmax(row, 0) for row in scores])
+        return torch.stack([torch.softmax(row, 0) for row in scores]) if len(scores) else scores
     return scores
