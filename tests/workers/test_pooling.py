@@ -19,7 +19,7 @@ from . import pooled
 from .architectures import SERVED, VOCAB_SIZE
 from .driver import load_runner
 from .parity import make_prompts
-from .pooled import CAUSAL, ENCODERS, cosine, pool, sentence_transformer, write
+from .pooled import CAUSAL, ENCODERS, MORE_ENCODERS, cosine, pool, sentence_transformer, write
 
 LENGTHS = (23, 1, 64, 5, 17, 40)
 EMBED = PoolingParams(task="embed")
@@ -82,6 +82,50 @@ def test_encoders_embed(model_type: str, mode: str, tmp_path: Path) -> None:
         expected = hidden.mean(0) if mode == "mean_tokens" else hidden[0]
         torch.testing.assert_close(vector, expected, atol=2e-5, rtol=2e-5)
         assert cosine(vector, expected) > 0.999999
+
+
+@pytest.mark.every_architecture
+@pytest.mark.parametrize("model_type", MORE_ENCODERS)
+def test_every_encoder_embeds(model_type: str, tmp_path: Path) -> None:
+    """To the bits of each prompt alone."""
+    folder = write(tmp_path, model_type)
+    prompts = make_prompts(128, LENGTHS)
+    runner, _ = load_runner(folder, pooler_config=PoolerConfig(pooling_type="MEAN"))
+    crowd = pool(runner, prompts, MEAN)
+    for prompt, vector, hidden in zip(prompts, crowd, states(folder, prompts), strict=True):
+        assert cosine(vector, hidden.mean(0)) > 0.999999
+        assert torch.equal(pool(runner, [prompt], MEAN)[0], vector)
+
+
+def test_a_causal_model_of_sentence_transformers(tmp_path: Path) -> None:
+    """As e5-mistral-7b-instruct: the last token's state, normalised."""
+    folder = write(tmp_path, "mistral")
+    sentence_transformer(folder, "lasttoken")
+    prompts = make_prompts(128, LENGTHS)
+    runner, ready = load_runner(folder)
+    assert ready.pooling is not None and (ready.pooling.pooling_type, ready.pooling.normalize) == (
+        "LAST",
+        True,
+    )
+    for vector, hidden in zip(pool(runner, prompts, EMBED, 16), states(folder, prompts), strict=True):
+        assert cosine(vector, hidden[-1]) > 0.999999 and abs(vector.norm() - 1) < 1e-5
+
+
+def test_gte_under_the_name_of_its_own_code(tmp_path: Path) -> None:
+    import json
+
+    folder = write(tmp_path, "gte")
+    prompts = make_prompts(128, LENGTHS)
+    expected = states(folder, prompts)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(config | {"model_type": "new", "architectures": ["NewModel"]})
+    )
+    with pytest.raises(LoadError, match="loads it as transformers' own 'gte'"):
+        load_runner(folder)
+    runner, _ = load_runner(folder, hf_overrides={"model_type": "gte"})
+    for vector, hidden in zip(pool(runner, prompts, MEAN), expected, strict=True):
+        assert cosine(vector, hidden[0]) > 0.999999
 
 
 def test_what_is_not_finite_is_no_result(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ A mean is a sum of integers, which may be added in any order: hidden states are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -85,15 +86,16 @@ class Pooler:
                 slot.first = hidden[0].float()
             assert slot.first is not None, "the first token is computed first"
             return slot.first
-        slot.finite = slot.finite and bool(hidden.isfinite().all())
-        part = (hidden.double() * FRACTION).round().long().sum(0)
+        scaled = hidden.double() * FRACTION
+        slot.finite = slot.finite and finite(scaled)
+        part = scaled.round_().long().sum(0)
         slot.total = part if slot.total is None or start == 0 else slot.total + part
         return (slot.total.double() / FRACTION / (start + len(hidden))).float()
 
     def _finish(self, states: Tensor, task: PoolingParams) -> Tensor:
         """Results float32 [n, D] of pooled states, or of the states of tokens, float32 [n, H]; as `add`."""
         results = self._results(states, task)
-        if not bool(states.isfinite().all() & results.isfinite().all()):
+        if not (finite(states.double()) and finite(results.double())):
             raise ValueError(NOT_FINITE)
         return results
 
@@ -116,6 +118,11 @@ class Pooler:
         if not self.dense:
             return self._model.scores(states.to(self._dtype))
         return chain(self.dense, states)
+
+
+def finite(x: Tensor) -> bool:
+    """True if float64 numbers that were float32 are finite: their sum, which cannot overflow, tells it."""
+    return math.isfinite(x.sum().item())
 
 
 def activated(scores: Tensor, name: str) -> Tensor:

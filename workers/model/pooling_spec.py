@@ -23,18 +23,19 @@ from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.workers.errors import LoadError
 
 ENCODERS = {
+    *("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "nomic_bert", "gte"),
     *(
-        "bert",
-        "roberta",
-        "xlm-roberta",
-        "camembert",
-        "distilbert",
-        "mpnet",
-        "nomic_bert",
         "modernbert",
-        "gte",
+        "mpnet",
+        "deberta-v2",
+        "albert",
+        "convbert",
+        "data2vec-text",
+        "electra",
+        "ernie",
+        "eurobert",
     ),
-    *("deberta-v2",),
+    *("jina_embeddings_v3", "megatron-bert", "rembert", "roberta-prelayernorm", "xlm-roberta-xl"),
 }
 """Model types whose tokens attend to later ones, too."""
 POOLING_MODES = {
@@ -64,6 +65,8 @@ KINDS = {
 """What a model pools to, by the end of its architecture's name."""
 
 
+RENAMED = {"new": "gte"}
+"""Model types of repositories' own code that transformers has under another name."""
 REWARD_HEADS: dict[str, tuple[tuple[str, str], ...]] = {
     "Qwen2ForRewardModel": (("score.0", "ReLU"), ("score.2", "Identity")),
     "Qwen2ForProcessRewardModel": (("score.0", "ReLU"), ("score.2", "Identity")),
@@ -144,6 +147,11 @@ def read_spec(config: WorkerConfig, values: dict[str, Any]) -> PoolingSpec:
         LoadError, ValueError: it is not served, or a file is broken; the text says why.
     """
     name = architecture(values)
+    if (native := RENAMED.get(str(values.get("model_type")))) is not None and not config.trust_remote_code:
+        raise LoadError(
+            f"the model type {values['model_type']!r} runs the code of its repository; hf_overrides="
+            f"{{'model_type': {native!r}}} loads it as transformers' own {native!r}"
+        )
     encoder = values.get("model_type") in ENCODERS
     if (special := special_head(values, name, config)) is not None:
         if encoder:
