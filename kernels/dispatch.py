@@ -9,7 +9,7 @@ from pagewire.kernels import reference
 from pagewire.kernels.cpu import kernels as cpu_kernels
 from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.kv_codes import DTYPE as KV_CODES
-from pagewire.kernels.layer import Experts, HeadNorms, Layer, Norm
+from pagewire.kernels.layer import Activation, EncoderLayer, Experts, HeadNorms, Layer, Norm
 from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales
 from pagewire.kernels.weight import Linear, Weight
 
@@ -66,7 +66,15 @@ class Kernels(Protocol):
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
     ) -> Tensor: ...
 
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, residual: Tensor | None = None
+    ) -> Tensor: ...
+
+    def activate_each(self, x: Tensor, activation: Activation) -> Tensor: ...
+
     def silu_and_mul(self, x: Tensor) -> Tensor: ...
+
+    def gelu_and_mul(self, x: Tensor) -> Tensor: ...
 
     def gelu_tanh_and_mul(self, x: Tensor) -> Tensor: ...
 
@@ -94,6 +102,8 @@ class Kernels(Protocol):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
     def stack(self, input_norm: Norm, layers: Sequence[Layer]) -> Callable[..., Tensor] | None: ...
+
+    def encoder(self, layers: Sequence[EncoderLayer], scale: float) -> Callable[..., Tensor] | None: ...
 
     def experts(self, experts: Experts) -> ExpertProducts | None:
         """The products of all experts in one call each; None if they are called one by one."""

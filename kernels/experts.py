@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pagewire.kernels.dispatch import implementation_for
 from pagewire.kernels.layer import Activation, Experts, Router
-from pagewire.kernels.layers import clamped_swiglu, gelu_tanh_and_mul, silu_and_mul
+from pagewire.kernels.layers import clamped_swiglu, gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from pagewire.kernels.weight import Linear
 
 Between = Callable[[Tensor], Tensor]
@@ -19,6 +19,7 @@ GroupedProduct = Callable[[Tensor, Sequence[int]], Tensor]
 ACTIVATIONS: dict[Activation, Between] = {
     Activation.SILU: silu_and_mul,
     Activation.GELU_TANH: gelu_tanh_and_mul,
+    Activation.GELU: gelu_and_mul,
     Activation.CLAMPED_SWIGLU: clamped_swiglu,
 }
 """The activations that compiled experts have."""

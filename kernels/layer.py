@@ -105,3 +105,42 @@ class Layer:
     mixture: Mixture | None = None
     ranks: Sum | None = None
     """Adds up what `out` and the feed-forward half give, where every rank has a part of their inputs; None: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """A layer norm, as `layers.layer_norm` computes it."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderLayer:
+    """One layer of an encoder, whose norms come after the residual sums."""
+
+    qkv: Linear
+    """[T, H] to [T, (Hq + 2 Hkv) D]."""
+    out: Linear
+    """[T, Hq D] to [T, H]."""
+    attention_norm: LayerNorm
+    up: Linear
+    """[T, H] to [T, I]; gated: to [T, 2 I], gate and up together."""
+    down: Linear
+    """[T, I] to [T, H]."""
+    output_norm: LayerNorm
+    activation: Activation
+    gated: bool
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the packed weights, and of the norms."""
+        norms = (self.attention_norm, self.output_norm)
+        vectors = [vector for norm in norms for vector in (norm.weight, norm.bias) if vector is not None]
+        return sum(part.num_bytes for part in (self.qkv, self.out, self.up, self.down)) + sum(
+            vector.nbytes for vector in vectors
+        )

@@ -6,8 +6,12 @@ Each follows the rounding of the Hugging Face module that it replaces. A row's b
 from torch import Tensor
 
 from pagewire.kernels.dispatch import implementation_for
+from pagewire.kernels.layer import Activation
 
-__all__ = ["add_rms_norm", "clamped_swiglu", "gelu_tanh_and_mul", "rms_norm", "rotary", "silu_and_mul"]
+__all__ = [
+    *("activate_each", "add_rms_norm", "clamped_swiglu", "gelu_and_mul", "gelu_tanh_and_mul"),
+    *("layer_norm", "rms_norm", "rotary", "silu_and_mul"),
+]
 
 
 def rms_norm(
@@ -38,6 +42,33 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, off
         weight: [N].
     """
     return implementation_for(x, residual, weight).add_rms_norm(x, residual, weight, eps, offset=offset)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, residual: Tensor | None = None
+) -> Tensor:
+    """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last axis, computed in float32.
+
+    Args:
+        x: [..., N].
+        weight: [N].
+        bias: [N]; None: 0.
+        residual: like x, is added to it first; the sum is rounded to x's dtype.
+
+    Returns:
+        A tensor of x's shape and dtype.
+    """
+    return implementation_for(x, weight).layer_norm(x, weight, bias, eps, residual=residual)
+
+
+def activate_each(x: Tensor, activation: Activation) -> Tensor:
+    """An activation of each element of x: SILU, GELU or GELU_TANH."""
+    return implementation_for(x).activate_each(x, activation)
+
+
+def gelu_and_mul(x: Tensor) -> Tensor:
+    """[..., 2 I] to [..., I]: `gelu(first half) * second half`, the activation rounded before the product."""
+    return implementation_for(x).gelu_and_mul(x)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

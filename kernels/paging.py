@@ -23,6 +23,8 @@ from torch import Tensor
 
 from pagewire.kernels.kv_codes import row_width
 
+WHOLE = 1 << 30  # keys after its own position of a query that sees its whole request
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:

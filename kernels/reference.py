@@ -17,6 +17,10 @@ from pagewire.kernels.elementwise import elementwise
 from pagewire.kernels.integers import Integers
 from pagewire.kernels.layer import HeadNorms
 from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales, check_scales, token_view
+from pagewire.kernels.reference_encoder import activate_each as activate_each
+from pagewire.kernels.reference_encoder import encoder as encoder
+from pagewire.kernels.reference_encoder import gelu_and_mul as gelu_and_mul
+from pagewire.kernels.reference_encoder import layer_norm as layer_norm
 from pagewire.kernels.weight import Linear, UnpackedLinear, Weight, check_rows
 
 

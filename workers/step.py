@@ -154,8 +154,11 @@ class RunningStep:
         with self._runner.span("pool"):
             for i, slot in self._pooled:
                 row, first = self.plan.rows[i], batch.starts[i]
+                ids = torch.from_numpy(
+                    self._runner.slots.tokens[row.slot, row.start : row.start + row.num_tokens]
+                )
                 try:
-                    pooled = pooler.add(slot, self._hidden[first : first + row.num_tokens], row.start)
+                    pooled = pooler.add(slot, self._hidden[first : first + row.num_tokens], row.start, ids)
                 except ValueError as error:
                     result.rows[i] = RowResult(error=str(error))
                     continue

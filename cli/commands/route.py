@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     if not server_options.keyed and not server_options.is_local():
         logger.warning("no API key: whoever can connect to this machine may use the engine (--api-key)")
     with bound(server_options) as listening, opened(options, server_options.reattach_timeout) as engine:
-        async_llm.run(serve(engine, server_options, listening))
+        async_llm.run(serve([engine], server_options, listening))
     return 0
 
 

@@ -8,8 +8,11 @@ import json
 import logging
 import os
 import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from pagewire.cli.engine import opened
 from pagewire.cli.options import (
     UsageError,
     add_attach_options,
@@ -19,6 +22,7 @@ from pagewire.cli.options import (
     read_file,
 )
 from pagewire.frontend.server.options import ServerOptions
+from pagewire.ipc.quoting import quoted
 
 if TYPE_CHECKING:
     from pagewire.frontend.async_llm import AsyncLLM
@@ -42,7 +46,15 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "engine core is lost for good, the server ends with status 1.",
     )
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="same as --model")
-    add_attach_options(parser)
+    add_attach_options(parser, several=True)
+    parser.add_argument(
+        "--also",
+        metavar="MODEL",
+        action="append",
+        default=[],
+        help="serve another model under the same address, by its name; may be repeated. With "
+        'engine options: JSON such as {"model": "MODEL", "dtype": "float32"}',
+    )
     add_options_of(parser, ServerOptions)
     add_engine_options(parser)
     parser.set_defaults(run=run)
@@ -54,7 +66,6 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         EngineDeadError: the engine core was lost.
     """
-    from pagewire.cli.engine import opened
     from pagewire.frontend import async_llm
     from pagewire.frontend.server.http.uvicorn_server import bound
     from pagewire.ipc import logs
@@ -68,19 +79,44 @@ def run(options: argparse.Namespace) -> int:
     logs.configure(server_options.log_format)
     if not server_options.keyed and not server_options.is_local():
         logger.warning("no API key: whoever can connect to this machine may use the engine (--api-key)")
-    with (
-        bound(server_options) as listening,
-        opened(options, server_options.restarts, server_options.reattach_timeout) as engine,
-    ):
-        async_llm.run(serve(engine, server_options, listening))
+    more = [also_options(text) for text in options.also]
+    with bound(server_options) as listening, ExitStack() as stack:
+        engines = [
+            stack.enter_context(opened(own, server_options.restarts, server_options.reattach_timeout))
+            for own in [*each_core(options), *more]
+        ]
+        async_llm.run(serve(engines, server_options, listening))
     return 0
 
 
-async def serve(engine: AsyncLLM, options: ServerOptions, listening: socket.socket) -> None:
-    """Serve an engine on a listening socket until stopped.
+def each_core(options: argparse.Namespace) -> list[argparse.Namespace]:
+    """The options of each engine of the command line, but for those of `--also`."""
+    return [argparse.Namespace(**vars(options) | {"attach": place}) for place in options.attach or [None]]
+
+
+def also_options(text: str) -> argparse.Namespace:
+    """The options of an engine that `--also` names: a model, or engine options as JSON.
 
     Raises:
-        EngineDeadError: the engine core was lost for good, and the server does not keep alive without it.
+        UsageError: they are no options, or name no model.
+    """
+    try:
+        values = json.loads(text) if text.lstrip().startswith("{") else {"model": text}
+    except ValueError as error:
+        raise UsageError(f"--also: not valid JSON: {error}") from None
+    if not isinstance(values.get("model"), str):
+        raise UsageError(f"--also: a model is missing in {quoted(text)}")
+    check_config("--also", values)
+    attach: dict[str, Any] = {"attach": None, "peer_uid": None, "curve_secret": None, "curve_server": None}
+    return argparse.Namespace(command="serve", config=None, **attach, **values)
+
+
+async def serve(engines: Sequence[AsyncLLM], options: ServerOptions, listening: socket.socket) -> None:
+    """Serve engines on a listening socket until stopped.
+
+    Raises:
+        EngineDeadError: an engine core was lost for good, and the server does not keep alive without it.
+        UsageError: two models have the same name.
     """
     import asyncio
 
@@ -90,22 +126,28 @@ async def serve(engine: AsyncLLM, options: ServerOptions, listening: socket.sock
     def ready() -> None:
         print(f"ready {url_of(listening, options)}", flush=True)
 
-    server = HTTPServer(create_app(engine, options), options, ready)
+    try:
+        app = create_app(engines[0], options, engines[1:])
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    server = HTTPServer(app, options, ready)
     tidying = asyncio.create_task(tidy_heap())
     if options.keeps_alive():
         await server.serve(sockets=[listening])
         tidying.cancel()
         return
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
-    gone = asyncio.wrap_future(engine.session.gone)
-    await asyncio.wait((serving, gone), return_when=asyncio.FIRST_COMPLETED)
+    gone = [asyncio.wrap_future(engine.session.gone) for engine in engines]
+    waiting: list[asyncio.Future[Any]] = [serving, *gone]
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     if not serving.done():
         await asyncio.wait((serving,), timeout=GRACE_SECONDS)
         server.should_exit = True
     await serving
     tidying.cancel()
-    if gone.done():
-        raise gone.result()
+    for loss in gone:
+        if loss.done():
+            raise loss.result()
 
 
 async def tidy_heap() -> None:

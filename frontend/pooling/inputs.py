@@ -73,7 +73,7 @@ def completed(params: PoolingParams | None, info: EngineInfo, task: str | None =
         raise ValueError(f"task={params.task!r} of the parameters is not the task {task!r} of the call")
     name = task or params.task
     if name == "reward" and params.activation is None:
-        params.activation = False
+        params.activation = pooling.rewards_activated
     params.task = engine_task(name, pooling)
     params.all_tokens = pooling.needs_all_tokens(params.task)
     keep = params.truncate_prompt_tokens

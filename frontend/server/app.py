@@ -5,6 +5,8 @@ request id --> Host and Origin --> CORS --> API key --> the user's middleware --
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -38,20 +40,25 @@ HANDLED = (
 MODULES = (completions, chat, responses, pooling, models, tokenization, monitoring, admin, cores)
 
 
-def create_app(engine: AsyncLLM, options: ServerOptions | None = None) -> Starlette:
-    """Return the application. The engine belongs to the caller and is not shut down with the application.
+def create_app(
+    engine: AsyncLLM, options: ServerOptions | None = None, others: Sequence[AsyncLLM] = ()
+) -> Starlette:
+    """Return the application. The engines belong to the caller and are not shut down with the application.
+
+    others: engines of further models; a request's `model` says which one it is for.
 
     Raises:
-        ValueError, TypeError: an option is bad, or a middleware cannot be imported.
+        ValueError, TypeError: an option is bad, a middleware cannot be imported, or two models have one name.
     """
     options = options or ServerOptions()
     options.check()
-    service = Service(engine, options)
+    service = Service(engine, options, others)
+    priorities = any(own.info.scheduling_policy == "priority" for own in service.all)
     routes: list[Operation] = [route for module in MODULES for route in module.routes(service)]
     routes.append(openapi.document_route(routes, service.options))
     app = Starlette(
         routes=[*routes, *page_routes()],
-        middleware=middleware(options, priorities=engine.info.scheduling_policy == "priority"),
+        middleware=middleware(options, priorities=priorities),
         exception_handlers={HTTPException: on_http_error, **dict.fromkeys(HANDLED, on_error)},
     )
     app.router.redirect_slashes = False  # a path with an additional slash is an unknown path

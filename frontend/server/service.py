@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -22,20 +23,33 @@ from pagewire.ipc.quoting import quoted
 T = TypeVar("T")
 
 LONG_TEXT = 8192  # characters; tokenizing and templates of longer texts run in a thread, off the event loop
+OF_THE_FIRST: dict[str, Any] = {
+    "chat_template": None,
+    "chat_template_content_format": "auto",
+    "tool_call_parser": None,
+    "reasoning_parser": None,
+    "enable_auto_tool_choice": False,
+}
+"""Options that are for one model, and what further ones have in their place."""
 MAX_WAITING_TEMPLATES = 16  # templates from requests that may wait for others; each takes up to 2 s
 
 
 class Service:
-    """State of one server on one engine.
+    """State of one server for one of its engines, as a rule the only one.
 
     Attributes:
-        engine, options: the constructor's arguments. info: properties of the engine.
+        engine, options: the constructor's arguments. info: properties of the engine. others: of further engines.
         names: names of the model, the main one first. created: start of the server, in seconds since the epoch.
         defaults: sampling parameters from the model's generation config.
         open: generation requests in flight, by id. request_templates: runs the chat templates of requests.
     """
 
-    def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
+    def __init__(self, engine: AsyncLLM, options: ServerOptions, others: Sequence[AsyncLLM] = ()) -> None:
+        """Begin to serve engines.
+
+        Raises:
+            ValueError: two models have the same name.
+        """
         self.engine, self.options = engine, options
         self.info = engine.info
         self.names = engine.info.served_model_names or [engine.info.model]
@@ -43,6 +57,22 @@ class Service:
         self.defaults = default_sampling_params(engine.info)
         self.open: dict[str, Exchange] = {}
         self.request_templates = SlowWork("chat templates", NUM_PARALLEL, MAX_WAITING_TEMPLATES)
+        self.others = [Service(other, dataclasses.replace(options, **OF_THE_FIRST)) for other in others]
+        names = [name for service in self.all for name in service.names]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(
+                f"two models have the name {quoted(twice[0])}: give one another by --served-model-name; several "
+                "cores of one model are served by `pagewire route`"
+            )
+
+    @property
+    def all(self) -> list[Service]:
+        """This service, and those of further engines."""
+        return [self, *self.others]
+
+    def of(self, model: str | None) -> Service:
+        """The service of the engine whose model has this name; this one for None, and for a name that none has."""
+        return next((service for service in self.all if model in service.names), self)
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -3,6 +3,7 @@
 // The same kernels in the same order as `decoder.Stack.__call__` in Python, so the bits are the same.
 
 #include "kernels.h"
+#include "matrix.h"
 
 namespace {
 
@@ -86,12 +87,7 @@ class Stack {
   }
 
   void multiply(const Matrix& matrix, const void* x, void* out) const {
-    if (matrix.integers)
-      pagewire_quantised_linear(x, matrix.packed, matrix.bias, out, tokens_, matrix.k, matrix.n, matrix.k,
-                                matrix.integers, batch_.dtype, batch_.num_threads);
-    else
-      pagewire_linear(x, matrix.packed, matrix.bias, out, tokens_, matrix.k, matrix.n, matrix.k, batch_.dtype,
-                      batch_.num_threads);
+    ::multiply(matrix, x, matrix.k, out, tokens_, batch_.dtype, batch_.num_threads);
   }
 
   // x[tokens, size] of this rank becomes the sum of all ranks'.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.cpu.all_reduce import AllReduce
+from pagewire.kernels.cpu.batch import set_batch
 from pagewire.kernels.cpu.experts import ACTIVATION_CODES, CompiledExperts, Packed, matrix
 from pagewire.kernels.cpu.library import AttentionCall, structure
 from pagewire.kernels.cpu.linear import PackedLinear
@@ -206,7 +207,7 @@ class CompiledStack:
         if not all(tensor.dtype == self._dtype and tensor.is_contiguous() for tensor in (residual, cos, sin)):
             raise ValueError(f"contiguous tensors of {self._dtype} expected")
         self._take_caches(caches)
-        self._take_batch(batch, num_tokens)
+        self._call.slots = set_batch(self._call.attention, batch, num_tokens)
         x = torch.empty_like(residual)
         *places, size = (num_tokens * width for width in self._scratch_widths)
         scratch = residual.new_empty(size)
@@ -254,22 +255,3 @@ class CompiledStack:
         for name, value in cache_fields(self._library, k_first, v_first).items():
             setattr(self._call.attention, name, value)
         self._known_caches = [weakref.ref(cache) for cache in flat]
-
-    def _take_batch(self, batch: AttentionBatch, num_tokens: int) -> None:
-        starts, lens = batch.query_start_loc, batch.seq_lens
-        table, slots = batch.block_table, batch.slot_mapping
-        if (
-            any(tensor.dtype != torch.int32 or not tensor.is_contiguous() for tensor in (starts, lens, table))
-            or slots.dtype != torch.int64
-            or slots.shape != (num_tokens,)
-            or not slots.is_contiguous()
-            or len(starts) != len(lens) + 1
-            or len(table) < len(lens)
-        ):
-            raise ValueError(f"the batch does not fit {num_tokens} tokens")
-        call = self._call.attention
-        call.query_start_loc, call.seq_lens = starts.data_ptr(), lens.data_ptr()
-        call.block_table, call.block_table_stride = table.data_ptr(), table.stride(0)
-        call.num_tokens, call.num_requests, call.max_blocks = num_tokens, len(lens), table.shape[1]
-        call.num_threads = torch.get_num_threads()
-        self._call.slots = slots.data_ptr()

@@ -19,7 +19,12 @@ from pagewire.kernels.weight import Linear, check_rows
 Matrix, GroupedCall, ExpertsStruct, ExpertsCall = map(
     structure, ("Matrix", "GroupedCall", "Experts", "ExpertsCall")
 )
-ACTIVATION_CODES = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED_SWIGLU: 2}
+ACTIVATION_CODES = {
+    Activation.SILU: 0,
+    Activation.GELU_TANH: 1,
+    Activation.CLAMPED_SWIGLU: 2,
+    Activation.GELU: 3,
+}
 """The numbers of activations in layers.cpp."""
 Packed = PackedLinear | QuantisedLinear
 

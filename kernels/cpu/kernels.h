@@ -52,6 +52,12 @@ EXPORT void pagewire_rms_norm(const void* x, const void* weight, void* out, int6
 EXPORT void pagewire_add_rms_norm(const void* x, void* residual, const void* weight, void* out, int64_t rows,
                                   int64_t size, float eps, float offset, int32_t dtype, int32_t num_threads);
 
+EXPORT void pagewire_layer_norm(const void* x, const void* residual, const void* weight, const void* bias, void* out,
+                                int64_t rows, int64_t size, float eps, int32_t dtype, int32_t num_threads);
+
+EXPORT void pagewire_activate_each(const void* x, void* out, int64_t rows, int64_t size, int32_t activation,
+                                   int32_t dtype, int32_t num_threads);
+
 EXPORT void pagewire_activate(const void* x, void* out, int64_t rows, int64_t size, int64_t row_stride,
                               int64_t out_stride, int32_t activation, int32_t dtype, int32_t num_threads);
 
@@ -233,3 +239,34 @@ struct StackCall {
 };
 
 EXPORT int pagewire_decoder(const StackCall* call);
+
+// ---- encoder.cpp: a stack of layers whose tokens attend to later ones, too ----
+
+struct LayerNorm {
+  const void* weight;
+  const void* bias;  // null: there is none
+  float eps;
+};
+
+struct EncoderLayer {
+  Matrix qkv, out, up, down;
+  LayerNorm attention_norm, output_norm;  // each after the residual sum
+  int32_t activation;  // of up; see layers.cpp
+  int32_t gated;       // up holds gates and then what they are multiplied with
+};
+
+struct EncoderCall {
+  const EncoderLayer* layers;
+  void* x;  // [tokens, hidden], overwritten by the output
+  void* qkv;  // scratch, of [group_tokens, ...]: [(heads + 2 kv_heads) head_dim], and then [hidden]
+  void* attended;  // scratch: [heads head_dim]
+  void* up;        // scratch: [up.n]
+  const void* cos;  // [tokens, 2 rotary_half], or null: positions are in x
+  const void* sin;
+  const int64_t* slots;
+  int64_t num_layers, rotary_half, group_tokens;
+  float scale;
+  AttentionCall attention;  // the caches hold one layer at a time
+};
+
+EXPORT int pagewire_encoder(const EncoderCall* call);

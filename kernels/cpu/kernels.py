@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pagewire.kernels.cpu.build import InstructionSet
 from pagewire.kernels.cpu.decoder import CompiledStack
+from pagewire.kernels.cpu.encoder import CompiledEncoder
 from pagewire.kernels.cpu.experts import ACTIVATION_CODES, CompiledExperts
 from pagewire.kernels.cpu.library import AttentionCall, choose
 from pagewire.kernels.cpu.linear import PackedLinear, multiply_unpacked
@@ -24,7 +25,7 @@ from pagewire.kernels.cpu.tensors import (
 from pagewire.kernels.integers import Integers
 from pagewire.kernels.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.kv_codes import head_size, row_width
-from pagewire.kernels.layer import Activation, Experts, Layer, Norm
+from pagewire.kernels.layer import Activation, EncoderLayer, Experts, Layer, Norm
 from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales, check_scales
 from pagewire.kernels.reference import rotate_and_store_with
 from pagewire.kernels.weight import Linear, Weight
@@ -188,9 +189,52 @@ class CpuKernels:
         )
         return out
 
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, residual: Tensor | None = None
+    ) -> Tensor:
+        """See `pagewire.kernels.layers.layer_norm`."""
+        x, weight = x.contiguous(), of_size(weight, x.shape[-1])
+        bias = None if bias is None else of_size(bias, x.shape[-1])
+        residual = None if residual is None else _contiguous_like(x, residual)
+        out = torch.empty_like(x)
+        self._library.pagewire_layer_norm(
+            x.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            x.numel() // max(1, x.shape[-1]),
+            x.shape[-1],
+            eps,
+            DTYPES[x.dtype],
+            torch.get_num_threads(),
+        )
+        return out
+
+    def activate_each(self, x: Tensor, activation: Activation) -> Tensor:
+        """See `pagewire.kernels.layers.activate_each`."""
+        if activation is Activation.CLAMPED_SWIGLU:
+            raise ValueError(f"{activation} is of pairs of elements, not of each")
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self._library.pagewire_activate_each(
+            x.data_ptr(),
+            out.data_ptr(),
+            x.numel() // max(1, x.shape[-1]),
+            x.shape[-1],
+            ACTIVATION_CODES[activation],
+            DTYPES[x.dtype],
+            torch.get_num_threads(),
+        )
+        return out
+
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """See `pagewire.kernels.layers.silu_and_mul`."""
         return self._activate(Activation.SILU, x)
+
+    def gelu_and_mul(self, x: Tensor) -> Tensor:
+        """See `pagewire.kernels.layers.gelu_and_mul`."""
+        return self._activate(Activation.GELU, x)
 
     def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
         """See `pagewire.kernels.layers.gelu_tanh_and_mul`."""
@@ -266,6 +310,10 @@ class CpuKernels:
     def stack(self, input_norm: Norm, layers: Sequence[Layer]) -> CompiledStack | None:
         """A compiled call for all layers; None if they differ in shape, or are not packed by this library."""
         return CompiledStack.of(self._library, input_norm, layers)
+
+    def encoder(self, layers: Sequence[EncoderLayer], scale: float) -> CompiledEncoder | None:
+        """A compiled call for all layers; None if they differ in shape, or are not packed by this library."""
+        return CompiledEncoder.of(self._library, layers, scale)
 
     def experts(self, experts: Experts) -> CompiledExperts | None:
         """The experts in one call; None if they are not packed by this library."""

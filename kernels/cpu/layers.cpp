@@ -43,6 +43,33 @@ void rms_norm_row(const T* x, const T* weight, T* out, int64_t size, float eps, 
   }
 }
 
+// Lanes from `count` on as zeros.
+INLINE Floats first_lanes(Floats v, int64_t count) {
+  return count >= kLanes ? v : select(lane_numbers() < int32_t(count), v, Floats{});
+}
+
+// residual and bias may be null; out may be x or residual.
+template <class T>
+void layer_norm_row(const T* x, const T* residual, const T* weight, const T* bias, T* out, int64_t size, float eps) {
+  Floats sums = {}, squares = {};
+  for (int64_t i = 0; i < size; i += kLanes) {
+    Floats v = load(x + i, size - i);
+    if (residual) v = rounded_to<T>(v + load(residual + i, size - i));
+    store(out + i, v, size - i);
+    sums = sums + v;
+  }
+  const float mean = sum_lanes(sums) / float(size);
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const Floats v = first_lanes(load(out + i, size - i) - mean, size - i);
+    squares = fma(v, v, squares);
+  }
+  const float scale = 1.0f / std::sqrt(sum_lanes(squares) / float(size) + eps);
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const Floats v = (load(out + i, size - i) - mean) * scale;
+    store(out + i, fma(v, load(weight + i, size - i), bias ? load(bias + i, size - i) : Floats{}), size - i);
+  }
+}
+
 template <class T>
 void add_row(const T* x, T* residual, int64_t size) {
   for (int64_t i = 0; i < size; i += kLanes)
@@ -82,6 +109,30 @@ struct GeluTanh {
   // 0.5 (1 + tanh u) is sigmoid(2u).
   static INLINE Floats activate(Floats x) {
     return x * sigmoid(1.5957691216f * fma(x * x * x, broadcast(0.044715f), x));
+  }
+};
+
+struct Gelu {
+  // x Phi(x), with Abramowitz and Stegun's 7.1.26 for the error function: it is off by at most 1.5e-7.
+  static INLINE Floats activate(Floats x) {
+    const Floats z = 0.70710678f * select(x < Floats{}, -x, x);
+    const Floats t = 1.0f / fma(broadcast(0.3275911f), z, broadcast(1.0f));
+    Floats p = broadcast(1.061405429f);
+    p = fma(p, t, broadcast(-1.453152027f));
+    p = fma(p, t, broadcast(1.421413741f));
+    p = fma(p, t, broadcast(-0.284496736f));
+    p = fma(p, t, broadcast(0.254829592f));
+    const Floats tail = p * t * exp(-(z * z));  // 1 - erf(z)
+    return 0.5f * x * select(x < Floats{}, tail, 2.0f - tail);
+  }
+};
+
+// Of each element by itself.
+template <class Function>
+struct Each {
+  template <class T>
+  static void run(const T* x, T* out, int64_t size) {
+    for (int64_t i = 0; i < size; i += kLanes) store(out + i, Function::activate(load(x + i, size - i)), size - i);
   }
 };
 
@@ -207,13 +258,34 @@ EXPORT void pagewire_add_rms_norm(const void* x, void* residual, const void* wei
   });
 }
 
+// x, residual (or null), out [rows, size], contiguous: out = norm of x + residual. Any of them may be the same.
+EXPORT void pagewire_layer_norm(const void* x, const void* residual, const void* weight, const void* bias, void* out,
+                                int64_t rows, int64_t size, float eps, int32_t dtype, int32_t num_threads) {
+  dispatch(dtype, [&](auto element) {
+    using T = decltype(element);
+    for_rows(rows, size, num_threads, [&](int64_t row) {
+      const int64_t first = row * size;
+      layer_norm_row(static_cast<const T*>(x) + first, residual ? static_cast<const T*>(residual) + first : nullptr,
+                     static_cast<const T*>(weight), static_cast<const T*>(bias), static_cast<T*>(out) + first, size, eps);
+    });
+  });
+}
+
+// x and out [rows, size], contiguous; they may be the same. activation: 0 SiLU, 1 GELU's tanh form, 3 GELU.
+EXPORT void pagewire_activate_each(const void* x, void* out, int64_t rows, int64_t size, int32_t activation,
+                                   int32_t dtype, int32_t num_threads) {
+  const auto run = activation == 0 ? activate<Each<Silu>> : activation == 1 ? activate<Each<GeluTanh>> : activate<Each<Gelu>>;
+  run(x, out, rows, size, size, size, dtype, num_threads);
+}
+
 // x [rows, 2 size], rows row_stride apart; out [rows, size], rows out_stride apart; they may be the same.
-// activation: 0 SiLU, 1 GELU's tanh form, 2 gpt-oss's.
+// activation: 0 SiLU, 1 GELU's tanh form, 2 gpt-oss's, 3 GELU.
 EXPORT void pagewire_activate(const void* x, void* out, int64_t rows, int64_t size, int64_t row_stride,
                               int64_t out_stride, int32_t activation, int32_t dtype, int32_t num_threads) {
   const auto run = activation == 0   ? activate<HalfByHalf<Silu>>
                    : activation == 1 ? activate<HalfByHalf<GeluTanh>>
-                                     : activate<ClampedSwiglu>;
+                   : activation == 2 ? activate<ClampedSwiglu>
+                                     : activate<HalfByHalf<Gelu>>;
   run(x, out, rows, size, row_stride, out_stride, dtype, num_threads);
 }
 

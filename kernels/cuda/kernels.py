@@ -11,7 +11,7 @@ from pagewire.kernels import reference
 from pagewire.kernels.cuda import attention, gates, kv, norms, sampling
 from pagewire.kernels.cuda.launch import CudaLauncher, KernelLauncher
 from pagewire.kernels.cuda.source import Variant
-from pagewire.kernels.layer import Activation, Experts, HeadNorms, Layer, Norm
+from pagewire.kernels.layer import Activation, EncoderLayer, Experts, HeadNorms, Layer, Norm
 from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales
 from pagewire.kernels.weight import Linear, UnpackedLinear, Weight
 
@@ -116,6 +116,20 @@ class CudaKernels:
         """See `pagewire.kernels.layers.add_rms_norm`."""
         return norms.rms_norm(self.launcher, x, weight, eps, offset=offset, residual=residual)
 
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, residual: Tensor | None = None
+    ) -> Tensor:
+        """See `pagewire.kernels.layers.layer_norm`. Computed by PyTorch."""
+        return reference.layer_norm(x, weight, bias, eps, residual=residual)
+
+    def activate_each(self, x: Tensor, activation: Activation) -> Tensor:
+        """See `pagewire.kernels.layers.activate_each`. Computed by PyTorch."""
+        return reference.activate_each(x, activation)
+
+    def gelu_and_mul(self, x: Tensor) -> Tensor:
+        """See `pagewire.kernels.layers.gelu_and_mul`."""
+        return gates.activate_and_mul(self.launcher, x, Activation.GELU)
+
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """See `pagewire.kernels.layers.silu_and_mul`."""
         return gates.activate_and_mul(self.launcher, x, Activation.SILU)
@@ -142,6 +156,9 @@ class CudaKernels:
 
     def stack(self, input_norm: Norm, layers: Sequence[Layer]) -> None:
         """None: a stack's kernels are launched one by one, ten for a layer."""
+
+    def encoder(self, layers: Sequence[EncoderLayer], scale: float) -> None:
+        """None: encoders run on CPUs."""
 
     def experts(self, experts: Experts) -> None:
         """None: experts are called one by one."""

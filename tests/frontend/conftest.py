@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import itertools
 import json
@@ -15,7 +16,7 @@ import pytest
 import zmq
 
 from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
-from pagewire.ipc.codec import Codec
+from pagewire.ipc.codec import Codec, Tensor
 from pagewire.ipc.gate import Gate
 from pagewire.ipc.items import LogprobRows
 from pagewire.ipc.messages import (
@@ -34,6 +35,7 @@ from pagewire.ipc.messages import (
     TokenDelta,
     Welcome,
 )
+from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.sockets import CurveKeys, bind_router, receive, send
 
 from . import trained
@@ -46,8 +48,15 @@ VOCAB = {"</s>": EOS, "<unk>": 1} | {f"w{i}": i for i in range(2, 64)}
 HEALTHY = {"alive": True, "ready": True, "reason": ""}
 
 
+def vector(token_ids: list[int]) -> Tensor:
+    """A vector [2] that tells prompts apart."""
+    values = array.array("f", [float(len(token_ids)), float(sum(token_ids))])
+    return Tensor("float32", (2,), values.tobytes())
+
+
 class FakeCore:
-    """A thread with a bound ROUTER. `auto`: it answers each request by itself with `answer(request, index)`.
+    """A thread with a bound ROUTER. `auto`: it answers each request by itself with `answer(request, index)`, or
+    with `pooled(request)`.
 
     seen: every message that came, in order, but for pings. pings: the pings. A test sends messages with `send`.
     """
@@ -62,6 +71,7 @@ class FakeCore:
         self.logprobs: Callable[[Request], LogprobRows | None] = lambda request: (
             None
         )  # of each token of an answer
+        self.pooled: Callable[[Request], Tensor] = lambda request: vector(request.prompt.token_ids)
         self.calls: dict[str, Callable[..., Any]] = {"check_health": lambda: HEALTHY}
         self.seen: queue.Queue[Any] = queue.Queue()
         self.pings: queue.Queue[Ping] = queue.Queue()
@@ -129,7 +139,10 @@ class FakeCore:
         elif isinstance(message, Submit):
             self.submitted |= {request.key: request for request in message.requests}
             if self.auto:
-                self._generate(message.requests)
+                pools = [request for request in message.requests if isinstance(request.task, PoolingParams)]
+                for request in pools:
+                    self._reply(Deltas([TokenDelta(request.key, 0, [], "stop", pooled=self.pooled(request))]))
+                self._generate([request for request in message.requests if request not in pools])
         self.seen.put(message)
 
     def _handshake(self, hello: Hello) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pagewire.kernels import layers, reference
 from pagewire.kernels.cpu.kernels import CpuKernels
+from pagewire.kernels.layer import Activation
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [1, 8, 24, 100, 128, 4096]
@@ -60,7 +61,28 @@ def test_add_rms_norm(kernels: CpuKernels, dtype: torch.dtype) -> None:
         assert torch.equal(out, kernels.rms_norm(total, weight.to(dtype), 1e-6))
 
 
-@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul", "clamped_swiglu"])
+def test_layer_norm(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for size in SIZES[1:]:
+        x, residual = (1 + 3 * torch.randn(2, 7, size)).to(dtype)
+        weight, bias = torch.randn(2, size).to(dtype)
+        for own, other in ((None, None), (bias, residual)):
+            out = kernels.layer_norm(x, weight, own, 1e-6, residual=other)
+            assert_close(out, reference.layer_norm(x, weight, own, 1e-6, residual=other), mostly_equal=False)
+            row = None if other is None else other[3:4]
+            assert torch.equal(kernels.layer_norm(x[3:4], weight, own, 1e-6, residual=row), out[3:4])
+
+
+@pytest.mark.parametrize("activation", [Activation.SILU, Activation.GELU, Activation.GELU_TANH])
+def test_activations_of_each_element(kernels: CpuKernels, dtype: torch.dtype, activation: Activation) -> None:
+    x = torch.cat([torch.linspace(-12, 12, 5003), torch.tensor([0.0, -0.0, 1e-8, -30.0, 80.0])]).to(dtype)
+    out = kernels.activate_each(x, activation)
+    assert_close(out, reference.activate_each(x, activation), mostly_equal=False)
+    assert torch.equal(kernels.activate_each(x[17:18], activation), out[17:18])
+    assert kernels.activate_each(torch.full((3,), torch.nan, dtype=dtype), activation).isnan().all()
+
+
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul", "clamped_swiglu"])
 def test_gated_activations(kernels: CpuKernels, dtype: torch.dtype, name: str) -> None:
     torch.manual_seed(0)
     for size in SIZES:

@@ -33,8 +33,19 @@ ENCODERS = {
         "norm_rel_ebd": "layer_norm",
     },
 }
+MORE_ENCODERS: dict[str, dict[str, Any]] = {
+    name: SIZES | {"pad_token_id": 1}
+    for name in (
+        *("albert", "convbert", "data2vec-text", "electra", "ernie", "eurobert", "jina_embeddings_v3"),
+        *("megatron-bert", "rembert", "roberta-prelayernorm", "xlm-roberta-xl"),
+    )
+}
+MORE_ENCODERS["albert"]["embedding_size"] = 32
+MORE_ENCODERS["electra"]["embedding_size"] = 48
+MORE_ENCODERS["eurobert"] |= {"num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
 CAUSAL = {
     "llama": COMMON | GROUPED,
+    "qwen2": COMMON | {"num_key_value_heads": 2},
     "qwen3": COMMON | GROUPED,
     "mistral": COMMON | GROUPED | {"sliding_window": 7},
     "gpt2": {
@@ -55,7 +66,9 @@ def write(
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(model_type, **((ENCODERS | CAUSAL)[model_type] | fields))
+    config = transformers.AutoConfig.for_model(
+        model_type, **((ENCODERS | MORE_ENCODERS | CAUSAL)[model_type] | fields)
+    )
     model = getattr(transformers, head).from_config(config).to(getattr(torch, dtype))
     with torch.no_grad():  # norms and biases that are not 1 and 0 show whether they are read
         for parameter in model.parameters():

@@ -6,18 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pagewire.ipc.pooling import PoolerConfig, PoolingParams
 from pagewire.workers.errors import LoadError
+from pagewire.workers.model.encoder_stack import STRUCTURES, EncoderStack
 from pagewire.workers.model.pooler import PoolingSlot
 
+from ..frontend.word_pieces import write_tokenizer
 from . import pooled
 from .architectures import SERVED, VOCAB_SIZE
 from .driver import load_runner
 from .parity import make_prompts
-from .pooled import CAUSAL, ENCODERS, cosine, pool, sentence_transformer, write
+from .pooled import CAUSAL, ENCODERS, MORE_ENCODERS, cosine, pool, sentence_transformer, write
 
 LENGTHS = (23, 1, 64, 5, 17, 40)
 EMBED = PoolingParams(task="embed")
@@ -75,10 +77,55 @@ def test_encoders_embed(model_type: str, mode: str, tmp_path: Path) -> None:
     prompts = make_prompts(128, LENGTHS)
     runner, ready = load_runner(folder)
     assert ready.pooling is not None and ready.pooling.whole_prompts
+    assert isinstance(runner.model.model.base, EncoderStack) == (model_type in STRUCTURES)
     for vector, hidden in zip(pool(runner, prompts, MEAN), states(folder, prompts), strict=True):
         expected = hidden.mean(0) if mode == "mean_tokens" else hidden[0]
         torch.testing.assert_close(vector, expected, atol=2e-5, rtol=2e-5)
         assert cosine(vector, expected) > 0.999999
+
+
+@pytest.mark.every_architecture
+@pytest.mark.parametrize("model_type", MORE_ENCODERS)
+def test_every_encoder_embeds(model_type: str, tmp_path: Path) -> None:
+    """To the bits of each prompt alone."""
+    folder = write(tmp_path, model_type)
+    prompts = make_prompts(128, LENGTHS)
+    runner, _ = load_runner(folder, pooler_config=PoolerConfig(pooling_type="MEAN"))
+    crowd = pool(runner, prompts, MEAN)
+    for prompt, vector, hidden in zip(prompts, crowd, states(folder, prompts), strict=True):
+        assert cosine(vector, hidden.mean(0)) > 0.999999
+        assert torch.equal(pool(runner, [prompt], MEAN)[0], vector)
+
+
+def test_a_causal_model_of_sentence_transformers(tmp_path: Path) -> None:
+    """As e5-mistral-7b-instruct: the last token's state, normalised."""
+    folder = write(tmp_path, "mistral")
+    sentence_transformer(folder, "lasttoken")
+    prompts = make_prompts(128, LENGTHS)
+    runner, ready = load_runner(folder)
+    assert ready.pooling is not None and (ready.pooling.pooling_type, ready.pooling.normalize) == (
+        "LAST",
+        True,
+    )
+    for vector, hidden in zip(pool(runner, prompts, EMBED, 16), states(folder, prompts), strict=True):
+        assert cosine(vector, hidden[-1]) > 0.999999 and abs(vector.norm() - 1) < 1e-5
+
+
+def test_gte_under_the_name_of_its_own_code(tmp_path: Path) -> None:
+    import json
+
+    folder = write(tmp_path, "gte")
+    prompts = make_prompts(128, LENGTHS)
+    expected = states(folder, prompts)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(config | {"model_type": "new", "architectures": ["NewModel"]})
+    )
+    with pytest.raises(LoadError, match="loads it as transformers' own 'gte'"):
+        load_runner(folder)
+    runner, _ = load_runner(folder, hf_overrides={"model_type": "gte"})
+    for vector, hidden in zip(pool(runner, prompts, MEAN), expected, strict=True):
+        assert cosine(vector, hidden[0]) > 0.999999
 
 
 def test_what_is_not_finite_is_no_result(tmp_path: Path) -> None:
@@ -125,6 +172,71 @@ def test_classifiers(model_type: str, tmp_path: Path) -> None:
         torch.stack(pool(runner, prompts, own)), expected.softmax(1), atol=1e-4, rtol=0
     )
     assert torch.equal(pool(runner, prompts[2:3], raw)[0], logits[2])
+
+
+def reward_model(folder: Path, name: str, labels: int) -> tuple[Path, list[Tensor]]:
+    """A Qwen2 with two linear layers for rewards behind it, and these layers' weights and biases."""
+    import json
+
+    write(folder, "qwen2")
+    sizes = {"score.0": (64, 64), "score.2": (labels, 64)}
+    head = {f"{layer}.weight": torch.randn(size) / 8 for layer, size in sizes.items()}
+    head |= {f"{layer}.bias": torch.randn(size[0]) for layer, size in sizes.items()}
+    save_file(load_file(folder / "model.safetensors") | head, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
+    return folder, [head[f"{layer}.{part}"] for layer in sizes for part in ("weight", "bias")]
+
+
+def test_rewards_of_tokens_and_of_steps(tmp_path: Path) -> None:
+    prompts = make_prompts(128, LENGTHS)
+    rewards = PoolingParams(task="token_classify", activation=False, all_tokens=True)
+    for name, labels in (("Qwen2ForRewardModel", 1), ("Qwen2ForProcessRewardModel", 2)):
+        folder, (up, up_bias, down, down_bias) = reward_model(tmp_path / name, name, labels)
+        expected = [
+            (hidden @ up.T + up_bias).relu() @ down.T + down_bias for hidden in states(folder, prompts)
+        ]
+        runner, ready = load_runner(folder)
+        assert ready.pooling is not None and ready.pooling.tasks == ["token_classify"]
+        for budget in (None, 16):
+            for found, logits in zip(pool(runner, prompts, rewards, budget), expected, strict=True):
+                torch.testing.assert_close(found, logits, atol=1e-4, rtol=0)
+    assert ready.pooling.rewards_activated
+    tag = prompts[2][30]
+    runner, _ = load_runner(folder, pooler_config=PoolerConfig(pooling_type="STEP", step_tag_id=tag))
+    chances = PoolingParams(task="token_classify", all_tokens=True)
+    for found, logits, prompt in zip(pool(runner, prompts, chances, 16), expected, prompts, strict=True):
+        steps = logits[torch.tensor(prompt) == tag].softmax(1)
+        torch.testing.assert_close(found, steps, atol=1e-4, rtol=0)
+
+
+def test_classifiers_made_of_tokens(tmp_path: Path) -> None:
+    """As Qwen3-Reranker's: the chance of "yes", not "no", as the next token; and of single tokens."""
+    from transformers import AutoModelForCausalLM
+
+    folder = write(tmp_path, "qwen3", "AutoModelForCausalLM")
+    write_tokenizer(folder)  # "cat" and "dog" are the tokens 6 and 7
+    prompts = make_prompts(128, LENGTHS)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        logits = torch.stack([model(torch.tensor([prompt])).logits[0, -1] for prompt in prompts])
+    overrides = {
+        "architectures": ["Qwen3ForSequenceClassification"],
+        "classifier_from_token": ["cat", "dog"],
+        "is_original_qwen3_reranker": True,
+    }
+    runner, ready = load_runner(folder, hf_overrides=overrides)
+    assert ready.pooling is not None and ready.pooling.cross_encoder
+    for budget in (None, 16):
+        found = torch.stack(pool(runner, prompts, PoolingParams(task="classify"), budget))
+        torch.testing.assert_close(found, logits[:, 6:8].softmax(1)[:, 1:], atol=1e-5, rtol=0)
+    runner, _ = load_runner(folder, hf_overrides=overrides | {"is_original_qwen3_reranker": False})
+    raw = torch.stack(pool(runner, prompts, PoolingParams(task="classify", activation=False)))
+    torch.testing.assert_close(raw, logits[:, 6:8], atol=1e-4, rtol=0)
+    settings = PoolerConfig(returned_token_ids=[7, 9], step_tag_id=prompts[0][-1])
+    runner, _ = load_runner(folder, pooler_config=settings)
+    (steps,) = pool(runner, prompts[:1], PoolingParams(task="token_classify", all_tokens=True))
+    torch.testing.assert_close(steps[-1], logits[0, [7, 9]].softmax(0), atol=1e-5, rtol=0)
 
 
 def test_pairs_have_token_types(tmp_path: Path) -> None:
@@ -218,12 +330,26 @@ def test_refuses_by_name(tmp_path: Path) -> None:
         load_runner(folder, runner="generate", convert="embed")
     with pytest.raises(LoadError, match="lacks 1 weights"):
         load_runner(folder, convert="classify")
-    with pytest.raises(LoadError, match="classifier_from_token"):
-        load_runner(folder, convert="classify", hf_overrides={"classifier_from_token": ["no", "yes"]})
+    for tokens, text in (
+        (["no", "yes"], "tokenizer.json is not there"),
+        ("yes", "must be a list of tokens"),
+        ([1, 2, 3], "a classifier of 3 tokens by the method"),
+        ([1, 128], "none of id 128"),
+    ):
+        overrides = {"classifier_from_token": tokens, "method": "from_2_way_softmax"}
+        with pytest.raises(LoadError, match=text):
+            load_runner(folder, hf_overrides=overrides)
+    write_tokenizer(folder)
+    with pytest.raises(LoadError, match="has no token 'maybe'"):
+        load_runner(folder, hf_overrides={"classifier_from_token": ["maybe"]})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForRewardModel"]}))
     with pytest.raises(LoadError, match="cannot pool"):
         load_runner(folder, runner="pooling")
+    with pytest.raises(LoadError, match=r"lacks score\.0\.weight"):
+        load_runner(folder, hf_overrides={"architectures": ["Qwen2ForRewardModel"]})
+    with pytest.raises(LoadError, match="step_tag_id is for models that give each token"):
+        load_runner(folder, convert="embed", pooler_config=PoolerConfig(step_tag_id=1))
     encoder = write(tmp_path / "encoder", "bert")
     with pytest.raises(LoadError, match="exceeds the model's limit of 128 positions"):
         load_runner(encoder, max_model_len=129)

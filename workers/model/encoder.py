@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pagewire.kernels.attention import WHOLE, AttentionBatch
 from pagewire.workers.model.attention import KVShape, StepContext
+from pagewire.workers.model.encoder_stack import EncoderStack
 from pagewire.workers.model.pooling_model import PoolingModel, position_offset
 
 PAGE = 16  # tokens
@@ -74,13 +75,19 @@ class EncoderStep(StepContext):
 class EncoderModel(PoolingModel):
     """A pooling model that is an encoder.
 
-    packed: its prompts run as one sequence. token_types: it tells the two texts of a pair apart.
+    packed: its prompts run as one sequence. offset: the position of a prompt's first token.
+    token_types: it tells the two texts of a pair apart.
     """
 
     def __init__(self, module: Any, batch_invariant: bool, offset: int, packed: bool) -> None:
         super().__init__(module, batch_invariant)
-        self.guarded, self.packed = True, packed
-        self._offset, self._pages = offset, Pages()
+        self.guarded = not isinstance(self.base, EncoderStack)
+        self.use(offset, packed)
+
+    def use(self, offset: int, packed: bool) -> None:
+        """Take over how prompts are given to `base`."""
+        self.offset, self.packed = offset, packed
+        self._pages = Pages()
         self._accepts = set(inspect.signature(self.base.forward).parameters)
         self.token_types = takes_token_types(self.base)
 
@@ -96,7 +103,7 @@ class EncoderModel(PoolingModel):
         types = torch.zeros_like(input_ids) if step.token_types is None else step.token_types
         inputs = {
             "input_ids": input_ids,
-            "position_ids": step.positions + self._offset,
+            "position_ids": step.positions + self.offset,
             "token_type_ids": types,
         }
         inputs = {name: value[None] for name, value in inputs.items() if name in self._accepts}

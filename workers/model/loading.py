@@ -25,6 +25,7 @@ from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import DisprovenError, LoadError
 from pagewire.workers.model import attention
 from pagewire.workers.model.attention import KVShape
+from pagewire.workers.model.encoder_stack import EncoderStack
 from pagewire.workers.model.experts import pack_experts
 from pagewire.workers.model.kv_scales import kv_scales
 from pagewire.workers.model.model import (
@@ -276,7 +277,7 @@ def weight_bytes(model: Model) -> int:
     """Bytes of all weights, including packed ones."""
     total, seen = 0, set()
     for module in (model.base, model.causal):
-        if isinstance(module, DecoderStack):
+        if isinstance(module, DecoderStack | EncoderStack):
             total += module.num_bytes
         for child in module.modules():
             if isinstance(child, LinearModule):

@@ -6,7 +6,8 @@ A mean is a sum of integers, which may be added in any order: hidden states are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from pagewire.ipc.pooling import TOKEN_TASKS, PoolingInfo, PoolingParams
 from pagewire.kernels.elementwise import elementwise
-from pagewire.kernels.linear import Linear
+from pagewire.workers.model.dense import Dense, chain
 from pagewire.workers.model.pooling_model import PoolingModel, normalized_rows
 from pagewire.workers.model.pooling_spec import PoolingSpec
 
@@ -38,19 +39,6 @@ class PoolingSlot:
     finite: bool = True
 
 
-@dataclass(frozen=True)
-class Dense:
-    """A linear layer behind the pooling, and the function behind it."""
-
-    product: Linear
-    activation: Callable[[Tensor], Tensor] | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """float32 [n, K] to float32 [n, N]."""
-        y = self.product(x.to(self.product.dtype)).float()
-        return y if self.activation is None else elementwise(self.activation, y)
-
-
 class Pooler:
     """Pools rows by a specification. dtype: of the hidden states."""
 
@@ -62,17 +50,24 @@ class Pooler:
         dense: Sequence[Dense],
         dtype: torch.dtype,
     ) -> None:
-        self.spec, self.info = spec, info
-        self._model, self._dense, self._dtype = model, dense, dtype
+        self.spec, self.info, self.dense = spec, info, dense
+        self._model, self._dtype = model, dtype
 
-    def add(self, slot: PoolingSlot, hidden: Tensor, start: int) -> Tensor | None:
+    def add(
+        self, slot: PoolingSlot, hidden: Tensor, start: int, token_ids: Tensor | None = None
+    ) -> Tensor | None:
         """Add the hidden states [n, H] of tokens [start, start + n). Returns the result if they end the prompt.
+
+        token_ids: int64 [n], of these tokens, on the host; only rewards of steps need them.
 
         Raises:
             ValueError: the hidden states, or what becomes of them, are not finite.
         """
         ends = start + len(hidden) == slot.num_tokens
         if slot.task.task in TOKEN_TASKS:
+            if self.spec.step_tag_id is not None:
+                assert token_ids is not None
+                hidden = hidden[(token_ids == self.spec.step_tag_id).to(hidden.device)]
             slot.parts.append(self._finish(hidden.float(), slot.task))
             return torch.cat(slot.parts) if ends else None
         pooled = self._pool(slot, hidden, start)
@@ -91,30 +86,43 @@ class Pooler:
                 slot.first = hidden[0].float()
             assert slot.first is not None, "the first token is computed first"
             return slot.first
-        slot.finite = slot.finite and bool(hidden.isfinite().all())
-        part = (hidden.double() * FRACTION).round().long().sum(0)
+        scaled = hidden.double() * FRACTION
+        slot.finite = slot.finite and finite(scaled)
+        part = scaled.round_().long().sum(0)
         slot.total = part if slot.total is None or start == 0 else slot.total + part
         return (slot.total.double() / FRACTION / (start + len(hidden))).float()
 
     def _finish(self, states: Tensor, task: PoolingParams) -> Tensor:
         """Results float32 [n, D] of pooled states, or of the states of tokens, float32 [n, H]; as `add`."""
         results = self._results(states, task)
-        if not bool(states.isfinite().all() & results.isfinite().all()):
+        if not (finite(states.double()) and finite(results.double())):
             raise ValueError(NOT_FINITE)
         return results
 
     def _results(self, states: Tensor, task: PoolingParams) -> Tensor:
         if self.spec.kind != "embed":
-            scores = self._model.scores(states.to(self._dtype))
+            scores = self._scores(states)
             activates = self.info.activation if task.activation is None else task.activation
             return activated(scores, self.spec.activation) if activates else scores
-        for dense in self._dense:
-            states = dense(states)
+        states = chain(self.dense, states)
         dimensions = task.dimensions or self.info.dimensions
         if dimensions is not None:
             states = states[:, :dimensions]
         normalizes = self.info.normalize if task.normalize is None else task.normalize
         return normalized_rows(states) if normalizes else states
+
+    def _scores(self, states: Tensor) -> Tensor:
+        """Logits float32 [n, L] of states float32 [n, H]: by the head of a reward model, or of the classifier."""
+        if not len(states):
+            return states.new_zeros(0, self.info.size)
+        if not self.dense:
+            return self._model.scores(states.to(self._dtype))
+        return chain(self.dense, states)
+
+
+def finite(x: Tensor) -> bool:
+    """True if float64 numbers that were float32 are finite: their sum, which cannot overflow, tells it."""
+    return math.isfinite(x.sum().item())
 
 
 def activated(scores: Tensor, name: str) -> Tensor:
@@ -122,5 +130,5 @@ def activated(scores: Tensor, name: str) -> Tensor:
     if name == "sigmoid":
         return elementwise(torch.sigmoid, scores)
     if name == "softmax":
-        return torch.stack([torch.softmax(row, 0) for row in scores])
+        return torch.stack([torch.softmax(row, 0) for row in scores]) if len(scores) else scores
     return scores

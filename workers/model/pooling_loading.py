@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,20 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagewire.ipc.hub import read_configs, read_json
+from pagewire.ipc.hub import read_configs
 from pagewire.ipc.pooling import PoolerConfig, PoolingInfo
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels.attention import AttentionBatch
 from pagewire.kernels.cpu.memory import forget_mapped_files, give_back_freed
-from pagewire.kernels.linear import dense_weight, pack
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.collective.single import SingleRank
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.model import attention
 from pagewire.workers.model.attention import KVShape
-from pagewire.workers.model.checkpoint import Checkpoint
 from pagewire.workers.model.encoder import EncoderModel, max_positions, takes_token_types
+from pagewire.workers.model.encoder_stack import build_encoder_stack
 from pagewire.workers.model.kv_scales import kv_scales
 from pagewire.workers.model.loading import (
     LoadedModel,
@@ -41,7 +40,8 @@ from pagewire.workers.model.model import (
     resolve_max_model_len,
 )
 from pagewire.workers.model.modules import BASE, CLASSIFIER, TOKEN_CLASSIFIER, ModelClass, build_module
-from pagewire.workers.model.pooler import Dense, Pooler
+from pagewire.workers.model.pooler import Pooler
+from pagewire.workers.model.pooling_heads import load_dense, load_head
 from pagewire.workers.model.pooling_model import PoolingModel, base_of, position_offset
 from pagewire.workers.model.pooling_spec import PoolingSpec, pools, read_spec
 from pagewire.workers.model.proof import (
@@ -55,12 +55,6 @@ from pagewire.workers.model.proof import (
 from pagewire.workers.model.transforms import tabulate_rotary
 from pagewire.workers.model.weights import Weights
 
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "Tanh": torch.tanh,
-    "GELU": torch.nn.functional.gelu,
-    "ReLU": torch.relu,
-    "Sigmoid": torch.sigmoid,
-}
 LENGTHS = (20, 9)  # tokens of the prompts by which an encoder is proven
 CLASSES: dict[str, ModelClass] = {
     "embed": BASE,
@@ -110,22 +104,25 @@ def load_pooling_model(
     kv_dtype = resolve_kv_dtype(worker_config.kv_cache_dtype, dtype, device)
     device.prepare(dtype, kv_dtype, head_dim(config))
     phases.end("config")
-    weights = build_module(worker_config, config, dtype, device, CLASSES[spec.kind])
+    kind = BASE if spec.head or spec.token_head else CLASSES[spec.kind]
+    weights = build_module(worker_config, config, dtype, device, kind)
     module, base = weights.causal, base_of(weights.causal)
     phases.end("weights")
     max_len = max_length(worker_config, config, spec, base)
     tabulate_rotary(module, max_len)
     loaded = load_encoder if spec.encoder else load_causal
     model, shapes = loaded(weights, spec, device, max_len)
+    if device.torch_device.type == "cpu":
+        model.shorten_scores()
     phases.end("transform")
     forget_mapped_files(worker_config.model_path)
     give_back_freed()
     text = config.get_text_config()
-    dense = load_dense(spec, dtype, device)
-    size = dense[-1].product.out_features if dense else text.hidden_size
-    info = pooling_info(
-        spec, config, worker_config.pooler_config, base, size if spec.kind == "embed" else config.num_labels
-    )
+    dense = load_dense(spec, dtype, device) or load_head(spec, Path(worker_config.model_path), dtype, device)
+    size = text.hidden_size if spec.kind == "embed" else config.num_labels
+    if dense:
+        size = dense[-1].product.out_features
+    info = pooling_info(spec, config, worker_config.pooler_config, base, size)
     return LoadedModel(
         model=model,
         architecture=type(module).__name__,
@@ -244,9 +241,36 @@ def load_encoder(
     own_attention = not replaces_attention(base)
     if not own_attention:
         module.set_attn_implementation(attention.NAME)
+
+    def proven(used: Any) -> EncoderModel:
+        """The model with `used` in place of its base, which is packed already."""
+        whole = module
+        if base is module:
+            whole = used
+        else:
+            setattr(module, module.base_model_prefix, used)
+        model = EncoderModel(whole, device.batch_invariant, offset, packed=not own_attention)
+        transform_parts(model.causal, weights, device.torch_device)
+        prove_encoder(model, run, expected, weights)
+        check_scores(model, spec, expected, scores)
+        return model
+
+    stack = build_encoder_stack(base, weights, device.torch_device)
+    if stack is not None:
+        with suppress(LoadError):
+            return proven(stack), []
+        if base is not module:
+            setattr(module, module.base_model_prefix, base)
     transform_parts(base, weights, device.torch_device)  # finds its weights by names, as long as it is whole
-    model = EncoderModel(module, device.batch_invariant, offset, packed=not own_attention)
-    transform_parts(model.causal, weights, device.torch_device)
+    return proven(base), []
+
+
+def prove_encoder(model: EncoderModel, run: DryRun, expected: list[Tensor], weights: Weights) -> None:
+    """Compare the hidden states of packed prompts with those of the untouched module.
+
+    Raises:
+        LoadError: they differ, or the model fails.
+    """
     try:
         actual = encoded(model, run)
     except Exception as error:
@@ -254,8 +278,6 @@ def load_encoder(
     difference = relative_difference(actual, expected)
     if difference > permitted_difference(expected[0].dtype, weights.schemes):
         raise refuse(model.config, f"its hidden states are wrong (by {difference:.1%})")
-    check_scores(model, spec, expected, scores)
-    return model, []
 
 
 def replaces_attention(base: Any) -> bool:
@@ -284,7 +306,8 @@ def pooling_info(
         "classify": ["classify", "token_classify"] if not spec.encoder else ["classify"],
         "token_classify": ["token_classify"],
     }[spec.kind]
-    labels = getattr(config, "id2label", None) or {}
+    if spec.head:
+        tasks = ["token_classify"]
     matryoshka = getattr(config, "matryoshka_dimensions", None) or []
     return PoolingInfo(
         tasks=tasks,
@@ -296,34 +319,21 @@ def pooling_info(
         dimensions=settings.dimensions,
         matryoshka=bool(getattr(config, "is_matryoshka", False) or matryoshka),
         matryoshka_dimensions=list(matryoshka),
-        labels=[] if spec.kind == "embed" else [str(labels[i]) for i in sorted(labels)],
+        labels=labels_of(spec, config, size),
         prompts=spec.prompts,
         default_prompt_name=spec.default_prompt_name,
         token_types=spec.encoder and takes_token_types(base),
         late_interaction=spec.per_token,
         lower_case=spec.lower_case,
+        rewards_activated=spec.rewards_activated,
     )
 
 
-def load_dense(spec: PoolingSpec, dtype: torch.dtype, device: Device) -> list[Dense]:
-    """The linear layers behind the pooling.
-
-    Raises:
-        LoadError: a file is missing or broken, or a function behind a layer is not served.
-    """
-    layers = []
-    for folder in spec.dense:
-        values = read_json(folder / "config.json")
-        name = str(values.get("activation_function", "torch.nn.modules.linear.Identity")).rpartition(".")[2]
-        if name != "Identity" and name not in FUNCTIONS:
-            raise LoadError(f"{folder.name}: the activation {name} is not served: {', '.join(FUNCTIONS)} are")
-        source = Checkpoint(folder)
-        names = set(source.names)
-        if "linear.weight" not in names or not names <= {"linear.weight", "linear.bias"}:
-            raise LoadError(
-                f"{folder} must hold linear.weight, and linear.bias or not; it holds {sorted(names)}"
-            )
-        bias = source.read("linear.bias").to(dtype) if "linear.bias" in names else None
-        weight = dense_weight(source.read("linear.weight").to(dtype).clone(), dtype)
-        layers.append(Dense(pack(weight, bias, device.torch_device), FUNCTIONS.get(name)))
-    return layers
+def labels_of(spec: PoolingSpec, config: Any, size: int) -> list[str]:
+    """The names of a classifier's classes."""
+    if spec.kind == "embed":
+        return []
+    if spec.head or spec.token_head:
+        return [f"LABEL_{i}" for i in range(size)]
+    labels = getattr(config, "id2label", None) or {}
+    return [str(labels[i]) for i in sorted(labels)]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pagewire.workers.model.dense import FUNCTIONS, Dense, chain
 from pagewire.workers.model.model import Model
+from pagewire.workers.model.transforms import LinearModule
 
 
 class Headless(nn.Module):
@@ -66,8 +70,10 @@ class PoolingModel(Model):
     That half is the classifier with its base replaced by a stub, which passes on the pooled state as a sequence of
     one token: the first token and the last are then the same.
 
-    classifies: it has such a half.
+    classifies: it has such a half. classifier: its linear layers, where they are all that it computes.
     """
+
+    classifier: Sequence[Dense] | None = None
 
     def __init__(self, module: Any, batch_invariant: bool) -> None:
         self.classifies = hasattr(module, module.base_model_prefix)
@@ -86,8 +92,25 @@ class PoolingModel(Model):
 
     def scores(self, pooled: Tensor) -> Tensor:
         """Logits float32 [n, L] of classes, from pooled hidden states [n, H]."""
+        if self.classifier is not None:
+            return chain(self.classifier, pooled)
         with self.arithmetic():
             return self.causal(inputs_embeds=pooled[:, None]).logits.reshape(len(pooled), -1).float()  # type: ignore[no-any-return]
+
+    def shorten_scores(self) -> None:
+        """Compute scores by the classifier's linear layers alone, where that gives the module's own to the bit."""
+        linears = [child.product for child in self.causal.modules() if isinstance(child, LinearModule)]
+        if not self.classifies or len(linears) not in (1, 2):
+            return
+        states = torch.randn(5, linears[0].in_features, generator=torch.Generator().manual_seed(0))
+        states = states.to(linears[0].dtype)
+        expected = self.scores(states)
+        for between in (None, *FUNCTIONS) if len(linears) == 2 else (None,):
+            layers = [Dense(linears[0], between), *(Dense(linear, None) for linear in linears[1:])]
+            fits = all(a.out_features == b.in_features for a, b in pairwise(linears))
+            if fits and torch.equal(chain(layers, states), expected):
+                self.classifier = layers
+                return
 
 
 def base_of(module: Any) -> Any:

@@ -18,22 +18,24 @@ from typing import Any
 from pagewire.ipc.gguf.file import is_gguf
 from pagewire.ipc.hub import read_json
 from pagewire.ipc.pooling import PoolerConfig
+from pagewire.ipc.quoting import quoted
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.workers.errors import LoadError
 
 ENCODERS = {
+    *("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "nomic_bert", "gte"),
     *(
-        "bert",
-        "roberta",
-        "xlm-roberta",
-        "camembert",
-        "distilbert",
-        "mpnet",
-        "nomic_bert",
         "modernbert",
-        "gte",
+        "mpnet",
+        "deberta-v2",
+        "albert",
+        "convbert",
+        "data2vec-text",
+        "electra",
+        "ernie",
+        "eurobert",
     ),
-    *("deberta-v2",),
+    *("jina_embeddings_v3", "megatron-bert", "rembert", "roberta-prelayernorm", "xlm-roberta-xl"),
 }
 """Model types whose tokens attend to later ones, too."""
 POOLING_MODES = {
@@ -63,6 +65,26 @@ KINDS = {
 """What a model pools to, by the end of its architecture's name."""
 
 
+RENAMED = {"new": "gte"}
+"""Model types of repositories' own code that transformers has under another name."""
+REWARD_HEADS: dict[str, tuple[tuple[str, str], ...]] = {
+    "Qwen2ForRewardModel": (("score.0", "ReLU"), ("score.2", "Identity")),
+    "Qwen2ForProcessRewardModel": (("score.0", "ReLU"), ("score.2", "Identity")),
+}
+"""The linear layers of reward models that transformers has no class for, and the function behind each."""
+
+
+@dataclass(frozen=True)
+class TokenHead:
+    """A classifier made of the output layer's rows of some tokens.
+
+    tokens: as the vocabulary has them, or ids. two_way: of two tokens, one score: the probability of the second.
+    """
+
+    tokens: tuple[str | int, ...]
+    two_way: bool = False
+
+
 @dataclass(frozen=True)
 class PoolingSpec:
     """How a model pools.
@@ -71,6 +93,8 @@ class PoolingSpec:
     encoder: its tokens attend to later ones, too. dense: folders of linear layers behind the pooling.
     per_token: it has an embedding for each token only, as ColBERT. activation: of scores of classes.
     max_length: tokens, if the checkpoint gives fewer than the model takes.
+    head: linear layers for rewards, by name, with the function behind each. token_head: a classifier of tokens.
+    step_tag_id: rewards are those of tokens of this id. rewards_activated: they are probabilities by default.
     """
 
     kind: str
@@ -84,6 +108,10 @@ class PoolingSpec:
     lower_case: bool = False
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
+    head: tuple[tuple[str, str], ...] = ()
+    token_head: TokenHead | None = None
+    step_tag_id: int | None = None
+    rewards_activated: bool = False
 
 
 def pools(config: WorkerConfig, values: dict[str, Any]) -> bool:
@@ -105,6 +133,8 @@ def pools(config: WorkerConfig, values: dict[str, Any]) -> bool:
     if values.get("is_encoder_decoder"):
         return False  # refused where models that generate are loaded
     name = architecture(values)
+    if name in REWARD_HEADS or values.get("classifier_from_token"):
+        return True
     return (
         bool(name) and not name.endswith("ForCausalLM") and kind_of(name) is not None and "LMHead" not in name
     )
@@ -117,12 +147,16 @@ def read_spec(config: WorkerConfig, values: dict[str, Any]) -> PoolingSpec:
         LoadError, ValueError: it is not served, or a file is broken; the text says why.
     """
     name = architecture(values)
-    if values.get("classifier_from_token"):
+    if (native := RENAMED.get(str(values.get("model_type")))) is not None and not config.trust_remote_code:
         raise LoadError(
-            "classifier_from_token, a classifier made of rows of the output layer, is not served: save the model "
-            "with a score layer, as a class that ends with ForSequenceClassification"
+            f"the model type {values['model_type']!r} runs the code of its repository; hf_overrides="
+            f"{{'model_type': {native!r}}} loads it as transformers' own {native!r}"
         )
     encoder = values.get("model_type") in ENCODERS
+    if (special := special_head(values, name, config)) is not None:
+        if encoder:
+            raise LoadError("rewards of tokens, and classifiers made of tokens, are those of causal models")
+        return changed(special, config.pooler_config)
     kind = kind_of(name)
     if config.convert == "embed":
         kind = "embed"
@@ -131,7 +165,8 @@ def read_spec(config: WorkerConfig, values: dict[str, Any]) -> PoolingSpec:
     if kind is None:
         raise LoadError(
             f"{name or values.get('model_type')} cannot pool: of reward models those are served whose architecture "
-            "ends with ForSequenceClassification or ForTokenClassification; convert='embed' makes embeddings of any"
+            f"ends with ForSequenceClassification or ForTokenClassification, and {', '.join(REWARD_HEADS)}; "
+            "convert='embed' makes embeddings of any"
         )
     if kind != "embed":
         default = "CLS" if encoder else "LAST"
@@ -150,11 +185,49 @@ def read_spec(config: WorkerConfig, values: dict[str, Any]) -> PoolingSpec:
     return changed(spec, config.pooler_config)
 
 
+def special_head(values: dict[str, Any], name: str, config: WorkerConfig) -> PoolingSpec | None:
+    """The pooling of a model whose head transformers has no class for; None for others.
+
+    Raises:
+        LoadError: its settings are no list of tokens.
+    """
+    settings = config.pooler_config or PoolerConfig()
+    if settings.returned_token_ids is not None:
+        head = TokenHead(tuple(settings.returned_token_ids))
+        return PoolingSpec("token_classify", "LAST", False, False, token_head=head, rewards_activated=True)
+    if (tokens := values.get("classifier_from_token")) is not None:
+        if not isinstance(tokens, list) or not tokens or not all(isinstance(t, str | int) for t in tokens):
+            raise LoadError(f"classifier_from_token must be a list of tokens, got {quoted(tokens)}")
+        method = values.get("method")
+        two_way = bool(values.get("is_original_qwen3_reranker")) or method == "from_2_way_softmax"
+        if method not in (None, "from_2_way_softmax", "no_post_processing") or (two_way and len(tokens) != 2):
+            raise LoadError(
+                f"a classifier of {len(tokens)} tokens by the method {quoted(method)} is not served: there are "
+                "from_2_way_softmax, of two tokens, and no_post_processing"
+            )
+        activation = "sigmoid" if two_way or len(tokens) == 1 else "softmax"
+        head = TokenHead(tuple(tokens), two_way)
+        return PoolingSpec("classify", "LAST", False, False, activation=activation, token_head=head)
+    if name in REWARD_HEADS and config.convert != "embed":
+        of_steps = name.endswith("ProcessRewardModel")
+        return PoolingSpec(
+            *("token_classify", "LAST", False, False),
+            activation="softmax" if of_steps else "identity",
+            head=REWARD_HEADS[name],
+            rewards_activated=of_steps,
+        )
+    return None
+
+
 def changed(spec: PoolingSpec, settings: PoolerConfig | None) -> PoolingSpec:
     """The pooling with the settings of `pooler_config` that concern the worker."""
     settings = settings or PoolerConfig()
     changes: dict[str, Any] = {}
-    if settings.pooling_type is not None:
+    if settings.step_tag_id is not None:
+        if spec.kind != "token_classify":
+            raise LoadError("step_tag_id is for models that give each token a reward or a class")
+        changes["step_tag_id"] = settings.step_tag_id
+    if settings.pooling_type is not None and settings.pooling_type.upper() != "STEP":
         if spec.kind != "embed":
             raise LoadError("pooling_type is for embeddings: a classifier pools as it was trained")
         changes["pooling_type"] = settings.pooling_type.upper()

@@ -23,6 +23,7 @@ from pagewire.workers.weight_cache.ahead import WeightsAhead
 from pagewire.workers.weight_cache.file import PackedFile
 from pagewire.workers.weight_cache.forms import NotStoredError, describe, restored, stored, tensors_of
 from pagewire.workers.weight_cache.key import key_of
+from pagewire.workers.weight_cache.pooling import KeptPooling, kept_pooling, pooling_loaded_again
 from pagewire.workers.weight_cache.stack import KeptModel, kept, loaded_again
 
 logger = logging.getLogger("pagewire.worker")
@@ -54,6 +55,8 @@ def from_packed(packed: PackedFile, collective: Collective, parallel: Parallel) 
     """The model of a file; None, and the file is removed, if it is none that this process can run."""
     try:
         model = restored(packed.header.description, tensors_of(packed))
+        if isinstance(model, KeptPooling):
+            return pooling_loaded_again(model)
         if not isinstance(model, KeptModel):
             raise ValueError("it describes no model")
         return loaded_again(model, collective, parallel)
@@ -64,15 +67,12 @@ def from_packed(packed: PackedFile, collective: Collective, parallel: Parallel) 
 
 
 def keep_in_background(loaded: LoadedModel, ahead: WeightsAhead) -> threading.Thread | None:
-    """Write the packed weights of a model in a thread; None if they came from a file, or cannot be kept.
-
-    Those of models that pool are not kept.
-    """
-    if ahead.key is None or ahead.packed is not None or loaded.pooler is not None:
+    """Write the packed weights of a model in a thread; None if they came from a file, or cannot be kept."""
+    if ahead.key is None or ahead.packed is not None:
         return None
     try:
         tensors: list[Tensor] = []
-        description = describe(kept(loaded), tensors)
+        description = describe(kept(loaded) if loaded.pooler is None else kept_pooling(loaded), tensors)
     except NotStoredError as error:
         logger.debug("packed weights are not kept: %s", error)
         return None

@@ -44,6 +44,7 @@ LIMITS = frozenset(
     )
 )
 """The fields of `WorkerConfig` that a loaded model does not depend on. A new field counts until it stands here."""
+MODULE_FILES = "*_*/*"  # of sentence-transformers' modules, such as 1_Pooling/config.json
 SPLIT_FILE = re.compile(r"-\d{5}-of-\d{5}(?=\.\w+$)")
 
 
@@ -118,9 +119,10 @@ def settings(config: WorkerConfig) -> list[Any]:
 
 
 def checkpoint_files(path: Path) -> Iterator[Path]:
-    """The files of a model folder; of a model in one file that file, or all parts of it."""
+    """The files of a model folder and of its modules; of a model in one file that file, or all its parts."""
     if path.is_dir():
         yield from sorted(child for child in path.iterdir() if child.is_file())
+        yield from sorted(child for child in path.glob(MODULE_FILES) if child.is_file())
         return
     whole = SPLIT_FILE.sub("", path.name)
     yield from sorted(child for child in path.parent.iterdir() if SPLIT_FILE.sub("", child.name) == whole)

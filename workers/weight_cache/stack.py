@@ -51,7 +51,7 @@ class KeptModel:
     input_norm: Norm
     layers: list[KeptLayer]
     head: Linear | None
-    """None if a later stage has it."""
+    """None if a later stage has it, or the model pools (see `pooling.py`)."""
 
 
 for _kind in (KeptLayer, KeptModel):
@@ -107,14 +107,14 @@ def kept(loaded: LoadedModel) -> KeptModel:
     base: Any = loaded.model.base
     if not isinstance(base, DecoderStack):
         raise NotStoredError("its layers are no decoder stack")
-    if loaded.model.head is None and loaded.model.makes_logits:
+    if loaded.pooler is None and loaded.model.head is None and loaded.model.makes_logits:
         raise NotStoredError("its logits are computed by transformers' code")
     if base.stack.compiled is None or base._angles is None:
         raise NotStoredError("its layers are not compiled as a whole")
     places = zip(base.stack_layers, base.stack.layers, strict=True)
     head, embedding = loaded.model.head, base.embed_tokens
     return KeptModel(
-        properties={name: value for name, value in fields_of(loaded).items() if name != "model"},
+        properties=properties_of(loaded),
         embedding=embedding.rows if isinstance(embedding, DividedEmbedding) else embedding,
         angles=base._angles,
         input_norm=base.stack.input_norm,
@@ -122,8 +122,13 @@ def kept(loaded: LoadedModel) -> KeptModel:
             KeptLayer(place.index, place.kv_shape, place.window, place.num_bytes, replace(layer, ranks=None))
             for place, layer in places
         ],
-        head=own_part(head),  # type: ignore[arg-type] # a `Linear`: see `Model.shorten_logits`
+        head=None if head is None else own_part(head),  # type: ignore[arg-type] # see `Model.shorten_logits`
     )
+
+
+def properties_of(loaded: LoadedModel) -> dict[str, Any]:
+    """All fields of a loaded model but what computes."""
+    return {name: value for name, value in fields_of(loaded).items() if name not in ("model", "pooler")}
 
 
 def loaded_again(kept: KeptModel, ranks: Collective, parallel: Parallel) -> LoadedModel:

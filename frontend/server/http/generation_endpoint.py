@@ -94,7 +94,8 @@ class GenerationEndpoint(Generic[T]):
         return reported
 
     async def _serve(self, request: T, exchange: Exchange, response: HttpResponse) -> None:
-        answer = await self.answer(self.service, request, exchange)
+        service = self.service.of(getattr(request, "model", None))
+        answer = await self.answer(service, request, exchange)
         if isinstance(answer, bytes):
             await response.send_json(200, answer)
             return

@@ -1,4 +1,4 @@
-"""The endpoint /v1/models: the names of the served model."""
+"""The endpoint /v1/models: the names of the served models."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ def routes(service: Service) -> list[Operation]:
     """Return the routes of the endpoint."""
 
     async def list_models(request: Request) -> Response:
-        return json_response(ModelList([card(service, name) for name in service.names]))
+        return json_response(ModelList([card(own, name) for own in service.all for name in own.names]))
 
     async def show_model(request: Request) -> Response:
         name = request.path_params["model"]
-        service.model(name)
-        return json_response(card(service, name))
+        own = service.of(name)
+        own.model(name)
+        return json_response(card(own, name))
 
     return [
-        Operation("GET", "/v1/models", list_models, "List the names of the served model.", result=ModelList),
+        Operation("GET", "/v1/models", list_models, "List the names of the served models.", result=ModelList),
         Operation(
             "GET",
             "/v1/models/{model:path}",
             show_model,
-            "Get one of the names of the served model.",
+            "Get one of the names of the served models.",
             result=ModelCard,
         ),
     ]

@@ -33,22 +33,24 @@ def routes(service: Service) -> list[Operation]:
 
     async def tokenize(request: Request) -> Response:
         fields = await read_request(request, TO_TOKENS, service.options)
-        service.model(fields.model)
-        tokens = await token_ids(service, fields)
-        names = service.tokenizer.convert_ids_to_tokens(tokens) if fields.return_token_strs else msgspec.UNSET
-        return json_response(TokenizeResponse(tokens, len(tokens), service.info.max_model_len, names))
+        own = service.of(fields.model)
+        own.model(fields.model)
+        tokens = await token_ids(own, fields)
+        names = own.tokenizer.convert_ids_to_tokens(tokens) if fields.return_token_strs else msgspec.UNSET
+        return json_response(TokenizeResponse(tokens, len(tokens), own.info.max_model_len, names))
 
     async def detokenize(request: Request) -> Response:
         fields = await read_request(request, TO_TEXT, service.options)
-        service.model(fields.model)
-        limit = max(MIN_DETOKENIZED, service.info.max_model_len)
+        own = service.of(fields.model)
+        own.model(fields.model)
+        limit = max(MIN_DETOKENIZED, own.info.max_model_len)
         if len(fields.tokens) > limit:
             raise APIError(
                 400, f"tokens must have at most {limit} entries, got {len(fields.tokens)}", param="tokens"
             )
-        check_vocabulary("tokens", fields.tokens, service.info.vocab_size)
+        check_vocabulary("tokens", fields.tokens, own.info.vocab_size)
         text = await off_loop(
-            len(fields.tokens), lambda: service.tokenizer.decode(fields.tokens, skip_special_tokens=False)
+            len(fields.tokens), lambda: own.tokenizer.decode(fields.tokens, skip_special_tokens=False)
         )
         return json_response(DetokenizeResponse(text))
 

@@ -14,11 +14,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.frontend.server.http.body import Decoder, read_request
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
-from pagewire.frontend.server.http.query import arguments_of, queries_of
+from pagewire.frontend.server.http.query import Query, arguments_of, queries_of
 from pagewire.frontend.server.http.tenants import require_admin
 from pagewire.frontend.server.service import Service, service_of
 
@@ -38,6 +39,7 @@ class AbortResponse(msgspec.Struct):
 
 
 HEADER, VALUE = "X-Pagewire-Admin", "1"
+MODEL = Query("model", str, "a name of the model that is meant; by default the first")
 TO_ABORT = Decoder(AbortRequest)
 
 
@@ -61,7 +63,8 @@ def routes(service: Service) -> list[Operation]:
 
 def operation(method: str, path: str, endpoint: Endpoint, summary: str, call: str) -> Operation:
     """An endpoint that takes the arguments of a call in its query, and answers a truth value."""
-    return Operation(method, path, guarded(endpoint), summary, query=queries_of(call), result=dict[str, bool])
+    query = (*queries_of(call), MODEL)
+    return Operation(method, path, guarded(endpoint), summary, query=query, result=dict[str, bool])
 
 
 def guarded(endpoint: Endpoint) -> Endpoint:
@@ -77,43 +80,55 @@ def guarded(endpoint: Endpoint) -> Endpoint:
     return checked
 
 
+def engine_of(request: Request) -> AsyncLLM:
+    """The engine that the query's `model` names, or the first.
+
+    Raises:
+        APIError: there is no such model.
+    """
+    name = request.query_params.get("model")
+    service = service_of(request).of(name)
+    service.model(name)
+    return service.engine
+
+
 async def pause(request: Request) -> Response:
     """POST /pause."""
-    paused = await service_of(request).engine.pause_generation(**arguments_of(request, "pause"))
+    paused = await engine_of(request).pause_generation(**arguments_of(request, "pause"))
     return json_response({"paused": paused})
 
 
 async def resume(request: Request) -> Response:
     """POST /resume."""
-    await service_of(request).engine.resume_generation()
+    await engine_of(request).resume_generation()
     return json_response({"paused": False})
 
 
 async def is_paused(request: Request) -> Response:
     """GET /is_paused."""
-    return json_response({"is_paused": await service_of(request).engine.is_paused()})
+    return json_response({"is_paused": await engine_of(request).is_paused()})
 
 
 async def sleep(request: Request) -> Response:
     """POST /sleep."""
-    await service_of(request).engine.sleep(**arguments_of(request, "sleep"))
+    await engine_of(request).sleep(**arguments_of(request, "sleep"))
     return json_response({"is_sleeping": True})
 
 
 async def wake_up(request: Request) -> Response:
     """POST /wake_up."""
-    await service_of(request).engine.wake_up(**arguments_of(request, "wake_up"))
+    await engine_of(request).wake_up(**arguments_of(request, "wake_up"))
     return await is_sleeping(request)
 
 
 async def is_sleeping(request: Request) -> Response:
     """GET /is_sleeping."""
-    return json_response({"is_sleeping": await service_of(request).engine.is_sleeping()})
+    return json_response({"is_sleeping": await engine_of(request).is_sleeping()})
 
 
 async def reset_prefix_cache(request: Request) -> Response:
     """POST /reset_prefix_cache."""
-    engine = service_of(request).engine
+    engine = engine_of(request)
     return json_response(
         {"reset": await engine.reset_prefix_cache(**arguments_of(request, "reset_prefix_cache"))}
     )
@@ -124,5 +139,13 @@ async def abort(request: Request) -> Response:
     service = service_of(request)
     ids = (await read_request(request, TO_ABORT, service.options)).request_id
     names = [ids] if isinstance(ids, str) else ids
-    aborted = [name for name in names if service.abort(name) or await service.engine.abort_any(name)]
+    aborted = [name for name in names if service.abort(name) or await abort_any(service, name)]
     return json_response(AbortResponse(aborted))
+
+
+async def abort_any(service: Service, name: str) -> bool:
+    """End a request of another server on one of the engines; False if there is none."""
+    for own in service.all:
+        if await own.engine.abort_any(name):
+            return True
+    return False

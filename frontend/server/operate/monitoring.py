@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -25,15 +26,13 @@ HEALTH_SECONDS = 1.0  # for which the core's answer about its health is given ag
 
 def routes(service: Service) -> list[Operation]:
     """The endpoints of a server."""
-    engine, monitor = service.engine, HealthMonitor(service.engine)
+    monitors = [HealthMonitor(own.engine) for own in service.all]
 
     async def health(request: Request) -> Response:
-        report = await monitor.report()
-        return answered(report["alive"], report["reason"])
+        return answered("alive", [await monitor.report() for monitor in monitors])
 
     async def ready(request: Request) -> Response:
-        report = await monitor.report()
-        return answered(report["ready"], report["reason"])
+        return answered("ready", [await monitor.report() for monitor in monitors])
 
     async def version(request: Request) -> Response:
         return json_response({"version": __version__})
@@ -42,11 +41,17 @@ def routes(service: Service) -> list[Operation]:
         return json_response({"server_load": len(service.open)})
 
     async def metrics(request: Request) -> Response:
-        rows = visible_rows(await answer_of(engine, "metrics"), tenant_of(request.scope))
+        found = [await answer_of(own.engine, "metrics") for own in service.all]
+        rows = visible_rows([row for rows in found for row in rows], tenant_of(request.scope))
         return Response(exposition(rows), headers={"content-type": CONTENT_TYPE})
 
     return [
-        Operation("GET", "/health", health, "200 if the engine is proven to live; else 503, and why."),
+        Operation(
+            "GET",
+            "/health",
+            health,
+            "200 if the engine (each, if several) is proven to live; else 503, and why.",
+        ),
         Operation("GET", "/ready", ready, "200 if the engine takes requests; else 503, and why."),
         Operation("GET", "/ping", health, "As /health."),
         Operation("POST", "/ping", health, "As /health."),
@@ -80,14 +85,15 @@ class HealthMonitor:
         return await asyncio.shield(self._asked)
 
 
-def answered(good: bool, reason: str) -> Response:
-    """200; or an error with the reason.
+def answered(state: str, reports: Sequence[dict[str, Any]]) -> Response:
+    """200 if all engines are in this state; or an error with the reason of the first that is not.
 
     Raises:
-        APIError: it is not good.
+        APIError: one is not.
     """
-    if not good:
-        raise APIError(503, reason, code="engine_unhealthy")
+    for report in reports:
+        if not report[state]:
+            raise APIError(503, report["reason"], code="engine_unhealthy")
     return Response()
 
 

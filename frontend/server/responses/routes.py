@@ -124,9 +124,8 @@ class StoredResponses:
         fields = await read_request(request, COUNTED, self._service.options)
         owner = tenant_of(request.scope).name
         try:
-            return json_response(
-                InputTokens(await num_input_tokens(self._service, self._store, fields, owner))
-            )
+            service = self._service.of(fields.model)
+            return json_response(InputTokens(await num_input_tokens(service, self._store, fields, owner)))
         except (APIError, ValueError, TypeError) as error:
             raise in_response_terms(api_error(error, COUNTED.fields)) from error
 

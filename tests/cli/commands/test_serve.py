@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.cli.commands.serve import take_server_options
+from pagewire.cli.commands.serve import also_options, each_core, take_server_options
 from pagewire.cli.main import build_parser, main
 from pagewire.cli.options import engine_args
 from pagewire.frontend.server.http.uvicorn_server import bound, url_of
@@ -48,6 +48,18 @@ def test_the_file_stands_behind_the_command_line(tmp_path: Path) -> None:
     assert server.port == 5 and options.config is None
 
 
+def test_further_models() -> None:
+    _, options = parsed("demo", "--also", "other", "--also", '{"model": "third", "dtype": "float32"}')
+    args = [engine_args(own) for own in (*each_core(options), *map(also_options, options.also))]
+    assert [(own.model, own.dtype) for own in args] == [
+        ("demo", "auto"),
+        ("other", "auto"),
+        ("third", "float32"),
+    ]
+    _, options = parsed("--attach", "ipc:///a", "--attach", "ipc:///b")
+    assert [own.attach for own in each_core(options)] == ["ipc:///a", "ipc:///b"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -63,6 +75,9 @@ def test_the_file_stands_behind_the_command_line(tmp_path: Path) -> None:
         (("demo", "--config", "/nowhere.yaml"), "cannot read"),
         (("demo", "--allowed-origins", "[1"), "allowed_origins"),
         (("--attach", "ipc:///nowhere", "--port", "0", "--dtype", "float32"), "no effect with --attach"),
+        (("demo", "--also", "{"), "not valid JSON"),
+        (("demo", "--also", '{"dtype": "float32"}'), "a model is missing"),
+        (("demo", "--also", '{"model": "x", "dtipe": "float32"}'), "dtipe"),
         (("--attach", "ipc:///nowhere", "--port", "0", "--restarts", "1"), "no effect with --attach"),
     ],
 )

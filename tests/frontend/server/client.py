@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -97,9 +97,9 @@ class Call:
 class Client:
     """Calls one application on one engine."""
 
-    def __init__(self, engine: AsyncLLM, **options: Any) -> None:
+    def __init__(self, engine: AsyncLLM, others: Sequence[AsyncLLM] = (), **options: Any) -> None:
         self.engine = engine
-        self.app = create_app(engine, ServerOptions(**options))
+        self.app = create_app(engine, ServerOptions(**options), others)
 
     def call(
         self,

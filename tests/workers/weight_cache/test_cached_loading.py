@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
+import torch
 
 from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu import library
 from pagewire.workers import calls
@@ -20,7 +22,9 @@ from pagewire.workers.weight_cache import cached_loading, file, folder
 from pagewire.workers.weight_cache.ahead import WeightsAhead
 from pagewire.workers.weight_cache.cached_loading import keep_in_background
 from pagewire.workers.weight_cache.folder import weight_folder
+from pagewire.workers.weight_cache.key import key_of
 
+from .. import pooled
 from ..architectures import EXPERTS, GPT2_SIZES, GROUPED, Architecture
 from ..driver import Driver
 
@@ -183,3 +187,37 @@ def test_other_models_start_as_ever(
     caplog.set_level(logging.DEBUG, "pagewire.worker")
     runner, ahead = start(Architecture("gpt2", GPT2_SIZES).write(tmp_path / "model"))
     assert keep(runner, ahead) == [] and "its layers are no decoder stack" in caplog.text
+
+
+POOLED = {  # the heads of a checkpoint, and the task that they are for
+    "bert": ("AutoModel", "embed"),
+    "nomic_bert": ("AutoModel", "token_embed"),
+    "roberta": ("AutoModelForSequenceClassification", "classify"),
+    "qwen3": ("AutoModelForSequenceClassification", "classify"),
+}
+
+
+@pytest.mark.parametrize("model_type", POOLED)
+def test_models_that_pool_are_kept(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoders with their embeddings, causal models, and the heads of classifiers."""
+    monkeypatch.setattr(folder, "cache_root", lambda: tmp_path / "cache")
+    head, task = POOLED[model_type]
+    model = pooled.write(tmp_path / "model", model_type, head)
+    params = PoolingParams(task=task, all_tokens=True)
+    first, ahead = start(model, runner="pooling")
+    assert len(keep(first, ahead)) == 1
+    expected = pooled.pool(first, PROMPTS, params)
+    without_transformers(monkeypatch)
+    second, ahead = start(model, runner="pooling")
+    assert ahead.packed is not None and second.ready().pooling == first.ready().pooling
+    assert all(map(torch.equal, pooled.pool(second, PROMPTS, params), expected))
+    assert second.model.weight_bytes == first.model.weight_bytes
+
+
+def test_another_pooling_makes_another_key(tmp_path: Path) -> None:
+    model = pooled.write(tmp_path / "model", "bert")
+    pooled.sentence_transformer(model, "mean_tokens")
+    config = WorkerConfig(str(model), weight_cache=True)
+    before = key_of(config)
+    (model / "1_Pooling/config.json").write_text('{"pooling_mode_cls_token": true}')
+    assert before is not None and key_of(config) not in (None, before)

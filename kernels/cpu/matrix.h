@@ -1,0 +1,18 @@
+// The product with a matrix of any kind.
+#pragma once
+
+#include "kernels.h"
+
+namespace {
+
+// out [rows, matrix.n] = x [rows, matrix.k] times the matrix; rows of x are x_stride apart.
+inline void multiply(const Matrix& matrix, const void* x, int64_t x_stride, void* out, int64_t rows, int32_t dtype,
+                     int32_t num_threads) {
+  if (matrix.integers)
+    pagewire_quantised_linear(x, matrix.packed, matrix.bias, out, rows, matrix.k, matrix.n, x_stride, matrix.integers,
+                              dtype, num_threads);
+  else
+    pagewire_linear(x, matrix.packed, matrix.bias, out, rows, matrix.k, matrix.n, x_stride, dtype, num_threads);
+}
+
+}  // namespace

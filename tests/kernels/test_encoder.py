@@ -1,0 +1,145 @@
+"""A stack of an encoder's layers: one compiled call, and kernel by kernel, to the same bits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from pagewire.kernels.attention import AttentionBatch
+from pagewire.kernels.cpu import encoder as compiled_encoder
+from pagewire.kernels.cpu.kernels import CpuKernels
+from pagewire.kernels.cpu.tensors import DTYPES
+from pagewire.kernels.encoder import EncoderLayer, EncoderStack, LayerNorm
+from pagewire.kernels.integers import Integers, quantise
+from pagewire.kernels.layer import Activation
+from pagewire.kernels.linear import Linear, dense_weight, pack
+
+from .batches import allocate_kv
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, PAGE = 48, 4, 2, 16, 72, 16
+LENGTHS = (20, 1, 33, 5, 17)
+
+
+def make_stack(
+    dtype: torch.dtype,
+    activation: Activation = Activation.GELU,
+    gated: bool = False,
+    bias: bool = True,
+    quantised: bool = False,
+) -> EncoderStack:
+    """Two random layers; with `quantised` some matrices of the first are quantised."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
+
+    def linear(rows: int, columns: int, scheme: Integers | None = None) -> Linear:
+        matrix = dense_weight(random(rows, columns))
+        return pack(matrix if scheme is None else quantise(matrix, scheme), random(rows) if bias else None)
+
+    def norm() -> LayerNorm:
+        return LayerNorm(1 + random(HIDDEN), random(HIDDEN) if bias else None, 1e-6)
+
+    def layer(scheme: Integers | None) -> EncoderLayer:
+        return EncoderLayer(
+            qkv=linear((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN, scheme),
+            out=linear(HIDDEN, HEADS * HEAD_DIM),
+            attention_norm=norm(),
+            up=linear(INTERMEDIATE * (2 if gated else 1), HIDDEN),
+            down=linear(HIDDEN, INTERMEDIATE, scheme),
+            output_norm=norm(),
+            activation=activation,
+            gated=gated,
+            num_heads=HEADS,
+            num_kv_heads=KV_HEADS,
+            head_dim=HEAD_DIM,
+        )
+
+    return EncoderStack([layer(Integers(8, None, 128) if quantised else None), layer(None)], HEAD_DIM**-0.5)
+
+
+def make_step(dtype: torch.dtype) -> tuple[Tensor, AttentionBatch, tuple[Tensor, Tensor]]:
+    """States, batch, and angles of prompts of `LENGTHS` tokens, each in pages of its own."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.tensor(LENGTHS)
+    pages = -(-lengths // PAGE)
+    firsts = pages.cumsum(0) - pages
+    slots = [int(first) * PAGE + torch.arange(n) for first, n in zip(firsts, LENGTHS, strict=True)]
+    table = (firsts[:, None] + torch.arange(3)).clamp(max=int(pages.sum()) - 1)
+    batch = AttentionBatch(
+        query_start_loc=torch.tensor([0, *LENGTHS]).cumsum(0).int(),
+        seq_lens=lengths.int(),
+        block_table=table.int(),
+        slot_mapping=torch.cat(slots),
+        max_query_len=max(LENGTHS),
+        max_seq_len=max(LENGTHS),
+    )
+    angles = torch.rand(sum(LENGTHS), HEAD_DIM // 2, generator=generator).repeat(1, 2)
+    x = torch.randn(sum(LENGTHS), HIDDEN, generator=generator).to(dtype)
+    return x, batch, (angles.cos().to(dtype), angles.sin().to(dtype))
+
+
+def make_cache(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return allocate_kv(sum(-(-n // PAGE) for n in LENGTHS), KV_HEADS, PAGE, HEAD_DIM, HEAD_DIM, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"activation": Activation.GELU_TANH, "bias": False},
+        {"activation": Activation.SILU, "gated": True},
+        {"gated": True, "quantised": True},
+    ],
+    ids=lambda options: " ".join(options) or "plain",
+)
+@pytest.mark.usefixtures("served_kernels")
+def test_one_call_is_all_the_kernels(
+    dtype: torch.dtype, options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the prompts are grouped, and each prompt's bits are those that it has alone."""
+    stack = make_stack(dtype, **options)  # type: ignore[arg-type]
+    assert stack.compiled is not None
+    x, batch, angles = make_step(dtype)
+    rotated = angles if options.get("gated") else None
+    whole = stack(x.clone(), batch, make_cache(dtype), rotated)
+    monkeypatch.setattr(compiled_encoder, "GROUP_TOKENS", 1)
+    assert torch.equal(stack(x.clone(), batch, make_cache(dtype), rotated), whole)
+    stack.compiled = None
+    assert torch.equal(stack(x.clone(), batch, make_cache(dtype), rotated), whole)
+    assert whole.isfinite().all() and whole.float().std() > 0.1
+
+
+def test_layers_of_two_forms_run_kernel_by_kernel(served_kernels: CpuKernels) -> None:
+    first, second = make_stack(torch.float32).layers
+    for other in (dataclasses.replace(second, head_dim=8), dataclasses.replace(second, down=lambda x: x)):
+        assert served_kernels.encoder([first, other], 0.25) is None
+
+
+@pytest.mark.usefixtures("served_kernels")
+def test_what_does_not_fit_is_refused() -> None:
+    stack = make_stack(torch.float32)
+    x, batch, angles = make_step(torch.float32)
+    cache = make_cache(torch.float32)
+    with pytest.raises(ValueError, match="states"):
+        stack(x[:, :-1].contiguous(), batch, cache)
+    with pytest.raises(ValueError, match="cache"):
+        stack(x, batch, make_cache(torch.bfloat16))
+    with pytest.raises(ValueError, match="cos"):
+        stack(x, batch, cache, (angles[0][:5], angles[1][:5]))
+    with pytest.raises(ValueError, match="angles of"):
+        stack(x, batch, cache, (angles[0].double(), angles[1].double()))
+    for name, value in (
+        ("slot_mapping", batch.slot_mapping[:-1]),
+        ("slot_mapping", batch.slot_mapping + 1000),
+        ("seq_lens", batch.seq_lens + 1000),
+        ("block_table", batch.block_table + 9),
+        ("query_start_loc", batch.query_start_loc - 1),
+        ("query_start_loc", batch.query_start_loc.flip(0).contiguous()),
+    ):
+        with pytest.raises(ValueError, match="fit"):
+            stack(x, dataclasses.replace(batch, **{name: value}), cache)
