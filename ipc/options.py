@@ -18,6 +18,7 @@ import msgspec
 
 from pagewire.ipc.bounds import check_int, check_number, unknown_name
 from pagewire.ipc.kv_events import KVEventsConfig, kv_events_config
+from pagewire.ipc.lora import LoRAConfig
 from pagewire.ipc.pooling import PoolerConfig
 from pagewire.ipc.quantization import FAMILIES, ONLINE, quantization_name
 
@@ -141,6 +142,34 @@ class EngineArgs:
     max_waiting: int = option(100_000, "Scheduler", "maximum sequences that may wait; further requests are refused")
     max_logprobs: int = option(20, "Scheduler", "maximum log probabilities per token; -1: no limit")
 
+    enable_lora: bool = option(False, "Adapters", "serve LoRA adapters beside the model")
+    max_loras: int = option(1, "Adapters", "maximum adapters whose requests run at the same time")
+    max_lora_rank: int = option(16, "Adapters", "largest rank of an adapter; smaller ones take no more than theirs")
+    max_cpu_loras: int | None = option(
+        None, "Adapters", "maximum adapters in memory, at least max_loras; default: max_num_seqs")
+    max_lora_bytes: int = option(
+        2 << 30, "Adapters", "bytes of memory for adapters, those of all workers together; the least recently used "
+        "are dropped first")
+    lora_dtype: Literal["auto", "float16", "bfloat16", "float32"] = option(
+        "auto", "Adapters", "type of adapters' weights; auto: the model's",
+        choices=("auto", "float16", "bfloat16", "float32"))
+    lora_extra_vocab_size: int = option(
+        256, "Adapters", "maximum tokens that an adapter may add to the vocabulary")
+    long_lora_scaling_factors: list[float] = option(
+        None, "Adapters", "scaling factors of the rotary embedding with which adapters were trained (LongLoRA)",
+        make=list)
+    fully_sharded_loras: bool = option(
+        False, "Adapters", "split both matrices of an adapter over the workers of a group, not only one")
+    lora_allow_pickle: bool = option(
+        False, "Adapters", "read adapter_model.bin where there is no adapter_model.safetensors: a pickle, of which "
+        "tensors only are taken")
+    qlora_adapter_name_or_path: str | None = option(
+        None, "Adapters", "QLoRA adapter, folder or Hugging Face id, for a model with quantization=bitsandbytes: "
+        "it is loaded at the start, stays in memory, and is registered under this name")
+    lora_path: str | None = option(
+        None, "Adapters", "folder or Hugging Face id of an adapter that is merged into the weights: with merge")
+    merge: bool = option(False, "Adapters", "add the adapter of lora_path to the weights as they are loaded")
+
     disable_log_stats: bool = option(False, "Logging", "do not log periodic statistics in the core")
     log_stats_interval: float = option(10.0, "Logging", "seconds between two lines of statistics")
     otlp_traces_endpoint: str | None = option(
@@ -200,6 +229,7 @@ class EngineArgs:
         if self.resolved_kv_events() is not None and not self.enable_prefix_caching:
             raise ValueError("kv_events needs enable_prefix_caching: without it no block is found by others")
         self._check_parallel()
+        self._check_adapters()
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
             raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
 
@@ -241,6 +271,45 @@ class EngineArgs:
                 f"device={self.device!r} is one GPU, and tensor_parallel_size={self.tensor_parallel_size} takes "
                 "that many: use device='cuda', and CUDA_VISIBLE_DEVICES to choose among them"
             )
+
+    def _check_adapters(self) -> None:
+        """Refuse options of adapters that contradict each other."""
+        for name in ("max_loras", "max_lora_rank", "max_lora_bytes"):
+            check_int(name, getattr(self, name), 1)
+        check_int("lora_extra_vocab_size", self.lora_extra_vocab_size, 0)
+        if self.max_cpu_loras is not None:
+            check_int("max_cpu_loras", self.max_cpu_loras, self.max_loras)
+        for factor in self.long_lora_scaling_factors:
+            check_number("long_lora_scaling_factors", factor, 1.0, math.inf)
+        if self.merge != (self.lora_path is not None):
+            raise ValueError(
+                "lora_path and merge=True go together: the adapter is added to the weights; to keep adapters apart "
+                "from them, set enable_lora and give lora_request with each request"
+            )
+        if self.merge and self.enable_lora:
+            raise ValueError(
+                "merge=True is for a single adapter: leave enable_lora out, or lora_path and merge"
+            )
+        if self.qlora_adapter_name_or_path is not None:
+            if not self.enable_lora:
+                raise ValueError("qlora_adapter_name_or_path needs enable_lora")
+            if self.quantization != "bitsandbytes" and self.load_format != "bitsandbytes":
+                raise ValueError("qlora_adapter_name_or_path needs quantization='bitsandbytes'")
+
+    def lora_config(self) -> LoRAConfig | None:
+        """The limits of adapters; None if none are served."""
+        if not self.enable_lora:
+            return None
+        return LoRAConfig(
+            max_loras=self.max_loras,
+            max_lora_rank=self.max_lora_rank,
+            max_cpu_loras=self.max_cpu_loras,
+            lora_dtype=self.lora_dtype,
+            extra_vocab_size=self.lora_extra_vocab_size,
+            long_lora_scaling_factors=list(self.long_lora_scaling_factors),
+            fully_sharded=self.fully_sharded_loras,
+            allow_pickle=self.lora_allow_pickle,
+        )
 
     @property
     def uses_ray(self) -> bool:
@@ -314,9 +383,6 @@ NOT_SUPPORTED_YET: dict[str, Any] = {
     "compilation_config": None,
     "logits_processors": None,
     "enable_chunked_prefill": True,
-    "enable_lora": False,
-    "max_loras": 1,
-    "max_lora_rank": 16,
     "speculative_config": None,
     "speculative_model": None,
     "num_speculative_tokens": None,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from pagewire.engine_core.grammar.matcher import Matcher
+from pagewire.engine_core.schedule.adapter import Adapter
 from pagewire.engine_core.schedule.blocks import Block
 from pagewire.engine_core.schedule.tenants import Tenant
 from pagewire.ipc.block_names import encoded_keys
@@ -51,6 +52,7 @@ class Sequence:
     pools: it ends with a pooled result and generates no tokens. params: those of a sequence that generates.
     returns_prompt_logprobs: they are requested; only the first of n sequences returns them.
     whole: its prompt is computed in one step.
+    adapter: that it runs with; None: the model alone.
 
     Times are in seconds on the monotonic clock, 0 until they are known.
     """
@@ -90,6 +92,7 @@ class Sequence:
     pools: bool = field(init=False)
     params: SamplingParams = field(init=False)
     returns_prompt_logprobs: bool = False
+    adapter: Adapter | None = None
 
     def __post_init__(self) -> None:
         self.pools = isinstance(self.request.task, PoolingParams)

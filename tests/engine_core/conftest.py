@@ -20,6 +20,7 @@ from pagewire.engine_core.core import EngineCore
 from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.engine_core.workers.launchers.interface import Launcher
 from pagewire.engine_core.workers.launchers.local import LocalLauncher
+from pagewire.ipc.adapters import AdapterSource
 from pagewire.ipc.codec import Codec
 from pagewire.ipc.gate import Gate
 from pagewire.ipc.items import Prompt
@@ -74,9 +75,17 @@ class RawFrontend:
         assert isinstance(welcome, Welcome), welcome
         return welcome
 
-    def submit(self, key: int, prompt: list[int], seed: int = 7, **params: Any) -> None:
+    def submit(
+        self,
+        key: int,
+        prompt: list[int],
+        seed: int = 7,
+        adapter: AdapterSource | None = None,
+        **params: Any,
+    ) -> None:
         params.setdefault("max_tokens", 8)
-        request = Request(key, f"r{key}", Prompt(prompt), SamplingParams(**params), seed, eos_token_id=999)
+        task = SamplingParams(**params)
+        request = Request(key, f"r{key}", Prompt(prompt), task, seed, eos_token_id=999, adapter=adapter)
         self.say(Submit([request]))
 
     def take(self, message: ToFrontend) -> None:

@@ -1,4 +1,4 @@
-"""The endpoint /v1/models: the names of the served model."""
+"""The endpoint /v1/models: the names of the served model, and its adapters."""
 
 from __future__ import annotations
 
@@ -15,26 +15,43 @@ def routes(service: Service) -> list[Operation]:
     """Return the routes of the endpoint."""
 
     async def list_models(request: Request) -> Response:
-        return json_response(ModelList([card(service, name) for name in service.names]))
+        names = [*service.names, *(adapter.lora_name for adapter in service.adapters)]
+        return json_response(ModelList([card(service, name) for name in names]))
 
     async def show_model(request: Request) -> Response:
         name = request.path_params["model"]
-        service.model(name)
         return json_response(card(service, name))
 
     return [
-        Operation("GET", "/v1/models", list_models, "List the names of the served model.", result=ModelList),
+        Operation(
+            "GET",
+            "/v1/models",
+            list_models,
+            "List the names of the served model, and its adapters.",
+            result=ModelList,
+        ),
         Operation(
             "GET",
             "/v1/models/{model:path}",
             show_model,
-            "Get one of the names of the served model.",
+            "Get one of the names of the served model, or an adapter.",
             result=ModelCard,
         ),
     ]
 
 
 def card(service: Service, name: str) -> ModelCard:
-    """Return the description of the model under one of its names."""
-    info = service.info
-    return ModelCard(id=name, created=service.created, root=info.model, max_model_len=info.max_model_len)
+    """Return the description of the model under one of its names, or of an adapter.
+
+    Raises:
+        APIError: there is no model with that name.
+    """
+    info, adapter = service.info, service.adapter(name)
+    root = info.model if adapter is None else adapter.lora_path or name
+    return ModelCard(
+        id=name,
+        created=service.created,
+        root=root,
+        parent=None if adapter is None else service.names[0],
+        max_model_len=info.max_model_len,
+    )
