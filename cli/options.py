@@ -91,7 +91,7 @@ def add_option(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
         text += f" (default: {default})"
     common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
     names = [flag(field.name), *filter(None, [field.metadata["short"]])]
-    kinds = {hint} if get_origin(hint) is list else set(get_args(hint)) or {hint}
+    kinds = {hint} if hint == list[str] else set(get_args(hint)) or {hint}
     if kinds <= {bool, type(None)}:
         group.add_argument(*names, action=argparse.BooleanOptionalAction, **common)
     elif get_origin(hint) is dict:
@@ -101,8 +101,6 @@ def add_option(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
         group.add_argument(*names, type=kind, choices=field.metadata["choices"], **common)
     elif bool in kinds:
         group.add_argument(*names, type=true_or_text, metavar="STR", **common)
-    elif list[float] in kinds:
-        group.add_argument(*names, nargs="+", type=float, metavar="FLOAT", **common)
     elif list[str] in kinds:
         group.add_argument(*names, nargs="+", action="extend", metavar="NAME", **common)
     else:

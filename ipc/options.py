@@ -155,16 +155,11 @@ class EngineArgs:
         choices=("auto", "float16", "bfloat16", "float32"))
     lora_extra_vocab_size: int = option(
         256, "Adapters", "maximum tokens that an adapter may add to the vocabulary")
-    long_lora_scaling_factors: list[float] = option(
-        None, "Adapters", "scaling factors of the rotary embedding with which adapters were trained (LongLoRA)",
-        make=list)
-    fully_sharded_loras: bool = option(
-        False, "Adapters", "split both matrices of an adapter over the workers of a group, not only one")
     lora_allow_pickle: bool = option(
         False, "Adapters", "read adapter_model.bin where there is no adapter_model.safetensors: a pickle, of which "
         "tensors only are taken")
     qlora_adapter_name_or_path: str | None = option(
-        None, "Adapters", "QLoRA adapter, folder or Hugging Face id, for a model with quantization=bitsandbytes: "
+        None, "Adapters", "folder or Hugging Face id of a QLoRA adapter, for a model with quantization=bitsandbytes: "
         "it is loaded at the start, stays in memory, and is registered under this name")
     lora_path: str | None = option(
         None, "Adapters", "folder or Hugging Face id of an adapter that is merged into the weights: with merge")
@@ -279,8 +274,11 @@ class EngineArgs:
         check_int("lora_extra_vocab_size", self.lora_extra_vocab_size, 0)
         if self.max_cpu_loras is not None:
             check_int("max_cpu_loras", self.max_cpu_loras, self.max_loras)
-        for factor in self.long_lora_scaling_factors:
-            check_number("long_lora_scaling_factors", factor, 1.0, math.inf)
+        if self.enable_lora and self.tensor_parallel_size > 1:
+            raise ValueError(
+                "enable_lora with tensor_parallel_size over 1 is not supported yet: a worker would need its part of "
+                "every adapter; an adapter that is merged (lora_path with merge=True) is served by any number"
+            )
         if self.merge != (self.lora_path is not None):
             raise ValueError(
                 "lora_path and merge=True go together: the adapter is added to the weights; to keep adapters apart "
@@ -306,8 +304,6 @@ class EngineArgs:
             max_cpu_loras=self.max_cpu_loras,
             lora_dtype=self.lora_dtype,
             extra_vocab_size=self.lora_extra_vocab_size,
-            long_lora_scaling_factors=list(self.long_lora_scaling_factors),
-            fully_sharded=self.fully_sharded_loras,
             allow_pickle=self.lora_allow_pickle,
         )
 
@@ -383,6 +379,8 @@ NOT_SUPPORTED_YET: dict[str, Any] = {
     "compilation_config": None,
     "logits_processors": None,
     "enable_chunked_prefill": True,
+    "long_lora_scaling_factors": None,
+    "fully_sharded_loras": False,
     "speculative_config": None,
     "speculative_model": None,
     "num_speculative_tokens": None,
@@ -393,6 +391,9 @@ NOT_SUPPORTED_YET: dict[str, Any] = {
 
 # What can be used in their place, by name of the option.
 ALTERNATIVES = {
+    "long_lora_scaling_factors": ": all requests have the model's rotary embedding; set rope_scaling of hf_overrides "
+    "for an adapter that was trained with another one",
+    "fully_sharded_loras": ": adapters are served by one worker, and have no shards",
     "pipeline_parallel_size": ": use tensor_parallel_size, which splits every layer over the workers",
 }
 

@@ -94,7 +94,7 @@ class ServerOptions:
     tool_call_parser: str | None = option(None, "Chat", "format in which the model writes tool"
         " calls", choices=TOOL_PARSERS)
 
-    lora_modules: list[str] = option(None, "Models", "LoRA adapters that clients address as models:"
+    lora_modules: list[str] = option(None, "Models", "adapters (LoRA) that clients address as models:"
         " name=path, or JSON of name, path and base_model_name", make=list)
 
     return_tokens_as_token_ids: bool = option(False, "Answers", "write tokens as 'token_id:ID' in log"

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from pagewire.engine_core import config
-from pagewire.engine_core.config import EngineConfig
+from pagewire.engine_core.config import EngineConfig, first_adapter
+from pagewire.ipc.errors import ModelNotFoundError
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.pooling import PoolingInfo
 from pagewire.ipc.worker_messages import Ready
@@ -57,3 +58,17 @@ def test_an_encoder_publishes_no_blocks() -> None:
     args = EngineArgs(model="org/model", kv_events="ipc:///tmp/events")
     with pytest.raises(ValueError, match="kv_events: this model is an encoder"):
         EngineConfig(args, MODEL, {}, None).scheduler_config(encoder)
+
+
+def test_adapters_that_the_engine_starts_with(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="holds no adapter_config"):
+        EngineConfig.resolve(EngineArgs(lora_path=str(tmp_path), merge=True))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    resolved = EngineConfig.resolve(EngineArgs(lora_path=str(tmp_path), merge=True))
+    assert resolved.worker_config().merged_adapter == str(tmp_path)
+    assert resolved.adapter_limits(READY) is None and resolved.worker_config().lora is None
+    options: dict[str, Any] = {"enable_lora": True, "quantization": "bitsandbytes", "max_loras": 2}
+    first = first_adapter(EngineArgs(qlora_adapter_name_or_path=str(tmp_path), **options))
+    assert first is not None and (first.name, first.path) == (str(tmp_path), str(tmp_path))
+    limits = EngineConfig(EngineArgs(**options), MODEL, {}, None).adapter_limits(READY)
+    assert limits is not None and (limits.max_active, limits.max_resident) == (2, 256)
