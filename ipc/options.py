@@ -159,8 +159,8 @@ class EngineArgs:
         False, "Adapters", "read adapter_model.bin where there is no adapter_model.safetensors: a pickle, of which "
         "tensors only are taken")
     qlora_adapter_name_or_path: str | None = option(
-        None, "Adapters", "folder or Hugging Face id of a QLoRA adapter, for a model with quantization=bitsandbytes: "
-        "it is loaded at the start, stays in memory, and is registered under this name")
+        None, "Adapters", "folder or Hugging Face id of a QLoRA adapter, for quantization=bitsandbytes: it is loaded at the "
+        "start, stays in memory, and is registered under this name")
     lora_path: str | None = option(
         None, "Adapters", "folder or Hugging Face id of an adapter that is merged into the weights: with merge")
     merge: bool = option(False, "Adapters", "add the adapter of lora_path to the weights as they are loaded")
@@ -276,8 +276,8 @@ class EngineArgs:
             check_int("max_cpu_loras", self.max_cpu_loras, self.max_loras)
         if self.enable_lora and self.tensor_parallel_size > 1:
             raise ValueError(
-                "enable_lora with tensor_parallel_size over 1 is not supported yet: a worker would need its part of "
-                "every adapter; an adapter that is merged (lora_path with merge=True) is served by any number"
+                "enable_lora with tensor_parallel_size over 1 is not supported yet: a worker would need its part "
+                "of every adapter; one that is merged (lora_path with merge=True) is served by any number of them"
             )
         if self.merge != (self.lora_path is not None):
             raise ValueError(
@@ -391,8 +391,8 @@ NOT_SUPPORTED_YET: dict[str, Any] = {
 
 # What can be used in their place, by name of the option.
 ALTERNATIVES = {
-    "long_lora_scaling_factors": ": all requests have the model's rotary embedding; set rope_scaling of hf_overrides "
-    "for an adapter that was trained with another one",
+    "long_lora_scaling_factors": ": all requests have the model's rotary embedding; set rope_scaling of "
+    "hf_overrides for an adapter that was trained with another one",
     "fully_sharded_loras": ": adapters are served by one worker, and have no shards",
     "pipeline_parallel_size": ": use tensor_parallel_size, which splits every layer over the workers",
 }
