@@ -25,7 +25,7 @@ from pagewire.ipc.model_figures import ModelFigures
 from pagewire.ipc.params import Name, SamplingParams
 from pagewire.ipc.pooling import PoolingInfo
 
-PROTOCOL = 5
+PROTOCOL = 6
 
 
 class EngineInfo(Message):
