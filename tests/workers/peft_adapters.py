@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pagewire.ipc.lora import AdapterLoaded, LoadAdapter, LoRAConfig
+from pagewire.workers.model.matrices import is_linear
 
 from .driver import load_runner
 from .parity import NUM_TOKENS
@@ -60,6 +61,34 @@ def peft_tokens(
         )
         outputs.append(found[0, len(prompt) :].tolist())
     return outputs
+
+
+def peft_logprobs(model: Path, adapter: Path | None, prompt: list[int]) -> list[float]:
+    """The log probability of each token of a prompt after its first."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    adapted = base if adapter is None else PeftModel.from_pretrained(base, adapter).eval()
+    with torch.inference_mode():
+        logprobs = adapted(input_ids=torch.tensor([prompt])).logits[0].log_softmax(-1)
+    values = logprobs[:-1].gather(1, torch.tensor(prompt[1:])[:, None])
+    return values.flatten().tolist()  # type: ignore[no-any-return]
+
+
+def targets_of(model: Path) -> list[str]:
+    """The names of a model's linear layers but for its output layer and the choice of experts."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    return sorted(
+        {
+            name.rpartition(".")[2]
+            for name, child in module.named_modules()
+            if is_linear(child) and child is not module.get_output_embeddings() and not name.endswith("_gate")
+        }
+    )
 
 
 class AdaptedRunner:

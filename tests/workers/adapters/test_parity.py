@@ -7,14 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pagewire.ipc.params import SamplingParams
+from pagewire.kernels.integers import Integers
+from pagewire.workers.errors import LoadError
+from pagewire.workers.model import modules
 from pagewire.workers.model.stack import DecoderStack
 
-from ..architectures import GROUPED, VOCAB_SIZE, Architecture
-from ..driver import Driver, Request
+from ..architectures import GROUPED, SERVED, VOCAB_SIZE, Architecture
+from ..driver import Driver, Request, load_runner
 from ..parity import NUM_TOKENS, make_prompts, transformers_tokens
-from ..peft_adapters import AdaptedRunner, peft_tokens, write_adapter
+from ..peft_adapters import AdaptedRunner, peft_logprobs, peft_tokens, targets_of, write_adapter
+from ..quantised_models import PartsFormat, write_quantised
 
 PROMPTS = make_prompts(VOCAB_SIZE, (23, 5, 17, 1, 9, 12, 6))
 KINDS: dict[str, dict[str, Any]] = {
@@ -41,6 +46,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "modules_to_save": ["embed_tokens", "lm_head", "up_proj"],
     },
 }
+QUANTISED = (Integers(8, None, 128), Integers(4, 32, 8))
 LLAMA = Architecture("llama", GROUPED | {"attention_bias": True})
 
 
@@ -94,3 +100,83 @@ def test_bits_are_the_same_alone_and_among_others(runner: AdaptedRunner) -> None
     for prompt, index, request in zip(PROMPTS, indices, together, strict=True):
         (alone,) = Driver(runner.runner, 64).run([prompt], NUM_TOKENS, params, adapters=[index])
         assert bits(alone) == bits(request), index
+
+
+@pytest.mark.parametrize("scheme", QUANTISED, ids=str)
+def test_adapters_over_quantised_weights(
+    scheme: Integers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log probabilities are near those of PEFT over the dequantised model, with and without an adapter."""
+    monkeypatch.setattr(modules, "format_of", lambda _: PartsFormat())
+    shape = GROUPED | {"intermediate_size": 128}
+    source = Architecture("llama", shape).write(tmp_path / "source")
+    quantised, plain = write_quantised(
+        source, tmp_path / "model", lambda module: scheme if module.endswith("_proj") else None
+    )
+    kinds = ({"target_modules": "all-linear"}, {"target_modules": ["v_proj", "down_proj"], "use_dora": True})
+    adapters = [
+        write_adapter(plain, tmp_path / f"adapter{i}", i, 0.5, r=8, **kind) for i, kind in enumerate(kinds)
+    ]
+    runner = AdaptedRunner(quantised, quantization="awq")
+    runner.load_all(adapters)
+    params = SamplingParams(temperature=0.0, prompt_logprobs=0)
+    prompts = [PROMPTS[0]] * 3
+    requests = Driver(runner.runner, 128).run(prompts, 1, params, adapters=[0, 1, 2])
+    ours = [request.prompt_logprobs[0].logprobs.tolist() for request in requests]
+    theirs = [peft_logprobs(plain, adapter, PROMPTS[0]) for adapter in (None, *adapters)]
+    for index in range(3):
+        near = torch.tensor(ours[index]) - torch.tensor(theirs[index])
+        far = torch.tensor(ours[index]) - torch.tensor(theirs[index - 1])
+        assert near.abs().mean() < 0.1 < far.abs().mean(), index
+
+
+def test_a_merged_adapter_is_the_model(model: Path, adapters: list[Path], tmp_path: Path) -> None:
+    """Also where the weights are then quantised, and where the adapter changes more than weights, refused."""
+    names = list(KINDS)
+    for name in ("rank 64 rslora", "dora", "whole modules"):
+        folder = adapters[names.index(name)]
+        merged, _ = load_runner(model, merged_adapter=str(folder))
+        actual = Driver(merged).generate(PROMPTS[:2], NUM_TOKENS)
+        assert actual == peft_tokens(model, [folder] * 2, PROMPTS[:2]), name
+    with pytest.raises(LoadError, match=r"has bias and .* which cannot be merged"):
+        load_runner(model, merged_adapter=str(adapters[names.index("rank 8")]))
+    with pytest.raises(LoadError, match=r"cannot merge the adapter .* is no folder"):
+        load_runner(model, merged_adapter=str(tmp_path / "none"))
+    with pytest.raises(LoadError, match="the weights are random"):
+        load_runner(model, merged_adapter=str(adapters[0]), load_format="dummy")
+    plain, _ = load_runner(model, quantization="int8")
+    merged, _ = load_runner(model, merged_adapter=str(adapters[0]), quantization="int8")
+    assert merged.model.weight_bytes == plain.model.weight_bytes
+    assert Driver(merged).generate(PROMPTS[:1], 6) != Driver(plain).generate(PROMPTS[:1], 6)
+
+
+FIRST = ("gpt2", "gemma2", "mixtral", "phi3")
+OTHERS = (
+    "qwen2",
+    "mistral",
+    "gpt_neox",
+    "opt",
+    "qwen3",
+    "granite",
+    "cohere",
+    "olmo2",
+    "qwen2_moe",
+    "stablelm",
+)
+EVERY = [
+    *FIRST,
+    *(pytest.param(name, marks=pytest.mark.every_architecture) for name in OTHERS if name in SERVED),
+]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_architectures(name: str, tmp_path: Path) -> None:
+    """Inside a compiled stack, and in linear layers of transformers' modules, transposed ones too."""
+    model = SERVED[name].write(tmp_path / "model")
+    adapter = write_adapter(model, tmp_path / "adapter", 1, 1.0, r=4, target_modules=targets_of(model))
+    runner = AdaptedRunner(model)
+    runner.load_all([adapter])
+    prompts = PROMPTS[:3]
+    actual = Driver(runner.runner).generate(prompts, NUM_TOKENS, adapters=[1, 0, 1])
+    assert actual == peft_tokens(model, [adapter, None, adapter], prompts)
+    assert actual != transformers_tokens(model, prompts)
