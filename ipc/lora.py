@@ -1,8 +1,8 @@
 """How a worker serves LoRA adapters, and the messages that load and drop them.
 
-The core numbers the adapters that are loaded; 0 is the model without one. It decides which ones are, by their bytes,
-and plans no row of an adapter before its `AdapterLoaded`. Plans and these messages are handled in order: what was
-planned before a `DropAdapter` still runs with the adapter.
+The core numbers the adapters that are loaded; 0 is the model without one. It decides which ones are, by their
+bytes, and plans no row of an adapter before its `AdapterLoaded`. Plans and these messages are handled in order:
+what was planned before a `DropAdapter` still runs with the adapter.
 """
 
 from __future__ import annotations

@@ -6,8 +6,12 @@ from enum import Enum
 
 from torch import Tensor
 
+from pagewire.kernels.deltas import Shapes
 from pagewire.kernels.reduced import Sum
 from pagewire.kernels.weight import Linear
+
+PRODUCTS = ("qkv", "out", "gate_up", "down")
+"""The linear layers of a layer that adapters may change, in the order in which they are numbered."""
 
 
 class Activation(Enum):
@@ -105,3 +109,9 @@ class Layer:
     mixture: Mixture | None = None
     ranks: Sum | None = None
     """Adds up what `out` and the feed-forward half give, where every rank has a part of their inputs; None: all."""
+
+
+def product_shapes(layers: Sequence[Layer]) -> Shapes:
+    """The products that adapters may change, four for each layer; (0, 0) for one that a layer does not have."""
+    linears = [getattr(layer, name) for layer in layers for name in PRODUCTS]
+    return tuple((0, 0) if x is None else (x.out_features, x.in_features) for x in linears)

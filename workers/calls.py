@@ -21,7 +21,6 @@ from pagewire.workers.model import sharded_state
 from pagewire.workers.model.loading import Phases
 from pagewire.workers.runner import Runner
 from pagewire.workers.weight_cache.ahead import WeightsAhead
-from pagewire.workers.weight_cache.cached_loading import load
 
 
 def ping(runner: Runner) -> str:
@@ -73,7 +72,7 @@ def wake_up(runner: Runner, tags: Sequence[str] | None) -> None:
             ahead = WeightsAhead(runner.config)
             phases = Phases(lambda phase, seconds: None)
             with together(runner):
-                runner.loaded = load(ahead, phases, runner.device, runner.collective)
+                runner.loaded = runner.load_weights(ahead, phases)
         if not runner.caches and (tags is None or "kv_cache" in tags):
             allocate_kv(runner)
             with together(runner):

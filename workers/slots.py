@@ -16,6 +16,7 @@ class Slots:
 
     tokens: int64 [max_num_seqs, max_model_len + 1]; num_tokens: int64 [max_num_seqs].
     block_table: int32 [max_num_seqs, blocks of max_model_len tokens]; num_blocks: int64 [max_num_seqs].
+    adapters: int64 [max_num_seqs], the index of each one's adapter; 0 for none.
     sampling: the sampler's state of each slot in use. pooling: likewise, of prompts that are pooled.
 
     The arrays may be large: np.zeros leaves it to the system to allocate each page when it is first written.
@@ -28,6 +29,7 @@ class Slots:
         self.num_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.block_table: NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks), np.int32)
         self.num_blocks: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.adapters: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.sampling: dict[int, SamplingSlot] = {}
         self.pooling: dict[int, PoolingSlot] = {}
 
@@ -61,6 +63,7 @@ class Slots:
         self.num_tokens[slot] = num_tokens
         self.block_table[slot, : len(init.block_ids)] = init.block_ids
         self.num_blocks[slot] = len(init.block_ids)
+        self.adapters[slot] = init.adapter
         if isinstance(init.task, PoolingParams):
             self.pooling[slot] = PoolingSlot(init.task, init.num_prompt_tokens)
             return

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from pagewire.ipc.gguf.file import is_gguf
 from pagewire.ipc.hub import read_configs
 from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.kv_codes import DTYPE as KV_CODES
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.attention import StepContext
+from pagewire.workers.model.attention import RowsContext, StepContext
 from pagewire.workers.model.invariant import Invariant
 from pagewire.workers.model.stack import DecoderStack
 from pagewire.workers.model.transforms import LinearModule
@@ -167,9 +168,12 @@ class Model:
                     input_ids=input_ids[None], position_ids=step.positions[None], use_cache=False
                 )[0][0]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [n, V] of hidden states [n, H]."""
-        return self._whole_logits(hidden) if self.head is None else self.head(hidden)
+    def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        """Logits [n, V] of hidden states [n, H]. adapters: those of the n rows."""
+        if adapters is None:
+            return self._whole_logits(hidden) if self.head is None else self.head(hidden)
+        with RowsContext(adapters):
+            return self._whole_logits(hidden) if self.head is None else self.head(hidden)
 
     def shorten_logits(self) -> None:
         """Call the output layer alone where its product is all that the causal module does, to the bit.

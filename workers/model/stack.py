@@ -77,7 +77,8 @@ class DecoderStack(nn.Module):
         _require(_children(base) == BASE and type(base.embed_tokens) is nn.Embedding)
         _require(base.config.model_type not in OTHER_ARITHMETIC)
         _require(isinstance(base.rotary_emb, RotaryTable))
-        self.embed_tokens, self.rotary = embedding(base.embed_tokens, weights, device), base.rotary_emb
+        self.embed_tokens: nn.Module = embedding(base.embed_tokens, weights, device)
+        self.rotary = base.rotary_emb
         self._angles: list[Tensor] | None = None  # cosines and sines by position, from the first step on
         self.stack_layers = [StackLayer(layer, base.config, weights) for layer in base.layers]
         # Experts on a GPU are called one by one, between which the host waits: that cannot be recorded as a graph.
@@ -105,7 +106,7 @@ class DecoderStack(nn.Module):
         cos, sin = (table.index_select(0, step.positions) for table in self._angles)
         caches = [step.cache(layer.index, layer.kv_shape, layer.window) for layer in self.stack_layers]
         scales = [step.scales[layer.index] for layer in self.stack_layers] if step.scales else ()
-        return self.stack(residual, cos, sin, step.batch, caches, scales)
+        return self.stack(residual, cos, sin, step.batch, caches, scales, step.adapters)
 
 
 class StackLayer:
