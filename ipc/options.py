@@ -159,8 +159,8 @@ class EngineArgs:
         False, "Adapters", "read adapter_model.bin where there is no adapter_model.safetensors: a pickle, of which "
         "tensors only are taken")
     qlora_adapter_name_or_path: str | None = option(
-        None, "Adapters", "folder or Hugging Face id of a QLoRA adapter, for quantization=bitsandbytes: it is loaded at the "
-        "start, stays in memory, and is registered under this name")
+        None, "Adapters", "folder or Hugging Face id of a QLoRA adapter, for quantization=bitsandbytes: loaded "
+        "at the start, kept in memory, and registered under this name")
     lora_path: str | None = option(
         None, "Adapters", "folder or Hugging Face id of an adapter that is merged into the weights: with merge")
     merge: bool = option(False, "Adapters", "add the adapter of lora_path to the weights as they are loaded")
