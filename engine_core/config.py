@@ -185,6 +185,8 @@ class EngineConfig:
             figures=ready.figures,
             pooling=ready.pooling,
             lora=args.lora_config(),
+            tensor_parallel_size=args.tensor_parallel_size,
+            max_num_batched_tokens=self.scheduler_config(ready).max_num_batched_tokens,
         )
 
 

@@ -16,6 +16,13 @@ from contextlib import aclosing, contextmanager
 from typing import Any, TypeAlias, TypeVar
 
 from pagewire.frontend.calls import AsyncEngineCalls, timed_out
+from pagewire.frontend.configs import (
+    DecodingConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    parallel_config,
+    scheduler_config,
+)
 from pagewire.frontend.inputs import CheckedParams, Prepared, PromptType
 from pagewire.frontend.logprob_budget import LogprobBudget
 from pagewire.frontend.loop_mailbox import Listener, LoopMailbox
@@ -365,6 +372,18 @@ class AsyncLLM(AsyncEngineCalls):
     async def get_model_config(self) -> EngineInfo:
         """The model, its sizes and the options of the core, as the core reported them."""
         return self.session.info
+
+    async def get_parallel_config(self) -> ParallelConfig:
+        """How the model is split."""
+        return parallel_config(self.session.info)
+
+    async def get_scheduler_config(self) -> SchedulerConfig:
+        """Limits of the scheduler."""
+        return scheduler_config(self.session.info)
+
+    async def get_decoding_config(self) -> DecodingConfig:
+        """How structured output is made."""
+        return DecodingConfig()
 
     async def get_lora_config(self) -> LoRAConfig | None:
         """The limits of adapters; None if the engine serves none."""

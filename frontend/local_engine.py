@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from pagewire.frontend.configs import (
+    DecodingConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    parallel_config,
+    scheduler_config,
+)
 from pagewire.frontend.lora import LoRARequest
 from pagewire.frontend.session import Session
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.calls import EngineCalls
 from pagewire.ipc.lora import LoRAConfig
+from pagewire.ipc.messages import EngineInfo
 
 
 class LocalEngine(EngineCalls):
@@ -38,6 +46,22 @@ class LocalEngine(EngineCalls):
             ValueError, TypeError: no such adapter.
         """
         return self.session.tokenizer_for(lora_request)
+
+    def get_model_config(self) -> EngineInfo:
+        """The model, its sizes and the options of the core, as the core reported them."""
+        return self.session.info
+
+    def get_parallel_config(self) -> ParallelConfig:
+        """How the model is split."""
+        return parallel_config(self.session.info)
+
+    def get_scheduler_config(self) -> SchedulerConfig:
+        """Limits of the scheduler."""
+        return scheduler_config(self.session.info)
+
+    def get_decoding_config(self) -> DecodingConfig:
+        """How structured output is made."""
+        return DecodingConfig()
 
     def get_lora_config(self) -> LoRAConfig | None:
         """The limits of adapters; None if the engine serves none."""

@@ -66,6 +66,8 @@ class EngineInfo(Message):
     figures: ModelFigures | None = None
     pooling: PoolingInfo | None = None
     lora: LoRAConfig | None = None
+    tensor_parallel_size: int = 1
+    max_num_batched_tokens: int = 0
 
     @property
     def max_message_bytes(self) -> int:

@@ -181,6 +181,10 @@ def test_the_core_gets_the_adapter_and_outputs_have_it(
     with pytest.raises(ValueError, match="token id 72, outside the vocabulary of 72"):
         llm.generate([[2, 72]], lora_request=b)  # an adapter may add 8 to 64
     assert llm.get_lora_config() == core.info.lora
+    limits, split = llm.get_scheduler_config(), llm.llm_engine.get_parallel_config()
+    assert (limits.max_num_seqs, limits.max_model_len, split.world_size) == (16, 4096, 1)
+    assert llm.get_model_config() is llm.info
+    assert llm.get_decoding_config().guided_decoding_backend == "llguidance"
 
 
 def test_beams_of_a_prompt_run_with_its_adapter(llm: LLM, core: FakeCore) -> None:
