@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor
+from torch.nn import functional
 
 from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.dispatch import implementation_for
@@ -45,12 +46,14 @@ class Adapted:
         self.dtype, self.num_bytes = linear.dtype, linear.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [..., in_features] to [..., out_features].
+        """x [..., in_features] to [..., out_features], or wider by the tokens that adapters of the rows bring.
 
         Raises:
             ValueError: there are adapters, and x is not the rows of the step.
         """
         out = self.linear(x)
         if (rows := self._current()) is not None:
+            if extra := rows.num_extra(self.product):
+                out = functional.pad(out, (0, extra))
             adapt(x, out, rows, self.product)
         return out

@@ -97,17 +97,20 @@ class AdapterWeights:
     ) -> None:
         """The adapter of a model of `dtype` with products of these shapes.
 
-        num_extra_tokens: behind the model's vocabulary, of which the output layer has logits in rows of this
-        adapter; that product may then be wider than its shape says.
+        num_extra_tokens: behind the model's vocabulary. The last product, that of the output layer, has then as
+        many outputs more than its shape says, if the adapter has a weight for them.
 
         Raises:
             ValueError: a change does not fit its product.
         """
         if len(products) != len(shapes):
             raise ValueError(f"changes of {len(products)} products for {len(shapes)}")
-        for deltas, shape in zip(products, shapes, strict=True):
+        self.num_extra_outputs = 0
+        for number, (deltas, (num_out, num_in)) in enumerate(zip(products, shapes, strict=True)):
             for delta in deltas:
-                delta.check(shape, dtype)
+                is_wide = number == len(shapes) - 1 and delta.num_out == num_out + num_extra_tokens
+                self.num_extra_outputs = num_extra_tokens if is_wide else self.num_extra_outputs
+                delta.check((num_out + num_extra_tokens if is_wide else num_out, num_in), dtype)
         self.products, self.shapes, self.dtype = products, shapes, dtype
         self.embedding, self.num_extra_tokens = embedding, num_extra_tokens
         self.native: Any = None
@@ -143,6 +146,7 @@ class AdapterRows:
             ValueError: they are not.
         """
         num_out, num_in = self.adapters[0].shapes[product]
+        num_out += self.num_extra(product)
         if x.shape != (self.num_rows, num_in) or out.shape != (self.num_rows, num_out):
             raise ValueError(
                 f"adapters of {self.num_rows} rows of a product ({num_out}, {num_in}) for an input "
@@ -150,6 +154,22 @@ class AdapterRows:
             )
         if not out.is_contiguous() or x.dtype != out.dtype or x.dtype != self.adapters[0].dtype:
             raise ValueError(f"a contiguous output expected, all of {self.adapters[0].dtype}")
+
+    def num_extra(self, product: int) -> int:
+        """How many outputs a product must have behind those of the model, for tokens that adapters bring."""
+        if product != len(self.adapters[0].shapes) - 1:
+            return 0
+        return max(adapter.num_extra_outputs for adapter in self.adapters)
+
+    def close(self, logits: Tensor) -> None:
+        """Make tokens that a row's own adapter lacks impossible, in place; logits [num_rows, V + extra]."""
+        if not (extra := self.num_extra(len(self.adapters[0].shapes) - 1)):
+            return
+        ends = torch.full((len(logits), 1), logits.shape[1] - extra)
+        for adapter, index in self.groups():
+            ends[index] += adapter.num_extra_outputs
+        behind = torch.arange(logits.shape[1], device=logits.device) >= ends.to(logits.device)
+        logits.masked_fill_(behind, -torch.inf)
 
     def groups(self) -> list[tuple[AdapterWeights, Tensor]]:
         """Each adapter, and the indices int64 of its rows."""

@@ -64,9 +64,11 @@ class Runner:
         self.adapters = None if config.lora is None else Adapters(config, self.device, wake)
         self.loaded: LoadedModel | None = self.load_weights(ahead, phases)
         self.block_bytes = sum(shape.block_bytes(config.block_size) for shape in self.loaded.kv_shapes)
-        self.slots = Slots(
-            config.max_num_seqs, self.loaded.max_model_len, config.block_size, self.loaded.vocab_size
-        )
+        sizes = (self.loaded.max_model_len, config.block_size, self.loaded.vocab_size)
+        if self.adapters is None:
+            self.slots = Slots(config.max_num_seqs, *sizes)
+        else:
+            self.slots = Slots(config.max_num_seqs, *sizes, self.adapters.num_extra_tokens)
         self.sampler = self.device.sampler(config.max_num_seqs, self.loaded.vocab_size, MOST_LIKELY)
         self.relay = Relay(config.max_num_seqs, self.device.torch_device)
         self.caches: list[tuple[Tensor, Tensor]] = []

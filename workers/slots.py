@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,12 +21,21 @@ class Slots:
     adapters: int64 [max_num_seqs], the index of each one's adapter; 0 for none.
     sampling: the sampler's state of each slot in use. pooling: likewise, of prompts that are pooled.
 
+    num_extra_tokens: those that an adapter, by its index, brings behind the vocabulary.
+
     The arrays may be large: np.zeros leaves it to the system to allocate each page when it is first written.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        num_extra_tokens: Callable[[int], int] = lambda adapter: 0,
+    ) -> None:
         max_blocks = -(-max_model_len // block_size)
-        self.block_size, self.vocab_size = block_size, vocab_size
+        self.block_size, self.vocab_size, self._num_extra_tokens = block_size, vocab_size, num_extra_tokens
         self.tokens: NDArray[np.int64] = np.zeros((max_num_seqs, max_model_len + 1), np.int64)
         self.num_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.block_table: NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks), np.int32)
@@ -74,7 +85,7 @@ class Slots:
             self.tokens[slot],
             init.num_prompt_tokens,
             num_tokens,
-            self.vocab_size,
+            self.vocab_size + self._num_extra_tokens(init.adapter),
         )
 
     def _add_blocks(self, row: Row) -> None:

@@ -112,7 +112,7 @@ class RunningStep:
             adapters = runner.adapter_rows(batch.sample_adapters)
             logits = runner.model.model.logits(self._hidden.index_select(0, batch.sample_indices), adapters)
         with runner.span("masks"):
-            allowed = TokenMasks.of(masks() if self.plan.masked else None)
+            allowed = TokenMasks.of(masks() if self.plan.masked else None).widened(logits.shape[1])
         with runner.span("sample"):
             self._sampled = runner.sampler.launch(logits, self._states(), allowed)
             runner.keep_tokens(batch.sample_slots, self._sampled)

@@ -87,14 +87,26 @@ class _Builder:
                 raise ValueError(f"modules_to_save: the tensors of {quoted(saved_name)} are missing")
 
     def num_extra_tokens(self) -> int:
-        """The tokens behind the model's vocabulary that the adapter brings."""
-        for name, count in self.num_rows.items():
-            if count != self.targets.embedding_shape[0] and self.targets.embedding_shape[0]:
-                raise ValueError(
-                    f"{quoted(name)} has {count} rows for a vocabulary of {self.targets.embedding_shape[0]}: "
-                    "adapters that change its size are not served"
-                )
-        return 0
+        """The tokens behind the model's vocabulary that the adapter brings.
+
+        Raises:
+            ValueError: there are too many, or the embedding and the output layer do not agree on them.
+        """
+        own, limit = self.targets.embedding_shape[0], self.limits.extra_vocab_size
+        sizes = dict(self.num_rows)
+        if not own or set(sizes.values()) <= {own}:
+            return 0
+        if len(set(sizes.values())) > 1 or self.targets.find(next(iter(sizes))) != self.targets.embedding:
+            raise ValueError(f"for a vocabulary of {own}, its embedding and output layer have rows {sizes}")
+        extra = next(iter(sizes.values())) - own
+        if extra < 0 or self.targets.device.type != "cpu":
+            raise ValueError(
+                f"it is of a vocabulary of {own + extra}, not of {own}: a smaller one is not served, and on a GPU "
+                "no larger one"
+            )
+        if extra > limit:
+            raise ValueError(f"it brings {extra} tokens, over lora_extra_vocab_size {limit}")
+        return extra
 
     def _is_own(self, name: str, parts: Parts) -> bool:
         """True if the tensors are those of the model itself."""
@@ -140,13 +152,14 @@ class _Builder:
         weight = parts[Kind.WEIGHT]
         if self.config.fields.fan_in_fan_out and weight.shape == (place.num_in, place.num_out):
             weight = weight.T
-        if place.is_output and weight.dim() == 2 and weight.shape[1] == place.num_in:
-            self.num_rows[module] = len(weight)
-            if len(weight) != place.num_out:
-                self.num_extra_tokens()
-        self._check_shape(module, weight, (place.num_out, place.num_in))
+        num_out = place.num_out
+        if place.is_output and weight.dim() == 2:
+            self.num_rows[module] = num_out = len(weight)
+        self._check_shape(module, weight, (num_out, place.num_in))
         bias = parts.get(Kind.BIAS)
         shift = place.bias(self.targets.device) if bias is None else self._vector(module, bias, place)
+        if num_out != place.num_out and shift.any():
+            raise ValueError(f"{quoted(module)} with a bias for another vocabulary is not served")
         held = self._held(module, weight, self.targets.dtype)
         return Delta(held, None, place.first, shift=shift if shift.any() else None)
 
@@ -195,8 +208,7 @@ class _Builder:
         num_rows, size = self.targets.embedding_shape
         if (weight := parts.get(Kind.WEIGHT)) is not None:
             self._check_shape(module, weight, (len(weight), size))
-            self.num_rows[module] = len(weight)
-            self.num_extra_tokens()
+            self.num_rows = {module: len(weight), **self.num_rows}  # it says first how many there are
             rows = self._held(module, weight, self.targets.dtype).to(self.targets.device)
         if Kind.EMBEDDING_A in parts:
             first, second = parts[Kind.EMBEDDING_A], parts[Kind.EMBEDDING_B]

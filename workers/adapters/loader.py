@@ -47,6 +47,11 @@ class Adapters:
                 "enable_lora with tensor_parallel_size over 1 is not served: a rank would need its part of every "
                 "adapter. A merged adapter (lora_path with merge) is served by any number of ranks"
             )
+        if config.lora.long_lora_scaling_factors:
+            raise LoadError(
+                "long_lora_scaling_factors are not served: the rotary angles of a model are the same in all rows. "
+                "Load the model with an adapter's factor (hf_overrides) and serve the adapter there"
+            )
         self._config, self._device, self._limits, self._wake = config, device, config.lora, wake
         self._base = BaseWeights(config, device)
         self._loaded: dict[int, AdapterWeights] = {}
@@ -104,6 +109,11 @@ class Adapters:
             raise RuntimeError(f"adapter {missing[0]} was planned, but is not loaded")
         adapters = [self._loaded[index] for index in order.adapters]
         return AdapterRows(order.rows, order.starts, adapters, order.num_rows)
+
+    def num_extra_tokens(self, index: int) -> int:
+        """How many tokens an adapter brings behind the model's vocabulary; 0 if it is none that is loaded."""
+        adapter = self._loaded.get(index)
+        return 0 if adapter is None else adapter.num_extra_tokens
 
     @property
     def num_bytes(self) -> int:

@@ -169,11 +169,17 @@ class Model:
                 )[0][0]
 
     def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        """Logits [n, V] of hidden states [n, H]. adapters: those of the n rows."""
+        """Logits [n, V] of hidden states [n, H].
+
+        adapters: those of the n rows. Where they bring tokens, there are as many logits more, which are -inf in
+        rows without these tokens.
+        """
         if adapters is None:
             return self._whole_logits(hidden) if self.head is None else self.head(hidden)
         with RowsContext(adapters):
-            return self._whole_logits(hidden) if self.head is None else self.head(hidden)
+            logits = self._whole_logits(hidden) if self.head is None else self.head(hidden)
+        adapters.close(logits)
+        return logits
 
     def shorten_logits(self) -> None:
         """Call the output layer alone where its product is all that the causal module does, to the bit.

@@ -112,7 +112,7 @@ def settings(config: WorkerConfig) -> list[Any]:
     fields["parallel"] = [config.parallel.rank, config.parallel.size]
     named = [Path(value) for value in fields.values() if isinstance(value, str) and value]
     files = [describe(path) for path in named if path.is_file()]
-    if config.merged_adapter:
+    if config.merged_adapter and Path(config.merged_adapter).is_dir():
         files += [describe(path) for path in checkpoint_files(Path(config.merged_adapter))]
     longer = os.environ.get("PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN")
     return [msgspec.json.encode(fields, order="deterministic"), files, longer]

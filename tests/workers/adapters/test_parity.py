@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from pagewire.ipc.params import SamplingParams
 from pagewire.kernels.integers import Integers
@@ -18,7 +19,7 @@ from pagewire.workers.model.stack import DecoderStack
 from ..architectures import GROUPED, SERVED, VOCAB_SIZE, Architecture
 from ..driver import Driver, Request, load_runner
 from ..parity import NUM_TOKENS, make_prompts, transformers_tokens
-from ..peft_adapters import AdaptedRunner, peft_logprobs, peft_tokens, targets_of, write_adapter
+from ..peft_adapters import LIMITS, AdaptedRunner, peft_logprobs, peft_tokens, targets_of, write_adapter
 from ..quantised_models import PartsFormat, write_quantised
 
 PROMPTS = make_prompts(VOCAB_SIZE, (23, 5, 17, 1, 9, 12, 6))
@@ -180,3 +181,26 @@ def test_architectures(name: str, tmp_path: Path) -> None:
     actual = Driver(runner.runner).generate(prompts, NUM_TOKENS, adapters=[1, 0, 1])
     assert actual == peft_tokens(model, [adapter, None, adapter], prompts)
     assert actual != transformers_tokens(model, prompts)
+
+
+def test_an_adapter_brings_tokens_of_its_own(model: Path, adapters: list[Path], tmp_path: Path) -> None:
+    """They are in its prompts and its outputs; rows beside it do not have them."""
+    from transformers import AutoModelForCausalLM
+
+    larger = AutoModelForCausalLM.from_pretrained(model)
+    larger.resize_token_embeddings(VOCAB_SIZE + 400)
+    larger.save_pretrained(tmp_path / "larger")
+    whole = {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
+    adapter = write_adapter(tmp_path / "larger", tmp_path / "adapter", 3, **whole)
+    runner = AdaptedRunner(model, replace(LIMITS, extra_vocab_size=400))
+    messages = runner.load_all([adapter, adapters[0]])
+    assert [message.num_extra_tokens for message in messages] == [400, 0]
+    prompts = [[*PROMPTS[1], VOCAB_SIZE + 7, 5, VOCAB_SIZE + 399], PROMPTS[0], PROMPTS[2]]
+    params = SamplingParams(temperature=0.0, logprobs=2, repetition_penalty=1.0001)
+    requests = Driver(runner.runner).run(prompts, NUM_TOKENS, params, adapters=[1, 0, 2])
+    (ours, *beside) = [request.output for request in requests]
+    assert [ours] == peft_tokens(tmp_path / "larger", [adapter], prompts[:1])
+    assert max(ours) >= VOCAB_SIZE > max(map(max, beside))
+    assert beside == peft_tokens(model, [None, adapters[0]], prompts[1:])
+    few = AdaptedRunner(model, replace(LIMITS, extra_vocab_size=399)).load(1, adapter)
+    assert few.error == "it brings 400 tokens, over lora_extra_vocab_size 399"
