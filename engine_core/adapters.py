@@ -29,6 +29,7 @@ from pagewire.ipc.lora import AdapterLoaded, DropAdapter, LoadAdapter
 
 PATIENCE_SECONDS = 0.5  # that an adapter waits for room before the active ones get no new sequences
 MAX_LOADING = 2  # so that the workers read the next adapter as soon as they have the last
+LOAD_SECONDS = 300.0  # that the workers may take to read one, before its requests wait no longer
 MAX_REGISTERED = 100_000
 
 Refusal: TypeAlias = tuple[Sequence, Exception]
@@ -333,7 +334,7 @@ class Adapters:
 
     # ------------------------------------------------------------ the workers' memory
 
-    def commands(self) -> list[LoadAdapter | DropAdapter]:
+    def commands(self, now: float) -> list[LoadAdapter | DropAdapter]:
         """What is to be sent to the workers, which must be ready."""
         num_loading = sum(adapter.residence is Residence.LOADING for adapter in self._loaded.values())
         for adapter in self._waiting:
@@ -344,11 +345,22 @@ class Adapters:
             if not self._make_room(adapter):
                 break  # what comes behind it could take even less
             adapter.residence, adapter.index = Residence.LOADING, next(self._indices)
+            adapter.loading_since = now
             self._loaded[adapter.index] = adapter
             self._commands.append(LoadAdapter(adapter.index, adapter.source.path, adapter.content))
             num_loading += 1
         commands, self._commands = self._commands, []
         return commands
+
+    def expire(self, now: float) -> list[Refusal]:
+        """End the wait for adapters that take the workers too long, as on a disk that does not answer."""
+        refused: list[Refusal] = []
+        for adapter in list(self._loaded.values()):
+            if adapter.residence is Residence.LOADING and now - adapter.loading_since > LOAD_SECONDS:
+                self._commands.append(DropAdapter(adapter.index))
+                text = f"adapter {adapter.source.name!r} has not been read within {LOAD_SECONDS:g} s"
+                refused += self._fail(adapter, TimeoutError(text))
+        return refused
 
     def loaded(self, message: AdapterLoaded) -> list[Refusal]:
         """Take what the workers say of an adapter that they were to load; returns the sequences that cannot run."""

@@ -224,6 +224,8 @@ class EngineCore:
             self.worker.kill(text)
         if self.started:
             self.control.check_timers(now)
+            if self.adapters is not None:
+                self._refuse([ended(*refused) for refused in self.adapters.expire(now)])
         if self._restarts.due is not None and now >= self._restarts.due:
             self._start_worker()
 
@@ -405,7 +407,7 @@ class EngineCore:
             self.scheduler.add(sequence)
         self._refuse(refusals)
         if self.adapters is not None and self.worker.accepting and not self.control.asleep:
-            for command in self.adapters.commands():
+            for command in self.adapters.commands(time.monotonic()):
                 self.worker.send(command)
 
     def _refuse(self, refusals: list[Outcome]) -> None:

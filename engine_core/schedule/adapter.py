@@ -26,7 +26,7 @@ class Adapter:
     content: sha256 of what was read; empty before the first time.
     num_bytes, rank, num_extra_tokens: as the workers have reported them; 0 before that.
     pinned: it stays in memory. retired: it leaves memory with its last request.
-    since: monotonic time from which requests wait for it.
+    since: monotonic time from which requests wait for it. loading_since: from which the workers read it.
     callers: called once it is resident, with None, or else with the error.
     """
 
@@ -40,6 +40,7 @@ class Adapter:
     pinned: bool = False
     retired: bool = False
     since: float = 0.0
+    loading_since: float = 0.0
     callers: list[Callable[[Exception | None], None]] = field(default_factory=list)
 
     @property

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pagewire.engine_core.adapters import PATIENCE_SECONDS, AdapterLimits, Adapters
+from pagewire.engine_core.adapters import LOAD_SECONDS, PATIENCE_SECONDS, AdapterLimits, Adapters
 from pagewire.engine_core.schedule.adapter import Adapter
 from pagewire.engine_core.schedule.sequence import Sequence, State, sequences
 from pagewire.ipc.adapters import AdapterSource
@@ -57,7 +57,7 @@ class World:
 
     def obey(self) -> None:
         """Do what the workers are told."""
-        for command in self.adapters.commands():
+        for command in self.adapters.commands(self.now):
             if isinstance(command, DropAdapter):
                 assert not any(adapter_of(sequence).index == command.index for sequence in self.scheduled)
                 self.memory.pop(command.index, None)
@@ -81,7 +81,7 @@ class World:
 
     def refuse(self, refused: list[tuple[Sequence, Exception]]) -> None:
         for sequence, problem in refused:
-            assert isinstance(problem, ValueError)
+            assert isinstance(problem, (ValueError, TimeoutError))
             del self.waiting[sequence]
             self.errors[sequence] = str(problem)
             sequence.state = State.FINISHED
@@ -300,6 +300,19 @@ def test_an_error_ends_only_those_who_wait_for_it() -> None:
     assert all(world.errors[sequence] == "adapter 'a2': no such file" for sequence in bad)
     again = world.submit(source(2))  # and the next request tries again
     assert world.settle() == again
+
+
+def test_what_is_not_read_in_time_is_waited_for_no_longer() -> None:
+    world = World()
+    (stuck,) = world.submit(source(1))
+    world.obey()
+    world.refuse(world.adapters.expire(world.now + LOAD_SECONDS))
+    assert stuck in world.waiting
+    world.refuse(world.adapters.expire(world.now + LOAD_SECONDS + 1))
+    assert world.errors[stuck] == "adapter 'a1' has not been read within 300 s"
+    late = AdapterLoaded(next(iter(world.loading)), b"late", 100)
+    world.obey()
+    assert not world.loading and world.adapters.loaded(late) == [] and not world.adapters.resident
 
 
 def test_sequences_return_after_a_crash_and_want_the_same_content() -> None:

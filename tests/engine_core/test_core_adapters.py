@@ -208,3 +208,21 @@ def test_the_bytes_of_all_ranks_count(start: Callable[..., Any], new: Callable[.
     frontend.finish((1, 0), (2, 0))
     assert "takes 200 bytes" in str(frontend.ends[1, 0].error)
     assert frontend.call("collective_rpc", "num_adapters").result == [0, 0]
+
+
+def test_the_adapter_that_the_engine_starts_with_is_pinned_or_ends_it(
+    start_core: Start, new: Callable[..., Folder]
+) -> None:
+    adapter = new(1)
+    core = start_core(access=Access(), enable_lora=True, first_adapter=adapter.source("qlora"))
+    frontend = core.frontend()
+    frontend.attach()
+    frontend.submit(1, [1, 2], adapter=AdapterSource("qlora", 1))
+    frontend.finish((1, 0))
+    assert frontend.outputs[1, 0] == roll_out([1, 2], 8, adapter.content)
+    (entry,) = frontend.call("adapters").result
+    assert entry["pinned"]
+    adapter.write(error="its rank is 99")
+    broken = start_core(access=Access(), enable_lora=True, first_adapter=adapter.source("qlora"))
+    broken.thread.join(20)
+    assert "adapter 'qlora': its rank is 99" in str(broken.error)
