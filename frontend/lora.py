@@ -103,7 +103,7 @@ class AdapterBook:
         self._info, self._token, self._cache_dir = info, token, cache_dir
         self._lock = threading.Lock()
         self._folders: dict[str, Path] = {}  # by path or repository
-        self._digests: dict[Path, bytes] = {}  # of the tokenizers in these folders
+        self._digests: dict[tuple[str, str], bytes] = {}  # of tokenizers, by path and version of the adapter
         self._tokenizers: dict[bytes, Tokenizer | None] = {b"": None}  # adapters often have the model's
 
     def use(self, lora_request: LoRARequest | None) -> UsedAdapter | None:
@@ -116,7 +116,7 @@ class AdapterBook:
         if lora_request is None:
             return None
         source = self.source(lora_request)
-        tokenizer = self._tokenizer(Path(source.path)) if source.path else None
+        tokenizer = self._tokenizer(source) if source.path else None
         return UsedAdapter(lora_request, source, tokenizer, self._num_extra_tokens)
 
     def knows(self, lora_request: LoRARequest | None) -> bool:
@@ -124,7 +124,8 @@ class AdapterBook:
         if not isinstance(lora_request, LoRARequest) or not lora_request.lora_path:
             return True
         with self._lock:
-            return self._folders.get(lora_request.lora_path) in self._digests
+            folder = self._folders.get(lora_request.lora_path)
+            return folder is not None and (str(folder), adapter_version(folder)) in self._digests
 
     def source(self, lora_request: LoRARequest) -> AdapterSource:
         """What the core gets to know of an adapter. Raises: as `use`."""
@@ -159,16 +160,17 @@ class AdapterBook:
                 self._folders[name] = folder
         return folder
 
-    def _tokenizer(self, folder: Path) -> Tokenizer | None:
+    def _tokenizer(self, source: AdapterSource) -> Tokenizer | None:
         """The adapter's own tokenizer; None if it has none but the model's."""
+        key, folder = (source.path, source.version), Path(source.path)
         with self._lock:
-            digest = self._digests.get(folder)
+            digest = self._digests.get(key)
         if digest is None:
             digest = b"" if self._info.skip_tokenizer_init else self._digest(folder)
             tokenizer = None if digest in self._tokenizers else self._load_tokenizer(folder)
             with self._lock:
                 limit(self._digests)
-                self._digests[folder] = digest
+                self._digests[key] = digest
                 self._tokenizers.setdefault(digest, tokenizer)
         return self._tokenizers[digest]
 

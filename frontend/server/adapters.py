@@ -96,6 +96,7 @@ class ServedAdapters:
                 self._requests[entry["name"]] = LoRARequest(entry["name"], entry["adapter_id"], "")
         requests = [self._request(module.name, module.path, module.base_model_name) for module in modules]
         for request, answer in [(request, session.add_lora(request)) for request in requests]:
+            session.tokenizer_for(request)
             answer.result()
             self._requests[request.lora_name] = request
 
@@ -115,6 +116,7 @@ class ServedAdapters:
         request = self._request(name, str(self._below_root(path)))
         self._loading.add(name)
         try:
+            await self._engine.get_tokenizer(request)  # loaded before the first request needs it
             await self._engine.add_lora(request)
         finally:
             self._loading.discard(name)

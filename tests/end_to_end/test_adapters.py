@@ -186,9 +186,3 @@ def test_adapters_over_http(llm: LLM, root: Path, expected: dict[str, list[list[
     assert completed("one") == expected["1"][0]
     assert client.post("/v1/unload_lora_adapter", {"lora_name": "one"}, **ADMIN).status == 200
     assert completed("one") == 404 and completed(engine.info.model) == expected[""][0]
-
-
-def test_a_merged_adapter(model: Path, root: Path, expected: dict[str, list[list[int]]]) -> None:
-    options: dict[str, Any] = {"lora_path": str(root / "1"), "merge": True, "skip_tokenizer_init": True}
-    with LLM(str(model), dtype="float32", kv_cache_memory_bytes=8 << 20, **options) as llm:
-        assert tokens_of(llm, [None]) == [expected["1"]]

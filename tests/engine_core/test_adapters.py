@@ -228,7 +228,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestAnyOrder.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
 
 
 # ---------------------------------------------------------------- one by one
