@@ -7,8 +7,8 @@ first. One whose sequences are scheduled is never dropped, so whatever the sched
 read beside their steps; only the sequences that want the adapter wait for it.
 
 Sequences of at most `max_active` adapters are scheduled at a time (`max_loras`). Of others, the adapter that has
-waited longest comes next: once it has waited for `PATIENCE_SECONDS` with nothing but room missing, the active ones
-get no new sequences, until one of them has ended its last.
+waited longest comes next: for each one that has waited for `PATIENCE_SECONDS` with nothing but room missing, an
+active one, the longest active first, gets no new sequences until it has ended its last.
 
 An adapter's bytes are known once it has been read. So no further one is loaded while those in memory take
 `max_bytes`, and what is idle goes as soon as they take more; by so much, an adapter or two may exceed the limit.
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from typing import TypeAlias
 
 from pagewire.engine_core.schedule.adapter import Adapter, Residence
@@ -174,22 +174,15 @@ class Adapters:
         adapter = next((a for a in self._known.values() if self._has_id(a, adapter_id)), None)
         if adapter is None:
             raise ValueError(f"no adapter has the id {adapter_id}: add it first")
-        pinned = [other for other in self._known.values() if other.pinned and other is not adapter]
-        if len(pinned) + 2 > self.limits.max_resident:
-            raise ValueError(
-                f"{len(pinned)} adapters are pinned, and of {self.limits.max_resident} (max_cpu_loras) one must "
-                "be left for others"
-            )
+        self._check_pin(adapter)
 
         def loaded(error: Exception | None) -> None:
-            if (
-                error is None
-                and adapter.num_bytes + sum(a.num_bytes for a in pinned) >= self.limits.max_bytes
-            ):
-                error = ValueError(
-                    "pinned adapters would take all memory that adapters may take (max_lora_bytes)"
-                )
-            adapter.pinned = error is None
+            if error is None:
+                try:
+                    self._check_pin(adapter)
+                    adapter.pinned = True
+                except ValueError as problem:
+                    error = problem
             done(error)
 
         self._call_when_resident(adapter, loaded, now)
@@ -201,6 +194,16 @@ class Adapters:
             return call(None)
         adapter.callers.append(call)
         self._want(adapter, now)
+
+    def _check_pin(self, adapter: Adapter) -> None:
+        pinned = [other for other in self._known.values() if other.pinned and other is not adapter]
+        if len(pinned) + 2 > self.limits.max_resident:
+            raise ValueError(
+                f"{len(pinned)} adapters are pinned, and of {self.limits.max_resident} (max_cpu_loras) one must "
+                "be left for others"
+            )
+        if adapter.num_bytes + sum(other.num_bytes for other in pinned) >= self.limits.max_bytes:
+            raise ValueError("pinned adapters would take all memory that adapters may take (max_lora_bytes)")
 
     def _has_id(self, adapter: Adapter, adapter_id: int) -> bool:
         if adapter.retired:
@@ -264,10 +267,11 @@ class Adapters:
         leaving: list[Sequence] = []
         refused: list[Refusal] = []
         overdue = self._overdue(now)
+        closed = set(islice(self._scheduled, len(overdue)))
         for adapter in list(self._waiting):
             if not adapter.resident:
                 continue
-            if self._waiting[adapter] and self._may_run(adapter, overdue):
+            if self._waiting[adapter] and self._may_run(adapter, overdue, closed):
                 for sequence in self._waiting[adapter]:
                     if (problem := self._bind(sequence, adapter)) is not None:
                         refused.append((sequence, problem))
@@ -317,20 +321,22 @@ class Adapters:
         prompt.adapter = adapter.content
         return None
 
-    def _may_run(self, adapter: Adapter, overdue: Adapter | None) -> bool:
+    def _may_run(self, adapter: Adapter, overdue: list[Adapter], closed: set[Adapter]) -> bool:
         if adapter in self._scheduled:
-            return overdue is None
-        return overdue in (None, adapter) and len(self._scheduled) < self.limits.max_active
+            return adapter not in closed
+        return (not overdue or adapter in overdue) and len(self._scheduled) < self.limits.max_active
 
-    def _overdue(self, now: float) -> Adapter | None:
-        """The adapter for which active ones make room: the first that has waited long for nothing but that."""
+    def _overdue(self, now: float) -> list[Adapter]:
+        """The adapters for which active ones make room: those that have waited long for nothing but that."""
         num_loading = sum(adapter.residence is Residence.LOADING for adapter in self._loaded.values())
+        overdue = []
         for adapter in self._waiting:
-            if adapter in self._scheduled or now - adapter.since < PATIENCE_SECONDS:
+            if now - adapter.since < PATIENCE_SECONDS:
                 continue
-            if adapter.resident or (adapter.residence is Residence.ABSENT and num_loading < MAX_LOADING):
-                return adapter
-        return None
+            is_stuck = adapter.residence is Residence.ABSENT and num_loading < MAX_LOADING
+            if (adapter.resident or is_stuck) and adapter not in self._scheduled:
+                overdue.append(adapter)
+        return overdue
 
     # ------------------------------------------------------------ the workers' memory
 

@@ -290,6 +290,21 @@ def test_at_most_max_active_adapters_have_scheduled_sequences_and_none_waits_for
     assert world.settle() == [fourth]
 
 
+def test_only_the_adapter_that_was_active_longest_makes_room() -> None:
+    world = World(AdapterLimits(2, 3, 1000, VOCABULARY))
+    (oldest,) = world.submit(source(1))
+    world.settle()
+    world.submit(source(2))
+    world.settle()
+    (third,) = world.submit(source(3))
+    world.settle()
+    world.now += 2 * PATIENCE_SECONDS
+    closed, open_ = world.submit(source(1)), world.submit(source(2))
+    assert world.settle() == open_
+    world.end(oldest)
+    assert world.settle() == [third] and set(closed) <= set(world.waiting)
+
+
 def test_an_error_ends_only_those_who_wait_for_it() -> None:
     world = World()
     (good,), bad = world.submit(source(1)), world.submit(source(2), n=2)
