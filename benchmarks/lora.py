@@ -98,21 +98,28 @@ class Worker:
 
     def prompts(self, adapters: list[int]) -> float:
         """Seconds per request of a step of prompts with these adapters."""
-        per_request = 3 * LENGTH // self.config.block_size
-        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=LENGTH)
-        inits, rows = [], []
-        for slot, adapter in enumerate(adapters):
-            prompt = [random.randrange(self.ready.vocab_size) for _ in range(LENGTH)]
-            blocks = list(range(slot * per_request, (slot + 1) * per_request))
-            inits.append(SlotInit(slot, prompt, LENGTH, blocks, params, 0, adapter=adapter))
-            rows.append(Row(slot, 0, LENGTH, num_samples=1))
-        began = clock()
-        self.runner.step(StepPlan(0, rows, inits))
-        return (clock() - began) / len(rows)
+        rows = [Row(slot, 0, LENGTH, num_samples=1) for slot in range(len(adapters))]
+        return self._step(rows, adapters, LENGTH) / len(rows)
 
-    def decode(self) -> float:
-        """Seconds of a step in which each request makes a token."""
-        rows = [Row(slot, LENGTH + LENGTH // 2, 1, num_samples=1) for slot in range(self.num_requests)]
+    def decode(self, adapters: list[int]) -> float:
+        """Seconds of a step in which each request makes a token, in the middle of its output.
+
+        What lies in its KV cache does not matter to the time that this takes.
+        """
+        middle = LENGTH + LENGTH // 2
+        rows = [Row(slot, middle - 1, 1, num_samples=1) for slot in range(len(adapters))]
+        return self._step(rows, adapters, middle)
+
+    def _step(self, rows: list[Row], adapters: list[int], num_tokens: int) -> float:
+        """Seconds of a step of new requests of `num_tokens` tokens, with these adapters."""
+        per_request = 2 * LENGTH // self.config.block_size
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=LENGTH)
+        inits = []
+        for slot, adapter in enumerate(adapters):
+            tokens = [random.randrange(self.ready.vocab_size) for _ in range(num_tokens)]
+            blocks = list(range(slot * per_request, (slot + 1) * per_request))
+            inits.append(SlotInit(slot, tokens, LENGTH, blocks, params, 0, adapter=adapter))
+        self.runner.step(StepPlan(0, [], inits))
         began = clock()
         self.runner.step(StepPlan(0, rows, []))
         return clock() - began
@@ -130,13 +137,10 @@ def measured(plain: Worker, adapted: Worker, turns: int) -> dict[str, dict[str, 
             chosen = adapters[first : first + PROMPTS_AT_ONCE]
             own = plain.prompts([0] * len(chosen))
             pairs["prompts"].append(adapted.prompts(chosen) / own)
-        for worker, of_worker in ((plain, [0] * count), (adapted, adapters)):
-            worker.prompts(of_worker)
-            worker.decode()
         seconds = []
         for _ in range(turns):
-            seconds.append(plain.decode())
-            pairs["decode"].append(adapted.decode() / seconds[-1])
+            seconds.append(plain.decode([0] * count))
+            pairs["decode"].append(adapted.decode(adapters) / seconds[-1])
         ratios[kind] = {name: statistics.median(values) for name, values in pairs.items()}
         ratios[kind]["plain_step_ms"] = 1e3 * statistics.median(seconds)
     prompt_share = statistics.median(plain.prompts([0] * PROMPTS_AT_ONCE) for _ in range(3)) * count

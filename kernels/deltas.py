@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+PANEL = 64
+"""Columns of a second matrix that lie together, as adapters.cpp reads them."""
 Shapes = tuple[tuple[int, int], ...]
 """The outputs and inputs (N, K) of each product of a model, by its number."""
 
@@ -17,7 +20,7 @@ Shapes = tuple[tuple[int, int], ...]
 class Delta:
     """What an adapter changes in some outputs of a product of x [T, K].
 
-    With `b`: `out = gain * (out + scale * (x @ a.T) @ b) + shift`, Hu et al. 2021 ("LoRA"); the gain is that of
+    With `b`: `out = gain * (out + scale * (x @ a.T) @ b.T) + shift`, Hu et al. 2021 ("LoRA"); the gain is that of
     Liu et al. 2024 ("DoRA"). Without: `out = scale * x @ a.T + shift`, a weight in place of the product's own.
     All of it is float32, up to the result, which is rounded once.
     """
@@ -25,9 +28,11 @@ class Delta:
     a: Tensor
     """[rank, K], contiguous, in the dtype of the product, or float32."""
     b: Tensor | None
-    """[rank, n], contiguous, in the dtype of `a`; None: rank is n."""
+    """[ceil(n / 64), rank, 64], see `panels`, in the dtype of `a`; None: rank is n."""
     first: int
     """The first of the n outputs."""
+    num_out: int
+    """The number n of outputs."""
     scale: float = 1.0
     gain: Tensor | None = None
     """float32 [n], contiguous; None for 1."""
@@ -35,9 +40,10 @@ class Delta:
     """float32 [n], contiguous; None for 0."""
 
     @property
-    def num_out(self) -> int:
-        """The number n of outputs."""
-        return len(self.a) if self.b is None else self.b.shape[1]
+    def second(self) -> Tensor:
+        """The second matrix [n, rank]."""
+        assert self.b is not None
+        return self.b.transpose(1, 2).flatten(0, 1)[: self.num_out]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -52,14 +58,23 @@ class Delta:
         """
         num_out, num_in = shape
         fits = self.a.dim() == 2 and self.a.shape[1] == num_in and self.a.dtype in (dtype, torch.float32)
-        if self.b is not None:
-            fits &= self.b.dim() == 2 and len(self.b) == len(self.a) and self.b.dtype == self.a.dtype
+        of_b = (-(-self.num_out // PANEL), len(self.a), PANEL)
+        if self.b is None:
+            fits &= len(self.a) == self.num_out
+        else:
+            fits &= self.b.shape == of_b and self.b.dtype == self.a.dtype
         fits &= 0 <= self.first <= self.first + self.num_out <= num_out
         for vector in (self.gain, self.shift):
             fits &= vector is None or (vector.shape == (self.num_out,) and vector.dtype == torch.float32)
         if not fits or not all(tensor.is_contiguous() for tensor in self.tensors):
             shapes = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in self.tensors)
             raise ValueError(f"an adapter of {shapes} does not fit a product {shape} of {dtype}")
+
+
+def panels(second: Tensor) -> Tensor:
+    """A second matrix [n, rank] as `Delta.b`: 64 outputs at a time, with zeros behind the last, and by rank."""
+    padded = functional.pad(second, (0, 0, 0, -len(second) % PANEL))
+    return padded.view(len(padded) // PANEL, PANEL, second.shape[1]).transpose(1, 2).contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +207,7 @@ def adapt_with(
             value = out[at, places].to(dtype)
             if len(delta.a):
                 low = delta.scale * linear(x[at].to(dtype), delta.a.to(dtype))
-                value = low if delta.b is None else value + linear(low, delta.b.to(dtype).T)
+                value = low if delta.b is None else value + linear(low, delta.second.to(dtype))
             if delta.gain is not None:
                 value = value * delta.gain
             if delta.shift is not None:

@@ -18,7 +18,9 @@ namespace {
 constexpr int64_t kParallelWork = 1 << 17;  // multiply-adds below which one thread is faster
 constexpr int kBlock = 4;                   // rows whose sums are in registers together, and ranks of a
 constexpr int kVectors = kLanes == 16 ? 4 : 2;
-constexpr int64_t kRowChunk = 8, kRankChunk = 16, kColumnChunk = 256;  // of a work item; the last is whole vectors
+constexpr int64_t kRowChunk = 8, kRankChunk = 16, kColumnChunk = 1024;  // of a work item
+constexpr int64_t kLead = 8192;  // bytes that the reading of an adapter for one row runs ahead
+constexpr int64_t kPanel = 64;  // columns of b that lie together, a multiple of what is summed up at a time
 
 // A link of the chain along k: x in the model's type, a in that or in float32.
 template <class T, class A>
@@ -46,6 +48,12 @@ struct Link<bf16, bf16> {
   static INLINE Floats add(Floats sum, Factor x, Factor a) { return (Floats)_mm512_dpbf16_ps((__m512)sum, x, a); }
 };
 #endif
+
+// Fetches what will be read soon: an adapter's matrices lie one behind the other in the order of their use.
+template <class E>
+INLINE void ahead(const E* from) {
+  __builtin_prefetch(reinterpret_cast<const char*>(from) + kLead, 0, 3);
+}
 
 // A part of an adapter and its rows.
 struct Job {
@@ -158,7 +166,10 @@ class Adaptation {
     const auto link = [&](int64_t i, const auto& factor) INLINE_LAMBDA {
       typename L::Factor columns[kRanks];
 #pragma GCC unroll 4
-      for (int c = 0; c < kRanks; ++c) columns[c] = factor(a + c * k + i);
+      for (int c = 0; c < kRanks; ++c) {
+        columns[c] = factor(a + c * k + i);
+        if (kRows == 1) ahead(a + c * k + i);
+      }
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
         const auto row = factor(x[r] + i);
@@ -195,27 +206,23 @@ class Adaptation {
   void sum_columns(const Job& job, int64_t row, int64_t column) const {
     const Delta& delta = *job.delta;
     const int64_t left = delta.n - column;
-    const B* const b = static_cast<const B*>(delta.b) + column;
+    const B* const b = static_cast<const B*>(delta.b) + column / kPanel * kPanel * delta.rank + column % kPanel;
     const float* const h = job.h + row * delta.rank;
     Floats sums[kRows][kVectors] = {};
-    const auto add_up = [&](const auto& vector) INLINE_LAMBDA {
-      for (int64_t rank = 0; rank < delta.rank; ++rank) {
-        Floats factors[kVectors];
+    for (int64_t rank = 0; rank < delta.rank; ++rank) {
+      Floats factors[kVectors];
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) factors[v] = vector(b + rank * delta.n, v);
-#pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 4
-          for (int v = 0; v < kVectors; ++v)
-            sums[r][v] = fma(broadcast(h[r * delta.rank + rank]), factors[v], sums[r][v]);
+      for (int v = 0; v < kVectors; ++v) {
+        const B* const from = b + rank * kPanel + v * kLanes;
+        factors[v] = load(from);
+        if (kRows == 1) ahead(from);
       }
-    };
-    if (left >= kVectors * kLanes)
-      add_up([](const B* from, int v) INLINE_LAMBDA { return load(from + v * kLanes); });
-    else
-      add_up([&](const B* from, int v) INLINE_LAMBDA {
-        return v * kLanes < left ? load(from + v * kLanes, left - v * kLanes) : Floats{};
-      });
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v)
+          sums[r][v] = fma(broadcast(h[r * delta.rank + rank]), factors[v], sums[r][v]);
+    }
     for (int r = 0; r < kRows; ++r)
       for (int v = 0; v < kVectors && v * kLanes < left; ++v)
         keep(delta, sums[r][v], job.rows[row + r], column + v * kLanes, left - v * kLanes);

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from pagewire.kernels.cpu.arena import Region
 from pagewire.kernels.cpu.library import structure
+from pagewire.kernels.cpu.memory import ALIGNMENT
 from pagewire.kernels.cpu.tensors import DTYPES, last_contiguous
 from pagewire.kernels.deltas import AdapterRows, AdapterWeights, Delta
 
@@ -43,6 +46,35 @@ def _struct(delta: Delta, dtype: torch.dtype) -> ctypes.Structure:
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def together(products: Sequence[Sequence[Delta]]) -> list[list[Delta]]:
+    """Copies of the changes in one piece of memory, in large pages, in the order in which a step reads them.
+
+    Raises:
+        OSError: there is not enough memory.
+    """
+    tensors = [tensor for deltas in products for delta in deltas for tensor in delta.tensors]
+    sizes = [tensor.nbytes + -tensor.nbytes % ALIGNMENT for tensor in tensors]
+    region = Region(max(sum(sizes), 1))
+    left = torch.frombuffer(region.memory, dtype=torch.uint8)[region.offset : region.offset + region.size]
+
+    def moved(tensor: Tensor | None) -> Tensor | None:
+        nonlocal left
+        if tensor is None or not tensor.nbytes:
+            return tensor
+        taken, left = left[: tensor.nbytes], left[tensor.nbytes + -tensor.nbytes % ALIGNMENT :]
+        return taken.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    whole: list[list[Delta]] = []
+    for deltas in products:
+        firsts = [moved(delta.a) for delta in deltas]
+        whole.append([])
+        for delta, a in zip(deltas, firsts, strict=True):
+            assert a is not None
+            b, gain, shift = map(moved, (delta.b, delta.gain, delta.shift))
+            whole[-1].append(replace(delta, a=a, b=b, gain=gain, shift=shift))
+    return whole
 
 
 class _Rows:

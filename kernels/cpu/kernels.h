@@ -174,7 +174,7 @@ EXPORT void pagewire_add_gated(void* out, const void* x, const void* gate, int64
 // What a LoRA adapter changes in some outputs of a product; kernels/deltas.py says how.
 struct Delta {
   const void* a;       // [rank, k]
-  const void* b;       // [rank, n] or null
+  const void* b;       // [n / 64, rank, 64], with zeros behind n, or null
   const float* gain;   // [n] or null
   const float* shift;  // [n] or null
   int64_t rank, first, n;

@@ -11,7 +11,7 @@ from torch import Tensor
 from pagewire.kernels import reference
 from pagewire.kernels.adapted import Adapted, adapt
 from pagewire.kernels.cpu.kernels import CpuKernels
-from pagewire.kernels.deltas import AdapterRows, AdapterWeights, Delta
+from pagewire.kernels.deltas import AdapterRows, AdapterWeights, Delta, panels
 from pagewire.kernels.dispatch import Kernels
 from pagewire.kernels.linear import dense_weight, pack
 
@@ -38,9 +38,9 @@ def make_delta(
         return torch.randn(shape, generator=generator)
 
     a = (randn(num_out if whole else rank, NUM_IN) / NUM_IN**0.5).to(dtype)
-    b = None if whole else randn(rank, num_out).to(dtype)
+    b = None if whole else panels(randn(num_out, rank).to(dtype))
     gain = 1 + randn(num_out) / 8 if dora else None
-    return Delta(a, b, first, 0.75, gain, randn(num_out) if dora or whole else None)
+    return Delta(a, b, first, num_out, 0.75, gain, randn(num_out) if dora or whole else None)
 
 
 def make_adapters(dtype: torch.dtype, of: torch.dtype) -> list[AdapterWeights]:
@@ -145,10 +145,12 @@ def test_what_does_not_fit_is_refused(best_kernels: CpuKernels) -> None:
     for delta in (
         make_delta(4, torch.float32, 0, first=1),
         make_delta(4, torch.float16, 0),
-        Delta(torch.zeros(4, NUM_IN), torch.zeros(3, NUM_OUT), 0),
-        Delta(torch.zeros(4, NUM_IN + 1), torch.zeros(4, NUM_OUT), 0),
-        Delta(torch.zeros(4, NUM_IN), torch.zeros(4, NUM_OUT), 0, gain=torch.zeros(5)),
-        Delta(torch.zeros(4, NUM_IN), torch.zeros(NUM_OUT, 4).T, 0),
+        Delta(torch.zeros(4, NUM_IN), panels(torch.zeros(NUM_OUT, 3)), 0, NUM_OUT),
+        Delta(torch.zeros(4, NUM_IN + 1), panels(torch.zeros(NUM_OUT, 4)), 0, NUM_OUT),
+        Delta(torch.zeros(4, NUM_IN), panels(torch.zeros(NUM_OUT, 4)), 0, NUM_OUT, gain=torch.zeros(5)),
+        Delta(torch.zeros(4, NUM_IN), panels(torch.zeros(64, 4)), 0, NUM_OUT),
+        Delta(torch.zeros(4, NUM_IN), None, 0, 5),
+        Delta(torch.zeros(NUM_IN, 4).T, panels(torch.zeros(NUM_OUT, 4)), 0, NUM_OUT),
     ):
         with pytest.raises(ValueError, match="does not fit a product"):
             AdapterWeights([[], [delta]], SHAPES, torch.float32)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from pagewire.ipc.lora import LoRAConfig
 from pagewire.ipc.quoting import quoted
-from pagewire.kernels.deltas import AdapterWeights, Delta, EmbeddingDelta
+from pagewire.kernels.cpu.adapters import together
+from pagewire.kernels.deltas import AdapterWeights, Delta, EmbeddingDelta, panels
 from pagewire.workers.adapters.base_weights import BaseWeights
 from pagewire.workers.adapters.config import AdapterConfig
 from pagewire.workers.adapters.names import Kind, Parts, by_module
@@ -36,6 +37,8 @@ def build(
         builder.add(module, parts)
     builder.check_whole()
     deltas = [builder.deltas.get(product, []) for product in range(len(targets.shapes))]
+    if targets.device.type == "cpu":
+        deltas = together(deltas)
     extra = builder.num_extra_tokens()
     return AdapterWeights(deltas, targets.shapes, targets.dtype, builder.embedding, extra), builder.rank
 
@@ -124,15 +127,15 @@ class _Builder:
         elif parts.keys() == {Kind.BIAS}:
             empty = torch.empty(0, place.num_in, dtype=self._dtype())
             shift = self._vector(module, parts[Kind.BIAS], place) - place.bias(self.targets.device)
-            delta = Delta(empty, torch.empty(0, place.num_out, dtype=self._dtype()), place.first, shift=shift)
+            second = panels(torch.empty(place.num_out, 0, dtype=self._dtype()))
+            delta = Delta(empty, second, place.first, place.num_out, shift=shift)
         else:
             raise ValueError(f"{quoted(module)} has {_kinds(parts)}, which is not served for a linear layer")
-        moved = Delta(
-            *(delta.a.to(self.targets.device), None if delta.b is None else delta.b.to(self.targets.device)),
-            *(delta.first, delta.scale),
-            *(None if x is None else x.to(self.targets.device) for x in (delta.gain, delta.shift)),
-        )
-        self.deltas.setdefault(place.product, []).append(moved)
+        moved = {
+            name: None if (tensor := getattr(delta, name)) is None else tensor.to(self.targets.device)
+            for name in ("a", "b", "gain", "shift")
+        }
+        self.deltas.setdefault(place.product, []).append(replace(delta, **moved))
 
     def _without_base(self, module: str, name: str, parts: Parts) -> Parts:
         """The tensors but for a weight that is the model's own: PEFT may save embedding and output layer as is."""
@@ -161,7 +164,7 @@ class _Builder:
         if num_out != place.num_out and shift.any():
             raise ValueError(f"{quoted(module)} with a bias for another vocabulary is not served")
         held = self._held(module, weight, self.targets.dtype)
-        return Delta(held, None, place.first, shift=shift if shift.any() else None)
+        return Delta(held, None, place.first, num_out, shift=shift if shift.any() else None)
 
     def _low_rank(self, module: str, name: str, place: Place, parts: Parts) -> Delta:
         if not parts.keys() >= LORA or parts.keys() & EMBEDDING:
@@ -194,8 +197,9 @@ class _Builder:
             shift += self._vector(module, bias, place) - own
         return Delta(
             self._held(module, a),
-            self._held(module, b.T),
+            panels(self._held(module, b)),
             place.first,
+            place.num_out,
             scale,
             gain,
             shift if shift.any() else None,
