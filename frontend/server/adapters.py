@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from pagewire.frontend.server.http.errors import APIError
 from pagewire.ipc.adapters import ADAPTER_FILES, MAX_ADAPTER_ID, AdapterName
 from pagewire.ipc.bounds import unknown_name
 from pagewire.ipc.quoting import quoted
+
+logger = logging.getLogger("pagewire.server")
 
 LIST_SECONDS = 30.0  # for the core to list its adapters, when the server starts
 
@@ -91,9 +94,14 @@ class ServedAdapters:
                 raise ValueError("lora_modules: this engine serves no adapters: start it with --enable-lora")
             return
         session = self._engine.session
-        for entry in session.call("adapters").result(LIST_SECONDS):
+        try:
+            entries = session.call("adapters").result(LIST_SECONDS)
+        except PermissionError as error:
+            logger.warning("adapters that the engine has already are not offered: %s", error)
+            entries = []
+        for entry in entries:
             if entry["name"] not in self._model_names:
-                self._requests[entry["name"]] = LoRARequest(entry["name"], entry["adapter_id"], "")
+                self._requests[entry["name"]] = LoRARequest(entry["name"], entry["adapter_id"])
         requests = [self._request(module.name, module.path, module.base_model_name) for module in modules]
         for request, answer in [(request, session.add_lora(request)) for request in requests]:
             session.tokenizer_for(request)

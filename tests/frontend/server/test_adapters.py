@@ -111,6 +111,17 @@ def test_adapters_are_models(
     assert client.post("/tokenize", {"prompt": "w2", "model": "sql"}).json["tokens"] == [2]
 
 
+def test_a_server_that_may_not_list_adapters_offers_its_own(
+    serve: Callable[..., Client], core: FakeCore, registry: Registry, root: Path
+) -> None:
+    def refuse() -> None:
+        raise PermissionError("adapters needs the right 'read'")
+
+    core.calls["adapters"] = refuse
+    cards = serve(lora_modules=[f"sql={root}/sql"]).get("/v1/models").json["data"]
+    assert [card["id"] for card in cards] == ["fake", "sql"]
+
+
 def test_a_server_does_not_start_with_an_adapter_that_cannot_be_read(
     serve: Callable[..., Client], registry: Registry, root: Path
 ) -> None:
