@@ -34,8 +34,7 @@ def check_request(request: Request, info: EngineInfo) -> None:
         check_tenant(request.tenant)
     if request.prompt.media:
         raise ValueError("this engine takes no media: submit a prompt of tokens alone")
-    if request.prompt.adapter:
-        raise ValueError("this engine has no adapters: submit the prompt without one")
+    check_adapter(request, info)
     if isinstance(request.task, PoolingParams):
         check_pooling(request, request.task, info)
         return
@@ -52,13 +51,27 @@ def check_request(request: Request, info: EngineInfo) -> None:
             f"the prompt of {num_prompt} tokens leaves no room to generate: "
             f"the prompt is too long (max_model_len is {info.max_model_len})"
         )
-    check_token_ids("prompt", request.prompt.token_ids, info.vocab_size)
+    check_token_ids("prompt", request.prompt.token_ids, vocab_size_of(request, info))
     if request.eos_token_id is not None:
         check_int("eos_token_id", request.eos_token_id, 0, 2**31 - 1)
     check_params(request, info)
     check_int("num_prompt_logprobs", request.num_prompt_logprobs, 0, num_prompt - 1)
     if request.output_token_ids is not None:
         check_resumed(request, info)
+
+
+def check_adapter(request: Request, info: EngineInfo) -> None:
+    """Check that a request may name an adapter, and its content only if it goes on; raises ValueError."""
+    if request.adapter is not None and info.lora is None:
+        raise ValueError("this engine serves no adapters: start it with enable_lora")
+    if request.prompt.adapter and (request.adapter is None or request.output_token_ids is None):
+        raise ValueError("the content of an adapter is for the core to find: name the adapter itself")
+
+
+def vocab_size_of(request: Request, info: EngineInfo) -> int:
+    """The vocabulary of the model, and of its adapter at most."""
+    extra = info.lora.extra_vocab_size if info.lora is not None and request.adapter is not None else 0
+    return info.vocab_size + extra
 
 
 def check_pooling(request: Request, params: PoolingParams, info: EngineInfo) -> None:
@@ -73,7 +86,7 @@ def check_pooling(request: Request, params: PoolingParams, info: EngineInfo) -> 
             f"This model's maximum context length is {info.max_model_len} tokens. However, the prompt has "
             f"{num_tokens} tokens: the prompt is too long (max_model_len is {info.max_model_len})"
         )
-    check_token_ids("prompt", request.prompt.token_ids, info.vocab_size)
+    check_token_ids("prompt", request.prompt.token_ids, vocab_size_of(request, info))
     if request.output_token_ids:
         raise ValueError("output_token_ids: a request to pool has none")
     info.pooling.check(params, num_tokens)
@@ -106,7 +119,7 @@ def check_resumed(request: Request, info: EngineInfo) -> None:
             raise ValueError(
                 f"output_token_ids: a sequence of {len(token_ids)} tokens is already complete (limit {limit})"
             )
-        check_token_ids("output_token_ids", token_ids, info.vocab_size)
+        check_token_ids("output_token_ids", token_ids, vocab_size_of(request, info))
 
 
 def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:

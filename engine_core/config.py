@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pagewire.engine_core.adapters import AdapterLimits
 from pagewire.engine_core.scaling_factors import read_scaling_factors
 from pagewire.engine_core.schedule.scheduler import SchedulerConfig
 from pagewire.engine_core.speculative_model import resolve_speculation
+from pagewire.ipc.adapter_files import adapter_folder, adapter_version
+from pagewire.ipc.adapters import MAX_ADAPTER_ID, AdapterSource
 from pagewire.ipc.hub import model_folder, read_configs
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
@@ -29,6 +32,8 @@ class EngineConfig:
     generation_config: content of generation_config.json. eos_token_id: the main end-of-sequence token.
     kv_scales: the scaling factors of `quantization_param_path`, one for each layer.
     speculation: what proposes tokens, with its model's folder; None if nothing does.
+    merged_adapter: folder of the adapter that is added to the weights; None for none.
+    first_adapter: the adapter that is loaded at the start; None for none.
     """
 
     args: EngineArgs
@@ -37,6 +42,8 @@ class EngineConfig:
     eos_token_id: int | None
     kv_scales: tuple[float, ...] = ()
     speculation: SpeculativeConfig | None = None
+    merged_adapter: Path | None = None
+    first_adapter: AdapterSource | None = None
 
     @classmethod
     def resolve(cls, args: EngineArgs) -> EngineConfig:
@@ -62,7 +69,12 @@ class EngineConfig:
         factors = args.quantization_param_path
         kv_scales = () if factors is None else tuple(read_scaling_factors(Path(factors), model))
         speculation = resolve_speculation(args, model)
-        return cls(args, path, generation, end_of_sequence(model, generation), kv_scales, speculation)
+        eos = end_of_sequence(model, generation)
+        return cls(
+            *(args, path, generation, eos, kv_scales, speculation),
+            merged_adapter=merged_adapter(args),
+            first_adapter=first_adapter(args),
+        )
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -124,7 +136,17 @@ class EngineConfig:
             convert=args.convert,
             pooler_config=PoolerConfig.read(args.pooler_config),
             speculative=self.speculation,
+            lora=args.lora_config(),
+            merged_adapter="" if self.merged_adapter is None else str(self.merged_adapter),
         )
+
+    def adapter_limits(self, ready: Ready) -> AdapterLimits | None:
+        """How many LoRA adapters there may be; None if none are served."""
+        args, lora = self.args, self.args.lora_config()
+        if lora is None:
+            return None
+        max_resident = max(lora.max_loras, lora.max_cpu_loras or args.max_num_seqs)
+        return AdapterLimits(lora.max_loras, max_resident, args.max_lora_bytes, ready.vocab_size)
 
     def scheduler_config(self, ready: Ready) -> SchedulerConfig:
         """The scheduler's limits, given the KV blocks that the worker has allocated.
@@ -189,6 +211,9 @@ class EngineConfig:
             scheduling_policy=args.scheduling_policy,
             figures=ready.figures,
             pooling=ready.pooling,
+            lora=args.lora_config(),
+            tensor_parallel_size=args.tensor_parallel_size,
+            max_num_batched_tokens=self.scheduler_config(ready).max_num_batched_tokens,
         )
 
 
@@ -219,3 +244,27 @@ def end_of_sequence(model: dict[str, Any], generation: dict[str, Any]) -> int | 
         if isinstance(ids, int):
             return ids
     return None
+
+
+def merged_adapter(args: EngineArgs) -> Path | None:
+    """The folder of the adapter that is added to the weights, downloaded if necessary; None for none.
+
+    Raises:
+        ModelNotFoundError: there is no such adapter.
+    """
+    if args.lora_path is None:
+        return None
+    return adapter_folder(args.lora_path, token=args.hf_token, cache_dir=args.download_dir)
+
+
+def first_adapter(args: EngineArgs) -> AdapterSource | None:
+    """The adapter that is loaded at the start, downloaded if necessary; None for none.
+
+    Raises:
+        ModelNotFoundError: there is no such adapter.
+    """
+    name = args.qlora_adapter_name_or_path
+    if name is None:
+        return None
+    folder = adapter_folder(name, token=args.hf_token, cache_dir=args.download_dir)
+    return AdapterSource(name, MAX_ADAPTER_ID, str(folder), adapter_version(folder))

@@ -17,6 +17,7 @@ from contextlib import suppress
 
 import zmq
 
+from pagewire.engine_core.adapters import Adapters
 from pagewire.engine_core.clients.block_events import BlockEvents
 from pagewire.engine_core.clients.clients import Client, Clients
 from pagewire.engine_core.clients.control import Control
@@ -28,8 +29,8 @@ from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.grammar.compile import load_tokenizer
 from pagewire.engine_core.grammar.pool import Grammars
 from pagewire.engine_core.grammar.prover import ConfinedProver
-from pagewire.engine_core.lobby import Lobby
-from pagewire.engine_core.schedule.scheduler import Scheduler
+from pagewire.engine_core.lobby import Lobby, ended
+from pagewire.engine_core.schedule.scheduler import Outcome, Scheduler
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.schedule.speculation import open_speculation
 from pagewire.engine_core.workers.group import GroupReply, WorkerGroup
@@ -38,6 +39,7 @@ from pagewire.engine_core.workers.stopwatch import Stopwatch
 from pagewire.ipc import messages
 from pagewire.ipc.errors import EngineDeadError, EngineStoppedError, error_text, received_error
 from pagewire.ipc.heap import release_spare_memory
+from pagewire.ipc.lora import AdapterLoaded
 from pagewire.ipc.messages import EngineInfo, TokenDelta
 from pagewire.ipc.options import env_float
 from pagewire.ipc.worker_messages import Ready, StepResult, WorkerFailed
@@ -63,6 +65,9 @@ class EngineCore:
         which the core stops; -1 for none.
     publisher: publishes what becomes of KV blocks; None if nothing is published.
 
+    Attributes:
+        adapters: LoRA adapters; None if none are served.
+
     Attributes without a value in `__init__` exist once the first worker is ready (`started`).
     """
 
@@ -73,6 +78,7 @@ class EngineCore:
     grammars: Grammars
     lobby: Lobby
     info: EngineInfo
+    adapters: Adapters | None
 
     def __init__(
         self,
@@ -150,7 +156,10 @@ class EngineCore:
         if self._stop_by is None:
             return False
         idle = not self.started or not (
-            self.scheduler.num_unfinished or self.lobby.num_compiling or self.clients.behind
+            self.scheduler.num_unfinished
+            or self.lobby.num_compiling
+            or self.lobby.num_loading
+            or self.clients.behind
         )
         return idle or time.monotonic() >= self._stop_by
 
@@ -216,6 +225,8 @@ class EngineCore:
             self.worker.kill(text)
         if self.started:
             self.control.check_timers(now)
+            if self.adapters is not None:
+                self._refuse([ended(*refused) for refused in self.adapters.expire(now)])
         if self._restarts.due is not None and now >= self._restarts.due:
             self._start_worker()
 
@@ -247,6 +258,8 @@ class EngineCore:
                 self._commit(message)
             elif isinstance(message, GroupReply):
                 self.control.receive(message)
+            elif isinstance(message, AdapterLoaded):
+                self._adapter_loaded(message)
             elif isinstance(message, Ready):
                 self._worker_ready(message)
             elif isinstance(message, WorkerFailed):
@@ -263,9 +276,13 @@ class EngineCore:
             self.clients.accept(self.info.max_message_bytes)
             self.grammars = self._open_grammars()
             self.metrics = Metrics(self.info.max_model_len)
-            self.lobby = Lobby(self.grammars, self.config.args.max_waiting, self.metrics.grammar.observe)
-            self.outbox = Outbox(self.clients, self.metrics)
+            limits = self.config.adapter_limits(ready)
+            self.adapters = None if limits is None else Adapters(limits)
+            max_waiting, on_compiled = self.config.args.max_waiting, self.metrics.grammar.observe
+            self.lobby = Lobby(self.grammars, max_waiting, on_compiled, self.adapters)
+            self.outbox = Outbox(self.clients, self._ended)
             self.block_events = BlockEvents(self.clients, self.scheduler.kv.pool, self._publisher)
+            self._pin_first_adapter()
             self.started = True
             logger.info(
                 "engine ready: %s (%s, %s), %d KV blocks of %d tokens, max_model_len %d",
@@ -290,7 +307,32 @@ class EngineCore:
         self.stopwatch.restart(False)
         if self.started:
             self.outbox.add(self.scheduler.fail(time.monotonic()))
+            self._adapters_lost(time.monotonic())
             self.control.worker_lost(why, was_ready=was_ready)
+
+    def _pin_first_adapter(self) -> None:
+        """Register and keep the adapter that the engine starts with; without it, the engine ends."""
+        source, adapters = self.config.first_adapter, self.adapters
+        if source is None or adapters is None:
+            return
+
+        def registered(error: Exception | None) -> None:
+            if error is not None:
+                raise error
+            if adapters.limits.max_resident > 1:
+                adapters.pin(source.adapter_id, time.monotonic(), lambda _: None)
+
+        adapters.register(source, time.monotonic(), registered)
+
+    def _adapter_loaded(self, loaded: AdapterLoaded) -> None:
+        if self.adapters is not None:
+            self._refuse([ended(*refused) for refused in self.adapters.loaded(loaded)])
+
+    def _adapters_lost(self, now: float) -> None:
+        """Take sequences with an adapter back from the scheduler, until a new worker has loaded it."""
+        if self.adapters is not None:
+            self.adapters.workers_lost(now)
+            self.adapters.take_back(self.scheduler.waiting.withdraw(has_adapter), now)
 
     def _start_worker(self) -> None:
         """Start the worker. What the machine lacks for that now, it may have a moment later."""
@@ -361,10 +403,17 @@ class EngineCore:
         )
 
     def admit(self) -> None:
-        """Schedule the sequences that need wait no longer; end those whose grammar is refused."""
+        """Schedule the sequences that need wait no longer; end those whose grammar or adapter is refused."""
         ready, refusals = self.lobby.ready(time.monotonic())
         for sequence in ready:
             self.scheduler.add(sequence)
+        self._refuse(refusals)
+        if self.adapters is not None and self.worker.accepting and not self.control.asleep:
+            for command in self.adapters.commands(time.monotonic()):
+                self.worker.send(command)
+
+    def _refuse(self, refusals: list[Outcome]) -> None:
+        """Log and send the ends of sequences that are not scheduled."""
         for sequence, delta in refusals:
             if sequence.index == 0:
                 logger.warning(
@@ -378,7 +427,13 @@ class EngineCore:
         for sequence in sequences:
             if not sequence.finished:
                 self._remove(sequence)
-                self.metrics.finished(sequence, reason, now)
+                self._ended(sequence, reason, now)
+
+    def _ended(self, sequence: Sequence, reason: str, now: float) -> None:
+        """Record the end of a sequence."""
+        self.metrics.finished(sequence, reason, now)
+        if self.adapters is not None:
+            self.adapters.ended(sequence)
 
     def _remove(self, sequence: Sequence) -> None:
         if not self.lobby.drop(sequence):
@@ -402,3 +457,8 @@ class EngineCore:
     def deliver(self) -> None:
         """Send all queued deltas to the frontends."""
         self.outbox.send(time.monotonic())
+
+
+def has_adapter(sequence: Sequence) -> bool:
+    """True if a sequence runs with an adapter."""
+    return sequence.adapter is not None

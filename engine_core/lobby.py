@@ -1,4 +1,6 @@
-"""Where sequences wait that cannot be scheduled yet: their grammar is being compiled, or the engine is paused."""
+"""Where sequences wait that cannot be scheduled yet: their grammar is being compiled, their adapter is being read,
+or the engine is paused.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Protocol
 
+from pagewire.engine_core.adapters import Adapters
 from pagewire.engine_core.grammar.matcher import Grammar, GrammarError
 from pagewire.engine_core.schedule.scheduler import Outcome
 from pagewire.engine_core.schedule.sequence import Sequence, State
@@ -34,10 +37,11 @@ MAX_REPLAYED = 256  # matchers, and tokens that they start with, for which one c
 class Lobby:
     """Sequences between submission and the scheduler. Pure, as the scheduler is: no IO, no clock.
 
-        add() -> compiling -> ready() -> Scheduler.add
+        add() -> compiling -> [adapter] -> ready() -> Scheduler.add
 
     max_waiting: maximum number of waiting sequences, here and in the scheduler's queue.
     on_compiled: called once for each request with the seconds that it waited for its grammar.
+    adapters: where sequences wait for their adapter; None: no sequence has one.
 
     Attributes:
         held: nothing leaves the lobby, because the engine is paused.
@@ -45,25 +49,37 @@ class Lobby:
     """
 
     def __init__(
-        self, grammars: GrammarCompiler, max_waiting: int, on_compiled: Callable[[float], None]
+        self,
+        grammars: GrammarCompiler,
+        max_waiting: int,
+        on_compiled: Callable[[float], None],
+        adapters: Adapters | None = None,
     ) -> None:
         self.held = self.has_work = False
         self._grammars, self._max_waiting, self._on_compiled = grammars, max_waiting, on_compiled
         self._grammar_of: dict[Sequence, PendingGrammar] = {}
         self._compiling: dict[PendingGrammar, dict[Sequence, None]] = {}  # one entry however many wait for it
         self._ready: dict[Sequence, None] = {}  # in order
+        self._adapters = adapters
 
     def __len__(self) -> int:
-        return len(self._grammar_of) + len(self._ready)
+        return len(self._grammar_of) + len(self._ready) + self.num_loading
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._grammar_of
         yield from self._ready
+        if self._adapters is not None:
+            yield from self._adapters.waiting
 
     @property
     def num_compiling(self) -> int:
         """Number of sequences whose grammar is being compiled."""
         return len(self._grammar_of)
+
+    @property
+    def num_loading(self) -> int:
+        """Number of sequences that wait for their adapter."""
+        return 0 if self._adapters is None else self._adapters.num_waiting
 
     def add(self, group: Iterable[Sequence], num_queued: int, now: float) -> None:
         """Take in the sequences of a request. num_queued: those that wait in the scheduler.
@@ -89,10 +105,24 @@ class Lobby:
         A call does a bounded amount of work; `has_work` says whether more is left.
         """
         refusals = self._poll(now) if self._compiling else []
-        if self.held or not self._ready:
+        if self.held:
             return [], refusals
         ready, self._ready = list(self._ready), {}
+        if self._adapters is not None:
+            ready, refused = self._with_adapters(self._adapters, ready, now)
+            refusals += refused
         return ready, refusals
+
+    def _with_adapters(
+        self, adapters: Adapters, sequences: list[Sequence], now: float
+    ) -> tuple[list[Sequence], list[Outcome]]:
+        """Those of `sequences` that need no adapter, and all whose adapter is there; the ends of those refused."""
+        for sequence in sequences:
+            if sequence.adapter is not None:
+                adapters.enter(sequence, now)
+        admitted, refused = adapters.admit(now)
+        ready = [sequence for sequence in sequences if sequence.adapter is None] + admitted
+        return ready, [ended(sequence, error) for sequence, error in refused]
 
     def hold(self) -> None:
         """Keep every sequence here until `release`."""
@@ -108,7 +138,7 @@ class Lobby:
             self._leave(sequence)
         elif sequence in self._ready:
             del self._ready[sequence]
-        else:
+        elif self._adapters is None or not self._adapters.drop(sequence):
             return False
         sequence.state = State.FINISHED
         return True
@@ -148,12 +178,17 @@ class Lobby:
                 raise outcome
             sequence.matcher = outcome.matcher(sequence.output_token_ids, sequence.params.ignore_eos)
         except (GrammarError, EngineBusyError) as error:
-            sequence.state = State.FINISHED
-            return [(sequence, refusal(sequence, error))]
+            return [ended(sequence, error)]
         self._ready[sequence] = None
         if sequence.index == 0:
             self._on_compiled(now - sequence.arrival_time)
         return []
+
+
+def ended(sequence: Sequence, error: Exception) -> Outcome:
+    """End a sequence that is not scheduled with an error."""
+    sequence.state = State.FINISHED
+    return sequence, refusal(sequence, error)
 
 
 def refusal(sequence: Sequence, error: Exception) -> TokenDelta:

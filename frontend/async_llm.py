@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -17,17 +16,27 @@ from contextlib import aclosing, contextmanager
 from typing import Any, TypeAlias, TypeVar
 
 from pagewire.frontend.calls import AsyncEngineCalls, timed_out
+from pagewire.frontend.configs import (
+    DecodingConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    parallel_config,
+    scheduler_config,
+)
 from pagewire.frontend.inputs import CheckedParams, Prepared, PromptType
 from pagewire.frontend.logprob_budget import LogprobBudget
+from pagewire.frontend.loop_mailbox import Listener, LoopMailbox
+from pagewire.frontend.lora import LoRARequest
 from pagewire.frontend.metrics import Metric, read_metrics
 from pagewire.frontend.outputs import RequestOutput, RequestState
 from pagewire.frontend.pooling.batch import complete
 from pagewire.frontend.pooling.outputs import PoolingRequestOutput
-from pagewire.frontend.session import Session, ignore_usage_context, refuse_unsupported
+from pagewire.frontend.session import Session, ignore_usage_context
 from pagewire.frontend.stat_loggers import StatLoggerBase, checked, status_line
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.calls import RemoteCall
 from pagewire.ipc.errors import EngineDeadError
+from pagewire.ipc.lora import LoRAConfig
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import SamplingParams
@@ -44,68 +53,6 @@ logger = logging.getLogger("pagewire.frontend")
 LONG_PROMPT_CHARACTERS = 8192  # a few milliseconds of tokenizing; longer ones must not hold up the event loop
 HEALTH_SECONDS = 8.0  # longer than the core takes to say whether its worker lives
 PROMPTS_AT_ONCE = 32  # tokenized before others have their turn
-
-
-class Listener:
-    """Wakes one task when some of its requests have new output. (An `asyncio.Event` serves any number of tasks.)"""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._ready: set[int] = set()
-        self._arrival: asyncio.Future[None] | None = None
-
-    def notify(self, key: int) -> None:
-        """Record that the request `key` has new output, and wake the task."""
-        self._ready.add(key)
-        if self._arrival is not None and not self._arrival.done():
-            self._arrival.set_result(None)
-
-    async def wait(self) -> set[int]:
-        """Wait for new output; returns the keys of the requests that have some."""
-        if not self._ready:
-            self._arrival = self._loop.create_future()
-            await self._arrival
-        ready, self._ready = self._ready, set()
-        return ready
-
-
-class LoopMailbox:
-    """Wakes the tasks of one event loop, with one call into it for all requests that have new output."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._listeners: dict[int, Listener] = {}
-        self._ready: set[int] = set()
-        self._lock = threading.Lock()
-
-    def open(self, keys: Iterable[int]) -> Listener:
-        """A listener that waits for new output of the requests `keys`."""
-        listener = Listener(self._loop)
-        self._listeners.update(dict.fromkeys(keys, listener))
-        return listener
-
-    def close(self, keys: Iterable[int]) -> None:
-        """Forget the listeners of these requests."""
-        for key in keys:
-            self._listeners.pop(key, None)
-
-    def put(self, states: list[RequestState]) -> None:
-        """Called on the client's thread."""
-        with self._lock:
-            idle = not self._ready
-            self._ready.update(state.request.key for state in states)
-        if idle:
-            try:
-                self._loop.call_soon_threadsafe(self._notify)
-            except RuntimeError:
-                pass  # the loop was closed with requests open: no task waits for them
-
-    def _notify(self) -> None:
-        with self._lock:
-            ready, self._ready = self._ready, set()
-        for key in ready:
-            if (listener := self._listeners.get(key)) is not None:
-                listener.notify(key)
 
 
 class AsyncLLM(AsyncEngineCalls):
@@ -196,25 +143,31 @@ class AsyncLLM(AsyncEngineCalls):
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        lora_request: Any = None,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the outputs of a request, in the form that `sampling_params.output_kind` names.
 
         Leaving the loop, closing the generator or cancelling its task aborts the request. A consumer that is
-        slower than the engine gets several tokens at once. `trace_headers`: W3C trace context (`traceparent`), of
-        the span that the request's is to be a child of; without effect unless traces are sent.
+        slower than the engine gets several tokens at once.
+
+        lora_request: the adapter to use. trace_headers: W3C trace context (`traceparent`), of the span that the
+            request's is to be a child of; without effect unless traces are sent.
 
         Raises:
             ValueError, TypeError: a bad prompt or parameter, or an id that is in use.
             RequestError: the engine ended the request with an error. EngineBusyError: it does not take more.
             EngineDeadError: the core is lost.
         """
-        refuse_unsupported(lora_request=lora_request)
         params = SamplingParams() if sampling_params is None else sampling_params
         stream = self.generate_all(
-            [prompt], params, request_id, priority=priority, trace_headers=trace_headers
+            [prompt],
+            params,
+            request_id,
+            priority=priority,
+            trace_headers=trace_headers,
+            lora_request=lora_request,
         )
         async with aclosing(stream):
             async for outputs in stream:
@@ -231,6 +184,7 @@ class AsyncLLM(AsyncEngineCalls):
         trace_headers: Mapping[str, str] | None = None,
         logprob_budget: LogprobBudget | None = None,
         admit: Callable[[Sequence[Prepared]], None] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         """Stream the outputs of several prompts, which are submitted together or not at all.
 
@@ -243,7 +197,7 @@ class AsyncLLM(AsyncEngineCalls):
         params = await self._check(sampling_params)
         prepared = []
         for prompt, name in zip(prompts, names, strict=True):
-            prepared.append(await self._prepare(prompt, params, name, priority))
+            prepared.append(await self._prepare(prompt, params, name, priority, lora_request))
             if logprob_budget is not None:
                 logprob_budget.expect(prepared[-1].request)
             if len(prepared) % PROMPTS_AT_ONCE == 0:
@@ -300,12 +254,19 @@ class AsyncLLM(AsyncEngineCalls):
         return self.session.check(params)
 
     async def _prepare(
-        self, prompt: PromptType, params: CheckedParams, request_id: str, priority: int
+        self,
+        prompt: PromptType,
+        params: CheckedParams,
+        request_id: str,
+        priority: int,
+        lora_request: LoRARequest | None,
     ) -> Prepared:
+        place = (request_id, priority, 0.0, lora_request)
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        if isinstance(text, str) and len(text) > LONG_PROMPT_CHARACTERS:
-            return await asyncio.to_thread(self.session.prepare, prompt, params, request_id, priority)
-        return self.session.prepare(prompt, params, request_id, priority)
+        is_long = isinstance(text, str) and len(text) > LONG_PROMPT_CHARACTERS
+        if is_long or not self.session.adapters.knows(lora_request):
+            return await asyncio.to_thread(self.session.prepare, prompt, params, *place)
+        return self.session.prepare(prompt, params, *place)
 
     def _mailbox(self) -> LoopMailbox:
         loop = asyncio.get_running_loop()
@@ -323,16 +284,20 @@ class AsyncLLM(AsyncEngineCalls):
         pooling_params: PoolingParams | None = None,
         request_id: str | None = None,
         *,
-        lora_request: Any = None,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput[Any], None]:
         """Pool a prompt; gives one output. Leaving the loop before aborts the request. Otherwise as `generate`."""
-        refuse_unsupported(lora_request=lora_request)
         params = complete(pooling_params, self.session, None, truncate_prompt_tokens)
         outputs = await self.pool_all(
-            [prompt], params, request_id, priority=priority, trace_headers=trace_headers
+            [prompt],
+            params,
+            request_id,
+            priority=priority,
+            trace_headers=trace_headers,
+            lora_request=lora_request,
         )
         yield outputs[0]
 
@@ -345,6 +310,7 @@ class AsyncLLM(AsyncEngineCalls):
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
         admit: Callable[[Sequence[Prepared]], None] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[PoolingRequestOutput[Any]]:
         """The results of several prompts, which are submitted together or not at all.
 
@@ -357,7 +323,7 @@ class AsyncLLM(AsyncEngineCalls):
         for start in range(0, len(prompts), PROMPTS_AT_ONCE):
             chunk = slice(start, start + PROMPTS_AT_ONCE)
             prepared += await asyncio.to_thread(
-                self._prepare_pooling, prompts[chunk], params, names[chunk], priority
+                self._prepare_pooling, prompts[chunk], params, names[chunk], priority, lora_request
             )
         if admit is not None:
             admit(prepared)
@@ -368,10 +334,15 @@ class AsyncLLM(AsyncEngineCalls):
         return [results[index] for index in range(len(prepared))]
 
     def _prepare_pooling(
-        self, prompts: Sequence[Any], params: PoolingParams, names: Sequence[str], priority: int
+        self,
+        prompts: Sequence[Any],
+        params: PoolingParams,
+        names: Sequence[str],
+        priority: int,
+        lora_request: LoRARequest | None,
     ) -> list[Prepared]:
         return [
-            self.session.prepare_pooling(prompt, params, name, priority)
+            self.session.prepare_pooling(prompt, params, name, priority, 0.0, lora_request)
             for prompt, name in zip(prompts, names, strict=True)
         ]
 
@@ -389,13 +360,34 @@ class AsyncLLM(AsyncEngineCalls):
         logger.info("%s", status_line(await asyncio.wrap_future(self.session.call("status"))))
         await asyncio.to_thread(self.session.stat_loggers.log)
 
-    async def get_tokenizer(self) -> Tokenizer | None:
-        """The light tokenizer of the frontend; None with `skip_tokenizer_init`."""
-        return self.session.tokenizer
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Add an adapter to the engine; see `LLM.add_lora`."""
+        adding = await asyncio.to_thread(self.session.add_lora, lora_request)
+        return bool(await asyncio.wrap_future(adding))
+
+    async def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Tokenizer | None:
+        """The light tokenizer of the frontend, or of an adapter; None with `skip_tokenizer_init`."""
+        return await asyncio.to_thread(self.session.tokenizer_for, lora_request)
 
     async def get_model_config(self) -> EngineInfo:
         """The model, its sizes and the options of the core, as the core reported them."""
         return self.session.info
+
+    async def get_parallel_config(self) -> ParallelConfig:
+        """How the model is split."""
+        return parallel_config(self.session.info)
+
+    async def get_scheduler_config(self) -> SchedulerConfig:
+        """Limits of the scheduler."""
+        return scheduler_config(self.session.info)
+
+    async def get_decoding_config(self) -> DecodingConfig:
+        """How structured output is made."""
+        return DecodingConfig()
+
+    async def get_lora_config(self) -> LoRAConfig | None:
+        """The limits of adapters; None if the engine serves none."""
+        return self.session.info.lora
 
     @property
     def info(self) -> EngineInfo:

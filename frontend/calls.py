@@ -47,6 +47,9 @@ class AsyncEngineCalls(AsyncCaller):
     abort_any = awaited(EngineCalls.abort_any)
     collective_rpc = awaited(EngineCalls.collective_rpc)
     save_sharded_state = awaited(EngineCalls.save_sharded_state)
+    remove_lora = awaited(EngineCalls.remove_lora)
+    list_loras = awaited(EngineCalls.list_loras)
+    pin_lora = awaited(EngineCalls.pin_lora)
     start_profile = awaited(EngineCalls.start_profile)
     stop_profile = awaited(EngineCalls.stop_profile)
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict
 
+from pagewire.frontend.lora import UsedAdapter
 from pagewire.frontend.text.length import ContextLengthError, encode_within
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.bounds import check_int, check_length, check_number, meta_of, unknown_name
@@ -104,10 +105,11 @@ def is_embeds_prompt(prompt: Any) -> bool:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request to be sent to the core, and the text of its prompt, if known."""
+    """A request to be sent to the core, the text of its prompt, if known, and its adapter, if it has one."""
 
     request: Request
     prompt_text: str | None
+    adapter: UsedAdapter | None = None
 
 
 @dataclass(frozen=True)
@@ -140,10 +142,11 @@ class Intake:
         key: int,
         priority: int = 0,
         age: float = 0.0,
+        adapter: UsedAdapter | None = None,
     ) -> Prepared:
         """Check one prompt and its parameters (None: the model's defaults), and make the request.
 
-        age: seconds since the request arrived.
+        age: seconds since the request arrived. adapter: that it runs with.
 
         The parameters are copied, but for checked ones, which requests may share. `max_tokens` is limited to the
         room that the prompt leaves in `max_model_len`.
@@ -157,7 +160,7 @@ class Intake:
         check_int("priority", priority, -PRIORITY_LIMIT, PRIORITY_LIMIT)
         checked = params if isinstance(params, CheckedParams) else self.check(params)
         params = checked.params
-        token_ids, text = self.tokenize(prompt, truncates=params.truncate_prompt_tokens is not None)
+        token_ids, text = self.tokenize(prompt, params.truncate_prompt_tokens is not None, adapter)
         token_ids = truncated(token_ids, params, self.info.max_model_len)
         params = self._fit(params, len(token_ids))
         return Prepared(
@@ -170,14 +173,18 @@ class Intake:
                 eos_token_id=self.eos_token_id,
                 priority=priority,
                 age=age,
+                adapter=None if adapter is None else adapter.source,
             ),
             text,
+            adapter,
         )
 
-    def tokenize(self, prompt: PromptType, truncates: bool = False) -> tuple[list[int], str | None]:
+    def tokenize(
+        self, prompt: PromptType, truncates: bool = False, adapter: UsedAdapter | None = None
+    ) -> tuple[list[int], str | None]:
         """Return the token ids of one prompt, checked but not truncated, and its text, if known.
 
-        truncates: they will be, so there may be more than the model takes.
+        truncates: they will be, so there may be more than the model takes. adapter: whose tokenizer counts.
 
         Raises:
             ContextLengthError: the prompt is longer than the model's context length.
@@ -197,18 +204,19 @@ class Intake:
         if text is not None and not isinstance(text, str):
             raise TypeError(f"the text of a prompt must be a string, got {type(text).__name__}")
         if token_ids is None and text is not None:
-            token_ids = self._encode(text, truncates)
-        return self._checked(token_ids, truncates), text
+            token_ids = self._encode(text, truncates, adapter)
+        return self._checked(token_ids, truncates, adapter), text
 
-    def _encode(self, text: str, truncates: bool) -> list[int]:
-        if self.tokenizer is None:
+    def _encode(self, text: str, truncates: bool, adapter: UsedAdapter | None) -> list[int]:
+        tokenizer = self.tokenizer if adapter is None else adapter.tokenizer or self.tokenizer
+        if tokenizer is None:
             raise ValueError("there is no tokenizer (skip_tokenizer_init): give the prompt as token ids")
         try:
-            return encode_within(self.tokenizer, text, self.info.max_model_len, truncates=truncates)
+            return encode_within(tokenizer, text, self.info.max_model_len, truncates=truncates)
         except (TypeError, UnicodeError) as error:  # such as an unpaired surrogate
             raise ValueError(f"the prompt is not valid Unicode text: {error}") from error
 
-    def _checked(self, token_ids: Any, truncates: bool) -> list[int]:
+    def _checked(self, token_ids: Any, truncates: bool, adapter: UsedAdapter | None) -> list[int]:
         if isinstance(token_ids, (str, bytes)) or not isinstance(token_ids, Iterable):
             raise TypeError(f"a prompt is a string, token ids or a dict, got {type(token_ids).__name__}")
         ids = list(token_ids)
@@ -218,7 +226,8 @@ class Intake:
             raise ContextLengthError(self.info.max_model_len, f"the prompt has {len(ids)} tokens")
         if set(map(type, ids)) != {int}:
             ids = [as_int(token_id) for token_id in ids]
-        check_vocabulary("the prompt", ids, self.info.vocab_size)
+        num_extra = 0 if adapter is None else adapter.num_extra_tokens
+        check_vocabulary("the prompt", ids, self.info.vocab_size + num_extra)
         return ids
 
     def check(self, params: SamplingParams | None) -> CheckedParams:

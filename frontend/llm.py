@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from pagewire.frontend.batch import complete
 from pagewire.frontend.beam_search import (
     BeamSearchOutput,
     add_text,
@@ -14,7 +15,6 @@ from pagewire.frontend.beam_search import (
     tokens_prompt,
 )
 from pagewire.frontend.inputs import (
-    CheckedParams,
     PromptType,
     TextPrompt,
     TokensPrompt,
@@ -23,9 +23,10 @@ from pagewire.frontend.inputs import (
     prompts_of,
 )
 from pagewire.frontend.llm_engine import LLMEngine
-from pagewire.frontend.mailbox import Inbox
+from pagewire.frontend.local_engine import LocalEngine
+from pagewire.frontend.lora import LoRARequest, for_each
 from pagewire.frontend.metrics import Metric
-from pagewire.frontend.outputs import BatchError, RequestOutput, RequestState
+from pagewire.frontend.outputs import BatchError, RequestOutput
 from pagewire.frontend.pooling.batch import params_of, pool
 from pagewire.frontend.pooling.outputs import (
     ClassificationRequestOutput,
@@ -37,23 +38,21 @@ from pagewire.frontend.pooling.outputs import (
     embedding_output,
 )
 from pagewire.frontend.pooling.scoring import ScorePlan
-from pagewire.frontend.progress import Tick, progress_bar
-from pagewire.frontend.session import refuse_unsupported
+from pagewire.frontend.progress import progress_bar
+from pagewire.frontend.session import Session, refuse_unsupported
 from pagewire.frontend.text.tokenizer import Tokenizer
-from pagewire.ipc.calls import EngineCalls, RemoteCall
+from pagewire.ipc.calls import RemoteCall
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
-from pagewire.ipc.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from pagewire.ipc.params import BeamSearchParams, SamplingParams
 from pagewire.ipc.pooling import PoolingParams, PoolingTask
 from pagewire.ipc.sockets import CurveKeys
 
-SUBMIT_CHUNK = 64  # prompts tokenized before the core gets them: it computes while we tokenize the next
 
-
-class LLM(EngineCalls):
+class LLM(LocalEngine):
     """A model for offline inference: spawns an engine core, and ends it with `shutdown`, at the end of a
     `with` block, or when collected. The calls that act on the engine as a whole (`sleep`, `reset_prefix_cache`,
-    `collective_rpc`, ...) are those of `EngineCalls`. Methods are safe to call from several threads at once.
+    `collective_rpc`, ...) are those of `LocalEngine`. Methods are safe to call from several threads at once.
 
     Options are those of `EngineArgs`; unknown ones raise TypeError with the nearest known name, those of later
     features ValueError. `restarts`: how often to replace a core that dies; open requests go on in the new one.
@@ -142,6 +141,14 @@ class LLM(EngineCalls):
         self.llm_engine = engine
         self._request_ids = itertools.count()
 
+    @property
+    def session(self) -> Session:
+        """The connection to the core."""
+        return self.llm_engine.session
+
+    def _next_id(self) -> str:
+        return f"{next(self._request_ids)}"
+
     # -------------------------------------------------------------- generation
 
     def generate(
@@ -151,7 +158,7 @@ class LLM(EngineCalls):
         *,
         prompt_token_ids: list[int] | list[list[int]] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: Any = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: list[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete all prompts; the outputs are in their order.
@@ -160,6 +167,7 @@ class LLM(EngineCalls):
         sampling_params: for all, or one for each; None: the model's defaults.
         prompt_token_ids: legacy spelling of token ids as `prompts`.
         use_tqdm: show a progress bar; or what to make it with.
+        lora_request: the adapter for all prompts, or a list with one or None for each.
         priority: one value per prompt; lower runs earlier, under the policy "priority".
 
         Raises:
@@ -167,7 +175,6 @@ class LLM(EngineCalls):
             BatchError: (a `RequestError`) the engine ended requests with an error. The others were finished
                 first; the exception has all `outputs`.
         """
-        refuse_unsupported(lora_request=lora_request)
         if (prompts is None) == (prompt_token_ids is None):
             raise ValueError("give prompts")
         prompts = prompts_of(prompt_token_ids if prompts is None else prompts)
@@ -176,15 +183,17 @@ class LLM(EngineCalls):
         params = params_for(sampling_params, len(prompts))
         if priority is not None and len(priority) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(priority)} priorities")
+        adapters = for_each(lora_request, len(prompts))
+        order = priority or [0] * len(prompts)
         with progress_bar(len(prompts), use_tqdm) as tick:
-            return self._complete(prompts, params, priority or [0] * len(prompts), tick)
+            return complete(self.session, prompts, params, order, adapters, self._next_id, tick)
 
     def chat(
         self,
         messages: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: Any = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -207,6 +216,7 @@ class LLM(EngineCalls):
             tools,
             chat_template_kwargs,
             mm_processor_kwargs,
+            lora_request,
         )
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
@@ -220,8 +230,9 @@ class LLM(EngineCalls):
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[TokensPrompt]:
-        """The prompts that `chat` would send, one per conversation.
+        """The prompts that `chat` would send, one per conversation; an adapter's own template and tokens count.
 
         Raises:
             ValueError: no chat template, a template that refuses the messages, or no tokenizer.
@@ -232,12 +243,11 @@ class LLM(EngineCalls):
         )
 
         refuse_unsupported(mm_processor_kwargs=mm_processor_kwargs)
-        tokenizer = self.llm_engine.get_tokenizer()
-        if tokenizer is None:
-            raise ValueError("chat needs a tokenizer: the engine runs with skip_tokenizer_init")
+        conversations = conversations_of(messages)
+        tokenizers = [self.session.tokenizer_for(r) for r in for_each(lora_request, len(conversations))]
         return [
             chat_prompt(
-                tokenizer,
+                needed_for_chat(tokenizer),
                 conversation,
                 chat_template=chat_template,
                 chat_template_content_format=chat_template_content_format,
@@ -246,14 +256,14 @@ class LLM(EngineCalls):
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
             )
-            for conversation in conversations_of(messages)
+            for conversation, tokenizer in zip(conversations, tokenizers, strict=True)
         ]
 
     def beam_search(
         self,
         prompts: Sequence[TokensPrompt | TextPrompt],
         params: BeamSearchParams,
-        lora_request: Any = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
@@ -264,31 +274,49 @@ class LLM(EngineCalls):
         Raises:
             ValueError, TypeError: a prompt or parameter is invalid, or the engine's `max_logprobs` is too small.
         """
-        refuse_unsupported(lora_request=lora_request)
-        session = self.llm_engine.session
-        batch = [tokens_prompt(prompt, session.tokenize(prompt)) for prompt in prompts_of(prompts)]
-        ends = end_tokens(params, session.eos_token_id, self.info.generation_config)
-        size = concurrency_limit or max(1, len(batch))
-        outputs: list[BeamSearchOutput] = []
+        session, given = self.session, prompts_of(prompts)
+        adapters = for_each(lora_request, len(given))
+        batch = [
+            tokens_prompt(prompt, session.tokenize(prompt, lora_request=adapter))
+            for prompt, adapter in zip(given, adapters, strict=True)
+        ]
+        places: dict[LoRARequest | None, list[int]] = {}  # of the prompts of each adapter
+        for place, adapter in enumerate(adapters):
+            places.setdefault(adapter, []).append(place)
+        done: dict[int, BeamSearchOutput] = {}
         with progress_bar(len(batch), use_tqdm) as tick:
-            for first in range(0, len(batch), size):
-                groups = beam_search(
-                    batch[first : first + size],
-                    params,
-                    self._extend,
-                    ends=ends,
-                    max_model_len=self.info.max_model_len,
-                    max_logprobs=self.info.max_logprobs,
-                    on_done=lambda: tick(None),
-                )
-                for group in groups:
-                    for beam in group:
-                        add_text(beam, params, self.llm_engine.get_tokenizer())
-                outputs += map(BeamSearchOutput, groups)
-        return outputs
+            for adapter, own in places.items():
+                size = concurrency_limit or len(own)
+                for first in range(0, len(own), size):
+                    part = own[first : first + size]
+                    outputs = self._search([batch[i] for i in part], params, adapter, lambda: tick(None))
+                    done.update(zip(part, outputs, strict=True))
+        return [done[place] for place in range(len(batch))]
 
-    def _extend(self, prompts: list[TokensPrompt], params: SamplingParams) -> list[RequestOutput]:
-        return self.generate(list(prompts), params, use_tqdm=False)
+    def _search(
+        self,
+        batch: list[TokensPrompt],
+        params: BeamSearchParams,
+        adapter: LoRARequest | None,
+        on_done: Callable[[], None],
+    ) -> list[BeamSearchOutput]:
+        """The beams of some prompts with one adapter, searched side by side."""
+
+        def extend(prompts: list[TokensPrompt], params: SamplingParams) -> list[RequestOutput]:
+            return self.generate(list(prompts), params, use_tqdm=False, lora_request=adapter)
+
+        groups = beam_search(
+            batch,
+            params,
+            extend,
+            ends=end_tokens(params, self.session.eos_token_id, self.info.generation_config),
+            max_model_len=self.info.max_model_len,
+            max_logprobs=self.info.max_logprobs,
+            on_done=on_done,
+        )
+        for beam in (beam for group in groups for beam in group):
+            add_text(beam, params, self.session.tokenizer_for(adapter))
+        return list(map(BeamSearchOutput, groups))
 
     # -------------------------------------------------------------- pooling
 
@@ -299,7 +327,7 @@ class LLM(EngineCalls):
         *,
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: Any = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         pooling_task: PoolingTask | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
@@ -313,8 +341,9 @@ class LLM(EngineCalls):
             ValueError, TypeError: a bad prompt or parameter, or a model that generates; nothing is left running.
             BatchError: (a `RequestError`) the engine ended requests with an error, as for `generate`.
         """
-        refuse_unsupported(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        return self._pool(prompts_of(prompts), pooling_params, truncate_prompt_tokens, use_tqdm, pooling_task)
+        refuse_unsupported(tokenization_kwargs=tokenization_kwargs)
+        options = (truncate_prompt_tokens, use_tqdm, pooling_task, lora_request)
+        return self._pool(prompts_of(prompts), pooling_params, *options)
 
     def embed(
         self,
@@ -323,11 +352,11 @@ class LLM(EngineCalls):
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: Any = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """The embedding of each prompt. Arguments and errors as for `encode`."""
-        refuse_unsupported(lora_request=lora_request)
-        outputs = self._pool(prompts_of(prompts), pooling_params, truncate_prompt_tokens, use_tqdm, "embed")
+        options = (truncate_prompt_tokens, use_tqdm, "embed", lora_request)
+        outputs = self._pool(prompts_of(prompts), pooling_params, *options)
         return list(map(embedding_output, outputs))
 
     def classify(
@@ -337,13 +366,11 @@ class LLM(EngineCalls):
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: Any = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[ClassificationRequestOutput]:
         """The probabilities of the model's classes for each prompt. Arguments and errors as for `encode`."""
-        refuse_unsupported(lora_request=lora_request)
-        outputs = self._pool(
-            prompts_of(prompts), pooling_params, truncate_prompt_tokens, use_tqdm, "classify"
-        )
+        options = (truncate_prompt_tokens, use_tqdm, "classify", lora_request)
+        outputs = self._pool(prompts_of(prompts), pooling_params, *options)
         return list(map(classification_output, outputs))
 
     def reward(
@@ -354,11 +381,11 @@ class LLM(EngineCalls):
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: Any = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """The rewards of each prompt: a classifier's logits, of the prompt or of each token. See `encode`."""
-        refuse_unsupported(lora_request=lora_request)
-        return self._pool(prompts_of(prompts), pooling_params, truncate_prompt_tokens, use_tqdm, "reward")
+        options = (truncate_prompt_tokens, use_tqdm, "reward", lora_request)
+        return self._pool(prompts_of(prompts), pooling_params, *options)
 
     def score(
         self,
@@ -369,18 +396,16 @@ class LLM(EngineCalls):
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | None = None,
-        lora_request: Any = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
         """How well texts fit each other: a score of each pair, of 1 and 1, 1 and n, or n and n texts.
 
         By a cross-encoder; or else the cosine of two embeddings; or, with embeddings of tokens only (ColBERT), the
         sum of the largest products (MaxSim). Other arguments and errors as for `encode`.
         """
-        refuse_unsupported(lora_request=lora_request)
         plan = ScorePlan(self.info, data_1, data_2)
-        return plan.scores(
-            self._pool(plan.prompts, pooling_params, truncate_prompt_tokens, use_tqdm, plan.task)
-        )
+        options = (truncate_prompt_tokens, use_tqdm, plan.task, lora_request)
+        return plan.scores(self._pool(plan.prompts, pooling_params, *options))
 
     def _pool(
         self,
@@ -389,11 +414,12 @@ class LLM(EngineCalls):
         truncate_prompt_tokens: int | None,
         use_tqdm: bool | Callable[..., Any],
         task: str | None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[PoolingRequestOutput[Any]]:
-        session = self.llm_engine.session
-        each = params_of(params, len(prompts), session, task, truncate_prompt_tokens)
+        each = params_of(params, len(prompts), self.session, task, truncate_prompt_tokens)
+        adapters = for_each(lora_request, len(prompts))
         with progress_bar(len(prompts), use_tqdm) as tick:
-            outputs, failed = pool(session, prompts, each, lambda: f"{next(self._request_ids)}", tick)
+            outputs, failed = pool(self.session, prompts, each, adapters, self._next_id, tick)
         if failed is not None:
             raise BatchError(failed, outputs)
         return outputs
@@ -414,10 +440,6 @@ class LLM(EngineCalls):
     def info(self) -> EngineInfo:
         """The model, its sizes and the options of the core, as the core reported them."""
         return self.llm_engine.info
-
-    def get_tokenizer(self) -> Tokenizer | None:
-        """The light tokenizer of the frontend; `transformers.AutoTokenizer` on `info.tokenizer` gives theirs."""
-        return self.llm_engine.get_tokenizer()
 
     def set_tokenizer(self, tokenizer: Any) -> None:
         """Use another tokenizer, ours or one of transformers, for requests from now on."""
@@ -447,49 +469,12 @@ class LLM(EngineCalls):
     def __exit__(self, *exc_info: object) -> None:
         self.shutdown()
 
-    # -------------------------------------------------------------- one batch
 
-    def _complete(
-        self, prompts: list[Any], params: list[Any], priority: list[int], tick: Tick
-    ) -> list[RequestOutput]:
-        """The outputs of a batch, in order. On any error, no request of it is left running."""
-        session, inbox = self.llm_engine.session, Inbox()
-        states: list[RequestState] = []
-        try:
-            prepared = []
-            checked: dict[int, CheckedParams] = {}  # by identity, since many prompts may share parameters
-            for prompt, own, rank in zip(prompts, params, priority, strict=True):
-                if id(own) not in checked:
-                    checked[id(own)] = session.check(final_only(own))
-                prepared.append(session.prepare(prompt, checked[id(own)], f"{next(self._request_ids)}", rank))
-                if len(prepared) == SUBMIT_CHUNK:
-                    states += session.submit(prepared, inbox)
-                    prepared = []
-            states += session.submit(prepared, inbox)
-            outputs = self._wait(states, inbox, tick)
-        finally:
-            session.abort(states)
-        failed = next((state.error for state in states if state.error is not None), None)
-        if failed is not None:
-            raise BatchError(failed, outputs)
-        return outputs
-
-    def _wait(self, states: list[RequestState], inbox: Inbox, tick: Tick) -> list[RequestOutput]:
-        done: dict[int, RequestOutput] = {}
-        while len(done) < len(states):
-            for state in inbox.get():
-                output = self.llm_engine.session.take(state)
-                if output is not None:
-                    done[state.key] = output
-                    tick(output)
-        return [done[state.key] for state in states]
-
-
-def final_only(params: SamplingParams) -> SamplingParams:
-    """Return a copy of parameters for which there is one output, when the request has ended."""
-    params = params.clone()
-    params.output_kind = RequestOutputKind.FINAL_ONLY
-    return params
+def needed_for_chat(tokenizer: Tokenizer | None) -> Tokenizer:
+    """The tokenizer; raises ValueError if there is none."""
+    if tokenizer is None:
+        raise ValueError("chat needs a tokenizer: the engine runs with skip_tokenizer_init")
+    return tokenizer
 
 
 NOT_OPTIONS = {"self", "kwargs", "restarts", "__class__"}

@@ -10,6 +10,8 @@ from typing import Any
 
 from pagewire.frontend.calls import timed_out
 from pagewire.frontend.inputs import PromptType, age_of
+from pagewire.frontend.local_engine import LocalEngine
+from pagewire.frontend.lora import LoRARequest
 from pagewire.frontend.mailbox import Inbox
 from pagewire.frontend.metrics import Metric
 from pagewire.frontend.outputs import RequestOutput, RequestState
@@ -17,7 +19,7 @@ from pagewire.frontend.pooling.batch import complete
 from pagewire.frontend.session import Session, ignore_usage_context, refuse_unsupported
 from pagewire.frontend.stat_loggers import StatLoggerBase, checked, status_line
 from pagewire.frontend.text.tokenizer import Tokenizer
-from pagewire.ipc.calls import EngineCalls, RemoteCall
+from pagewire.ipc.calls import RemoteCall
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.params import SamplingParams
@@ -27,17 +29,17 @@ from pagewire.ipc.sockets import CurveKeys
 logger = logging.getLogger("pagewire.frontend")
 
 
-class LLMEngine(EngineCalls):
+class LLMEngine(LocalEngine):
     """An engine core, and the requests this object has open on it.
 
     Made by `from_engine_args`, which spawns a core, or `attach`. The calls that act on the engine as a whole
-    (`sleep`, `reset_prefix_cache`, `collective_rpc`, ...) are those of `EngineCalls`. All methods raise
+    (`sleep`, `reset_prefix_cache`, `collective_rpc`, ...) are those of `LocalEngine`. All methods raise
     `EngineDeadError`, with the cause, once the core is lost. One thread at a time may `step`; the other methods are
     safe in any thread.
     """
 
     def __init__(self, session: Session) -> None:
-        self.session = session
+        self._session = session
         self._inbox = Inbox()
         self._unfinished: dict[str, RequestState] = {}
         self._close = weakref.finalize(self, session.close)
@@ -98,6 +100,11 @@ class LLMEngine(EngineCalls):
         )
 
     @property
+    def session(self) -> Session:
+        """The connection to the core."""
+        return self._session
+
+    @property
     def info(self) -> EngineInfo:
         """The model, its sizes and the options of the core, as the core reported them."""
         return self.session.info
@@ -110,7 +117,7 @@ class LLMEngine(EngineCalls):
         prompt: PromptType,
         params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
-        lora_request: Any = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -119,21 +126,21 @@ class LLMEngine(EngineCalls):
 
         arrival_time: when the request arrived, a time of `time.monotonic()`; None: now. Latencies in outputs,
             metrics and traces count from it. Equal priorities run in the order in which they are added, though.
+        lora_request: the adapter to use.
         trace_headers: W3C trace context of the parent of the request's span.
 
         Raises:
             ValueError, TypeError: a bad prompt or parameter, an id that is in use, or an arrival time to come.
         """
-        refuse_unsupported(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        refuse_unsupported(tokenization_kwargs=tokenization_kwargs)
         if request_id in self._unfinished:
             raise ValueError(f"request id {request_id!r} is in use")
+        place = (request_id, priority, age_of(arrival_time), lora_request)
         if isinstance(params, PoolingParams):
             checked = complete(params, self.session, None, None)
-            prepared = self.session.prepare_pooling(
-                prompt, checked, request_id, priority, age_of(arrival_time)
-            )
+            prepared = self.session.prepare_pooling(prompt, checked, *place)
         else:
-            prepared = self.session.prepare(prompt, params, request_id, priority, age_of(arrival_time))
+            prepared = self.session.prepare(prompt, params, *place)
         (self._unfinished[request_id],) = self.session.submit([prepared], self._inbox, trace_headers)
 
     def step(self) -> list[RequestOutput]:
@@ -176,10 +183,6 @@ class LLMEngine(EngineCalls):
         """Log the core's state in one line, and call the program's own loggers of statistics."""
         logger.info("%s", status_line(self.session.call("status").result()))
         self.session.stat_loggers.log()
-
-    def get_tokenizer(self) -> Tokenizer | None:
-        """The light tokenizer of the frontend; None with `skip_tokenizer_init`."""
-        return self.session.tokenizer
 
     @property
     def model_executor(self) -> LLMEngine:

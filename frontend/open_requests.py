@@ -366,7 +366,10 @@ def resumed(state: RequestState) -> Request:
         for tokens, reason in zip(state.output_token_ids, state.finish_reasons, strict=True)
     ]
     return msgspec.structs.replace(
-        state.request, output_token_ids=token_ids, num_prompt_logprobs=state.num_prompt_logprobs
+        state.request,
+        prompt=msgspec.structs.replace(state.request.prompt, adapter=state.adapter_content),
+        output_token_ids=token_ids,
+        num_prompt_logprobs=state.num_prompt_logprobs,
     )
 
 

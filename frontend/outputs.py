@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from pagewire.frontend.logprob_budget import LogprobBudget, TooManyLogprobsError, num_logprobs
+from pagewire.frontend.lora import LoRARequest, UsedAdapter
 from pagewire.frontend.text.logprobs import (
     FlatLogprobs,
     PromptLogprobs,
@@ -95,7 +96,7 @@ class CompletionOutput:
     logprobs: SampleLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    lora_request: Any = None
+    lora_request: LoRARequest | None = None
 
     def finished(self) -> bool:
         """Return True once the output has ended."""
@@ -114,7 +115,8 @@ class RequestOutput:
         finished: all outputs have ended.
         metrics: times of the request.
         num_cached_tokens: prompt tokens whose KV was in the prefix cache.
-        lora_request, encoder_prompt, encoder_prompt_token_ids, kv_transfer_params: not used yet.
+        lora_request: the adapter used.
+        encoder_prompt, encoder_prompt_token_ids, kv_transfer_params: not used yet.
     """
 
     request_id: str
@@ -124,7 +126,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None
-    lora_request: Any = None
+    lora_request: LoRARequest | None = None
     encoder_prompt: str | None = None
     encoder_prompt_token_ids: list[int] | None = None
     num_cached_tokens: int | None = None
@@ -237,6 +239,7 @@ class RequestState:
         error: message of the failure of an output; None if none failed.
         error_type: name of the exception with which the request was refused or ended; else None.
         num_prompt_logprobs: prompt positions, from position 1 on, whose log probabilities have arrived.
+        adapter_content: sha256 of its adapter's content; empty until it is known.
     """
 
     def __init__(
@@ -245,9 +248,11 @@ class RequestState:
         prompt_text: str | None,
         tokenizer: Tokenizer | None,
         logprob_budget: LogprobBudget | None = None,
+        adapter: UsedAdapter | None = None,
     ) -> None:
         params = request.params
         self._start(request)
+        self._lora_request = None if adapter is None else adapter.lora_request
         self._prompt_text = prompt_text
         self._budget, self._num_logprobs_kept = logprob_budget, 0
         self._kind = params.output_kind
@@ -267,6 +272,7 @@ class RequestState:
         self.error: str | None = None
         self.error_type: str | None = None
         self.num_prompt_logprobs = 0
+        self.adapter_content = b""
         self._num_cached_tokens: int | None = None
         self._metrics = RequestMetrics(arrival_time=time.time() - request.age)
 
@@ -330,6 +336,7 @@ class RequestState:
             self.num_prompt_logprobs += delta.prompt_logprobs.token_ids.shape[0]
         if delta.num_cached_tokens is not None and self._num_cached_tokens is None:
             self._num_cached_tokens = delta.num_cached_tokens
+        self.adapter_content = delta.adapter or self.adapter_content
         drop = False
         if delta.token_ids or delta.finish_reason is not None or delta.error is not None:
             drop = output.apply(delta, self._texts)
@@ -372,14 +379,18 @@ class RequestState:
         if delta and self._budget is not None:
             self._budget.release(self._num_logprobs_kept)
             self._num_logprobs_kept = 0
+        outputs = [output.take() for output in (changed if delta else self._outputs)]
+        for part in outputs:
+            part.lora_request = self._lora_request
         return RequestOutput(
             self.request_id,
             self._prompt_text,
             self.request.prompt.token_ids,
             self._take_prompt_logprobs(delta),
-            [output.take() for output in (changed if delta else self._outputs)],
+            outputs,
             finished,
             msgspec.structs.replace(self._metrics),
+            lora_request=self._lora_request,
             num_cached_tokens=self._num_cached_tokens,
         )
 

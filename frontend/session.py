@@ -24,6 +24,7 @@ from pagewire.frontend.connection import Connection, Cores, Owner
 from pagewire.frontend.core_source import RunningCores, SpawnedCores
 from pagewire.frontend.inputs import CheckedParams, Intake, Prepared, PromptType
 from pagewire.frontend.logprob_budget import LogprobBudget
+from pagewire.frontend.lora import AdapterBook, LoRARequest, UsedAdapter
 from pagewire.frontend.mailbox import Mailbox
 from pagewire.frontend.metrics import Metric, read_metrics
 from pagewire.frontend.open_requests import OpenRequests
@@ -54,7 +55,7 @@ class Session:
 
     Attributes:
         info: model and options of the core. tokenizer: of the frontend; None with `skip_tokenizer_init`.
-        stat_loggers: the program's own loggers of statistics.
+        stat_loggers: the program's own loggers of statistics. adapters: where the files of adapters are found.
 
     Raises:
         as `spawn` or `attach`, whichever made `connect`.
@@ -146,6 +147,7 @@ class Session:
                     **source,
                 )
             self._intake = Intake(self.info, tokenizer, salt)
+            self.adapters = AdapterBook(self.info, source.get("token"), source.get("cache_dir"))
             self.tokenizer = tokenizer
         except BaseException:
             self.close()
@@ -177,13 +179,15 @@ class Session:
         request_id: str,
         priority: int = 0,
         age: float = 0.0,
+        lora_request: LoRARequest | None = None,
     ) -> Prepared:
         """The request for a prompt, checked, tokenized and ready for `submit`. age: seconds since it arrived.
 
         Raises:
-            ValueError, TypeError: a bad prompt or parameter.
+            ValueError, TypeError: a bad prompt or parameter, or no such adapter.
         """
-        return self._intake.prepare(prompt, params, request_id, next(self._keys), priority, age)
+        adapter = self.adapters.use(lora_request)
+        return self._intake.prepare(prompt, params, request_id, next(self._keys), priority, age, adapter)
 
     def prepare_pooling(
         self,
@@ -192,21 +196,46 @@ class Session:
         request_id: str,
         priority: int = 0,
         age: float = 0.0,
+        lora_request: LoRARequest | None = None,
     ) -> Prepared:
         """The request to pool a prompt, ready for `submit`. params: made by `pooling.completed`.
 
         Raises:
-            ValueError, TypeError: a bad prompt.
+            ValueError, TypeError: a bad prompt, or no such adapter.
         """
-        return pooling.prepare(self._intake, prompt, params, request_id, next(self._keys), priority, age)
+        adapter = self.adapters.use(lora_request)
+        place = (request_id, next(self._keys), priority, age)
+        return pooling.prepare(self._intake, prompt, params, *place, adapter)
 
-    def tokenize(self, prompt: PromptType, truncates: bool = False) -> list[int]:
+    def tokenize(
+        self, prompt: PromptType, truncates: bool = False, lora_request: LoRARequest | None = None
+    ) -> list[int]:
         """The token ids of a prompt. truncates: it will be truncated, so it may be longer than the model takes.
 
         Raises:
-            ValueError, TypeError: a bad prompt.
+            ValueError, TypeError: a bad prompt, or no such adapter.
         """
-        return self._intake.tokenize(prompt, truncates)[0]
+        return self._intake.tokenize(prompt, truncates, self.adapters.use(lora_request))[0]
+
+    def tokenizer_for(self, lora_request: LoRARequest | None) -> Tokenizer | None:
+        """The tokenizer of an adapter, which is the model's if it has none of its own.
+
+        Raises:
+            ValueError, TypeError: no such adapter.
+        """
+        return self._tokenizer_of(self.adapters.use(lora_request))
+
+    def _tokenizer_of(self, adapter: UsedAdapter | None) -> Tokenizer | None:
+        return self.tokenizer if adapter is None else adapter.tokenizer or self.tokenizer
+
+    def add_lora(self, lora_request: LoRARequest) -> Future[Any]:
+        """Register an adapter with the core; the future gets True once it was read, or the error.
+
+        Raises:
+            ValueError, TypeError: no such adapter. EngineDeadError: the core is lost.
+        """
+        source = self.adapters.source(lora_request)
+        return self.call("register_adapter", source.name, source.adapter_id, source.path, source.version)
 
     @property
     def eos_token_id(self) -> int | None:
@@ -233,7 +262,9 @@ class Session:
         states = [
             PooledState(item.request)
             if isinstance(item.request.task, PoolingParams)
-            else RequestState(item.request, item.prompt_text, self.tokenizer, logprob_budget)
+            else RequestState(
+                item.request, item.prompt_text, self._tokenizer_of(item.adapter), logprob_budget, item.adapter
+            )
             for item in prepared
         ]
         self._requests.submit(states, mailbox, self.info.served_model_names[0], trace_headers)

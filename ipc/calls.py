@@ -22,6 +22,7 @@ from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, get_type_hin
 import msgspec
 from msgspec import Meta
 
+from pagewire.ipc.adapters import AdapterId, AdapterName, AdapterPath, AdapterVersion
 from pagewire.ipc.bounds import converted
 from pagewire.ipc.errors import ProtocolError
 
@@ -320,6 +321,25 @@ class EngineCalls(Caller):
                 files, or the folder holds such a model already.
         """
 
+    @remote(RunsIn.CORE)
+    def remove_lora(self, lora_id: AdapterId) -> bool:
+        """Unload the adapter with this id: its requests finish, then it leaves memory. False if there is none.
+
+        A later request that gives its path loads it again.
+        """
+
+    @remote(RunsIn.CORE, right=Right.READ)
+    def list_loras(self) -> list[int]:
+        """The ids of the adapters that were added, or are in memory; in ascending order, each once."""
+
+    @remote(RunsIn.CORE)
+    def pin_lora(self, lora_id: AdapterId) -> bool:
+        """Keep the adapter with this id in memory. Returns True once it is there.
+
+        Raises:
+            ValueError: there is none with this id, it cannot be loaded, or others would have no room.
+        """
+
     @remote(RunsIn.WORKER)
     def start_profile(self) -> None:
         """Start the workers' profilers.
@@ -335,6 +355,31 @@ class EngineCalls(Caller):
         Raises:
             RuntimeError: they do not run.
         """
+
+
+class AdapterCalls(Caller):
+    """The calls behind `add_lora` and the adapters of a server."""
+
+    @remote(
+        RunsIn.CORE,
+        path=Meta(description="its folder, absolute, on the workers' machines"),
+        version=Meta(description="of the folder's files; another one is read anew"),
+    )
+    def register_adapter(
+        self, name: AdapterName, adapter_id: AdapterId, path: AdapterPath, version: AdapterVersion = ""
+    ) -> bool:
+        """Read a LoRA adapter, and let requests of any frontend name it. Returns True once it was read.
+
+        An adapter of the same name is replaced; its requests finish with the old one.
+
+        Raises:
+            ValueError: it cannot be read or does not fit the model, its id is that of another name, or no adapters
+                are served. PermissionError: this frontend may not name paths.
+        """
+
+    @remote(RunsIn.CORE, right=Right.READ)
+    def adapters(self) -> list[dict[str, Any]]:
+        """The adapters that are registered: name, adapter_id, path, resident, num_bytes, rank, pinned."""
 
 
 class ReportCalls(Caller):

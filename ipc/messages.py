@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeAlias
 
 from msgspec import Meta
 
+from pagewire.ipc.adapters import AdapterSource
 from pagewire.ipc.budget import (
     MAX_ABORTS_PER_MESSAGE,
     MAX_ARGUMENTS,
@@ -21,6 +22,7 @@ from pagewire.ipc.budget import (
 )
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.items import Item, LogprobRows, Message, Prompt, Task, TokenIds
+from pagewire.ipc.lora import LoRAConfig
 from pagewire.ipc.model_figures import ModelFigures
 from pagewire.ipc.params import Name, SamplingParams
 from pagewire.ipc.pooling import PoolingInfo
@@ -35,6 +37,7 @@ class EngineInfo(Message):
         follows: each decides for itself whether the tokenizer's code may run.
     figures: sizes of the model by the headers of its checkpoint; None where the worker could not read any.
     pooling: of a model that pools; None: it generates.
+    lora: limits of adapters; None: none are served.
     """
 
     model: str
@@ -62,6 +65,9 @@ class EngineInfo(Message):
     scheduling_policy: str = "fcfs"
     figures: ModelFigures | None = None
     pooling: PoolingInfo | None = None
+    lora: LoRAConfig | None = None
+    tensor_parallel_size: int = 1
+    max_num_batched_tokens: int = 0
 
     @property
     def max_message_bytes(self) -> int:
@@ -95,6 +101,8 @@ class Request(Item):
     rank: how many sequences of the same batch (such as the prompts of one HTTP request) come before its own; later
         requests of the tenant may pass those with a high rank.
     tenant: the name of whom it is served for; tenants share the engine. Empty: the frontend is the tenant.
+    adapter: the LoRA adapter that it runs with; None: the model alone. `prompt.adapter`, its content, is set by the
+        core; in a resubmitted request it is that of the first core, which must be the same.
     """
 
     key: int
@@ -109,6 +117,7 @@ class Request(Item):
     age: float = 0.0
     rank: int = 0
     tenant: str = ""
+    adapter: AdapterSource | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -201,6 +210,7 @@ class TokenDelta(Item):
     error, error_type: why the sequence failed; if it was refused, also the name of the exception ("ValueError",
         "EngineBusyError").
     num_drafts, num_accepted: proposed tokens that were verified for this, and how many of `token_ids` are such.
+    adapter: sha256 of the content of its adapter; set with the first token.
     """
 
     key: int
@@ -217,6 +227,7 @@ class TokenDelta(Item):
     error_type: str | None = None
     num_drafts: int = 0
     num_accepted: int = 0
+    adapter: bytes = b""
 
 
 class Deltas(Message, tag="deltas"):

@@ -18,6 +18,7 @@ import msgspec
 
 from pagewire.ipc.bounds import check_int, check_number, unknown_name
 from pagewire.ipc.kv_events import KVEventsConfig, kv_events_config
+from pagewire.ipc.lora import LoRAConfig
 from pagewire.ipc.pooling import PoolerConfig
 from pagewire.ipc.quantization import FAMILIES, ONLINE, quantization_name
 from pagewire.ipc.speculative import FLAGS, SpeculativeConfig, speculative_config
@@ -175,6 +176,28 @@ class EngineArgs:
         None, "Speculation", "of typical_acceptance_sampler, which is not served, since it changes outputs")
     disable_logprobs_during_spec_decoding: bool | None = option(
         None, "Speculation", "no effect: log probabilities are those without speculation")
+    enable_lora: bool = option(False, "Adapters", "serve LoRA adapters beside the model")
+    max_loras: int = option(1, "Adapters", "maximum adapters whose requests run at the same time")
+    max_lora_rank: int = option(16, "Adapters", "largest rank of an adapter; smaller ones take no more than theirs")
+    max_cpu_loras: int | None = option(
+        None, "Adapters", "maximum adapters in memory, at least max_loras; default: max_num_seqs")
+    max_lora_bytes: int = option(
+        2 << 30, "Adapters", "bytes of memory for adapters, those of all workers together; the least recently used "
+        "are dropped first")
+    lora_dtype: Literal["auto", "float16", "bfloat16", "float32"] = option(
+        "auto", "Adapters", "type of adapters' weights; auto: the model's",
+        choices=("auto", "float16", "bfloat16", "float32"))
+    lora_extra_vocab_size: int = option(
+        256, "Adapters", "maximum tokens that an adapter may add to the vocabulary")
+    lora_allow_pickle: bool = option(
+        False, "Adapters", "read adapter_model.bin where there is no adapter_model.safetensors: a pickle, of which "
+        "tensors only are taken")
+    qlora_adapter_name_or_path: str | None = option(
+        None, "Adapters", "folder or Hugging Face id of a QLoRA adapter, for quantization=bitsandbytes: loaded "
+        "at the start, kept in memory, and registered under this name")
+    lora_path: str | None = option(
+        None, "Adapters", "folder or Hugging Face id of an adapter that is merged into the weights: with merge")
+    merge: bool = option(False, "Adapters", "add the adapter of lora_path to the weights as they are loaded")
 
     disable_log_stats: bool = option(False, "Logging", "do not log periodic statistics in the core")
     log_stats_interval: float = option(10.0, "Logging", "seconds between two lines of statistics")
@@ -238,6 +261,7 @@ class EngineArgs:
             raise ValueError("kv_events needs enable_prefix_caching: without it no block is found by others")
         self._check_parallel()
         self.resolved_speculation()
+        self._check_adapters()
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
             raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
 
@@ -296,6 +320,46 @@ class EngineArgs:
         """The options that make several workers, for messages."""
         names = ("tensor_parallel_size", "pipeline_parallel_size")
         return ", ".join(f"{name}={size}" for name in names if (size := getattr(self, name)) > 1)
+
+    def _check_adapters(self) -> None:
+        """Refuse options of adapters that contradict each other."""
+        for name in ("max_loras", "max_lora_rank", "max_lora_bytes"):
+            check_int(name, getattr(self, name), 1)
+        check_int("lora_extra_vocab_size", self.lora_extra_vocab_size, 0)
+        if self.max_cpu_loras is not None:
+            check_int("max_cpu_loras", self.max_cpu_loras, self.max_loras)
+        if self.enable_lora and self.num_workers > 1:
+            raise ValueError(
+                f"enable_lora with {self.parallel_sizes} is not supported yet: a worker would need its part of "
+                "every adapter; one that is merged (lora_path with merge=True) is served by any number of them"
+            )
+        if self.merge != (self.lora_path is not None):
+            raise ValueError(
+                "lora_path and merge=True go together: the adapter is added to the weights; to keep adapters apart "
+                "from them, set enable_lora and give lora_request with each request"
+            )
+        if self.merge and self.enable_lora:
+            raise ValueError(
+                "merge=True is for a single adapter: leave enable_lora out, or lora_path and merge"
+            )
+        if self.qlora_adapter_name_or_path is not None:
+            if not self.enable_lora:
+                raise ValueError("qlora_adapter_name_or_path needs enable_lora")
+            if self.quantization != "bitsandbytes" and self.load_format != "bitsandbytes":
+                raise ValueError("qlora_adapter_name_or_path needs quantization='bitsandbytes'")
+
+    def lora_config(self) -> LoRAConfig | None:
+        """The limits of adapters; None if none are served."""
+        if not self.enable_lora:
+            return None
+        return LoRAConfig(
+            max_loras=self.max_loras,
+            max_lora_rank=self.max_lora_rank,
+            max_cpu_loras=self.max_cpu_loras,
+            lora_dtype=self.lora_dtype,
+            extra_vocab_size=self.lora_extra_vocab_size,
+            allow_pickle=self.lora_allow_pickle,
+        )
 
     @property
     def uses_ray(self) -> bool:
@@ -377,9 +441,8 @@ NOT_SUPPORTED_YET: dict[str, Any] = {
     "compilation_config": None,
     "logits_processors": None,
     "enable_chunked_prefill": True,
-    "enable_lora": False,
-    "max_loras": 1,
-    "max_lora_rank": 16,
+    "long_lora_scaling_factors": None,
+    "fully_sharded_loras": False,
     "collect_detailed_traces": None,
     "kv_transfer_config": None,
     "enable_sleep_mode": False,
@@ -388,6 +451,9 @@ NOT_SUPPORTED_YET: dict[str, Any] = {
 # What can be used in their place, by name of the option.
 ALTERNATIVES = {
     "data_parallel_size": ": pagewire route --spawn N runs several engines behind one address",
+    "long_lora_scaling_factors": ": all requests have the model's rotary embedding; set rope_scaling of "
+    "hf_overrides for an adapter that was trained with another one",
+    "fully_sharded_loras": ": adapters are served by one worker, and have no shards",
 }
 
 

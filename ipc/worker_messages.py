@@ -8,6 +8,7 @@ import msgspec
 
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.items import Item, LogprobRows, Media, Message, Task
+from pagewire.ipc.lora import AdapterLoaded, DropAdapter, LoadAdapter, LoRAConfig
 from pagewire.ipc.model_figures import ModelFigures
 from pagewire.ipc.pooling import PoolerConfig, PoolingInfo
 from pagewire.ipc.speculative import SpeculativeConfig
@@ -63,6 +64,8 @@ class WorkerConfig(Message, tag="load"):
     kv_scales: of each layer's keys and values in a KV cache of 8-bit floats; empty: the checkpoint's, or 1.
     runner, convert, pooler_config: see `EngineArgs`.
     speculative: where drafts come from, and how many a row has at most; None: there are none.
+    lora: None: adapters are not served. merged_adapter: folder of an adapter that is added to the weights as they
+        are read; empty: none.
     """
 
     model_path: str
@@ -89,6 +92,8 @@ class WorkerConfig(Message, tag="load"):
     convert: str = "auto"
     pooler_config: PoolerConfig | None = None
     speculative: SpeculativeConfig | None = None
+    lora: LoRAConfig | None = None
+    merged_adapter: str = ""
 
 
 class SlotInit(Item):
@@ -98,6 +103,7 @@ class SlotInit(Item):
     block_ids: its KV blocks, in order. The first row starts after the prefix that is cached in them.
     media: those of the prompt. seed: of this sequence.
     stop_ids: EOS and stop tokens, excluded until `min_tokens` are generated.
+    adapter: index of the adapter that it runs with, which is loaded; 0: none.
     """
 
     slot: int
@@ -108,6 +114,7 @@ class SlotInit(Item):
     seed: int
     stop_ids: list[int] = []
     media: list[Media] = []
+    adapter: int = 0
 
 
 class Row(Item):
@@ -283,5 +290,7 @@ class WorkerFailed(Message, tag="failed"):
     lacks_memory: bool = False
 
 
-ToWorker: TypeAlias = WorkerConfig | StepPlan | Masks | WorkerCall | Shutdown
-FromWorker: TypeAlias = WorkerHello | Progress | Loading | Ready | StepResult | WorkerReply | WorkerFailed
+ToWorker: TypeAlias = WorkerConfig | StepPlan | Masks | WorkerCall | Shutdown | LoadAdapter | DropAdapter
+FromWorker: TypeAlias = (
+    WorkerHello | Progress | Loading | Ready | StepResult | WorkerReply | WorkerFailed | AdapterLoaded
+)

@@ -14,12 +14,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pagewire.kernels.adapted import adapt
+from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.dispatch import implementation_for
 from pagewire.kernels.experts import ACTIVATIONS, GroupedExperts, add_gated, route
 from pagewire.kernels.layer import Activation, Layer, Norm
 from pagewire.kernels.layers import add_rms_norm, rms_norm
 from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales
 from pagewire.kernels.reduced import Sum
+from pagewire.kernels.weight import Linear
 
 __all__ = ["Activation", "Layer", "Norm", "Stack"]
 
@@ -43,6 +46,7 @@ class Stack:
         batch: AttentionBatch,
         caches: Sequence[tuple[Tensor, Tensor]],
         scales: Sequence[KVScales] = (),
+        adapters: AdapterRows | None = None,
     ) -> Tensor:
         """Run the batch's tokens through all layers.
 
@@ -53,23 +57,52 @@ class Stack:
             batch: see `AttentionBatch`.
             caches: K and V of each layer.
             scales: of each layer's keys and values, in caches of 8-bit floats; empty for 1.
+            adapters: the rows that have adapters, whose products 4 i to 4 i + 3 are `qkv`, `out`, `gate_up` and
+                `down` of layer i.
 
         Returns:
             [T, H], normed by the last layer's `next_norm`.
         """
         if self.compiled is not None and not scales:
-            return self.compiled(residual, cos, sin, batch, caches)
+            return self.compiled(residual, cos, sin, batch, caches, adapters)
         norm = self.input_norm
         x = rms_norm(residual, norm.weight, norm.eps, offset=norm.offset)
         scales = scales or [UNSCALED] * len(self.layers)
-        for layer, experts, cache, of_cache in zip(self.layers, self._experts, caches, scales, strict=True):
-            x = _add_up(layer.out(_attend(layer, x, cos, sin, batch, cache, of_cache)), layer.ranks)
-            x = _add(x, residual, layer.attention_norm)
-            x = _add_up(
-                _feed_forward(layer, x) if experts is None else _mixture(layer, experts, x), layer.ranks
-            )
-            x = _add(x, residual, layer.next_norm)
+        parts = zip(self.layers, self._experts, caches, scales, strict=True)
+        for i, (layer, experts, cache, of_cache) in enumerate(parts):
+            products = Products(layer, 4 * i, adapters)
+            attended = _attend(layer, products.qkv(x), cos, sin, batch, cache, of_cache)
+            x = _add(_add_up(products.out(attended), layer.ranks), residual, layer.attention_norm)
+            x = products.feed_forward(x) if experts is None else _mixture(layer, products, experts, x)
+            x = _add(_add_up(x, layer.ranks), residual, layer.next_norm)
         return x
+
+
+class Products:
+    """The products of a layer, with what adapters change in them; the first has the number `first`."""
+
+    def __init__(self, layer: Layer, first: int, adapters: AdapterRows | None) -> None:
+        self._layer, self._first, self._adapters = layer, first, adapters
+
+    def qkv(self, x: Tensor) -> Tensor:
+        """See `Layer.qkv`."""
+        return self._product(self._layer.qkv, 0, x)
+
+    def out(self, x: Tensor) -> Tensor:
+        """See `Layer.out`."""
+        return self._product(self._layer.out, 1, x)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """The gated feed-forward half [T, H] of x [T, H]."""
+        layer = self._layer
+        assert layer.gate_up is not None and layer.down is not None
+        return self._product(layer.down, 3, ACTIVATIONS[layer.activation](self._product(layer.gate_up, 2, x)))
+
+    def _product(self, linear: Linear, number: int, x: Tensor) -> Tensor:
+        out = linear(x)
+        if self._adapters is not None:
+            adapt(x, out, self._adapters, self._first + number)
+        return out
 
 
 def _add_up(x: Tensor, ranks: Sum | None) -> Tensor:
@@ -80,32 +113,27 @@ def _add(x: Tensor, residual: Tensor, norm: Norm) -> Tensor:
     return add_rms_norm(x, residual, norm.weight, norm.eps, offset=norm.offset)
 
 
-def _feed_forward(layer: Layer, x: Tensor) -> Tensor:
-    assert layer.gate_up is not None and layer.down is not None
-    return layer.down(ACTIVATIONS[layer.activation](layer.gate_up(x)))
-
-
-def _mixture(layer: Layer, experts: GroupedExperts, x: Tensor) -> Tensor:
+def _mixture(layer: Layer, products: Products, experts: GroupedExperts, x: Tensor) -> Tensor:
     assert layer.mixture is not None
     router, shared_gate = layer.mixture.router, layer.mixture.shared_gate
     out = experts(x, *route(router.linear(x), router))
     if shared_gate is not None:
-        add_gated(out, _feed_forward(layer, x), shared_gate(x))
+        add_gated(out, products.feed_forward(x), shared_gate(x))
     return out
 
 
 def _attend(
     layer: Layer,
-    x: Tensor,
+    qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
     batch: AttentionBatch,
     cache: tuple[Tensor, Tensor],
     scales: KVScales,
 ) -> Tensor:
-    num_tokens = len(x)
-    qkv = layer.qkv(x).view(num_tokens, -1, layer.head_dim)
-    q, k, v = torch.split(qkv, [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], 1)
+    num_tokens = len(qkv)
+    heads = qkv.view(num_tokens, -1, layer.head_dim)
+    q, k, v = torch.split(heads, [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], 1)
     kernels = implementation_for(q, k, v)
     slots = batch.slot_mapping
     q = kernels.rotate_and_store(q, k, v, cos, sin, layer.head_norms, *cache, slots, scales)

@@ -8,6 +8,7 @@ from torch import Tensor
 from pagewire.kernels import reference
 from pagewire.kernels.cpu import kernels as cpu_kernels
 from pagewire.kernels.cpu.tensors import DTYPES
+from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.layer import Activation, EncoderLayer, Experts, HeadNorms, Layer, Norm
 from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales
@@ -100,6 +101,9 @@ class Kernels(Protocol):
     def pack(self, weight: Weight, bias: Tensor | None = None) -> Linear: ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
+
+    def adapt(self, x: Tensor, out: Tensor, rows: AdapterRows, product: int) -> None:
+        """See `pagewire.kernels.adapted.adapt`; x [T, K] and out [T, N] are checked."""
 
     def stack(self, input_norm: Norm, layers: Sequence[Layer]) -> Callable[..., Tensor] | None: ...
 

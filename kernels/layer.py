@@ -6,8 +6,12 @@ from enum import Enum
 
 from torch import Tensor
 
+from pagewire.kernels.deltas import Shapes
 from pagewire.kernels.reduced import Sum
 from pagewire.kernels.weight import Linear
+
+PRODUCTS = ("qkv", "out", "gate_up", "down")
+"""The linear layers of a layer that adapters may change, in the order in which they are numbered."""
 
 
 class Activation(Enum):
@@ -144,3 +148,9 @@ class EncoderLayer:
         return sum(part.num_bytes for part in (self.qkv, self.out, self.up, self.down)) + sum(
             vector.nbytes for vector in vectors
         )
+
+
+def product_shapes(layers: Sequence[Layer]) -> Shapes:
+    """The products that adapters may change, four for each layer; (0, 0) for one that a layer does not have."""
+    linears = [getattr(layer, name) for layer in layers for name in PRODUCTS]
+    return tuple((0, 0) if x is None else (x.out_features, x.in_features) for x in linears)

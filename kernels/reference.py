@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pagewire.kernels import kv_codes
+from pagewire.kernels.deltas import adapt_with
 from pagewire.kernels.elementwise import elementwise
 from pagewire.kernels.integers import Integers
 from pagewire.kernels.layer import HeadNorms
@@ -325,6 +326,9 @@ CODES = 127
 """The largest code of an activation; codes are symmetric around 0."""
 LEAST_SHARED = 32
 """Columns of a row that share a scale, at least."""
+
+
+adapt = partial(adapt_with, linear)
 
 
 def quantised_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pagewire.frontend.inputs import PromptType, TextPrompt, TokensPrompt
     from pagewire.frontend.llm import LLM
     from pagewire.frontend.llm_engine import LLMEngine
+    from pagewire.frontend.lora import LoRARequest
     from pagewire.frontend.outputs import CompletionOutput, RequestOutput
     from pagewire.frontend.pooling.outputs import (
         ClassificationOutput,
@@ -64,6 +65,7 @@ __all__ = [
     "EngineDeadError",
     "GuidedDecodingParams",
     "LLMEngine",
+    "LoRARequest",
     "ModelNotFoundError",
     "PoolerConfig",
     "PoolingOutput",
@@ -94,6 +96,7 @@ _HOMES = {
     "frontend.inputs": ("PromptType", "TextPrompt", "TokensPrompt"),
     "frontend.llm": ("LLM",),
     "frontend.llm_engine": ("LLMEngine",),
+    "frontend.lora": ("LoRARequest",),
     "frontend.outputs": ("CompletionOutput", "RequestOutput"),
     "frontend.pooling.outputs": (
         "ClassificationOutput",

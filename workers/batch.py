@@ -17,6 +17,30 @@ from pagewire.workers.slots import Slots
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterOrder:
+    """The rows of a batch that have adapters, ordered by adapter; see `kernels.deltas.AdapterRows`."""
+
+    adapters: list[int]
+    """The index of each adapter."""
+    rows: Tensor
+    """int64 [n]."""
+    starts: Tensor
+    """int64 [len(adapters) + 1]."""
+    num_rows: int
+
+    @classmethod
+    def of(cls, adapters: NDArray[np.int64]) -> AdapterOrder | None:
+        """The order of rows with these adapters int64 [R], 0 for none; None if none has one."""
+        if not adapters.any():
+            return None
+        rows = adapters.argsort(kind="stable")
+        rows = rows[np.count_nonzero(adapters == 0) :]
+        indices, starts = np.unique(adapters[rows], return_index=True)
+        ends = torch.from_numpy(np.append(starts, len(rows)).astype(np.int64))
+        return cls(indices.tolist(), torch.from_numpy(rows), ends, len(adapters))
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The input of one step: T tokens of R requests in the order of the plan's rows, then padding, if any."""
 
@@ -39,6 +63,10 @@ class Batch:
     """True if some rows have drafts."""
     token_types: Tensor | None = None
     """int64 [T]: 1 in the second texts of pairs; None if no row has one. On the host."""
+    adapters: AdapterOrder | None = None
+    """The tokens that have adapters; None: none has."""
+    sample_adapters: AdapterOrder | None = None
+    """The samples that have adapters; None: none has."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -98,6 +126,7 @@ def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0) -> Batch
     block_table = slots.block_table[slot_ids, : -(-max_seq_len // slots.block_size)]
     sample_rows, sample_indices = _samples(rows, ends, drafted)
     more = max(0, num_padded - len(rows))
+    adapters = slots.adapters[slot_ids]
     return Batch(
         input_ids=_padded(input_ids, more),
         positions=_padded(positions, more),
@@ -116,6 +145,8 @@ def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0) -> Batch
         needs_relay=needs_relay,
         drafted=drafted,
         token_types=_token_types(rows, slots, positions),
+        adapters=AdapterOrder.of(np.repeat(adapters, lengths)) if adapters.any() else None,
+        sample_adapters=AdapterOrder.of(adapters[sample_rows]) if adapters.any() else None,
     )
 
 

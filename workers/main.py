@@ -29,6 +29,7 @@ from pagewire.ipc.codec import MAX_MESSAGE_BYTES, Codec
 from pagewire.ipc.errors import error_text, error_type
 from pagewire.ipc.group_key import GroupKey
 from pagewire.ipc.lifeline import die_with_parent
+from pagewire.ipc.lora import DropAdapter, LoadAdapter
 from pagewire.ipc.sockets import CurveKeys, connect_dealer, receive, send
 from pagewire.ipc.worker_messages import (
     Loading,
@@ -53,6 +54,7 @@ from pagewire.workers.model.footprint import Footprint
 from pagewire.workers.weight_cache.ahead import WeightsAhead
 
 if TYPE_CHECKING:
+    from pagewire.workers.adapters.loader import Adapters
     from pagewire.workers.runner import Runner
     from pagewire.workers.step import RunningStep
 
@@ -78,6 +80,10 @@ class Connection:
         self._socket = connect_dealer(zmq.Context.instance(), address, identity.encode(), curve)
         self._codec: Codec[ToWorker] = Codec(ToWorker)
         self._early: deque[ToWorker] = deque()
+        self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._alarm, zmq.POLLIN)
         self._lock = threading.Lock()  # while the model is loaded, two threads send, and none receives
 
     def send(self, message: Any) -> None:
@@ -93,23 +99,30 @@ class Connection:
                 raise ValueError(f"a message of {size:,} bytes is over the limit of {MAX_MESSAGE_BYTES:,}")
             send(self._socket, frames)
 
+    def wake(self) -> None:
+        """Make `receive` return None; for any thread."""
+        os.eventfd_write(self._alarm, 1)
+
     def receive(
         self, until: Callable[[], bool] | None = None, spare: Iterator[object] = _NOTHING
     ) -> ToWorker | None:
-        """The core's next message, or None once `until` returns true. Runs `spare` work while it waits.
+        """The core's next message, or None after `wake`, or once `until` returns true. Runs `spare` work meanwhile.
 
         `until` is polled in a busy loop, as a device cannot wake this thread and a step takes milliseconds. Spare
         work begins after `QUIET_MS` without a message.
         """
-        quiet = QUIET_MS if until is None else 0
-        while not self._early and not self._socket.poll(quiet):
-            if until is None:
-                if next(spare, _DONE) is _DONE:
-                    break
-            elif until():
+        quiet: int | None = QUIET_MS if until is None else 0
+        while not self._early:
+            ready = dict(self._poller.poll(quiet))
+            if self._socket in ready:
+                return self._codec.decode(receive(self._socket))
+            if ready:
+                os.eventfd_read(self._alarm)
                 return None
-            quiet = 0
-        return self._early.popleft() if self._early else self._codec.decode(receive(self._socket))
+            if until is not None and until():
+                return None
+            quiet = 0 if until is not None or next(spare, _DONE) is not _DONE else None
+        return self._early.popleft()
 
     def receive_masks(self, step_id: int) -> Masks | None:
         """The masks of a step; None if the core sends `Shutdown` first. Keeps other messages for `receive`."""
@@ -141,6 +154,8 @@ def serve(connection: Connection) -> None:
             message = connection.receive(until=steps.reached)
         else:
             message = connection.receive(spare=_NOTHING if runner is None else runner.spare_work)
+        if runner is not None and runner.adapters is not None:
+            take_adapters(connection, runner.adapters, message)
         if isinstance(message, WorkerConfig):
             runner = start(connection, message, listener)
             steps = Pipeline(connection, runner)
@@ -154,6 +169,16 @@ def serve(connection: Connection) -> None:
             reply(connection, runner, message)
         elif isinstance(message, Shutdown):
             return
+
+
+def take_adapters(connection: Connection, adapters: Adapters, message: ToWorker | None) -> None:
+    """Report adapters that have been loaded, and load or drop one if a message says so."""
+    for loaded in adapters.finished():
+        connection.send(loaded)
+    if isinstance(message, LoadAdapter):
+        adapters.load(message)
+    elif isinstance(message, DropAdapter):
+        adapters.drop(message.index)
 
 
 class Pipeline:
@@ -215,7 +240,7 @@ def start(connection: Connection, config: WorkerConfig, listener: socket.socket 
         collective = open_collective(config.parallel, torch_device(config), listener)
         if collective.size > 1:
             report("meeting", time.monotonic() - began)
-        runner, ready = Runner.start(config, report, ahead, collective)
+        runner, ready = Runner.start(config, report, ahead, collective, connection.wake)
     ready.figures = None if sizes is None else model_figures(sizes)
     connection.send(ready)
     keep_in_background(runner.model, ahead)

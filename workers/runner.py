@@ -15,7 +15,9 @@ from pagewire.ipc.items import Task
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.worker_messages import Masks, Ready, Row, SlotInit, StepPlan, StepResult, WorkerConfig
-from pagewire.workers.batch import Batch, build_batch
+from pagewire.kernels.deltas import AdapterRows
+from pagewire.workers.adapters.loader import Adapters
+from pagewire.workers.batch import AdapterOrder, Batch, build_batch
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.collective.single import SingleRank
 from pagewire.workers.device.graphs import DecodeGraphs, recorded_sizes
@@ -49,6 +51,8 @@ class Runner:
     """A loaded model with its KV cache and slots.
 
     collective: the operations of this rank with the others of its group.
+    wake: called by other threads when `adapters` has messages.
+    adapters: None where they are not served.
     loaded: None while the weights are dropped. caches: K and V of each layer; empty while their memory is released.
     drafter: proposes tokens.
     spare_work: optional work for idle moments, a few milliseconds with each `next`.
@@ -57,13 +61,20 @@ class Runner:
     spare_work: Iterator[None]
 
     def __init__(
-        self, config: WorkerConfig, phases: Phases, ahead: WeightsAhead, collective: Collective
+        self,
+        config: WorkerConfig,
+        phases: Phases,
+        ahead: WeightsAhead,
+        collective: Collective,
+        wake: Callable[[], None],
     ) -> None:
         self.config, self.phases, self.collective = config, phases, collective
         self.device = open_device(config)
-        self.loaded: LoadedModel | None = load(ahead, phases, self.device, collective)
+        self.adapters = None if config.lora is None else Adapters(config, self.device, wake)
+        self.loaded: LoadedModel | None = self._load(ahead, phases)
         self.slots = Slots(
-            config.max_num_seqs, self.loaded.max_model_len, config.block_size, self.loaded.vocab_size
+            *(config.max_num_seqs, self.loaded.max_model_len, config.block_size, self.loaded.vocab_size),
+            *([] if self.adapters is None else [self.adapters.num_extra_tokens]),
         )
         self.sampler = self.device.sampler(max_samples(config), self.loaded.vocab_size, MOST_LIKELY)
         self.drafter = open_drafter(
@@ -85,17 +96,18 @@ class Runner:
         report: Callable[[str, float], None],
         ahead: WeightsAhead | None = None,
         collective: Collective | None = None,
+        wake: Callable[[], None] = lambda: None,
     ) -> tuple[Runner, Ready]:
         """Load the model, allocate the KV cache and run a first step.
 
         report: called with the name and seconds of each phase of the start. ahead: reads packed weights already.
-        collective: of this rank's group; default: a group of one.
+        collective: of this rank's group; default: a group of one. wake: see `Runner`.
 
         Raises:
             LoadError: the configuration cannot work; the text says why.
         """
         phases = Phases(report)
-        runner = cls(config, phases, ahead or WeightsAhead(config), collective or SingleRank())
+        runner = cls(config, phases, ahead or WeightsAhead(config), collective or SingleRank(), wake)
         phases.end("kv")
         runner.warm_up()
         phases.end("warmup")
@@ -141,7 +153,20 @@ class Runner:
         """Bytes by use: `Device.memory`, weights and kv_cache."""
         caches = [*self.caches, *self.drafter.caches]
         kv = sum(k.nbytes + v.nbytes for k, v in caches)
-        return {**self.device.memory(), "weights": self.weight_bytes, "kv_cache": kv}
+        adapters = {} if self.adapters is None else {"adapters": self.adapters.num_bytes}
+        return {**self.device.memory(), "weights": self.weight_bytes, "kv_cache": kv, **adapters}
+
+    def adapter_rows(self, order: AdapterOrder | None) -> AdapterRows | None:
+        """The rows of a batch with their adapters; None if none has one.
+
+        Raises:
+            RuntimeError: an adapter is not loaded.
+        """
+        if order is None:
+            return None
+        if self.adapters is None:
+            raise RuntimeError("a row has an adapter, but enable_lora is off")
+        return self.adapters.rows(order)
 
     def step(self, plan: StepPlan, masks: Callable[[], Masks | None] = lambda: None) -> StepResult:
         """Launch, sample and finish a plan. masks: see `RunningStep.sample`."""
@@ -174,7 +199,8 @@ class Runner:
         # What is pooled is read when the step finishes; by then the next replay may have overwritten the hidden
         # states of a graph.
         if self.graphs is not None and all(r.num_tokens == 1 and not r.pool for r in plan.rows):
-            size = self.graphs.size_for(len(plan.rows))
+            adapters = self.slots.adapters[[row.slot for row in plan.rows]]
+            size = None if adapters.any() else self.graphs.size_for(len(plan.rows))
         batch = build_batch(plan.rows, self.slots, size or 0)
         if self.device.asynchronous:
             batch = batch.with_tensors(self.device.upload(batch.tensors))
@@ -191,6 +217,7 @@ class Runner:
         else:
             first = 0 if model.stage is None else model.stage.layers.start
             context = StepContext(batch.attention, batch.positions, self.caches, self.model.kv_scales, first)
+        context.adapters = self.adapter_rows(batch.adapters)
         return model.hidden_states(input_ids, context, received)
 
     def keep_tokens(self, slots: Tensor, sampled: PendingTokens) -> None:
@@ -236,9 +263,15 @@ class Runner:
             LoadError: they cannot be loaded.
         """
         if self.loaded is None:
-            phases = Phases(lambda phase, seconds: None)
-            self.loaded = load(WeightsAhead(self.config), phases, self.device, self.collective)
+            self.loaded = self._load(WeightsAhead(self.config), Phases(lambda phase, seconds: None))
         self.drafter.load()
+
+    def _load(self, ahead: WeightsAhead, phases: Phases) -> LoadedModel:
+        """Load the model, and make it ask for adapters if they are served."""
+        loaded = load(ahead, phases, self.device, self.collective)
+        if self.adapters is not None:
+            self.adapters.attach(loaded)
+        return loaded
 
     def _allocate(self, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
         try:

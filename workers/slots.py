@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,18 +18,29 @@ class Slots:
 
     tokens: int64 [max_num_seqs, max_model_len + 1]; num_tokens: int64 [max_num_seqs].
     block_table: int32 [max_num_seqs, blocks of max_model_len tokens]; num_blocks: int64 [max_num_seqs].
+    adapters: int64 [max_num_seqs], the index of each one's adapter; 0 for none.
     sampling: the sampler's state of each slot in use. pooling: likewise, of prompts that are pooled.
+
+    num_extra_tokens: those that an adapter, by its index, brings behind the vocabulary.
 
     The arrays may be large: np.zeros leaves it to the system to allocate each page when it is first written.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        num_extra_tokens: Callable[[int], int] = lambda adapter: 0,
+    ) -> None:
         max_blocks = -(-max_model_len // block_size)
-        self.block_size, self.vocab_size = block_size, vocab_size
+        self.block_size, self.vocab_size, self._num_extra_tokens = block_size, vocab_size, num_extra_tokens
         self.tokens: NDArray[np.int64] = np.zeros((max_num_seqs, max_model_len + 1), np.int64)
         self.num_tokens: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.block_table: NDArray[np.int32] = np.zeros((max_num_seqs, max_blocks), np.int32)
         self.num_blocks: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self.adapters: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.sampling: dict[int, SamplingSlot] = {}
         self.pooling: dict[int, PoolingSlot] = {}
 
@@ -67,6 +80,7 @@ class Slots:
         self.num_tokens[slot] = num_tokens
         self.block_table[slot, : len(init.block_ids)] = init.block_ids
         self.num_blocks[slot] = len(init.block_ids)
+        self.adapters[slot] = init.adapter
         if isinstance(init.task, PoolingParams):
             self.pooling[slot] = PoolingSlot(init.task, init.num_prompt_tokens)
             return
@@ -77,7 +91,7 @@ class Slots:
             self.tokens[slot],
             init.num_prompt_tokens,
             num_tokens,
-            self.vocab_size,
+            self.vocab_size + self._num_extra_tokens(init.adapter),
         )
 
     def _add_blocks(self, row: Row) -> None:

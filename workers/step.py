@@ -15,13 +15,15 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pagewire.ipc.codec import Tensor as PlainTensor
 from pagewire.ipc.items import LogprobRows
 from pagewire.ipc.worker_messages import Masks, Row, RowResult, StepPlan, StepResult
-from pagewire.workers.batch import Batch
+from pagewire.kernels.deltas import AdapterRows
+from pagewire.workers.batch import AdapterOrder, Batch
 from pagewire.workers.device.interface import Device, Event, PendingTokens, TokenSampler
 from pagewire.workers.device.kv_size import LOGIT_CHUNK
 from pagewire.workers.model.loading import LoadedModel
@@ -49,6 +51,9 @@ class ModelOnDevice(Protocol):
 
     def keep_tokens(self, slots: Tensor, sampled: PendingTokens) -> None:
         """Keep sampled tokens on the device for the next step, which may start before the host has read them."""
+
+    def adapter_rows(self, order: AdapterOrder | None) -> AdapterRows | None:
+        """The rows of a batch with their adapters; None if none has one."""
 
 
 NOTHING = torch.empty(0)
@@ -116,10 +121,11 @@ class RunningStep:
         if batch is None or not self._slots:
             return
         with runner.span("logits"):
+            adapters = runner.adapter_rows(batch.sample_adapters)
             self._sampled_hidden = self._hidden.index_select(0, batch.sample_indices)
-            logits = runner.model.model.logits(self._sampled_hidden)
+            logits = runner.model.model.logits(self._sampled_hidden, adapters)
         with runner.span("masks"):
-            allowed = TokenMasks.of(masks() if self.plan.masked else None)
+            allowed = TokenMasks.of(masks() if self.plan.masked else None).widened(logits.shape[1])
         with runner.span("sample"):
             self._sampled = runner.sampler.launch(logits, self._states(), allowed)
             runner.keep_tokens(batch.sample_slots, self._sampled)
@@ -228,10 +234,14 @@ class RunningStep:
         model = self._runner.model
         size = max(1, LOGIT_CHUNK // model.vocab_size)
         end = request.start + len(request.successors)
-        logits = [
-            model.model.logits(self._hidden[start : min(start + size, end)]).cpu()
-            for start in range(request.start, end, size)
-        ]
+        adapter = self._runner.slots.adapters[self.plan.rows[request.row].slot]
+
+        def logits_of(start: int) -> Tensor:
+            hidden = self._hidden[start : min(start + size, end)]
+            order = AdapterOrder.of(np.full(len(hidden), adapter))
+            return model.model.logits(hidden, self._runner.adapter_rows(order)).cpu()
+
+        logits = [logits_of(start) for start in range(request.start, end, size)]
         return logprob_rows(torch.cat(logits), request.successors, request.num_most_likely)
 
 

@@ -59,7 +59,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="requests at once (default: %(default)s)",
     )
     add_attach_options(parser)
-    add_options_of(parser, ServerOptions, only=("Chat", "Answers"))
+    add_options_of(parser, ServerOptions, only=("Chat", "Models", "Answers"))
     add_engine_options(parser)
     parser.set_defaults(run=run, model_tag=None)
 

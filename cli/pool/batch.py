@@ -52,7 +52,8 @@ def pool_texts(
         return place.replace(" ", "-")
 
     try:
-        outputs, failed = pool(engine.session, prompts, [params] * len(prompts), next_id, tick)
+        each, adapters = [params] * len(prompts), [None] * len(prompts)
+        outputs, failed = pool(engine.session, prompts, each, adapters, next_id, tick)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{place}: {error}") from error
     if failed is not None:

@@ -121,6 +121,11 @@ def parsed_rights(path: Path, peer: Any, rights: Any) -> frozenset[Right]:
         raise ValueError(f"{path}: the rights of {peer} must be a list of {known}, not {rights!r}") from None
 
 
+def may_name_paths(peer: str, rights: frozenset[Right]) -> bool:
+    """True for a peer that could read the core's files itself and may control it: it may make workers read them."""
+    return Right.CONTROL in rights and peer in {f"uid:{user}" for user in trusted_users()}
+
+
 class Access:
     """Decides about peers.
 

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from pagewire.engine_core.adapters import Adapters
 from pagewire.engine_core.clients import metrics, reports
+from pagewire.engine_core.clients.access import may_name_paths
 from pagewire.engine_core.clients.block_events import BlockEvents
 from pagewire.engine_core.clients.calls import PendingCalls
 from pagewire.engine_core.clients.health import Health, report
@@ -22,6 +24,7 @@ from pagewire.engine_core.lobby import Lobby
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.workers.group import GroupReply, Outcome
 from pagewire.engine_core.workers.stopwatch import Stopwatch
+from pagewire.ipc.adapters import AdapterSource
 from pagewire.ipc.calls import CALLS, RemoteCall, RunsIn
 from pagewire.ipc.errors import EngineBusyError, error_text, error_type
 from pagewire.ipc.messages import Call, CallAnswer
@@ -309,6 +312,55 @@ class Control:
         if follows:
             self._core.block_events.follow(self._core.clients.attached[caller.identity])
         self._reply(caller, follows)
+
+    # ------------------------------------------------------------ adapters
+
+    def register_adapter(self, caller: Caller, name: str, adapter_id: int, path: str, version: str) -> None:
+        """Read an adapter, and register it under its name; answers True once that is done.
+
+        Raises:
+            ValueError: no adapters are served, it has no path, or its id is that of another name.
+            PermissionError: this frontend may not name paths.
+        """
+        client = self._core.clients.attached[caller.identity]
+        if not may_name_paths(client.peer, client.rights):
+            raise PermissionError(
+                "only frontends of the engine's own user that attach over ipc:// may name the paths of adapters"
+            )
+        if not path:
+            raise ValueError("register_adapter: give the path of the adapter's folder")
+        source = AdapterSource(name, adapter_id, path, version)
+        self._adapters().register(source, time.monotonic(), self._answer_when_resident(caller))
+
+    def remove_lora(self, caller: Caller, lora_id: int) -> None:
+        """Unload an adapter once its requests have ended; answers whether there is one with this id."""
+        self._reply(caller, self._adapters().remove(lora_id))
+
+    def pin_lora(self, caller: Caller, lora_id: int) -> None:
+        """Keep an adapter in memory; answers True once it is there."""
+        self._adapters().pin(lora_id, time.monotonic(), self._answer_when_resident(caller))
+
+    def list_loras(self, caller: Caller) -> None:
+        """Answer the ids of the adapters that are registered or in memory."""
+        self._reply(caller, self._adapters().ids())
+
+    def adapters(self, caller: Caller) -> None:
+        """Answer the registered adapters."""
+        self._reply(caller, reports.adapters(self._adapters()))
+
+    def _adapters(self) -> Adapters:
+        if self._core.adapters is None:
+            raise ValueError("this engine serves no adapters: start it with enable_lora")
+        return self._core.adapters
+
+    def _answer_when_resident(self, caller: Caller) -> Callable[[Exception | None], None]:
+        def done(error: Exception | None) -> None:
+            if error is None:
+                self._reply(caller, True)
+            else:
+                self._refuse(caller, error)
+
+        return done
 
     # ------------------------------------------------------------ answers
 

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any, Protocol
 
+from pagewire.engine_core.adapters import Adapters
 from pagewire.engine_core.admission import check_request
+from pagewire.engine_core.clients.access import may_name_paths
 from pagewire.engine_core.clients.clients import Client
 from pagewire.engine_core.clients.control import Control, ControlledEngine
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
@@ -30,6 +32,7 @@ class ServedEngine(ControlledEngine, Protocol):
 
     control: Control
     started: bool
+    adapters: Adapters | None
 
     @property
     def stopping(self) -> bool:
@@ -170,6 +173,7 @@ class Intake:
                 tenant=tenant,
                 whole=core.info.pooling is not None and core.info.pooling.whole_prompts,
             )
+            self._name_adapter(client, group)
             core.lobby.add(group, core.scheduler.waiting.num_before(tenant), now)
         except (ValueError, TypeError, EngineBusyError, PermissionError) as error:
             self._reject(client, request, error)
@@ -178,6 +182,19 @@ class Intake:
         core.metrics.submitted(group)
         client.requests[request.key] = {sequence.index: sequence for sequence in group}
         core.admit()
+
+    def _name_adapter(self, client: Client, group: list[Sequence]) -> None:
+        """Give the sequences of a request the adapter that it names, if it names one.
+
+        Raises:
+            ValueError: there is none. PermissionError: the frontend may not name it.
+        """
+        source, adapters = group[0].request.adapter, self._core.adapters
+        if source is None or adapters is None:
+            return
+        adapter = adapters.find(source, any_path=may_name_paths(client.peer, client.rights))
+        for sequence in group:
+            sequence.adapter = adapter
 
     def _reject(self, client: Client, request: Request, why: Exception) -> None:
         error, kind = error_text(why), error_type(why)

@@ -145,7 +145,8 @@ def stored_event(blocks: Sequence[Stored], block_size: int) -> list[Any]:
     hashes = [block_hash(block.name) for block in blocks]
     parent = None if blocks[0].parent == ROOT else block_hash(blocks[0].parent)
     token_ids = [token_id for block in blocks for token_id in block.token_ids]
-    return ["BlockStored", hashes, parent, token_ids, block_size, None, MEDIUM, None]
+    lora_id, lora_name = blocks[0].lora_id, blocks[0].lora_name
+    return ["BlockStored", hashes, parent, token_ids, block_size, lora_id, MEDIUM, lora_name]
 
 
 def by_name(event: Sequence[Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ each sequence. Times are in seconds.
 from __future__ import annotations
 
 import os
+import time
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from pagewire.ipc.pooling import ENGINE_TASKS
 
 Row = dict[str, Any]
 
+MAX_ADAPTER_NAMES = 100  # in a label
 MAX_TENANTS = 100  # values of the label "tenant"
 REASONS = ("stop", "length", "abort", "error")  # a request ended for the last of those of its sequences
 
@@ -386,6 +388,7 @@ def own(core: MeasuredEngine) -> Iterator[Row]:
         text = "Requests to pool, by task."
         for task in core.info.pooling.tasks:
             yield counter("pagewire:pooling_requests_total", text, metrics.num_pooling[task], {"task": task})
+    yield from adapters(core)
     grammars = core.grammars
     yield gauge("pagewire:grammars_cached", "Compiled grammars in the cache.", len(grammars))
     text = "Grammars looked up in the cache, one for each request with structured output."
@@ -406,6 +409,24 @@ def own(core: MeasuredEngine) -> Iterator[Row]:
         "Duration of one iteration of the core loop; a message that arrives meanwhile waits up to this long."
     )
     yield histogram("pagewire:core_turn_seconds", text, metrics.iteration_seconds)
+
+
+def adapters(core: MeasuredEngine) -> Iterator[Row]:
+    """What the engine's adapters do; nothing if it serves none."""
+    table = core.adapters
+    if table is None:
+        return
+    text = "Time of this report; the labels name the adapters of running and of waiting requests."
+    labels = {
+        "running_lora_adapters": ",".join(table.names_running()[:MAX_ADAPTER_NAMES]),
+        "waiting_lora_adapters": ",".join(table.names_waiting()[:MAX_ADAPTER_NAMES]),
+        "max_lora": str(table.limits.max_active),
+    }
+    yield gauge("vllm:lora_requests_info", text, time.time(), labels)
+    yield gauge("pagewire:adapters_resident", "LoRA adapters in memory.", len(table.resident))
+    yield gauge("pagewire:adapters_registered", "LoRA adapters that were added.", len(table.registered))
+    yield gauge("pagewire:adapter_bytes", "Bytes of the LoRA adapters in memory.", table.num_bytes)
+    yield counter("pagewire:adapter_loads_total", "LoRA adapters read by the workers.", table.num_loads)
 
 
 def tenants(core: MeasuredEngine) -> Iterator[Row]:

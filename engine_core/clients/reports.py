@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Protocol
 
+from pagewire.engine_core.adapters import Adapters
 from pagewire.engine_core.clients.clients import Client, Clients
 from pagewire.engine_core.lobby import Lobby
 from pagewire.engine_core.schedule.scheduler import Scheduler
@@ -31,6 +32,7 @@ class ReportedEngine(Protocol):
     started_at: float
     worker_busy_us: int
     worker_idle_us: int
+    adapters: Adapters | None
 
     @property
     def control(self) -> Switches:
@@ -103,6 +105,25 @@ def requests(core: ReportedEngine, limit: int) -> list[dict[str, Any]]:
     """At most `limit` unfinished sequences, those that run before those that wait."""
     now = time.monotonic()
     return [describe(client, request, now) for client, request in islice(in_order(core), limit)]
+
+
+def adapters(table: Adapters) -> list[dict[str, Any]]:
+    """The registered adapters, as plain values."""
+    rows = []
+    for source in table.registered.values():
+        adapter = table.state_of(source)
+        rows.append(
+            {
+                "name": source.name,
+                "adapter_id": source.adapter_id,
+                "path": source.path,
+                "resident": adapter.resident,
+                "num_bytes": adapter.num_bytes,
+                "rank": adapter.rank,
+                "pinned": adapter.pinned,
+            }
+        )
+    return rows
 
 
 def in_order(core: ReportedEngine) -> Iterator[tuple[Client, Sequence]]:

@@ -12,11 +12,14 @@ class Stored:
     """A block was named: its keys and values are computed or launched, and can be shared.
 
     parent: name of the block before it, or `ROOT`. token_ids: of the block.
+    lora_id, lora_name: of the adapter with which it was computed, as the request names it; None for none.
     """
 
     name: bytes
     parent: bytes
     token_ids: list[int]
+    lora_id: int | None = None
+    lora_name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

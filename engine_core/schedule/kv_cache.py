@@ -102,4 +102,7 @@ class KVCache:
     def _stored(self, sequence: Sequence, index: int) -> Stored:
         names, begin = sequence.block_names, index * self.block_size
         parent = names[index - 1] if index else ROOT
-        return Stored(names[index], parent, sequence.token_ids[begin : begin + self.block_size])
+        token_ids, source = sequence.token_ids[begin : begin + self.block_size], sequence.request.adapter
+        if source is None:
+            return Stored(names[index], parent, token_ids)
+        return Stored(names[index], parent, token_ids, source.adapter_id, source.name)

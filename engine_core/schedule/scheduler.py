@@ -323,6 +323,7 @@ class Scheduler:
                 seed=sequence.seed,
                 stop_ids=[] if sequence.pools else stop_ids(sequence),
                 media=sequence.request.prompt.media,
+                adapter=0 if sequence.adapter is None else sequence.adapter.index,
             )
         )
         self._schedule(step, sequence, count, [])

@@ -8,6 +8,7 @@ from enum import Enum
 
 from pagewire.engine_core.drafting.state import SequenceDrafts
 from pagewire.engine_core.grammar.matcher import Matcher
+from pagewire.engine_core.schedule.adapter import Adapter
 from pagewire.engine_core.schedule.blocks import Block
 from pagewire.engine_core.schedule.tenants import Tenant
 from pagewire.ipc.block_names import encoded_keys
@@ -54,6 +55,7 @@ class Sequence:
     returns_prompt_logprobs: they are requested; only the first of n sequences returns them.
     whole: its prompt is computed in one step.
     drafts: what is proposed to follow it; None before anything was.
+    adapter: that it runs with; None: the model alone.
 
     Times are in seconds on the monotonic clock, 0 until they are known.
     """
@@ -95,6 +97,7 @@ class Sequence:
     params: SamplingParams = field(init=False)
     returns_prompt_logprobs: bool = False
     drafts: SequenceDrafts | None = None
+    adapter: Adapter | None = None
 
     def __post_init__(self) -> None:
         self.pools = isinstance(self.request.task, PoolingParams)

@@ -80,3 +80,20 @@ class WaitingQueue:
             live = (entry for entry in heap if entry[-1].state is State.WAITING)
             self._heaps[tenant] = [entry for entry in live if entry[-1] is not sequence]
             heapq.heapify(self._heaps[tenant])
+
+    def withdraw(self, chosen: Callable[[Sequence], bool]) -> list[Sequence]:
+        """Remove the sequences that are `chosen`, in the order of their arrival; `add` may queue them again."""
+        suspects = [sequence for sequence in self.suspects if chosen(sequence)]
+        self.suspects = [sequence for sequence in self.suspects if not chosen(sequence)]
+        taken: list[Sequence] = []
+        for tenant, heap in list(self._heaps.items()):
+            live = [entry for entry in heap if entry[-1].state is State.WAITING]
+            leaving = [entry[-1] for entry in live if chosen(entry[-1])]
+            self._heaps[tenant] = [entry for entry in live if not chosen(entry[-1])]
+            heapq.heapify(self._heaps[tenant])
+            if not self._heaps[tenant]:
+                del self._heaps[tenant]
+            tenant.num_waiting -= len(leaving)
+            taken += leaving
+        self._num_live -= len(taken)
+        return sorted(suspects + taken, key=lambda sequence: sequence.arrival)

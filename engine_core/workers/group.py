@@ -28,6 +28,7 @@ from pagewire.engine_core.workers.places import places
 from pagewire.ipc.codec import Buffer, Codec
 from pagewire.ipc.descriptors import SpareDescriptors
 from pagewire.ipc.errors import ProtocolError, received_error
+from pagewire.ipc.lora import AdapterLoaded
 from pagewire.ipc.messages import PROTOCOL
 from pagewire.ipc.sockets import receive, send
 from pagewire.ipc.worker_messages import (
@@ -66,7 +67,7 @@ class GroupReply:
         return [reply.result for reply in self.replies]
 
 
-FromGroup: TypeAlias = Ready | StepResult | GroupReply | WorkerFailed
+FromGroup: TypeAlias = Ready | StepResult | GroupReply | WorkerFailed | AdapterLoaded
 
 
 @dataclass(slots=True)
@@ -253,6 +254,9 @@ class WorkerGroup:
         if isinstance(message, WorkerReply):
             replies = self._gather(rank, message.call_id, message)
             return None if replies is None else GroupReply(message.call_id, replies)
+        if isinstance(message, AdapterLoaded):
+            loaded = self._gather(rank, message.index, message)
+            return None if loaded is None else merged_adapter(loaded)
         if isinstance(message, WorkerHello):
             self._handshake(rank, message)
         elif isinstance(message, Progress):
@@ -345,6 +349,19 @@ def merged(readies: Sequence[Ready]) -> Ready:
         startup_seconds=combined(max, [ready.startup_seconds for ready in readies]),
         memory=combined(sum, [ready.memory for ready in readies]),
     )
+
+
+def merged_adapter(loaded: Sequence[AdapterLoaded]) -> AdapterLoaded:
+    """What all ranks say of an adapter: the first error, or the sum of the bytes."""
+    for message in loaded:
+        if message.error is not None:
+            return message
+    first = loaded[0]
+    if any(message.content != first.content for message in loaded):
+        return AdapterLoaded(
+            first.index, error="its files were replaced while the workers read them", error_type="ValueError"
+        )
+    return msgspec.structs.replace(first, num_bytes=sum(message.num_bytes for message in loaded))
 
 
 def properties(ready: Ready) -> dict[str, Any]:

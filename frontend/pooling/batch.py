@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pagewire.frontend.lora import LoRARequest
 from pagewire.frontend.mailbox import Inbox
 from pagewire.frontend.outputs import RequestState
 from pagewire.frontend.pooling.inputs import completed
@@ -60,12 +61,14 @@ def pool(
     session: Session,
     prompts: Sequence[Any],
     params: Sequence[PoolingParams],
+    adapters: Sequence[LoRARequest | None],
     next_id: Callable[[], str],
     tick: Callable[[PoolingRequestOutput[Any]], object],
 ) -> tuple[list[PoolingRequestOutput[Any]], str | None]:
     """The results of prompts, in order, and the first error; those that failed have no `outputs`.
 
-    params: checked. tick: called with each result. On any exception, no request is left running.
+    params: checked. adapters: of each prompt. tick: called with each result. On any exception, no request is left
+    running.
 
     Raises:
         ValueError, TypeError: a bad prompt. EngineDeadError: the core is lost.
@@ -77,8 +80,8 @@ def pool(
         for start in range(0, len(prompts), SUBMIT_CHUNK):
             chunk = slice(start, start + SUBMIT_CHUNK)
             prepared = [
-                session.prepare_pooling(prompt, own, next_id())
-                for prompt, own in zip(prompts[chunk], params[chunk], strict=True)
+                session.prepare_pooling(prompt, own, next_id(), lora_request=adapter)
+                for prompt, own, adapter in zip(prompts[chunk], params[chunk], adapters[chunk], strict=True)
             ]
             states += session.submit(prepared, inbox)
         while len(done) < len(states):

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagewire.frontend.inputs import Intake, Prepared, check_keys, salt_of
+from pagewire.frontend.lora import UsedAdapter
 from pagewire.frontend.pooling.text import encode
 from pagewire.frontend.text.length import ContextLengthError
+from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.bounds import unknown_name
 from pagewire.ipc.items import Prompt
 from pagewire.ipc.messages import EngineInfo, Request
@@ -99,8 +101,10 @@ def prepare(
     key: int,
     priority: int = 0,
     age: float = 0.0,
+    adapter: UsedAdapter | None = None,
 ) -> Prepared:
-    """The request for one prompt. params: `completed`. prompt: as for generation, or a `TextPair`.
+    """The request for one prompt. params: `completed`. prompt: as for generation, or a `TextPair`. adapter: that it
+    runs with.
 
     Raises:
         ValueError, TypeError: the prompt is invalid, or too long.
@@ -115,10 +119,11 @@ def prepare(
     if isinstance(text, (str, TextPair)):
         if isinstance(prompt, Mapping):
             check_keys(prompt)
-        token_ids, second = _encode(intake, pooling, text, params, keep)
+        tokenizer = intake.tokenizer if adapter is None else adapter.tokenizer or intake.tokenizer
+        token_ids, second = _encode(tokenizer, intake.info, pooling, text, params, keep)
     else:
         refuse_prompt_name(params, "token ids")
-        token_ids, _ = intake.tokenize(prompt, truncates=keep is not None)
+        token_ids, _ = intake.tokenize(prompt, keep is not None, adapter)
         token_ids = token_ids[:keep]
     if len(token_ids) > info.max_model_len:
         raise ContextLengthError(info.max_model_len, f"the prompt has {len(token_ids)} tokens")
@@ -135,8 +140,9 @@ def prepare(
         seed=0,
         priority=priority,
         age=age,
+        adapter=None if adapter is None else adapter.source,
     )
-    return Prepared(request, text if isinstance(text, str) else None)
+    return Prepared(request, text if isinstance(text, str) else None, adapter)
 
 
 def refuse_prompt_name(params: PoolingParams, what: str) -> None:
@@ -146,10 +152,15 @@ def refuse_prompt_name(params: PoolingParams, what: str) -> None:
 
 
 def _encode(
-    intake: Intake, pooling: PoolingInfo, text: str | TextPair, params: PoolingParams, keep: int | None
+    tokenizer: Tokenizer | None,
+    info: EngineInfo,
+    pooling: PoolingInfo,
+    text: str | TextPair,
+    params: PoolingParams,
+    keep: int | None,
 ) -> tuple[list[int], int]:
     """Token ids of a text or a pair, and where the second text begins."""
-    if intake.tokenizer is None:
+    if tokenizer is None:
         raise ValueError("there is no tokenizer (skip_tokenizer_init): give the prompt as token ids")
     first, second = (text, None) if isinstance(text, str) else (text.first, text.second)
     if second is not None:
@@ -159,7 +170,7 @@ def _encode(
     if pooling.lower_case:
         first, second = first.lower(), None if second is None else second.lower()
     try:
-        encoded = encode(intake.tokenizer, first, second, keep, intake.info.max_model_len)
+        encoded = encode(tokenizer, first, second, keep, info.max_model_len)
     except (TypeError, UnicodeError) as error:  # such as an unpaired surrogate
         raise ValueError(f"the prompt is not valid Unicode text: {error}") from error
     if not encoded.token_ids:

@@ -88,6 +88,8 @@ def merged(method: str, answers: Answers) -> Any:
         return merged_health(values)
     if method == "status":
         return merged_status(answers)
+    if method == "list_loras":
+        return sorted({adapter_id for value in values for adapter_id in value})
     if all(value is None for value in values):
         return None
     if all(isinstance(value, bool) for value in values):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 import msgspec
 
@@ -25,6 +26,8 @@ class Work:
 
     num_tokens: to compute or find cached, those generated before included. names: of its full blocks; none if it
         pools the states of all its tokens, for then it finds nothing cached, and may be many prompts at a time.
+        Only cores know the content of an adapter, by which they name blocks; its name stands in for that here, so
+        that a prompt goes where the same one with this adapter went before.
     """
 
     request: Request
@@ -38,6 +41,9 @@ class Work:
         prompt, done = request.prompt, request.output_token_ids
         if done is not None and len(done) == 1 and done[0]:
             prompt = msgspec.structs.replace(prompt, token_ids=[*prompt.token_ids, *done[0]])
+        if (source := request.adapter) is not None:
+            key = "\0".join((source.name, source.path, source.version)).encode()
+            prompt = msgspec.structs.replace(prompt, adapter=sha256(key).digest())
         pools_all = isinstance(request.task, PoolingParams) and request.task.all_tokens
         names = [] if pools_all else prompt_names(prompt, block_size)
         return cls(request, len(prompt.token_ids), block_size, names)

@@ -75,6 +75,8 @@ class ServerOptions:
         " file)")
     enable_admin: bool = option(False, "Access", "serve /pause, /resume, /sleep, /wake_up, /abort, ...; without an"
         " API key only on loopback, and to requests with the header X-Pagewire-Admin: 1")
+    lora_root: str | None = option(None, "Access", "with --enable-admin: folder below which /v1/load_lora_adapter"
+        " may load adapters")
 
     chat_template: str | None = option(None, "Chat", "chat template: the template itself, a file, or the"
         " name of one of the model's templates")
@@ -91,6 +93,9 @@ class ServerOptions:
     prompt_unused_tools: bool = option(False, "Chat", "keep tools in the prompt even with tool_choice: none")
     tool_call_parser: str | None = option(None, "Chat", "format in which the model writes tool"
         " calls", choices=TOOL_PARSERS)
+
+    lora_modules: list[str] = option(None, "Models", "adapters (LoRA) that clients address as models:"
+        " name=path, or JSON of name, path and base_model_name", make=list)
 
     return_tokens_as_token_ids: bool = option(False, "Answers", "write tokens as 'token_id:ID' in log"
         " probabilities")
@@ -144,6 +149,8 @@ class ServerOptions:
             raise ValueError(f"root_path must begin with '/', got {self.root_path!r}")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("TLS needs both ssl_keyfile and ssl_certfile")
+        if self.lora_root is not None and not self.enable_admin:
+            raise ValueError("lora_root needs enable_admin: it is for /v1/load_lora_adapter")
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ValueError("enable_auto_tool_choice needs tool_call_parser")
 

@@ -12,6 +12,8 @@ from starlette.requests import Request
 
 from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.frontend.inputs import default_sampling_params
+from pagewire.frontend.lora import LoRARequest
+from pagewire.frontend.server.adapters import ServedAdapters, modules_of
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.exchange import Exchange
 from pagewire.frontend.server.options import ServerOptions
@@ -29,6 +31,8 @@ OF_THE_FIRST: dict[str, Any] = {
     "tool_call_parser": None,
     "reasoning_parser": None,
     "enable_auto_tool_choice": False,
+    "lora_modules": [],
+    "lora_root": None,
 }
 """Options that are for one model, and what further ones have in their place."""
 MAX_WAITING_TEMPLATES = 16  # templates from requests that may wait for others; each takes up to 2 s
@@ -40,6 +44,7 @@ class Service:
     Attributes:
         engine, options: the constructor's arguments. info: properties of the engine. others: of further engines.
         names: names of the model, the main one first. created: start of the server, in seconds since the epoch.
+        adapters: those that are addressed as models.
         defaults: sampling parameters from the model's generation config.
         open: generation requests in flight, by id. request_templates: runs the chat templates of requests.
     """
@@ -56,6 +61,8 @@ class Service:
         self.created = int(time.time())
         self.defaults = default_sampling_params(engine.info)
         self.open: dict[str, Exchange] = {}
+        self.adapters = ServedAdapters(engine, self.names, options.lora_root)
+        self.adapters.start(modules_of(options.lora_modules))
         self.request_templates = SlowWork("chat templates", NUM_PARALLEL, MAX_WAITING_TEMPLATES)
         self.others = [Service(other, dataclasses.replace(options, **OF_THE_FIRST)) for other in others]
         names = [name for service in self.all for name in service.names]
@@ -71,8 +78,17 @@ class Service:
         return [self, *self.others]
 
     def of(self, model: str | None) -> Service:
-        """The service of the engine whose model has this name; this one for None, and for a name that none has."""
-        return next((service for service in self.all if model in service.names), self)
+        """The service whose model or adapter has this name; this one for None, and for a name that none has."""
+        return next((service for service in self.all if service.serves(model)), self)
+
+    @property
+    def all_names(self) -> list[str]:
+        """The names of the model, and of its adapters."""
+        return [*self.names, *(adapter.lora_name for adapter in self.adapters)]
+
+    def serves(self, name: str | None) -> bool:
+        """Return True for a name of the model or of an adapter."""
+        return name is not None and (name in self.names or self.adapters.get(name) is not None)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -81,18 +97,46 @@ class Service:
         Raises:
             APIError: the engine has none.
         """
-        if self.engine.session.tokenizer is None:
+        return self.tokenizer_of(None)
+
+    def tokenizer_of(self, name: str | None) -> Tokenizer:
+        """Return the tokenizer of the model, or of the adapter with this name.
+
+        Raises:
+            APIError: there is none, or no model with that name.
+        """
+        if (tokenizer := self.optional_tokenizer(name)) is None:
             raise APIError(400, "this server has no tokenizer: use token ids for prompts and outputs")
-        return self.engine.session.tokenizer
+        return tokenizer
+
+    def optional_tokenizer(self, name: str | None) -> Tokenizer | None:
+        """Return the tokenizer of the model, or of the adapter with this name; None if the engine has none.
+
+        Raises:
+            APIError: there is no model with that name.
+        """
+        return self.engine.session.tokenizer_for(self.adapter(name))
 
     def model(self, name: str | None) -> str:
-        """Return the model's main name, which responses use. name: any of its names; None: the main one.
+        """Return the model's main name, which responses use, or the name of an adapter.
+
+        name: any of its names, or an adapter's; None: the main one.
+
+        Raises:
+            APIError: there is no model with that name.
+        """
+        return self.names[0] if self.adapter(name) is None else str(name)
+
+    def adapter(self, name: str | None) -> LoRARequest | None:
+        """Return the adapter with a name; None for a name of the model itself.
 
         Raises:
             APIError: there is no model with that name.
         """
         if name is None or name in self.names:
-            return self.names[0]
+            return None
+        if (adapter := self.adapters.get(name)) is not None:
+            return adapter
         raise APIError(404, f"there is no model {quoted(name)}", param="model", code="model_not_found")
 
     def abort(self, request_id: str) -> bool:

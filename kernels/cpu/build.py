@@ -22,7 +22,7 @@ from pagewire.kernels import cache
 logger = logging.getLogger("pagewire.kernels")
 
 SOURCES = (  # the slowest to compile first
-    *("attention.cpp", "quantised.cpp", "linear.cpp", "layers.cpp", "sampling.cpp"),
+    *("attention.cpp", "quantised.cpp", "linear.cpp", "layers.cpp", "sampling.cpp", "adapters.cpp"),
     *("experts.cpp", "decoder.cpp", "encoder.cpp", "collective.cpp", "team.cpp", "prepare.cpp"),
 )
 HEADERS = tuple(sorted(path.name for path in Path(__file__).parent.glob("*.h")))

@@ -36,7 +36,7 @@ class Stack {
 
  private:
   int attend(const Layer& layer) const {
-    multiply(layer.qkv, call_.x, call_.qkv);
+    multiply(layer, 0, layer.qkv, call_.x, call_.qkv);
     char* q = static_cast<char*>(call_.qkv);
     char* k = q + batch_.num_heads * batch_.head_dim * element_;
     char* v = k + batch_.num_kv_heads * batch_.head_dim * element_;
@@ -54,7 +54,7 @@ class Stack {
         keep(v, layer.v_cache, batch_.v_block_stride, batch_.v_head_stride, true))
       return 2;
     if (const int failure = pagewire_attention(&attention)) return failure;
-    multiply(layer.out, call_.attended, call_.x);
+    multiply(layer, 1, layer.out, call_.attended, call_.x);
     return 0;
   }
 
@@ -65,10 +65,10 @@ class Stack {
   }
 
   void run_feed_forward(const Layer& layer, void* out) const {
-    multiply(layer.gate_up, call_.x, call_.gate_up);
+    multiply(layer, 2, layer.gate_up, call_.x, call_.gate_up);
     pagewire_activate(call_.gate_up, call_.gated, tokens_, layer.down.k, layer.gate_up.n, layer.down.k, layer.activation,
                       batch_.dtype, batch_.num_threads);
-    multiply(layer.down, call_.gated, out);
+    multiply(layer, 3, layer.down, call_.gated, out);
   }
 
   int run_mixture(const Layer& layer, const Mixture& mixture) const {
@@ -84,6 +84,15 @@ class Stack {
     if (is_shared)
       pagewire_add_gated(call_.x, call_.shared, call_.logits, tokens_, layer.down.n, batch_.dtype, batch_.num_threads);
     return failure;
+  }
+
+  // A product of a layer, of four, with what adapters change in it.
+  void multiply(const Layer& layer, int64_t product, const Matrix& matrix, const void* x, void* out) const {
+    multiply(matrix, x, out);
+    if (!call_.adapters) return;
+    const AdaptCall adapt{call_.adapters, x,        out,      4 * (&layer - call_.layers) + product, matrix.k, matrix.n,
+                          matrix.k, batch_.dtype, batch_.num_threads};
+    pagewire_adapt(&adapt);
   }
 
   void multiply(const Matrix& matrix, const void* x, void* out) const {

@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from pagewire.kernels.cpu.adapters import native_rows
 from pagewire.kernels.cpu.all_reduce import AllReduce
 from pagewire.kernels.cpu.batch import set_batch
 from pagewire.kernels.cpu.experts import ACTIVATION_CODES, CompiledExperts, Packed, matrix
@@ -15,13 +16,13 @@ from pagewire.kernels.cpu.library import AttentionCall, structure
 from pagewire.kernels.cpu.linear import PackedLinear
 from pagewire.kernels.cpu.quantised import QuantisedLinear
 from pagewire.kernels.cpu.tensors import DTYPES, cache_fields
+from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.kv_codes import head_size
-from pagewire.kernels.layer import Layer, Mixture, Norm
+from pagewire.kernels.layer import PRODUCTS, Layer, Mixture, Norm, product_shapes
 from pagewire.kernels.paging import AttentionBatch
 from pagewire.kernels.weight import Linear
 
-PRODUCTS = ("qkv", "out", "gate_up", "down")
 SCRATCH = ("qkv", "attended", "gate_up", "gated", "shared", "logits", "of_experts")
 """The scratch buffers of `StackCall` for numbers of the layers' dtype."""
 
@@ -100,6 +101,7 @@ class CompiledStack:
             0 if layer.mixture is None else layer.mixture.router.num_chosen for layer in layers
         )
         self._structs = (LayerParameters * len(layers))(*map(self._struct, layers, self._experts))
+        self.shapes = product_shapes(layers)
         self._known_caches: list[weakref.ref[Tensor]] = []
         self._call = self._form(_norm(input_norm, self._hidden_size, self._dtype))
         self._sum = AllReduce.of(first.ranks)
@@ -192,11 +194,12 @@ class CompiledStack:
         sin: Tensor,
         batch: AttentionBatch,
         caches: Sequence[tuple[Tensor, Tensor]],
+        adapters: AdapterRows | None = None,
     ) -> Tensor:
         """residual [T, H], overwritten, to [T, H], normed.
 
         Raises:
-            ValueError: the batch, the caches or the angles do not fit.
+            ValueError: the batch, the caches, the angles or the adapters do not fit.
         """
         cos, sin = cos.contiguous(), sin.contiguous()
         num_tokens, rot_dim = cos.shape
@@ -208,6 +211,7 @@ class CompiledStack:
             raise ValueError(f"contiguous tensors of {self._dtype} expected")
         self._take_caches(caches)
         self._call.slots = set_batch(self._call.attention, batch, num_tokens)
+        self._take_adapters(adapters, num_tokens)
         x = torch.empty_like(residual)
         *places, size = (num_tokens * width for width in self._scratch_widths)
         scratch = residual.new_empty(size)
@@ -255,3 +259,12 @@ class CompiledStack:
         for name, value in cache_fields(self._library, k_first, v_first).items():
             setattr(self._call.attention, name, value)
         self._known_caches = [weakref.ref(cache) for cache in flat]
+
+    def _take_adapters(self, adapters: AdapterRows | None, num_tokens: int) -> None:
+        if adapters is None:
+            self._call.adapters = None
+            return
+        shapes, dtype = adapters.adapters[0].shapes, adapters.adapters[0].dtype
+        if (shapes[: len(self.shapes)], dtype, adapters.num_rows) != (self.shapes, self._dtype, num_tokens):
+            raise ValueError(f"adapters of another model, or of {adapters.num_rows} rows for {num_tokens}")
+        self._call.adapters = ctypes.addressof(native_rows(adapters))

@@ -188,6 +188,43 @@ EXPORT void pagewire_route(const void* logits, int64_t* ids, float* weights, int
 EXPORT void pagewire_add_gated(void* out, const void* x, const void* gate, int64_t rows, int64_t size, int32_t dtype,
                                int32_t num_threads);
 
+// ---- adapters.cpp ----
+
+// What a LoRA adapter changes in some outputs of a product; kernels/deltas.py says how.
+struct Delta {
+  const void* a;       // [rank, k]
+  const void* b;       // [n / 64, rank, 64], with zeros behind n, or null
+  const float* gain;   // [n] or null
+  const float* shift;  // [n] or null
+  int64_t rank, first, n;
+  float scale;
+  int32_t is_float;  // a and b are float32, not of the tensors' type
+};
+
+// What it changes in one product.
+struct Deltas {
+  const Delta* parts;
+  int64_t count;
+};
+
+// The rows of a batch that have adapters, ordered by adapter.
+struct AdapterRows {
+  const int64_t* rows;    // [starts[count]]
+  const int64_t* starts;  // [count + 1]
+  const void* tables;     // [count], for each adapter a pointer to the Deltas of all products
+  int64_t count;
+};
+
+struct AdaptCall {
+  const AdapterRows* adapters;
+  const void* x;  // rows of k, x_stride apart
+  void* out;      // rows of n, contiguous
+  int64_t product, k, n, x_stride;
+  int32_t dtype, num_threads;
+};
+
+EXPORT void pagewire_adapt(const AdaptCall* call);
+
 // ---- decoder.cpp: a stack of layers ----
 
 struct Norm {
@@ -234,6 +271,7 @@ struct StackCall {
   const int64_t* slots;
   const void* all_reduce;  // adds up the ranks' outputs of `out` and `down`, see `AllReduce`; null: they are whole
   const void* ranks;       // its first argument
+  const AdapterRows* adapters;  // null: no row has one. Products 4 i to 4 i + 3 are those of layer i, in order
   int64_t num_layers, rotary_half;
   AttentionCall attention;  // but for what differs between layers
 };

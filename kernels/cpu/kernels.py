@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pagewire.kernels.cpu import adapters
 from pagewire.kernels.cpu.build import InstructionSet
 from pagewire.kernels.cpu.decoder import CompiledStack
 from pagewire.kernels.cpu.encoder import CompiledEncoder
@@ -22,6 +23,7 @@ from pagewire.kernels.cpu.tensors import (
     last_contiguous,
     of_size,
 )
+from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.integers import Integers
 from pagewire.kernels.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.kv_codes import head_size, row_width
@@ -306,6 +308,10 @@ class CpuKernels:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `pagewire.kernels.linear.linear`."""
         return multiply_unpacked(self._library, x, weight, bias)
+
+    def adapt(self, x: Tensor, out: Tensor, rows: AdapterRows, product: int) -> None:
+        """See `pagewire.kernels.adapted.adapt`."""
+        adapters.adapt(self._library, x, out, rows, product)
 
     def stack(self, input_norm: Norm, layers: Sequence[Layer]) -> CompiledStack | None:
         """A compiled call for all layers; None if they differ in shape, or are not packed by this library."""

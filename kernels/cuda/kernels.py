@@ -11,6 +11,7 @@ from pagewire.kernels import reference
 from pagewire.kernels.cuda import attention, gates, kv, norms, sampling
 from pagewire.kernels.cuda.launch import CudaLauncher, KernelLauncher
 from pagewire.kernels.cuda.source import Variant
+from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.layer import Activation, EncoderLayer, Experts, HeadNorms, Layer, Norm
 from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales
 from pagewire.kernels.weight import Linear, UnpackedLinear, Weight
@@ -149,6 +150,10 @@ class CudaKernels:
     def pack(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """See `pagewire.kernels.linear.pack`. The weight is made dense; a row's bits may depend on the batch."""
         return UnpackedLinear(functional.linear, weight, bias)
+
+    def adapt(self, x: Tensor, out: Tensor, rows: AdapterRows, product: int) -> None:
+        """See `pagewire.kernels.adapted.adapt`. A row's bits may depend on the batch."""
+        reference.adapt(x, out, rows, product)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `pagewire.kernels.linear.linear`. A row's bits may depend on the batch."""

@@ -136,7 +136,7 @@ def test_the_command_line_goes_before_the_file_and_the_file_before_defaults(
         ("a: [", "cannot read .*: while parsing"),
         (b"model: \xff\n", "cannot read .*: 'utf-8'"),
         ("max_num_seqs: many", "max_num_seqs"),
-        ("enable-lora: true", "enable_lora=True is not supported yet"),
+        ("fully-sharded-loras: true", "fully_sharded_loras=True is not supported yet"),
     ],
 )
 def test_a_bad_file_is_named_with_what_is_wrong(
@@ -179,7 +179,7 @@ def test_a_bad_file_is_named_with_what_is_wrong(
         ("doctor --distributed --rank 1", "pagewire doctor: --at and --rank go together"),
         ("core --quantization qqq", "quantization='qqq' is not served: its layout belongs to"),
         ("core -q awk", "unknown quantization 'awk'; those known are aqlm, awq, awq_marlin, bits"),
-        ("core --enable-lora", "enable_lora=True is not supported yet"),
+        ("core --fully-sharded-loras", "fully_sharded_loras=True is not supported yet"),
         ("generate x --temperature -1", "pagewire generate: temperature must be in"),
         ("chat --top-p 2", "pagewire chat: top_p must be in"),
         ("generate x --block-size 24", "argument --block-size: invalid choice: 24"),

@@ -20,6 +20,7 @@ from pagewire.engine_core.core import EngineCore
 from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.engine_core.workers.launchers.interface import Launcher
 from pagewire.engine_core.workers.launchers.local import LocalLauncher
+from pagewire.ipc.adapters import AdapterSource
 from pagewire.ipc.codec import Codec
 from pagewire.ipc.gate import Gate
 from pagewire.ipc.items import Prompt
@@ -74,9 +75,17 @@ class RawFrontend:
         assert isinstance(welcome, Welcome), welcome
         return welcome
 
-    def submit(self, key: int, prompt: list[int], seed: int = 7, **params: Any) -> None:
+    def submit(
+        self,
+        key: int,
+        prompt: list[int],
+        seed: int = 7,
+        adapter: AdapterSource | None = None,
+        **params: Any,
+    ) -> None:
         params.setdefault("max_tokens", 8)
-        request = Request(key, f"r{key}", Prompt(prompt), SamplingParams(**params), seed, eos_token_id=999)
+        task = SamplingParams(**params)
+        request = Request(key, f"r{key}", Prompt(prompt), task, seed, eos_token_id=999, adapter=adapter)
         self.say(Submit([request]))
 
     def take(self, message: ToFrontend) -> None:
@@ -126,6 +135,7 @@ class RunningCore:
         access: Access | None,
         max_backlog_bytes: int,
         launcher: Launcher | None = None,
+        first_adapter: AdapterSource | None = None,
     ) -> None:
         self.context: zmq.Context[Any] = zmq.Context()
         self.address = address
@@ -135,7 +145,7 @@ class RunningCore:
         queues = {"receive_queue": clients.RECEIVE_QUEUE, "send_queue": clients.SEND_QUEUE}
         socket = bind_router(self.context, address, guarded=access is not None, **queues)
         self.clients = Clients(socket, silence, access, max_backlog_bytes)
-        config = EngineConfig(args, folder, {}, 999)
+        config = EngineConfig(args, folder, {}, 999, first_adapter=first_adapter)
         command = [*FAKE_WORKER, *worker_options]
         self.workers = WorkerGroup(config.worker_config(), launcher or LocalLauncher(self.context, command))
         self.core = EngineCore(config, self.workers, self.clients)
@@ -167,7 +177,7 @@ def start_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
     """Start a core: `start_core(worker_options=[...], silence=30, folder=..., num_workers=1, **engine options)`.
 
     access: with it, only peers that it admits can attach. launcher: of the workers; default: as processes of this
-    one.
+    one. first_adapter: that the core loads at its start.
     """
     monkeypatch.setattr("pagewire.engine_core.workers.restarts.FIRST_PAUSE_SECONDS", 0.02)
     cores: list[RunningCore] = []
@@ -180,17 +190,14 @@ def start_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
         access: Access | None = None,
         max_backlog_bytes: int = MAX_BACKLOG_BYTES,
         launcher: Launcher | None = None,
+        first_adapter: AdapterSource | None = None,
         **options: Any,
     ) -> RunningCore:
         args = EngineArgs(**({"max_model_len": 128, "disable_log_stats": True} | options))
         args.tensor_parallel_size = num_workers
         address = f"ipc://{tmp_path}/core{len(cores)}.sock"
-        options_of_worker = worker_options or []
-        cores.append(
-            RunningCore(
-                address, args, options_of_worker, silence, folder, access, max_backlog_bytes, launcher
-            )
-        )
+        place = (address, args, worker_options or [], silence, folder, access, max_backlog_bytes)
+        cores.append(RunningCore(*place, launcher, first_adapter))
         return cores[-1]
 
     yield start

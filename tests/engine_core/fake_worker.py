@@ -8,6 +8,9 @@ asleep ends it. Some tokens of a prompt, and files, make it fail:
     HANG                stops it
     FAIL                gives the row an error
 
+An adapter is a folder with a file `adapter_config.json`, an object whose fields are those of its `AdapterLoaded`;
+with "slow" it is answered only when `finish_loads` is called. The next token depends on the file's content, too.
+
 It stops at its start while the file named by $HANG_WHILE_STARTING exists.
 """
 
@@ -29,6 +32,7 @@ from pagewire.ipc.codec import Codec, Tensor
 from pagewire.ipc.group_key import GroupKey
 from pagewire.ipc.items import LogprobRows
 from pagewire.ipc.lifeline import die_with_parent
+from pagewire.ipc.lora import AdapterLoaded, DropAdapter, LoadAdapter
 from pagewire.ipc.messages import PROTOCOL
 from pagewire.ipc.sockets import connect_dealer, receive, send
 from pagewire.ipc.worker_messages import (
@@ -55,9 +59,9 @@ FAIL = 996
 CRASH_AFTER_A_STEP = 995
 
 
-def next_token(token_ids: Sequence[int], seed: int) -> int:
-    """The token after `token_ids`: any but the special ones."""
-    digest = sha256(repr((list(token_ids), seed)).encode()).digest()
+def next_token(token_ids: Sequence[int], seed: int, adapter: bytes = b"") -> int:
+    """The token after `token_ids`: any but the special ones. adapter: content of the adapter."""
+    digest = sha256(repr((list(token_ids), seed)).encode() + adapter).digest()
     return int.from_bytes(digest[:4], "little") % CRASH_AFTER_A_STEP
 
 
@@ -98,6 +102,27 @@ class FakeWorker:
         self.asleep: set[str] = set()
         self.doomed = False  # the next step ends this process
         self.passes_on = False  # it is a stage before the last
+        self.adapters: dict[int, bytes] = {0: b""}  # contents by index
+        self.slow: list[AdapterLoaded] = []
+        self.adapter_of: dict[int, int] = {}  # by slot
+
+    def load(self, order: LoadAdapter) -> list[AdapterLoaded]:
+        """What there is to say of an adapter now."""
+        try:
+            text = (Path(order.path) / "adapter_config.json").read_bytes()
+            fields = json.loads(text)
+        except (OSError, ValueError) as error:
+            return [AdapterLoaded(order.index, error=f"cannot read it: {error}", error_type="OSError")]
+        content, is_slow = sha256(text).digest(), fields.pop("slow", False)
+        if order.content not in (b"", content):
+            return [AdapterLoaded(order.index, error="the file was replaced", error_type="ValueError")]
+        loaded = AdapterLoaded(order.index, content, **{"num_bytes": 100, "rank": 8, **fields})
+        if loaded.error is None:
+            self.adapters[order.index] = content
+        if is_slow:
+            self.slow.append(loaded)
+            return []
+        return [loaded]
 
     def call(self, method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run a method that the core calls."""
@@ -107,8 +132,12 @@ class FakeWorker:
             os.kill(os.getpid(), signal.SIGSTOP)
         if method == "echo":
             return args
+        if method == "finish_loads":
+            return len(self.slow)
         if method == "sampled":
             return self.sampled
+        if method == "num_adapters":
+            return len(self.adapters) - 1
         if method == "asleep":
             return sorted(self.asleep)
         if method == "sleep":
@@ -129,6 +158,8 @@ class FakeWorker:
         for init in plan.inits:
             self.tokens[init.slot] = list(init.token_ids)
             self.seeds[init.slot] = init.seed
+            assert init.adapter in self.adapters
+            self.adapter_of[init.slot] = init.adapter
             self.num_logprobs[init.slot] = getattr(init.task, "logprobs", None)
         result = StepResult(plan.step_id, [])
         if self.passes_on:
@@ -148,7 +179,9 @@ class FakeWorker:
         tokens, result = self.tokens[row.slot], RowResult()
         self.obey(tokens[row.start : row.start + row.num_tokens], result)
         if row.num_samples:
-            token_id: int | None = next_token(tokens[: row.start + row.num_tokens], self.seeds[row.slot])
+            adapter = self.adapters[self.adapter_of[row.slot]]
+            history = tokens[: row.start + row.num_tokens]
+            token_id: int | None = next_token(history, self.seeds[row.slot], adapter)
             if mask is not None and token_id is not None:
                 token_id = allowed_from(token_id, mask)
                 if token_id is None:
@@ -236,6 +269,15 @@ def main() -> None:
             except Exception as error:
                 answer = WorkerReply(message.call_id, error=str(error), error_type=type(error).__name__)
             send(socket, codec.encode(answer))
+            if message.method == "finish_loads":
+                for loaded in worker.slow:
+                    send(socket, codec.encode(loaded))
+                worker.slow = []
+        elif isinstance(message, LoadAdapter):
+            for loaded in worker.load(message):
+                send(socket, codec.encode(loaded))
+        elif isinstance(message, DropAdapter):
+            worker.adapters.pop(message.index, None)
         elif isinstance(message, Shutdown):
             return
 

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from pagewire.engine_core import config
-from pagewire.engine_core.config import EngineConfig
+from pagewire.engine_core.config import EngineConfig, first_adapter
+from pagewire.ipc.errors import ModelNotFoundError
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.pooling import PoolingInfo
 from pagewire.ipc.worker_messages import Ready
@@ -82,3 +83,17 @@ def test_stages_share_the_budget_of_tokens_and_have_a_step_each() -> None:
 
     assert [limits(n) for n in (1, 2, 3)] == [(96, 2, 1), (48, 2, 2), (32, 3, 3)]
     assert limits(3, async_scheduling=False) == (96, 1, 3)
+
+
+def test_adapters_that_the_engine_starts_with(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="holds no adapter_config"):
+        EngineConfig.resolve(EngineArgs(lora_path=str(tmp_path), merge=True))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    resolved = EngineConfig.resolve(EngineArgs(lora_path=str(tmp_path), merge=True))
+    assert resolved.worker_config().merged_adapter == str(tmp_path)
+    assert resolved.adapter_limits(READY) is None and resolved.worker_config().lora is None
+    options: dict[str, Any] = {"enable_lora": True, "quantization": "bitsandbytes", "max_loras": 2}
+    first = first_adapter(EngineArgs(qlora_adapter_name_or_path=str(tmp_path), **options))
+    assert first is not None and (first.name, first.path) == (str(tmp_path), str(tmp_path))
+    limits = EngineConfig(EngineArgs(**options), MODEL, {}, None).adapter_limits(READY)
+    assert limits is not None and (limits.max_active, limits.max_resident) == (2, 256)

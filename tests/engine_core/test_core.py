@@ -286,7 +286,7 @@ def test_a_slow_reader_gets_everything_in_the_end(
     [
         (Prompt([8]), PoolingParams(), "does not pool"),
         (Prompt([8], [Media(0, 1, b"cat", Tensor("uint8", (0,), b""))]), SamplingParams(), "takes no media"),
-        (Prompt([8], adapter=b"a"), SamplingParams(), "has no adapters"),
+        (Prompt([8], adapter=b"a"), SamplingParams(), "for the core to find"),
     ],
 )
 def test_what_the_engine_cannot_do_yet_is_refused_by_name(

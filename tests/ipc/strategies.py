@@ -12,6 +12,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from pagewire.ipc import messages, worker_messages
+from pagewire.ipc.adapters import MAX_ADAPTER_ID, AdapterSource
 from pagewire.ipc.codec import INLINE_BYTES, ITEM_SIZES, Tensor
 from pagewire.ipc.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from pagewire.ipc.pooling import POOLING_TYPES, TASKS, PoolerConfig, PoolingParams
@@ -137,6 +138,14 @@ speculative_configs = st.builds(
     revision=st.none() | words,
 )
 
+adapters = st.builds(
+    AdapterSource,
+    name=words.filter(bool),
+    adapter_id=st.integers(1, MAX_ADAPTER_ID),
+    path=st.just("") | words.map(lambda text: "/" + text.replace("\0", "")),
+    version=words,
+)
+
 SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
     int: int64,
     float: floats,
@@ -150,6 +159,7 @@ SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
     PoolingParams: pooling_params,
     PoolerConfig: pooler_configs,
     SpeculativeConfig: speculative_configs,
+    AdapterSource: adapters,
 }
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pagewire.ipc.lora import LoRAConfig
 from pagewire.ipc.options import NOT_SUPPORTED_YET, AsyncEngineArgs, EngineArgs, env_float
 
 DEFAULTS = {
@@ -246,3 +247,30 @@ def test_numbers_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEWIRE_TEST_NUMBER", "soon")
     with pytest.raises(ValueError, match="PAGEWIRE_TEST_NUMBER must be a number, got 'soon'"):
         env_float("PAGEWIRE_TEST_NUMBER", 1.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"max_loras": 0}, "max_loras must be at least 1"),
+        ({"max_loras": 4, "max_cpu_loras": 3}, "max_cpu_loras must be at least 4"),
+        ({"lora_dtype": "int8"}, "lora_dtype"),
+        ({"lora_path": "/adapter"}, "lora_path and merge=True go together"),
+        ({"merge": True}, "lora_path and merge=True go together"),
+        ({"lora_path": "/a", "merge": True, "enable_lora": True}, "merge=True is for a single adapter"),
+        ({"enable_lora": True, "tensor_parallel_size": 2}, "not supported yet"),
+        ({"qlora_adapter_name_or_path": "/a"}, "needs enable_lora"),
+        ({"qlora_adapter_name_or_path": "/a", "enable_lora": True}, "needs quantization='bitsandbytes'"),
+        ({"long_lora_scaling_factors": [4.0]}, "not supported yet.*rope_scaling"),
+    ],
+)
+def test_options_of_adapters_that_contradict_each_other(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        EngineArgs.from_kwargs(options)
+
+
+def test_the_limits_of_adapters() -> None:
+    assert EngineArgs().lora_config() is None
+    limits = EngineArgs(enable_lora=True, max_loras=4, max_lora_rank=64, lora_allow_pickle=True).lora_config()
+    assert limits == LoRAConfig(max_loras=4, max_lora_rank=64, allow_pickle=True)
+    assert EngineArgs(enable_lora=True).max_loras == 1  # as documented

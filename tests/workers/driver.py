@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,18 @@ from pagewire.workers.runner import Runner
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def load_runner(folder: Path, collective: Collective | None = None, **fields: Any) -> tuple[Runner, Ready]:
+def load_runner(
+    folder: Path,
+    collective: Collective | None = None,
+    wake: Callable[[], None] = lambda: None,
+    **fields: Any,
+) -> tuple[Runner, Ready]:
     """A runner of small sizes; with a collective, a rank of a group."""
     if collective is not None:
         fields.setdefault("parallel", Parallel(collective.rank, collective.size))
     sizes: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 8, "num_blocks": 64, "block_size": 4}
     config = WorkerConfig(str(folder), **(sizes | {"num_threads": 1} | fields))
-    return Runner.start(config, lambda *_: None, collective=collective)
+    return Runner.start(config, lambda *_: None, collective=collective, wake=wake)
 
 
 @dataclass
@@ -79,9 +84,10 @@ class Driver:
         num_tokens: int,
         params: SamplingParams | Sequence[SamplingParams] = GREEDY,
         seeds: Sequence[int] | None = None,
+        adapters: Sequence[int] | None = None,
     ) -> list[list[int]]:
-        """The output of each prompt."""
-        return [s.output for s in self.run(prompts, num_tokens, params, seeds)]
+        """The output of each prompt. adapters: the index of each one's."""
+        return [s.output for s in self.run(prompts, num_tokens, params, seeds, adapters)]
 
     def run(
         self,
@@ -89,10 +95,13 @@ class Driver:
         num_tokens: int,
         params: SamplingParams | Sequence[SamplingParams] = GREEDY,
         seeds: Sequence[int] | None = None,
+        adapters: Sequence[int] | None = None,
     ) -> list[Request]:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         sequences = [Request(i, list(p), each[i], seeds[i] if seeds else i) for i, p in enumerate(prompts)]
         inits = [SlotInit(s.slot, s.prompt, len(s.prompt), [], s.params, s.seed) for s in sequences]
+        for init, adapter in zip(inits, adapters or (), strict=False):
+            init.adapter = adapter
         while any(len(s.output) < num_tokens for s in sequences):
             rows, scheduled = self._rows([s for s in sequences if len(s.output) < num_tokens])
             new = [init for init in inits if init.slot in {row.slot for row in rows}]

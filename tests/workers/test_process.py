@@ -13,6 +13,7 @@ import zmq
 
 from pagewire.ipc.codec import Codec, Tensor
 from pagewire.ipc.lifeline import Child
+from pagewire.ipc.lora import AdapterLoaded, DropAdapter, LoadAdapter, LoRAConfig
 from pagewire.ipc.messages import PROTOCOL
 from pagewire.ipc.sockets import bind_router, receive, send
 from pagewire.ipc.worker_messages import (
@@ -34,6 +35,7 @@ from pagewire.ipc.worker_messages import (
 )
 from pagewire.workers import main
 
+from .adapters.test_refused import write
 from .driver import GREEDY, tokens_of
 from .huge import write_huge
 
@@ -104,6 +106,43 @@ def test_a_life(core: Core, llama: Path) -> None:
 
     core.say(Shutdown())
     assert core.child.process.wait(20) == 0
+
+
+def test_adapters_are_loaded_beside_the_steps(core: Core, llama: Path, tmp_path: Path) -> None:
+    """Also by a worker that has nothing else to do; one that cannot be loaded disturbs nothing."""
+    config = load_message(llama)
+    config.lora = LoRAConfig()
+    core.say(config)
+    assert isinstance(core.hear_after_progress(), Ready)
+    adapter = write(tmp_path / "adapter")
+
+    def first_token(step_id: int, index: int) -> int:
+        init = SlotInit(0, [3, 4, 5], 3, [0], GREEDY, 0, adapter=index)
+        core.say(StepPlan(step_id, [Row(0, 0, 3, num_samples=1)], [init]))
+        result = core.hear()
+        assert isinstance(result, StepResult) and result.step_id == step_id
+        return tokens_of(result)[0]
+
+    plain = first_token(1, 0)
+    core.say(LoadAdapter(1, str(tmp_path / "none")))
+    refused = core.hear()
+    assert isinstance(refused, AdapterLoaded)
+    assert (refused.index, refused.error_type) == (1, "FileNotFoundError")
+    core.say(LoadAdapter(2, str(adapter)))
+    loaded = core.hear()
+    assert isinstance(loaded, AdapterLoaded)
+    assert (loaded.index, loaded.error, loaded.rank) == (2, None, 4)
+    assert first_token(2, 2) != plain
+    assert first_token(3, 0) == plain
+    core.say(LoadAdapter(3, str(adapter), loaded.content))
+    core.say(DropAdapter(2))
+    again = core.hear()
+    assert again == AdapterLoaded(3, loaded.content, loaded.num_bytes, 4)
+    core.say(
+        StepPlan(4, [Row(1, 0, 3, num_samples=1)], [SlotInit(1, [3, 4, 5], 3, [1], GREEDY, 0, adapter=2)])
+    )
+    failed = core.hear()
+    assert isinstance(failed, WorkerFailed) and "adapter 2 was planned, but is not loaded" in failed.error
 
 
 def test_a_failed_step_ends_the_worker(core: Core, llama: Path) -> None:

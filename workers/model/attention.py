@@ -22,6 +22,7 @@ from pagewire.kernels.attention import (
     paged_attention,
     store_kv,
 )
+from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.kv_codes import row_width
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
@@ -55,7 +56,28 @@ class KVShape:
         return k, v
 
 
-class StepContext:
+class RowsContext:
+    """What linear layers know of the rows that they are given; within `with rows:` they get it.
+
+    adapters: the rows that have adapters; None: none has.
+    """
+
+    __slots__ = ("_outer", "adapters")
+
+    def __init__(self, adapters: AdapterRows | None = None) -> None:
+        self.adapters = adapters
+        self._outer: RowsContext | None = None
+
+    def __enter__(self) -> None:
+        """Make this the thread's current context."""
+        self._outer, _running.rows = _running.rows, self
+
+    def __exit__(self, *_: object) -> None:
+        """Make the context before it the current one again, as a rule none."""
+        _running.rows = self._outer
+
+
+class StepContext(RowsContext):
     """The inputs of a step's layers beside hidden states: attention batch, positions int64 [T], all KV caches.
 
     scales: of each layer's keys and values, in caches of 8-bit floats; empty for 1.
@@ -64,7 +86,7 @@ class StepContext:
     Within `with step:`, attention and linear layers get it from `current_step`.
     """
 
-    __slots__ = ("_outer", "batch", "caches", "first_layer", "positions", "scales")
+    __slots__ = ("batch", "caches", "first_layer", "positions", "scales")
 
     def __init__(
         self,
@@ -74,17 +96,9 @@ class StepContext:
         scales: Sequence[KVScales] = (),
         first_layer: int = 0,
     ) -> None:
+        super().__init__()
         self.batch, self.positions, self.caches, self.scales = batch, positions, caches, scales
         self.first_layer = first_layer
-        self._outer: StepContext | None = None
-
-    def __enter__(self) -> None:
-        """Make this the thread's `current_step`."""
-        self._outer, _running.step = _running.step, self
-
-    def __exit__(self, *_: object) -> None:
-        """Make the step before it the current one again, as a rule none."""
-        _running.step = self._outer
 
     def cache(self, layer: int, shape: KVShape, window: int | None) -> tuple[Tensor, Tensor]:
         """The K and V caches of a layer. `shape` and `window` (keys per query) are used by the dry run only."""
@@ -121,7 +135,7 @@ class StepContext:
 
 
 class _Running(threading.local):
-    step: StepContext | None = None
+    rows: RowsContext | None = None
 
 
 _running = _Running()
@@ -133,9 +147,14 @@ def current_step() -> StepContext:
     Raises:
         RuntimeError: none is.
     """
-    if (step := _running.step) is None:
+    if not isinstance(step := _running.rows, StepContext):
         raise RuntimeError("attention or a linear layer was called outside of a step")
     return step
+
+
+def current_adapters() -> AdapterRows | None:
+    """The rows with adapters, of those that linear layers are given now; None if there are none."""
+    return None if (rows := _running.rows) is None else rows.adapters
 
 
 @dataclass

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from pagewire.ipc.gguf.file import is_gguf
 from pagewire.ipc.hub import read_configs
 from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.kv_codes import DTYPE as KV_CODES
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.attention import StepContext
+from pagewire.workers.model.attention import RowsContext, StepContext
 from pagewire.workers.model.invariant import Invariant
 from pagewire.workers.model.stack import DecoderStack
 from pagewire.workers.model.stage_cut import CutBase
@@ -197,9 +198,18 @@ class Model:
                 return forward()[0][0]  # type: ignore[no-any-return]
             return self.cut.run(forward, received)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [n, V] of hidden states [n, H]."""
-        return self._whole_logits(hidden) if self.head is None else self.head(hidden)
+    def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        """Logits [n, V] of hidden states [n, H].
+
+        adapters: those of the n rows. Where they bring tokens, there are as many logits more, which are -inf in
+        rows without these tokens.
+        """
+        if adapters is None:
+            return self._whole_logits(hidden) if self.head is None else self.head(hidden)
+        with RowsContext(adapters):
+            logits = self._whole_logits(hidden) if self.head is None else self.head(hidden)
+        adapters.close(logits)
+        return logits
 
     def shorten_logits(self) -> None:
         """Call the output layer alone where its product is all that the causal module does, to the bit.

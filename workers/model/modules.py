@@ -11,6 +11,7 @@ import torch
 from pagewire.ipc.gguf.file import is_gguf
 from pagewire.ipc.quantization import GGUF, resolve_quantization, settings_of
 from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.workers.adapters.merge import Merge
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.model.checkpoint import Checkpoint, WeightSource
@@ -62,6 +63,8 @@ def build_module(
     transformers_logging.set_verbosity_error()
     try:
         form, quantise = quantisation(worker_config, config)
+        if worker_config.merged_adapter:
+            return _merged(worker_config, config, dtype, form, quantise, kind)
         if worker_config.load_format == "dummy":
             return _random(worker_config, config, dtype, device, quantise, kind)
         reason = _read_by_transformers(worker_config, config)
@@ -78,6 +81,29 @@ def build_module(
         raise
     except Exception as error:
         raise LoadError(f"cannot load {worker_config.model_path}: {first_line(error)}") from error
+
+
+def _merged(
+    worker_config: WorkerConfig,
+    config: Any,
+    dtype: torch.dtype,
+    form: Format | None,
+    quantise: Quantise,
+    kind: ModelClass,
+) -> Weights:
+    """The module on the meta device, and its weights with those of an adapter added."""
+    if form is not None or is_gguf(worker_config.model_path):
+        raise LoadError(
+            "an adapter cannot be merged into quantised weights, whose numbers would be rounded anew; serve it "
+            "with enable_lora instead"
+        )
+    reason = _read_by_transformers(worker_config, config)
+    if reason is not None or worker_config.load_format == "dummy":
+        raise LoadError(f"an adapter cannot be merged: {reason or 'the weights are random'}")
+    merge = Merge.of(worker_config.merged_adapter)
+    weights = _on_meta(worker_config, config, dtype, None, merge.before(quantise), kind)
+    merge.check(weights.causal)
+    return weights
 
 
 def quantisation(worker_config: WorkerConfig, config: Any) -> tuple[Format | None, Quantise]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pagewire.kernels.deltas import AdapterRows
 from pagewire.workers.model.dense import FUNCTIONS, Dense, chain
 from pagewire.workers.model.model import Model
 from pagewire.workers.model.transforms import LinearModule
@@ -83,7 +84,7 @@ class PoolingModel(Model):
         if self.classifies and getattr(self.config, "pad_token_id", None) is None:
             self.config.pad_token_id = 0  # without one, transformers classifies a single sequence at a time
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """The hidden states [n, H] themselves, by which the model is proven."""
         return hidden
 

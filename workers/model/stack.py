@@ -91,7 +91,9 @@ class DecoderStack(nn.Module):
         _require(isinstance(base.rotary_emb, RotaryTable))
         self.rotary = base.rotary_emb
         is_first, self.is_last = (True, True) if stage is None else (stage.is_first, stage.is_last)
-        self.embed_tokens = embedding(base.embed_tokens, weights, device) if is_first else None
+        self.embed_tokens: nn.Module | None = (
+            embedding(base.embed_tokens, weights, device) if is_first else None
+        )
         self._angles: list[Tensor] | None = None  # cosines and sines by position, from the first step on
         own = base.layers if stage is None else [base.layers[index] for index in stage.layers]
         self.stack_layers = [StackLayer(layer, base.config, weights) for layer in own]
@@ -128,7 +130,7 @@ class DecoderStack(nn.Module):
         cos, sin = (table.index_select(0, step.positions) for table in self._angles)
         caches = [step.cache(layer.index, layer.kv_shape, layer.window) for layer in self.stack_layers]
         scales = [step.scales[layer.index] for layer in self.stack_layers] if step.scales else ()
-        normed = self.stack(residual, cos, sin, step.batch, caches, scales)
+        normed = self.stack(residual, cos, sin, step.batch, caches, scales, step.adapters)
         return normed if self.is_last else residual
 
 

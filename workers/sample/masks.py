@@ -31,6 +31,13 @@ class TokenMasks:
         bits = np.frombuffer(masks.bits.data, np.int32).reshape(masks.bits.shape).copy()  # owned and writable
         return cls({sample: row for row, sample in enumerate(masks.samples)}, torch.from_numpy(bits))
 
+    def widened(self, vocab_size: int) -> TokenMasks:
+        """The same for a larger vocabulary, of whose further tokens a grammar allows none."""
+        missing = -(-vocab_size // 32) - self.bits.shape[1]
+        if not self.mask_rows or missing <= 0:
+            return self
+        return TokenMasks(self.mask_rows, torch.nn.functional.pad(self.bits, (0, missing)))
+
     def __contains__(self, sample: int) -> bool:
         return sample in self.mask_rows
 

@@ -40,7 +40,7 @@ LIMITS = frozenset(
     (
         *("model_path", "device", "weight_cache", "num_threads", "enforce_eager", "trust_remote_code"),
         *("max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks"),
-        *("gpu_memory_utilization", "kv_cache_memory_bytes", "speculative"),
+        *("gpu_memory_utilization", "kv_cache_memory_bytes", "speculative", "lora"),
     )
 )
 """The fields of `WorkerConfig` that a loaded model does not depend on. A new field counts until it stands here."""
@@ -114,6 +114,8 @@ def settings(config: WorkerConfig) -> list[Any]:
     fields["parallel"] = [parallel.rank, parallel.size, parallel.stages, *parallel.layers]
     named = [Path(value) for value in fields.values() if isinstance(value, str) and value]
     files = [describe(path) for path in named if path.is_file()]
+    if config.merged_adapter and Path(config.merged_adapter).is_dir():
+        files += [describe(path) for path in checkpoint_files(Path(config.merged_adapter))]
     longer = os.environ.get("PAGEWIRE_ALLOW_LONG_MAX_MODEL_LEN")
     return [msgspec.json.encode(fields, order="deterministic"), files, longer]
 

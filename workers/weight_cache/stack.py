@@ -13,8 +13,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from pagewire.ipc.worker_messages import Parallel
+from pagewire.kernels.adapted import Adapted
 from pagewire.kernels.decoder import Layer, Norm, Stack
 from pagewire.kernels.linear import Linear
+from pagewire.workers.adapters.embedding import embedding_of
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.collective.parts import shards_of
 from pagewire.workers.model.attention import KVShape
@@ -94,8 +96,8 @@ class RestoredModel(Model):
 
 
 def own_part(linear: Linear | None) -> Linear | None:
-    """A linear layer, if there is one; of one over several ranks, this rank's part."""
-    return linear.linear if isinstance(linear, GatheredLinear) else linear
+    """A linear layer without what adapters add to it; of one over several ranks, this rank's part."""
+    return linear.linear if isinstance(linear, GatheredLinear | Adapted) else linear
 
 
 def kept(loaded: LoadedModel) -> KeptModel:
@@ -112,7 +114,7 @@ def kept(loaded: LoadedModel) -> KeptModel:
     if base.stack.compiled is None or base._angles is None:
         raise NotStoredError("its layers are not compiled as a whole")
     places = zip(base.stack_layers, base.stack.layers, strict=True)
-    head, embedding = loaded.model.head, base.embed_tokens
+    head, embedding = loaded.model.head, embedding_of(base.embed_tokens)
     return KeptModel(
         properties=properties_of(loaded),
         embedding=embedding.rows if isinstance(embedding, DividedEmbedding) else embedding,

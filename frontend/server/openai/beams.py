@@ -14,6 +14,7 @@ from pagewire.frontend.beam_search import (
     tokens_prompt,
 )
 from pagewire.frontend.inputs import PromptType, TokensPrompt, truncated
+from pagewire.frontend.lora import LoRARequest
 from pagewire.frontend.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.exchange import Exchange, check_aborted
@@ -112,13 +113,16 @@ async def beam_outputs(
     session, limit = service.engine.session, service.info.max_model_len
     search_params = beam_params(service, request, params)
     truncates = params.truncate_prompt_tokens is not None
+    adapter = service.adapter(request.model)
+    tokenizer = session.tokenizer_for(adapter)
     batch = [
         tokens_prompt(
-            salted(prompt, request.cache_salt), truncated(session.tokenize(prompt, truncates), params, limit)
+            salted(prompt, request.cache_salt),
+            truncated(session.tokenize(prompt, truncates, adapter), params, limit),
         )
         for prompt in prompts
     ]
-    groups = await search(service, batch, search_params, exchange, request.priority or 0)
+    groups = await search(service, batch, search_params, exchange, request.priority or 0, adapter)
     outputs = []
     for prompt, tokens, group in zip(prompts, batch, groups, strict=True):
         best = group[: request.n or 1]
@@ -126,7 +130,7 @@ async def beam_outputs(
             add_text(
                 beam,
                 search_params,
-                session.tokenizer,
+                tokenizer,
                 params.skip_special_tokens,
                 params.spaces_between_special_tokens,
             )
@@ -145,7 +149,12 @@ def text_of(prompt: PromptType) -> str | None:
 
 
 async def search(
-    service: Service, prompts: list[TokensPrompt], params: BeamSearchParams, exchange: Exchange, priority: int
+    service: Service,
+    prompts: list[TokensPrompt],
+    params: BeamSearchParams,
+    exchange: Exchange,
+    priority: int,
+    adapter: LoRARequest | None,
 ) -> list[list[BeamSearchSequence]]:
     """Run the steps of a beam search on the engine, and return the beams of each prompt, best first."""
     info = service.info
@@ -163,16 +172,23 @@ async def search(
         except StopIteration as stop:
             beams: list[list[BeamSearchSequence]] = stop.value
             return beams
-        outputs = await complete_all(service, batch, step_params, exchange, priority)
+        outputs = await complete_all(service, batch, step_params, exchange, priority, adapter)
 
 
 async def complete_all(
-    service: Service, prompts: list[TokensPrompt], params: SamplingParams, exchange: Exchange, priority: int
+    service: Service,
+    prompts: list[TokensPrompt],
+    params: SamplingParams,
+    exchange: Exchange,
+    priority: int,
+    adapter: LoRARequest | None,
 ) -> list[RequestOutput]:
     """Run some prompts to their end, and return their outputs in order."""
     finals: dict[int, RequestOutput] = {}
     admit = exchange.lease.admit
-    batches = service.engine.generate_all(prompts, params, exchange.id, priority=priority, admit=admit)
+    batches = service.engine.generate_all(
+        prompts, params, exchange.id, priority=priority, admit=admit, lora_request=adapter
+    )
     async with aclosing(batches):
         async for outputs in batches:
             for index, output in outputs:

@@ -118,6 +118,7 @@ def generate(
         trace_headers=exchange.headers,
         logprob_budget=logprob_budget(service),
         admit=exchange.lease.admit,
+        lora_request=service.adapter(request.model),
     )
 
 
@@ -210,10 +211,11 @@ async def prompt_of(
     continues = bool(request.continue_final_message)
     generation = not continues if request.add_generation_prompt is None else request.add_generation_prompt
     size = check_conversation(service, request.messages)
+    tokenizer = service.tokenizer_of(request.model)
 
     def make() -> TokensPrompt:
         return chat_prompt(
-            service.tokenizer,
+            tokenizer,
             read_history(request.messages),
             chat_template=request.chat_template or service.options.chat_template,
             template_files=request.chat_template is None,
@@ -261,7 +263,7 @@ class ChatWriter:
         self.options = check_stream_options(request)
         as_ids = request.return_tokens_as_token_ids
         self._names = TokenNames(
-            service.engine.session.tokenizer,
+            service.optional_tokenizer(request.model),
             service.options.return_tokens_as_token_ids if as_ids is None else as_ids,
         )
         self._parsers: dict[int, ReplyParser] = {}

@@ -35,6 +35,7 @@ from pagewire.frontend.server.service import Service, off_loop
 from pagewire.frontend.text.length import ContextLengthError, check_characters, encode_within
 from pagewire.frontend.text.logprobs import PromptLogprobs
 from pagewire.frontend.text.offsets import TextOffsets, prompt_offsets
+from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.budget import MAX_PROMPTS
 from pagewire.ipc.params import SamplingParams
 
@@ -70,7 +71,8 @@ async def complete(service: Service, request: CompletionRequest, exchange: Excha
     params = completion_params(service, request)
     check_amount(service, len(prompts), params)
     if request.add_special_tokens is False:
-        prompts = await without_special_tokens(service, prompts, params)
+        tokenizer = service.tokenizer_of(request.model)
+        prompts = await without_special_tokens(service, tokenizer, prompts, params)
     exchange.prompt = prompts[0] if isinstance(prompts[0], (str, list)) else ""
     if request.use_beam_search:
         return writer.whole(await beam_outputs(service, request, prompts, params, exchange))
@@ -82,6 +84,7 @@ async def complete(service: Service, request: CompletionRequest, exchange: Excha
         trace_headers=exchange.headers,
         logprob_budget=logprob_budget(service, params.n),
         admit=exchange.lease.admit,
+        lora_request=service.adapter(request.model),
     )
     if request.stream:
         return writer.stream(batches)
@@ -121,7 +124,9 @@ def prompts_in(service: Service, request: CompletionRequest) -> list[Any]:
     return prompts
 
 
-async def without_special_tokens(service: Service, prompts: list[Any], params: SamplingParams) -> list[Any]:
+async def without_special_tokens(
+    service: Service, tokenizer: Tokenizer, prompts: list[Any], params: SamplingParams
+) -> list[Any]:
     """Tokenize the prompts that are text, without adding special tokens; returns them as dicts with both.
 
     Raises:
@@ -132,7 +137,7 @@ async def without_special_tokens(service: Service, prompts: list[Any], params: S
     def tokenized(prompt: Any) -> Any:
         if not isinstance(prompt, str):
             return prompt
-        ids = encode_within(service.tokenizer, prompt, service.info.max_model_len, False, truncates)
+        ids = encode_within(tokenizer, prompt, service.info.max_model_len, False, truncates)
         return {"prompt": prompt, "prompt_token_ids": ids}
 
     size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
@@ -161,8 +166,9 @@ class CompletionWriter:
         self.model = service.model(request.model)
         self.options = check_stream_options(request)
         as_ids = request.return_tokens_as_token_ids
+        self._tokenizer = service.optional_tokenizer(request.model)
         self._names = TokenNames(
-            service.engine.session.tokenizer,
+            self._tokenizer,
             service.options.return_tokens_as_token_ids if as_ids is None else as_ids,
         )
         self._offsets: dict[int, TextOffsets] = {}  # by choice
@@ -255,7 +261,7 @@ class CompletionWriter:
         self, index: int, output: RequestOutput, part: CompletionOutput, echo: str | None
     ) -> CompletionLogprobs:
         """Return the log probabilities of an increment. echo: the prompt's text if the increment begins with it."""
-        tokenizer, top = self.service.engine.session.tokenizer, self.request.logprobs or 0
+        tokenizer, top = self._tokenizer, self.request.logprobs or 0
         token_ids, positions = list(part.token_ids), list[Any](part.logprobs or ())
         places = self._offsets.setdefault(
             self._place(index, part),
@@ -279,4 +285,5 @@ class CompletionWriter:
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None and self.request.truncate_prompt_tokens is None:
             return output.prompt
-        return self.service.tokenizer.decode(output.prompt_token_ids or [], skip_special_tokens=False)
+        tokenizer = self.service.tokenizer_of(self.request.model)
+        return tokenizer.decode(output.prompt_token_ids or [], skip_special_tokens=False)

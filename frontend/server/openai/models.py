@@ -1,4 +1,4 @@
-"""The endpoint /v1/models: the names of the served models."""
+"""The endpoint /v1/models: the names of the served models, and their adapters."""
 
 from __future__ import annotations
 
@@ -15,27 +15,43 @@ def routes(service: Service) -> list[Operation]:
     """Return the routes of the endpoint."""
 
     async def list_models(request: Request) -> Response:
-        return json_response(ModelList([card(own, name) for own in service.all for name in own.names]))
+        cards = [card(own, name) for own in service.all for name in own.all_names]
+        return json_response(ModelList(cards))
 
     async def show_model(request: Request) -> Response:
         name = request.path_params["model"]
-        own = service.of(name)
-        own.model(name)
-        return json_response(card(own, name))
+        return json_response(card(service.of(name), name))
 
     return [
-        Operation("GET", "/v1/models", list_models, "List the names of the served models.", result=ModelList),
+        Operation(
+            "GET",
+            "/v1/models",
+            list_models,
+            "List the names of the served models, and their adapters.",
+            result=ModelList,
+        ),
         Operation(
             "GET",
             "/v1/models/{model:path}",
             show_model,
-            "Get one of the names of the served models.",
+            "Get one of the names of the served models, or an adapter.",
             result=ModelCard,
         ),
     ]
 
 
 def card(service: Service, name: str) -> ModelCard:
-    """Return the description of the model under one of its names."""
-    info = service.info
-    return ModelCard(id=name, created=service.created, root=info.model, max_model_len=info.max_model_len)
+    """Return the description of the model under one of its names, or of an adapter.
+
+    Raises:
+        APIError: there is no model with that name.
+    """
+    info, adapter = service.info, service.adapter(name)
+    root = info.model if adapter is None else adapter.lora_path or name
+    return ModelCard(
+        id=name,
+        created=service.created,
+        root=root,
+        parent=None if adapter is None else service.names[0],
+        max_model_len=info.max_model_len,
+    )

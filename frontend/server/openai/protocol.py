@@ -418,14 +418,18 @@ class ChatChunk(msgspec.Struct, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """A name of the served model. max_model_len: limit of prompt and output together, in tokens."""
+    """A name of the served model, or an adapter.
+
+    root: folder or id of the model or adapter. parent: of an adapter, the model's name.
+    max_model_len: limit of prompt and output together, in tokens.
+    """
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "pagewire"
     root: str
-    parent: None = None
+    parent: str | None = None
     max_model_len: int
 
 

@@ -34,15 +34,15 @@ def routes(service: Service) -> list[Operation]:
     async def tokenize(request: Request) -> Response:
         fields = await read_request(request, TO_TOKENS, service.options)
         own = service.of(fields.model)
-        own.model(fields.model)
+        tokenizer = own.tokenizer_of(fields.model)
         tokens = await token_ids(own, fields)
-        names = own.tokenizer.convert_ids_to_tokens(tokens) if fields.return_token_strs else msgspec.UNSET
+        names = tokenizer.convert_ids_to_tokens(tokens) if fields.return_token_strs else msgspec.UNSET
         return json_response(TokenizeResponse(tokens, len(tokens), own.info.max_model_len, names))
 
     async def detokenize(request: Request) -> Response:
         fields = await read_request(request, TO_TEXT, service.options)
         own = service.of(fields.model)
-        own.model(fields.model)
+        tokenizer = own.tokenizer_of(fields.model)
         limit = max(MIN_DETOKENIZED, own.info.max_model_len)
         if len(fields.tokens) > limit:
             raise APIError(
@@ -50,7 +50,7 @@ def routes(service: Service) -> list[Operation]:
             )
         check_vocabulary("tokens", fields.tokens, own.info.vocab_size)
         text = await off_loop(
-            len(fields.tokens), lambda: own.tokenizer.decode(fields.tokens, skip_special_tokens=False)
+            len(fields.tokens), lambda: tokenizer.decode(fields.tokens, skip_special_tokens=False)
         )
         return json_response(DetokenizeResponse(text))
 
@@ -90,4 +90,5 @@ async def token_ids(service: Service, fields: TokenizeRequest) -> list[int]:
         return (await prompt_of(service, ChatRequest(**chat_fields), tools, counts=True))["prompt_token_ids"]
     text, special = fields.prompt or "", fields.add_special_tokens is not False
     max_model_len = service.info.max_model_len
-    return await off_loop(len(text), encode_within, service.tokenizer, text, max_model_len, special, True)
+    tokenizer = service.tokenizer_of(fields.model)
+    return await off_loop(len(text), encode_within, tokenizer, text, max_model_len, special, True)

@@ -9,6 +9,7 @@ Most are a call of the engine: its arguments are read from the query, by the tab
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Annotated
 
 import msgspec
 from starlette.requests import Request
@@ -21,7 +22,10 @@ from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.http.query import Query, arguments_of, queries_of
 from pagewire.frontend.server.http.tenants import require_admin
+from pagewire.frontend.server.openai.models import card
+from pagewire.frontend.server.openai.protocol import ModelCard
 from pagewire.frontend.server.service import Service, service_of
+from pagewire.ipc.adapters import MAX_PATH_CHARS, AdapterName
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -38,9 +42,29 @@ class AbortResponse(msgspec.Struct):
     aborted: list[str]
 
 
+class LoadAdapterRequest(msgspec.Struct):
+    """POST /v1/load_lora_adapter.
+
+    lora_name: by which clients address it. lora_path: its folder, below `--lora-root`.
+    load_inplace: an adapter of this name is replaced; its requests finish with the old one.
+    """
+
+    lora_name: AdapterName
+    lora_path: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH_CHARS)]
+    load_inplace: bool = False
+
+
+class UnloadAdapterRequest(msgspec.Struct):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: AdapterName
+
+
 HEADER, VALUE = "X-Pagewire-Admin", "1"
 MODEL = Query("model", str, "a name of the model that is meant; by default the first")
 TO_ABORT = Decoder(AbortRequest)
+TO_LOAD = Decoder(LoadAdapterRequest)
+TO_UNLOAD = Decoder(UnloadAdapterRequest)
 
 
 def routes(service: Service) -> list[Operation]:
@@ -58,6 +82,22 @@ def routes(service: Service) -> list[Operation]:
             "POST", "/reset_prefix_cache", reset_prefix_cache, "Forget cached prefixes.", "reset_prefix_cache"
         ),
         Operation("POST", "/abort", guarded(abort), "End requests.", body=AbortRequest, result=AbortResponse),
+        Operation(
+            "POST",
+            "/v1/load_lora_adapter",
+            guarded(load_adapter),
+            "Serve one more LoRA adapter as a model.",
+            body=LoadAdapterRequest,
+            result=ModelCard,
+        ),
+        Operation(
+            "POST",
+            "/v1/unload_lora_adapter",
+            guarded(unload_adapter),
+            "Serve a LoRA adapter no more; its requests finish.",
+            body=UnloadAdapterRequest,
+            result=dict[str, bool],
+        ),
     ]
 
 
@@ -149,3 +189,18 @@ async def abort_any(service: Service, name: str) -> bool:
         if await own.engine.abort_any(name):
             return True
     return False
+
+
+async def load_adapter(request: Request) -> Response:
+    """POST /v1/load_lora_adapter."""
+    service = service_of(request)
+    fields = await read_request(request, TO_LOAD, service.options)
+    await service.adapters.load(fields.lora_name, fields.lora_path, fields.load_inplace)
+    return json_response(card(service, fields.lora_name))
+
+
+async def unload_adapter(request: Request) -> Response:
+    """POST /v1/unload_lora_adapter."""
+    service = service_of(request)
+    await service.adapters.unload((await read_request(request, TO_UNLOAD, service.options)).lora_name)
+    return json_response({"unloaded": True})

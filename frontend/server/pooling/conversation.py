@@ -51,6 +51,7 @@ async def conversation_prompt(service: Service, request: EmbeddingRequest) -> To
         As `openai.chat.prompt_of`.
     """
     chat = ChatRequest(
+        model=request.model,
         messages=request.messages or [],
         add_generation_prompt=bool(request.add_generation_prompt),
         continue_final_message=request.continue_final_message,

@@ -103,6 +103,7 @@ async def pooled(
         priority=request.priority or 0,
         trace_headers=exchange.headers,
         admit=admission(pooling_info(service.info), params, exchange),
+        lora_request=service.adapter(request.model),
     )
     for output in outputs:
         exchange.num_prompt += len(output.prompt_token_ids)

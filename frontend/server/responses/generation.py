@@ -53,7 +53,7 @@ class Generation:
         self.stored, self.store = stored, store
         self.writer = ResponseWriter(stored.response)
         self._grown = 0  # bytes by which the output has grown that the store has not counted yet
-        tokenizer = service.engine.session.tokenizer
+        tokenizer = service.optional_tokenizer(chat.model)
         self._reader = OutputReader(
             reply_parser(chat, tools, prompt.get("prompt")),
             tokenizer,

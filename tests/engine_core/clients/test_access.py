@@ -13,7 +13,7 @@ import pytest
 import zmq
 import zmq.auth
 
-from pagewire.engine_core.clients.access import ALL, Access
+from pagewire.engine_core.clients.access import ALL, Access, may_name_paths
 from pagewire.engine_core.clients.clients import Clients
 from pagewire.engine_core.daemon import Listen
 from pagewire.ipc.calls import CALLS, Right
@@ -53,6 +53,13 @@ def test_this_user_and_root_may_attach_and_others_if_they_are_allowed() -> None:
     ):
         Access().admit(Peer("localhost", STRANGER))
     assert Access([STRANGER]).admit(Peer("localhost", STRANGER)) == f"uid:{STRANGER}"
+
+
+def test_paths_of_adapters_are_for_those_who_could_read_them_and_control_the_engine() -> None:
+    assert may_name_paths(ME, ALL) and may_name_paths("uid:0", ALL)
+    assert not may_name_paths(ME, ALL - {Right.CONTROL})
+    for peer in ("tcp", "curve:alice", f"uid:{STRANGER}", ""):
+        assert not may_name_paths(peer, ALL)
 
 
 def test_a_withdrawn_certificate_lets_nobody_in(tmp_path: Path) -> None:

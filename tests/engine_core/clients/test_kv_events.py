@@ -112,7 +112,7 @@ def subscribe(context: zmq.Context[Any], address: str, topic: bytes = b"") -> zm
 CHANGES = [
     Stored(b"a" * 32, ROOT, [1, 2]),
     Stored(b"b" * 32, b"a" * 32, [3, 4]),
-    Stored(b"c" * 32, b"a" * 32, [5, 6]),
+    Stored(b"c" * 32, b"a" * 32, [5, 6], 3, "sql"),
     Removed(b"b" * 32),
     CLEARED,
 ]
@@ -142,7 +142,7 @@ def test_events_are_those_of_vllm(context: zmq.Context[Any], tmp_path: Path, for
     assert batches[0].events == [cleared()]
     assert batches[1].events == [
         stored([A, B], None, [1, 2, 3, 4], 2, None, "GPU", None),
-        stored([C], A, [5, 6], 2, None, "GPU", None),
+        stored([C], A, [5, 6], 2, 3, "GPU", "sql"),
         removed([B], "GPU"),
         cleared(),
     ]

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from pagewire.engine_core.schedule.block_changes import CLEARED, Removed, Stored, net_effect
 from pagewire.engine_core.schedule.kv_cache import KVCache
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
+from pagewire.ipc.adapters import AdapterSource
 from pagewire.ipc.block_names import ROOT, prompt_names
 from pagewire.ipc.items import Prompt
 from pagewire.ipc.messages import Request
@@ -62,6 +63,18 @@ def test_stored_blocks_have_tokens_and_parents() -> None:
     first, second = prompt_names(Prompt(tokens, cache_salt="mine"), SIZE)
     assert kv.pool.changes == [Stored(first, ROOT, [0, 1, 2, 3]), Stored(second, first, [4, 5, 6, 7])]
     assert first != prompt_names(Prompt(tokens), SIZE)[0]
+
+
+def test_stored_blocks_name_their_adapter() -> None:
+    kv = KVCache(8, SIZE)
+    kv.pool.changes = []
+    new = sequence([1, 2, 3, 4, 5])
+    new.request.adapter, new.request.prompt.adapter = AdapterSource("sql", 3, "/sql"), b"content"
+    assert kv.admit(new, 0)
+    new.computed = 5
+    kv.register(new)
+    (name,) = prompt_names(Prompt([1, 2, 3, 4], adapter=b"content"), SIZE)
+    assert kv.pool.changes == [Stored(name, ROOT, [1, 2, 3, 4], 3, "sql")]
 
 
 def test_nothing_is_recorded_while_nobody_reads() -> None:

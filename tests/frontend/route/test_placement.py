@@ -8,8 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagewire.frontend.route.ledger import Work
 from pagewire.frontend.route.placement import RUNNING_TOKENS, Candidate, choose, cost, next_in_turn
 from pagewire.frontend.route.prefix_index import PrefixIndex
+from pagewire.ipc.adapters import AdapterSource
+from pagewire.ipc.items import Prompt
+from pagewire.ipc.messages import Request
+from pagewire.ipc.params import SamplingParams
 
 candidates = st.lists(
     st.builds(
@@ -103,3 +108,13 @@ def test_the_index_is_that_of_sets(operations: list[tuple[str, int, list[int]]],
     for core in range(3):
         index.forget(core)
     assert not index._holders  # nothing is kept of cores that are gone
+
+
+def test_a_prompt_with_an_adapter_is_another_prompt() -> None:
+    def names(adapter: AdapterSource | None) -> list[bytes]:
+        request = Request(1, "r", Prompt([1] * 32), SamplingParams(), 0, adapter=adapter)
+        return Work.of(request, 16).names
+
+    one, same, other = AdapterSource("a", 1, "/a"), AdapterSource("a", 1, "/a"), AdapterSource("b", 2, "/b")
+    assert names(one) == names(same) and len(names(one)) == 2
+    assert not set(names(one)) & set(names(other)) and not set(names(one)) & set(names(None))

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from pagewire.ipc.lora import LoRAConfig
 from pagewire.ipc.pooling import PoolerConfig
 from pagewire.ipc.speculative import SpeculativeConfig
 from pagewire.ipc.worker_messages import Parallel, WorkerConfig
@@ -31,6 +32,7 @@ VALUES: dict[str, Any] = {
     "convert": "embed",
     "pooler_config": PoolerConfig(normalize=False),
     "speculative": SpeculativeConfig(method="mtp"),
+    "merged_adapter": "an/adapter",
 }
 """For each field of `WorkerConfig` that the packed weights depend on another value."""
 
@@ -97,6 +99,17 @@ def test_another_file_makes_another_key(folder: Path) -> None:
     second = key_of(config(folder))
     (folder / "extra.json").write_text("")
     assert len({first, second, key_of(config(folder))}) == 3
+
+
+def test_another_adapter_under_the_same_name_makes_another_key(folder: Path) -> None:
+    adapter = folder / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    merged = config(folder, merged_adapter=str(adapter))
+    first = key_of(merged)
+    (adapter / "adapter_config.json").write_text("[]")
+    assert key_of(merged) != first
+    assert key_of(config(folder, lora=LoRAConfig())) == key_of(config(folder))
 
 
 def test_other_instructions_code_or_versions_make_another_key(

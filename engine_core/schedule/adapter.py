@@ -1,0 +1,60 @@
+"""A LoRA adapter, as the core knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from pagewire.ipc.adapters import AdapterSource
+
+
+class Residence(Enum):
+    """Where an adapter is: on disk, on its way to the workers, or in their memory."""
+
+    ABSENT = "absent"
+    LOADING = "loading"
+    RESIDENT = "resident"
+
+
+@dataclass(slots=True, eq=False)
+class Adapter:
+    """An adapter that is in the workers' memory, or is to be.
+
+    source: where it is read from, and the name that it was first used under.
+    index: its number on the workers, another one each time that it is loaded; 0 while it is absent.
+    content: sha256 of what was read; empty before the first time.
+    num_bytes, rank, num_extra_tokens: as the workers have reported them; 0 before that.
+    pinned: it stays in memory. retired: it leaves memory with its last request.
+    since: monotonic time from which requests wait for it. loading_since: from which the workers read it.
+    callers: called once it is resident, with None, or else with the error.
+    """
+
+    source: AdapterSource
+    residence: Residence = Residence.ABSENT
+    index: int = 0
+    content: bytes = b""
+    num_bytes: int = 0
+    rank: int = 0
+    num_extra_tokens: int = 0
+    pinned: bool = False
+    retired: bool = False
+    since: float = 0.0
+    loading_since: float = 0.0
+    callers: list[Callable[[Exception | None], None]] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What it is found by: one folder with the same files is one adapter, whatever its names."""
+        return self.source.path, self.source.version
+
+    @property
+    def resident(self) -> bool:
+        """True if rows may be planned with it."""
+        return self.residence is Residence.RESIDENT
+
+    def answer(self, error: Exception | None) -> None:
+        """Call those who wait for it to be resident."""
+        callers, self.callers = self.callers, []
+        for call in callers:
+            call(error)

@@ -1,0 +1,137 @@
+"""The rows of a batch that have LoRA adapters, as adapters.cpp takes them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from pagewire.kernels.cpu.arena import Region
+from pagewire.kernels.cpu.library import structure
+from pagewire.kernels.cpu.memory import ALIGNMENT
+from pagewire.kernels.cpu.tensors import DTYPES, last_contiguous
+from pagewire.kernels.deltas import AdapterRows, AdapterWeights, Delta
+
+DeltaStruct, Deltas, RowsStruct, AdaptCall = map(structure, ("Delta", "Deltas", "AdapterRows", "AdaptCall"))
+
+
+class _Table:
+    """The changes of all products by an adapter. They, and this object, must live as long as it is used."""
+
+    def __init__(self, products: Sequence[Sequence[Delta]], dtype: torch.dtype) -> None:
+        parts = [(DeltaStruct * len(deltas))(*(_struct(d, dtype) for d in deltas)) for deltas in products]
+        self._parts = parts
+        self._deltas = (Deltas * len(parts))(
+            *(Deltas(ctypes.addressof(part) if len(part) else None, len(part)) for part in parts)
+        )
+        self.address = ctypes.addressof(self._deltas)
+
+
+def _struct(delta: Delta, dtype: torch.dtype) -> ctypes.Structure:
+    return DeltaStruct(
+        a=delta.a.data_ptr(),
+        b=_address(delta.b),
+        gain=_address(delta.gain),
+        shift=_address(delta.shift),
+        rank=len(delta.a),
+        first=delta.first,
+        n=delta.num_out,
+        scale=delta.scale,
+        is_float=delta.a.dtype != dtype,
+    )
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def together(products: Sequence[Sequence[Delta]]) -> list[list[Delta]]:
+    """Copies of the changes in one piece of memory, in large pages, in the order in which a step reads them.
+
+    Raises:
+        OSError: there is not enough memory.
+    """
+    tensors = [tensor for deltas in products for delta in deltas for tensor in delta.tensors]
+    sizes = [tensor.nbytes + -tensor.nbytes % ALIGNMENT for tensor in tensors]
+    region = Region(max(sum(sizes), 1))
+    left = torch.frombuffer(region.memory, dtype=torch.uint8)[region.offset : region.offset + region.size]
+
+    def moved(tensor: Tensor | None) -> Tensor | None:
+        nonlocal left
+        if tensor is None or not tensor.nbytes:
+            return tensor
+        taken, left = left[: tensor.nbytes], left[tensor.nbytes + -tensor.nbytes % ALIGNMENT :]
+        return taken.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    whole: list[list[Delta]] = []
+    for deltas in products:
+        firsts = [moved(delta.a) for delta in deltas]
+        whole.append([])
+        for delta, a in zip(deltas, firsts, strict=True):
+            assert a is not None
+            b, gain, shift = map(moved, (delta.b, delta.gain, delta.shift))
+            whole[-1].append(replace(delta, a=a, b=b, gain=gain, shift=shift))
+    return whole
+
+
+class _Rows:
+    """The struct of an `AdapterRows`, with what it points to."""
+
+    def __init__(self, rows: AdapterRows) -> None:
+        tables = [table_of(adapter).address for adapter in rows.adapters]
+        self._tables = (ctypes.c_void_p * len(tables))(*tables)
+        self.struct = RowsStruct(
+            rows=rows.rows.data_ptr(),
+            starts=rows.starts.data_ptr(),
+            tables=ctypes.addressof(self._tables),
+            count=len(tables),
+        )
+
+
+def table_of(adapter: AdapterWeights) -> _Table:
+    """The table of an adapter, made when it is first used."""
+    if adapter.native is None:
+        adapter.native = _Table(adapter.products, adapter.dtype)
+    table: _Table = adapter.native
+    return table
+
+
+def native_rows(rows: AdapterRows) -> ctypes.Structure:
+    """The rows as the library takes them; valid as long as `rows`.
+
+    Raises:
+        ValueError: an index lies outside the batch, or the adapters are not of one model.
+    """
+    if rows.native is None:
+        first, int64 = rows.adapters[0], torch.int64
+        if rows.rows.dtype != int64 or rows.starts.dtype != int64 or rows.starts[-1] != len(rows.rows):
+            raise ValueError("indices of rows and of their beginnings are int64, and agree")
+        if len(rows.starts) != len(rows.adapters) + 1 or not rows.rows.is_contiguous():
+            raise ValueError(f"{len(rows.starts)} beginnings for the rows of {len(rows.adapters)} adapters")
+        if len(rows.rows) and not 0 <= int(rows.rows.min()) <= int(rows.rows.max()) < rows.num_rows:
+            raise ValueError(f"rows outside of a batch of {rows.num_rows}")
+        if any((a.shapes, a.dtype) != (first.shapes, first.dtype) for a in rows.adapters):
+            raise ValueError("adapters of several models")
+        rows.native = _Rows(rows)
+    struct: ctypes.Structure = rows.native.struct
+    return struct
+
+
+def adapt(library: ctypes.CDLL, x: Tensor, out: Tensor, rows: AdapterRows, product: int) -> None:
+    """See `pagewire.kernels.adapted.adapt`."""
+    x = last_contiguous(x)
+    call = AdaptCall(
+        adapters=ctypes.addressof(native_rows(rows)),
+        x=x.data_ptr(),
+        out=out.data_ptr(),
+        product=product,
+        k=x.shape[1],
+        n=out.shape[1],
+        x_stride=x.stride(0),
+        dtype=DTYPES[x.dtype],
+        num_threads=torch.get_num_threads(),
+    )
+    library.pagewire_adapt(ctypes.byref(call))

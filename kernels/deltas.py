@@ -1,0 +1,215 @@
+"""What LoRA adapters change in the products of a model, and the rows of a step that have adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+PANEL = 64
+"""Columns of a second matrix that lie together, as adapters.cpp reads them."""
+Shapes = tuple[tuple[int, int], ...]
+"""The outputs and inputs (N, K) of each product of a model, by its number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What an adapter changes in some outputs of a product of x [T, K].
+
+    With `b`: `out = gain * (out + scale * (x @ a.T) @ b.T) + shift`, Hu et al. 2021 ("LoRA"); the gain is that of
+    Liu et al. 2024 ("DoRA"). Without: `out = scale * x @ a.T + shift`, a weight in place of the product's own.
+    All of it is float32, up to the result, which is rounded once.
+    """
+
+    a: Tensor
+    """[rank, K], contiguous, in the dtype of the product, or float32."""
+    b: Tensor | None
+    """[ceil(n / 64), rank, 64], see `panels`, in the dtype of `a`; None: rank is n."""
+    first: int
+    """The first of the n outputs."""
+    num_out: int
+    """The number n of outputs."""
+    scale: float = 1.0
+    gain: Tensor | None = None
+    """float32 [n], contiguous; None for 1."""
+    shift: Tensor | None = None
+    """float32 [n], contiguous; None for 0."""
+
+    @property
+    def second(self) -> Tensor:
+        """The second matrix [n, rank]."""
+        assert self.b is not None
+        return self.b.transpose(1, 2).flatten(0, 1)[: self.num_out]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors that it is made of."""
+        return [tensor for tensor in (self.a, self.b, self.gain, self.shift) if tensor is not None]
+
+    def check(self, shape: tuple[int, int], dtype: torch.dtype) -> None:
+        """Refuse what does not fit a product of this shape (N, K) and dtype.
+
+        Raises:
+            ValueError: shapes, dtypes or strides are not as above.
+        """
+        num_out, num_in = shape
+        fits = self.a.dim() == 2 and self.a.shape[1] == num_in and self.a.dtype in (dtype, torch.float32)
+        of_b = (-(-self.num_out // PANEL), len(self.a), PANEL)
+        if self.b is None:
+            fits &= len(self.a) == self.num_out
+        else:
+            fits &= self.b.shape == of_b and self.b.dtype == self.a.dtype
+        fits &= 0 <= self.first <= self.first + self.num_out <= num_out
+        for vector in (self.gain, self.shift):
+            fits &= vector is None or (vector.shape == (self.num_out,) and vector.dtype == torch.float32)
+        if not fits or not all(tensor.is_contiguous() for tensor in self.tensors):
+            shapes = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in self.tensors)
+            raise ValueError(f"an adapter of {shapes} does not fit a product {shape} of {dtype}")
+
+
+def panels(second: Tensor) -> Tensor:
+    """A second matrix [n, rank] as `Delta.b`: 64 outputs at a time, with zeros behind the last, and by rank."""
+    padded = functional.pad(second, (0, 0, 0, -len(second) % PANEL))
+    return padded.view(len(padded) // PANEL, PANEL, second.shape[1]).transpose(1, 2).contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingDelta:
+    """What an adapter changes in the embedding of tokens: `rows[id] + scale * a[id] @ b`."""
+
+    rows: Tensor | None
+    """[V', H], in place of the model's own; None: these."""
+    a: Tensor | None = None
+    """float32 [V', rank]; None: nothing is added."""
+    b: Tensor | None = None
+    """float32 [H, rank]; None likewise."""
+    scale: float = 1.0
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors that it is made of."""
+        return [tensor for tensor in (self.rows, self.a, self.b) if tensor is not None]
+
+
+class AdapterWeights:
+    """A loaded adapter: what it changes in each product of a model, and in its embedding.
+
+    products: the changes of each product, in the order of `shapes`; most have one or none, joined ones several.
+    native: the same as the compiled kernels take it; None without them.
+    """
+
+    def __init__(
+        self,
+        products: Sequence[Sequence[Delta]],
+        shapes: Shapes,
+        dtype: torch.dtype,
+        embedding: EmbeddingDelta | None = None,
+        num_extra_tokens: int = 0,
+    ) -> None:
+        """The adapter of a model of `dtype` with products of these shapes.
+
+        num_extra_tokens: behind the model's vocabulary. The last product, that of the output layer, has then as
+        many outputs more than its shape says, if the adapter has a weight for them.
+
+        Raises:
+            ValueError: a change does not fit its product.
+        """
+        if len(products) != len(shapes):
+            raise ValueError(f"changes of {len(products)} products for {len(shapes)}")
+        self.num_extra_outputs = 0
+        for number, (deltas, (num_out, num_in)) in enumerate(zip(products, shapes, strict=True)):
+            for delta in deltas:
+                is_wide = number == len(shapes) - 1 and delta.num_out == num_out + num_extra_tokens
+                self.num_extra_outputs = num_extra_tokens if is_wide else self.num_extra_outputs
+                delta.check((num_out + num_extra_tokens if is_wide else num_out, num_in), dtype)
+        self.products, self.shapes, self.dtype = products, shapes, dtype
+        self.embedding, self.num_extra_tokens = embedding, num_extra_tokens
+        self.native: Any = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all its tensors."""
+        tensors = [tensor for deltas in self.products for delta in deltas for tensor in delta.tensors]
+        tensors += self.embedding.tensors if self.embedding is not None else []
+        return sum(tensor.nbytes for tensor in tensors)
+
+
+class AdapterRows:
+    """The rows of a batch that have adapters, in order of the adapter: each adapter's stand together.
+
+    rows: int64 [n], indices of rows in the batch, on the host. starts: int64 [len(adapters) + 1], where in `rows`
+    those of each adapter begin, and the end. adapters: at least one. num_rows: of the batch.
+    native: the same as the compiled kernels take it, once they have.
+    """
+
+    __slots__ = ("adapters", "native", "num_rows", "rows", "starts")
+
+    def __init__(
+        self, rows: Tensor, starts: Tensor, adapters: Sequence[AdapterWeights], num_rows: int
+    ) -> None:
+        self.rows, self.starts, self.adapters, self.num_rows = rows, starts, adapters, num_rows
+        self.native: Any = None
+
+    def check(self, product: int, x: Tensor, out: Tensor) -> None:
+        """Refuse tensors that are not the input [T, K] and output [T, N] of a product of these adapters.
+
+        Raises:
+            ValueError: they are not.
+        """
+        num_out, num_in = self.adapters[0].shapes[product]
+        num_out += self.num_extra(product)
+        if x.shape != (self.num_rows, num_in) or out.shape != (self.num_rows, num_out):
+            raise ValueError(
+                f"adapters of {self.num_rows} rows of a product ({num_out}, {num_in}) for an input "
+                f"{tuple(x.shape)} and an output {tuple(out.shape)}"
+            )
+        if not out.is_contiguous() or x.dtype != out.dtype or x.dtype != self.adapters[0].dtype:
+            raise ValueError(f"a contiguous output expected, all of {self.adapters[0].dtype}")
+
+    def num_extra(self, product: int) -> int:
+        """How many outputs a product must have behind those of the model, for tokens that adapters bring."""
+        if product != len(self.adapters[0].shapes) - 1:
+            return 0
+        return max(adapter.num_extra_outputs for adapter in self.adapters)
+
+    def close(self, logits: Tensor) -> None:
+        """Make tokens that a row's own adapter lacks impossible, in place; logits [num_rows, V + extra]."""
+        if not (extra := self.num_extra(len(self.adapters[0].shapes) - 1)):
+            return
+        ends = torch.full((len(logits), 1), logits.shape[1] - extra)
+        for adapter, index in self.groups():
+            ends[index] += adapter.num_extra_outputs
+        behind = torch.arange(logits.shape[1], device=logits.device) >= ends.to(logits.device)
+        logits.masked_fill_(behind, -torch.inf)
+
+    def groups(self) -> list[tuple[AdapterWeights, Tensor]]:
+        """Each adapter, and the indices int64 of its rows."""
+        starts = self.starts.tolist()
+        return [
+            (adapter, self.rows[start:stop])
+            for adapter, start, stop in zip(self.adapters, starts, starts[1:], strict=False)
+        ]
+
+
+def adapt_with(
+    linear: Callable[[Tensor, Tensor], Tensor], x: Tensor, out: Tensor, rows: AdapterRows, product: int
+) -> None:
+    """See `pagewire.kernels.adapted.adapt`, in plain PyTorch; linear: gives `x @ weight.T`."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    for adapter, index in rows.groups():
+        at = index.to(x.device)
+        for delta in adapter.products[product]:
+            places = slice(delta.first, delta.first + delta.num_out)
+            value = out[at, places].to(dtype)
+            if len(delta.a):
+                low = delta.scale * linear(x[at].to(dtype), delta.a.to(dtype))
+                value = low if delta.b is None else value + linear(low, delta.second.to(dtype))
+            if delta.gain is not None:
+                value = value * delta.gain
+            if delta.shift is not None:
+                value = value + delta.shift
+            out[at, places] = value.to(out.dtype)

@@ -1,0 +1,5 @@
+"""`EngineArgs`, where programs written for vLLM look for it."""
+
+from pagewire.ipc.options import AsyncEngineArgs, EngineArgs
+
+__all__ = ["AsyncEngineArgs", "EngineArgs"]

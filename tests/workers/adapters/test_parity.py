@@ -1,0 +1,206 @@
+"""Tokens of models with LoRA adapters: PEFT over transformers is the oracle, greedily in float32."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from pagewire.ipc.params import SamplingParams
+from pagewire.kernels.integers import Integers
+from pagewire.workers.errors import LoadError
+from pagewire.workers.model import modules
+from pagewire.workers.model.stack import DecoderStack
+
+from ..architectures import GROUPED, SERVED, VOCAB_SIZE, Architecture
+from ..driver import Driver, Request, load_runner
+from ..parity import NUM_TOKENS, make_prompts, transformers_tokens
+from ..peft_adapters import LIMITS, AdaptedRunner, peft_logprobs, peft_tokens, targets_of, write_adapter
+from ..quantised_models import PartsFormat, write_quantised
+
+PROMPTS = make_prompts(VOCAB_SIZE, (23, 5, 17, 1, 9, 12, 6))
+KINDS: dict[str, dict[str, Any]] = {
+    "rank 1": {"r": 1, "lora_alpha": 3, "target_modules": ["q_proj", "v_proj"]},
+    "rank 8": {"r": 8, "lora_alpha": 4, "target_modules": "all-linear", "bias": "all"},
+    "rank 64 rslora": {
+        "r": 64,
+        "lora_alpha": 2,
+        "target_modules": r".*\.(k|o|up|down)_proj",
+        "use_rslora": True,
+    },
+    "patterns": {
+        "r": 4,
+        "target_modules": ["q_proj", "gate_proj", "down_proj"],
+        "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.down_proj": 6},
+        "alpha_pattern": {"gate_proj": 20},
+        "exclude_modules": ["layers.0.self_attn.q_proj"],
+    },
+    "dora": {"r": 4, "target_modules": "all-linear", "use_dora": True},
+    "whole modules": {
+        "r": 2,
+        "target_modules": ["k_proj", "down_proj"],
+        "layers_to_transform": [1],
+        "modules_to_save": ["embed_tokens", "lm_head", "up_proj"],
+    },
+}
+QUANTISED = (Integers(8, None, 128), Integers(4, 32, 8))
+LLAMA = Architecture("llama", GROUPED | {"attention_bias": True})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return LLAMA.write(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return [
+        write_adapter(model, folder / name, seed, **fields)
+        for seed, (name, fields) in enumerate(KINDS.items())
+    ]
+
+
+@pytest.fixture(scope="module")
+def runner(model: Path, adapters: list[Path]) -> AdaptedRunner:
+    runner = AdaptedRunner(model)
+    messages = runner.load_all(adapters)
+    assert [message.rank for message in messages] == [1, 8, 64, 6, 4, 2]
+    assert all(message.num_bytes > 0 and len(message.content) == 32 for message in messages)
+    return runner
+
+
+def test_adapters_of_all_kinds_beside_the_model_in_one_batch(
+    model: Path, adapters: list[Path], runner: AdaptedRunner
+) -> None:
+    assert runner.runner.model.is_stack
+    base: Any = runner.runner.model.model.base
+    assert isinstance(base, DecoderStack) and base.stack.compiled is not None
+    indices = [0, *range(1, len(adapters) + 1)]
+    actual = Driver(runner.runner).generate(PROMPTS, NUM_TOKENS, adapters=indices)
+    expected = peft_tokens(model, [None, *adapters], PROMPTS)
+    for name, ours, theirs in zip(["none", *KINDS], actual, expected, strict=True):
+        assert ours == theirs, name
+    plain = transformers_tokens(model, PROMPTS)
+    assert [ours == theirs for ours, theirs in zip(actual, plain, strict=True)] == [True] + [False] * 6
+
+
+def test_bits_are_the_same_alone_and_among_others(runner: AdaptedRunner) -> None:
+    params = SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=0)
+
+    def bits(request: Request) -> Any:
+        of_prompt = [rows.logprobs.tolist() for rows in request.prompt_logprobs]
+        return request.output, request.logprobs, list(chain.from_iterable(of_prompt))
+
+    indices = [0, 1, 2, 3, 4, 5, 6]
+    together = Driver(runner.runner, 64).run(PROMPTS, NUM_TOKENS, params, adapters=indices)
+    for prompt, index, request in zip(PROMPTS, indices, together, strict=True):
+        (alone,) = Driver(runner.runner, 64).run([prompt], NUM_TOKENS, params, adapters=[index])
+        assert bits(alone) == bits(request), index
+
+
+@pytest.mark.parametrize("scheme", QUANTISED, ids=str)
+def test_adapters_over_quantised_weights(
+    scheme: Integers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log probabilities are near those of PEFT over the dequantised model, with and without an adapter."""
+    monkeypatch.setattr(modules, "format_of", lambda _: PartsFormat())
+    shape = GROUPED | {"intermediate_size": 128}
+    source = Architecture("llama", shape).write(tmp_path / "source")
+    quantised, plain = write_quantised(
+        source, tmp_path / "model", lambda module: scheme if module.endswith("_proj") else None
+    )
+    kinds = ({"target_modules": "all-linear"}, {"target_modules": ["v_proj", "down_proj"], "use_dora": True})
+    adapters = [
+        write_adapter(plain, tmp_path / f"adapter{i}", i, 0.5, r=8, **kind) for i, kind in enumerate(kinds)
+    ]
+    runner = AdaptedRunner(quantised, quantization="awq")
+    runner.load_all(adapters)
+    params = SamplingParams(temperature=0.0, prompt_logprobs=0)
+    prompts = [PROMPTS[0]] * 3
+    requests = Driver(runner.runner, 128).run(prompts, 1, params, adapters=[0, 1, 2])
+    ours = [request.prompt_logprobs[0].logprobs.tolist() for request in requests]
+    theirs = [peft_logprobs(plain, adapter, PROMPTS[0]) for adapter in (None, *adapters)]
+    for index in range(3):
+        near = torch.tensor(ours[index]) - torch.tensor(theirs[index])
+        far = torch.tensor(ours[index]) - torch.tensor(theirs[index - 1])
+        assert near.abs().mean() < 0.1 < far.abs().mean(), index
+
+
+def test_a_merged_adapter_is_the_model(model: Path, adapters: list[Path], tmp_path: Path) -> None:
+    """Also where the weights are then quantised, and where the adapter changes more than weights, refused."""
+    names = list(KINDS)
+    for name in ("rank 64 rslora", "dora", "whole modules"):
+        folder = adapters[names.index(name)]
+        merged, _ = load_runner(model, merged_adapter=str(folder))
+        actual = Driver(merged).generate(PROMPTS[:2], NUM_TOKENS)
+        assert actual == peft_tokens(model, [folder] * 2, PROMPTS[:2]), name
+    with pytest.raises(LoadError, match=r"has bias and .* which cannot be merged"):
+        load_runner(model, merged_adapter=str(adapters[names.index("rank 8")]))
+    with pytest.raises(LoadError, match=r"cannot merge the adapter .* is no folder"):
+        load_runner(model, merged_adapter=str(tmp_path / "none"))
+    with pytest.raises(LoadError, match="the weights are random"):
+        load_runner(model, merged_adapter=str(adapters[0]), load_format="dummy")
+    plain, _ = load_runner(model, quantization="int8")
+    merged, _ = load_runner(model, merged_adapter=str(adapters[0]), quantization="int8")
+    assert merged.model.weight_bytes == plain.model.weight_bytes
+    assert Driver(merged).generate(PROMPTS[:1], 6) != Driver(plain).generate(PROMPTS[:1], 6)
+
+
+FIRST = ("gpt2", "gemma2", "mixtral", "phi3")
+OTHERS = (
+    "qwen2",
+    "mistral",
+    "gpt_neox",
+    "opt",
+    "qwen3",
+    "granite",
+    "cohere",
+    "olmo2",
+    "qwen2_moe",
+    "stablelm",
+)
+EVERY = [
+    *FIRST,
+    *(pytest.param(name, marks=pytest.mark.every_architecture) for name in OTHERS if name in SERVED),
+]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_architectures(name: str, tmp_path: Path) -> None:
+    """Inside a compiled stack, and in linear layers of transformers' modules, transposed ones too."""
+    model = SERVED[name].write(tmp_path / "model")
+    adapter = write_adapter(model, tmp_path / "adapter", 1, 1.0, r=4, target_modules=targets_of(model))
+    runner = AdaptedRunner(model)
+    runner.load_all([adapter])
+    prompts = PROMPTS[:3]
+    actual = Driver(runner.runner).generate(prompts, NUM_TOKENS, adapters=[1, 0, 1])
+    assert actual == peft_tokens(model, [adapter, None, adapter], prompts)
+    assert actual != transformers_tokens(model, prompts)
+
+
+def test_an_adapter_brings_tokens_of_its_own(model: Path, adapters: list[Path], tmp_path: Path) -> None:
+    """They are in its prompts and its outputs; rows beside it do not have them."""
+    from transformers import AutoModelForCausalLM
+
+    larger = AutoModelForCausalLM.from_pretrained(model)
+    larger.resize_token_embeddings(VOCAB_SIZE + 400)
+    larger.save_pretrained(tmp_path / "larger")
+    whole = {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
+    adapter = write_adapter(tmp_path / "larger", tmp_path / "adapter", 3, **whole)
+    runner = AdaptedRunner(model, replace(LIMITS, extra_vocab_size=400))
+    messages = runner.load_all([adapter, adapters[0]])
+    assert [message.num_extra_tokens for message in messages] == [400, 0]
+    prompts = [[*PROMPTS[1], VOCAB_SIZE + 7, 5, VOCAB_SIZE + 399], PROMPTS[0], PROMPTS[2]]
+    params = SamplingParams(temperature=0.0, logprobs=2, repetition_penalty=1.0001)
+    requests = Driver(runner.runner).run(prompts, NUM_TOKENS, params, adapters=[1, 0, 2])
+    (ours, *beside) = [request.output for request in requests]
+    assert [ours] == peft_tokens(tmp_path / "larger", [adapter], prompts[:1])
+    assert max(ours) >= VOCAB_SIZE > max(map(max, beside))
+    assert beside == peft_tokens(model, [None, adapters[0]], prompts[1:])
+    few = AdaptedRunner(model, replace(LIMITS, extra_vocab_size=399)).load(1, adapter)
+    assert few.error == "it brings 400 tokens, over lora_extra_vocab_size 399"

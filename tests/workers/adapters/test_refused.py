@@ -1,0 +1,282 @@
+"""Adapters that are broken, of another model, or not served: clear errors, and nothing disturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pagewire.ipc.lora import DropAdapter, LoadAdapter, LoRAConfig
+from pagewire.ipc.worker_messages import Parallel
+from pagewire.workers.adapters.config import AdapterConfig
+from pagewire.workers.adapters.files import TENSORS, read_files
+from pagewire.workers.errors import LoadError
+
+from ..driver import Driver, load_runner
+from ..peft_adapters import AdaptedRunner
+
+LIMITS = LoRAConfig(max_lora_rank=8)
+Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
+CONFIG: dict[str, Any] = {
+    "peft_type": "LORA",
+    "r": 4,
+    "lora_alpha": 8,
+    "target_modules": ["layers.0.self_attn.q_proj", "layers.1.mlp.down_proj"],
+    "base_model_name_or_path": "some/llama",
+}
+Tensors = dict[str, Tensor]
+
+
+def make_tensors() -> Tensors:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {Q: (64, 64), DOWN: (64, 100)}
+    tensors = {}
+    for module, (num_out, num_in) in shapes.items():
+        tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(4, num_in, generator=generator)
+        tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(num_out, 4, generator=generator)
+    return tensors
+
+
+def write(folder: Path, config: dict[str, Any] = CONFIG, tensors: Tensors | None = None) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    tensors = make_tensors() if tensors is None else tensors
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / TENSORS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runner(llama: Path) -> AdaptedRunner:
+    return AdaptedRunner(llama, LIMITS)
+
+
+def changed(change: Callable[[Tensors], object]) -> Tensors:
+    tensors = make_tensors()
+    change(tensors)
+    return tensors
+
+
+A, B = f"base_model.model.{Q}.lora_A.weight", f"base_model.model.{Q}.lora_B.weight"
+WRONG_TENSORS: dict[str, tuple[Callable[[Tensors], object], str]] = {
+    "other inputs": (
+        lambda t: t.update({A: torch.zeros(4, 96)}),
+        r"\(4, 96\) where this model needs \(4, 64\)",
+    ),
+    "other outputs": (lambda t: t.update({B: torch.zeros(128, 4)}), r"adapter is of 'some/llama'"),
+    "another rank": (lambda t: t.update({A: torch.zeros(2, 64)}), "has rank 2, its configuration says 4"),
+    "no second matrix": (lambda t: t.pop(B), "lora_A and lora_B go together"),
+    "a missing module": (lambda t: (t.pop(A), t.pop(B)), f"tensors of '{Q}' are missing"),
+    "NaN": (lambda t: t[A].fill_(torch.nan), "not finite in torch.float32"),
+    "infinity": (lambda t: t[B].view(-1)[3:4].fill_(torch.inf), "not finite"),
+    "an unknown module": (
+        lambda t: t.update({A.replace("q_proj", "r_proj"): t[A]}),
+        "no linear layer of this model",
+    ),
+    "a module not named": (
+        lambda t: t.update(
+            {A.replace("layers.0", "layers.1"): t[A], B.replace("layers.0", "layers.1"): t[B]}
+        ),
+        "target_modules does not name it",
+    ),
+    "a layer too many": (lambda t: t.update({A.replace("layers.0", "layers.9"): t[A]}), "no linear layer"),
+    "an unknown kind": (lambda t: t.update({f"base_model.model.{Q}.lora_C": t[A]}), "is not served"),
+    "another prefix": (lambda t: t.update({"model.x.lora_A.weight": t[A]}), "is not served"),
+    "integers": (lambda t: t.update({A: torch.zeros(4, 64, dtype=torch.int32)}), "of dtype 'I32'"),
+    "nothing": (lambda t: t.clear(), "holds no tensors"),
+    "no matrix": (lambda t: t.update({A: torch.zeros(256)}), "has rank 0"),
+    "another whole weight": (
+        lambda t: t.update({f"base_model.model.{Q}.weight": torch.zeros(64, 64)}),
+        "has another weight than this model",
+    ),
+    "another vocabulary": (
+        lambda t: t.update({"base_model.model.model.embed_tokens.weight": torch.zeros(130, 64)}),
+        "another weight than this model",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TENSORS)
+def test_wrong_tensors(runner: AdaptedRunner, tmp_path: Path, name: str) -> None:
+    change, text = WRONG_TENSORS[name]
+    message = runner.load(1, write(tmp_path, tensors=changed(change)))
+    assert message.error is not None and message.error_type == "ValueError"
+    with pytest.raises(ValueError, match=text):
+        raise ValueError(message.error)
+
+
+WRONG_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "prompt tuning": ({"peft_type": "PROMPT_TUNING"}, "peft_type 'PROMPT_TUNING' is not served, only 'LORA'"),
+    "no type": ({"peft_type": None}, "peft_type 'None'"),
+    "replication": ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication is not served: the model"),
+    "single tokens": ({"trainable_token_indices": [1]}, "trainable_token_indices is not served"),
+    "parameters": ({"target_parameters": ["experts.down_proj"]}, "target_parameters is not served"),
+    "PiSSA": ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4.* changes the base model"),
+    "unknown": ({"use_the_newest": True}, "'use_the_newest' is not known"),
+    "rank": ({"r": 0}, "ranks of at least 1"),
+    "rank of another type": ({"r": "4"}, r"Expected `int`, got `str` - at `\$.r`"),
+    "alpha": ({"lora_alpha": None}, r"at `\$.lora_alpha`"),
+    "bias": ({"bias": "some"}, "bias must be none, all or lora_only"),
+    "a large rank": ({"r": 16}, "has rank 4, its configuration says 16"),
+    "a pattern": ({"target_modules": "(q_proj"}, "is none"),
+    "a slow pattern": ({"target_modules": "(a+)+b"}, "could take too long"),
+    "a slow rank pattern": ({"rank_pattern": {".*.*.*.*.*x": 2}}, "could take too long"),
+    "a missing whole module": ({"modules_to_save": ["lm_head"]}, "'lm_head' are missing"),
+    "an unknown whole module": ({"modules_to_save": ["score"]}, "'score' are missing"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CONFIGS)
+def test_wrong_configurations(runner: AdaptedRunner, tmp_path: Path, name: str) -> None:
+    change, text = WRONG_CONFIGS[name]
+    message = runner.load(1, write(tmp_path, CONFIG | change))
+    assert message.error is not None and message.error_type == "ValueError"
+    with pytest.raises(ValueError, match=text):
+        raise ValueError(message.error)
+
+
+def test_a_rank_over_the_limit(runner: AdaptedRunner, tmp_path: Path) -> None:
+    def grow(tensors: Tensors) -> None:
+        for name in tensors:
+            axis = int("lora_B" in name)
+            tensors[name] = torch.cat([tensors[name]] * 4, axis)
+
+    message = runner.load(1, write(tmp_path, CONFIG | {"r": 16}, changed(grow)))
+    assert message.error is not None and "rank 16, over max_lora_rank 8" in message.error
+
+
+def test_missing_files_and_other_than_files(runner: AdaptedRunner, tmp_path: Path) -> None:
+    missing = runner.load(1, tmp_path / "none")
+    assert (missing.error_type, missing.error) == ("FileNotFoundError", f"'{tmp_path}/none' is no folder")
+    folder = write(tmp_path / "adapter")
+    (folder / TENSORS).rename(folder / "adapter_model.bin")
+    pickled = runner.load(1, folder)
+    assert pickled.error is not None and "pickled tensors are read only if" in pickled.error
+    (folder / "adapter_model.bin").unlink()
+    assert runner.load(1, folder).error == f"'{folder}' has no {TENSORS}"
+    os.mkfifo(folder / TENSORS)
+    assert runner.load(1, folder).error == f"{TENSORS} is no regular file"
+    (folder / "adapter_config.json").unlink()
+    assert runner.load(1, folder).error == f"'{folder}' has no adapter_config.json"
+
+
+def test_a_hundred_truncated_files(runner: AdaptedRunner, tmp_path: Path) -> None:
+    content = (write(tmp_path / "whole") / TENSORS).read_bytes()
+    settings = (tmp_path / "whole" / "adapter_config.json").read_bytes()
+    folder = write(tmp_path / "cut")
+    for index in range(100):
+        (folder / TENSORS).write_bytes(content[: len(content) * index // 100])
+        message = runner.load(1, folder)
+        assert message.error is not None and message.error_type == "ValueError", index
+        assert "cut off" in message.error or "header" in message.error
+    (folder / TENSORS).write_bytes(content)
+    for index in range(0, len(settings), 20):
+        (folder / "adapter_config.json").write_bytes(settings[:index])
+        assert runner.load(1, folder).error_type == "ValueError", index
+
+
+def test_damaged_headers(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    content = bytearray((folder / TENSORS).read_bytes())
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+
+    def damaged(change: dict[str, Any]) -> None:
+        altered = {name: entry | change if name == A else entry for name, entry in header.items()}
+        text = json.dumps(altered).encode()
+        (folder / TENSORS).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+        with pytest.raises(ValueError, match=TENSORS.replace(".", r"\.") + "|does not take"):
+            read_files(folder, allow_pickle=False)
+
+    for change in (
+        {"shape": [4, -64]},
+        {"shape": [4, 65]},
+        {"shape": [2**40, 2**40]},
+        {"data_offsets": [-8, 1016]},
+        {"data_offsets": [1 << 60, (1 << 60) + 1024]},
+        {"data_offsets": [0]},
+        {"dtype": 7},
+        {"shape": "all"},
+    ):
+        damaged(change)
+
+
+def test_an_adapter_is_loaded_dropped_and_loaded_again(
+    runner: AdaptedRunner, llama: Path, tmp_path: Path
+) -> None:
+    """After all that failed. Its content is told apart from any other."""
+    folder = write(tmp_path / "adapter")
+    loaded = runner.load(3, folder)
+    assert loaded.error is None and loaded.rank == 4 and loaded.num_bytes == 4 * 4 * (64 + 64 + 100 + 64)
+    prompt = [[5, 6, 7, 8]]
+    adapted = Driver(runner.runner).generate(prompt, 6, adapters=[3])
+    plain = Driver(runner.runner).generate(prompt, 6)
+    assert adapted != plain and plain == Driver(load_runner(llama)[0]).generate(prompt, 6)
+    assert runner.load(4, folder, loaded.content).content == loaded.content
+    write(folder, CONFIG | {"lora_alpha": 9})
+    other = runner.load(5, folder, loaded.content)
+    assert other.error is not None and "not those that were loaded under this name" in other.error
+    assert runner.load(5, folder).content not in (loaded.content, b"")
+    adapters = runner.runner.adapters
+    assert adapters is not None
+    before = adapters.num_bytes
+    adapters.drop(DropAdapter(3).index)
+    assert adapters.num_bytes < before
+    with pytest.raises(RuntimeError, match="adapter 3 was planned, but is not loaded"):
+        Driver(runner.runner).generate(prompt, 1, adapters=[3])
+
+
+def test_an_adapter_dropped_while_it_is_loaded_is_never_there(runner: AdaptedRunner, tmp_path: Path) -> None:
+    adapters = runner.runner.adapters
+    assert adapters is not None
+    adapters.load(LoadAdapter(8, str(write(tmp_path))))
+    adapters.drop(8)
+    assert runner.load(9, tmp_path).error is None  # loaded after it, and the only one reported
+    with pytest.raises(RuntimeError, match="adapter 8"):
+        Driver(runner.runner).generate([[5]], 1, adapters=[8])
+
+
+def test_pickled_tensors_through_the_restricted_unpickler(llama: Path, tmp_path: Path) -> None:
+    runner = AdaptedRunner(llama, LoRAConfig(allow_pickle=True))
+    folder = write(tmp_path / "adapter")
+    expected = runner.load(1, folder)
+    tensors = load_file(folder / TENSORS)
+    (folder / TENSORS).unlink()
+    torch.save(tensors, folder / "adapter_model.bin")
+    loaded = runner.load(2, folder)
+    assert (loaded.error, loaded.num_bytes) == (None, expected.num_bytes)
+    prompts = [[5, 6, 7, 8]] * 2
+    first, second = Driver(runner.runner).generate(prompts, 6, adapters=[1, 2])
+    assert first == second
+    torch.save({"x": shutil.rmtree}, folder / "adapter_model.bin")
+    refused = runner.load(3, folder)
+    assert refused.error is not None and "adapter_model.bin cannot be read" in refused.error
+
+
+def test_more_than_one_rank_is_refused(llama: Path) -> None:
+    with pytest.raises(LoadError, match="enable_lora with tensor_parallel_size over 1 is not served"):
+        load_runner(llama, lora=LIMITS, parallel=Parallel(0, 2))
+
+
+def test_patterns_are_those_of_peft() -> None:
+    config = AdapterConfig.parse(
+        json.dumps(
+            {
+                "peft_type": "LORA",
+                "target_modules": ["q_proj"],
+                "layers_to_transform": [1, 3],
+                "layers_pattern": "h",
+            }
+        ).encode()
+    )
+    names = [
+        f"model.{layers}.{i}.attn.{leaf}" for layers in ("h", "g") for i in (1, 2) for leaf in ("q_proj", "v")
+    ]
+    assert [name for name in names if config.targets(name, False)] == ["model.h.1.attn.q_proj"]

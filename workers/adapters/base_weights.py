@@ -1,0 +1,62 @@
+"""The weights of the model itself, read from its checkpoint again: DoRA's factors depend on them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.workers.device.interface import Device
+from pagewire.workers.model.model import load_config, resolve_dtype
+from pagewire.workers.model.modules import build_module
+from pagewire.workers.model.weights import Weights
+
+NORM_ROWS = 512  # rows of a weight whose norms are computed at a time
+
+
+class BaseWeights:
+    """Reads a model's weights when they are first needed; nothing of them is kept."""
+
+    def __init__(self, config: WorkerConfig, device: Device) -> None:
+        self._config, self._device = config, device
+        self._weights: Weights | None = None
+
+    def norms(self, module: str, scale: float, a: Tensor, b: Tensor) -> Tensor:
+        """The norms float32 [N] of the rows of `W + scale * b @ a`, for the weight W [N, K] of a linear layer.
+
+        a: float32 [rank, K]. b: float32 [N, rank].
+
+        Raises:
+            LoadError: the checkpoint cannot be read.
+        """
+        weights = self._read()
+        matrix = weights.matrix(weights.causal.get_submodule(module))
+        parts = []
+        for start in range(0, matrix.shape[0], NORM_ROWS):
+            stop = min(start + NORM_ROWS, matrix.shape[0])
+            rows = matrix.slice(start, stop).dense().float()
+            parts.append((rows + scale * (b[start:stop] @ a)).norm(dim=1))
+        weights.let_go()
+        return torch.cat(parts)
+
+    def equals(self, module: str, weight: Tensor) -> bool:
+        """True if a weight [N, K] is that of a linear layer or an embedding.
+
+        Raises:
+            LoadError: the checkpoint cannot be read.
+        """
+        weights = self._read()
+        matrix = weights.matrix(weights.causal.get_submodule(module))
+        same = tuple(weight.shape) == matrix.shape
+        for start in range(0, matrix.shape[0] if same else 0, NORM_ROWS):
+            rows = matrix.slice(start, min(start + NORM_ROWS, matrix.shape[0])).dense()
+            same = same and torch.equal(rows, weight[start : start + len(rows)].to(rows.dtype))
+        weights.let_go()
+        return same
+
+    def _read(self) -> Weights:
+        if self._weights is None:
+            config = load_config(self._config)
+            dtype = resolve_dtype(self._config.dtype, config)
+            self._weights = build_module(self._config, config, dtype, self._device)
+        return self._weights

@@ -1,0 +1,269 @@
+"""Makes what an adapter changes in a model's products, from its configuration and tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from pagewire.ipc.lora import LoRAConfig
+from pagewire.ipc.quoting import quoted
+from pagewire.kernels.cpu.adapters import together
+from pagewire.kernels.deltas import AdapterWeights, Delta, EmbeddingDelta, panels
+from pagewire.workers.adapters.base_weights import BaseWeights
+from pagewire.workers.adapters.config import AdapterConfig
+from pagewire.workers.adapters.names import Kind, Parts, by_module
+from pagewire.workers.adapters.targets import Place, Targets
+
+LORA = {Kind.A, Kind.B}
+EMBEDDING = {Kind.EMBEDDING_A, Kind.EMBEDDING_B}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def build(
+    config: AdapterConfig, tensors: dict[str, Tensor], targets: Targets, limits: LoRAConfig, base: BaseWeights
+) -> tuple[AdapterWeights, int]:
+    """The adapter for a model, and its largest rank.
+
+    base: the model's own weights, which DoRA needs.
+
+    Raises:
+        ValueError: it is of another model, broken, larger than the limits, or asks for what is not served.
+    """
+    builder = _Builder(config, targets, limits, base)
+    modules = by_module(tensors)
+    for module, parts in modules.items():
+        builder.add(module, parts)
+    builder.check_whole()
+    deltas = [builder.deltas.get(product, []) for product in range(len(targets.shapes))]
+    if targets.device.type == "cpu":
+        deltas = together(deltas)
+    extra = builder.num_extra_tokens()
+    return AdapterWeights(deltas, targets.shapes, targets.dtype, builder.embedding, extra), builder.rank
+
+
+@dataclass
+class _Builder:
+    config: AdapterConfig
+    targets: Targets
+    limits: LoRAConfig
+    base: BaseWeights
+    deltas: dict[int, list[Delta]] = field(default_factory=dict)
+    embedding: EmbeddingDelta | None = None
+    rank: int = 0
+    num_rows: dict[str, int] = field(default_factory=dict)
+    """Rows of the whole embedding and output layer, where the adapter has them."""
+    seen: set[str] = field(default_factory=set)
+
+    def add(self, module: str, parts: Parts) -> None:
+        """Take the tensors of a module in."""
+        name = self.targets.find(module)
+        self.seen.add(name)
+        if name == self.targets.embedding or name in self.targets.places:
+            parts = self._without_base(module, name, parts)
+        if not parts:
+            return
+        if name == self.targets.embedding:
+            self._add_embedding(module, parts)
+        elif (place := self.targets.places.get(name)) is not None:
+            self._add_linear(module, name, place, parts)
+        elif parts.keys() <= {Kind.WEIGHT, Kind.BIAS} and self._is_own(name, parts):
+            return
+        else:
+            raise ValueError(
+                f"{quoted(module)} is no linear layer of this model that adapters can change, nor its embedding of "
+                f"tokens; the adapter is of {quoted(self.config.fields.base_model_name_or_path)}"
+            )
+
+    def check_whole(self) -> None:
+        """Refuse an adapter without tensors of modules that its configuration names."""
+        fields = self.config.fields
+        for name, place in self.targets.places.items():
+            if name in self.seen:
+                continue
+            saved = self.config.saves(name)
+            if saved or (fields.target_modules is not None and self.config.targets(name, place.is_output)):
+                raise ValueError(f"its tensors of {quoted(name)} are missing")
+        for saved_name in fields.modules_to_save or ():
+            if not any(name == saved_name or name.endswith(f".{saved_name}") for name in self.seen):
+                raise ValueError(f"modules_to_save: the tensors of {quoted(saved_name)} are missing")
+
+    def num_extra_tokens(self) -> int:
+        """The tokens behind the model's vocabulary that the adapter brings.
+
+        Raises:
+            ValueError: there are too many, or the embedding and the output layer do not agree on them.
+        """
+        own, limit = self.targets.embedding_shape[0], self.limits.extra_vocab_size
+        sizes = dict(self.num_rows)
+        if not own or set(sizes.values()) <= {own}:
+            return 0
+        if len(set(sizes.values())) > 1 or self.targets.find(next(iter(sizes))) != self.targets.embedding:
+            raise ValueError(f"for a vocabulary of {own}, its embedding and output layer have rows {sizes}")
+        extra = next(iter(sizes.values())) - own
+        if extra < 0 or self.targets.device.type != "cpu":
+            raise ValueError(
+                f"it is of a vocabulary of {own + extra}, not of {own}: a smaller one is not served, and on a GPU "
+                "no larger one"
+            )
+        if extra > limit:
+            raise ValueError(f"it brings {extra} tokens, over lora_extra_vocab_size {limit}")
+        return extra
+
+    def _is_own(self, name: str, parts: Parts) -> bool:
+        """True if the tensors are those of the model itself."""
+        own = [self.targets.vectors.get(f"{name}.{kind.value}") for kind in parts]
+        return all(
+            mine is not None and mine.shape == tensor.shape and torch.equal(mine.cpu(), tensor.to(mine.dtype))
+            for mine, tensor in zip(own, parts.values(), strict=True)
+        )
+
+    def _add_linear(self, module: str, name: str, place: Place, parts: Parts) -> None:
+        if Kind.WEIGHT in parts:
+            delta = self._whole(module, place, parts)
+        elif parts.keys() & LORA:
+            delta = self._low_rank(module, name, place, parts)
+        elif parts.keys() == {Kind.BIAS}:
+            empty = torch.empty(0, place.num_in, dtype=self._dtype())
+            shift = self._vector(module, parts[Kind.BIAS], place) - place.bias(self.targets.device)
+            second = panels(torch.empty(place.num_out, 0, dtype=self._dtype()))
+            delta = Delta(empty, second, place.first, place.num_out, shift=shift)
+        else:
+            raise ValueError(f"{quoted(module)} has {_kinds(parts)}, which is not served for a linear layer")
+        moved = {
+            name: None if (tensor := getattr(delta, name)) is None else tensor.to(self.targets.device)
+            for name in ("a", "b", "gain", "shift")
+        }
+        self.deltas.setdefault(place.product, []).append(replace(delta, **moved))
+
+    def _without_base(self, module: str, name: str, parts: Parts) -> Parts:
+        """The tensors but for a weight that is the model's own: PEFT may save embedding and output layer as is."""
+        if Kind.WEIGHT not in parts or self.config.saves(module):
+            return parts
+        if not self.base.equals(name, parts[Kind.WEIGHT]):
+            raise ValueError(
+                f"{quoted(module)} has another weight than this model, and modules_to_save does not name it; the "
+                f"adapter is of {quoted(self.config.fields.base_model_name_or_path)}"
+            )
+        return {kind: tensor for kind, tensor in parts.items() if kind is not Kind.WEIGHT}
+
+    def _whole(self, module: str, place: Place, parts: Parts) -> Delta:
+        """A weight that takes the place of the model's own."""
+        if not parts.keys() <= {Kind.WEIGHT, Kind.BIAS}:
+            raise ValueError(f"{quoted(module)} has {_kinds(parts)}: a whole weight with more is not served")
+        weight = parts[Kind.WEIGHT]
+        if self.config.fields.fan_in_fan_out and weight.shape == (place.num_in, place.num_out):
+            weight = weight.T
+        num_out = place.num_out
+        if place.is_output and weight.dim() == 2:
+            self.num_rows[module] = num_out = len(weight)
+        self._check_shape(module, weight, (num_out, place.num_in))
+        bias = parts.get(Kind.BIAS)
+        shift = place.bias(self.targets.device) if bias is None else self._vector(module, bias, place)
+        if num_out != place.num_out and shift.any():
+            raise ValueError(f"{quoted(module)} with a bias for another vocabulary is not served")
+        held = self._held(module, weight, self.targets.dtype)
+        return Delta(held, None, place.first, num_out, shift=shift if shift.any() else None)
+
+    def _low_rank(self, module: str, name: str, place: Place, parts: Parts) -> Delta:
+        if not parts.keys() >= LORA or parts.keys() & EMBEDDING:
+            raise ValueError(f"{quoted(module)} has {_kinds(parts)}: lora_A and lora_B go together")
+        if not self.config.targets(module, place.is_output) and not self.config.targets(
+            name, place.is_output
+        ):
+            raise ValueError(f"{quoted(module)} has low-rank tensors, but target_modules does not name it")
+        a, b, scale = parts[Kind.A], parts[Kind.B], self.config.scale(module)
+        rank = self._check_rank(module, len(a) if a.dim() == 2 else 0)
+        self._check_shape(module, a, (rank, place.num_in))
+        self._check_shape(module, b, (place.num_out, rank))
+        shift = torch.zeros(place.num_out)
+        if (of_b := parts.get(Kind.B_BIAS)) is not None:
+            shift += scale * self._vector(module, of_b, place)
+        gain, own = (
+            None,
+            place.bias(self.targets.device) if Kind.MAGNITUDE in parts or Kind.BIAS in parts else None,
+        )
+        if (magnitude := parts.get(Kind.MAGNITUDE)) is not None:
+            if of_b is not None:
+                raise ValueError(f"{quoted(module)}: DoRA with lora_bias is not served")
+            assert own is not None
+            norms = self.base.norms(name, scale, a.float(), b.float())
+            gain = self._vector(module, magnitude.reshape(-1), place) / norms
+            shift -= gain * own
+            shift += own
+        if (bias := parts.get(Kind.BIAS)) is not None:
+            assert own is not None
+            shift += self._vector(module, bias, place) - own
+        return Delta(
+            self._held(module, a),
+            panels(self._held(module, b)),
+            place.first,
+            place.num_out,
+            scale,
+            gain,
+            shift if shift.any() else None,
+        )
+
+    def _add_embedding(self, module: str, parts: Parts) -> None:
+        rows, a, b, scale = None, None, None, 1.0
+        if not parts.keys() <= EMBEDDING | {Kind.WEIGHT} or len(parts.keys() & EMBEDDING) == 1:
+            raise ValueError(f"{quoted(module)} has {_kinds(parts)}, which is not served for an embedding")
+        num_rows, size = self.targets.embedding_shape
+        if (weight := parts.get(Kind.WEIGHT)) is not None:
+            self._check_shape(module, weight, (len(weight), size))
+            self.num_rows = {module: len(weight), **self.num_rows}  # it says first how many there are
+            rows = self._held(module, weight, self.targets.dtype).to(self.targets.device)
+        if Kind.EMBEDDING_A in parts:
+            first, second = parts[Kind.EMBEDDING_A], parts[Kind.EMBEDDING_B]
+            scale, rank = self.config.scale(module), self._check_rank(module, len(first))
+            self._check_shape(module, first, (rank, num_rows))
+            self._check_shape(module, second, (size, rank))
+            a = self._held(module, first.T).float().to(self.targets.device)
+            b = self._held(module, second).float().to(self.targets.device)
+        self.embedding = EmbeddingDelta(rows, a, b, scale)
+
+    def _check_rank(self, module: str, rank: int) -> int:
+        if rank != self.config.rank(module):
+            raise ValueError(
+                f"{quoted(module)} has rank {rank}, its configuration says {self.config.rank(module)}"
+            )
+        if rank > self.limits.max_lora_rank:
+            raise ValueError(
+                f"{quoted(module)} has rank {rank}, over max_lora_rank {self.limits.max_lora_rank}"
+            )
+        self.rank = max(self.rank, rank)
+        return rank
+
+    def _check_shape(self, module: str, tensor: Tensor, shape: tuple[int, int]) -> None:
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{quoted(module)} has a tensor of shape {tuple(tensor.shape)} where this model needs {shape}; the "
+                f"adapter is of {quoted(self.config.fields.base_model_name_or_path)}"
+            )
+
+    def _vector(self, module: str, tensor: Tensor, place: Place) -> Tensor:
+        """A vector [num_out] of a module in float32."""
+        if tensor.shape != (place.num_out,):
+            raise ValueError(
+                f"{quoted(module)} has a vector of shape {tuple(tensor.shape)} for {place.num_out} outputs"
+            )
+        return self._held(module, tensor, torch.float32)
+
+    def _dtype(self) -> torch.dtype:
+        """The dtype in which low-rank matrices are held: the model's, or float32 where the limits say another."""
+        chosen = DTYPES.get(self.limits.lora_dtype, self.targets.dtype)
+        return self.targets.dtype if chosen == self.targets.dtype else torch.float32
+
+    def _held(self, module: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """A contiguous copy in a dtype, by default that of low-rank matrices, rounded to `lora_dtype`."""
+        if dtype is None:
+            tensor, dtype = tensor.to(DTYPES.get(self.limits.lora_dtype, self.targets.dtype)), self._dtype()
+        held = tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        if not bool(torch.isfinite(held).all()):
+            raise ValueError(f"{quoted(module)} has numbers that are not finite in {held.dtype}")
+        return held
+
+
+def _kinds(parts: Parts) -> str:
+    return " and ".join(kind.value for kind in parts)

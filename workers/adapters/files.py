@@ -1,0 +1,158 @@
+"""Reads the files of an adapter: its configuration, and its tensors by name.
+
+Each file is read once, in pieces, into memory of its own; what is checked, hashed and used is the same bytes, even
+if the file is replaced or cut off meanwhile. The interpreter is not held for longer than a piece takes to read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from pagewire.ipc.quoting import quoted
+from pagewire.workers.adapters import config
+from pagewire.workers.errors import first_line
+
+TENSORS, PICKLE, NEW_ROWS = "adapter_model.safetensors", "adapter_model.bin", "new_embeddings.safetensors"
+PIECE_BYTES = 1 << 22
+MAX_CONFIG_BYTES = 1 << 20
+MAX_HEADER_BYTES = 8 << 20
+LENGTH_BYTES = 8  # of the header's length, with which a safetensors file begins
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    """What a folder holds. content: sha256 of both files."""
+
+    config: bytes
+    tensors: dict[str, Tensor]
+    content: bytes
+
+
+class _Entry(msgspec.Struct):
+    """A tensor in the header of a safetensors file."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+def read_files(folder: Path, allow_pickle: bool) -> AdapterFiles:
+    """The files of an adapter's folder.
+
+    allow_pickle: read `adapter_model.bin` where there is no safetensors file.
+
+    Raises:
+        FileNotFoundError: a file is missing. OSError: it cannot be read. ValueError: it is no such file.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{quoted(str(folder))} is no folder")
+    digest = hashlib.sha256()
+    settings = _read(folder / config.NAME, digest, MAX_CONFIG_BYTES)
+    digest.update(len(settings).to_bytes(LENGTH_BYTES, "little"))
+    if (folder / NEW_ROWS).exists():
+        raise ValueError(
+            f"{NEW_ROWS} is not served: name embed_tokens and lm_head in modules_to_save instead"
+        )
+    if not (folder / TENSORS).exists() and (folder / PICKLE).exists():
+        if not allow_pickle:
+            raise ValueError(
+                f"{quoted(str(folder))} has {PICKLE} and no {TENSORS}: pickled tensors are read only if the "
+                "engine's option for them is on; PEFT saves safetensors by default"
+            )
+        tensors = unpickled(_read(folder / PICKLE, digest))
+    else:
+        tensors = parse_tensors(_read(folder / TENSORS, digest))
+    return AdapterFiles(bytes(settings), tensors, digest.digest())
+
+
+def _read(path: Path, digest: Any, most: int | None = None) -> bytearray:
+    """The content of a regular file, which is added to a hash."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{quoted(str(path.parent))} has no {path.name}") from None
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        info = os.fstat(descriptor)
+        if not stat.S_ISREG(info.st_mode):
+            raise ValueError(f"{path.name} is no regular file")
+        if most is not None and info.st_size > most:
+            raise ValueError(f"{path.name} has {info.st_size:,} bytes, more than {most:,}")
+        content = bytearray(info.st_size)
+        view, done = memoryview(content), 0
+        while done < len(view):
+            count = file.readinto(view[done : done + PIECE_BYTES])
+            if not count:
+                raise ValueError(f"{path.name} was cut off while it was read")
+            digest.update(view[done : done + count])
+            done += count
+    return content
+
+
+def parse_tensors(content: bytearray) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, as views of its content.
+
+    Raises:
+        ValueError: it is none, or is cut off, or has tensors that are no floats.
+    """
+    length = int.from_bytes(content[:LENGTH_BYTES], "little")
+    start = LENGTH_BYTES + length
+    if len(content) < LENGTH_BYTES or length > MAX_HEADER_BYTES or start > len(content):
+        raise ValueError(f"{TENSORS} is no safetensors file, or is cut off in its header")
+    try:
+        header = msgspec.json.decode(bytes(content[LENGTH_BYTES:start]), type=dict[str, Any])
+        header.pop("__metadata__", None)
+        entries = msgspec.convert(header, dict[str, _Entry])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"{TENSORS}: its header cannot be read: {error}") from error
+    return {name: _tensor(name, entry, content, start) for name, entry in entries.items()}
+
+
+def _tensor(name: str, entry: _Entry, content: bytearray, start: int) -> Tensor:
+    dtype = DTYPES.get(entry.dtype)
+    if dtype is None:
+        raise ValueError(
+            f"{quoted(name)} is of dtype {quoted(entry.dtype)}: floats of 16 to 64 bits are served"
+        )
+    begin, end = entry.data_offsets
+    size = math.prod(entry.shape) * dtype.itemsize
+    if min(entry.shape, default=0) < 0 or begin < 0 or end - begin != size:
+        raise ValueError(f"{quoted(name)} of shape {quoted(entry.shape)} does not take {end - begin} bytes")
+    if start + end > len(content):
+        raise ValueError(f"{TENSORS} is cut off: {quoted(name)} ends behind its end")
+    if not size:
+        return torch.empty(entry.shape, dtype=dtype)
+    if (start + begin) % dtype.itemsize:
+        data = torch.frombuffer(bytearray(content[start + begin : start + end]), dtype=dtype)
+    else:
+        data = torch.frombuffer(content, dtype=dtype, count=size // dtype.itemsize, offset=start + begin)
+    return data.view(entry.shape)
+
+
+def unpickled(content: bytearray) -> dict[str, Tensor]:
+    """The tensors of a file that `torch.save` wrote, through the unpickler that makes nothing but tensors.
+
+    Raises:
+        ValueError: it holds anything else.
+    """
+    try:
+        values = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(f"{PICKLE} cannot be read: {first_line(error)}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{PICKLE} holds no tensors by name")
+    for name, value in values.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor) or value.dtype not in DTYPES.values():
+            raise ValueError(f"{PICKLE}: {quoted(name)} is no tensor of floats")
+    return values

@@ -1,0 +1,108 @@
+"""Adds an adapter to a model's weights while they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagewire.ipc.quoting import quoted
+from pagewire.kernels.weight import Weight, dense_weight
+from pagewire.workers.adapters.config import AdapterConfig
+from pagewire.workers.adapters.files import read_files
+from pagewire.workers.adapters.names import Kind, Parts, by_module
+from pagewire.workers.errors import LoadError, first_line
+from pagewire.workers.model.matrices import is_linear
+from pagewire.workers.model.weights import Quantise
+
+LOW_RANK = ({Kind.A, Kind.B}, {Kind.A, Kind.B, Kind.MAGNITUDE}, {Kind.EMBEDDING_A, Kind.EMBEDDING_B})
+
+
+class Merge:
+    """The weights of a model with those of an adapter added, by the names of their modules."""
+
+    @classmethod
+    def of(cls, path: str) -> Merge:
+        """The adapter in a folder.
+
+        Raises:
+            LoadError: it cannot be read, or changes more than weights.
+        """
+        try:
+            files = read_files(Path(path), allow_pickle=False)
+            return cls(AdapterConfig.parse(files.config), by_module(files.tensors), path)
+        except (ValueError, OSError) as error:
+            raise LoadError(f"cannot merge the adapter {quoted(path)}: {error}") from error
+
+    def __init__(self, config: AdapterConfig, modules: Mapping[str, Parts], path: str) -> None:
+        """An adapter to be merged.
+
+        Raises:
+            ValueError: it changes more than weights.
+        """
+        self._config, self._modules, self._path = config, modules, path
+        for module, parts in modules.items():
+            if parts.keys() not in (*LOW_RANK, {Kind.WEIGHT}):
+                kinds = " and ".join(kind.value for kind in parts)
+                raise ValueError(
+                    f"{quoted(module)} has {kinds}, which cannot be merged; serve it with enable_lora"
+                )
+            if parts.keys() == {Kind.WEIGHT} and not config.saves(module):
+                raise ValueError(f"{quoted(module)} has a whole weight, but modules_to_save does not name it")
+
+    def check(self, causal: Any) -> None:
+        """Refuse an adapter of modules that a model does not have.
+
+        Raises:
+            LoadError: it is of another model.
+        """
+        served = {name for name, module in causal.named_modules() if is_linear(module)}
+        served |= {name for name, module in causal.named_modules() if module is causal.get_input_embeddings()}
+        if unknown := sorted(set(self._modules) - served):
+            raise LoadError(
+                f"cannot merge the adapter {quoted(self._path)}: {quoted(unknown[0])} is no linear layer of this "
+                "model"
+            )
+
+    def before(self, quantise: Quantise) -> Quantise:
+        """A `Quantise` that adds the adapter to each weight before it is quantised."""
+        return lambda name, weight: quantise(name, self.apply(name, weight))
+
+    def apply(self, module: str, weight: Weight) -> Weight:
+        """The weight [N, K] of a linear layer or an embedding, with what the adapter changes in it.
+
+        Raises:
+            LoadError: they do not fit each other.
+        """
+        if (parts := self._modules.get(module)) is None:
+            return weight
+        try:
+            changed = self._changed(module, weight.dense().float(), parts)
+        except (ValueError, RuntimeError) as error:
+            text = f"merging {quoted(self._path)} into {module} {weight.shape}: {first_line(error)}"
+            raise LoadError(text) from error
+        if not bool(torch.isfinite(changed).all()):
+            raise LoadError(f"merging {quoted(self._path)} makes numbers of {module} that are not finite")
+        return dense_weight(changed.to(weight.dtype))
+
+    def _changed(self, module: str, own: Tensor, parts: Parts) -> Tensor:
+        if Kind.WEIGHT in parts:
+            weight = parts[Kind.WEIGHT].float()
+            weight = weight.T if self._config.fields.fan_in_fan_out and weight.shape != own.shape else weight
+            if weight.shape != own.shape:
+                raise ValueError(f"a weight of shape {tuple(weight.shape)}")
+            return weight
+        scale = self._config.scale(module)
+        if Kind.EMBEDDING_A in parts:
+            added = (parts[Kind.EMBEDDING_B].float() @ parts[Kind.EMBEDDING_A].float()).T
+        else:
+            added = parts[Kind.B].float() @ parts[Kind.A].float()
+        if added.shape != own.shape:
+            raise ValueError(f"matrices whose product is of shape {tuple(added.shape)}")
+        changed = own + scale * added
+        if (magnitude := parts.get(Kind.MAGNITUDE)) is not None:
+            changed = changed * (magnitude.float().reshape(-1) / changed.norm(dim=1))[:, None]
+        return changed

@@ -1,0 +1,162 @@
+"""The parts of a loaded model that adapters may change, by the names of their modules in transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from pagewire.kernels.adapted import Adapted
+from pagewire.kernels.deltas import Shapes
+from pagewire.kernels.layer import Layer, product_shapes
+from pagewire.kernels.linear import Linear
+from pagewire.workers.adapters.embedding import AdaptedEmbedding
+from pagewire.workers.errors import LoadError
+from pagewire.workers.model.attention import current_adapters
+from pagewire.workers.model.encoder import EncoderModel
+from pagewire.workers.model.loading import LoadedModel
+from pagewire.workers.model.model import Model
+from pagewire.workers.model.pooling_model import Headless
+from pagewire.workers.model.stack import DecoderStack
+from pagewire.workers.model.transforms import LinearModule, QuantisedEmbedding
+
+BASE, OUTPUT = "model", "lm_head"
+"""The names of the base and of the output layer in a model whose layers run as a stack."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a module's outputs are: those from `first` on, `num_out` in number, of a product of the model."""
+
+    product: int
+    first: int
+    num_out: int
+    num_in: int
+    linear: Linear
+    is_output: bool = False
+
+    def bias(self, device: torch.device) -> Tensor:
+        """The module's own bias, float32 [num_out]; zeros if it has none. device: of the model."""
+        row = self.linear(torch.zeros(1, self.num_in, dtype=self.linear.dtype, device=device))
+        return row[0, self.first : self.first + self.num_out].float().cpu()
+
+
+@dataclass
+class Targets:
+    """The linear layers and the embedding of a model, and where their products are.
+
+    places: of linear layers by name. embedding: its name, and its rows and their size (V, H); empty if it cannot be
+    adapted. vectors: other parameters that adapters may repeat. dtype: of the model.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    prefix: str = f"{BASE}."
+    places: dict[str, Place] = field(default_factory=dict)
+    embedding: str = ""
+    embedding_shape: tuple[int, int] = (0, 0)
+    vectors: dict[str, Tensor] = field(default_factory=dict)
+    shapes: Shapes = ()
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, device: torch.device) -> Targets:
+        """Find the parts of a model that was just loaded, and make them ask for the adapters of their rows.
+
+        Raises:
+            LoadError: its layers are not called with all rows of a step.
+        """
+        model = loaded.model
+        if isinstance(model, EncoderModel) and not model.packed:
+            raise LoadError(
+                "enable_lora: this encoder runs prompt by prompt, for which adapters are not served"
+            )
+        targets = cls(loaded.dtype, device)
+        if model.causal is not None:
+            is_headless = isinstance(model.causal, Headless)
+            targets.prefix = "" if is_headless else f"{model.causal.base_model_prefix}."
+        if isinstance(model.base, DecoderStack):
+            targets._add_stack(model.base)
+        else:
+            targets._add_modules(model.base, targets.prefix)
+        targets._add_head(model)
+        return targets
+
+    def find(self, module: str) -> str:
+        """The name under which a module is known here: with or without the prefix of the base model."""
+        names = (
+            module,
+            f"{self.prefix}{module}",
+            module.removeprefix(self.prefix),
+            module.removeprefix("model."),
+        )
+        known = {*self.places, self.embedding}
+        return next((name for name in names if name in known), module)
+
+    def _add_stack(self, stack: DecoderStack) -> None:
+        layers = stack.stack.layers
+        self.shapes = product_shapes(layers)
+        for number, (place, layer) in enumerate(zip(stack.stack_layers, layers, strict=True)):
+            for name, found in stack_places(4 * number, layer).items():
+                self.places[f"{self.prefix}layers.{place.index}.{name}"] = found
+        stack.embed_tokens = self._adapted_embedding("embed_tokens", stack.embed_tokens)
+
+    def _add_modules(self, module: nn.Module, prefix: str) -> None:
+        """Wrap the linear layers within a module, and its embedding of tokens."""
+        for name, child in list(module.named_children()):
+            full = f"{prefix}{name}"
+            if isinstance(child, LinearModule):
+                child.product = self._adapted(full, child.product)
+            elif type(child) in (nn.Embedding, QuantisedEmbedding) and not self.embedding:
+                setattr(module, name, self._adapted_embedding(full.removeprefix(self.prefix), child))
+            else:
+                for leaf, parameter in child.named_parameters(recurse=False):
+                    self.vectors[f"{full}.{leaf}"] = parameter.detach()
+                self._add_modules(child, f"{full}.")
+
+    def _add_head(self, model: Model) -> None:
+        if model.causal is None:  # packed weights of an earlier start
+            assert model.head is not None
+            model.head = self._adapted(OUTPUT, model.head, is_output=True)  # type: ignore[arg-type]
+            return
+        for name, child in model.causal.named_modules():
+            if isinstance(child, LinearModule):
+                whole = child.product
+                child.product = self._adapted(name, whole, is_output=True)
+                if model.head is whole:
+                    model.head = child.product
+
+    def _adapted(self, name: str, linear: Linear, is_output: bool = False) -> Adapted:
+        product = len(self.shapes)
+        shape = (linear.out_features, linear.in_features)
+        self.shapes = (*self.shapes, shape)
+        self.places[name] = Place(product, 0, *shape, linear, is_output)
+        return Adapted(linear, product, current_adapters)
+
+    def _adapted_embedding(self, name: str, module: nn.Module) -> nn.Module:
+        if type(module) not in (nn.Embedding, QuantisedEmbedding):
+            return module
+        adapted = AdaptedEmbedding(module)
+        self.embedding, self.embedding_shape = f"{self.prefix}{name}", adapted.shape
+        return adapted
+
+
+def stack_places(first: int, layer: Layer) -> dict[str, Place]:
+    """The modules of a stack's layer, whose products have the numbers from `first` on."""
+    heads, kv_heads = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    groups = [
+        (layer.qkv, {"self_attn.q_proj": heads, "self_attn.k_proj": kv_heads, "self_attn.v_proj": kv_heads}),
+        (layer.out, {"self_attn.o_proj": layer.out.out_features}),
+    ]
+    if layer.gate_up is not None and layer.down is not None:
+        mlp = "mlp" if layer.mixture is None else "mlp.shared_expert"
+        size = layer.down.in_features
+        groups.append((layer.gate_up, {f"{mlp}.gate_proj": size, f"{mlp}.up_proj": size}))
+        groups.append((layer.down, {f"{mlp}.down_proj": layer.down.out_features}))
+    places = {}
+    for product, (linear, modules) in enumerate(groups, first):
+        start = 0
+        for name, size in modules.items():
+            places[name] = Place(product, start, size, linear.in_features, linear)
+            start += size
+    return places
