@@ -79,6 +79,7 @@ def restore(model: PoolingModel, base: nn.Module, classifier: list[Dense] | None
     model.config = model.causal = None
     model.arithmetic = nullcontext
     model.guarded, model.head = False, None
+    model.stage = model.cut = None
     model.base, model.classifier = base, classifier
     model.classifies = classifier is not None
 
