@@ -112,7 +112,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Worker:
-    """The limits of one rank.
+    """The limits of one rank, which shares its memory with no other.
 
     read_rate: bytes per second that it reads. flop_rate: operations per second of a product of many rows.
     kv_rate: bytes per second of keys and values, of many sequences.
@@ -237,8 +237,8 @@ def engine_rate(
     """Tokens per second of one core with `ranks` x `stages` workers.
 
     With one stage, the next step is planned while one runs, so a sequence is in both. With several, a sequence's
-    next token waits for its last one, so the sequences are divided among as many steps as there are stages. Only the
-    last stage answers with rows.
+    next token waits for its last one, so the sequences are divided among as many steps as there are stages. Only
+    the last stage answers with rows.
     """
     rows = work.rows / stages
     parts = stage_parts(model, worker, network, work, ranks=ranks, stages=stages, rows=rows)
