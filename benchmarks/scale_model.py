@@ -112,7 +112,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Worker:
-    """The limits of one rank.
+    """The limits of one rank, which shares its memory with no other.
 
     read_rate: bytes per second that it reads. flop_rate: operations per second of a product of many rows.
     kv_rate: bytes per second of keys and values, of many sequences.

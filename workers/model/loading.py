@@ -214,7 +214,6 @@ def transform(
     attention.register()
     causal = weights.causal
     causal.set_attn_implementation(attention.NAME)
-    embedding = causal.get_input_embeddings()
     model = make(causal, device.batch_invariant)
 
     def proven() -> tuple[Model, list[KVShape]]:
@@ -224,19 +223,12 @@ def transform(
 
     base, others = model.base, dict(causal.named_children())
 
-    def transform_head() -> None:
-        if model.makes_logits:
-            transform_parts(causal, weights, device.torch_device)
-            return
-        for name in others:  # the last stage has them
-            setattr(causal, name, nn.Identity())
-
     def pack_stack() -> bool:
         stack = build_stack(base, weights, device.torch_device, model.stage)
         if stack is None:
             return False
         model.base = stack.to(device.torch_device)
-        transform_head()
+        transform_head(model, weights, device.torch_device)
         return True
 
     try:
@@ -252,15 +244,31 @@ def transform(
     model.base, model.head = base, None
     for name, child in others.items():
         setattr(causal, name, child)
-    model.guarded = True
     with turn():
-        if weights.shards is not None:
-            fit_modules(base, causal.base_model_prefix, weights.shards)
-        if model.stage is not None:
-            model.cut = CutBase(base, embedding, model.stage)
-        transform_parts(base, weights, device.torch_device)
-        transform_head()
+        transform_base(model, weights, device.torch_device)
+        transform_head(model, weights, device.torch_device)
     return proven()
+
+
+def transform_base(model: Model, weights: Weights, device: torch.device) -> None:
+    """Transform the base of a model part by part, or what a rank has of it."""
+    base: Any = model.base
+    model.guarded = True
+    if weights.shards is not None:
+        fit_modules(base, weights.causal.base_model_prefix, weights.shards)
+    if model.stage is not None:
+        model.cut = CutBase(base, base.get_input_embeddings(), model.stage)
+    transform_parts(base, weights, device)
+
+
+def transform_head(model: Model, weights: Weights, device: torch.device) -> None:
+    """Transform what makes logits of hidden states; a stage before the last drops it."""
+    causal = weights.causal
+    if model.makes_logits:
+        transform_parts(causal, weights, device)
+        return
+    for name, _ in list(causal.named_children()):
+        setattr(causal, name, nn.Identity())
 
 
 def transform_parts(module: torch.nn.Module, weights: Weights, device: torch.device) -> None:
