@@ -89,6 +89,7 @@ class NoSpeculation:
         """Nothing depends on it."""
 
 
+LONGEST_WAIT = 0.1  # in seconds, that counts as one for a step that was planned late
 FEW_TOKENS = 64  # that a source takes in at once in any case
 
 
@@ -118,6 +119,7 @@ class Drafting:
         self._num_asked_new = 0
         self._num_expected, self._num_right = 0.0, 0
         self._num_taken_in = 0  # tokens of prompts, in the present call
+        self._wasted = 0.0  # seconds that the worker has waited for steps that then had no drafts
         self._paused = True
 
     # ------------------------------------------------------------ planning
@@ -257,22 +259,24 @@ class Drafting:
     def measure(self, step: PlannedStep, result: StepResult, *, goes_on: bool) -> None:
         """Take in what a step took, with the wait before it: a step that is planned late has one.
 
-        A step that also computes prompts says nothing about drafts.
+        A wait in vain counts for the next step with drafts. A step that also computes prompts says nothing.
         """
         paused, self._paused = self._paused, not goes_on
         num_rows = sum(row.num_samples > 0 for row in step.rows)
         if not num_rows or step.num_prompt_tokens or not result.busy_us:
             return
-        idle = 0 if paused else min(result.idle_us, result.busy_us)
-        seconds = (result.busy_us + idle) / 1e6
+        busy = result.busy_us / 1e6
+        idle = 0.0 if paused else min(result.idle_us / 1e6, LONGEST_WAIT)
         drafted = bool(step.num_drafts or step.num_asked)
         if step.num_drafts:
             self._acceptance.verified(self._num_expected, self._num_right)
-        alike = (
-            seconds if drafted or not step.late else result.busy_us / 1e6
-        )  # as if it had been planned ahead
-        self.policy.observe(sum(row.num_samples for row in step.rows), alike, drafted=drafted)
+        if drafted:
+            waited, self._wasted = idle + self._wasted, 0.0
+        else:
+            waited, self._wasted = (0.0, self._wasted + idle) if step.late else (idle, self._wasted)
+        self.policy.observe(sum(row.num_samples for row in step.rows), busy, waited, drafted=drafted)
         num_tokens = sum(len(row.token_ids) for row in result.rows)
+        seconds = busy + idle
         plain = self.policy.seconds(num_rows) or seconds
         without = plain * num_tokens / num_rows if drafted or step.late else seconds
         self.stats.ran(num_rows, num_tokens, seconds, without)
