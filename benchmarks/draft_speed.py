@@ -2,8 +2,8 @@
 
     python -m benchmarks.draft_speed MODEL DRAFT [--quantization int4] [--drafts 2 3 4] [--temperature 0]
 
-Prints for each number of drafts how many tokens a step yields, and how much faster the request is, by the clock and by
-the processor's time, which says more on a machine that others use. The outputs are compared: they are the same.
+Prints for each number of drafts how many tokens a step yields, and how much faster the request is, by the clock and
+by the processor's time, which says more on a machine that others use. The outputs are compared: they are the same.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ class Runner:
         if self.loaded is None:
             phases = Phases(lambda phase, seconds: None)
             self.loaded = load(WeightsAhead(self.config), phases, self.device, self.collective)
-        self.drafter.load()
+        self.drafter.load(self.model)
 
     def _allocate(self, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
         try:

@@ -254,7 +254,9 @@ class Drafting:
         drafted = bool(step.num_drafts or step.num_asked)
         if step.num_drafts:
             self._acceptance.verified(self._num_expected, self._num_right)
-        alike = seconds if drafted or not step.late else result.busy_us / 1e6  # as if it had been planned ahead
+        alike = (
+            seconds if drafted or not step.late else result.busy_us / 1e6
+        )  # as if it had been planned ahead
         self.policy.observe(sum(row.num_samples for row in step.rows), alike, drafted=drafted)
         num_tokens = sum(len(row.token_ids) for row in result.rows)
         plain = self.policy.seconds(num_rows) or seconds
