@@ -16,6 +16,8 @@ from torch.nn import functional
 from pagewire.ipc.params import SamplingParams
 from pagewire.workers.calls import call
 from pagewire.workers.errors import LoadError
+from pagewire.workers.model.checkpoint_headers import read_headers
+from pagewire.workers.model.fit import sizes_of
 
 from ..architectures import GROUPED, SERVED, VOCAB_SIZE, Architecture
 from ..driver import GREEDY, Driver
@@ -203,6 +205,9 @@ def test_sleep_includes_the_head(model: Path, tmp_path: Path) -> None:
     runner = runner_with(model, tmp_path, "eagle3", 4)
     full = runner.memory()
     assert full["kv_cache"] == 64 * runner.block_bytes + runner.drafter.spare_bytes
+    expected = sizes_of(read_headers(model), runner.config, "avx2").drafter
+    assert expected is not None
+    assert expected.kv_token_bytes * runner.config.block_size == runner.drafter.block_bytes
     call(runner, "sleep", [2], {})
     asleep = runner.memory()
     assert asleep["weights"] == asleep["kv_cache"] == 0
