@@ -2,9 +2,10 @@
 
     python -m benchmarks.speculation MODEL [--method ngram suffix] [--requests 1 4 16 64] [--runs 3]
 
-Two kinds of prompts: "repeats" has its own code edited or its own text corrected, most of which is copied; "free"
-has nothing to repeat. Both engines live at once, and their runs alternate, so others on the machine slow
-both down. The outputs must be equal to the token.
+Two kinds of prompts: "repeats" has its own code edited or its own text corrected, most of which is copied;
+"free" has nothing to repeat. Both engines live at once, and their runs alternate, so what else the machine does
+slows both down; where that is much, the factor between processor seconds of core and worker tells more. The
+outputs must be equal to the token.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import os
 import statistics
 import time
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from pagewire.frontend.llm import LLM
 from pagewire.frontend.outputs import RequestOutput
@@ -82,27 +86,41 @@ def prompts(kind: str, count: int) -> list[str]:
     ]
 
 
-def run(llm: LLM, texts: list[str], num_tokens: int) -> tuple[float, list[RequestOutput]]:
-    """Generate greedily, and return the seconds that it took."""
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    begin = time.perf_counter()
-    outputs = llm.generate(texts, params, use_tqdm=False)
-    return time.perf_counter() - begin, outputs
+class Engine:
+    """An engine and its processes."""
+
+    def __init__(self, **options: Any) -> None:
+        before = set(psutil.Process().children(recursive=True))
+        self.llm = LLM(**options, max_model_len=1024, disable_log_stats=True)
+        self._processes = set(psutil.Process().children(recursive=True)) - before
+
+    def run(self, texts: list[str], num_tokens: int) -> tuple[float, float, list[RequestOutput]]:
+        """Generate greedily; the seconds and the processor seconds that it took, and the outputs."""
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        begin, used = time.perf_counter(), self._used()
+        outputs = self.llm.generate(texts, params, use_tqdm=False)
+        return time.perf_counter() - begin, self._used() - used, outputs
+
+    def _used(self) -> float:
+        times = [process.cpu_times() for process in self._processes]
+        return sum(time.user + time.system for time in times)
 
 
-def compare(off: LLM, on: LLM, kind: str, count: int, options: argparse.Namespace) -> dict[str, object]:
-    """The median seconds of both, the median of the factors of neighbouring runs, and what was accepted."""
-    texts, factors, seconds = prompts(kind, count), list[float](), list[tuple[float, float]]()
-    for llm in (off, on):
-        run(llm, texts, options.num_tokens)  # costs and prefixes are known from then on
+def compare(off: Engine, on: Engine, kind: str, count: int, options: argparse.Namespace) -> dict[str, object]:
+    """The median seconds of both, the medians of the factors of neighbouring runs, and what was accepted."""
+    texts, factors, used = prompts(kind, count), list[float](), list[float]()
+    seconds: list[tuple[float, float]] = []
+    for engine in (off, on):
+        engine.run(texts, options.num_tokens)  # costs and prefixes are known from then on
     for number in range(options.runs):
         order = (off, on) if number % 2 == 0 else (on, off)
-        found = {llm: run(llm, texts, options.num_tokens) for llm in order}
-        before, after = ([list(o.outputs[0].token_ids) for o in found[llm][1]] for llm in (off, on))
+        found = {engine: engine.run(texts, options.num_tokens) for engine in order}
+        before, after = ([list(o.outputs[0].token_ids) for o in found[engine][2]] for engine in (off, on))
         assert before == after, "an output depends on speculation"
         seconds.append((found[off][0], found[on][0]))
         factors.append(seconds[-1][0] / seconds[-1][1])
-    metrics = [output.metrics for output in found[on][1] if output.metrics is not None]
+        used.append(found[off][1] / found[on][1])
+    metrics = [output.metrics for output in found[on][2] if output.metrics is not None]
     return {
         "kind": kind,
         "requests": count,
@@ -110,6 +128,8 @@ def compare(off: LLM, on: LLM, kind: str, count: int, options: argparse.Namespac
         "on_s": round(statistics.median(b for _, b in seconds), 3),
         "factor": round(statistics.median(factors), 3),
         "factors": [round(factor, 2) for factor in factors],
+        "processor_factor": round(statistics.median(used), 3),
+        "processor_factors": [round(factor, 2) for factor in used],
         "drafted": sum(m.num_draft_tokens for m in metrics),
         "accepted": sum(m.num_accepted_tokens for m in metrics),
         "tokens": count * options.num_tokens,
@@ -126,15 +146,18 @@ def main() -> None:
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 4, 16, 64])
     parser.add_argument("--num-tokens", type=int, default=160)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--threads", type=int, help="of each worker; with 1, processor seconds mean most")
     options = parser.parse_args()
-    common = {"model": str(options.model), "max_model_len": 1024, "disable_log_stats": True}
-    with LLM(**common) as off:  # type: ignore[arg-type]
-        for method in options.method:
-            with LLM(**common, speculative_config={"method": method}) as on:  # type: ignore[arg-type]
-                for kind in options.kind:
-                    for count in options.requests:
-                        figures = compare(off, on, kind, count, options)
-                        print(json.dumps({"method": method, **figures}), flush=True)
+    common = {"model": str(options.model), "num_threads": options.threads}
+    off = Engine(**common)
+    for method in options.method:
+        on = Engine(**common, speculative_config={"method": method})
+        for kind in options.kind:
+            for count in options.requests:
+                figures = compare(off, on, kind, count, options)
+                print(json.dumps({"method": method, **figures}), flush=True)
+        on.llm.shutdown()
+    off.llm.shutdown()
 
 
 if __name__ == "__main__":

@@ -26,6 +26,10 @@ class Draft:
 class Source(Protocol):
     """Proposes drafts for one sequence, whose tokens it was given as a list that grows."""
 
+    @property
+    def num_missing(self) -> int:
+        """Tokens of the sequence that the next call of `propose` takes in first, or begins to."""
+
     def propose(self, limit: int) -> Draft | None:
         """At most `limit` (1 or more) tokens to follow the sequence; None if nothing is known."""
 

@@ -27,6 +27,11 @@ class NgramSource:
         widths = sorted({shortest, longest}, reverse=True)
         self._indexes = [TokenIndex(token_ids, width) for width in widths]
 
+    @property
+    def num_missing(self) -> int:
+        """Tokens that are not indexed yet."""
+        return self._indexes[0].num_missing
+
     def propose(self, limit: int) -> Draft | None:
         """What followed; where that reaches the end of the sequence it goes on with what is proposed."""
         tokens = self._token_ids

@@ -18,6 +18,7 @@ from pagewire.engine_core.drafting.costs import StepCosts
 MARGIN = 0.02  # by which, as a logarithm, drafts must be better than none
 LEAST_REACH = 0.02  # a draft that is less likely right is not considered
 CERTAIN = 0.98  # a draft of the best kind, to see whether any could pay
+WEIGHT_OF_WAIT = 0.1  # of a new measurement
 PROBE_INTERVAL = 256  # decisions against drafts after which some are tried all the same
 PROBE_REACH = 0.25  # if they are as likely as this
 PROBE_DRAFTS = 8
@@ -37,8 +38,11 @@ class LengthPolicy(Protocol):
     def hopeless(self, num_rows: int, room: int) -> bool:
         """True if no draft whatever would pay in a step of `num_rows` rows."""
 
-    def observe(self, num_tokens: int, seconds: float, *, drafted: bool) -> None:
-        """Take in the time of a step that sampled `num_tokens`, with drafts among them or without."""
+    def observe(self, num_tokens: int, seconds: float, waited: float, *, drafted: bool) -> None:
+        """Take in the time of a step that sampled `num_tokens`, with drafts among them or without.
+
+        waited: seconds for which the worker had nothing to do before it.
+        """
 
     def seconds(self, num_tokens: int) -> float:
         """The time of a step without drafts; 0 if that is not known yet."""
@@ -55,6 +59,7 @@ class MeasuredPolicy:
     def __init__(self) -> None:
         self.plain, self.drafted = StepCosts(), StepCosts()
         self._num_refused = 0
+        self._waits = {False: 0.0, True: 0.0}  # mean seconds before a step, by whether it has drafts
 
     def lengths(self, num_rows: int, reaches: Sequence[list[float]], room: int) -> list[int]:
         """The numbers that make the rows fastest; now and then some although none seem to pay."""
@@ -88,15 +93,16 @@ class MeasuredPolicy:
             return False
         return not self._refused()
 
-    def observe(self, num_tokens: int, seconds: float, *, drafted: bool) -> None:
+    def observe(self, num_tokens: int, seconds: float, waited: float, *, drafted: bool) -> None:
         """Take in the time of a step."""
         (self.drafted if drafted else self.plain).observe(num_tokens, seconds)
+        self._waits[drafted] += WEIGHT_OF_WAIT * (waited - self._waits[drafted])
         if drafted:
             self._num_refused = 0
 
     def seconds(self, num_tokens: int) -> float:
-        """The time of a step without drafts; 0 if that is not known yet."""
-        return self.plain.seconds(num_tokens) if self.plain.known else 0.0
+        """The time of a step without drafts, and of the wait before it; 0 if that is not known yet."""
+        return self.plain.seconds(num_tokens) + self._waits[False] if self.plain.known else 0.0
 
     def _best(self, num_rows: int, ranked: list[float]) -> int:
         """How many of the most useful drafts make the rows fastest; 0 if none. ranked: what each gains."""
@@ -122,7 +128,7 @@ class MeasuredPolicy:
             seconds = self.drafted.seconds(size)
         else:
             seconds = plain + (self.drafted.seconds(first) - plain) * num_drafts / (first - num_rows)
-        return log(seconds / plain)
+        return log((seconds + self._waits[True]) / (plain + self._waits[False]))
 
     def _most_tried(self, num_rows: int) -> int:
         """The most drafts of a step: a few, then twice as many as there were before."""

@@ -65,6 +65,11 @@ class SuffixSource:
     def __init__(self, token_ids: list[int], history: History | None) -> None:
         self._own, self._history = Text(token_ids), history
 
+    @property
+    def num_missing(self) -> int:
+        """Tokens of the sequence that are not indexed yet."""
+        return self._own.indexes[0].num_missing
+
     def propose(self, limit: int) -> Draft | None:
         """The winners of the votes, until a whole draft is unlikely to be right."""
         texts = [self._own, *(self._history.halves if self._history else ())]

@@ -36,6 +36,12 @@ class TokenIndex:
         self._latest = array("i", [-1]) * size
         self._previous = array("i")
 
+    @property
+    def num_missing(self) -> int:
+        """Tokens of the text that are not in it yet; all of them if it has to be made anew."""
+        fits = len(self.text) <= len(self._latest)
+        return len(self.text) - (len(self._previous) if fits else 0)
+
     def update(self) -> bool:
         """Add tokens that the text has got; False if it has more than `PORTION`, so that some are still missing."""
         if len(self.text) > len(self._latest):

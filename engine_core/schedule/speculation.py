@@ -19,6 +19,7 @@ from pagewire.engine_core.drafting.policy import LengthPolicy, MeasuredPolicy
 from pagewire.engine_core.drafting.state import SequenceDrafts
 from pagewire.engine_core.drafting.stats import SpeculationStats
 from pagewire.engine_core.drafting.suffix import SuffixDrafter
+from pagewire.engine_core.drafting.token_index import PORTION
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.schedule.step import PlannedStep
 from pagewire.ipc.speculative import SpeculativeConfig
@@ -88,6 +89,10 @@ class NoSpeculation:
         """Nothing depends on it."""
 
 
+LONGEST_WAIT = 0.1  # in seconds, that counts as one for a step that was planned late
+FEW_TOKENS = 64  # that a source takes in at once in any case
+
+
 @dataclass(frozen=True)
 class Limits:
     """longest: tokens of a draft. batch_size: no drafts while more sequences than this run or wait.
@@ -113,6 +118,8 @@ class Drafting:
         self._asked: dict[Sequence, int] = {}
         self._num_asked_new = 0
         self._num_expected, self._num_right = 0.0, 0
+        self._num_taken_in = 0  # tokens of prompts, in the present call
+        self._wasted = 0.0  # seconds that the worker has waited for steps that then had no drafts
         self._paused = True
 
     # ------------------------------------------------------------ planning
@@ -123,6 +130,7 @@ class Drafting:
             return True
         if self._drafter is None or self._too_many(running, num_waiting):
             return False
+        self._num_taken_in = 0
         rows = [s for s in running if s.num_pending == 1 and self._generates(s)]
         room = len(rows) * self._limits.longest
         if not rows or self.policy.hopeless(len(rows), room):
@@ -135,7 +143,7 @@ class Drafting:
     ) -> dict[Sequence, list[int]]:
         """The drafts that pay."""
         self._asked, self._num_asked_new = {}, 0
-        self._num_expected, self._num_right = 0.0, 0
+        self._num_expected, self._num_right, self._num_taken_in = 0.0, 0, 0
         if self._too_many(running, num_waiting) or (ahead and self._drafter is not None):
             return {}
         rows = [s for s in running if s.num_to_compute == 1 and self._generates(s)]
@@ -201,7 +209,7 @@ class Drafting:
 
     def _draft_of(self, sequence: Sequence) -> Draft | None:
         """What may follow a sequence all of whose tokens are known, as far as its grammar and its length allow."""
-        draft = self._state(sequence).current(len(sequence.token_ids))
+        draft = self._current(sequence)
         if draft is None:
             return None
         most = sequence.max_output - sequence.num_output_tokens - 1
@@ -211,9 +219,17 @@ class Drafting:
 
     def _reaches_ahead(self, sequence: Sequence) -> list[float]:
         """How likely drafts behind the token in flight are right, if that is what its own draft says."""
+        draft = self._current(sequence)
+        return [] if draft is None else self._state(sequence).chances_ahead(draft, 1, self._acceptance)
+
+    def _current(self, sequence: Sequence) -> Draft | None:
+        """The draft behind the known tokens; None, too, for a long prompt while others are taken in."""
         state = self._state(sequence)
-        draft = state.current(len(sequence.token_ids))
-        return [] if draft is None else state.chances_ahead(draft, 1, self._acceptance)
+        if state.source is not None and (num_missing := state.source.num_missing) > FEW_TOKENS:
+            if self._num_taken_in >= PORTION:
+                return None
+            self._num_taken_in += num_missing
+        return state.current(len(sequence.token_ids))
 
     # ------------------------------------------------------------ committing
 
@@ -243,22 +259,24 @@ class Drafting:
     def measure(self, step: PlannedStep, result: StepResult, *, goes_on: bool) -> None:
         """Take in what a step took, with the wait before it: a step that is planned late has one.
 
-        A step that also computes prompts says nothing about drafts.
+        A wait in vain counts for the next step with drafts. A step that also computes prompts says nothing.
         """
         paused, self._paused = self._paused, not goes_on
         num_rows = sum(row.num_samples > 0 for row in step.rows)
         if not num_rows or step.num_prompt_tokens or not result.busy_us:
             return
-        idle = 0 if paused else min(result.idle_us, result.busy_us)
-        seconds = (result.busy_us + idle) / 1e6
+        busy = result.busy_us / 1e6
+        idle = 0.0 if paused else min(result.idle_us / 1e6, LONGEST_WAIT)
         drafted = bool(step.num_drafts or step.num_asked)
         if step.num_drafts:
             self._acceptance.verified(self._num_expected, self._num_right)
-        alike = (
-            seconds if drafted or not step.late else result.busy_us / 1e6
-        )  # as if it had been planned ahead
-        self.policy.observe(sum(row.num_samples for row in step.rows), alike, drafted=drafted)
+        if drafted:
+            waited, self._wasted = idle + self._wasted, 0.0
+        else:
+            waited, self._wasted = (0.0, self._wasted + idle) if step.late else (idle, self._wasted)
+        self.policy.observe(sum(row.num_samples for row in step.rows), busy, waited, drafted=drafted)
         num_tokens = sum(len(row.token_ids) for row in result.rows)
+        seconds = busy + idle
         plain = self.policy.seconds(num_rows) or seconds
         without = plain * num_tokens / num_rows if drafted or step.late else seconds
         self.stats.ran(num_rows, num_tokens, seconds, without)

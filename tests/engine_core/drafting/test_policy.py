@@ -18,8 +18,8 @@ def measured(cost: Callable[[int], float], gap: float = 0.0, most: int = 200) ->
     policy = MeasuredPolicy()
     for _ in range(20):
         for size in range(1, most):
-            policy.observe(size, cost(size), drafted=False)
-            policy.observe(size, cost(size) + gap, drafted=True)
+            policy.observe(size, cost(size), 0.0, drafted=False)
+            policy.observe(size, cost(size), gap, drafted=True)
     return policy
 
 
@@ -83,7 +83,7 @@ def test_it_is_tried_again_now_and_then_and_seldom() -> None:
     for _ in range(10 * PROBE_INTERVAL):
         if not policy.hopeless(4, 40) and any(policy.lengths(4, [chain(0.9, 8)] * 4, 40)):
             tried += 1
-            policy.observe(12, 0.012, drafted=True)
+            policy.observe(12, 0.012, 0.0, drafted=True)
     assert 5 <= tried <= 10
 
 
@@ -92,9 +92,9 @@ def test_a_machine_that_has_become_faster_is_noticed() -> None:
     drafted = 0
     for _ in range(40 * PROBE_INTERVAL):
         lengths = [0] if policy.hopeless(1, 8) else policy.lengths(1, [chain(0.9, 8)], 8)
-        policy.observe(1, 0.001, drafted=False)
+        policy.observe(1, 0.001, 0.0, drafted=False)
         if lengths[0]:
-            policy.observe(1 + lengths[0], 0.001, drafted=True)
+            policy.observe(1 + lengths[0], 0.001, 0.0, drafted=True)
             drafted += 1
     assert drafted > PROBE_INTERVAL
 

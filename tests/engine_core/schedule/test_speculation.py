@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from pagewire.engine_core.drafting.draft import Draft
 from pagewire.engine_core.drafting.ngram import NgramDrafter
 from pagewire.engine_core.drafting.policy import MeasuredPolicy
 from pagewire.engine_core.drafting.suffix import SuffixDrafter
+from pagewire.engine_core.schedule import speculation
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.engine_core.schedule.speculation import Drafting, Limits, NoSpeculation, open_speculation
 from pagewire.ipc.speculative import SpeculativeConfig, speculative_config
@@ -162,6 +164,8 @@ def test_no_drafts_above_a_batch_size_or_a_length() -> None:
 class Fixed:
     """A drafter of one draft."""
 
+    num_missing = 0
+
     def __init__(self, token_ids: list[int]) -> None:
         self._draft = Draft(token_ids, [0.9] * len(token_ids))
 
@@ -173,6 +177,20 @@ class Fixed:
 
     def learn(self, token_ids: list[int]) -> None:
         """It knows all it needs."""
+
+
+def test_long_prompts_are_taken_in_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that many that come at once, from the prefix cache, do not make the core wait."""
+    monkeypatch.setattr(speculation, "PORTION", 100)
+    simulation = TimedSimulation(FLAT, drafter=ngrams(), max_num_batched_tokens=2000, num_blocks=400)
+    group = [simulation.submit([2, 3] * 45, seed=i, max_tokens=30)[0] for i in range(6)]
+    seen = []
+    while simulation.scheduler.num_unfinished and len(seen) < 12:
+        simulation.step()
+        missing = [s.drafts.source.num_missing > 60 for s in group if s.drafts and s.drafts.source]
+        seen.append(missing.count(False) if missing else 0)
+    assert seen[-1] == 6 and max(b - a for a, b in itertools.pairwise(seen)) <= 4
+    simulation.drain()
 
 
 def test_drafts_end_where_the_grammar_forbids_them() -> None:
