@@ -18,11 +18,12 @@ from pagewire.workers.calls import call
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.checkpoint_headers import read_headers
 from pagewire.workers.model.fit import sizes_of
+from pagewire.workers.runner import Runner
 
 from ..architectures import GROUPED, SERVED, VOCAB_SIZE, Architecture
 from ..driver import GREEDY, Driver
 from ..parity import make_prompts
-from .speculating import Proposal, SpeculativeDriver, runner_with
+from .speculating import Proposal, SpeculativeDriver, open_for, runner_with
 
 NUM_LAYERS, PLACES = 7, (2, 3, 4)
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, NUM_LOGITS = 64, 4, 2, 16, 80, 96
@@ -47,6 +48,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with as many layers as three places take."""
     fields = GROUPED | {"num_hidden_layers": NUM_LAYERS}
     return Architecture("llama", fields).write(tmp_path_factory.mktemp("seven"), seed=2)
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> Runner:
+    """The model without a drafter."""
+    return runner_with(model, None)
 
 
 def write(folder: Path, **changes: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -176,14 +183,14 @@ def test_drafts_are_those_of_the_formula(model: Path, tmp_path: Path, changes: d
 @pytest.mark.parametrize(
     "params", [GREEDY, SamplingParams(temperature=1.0, logprobs=1)], ids=["greedy", "sampled"]
 )
-def test_they_change_nothing(model: Path, tmp_path: Path, params: SamplingParams) -> None:
+def test_they_change_nothing(model: Path, plain: Runner, tmp_path: Path, params: SamplingParams) -> None:
     write(tmp_path)
     prompts = make_prompts(VOCAB_SIZE)
-    plain = Driver(runner_with(model, None)).generate(prompts, 9, params)
+    expected = Driver(plain).generate(prompts, 9, params)
     driver = SpeculativeDriver(runner_with(model, tmp_path, "eagle3", 4), wanted=lambda *_: 4)
     sequences = [driver.add(i, prompt, params, seed=i) for i, prompt in enumerate(prompts)]
     driver.run(sequences, 9)
-    assert [s.output[:9] for s in sequences] == plain
+    assert [s.output[:9] for s in sequences] == expected
 
 
 def test_states_within_the_model_cost_no_bit(tmp_path: Path) -> None:
@@ -232,15 +239,15 @@ def test_sleep_includes_the_head(model: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(
-    model: Path, tmp_path: Path, changes: dict[str, Any], reason: str
+    plain: Runner, tmp_path: Path, changes: dict[str, Any], reason: str
 ) -> None:
     write(tmp_path, **changes)
     with pytest.raises(LoadError, match=reason):
-        runner_with(model, tmp_path, "eagle3", 4)
+        open_for(plain, tmp_path, "eagle3", 4)
 
 
 def test_models_and_checkpoints_that_lack_something_are_refused(
-    llama: Path, model: Path, tmp_path: Path
+    llama: Path, plain: Runner, tmp_path: Path
 ) -> None:
     _, tensors = write(tmp_path)
     with pytest.raises(LoadError, match="after the layers 2, 1, -1, and the model has 2"):
@@ -251,4 +258,4 @@ def test_models_and_checkpoints_that_lack_something_are_refused(
     del tensors["norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(LoadError, match=r"lacks the weight norm\.weight"):
-        runner_with(model, tmp_path, "eagle3", 4)
+        open_for(plain, tmp_path, "eagle3", 4)
