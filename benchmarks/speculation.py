@@ -5,7 +5,8 @@
 Two kinds of prompts: "repeats" has its own code edited or its own text corrected, most of which is copied;
 "free" has nothing to repeat. Both engines live at once, and their runs alternate, so what else the machine does
 slows both down; where that is much, the factor between processor seconds of core and worker tells more. The
-outputs must be equal to the token.
+outputs must be equal to the token. Prompts are run several times, so "suffix" has seen their outputs before, as
+it has with requests that come again; "ngram" has not.
 """
 
 from __future__ import annotations

@@ -119,6 +119,10 @@ def speculative_config(
     _check_logprobs(given.pop("disable_logprobs", None))
     if not given:
         return None
+    if given.get("num_speculative_tokens") == 0:
+        raise ValueError(
+            "num_speculative_tokens must be at least 1: without speculation, leave its options out"
+        )
     _name_method(given)
     _complete_lookup(given)
     return _checked(given)

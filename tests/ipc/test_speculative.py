@@ -86,6 +86,7 @@ def test_methods_and_their_defaults(values: dict[str, Any], expected: tuple[obje
         ({"speculative_config": {"method": "suffix", "model": "[ngram]"}}, "contradicts"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 1000}}, "<= 128"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": -1}}, ">= 0"),
+        ({"speculative_model": "[ngram]", "num_speculative_tokens": 0}, "must be at least 1"),
         ({"speculative_config": {"method": "ngram", "disable_by_batch_size": 0}}, ">= 1"),
         (
             {"speculative_model": "[ngram]", "ngram_prompt_lookup_min": 5, "ngram_prompt_lookup_max": 3},
