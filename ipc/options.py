@@ -391,7 +391,14 @@ class EngineArgs:
             ValueError: a bad option.
         """
         flags = {name: getattr(self, name) for name in FLAGS}
-        return speculative_config(flags, self.speculative_config, self.tensor_parallel_size)
+        config = speculative_config(flags, self.speculative_config, self.tensor_parallel_size)
+        if config is not None and self.pipeline_parallel_size > 1:
+            raise ValueError(
+                "speculative decoding with pipeline_parallel_size over 1 is not supported yet: a step with drafts "
+                "must be over before the next is planned, and the other stages would be idle; use "
+                "tensor_parallel_size"
+            )
+        return config
 
     def served_names(self) -> list[str]:
         """The names of the model in the API; metrics use the first."""

@@ -264,7 +264,7 @@ class Runner:
         """
         if self.loaded is None:
             self.loaded = self._load(WeightsAhead(self.config), Phases(lambda phase, seconds: None))
-        self.drafter.load()
+        self.drafter.load(self.model)
 
     def _load(self, ahead: WeightsAhead, phases: Phases) -> LoadedModel:
         """Load the model, and make it ask for adapters if they are served."""

@@ -54,6 +54,7 @@ class DraftModel:
     def __init__(
         self,
         config: WorkerConfig,
+        target: LoadedModel,
         num_drafts: int,
         slots: Slots,
         device: Device,
@@ -62,8 +63,8 @@ class DraftModel:
     ) -> None:
         """Load it.
 
-        config: of the draft model. num_drafts: that are asked for at most. slots, sampler: the model's own, whose
-        vocabulary this one must have.
+        config: of the draft model. target: the model, whose vocabulary this one must have. num_drafts: that are
+        wanted at most. slots, sampler: the model's own.
 
         Raises:
             LoadError: it cannot be loaded, or has another vocabulary.
@@ -74,7 +75,7 @@ class DraftModel:
         self._num_blocks = 0
         self._coverage = Coverage(slots, 0)
         self.caches: list[tuple[Tensor, Tensor]] = []
-        self.load()
+        self.load(target)
         shapes, size = self.model.kv_shapes, config.block_size
         self.name: str | None = self.model.architecture
         self.block_bytes = sum(shape.block_bytes(size) for shape in shapes)
@@ -97,16 +98,16 @@ class DraftModel:
         """See `Drafter.weight_bytes`."""
         return 0 if self._loaded is None else self._loaded.weight_bytes
 
-    def load(self) -> None:
+    def load(self, target: LoadedModel) -> None:
         """See `Drafter.load`."""
         if self._loaded is not None:
             return
         ahead = WeightsAhead(self._config)
         loaded = load(ahead, Phases(lambda name, seconds: None), self._device, self._collective)
-        if loaded.vocab_size != self._slots.vocab_size:
+        if loaded.vocab_size != target.vocab_size:
             raise LoadError(
                 f"the draft model {self._config.model_path} has a vocabulary of {loaded.vocab_size} tokens, and "
-                f"the model one of {self._slots.vocab_size}: a draft model must have the model's vocabulary"
+                f"the model one of {target.vocab_size}: a draft model must have the model's vocabulary"
             )
         self._loaded = loaded
         keep_in_background(loaded, ahead)

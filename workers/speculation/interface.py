@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from pagewire.ipc.worker_messages import StepPlan
+from pagewire.workers.model.loading import LoadedModel
 
 
 class RowOver(NamedTuple):
@@ -54,8 +55,8 @@ class Drafter(Protocol):
     def features(self) -> Tensor | None:
         """What it takes from inside the model for each token [T, F] of the step that was just launched."""
 
-    def load(self) -> None:
-        """Load the weights, if they are dropped.
+    def load(self, target: LoadedModel) -> None:
+        """Load the weights, if they are dropped. target: the model, whose weights are loaded.
 
         Raises:
             LoadError: they cannot be loaded, or do not fit the model.
@@ -93,7 +94,7 @@ class NoDrafter:
     caches: Sequence[tuple[Tensor, Tensor]] = ()
     features = None
 
-    def load(self) -> None:
+    def load(self, target: LoadedModel) -> None:
         """Nothing to do."""
 
     def unload(self) -> None:

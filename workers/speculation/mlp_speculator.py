@@ -31,6 +31,7 @@ from pagewire.kernels.weight import Linear, dense_weight
 from pagewire.workers.device.interface import Device, TokenSampler
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.checkpoint import Checkpoint
+from pagewire.workers.model.loading import LoadedModel
 from pagewire.workers.model.online import online
 from pagewire.workers.model.products import packed
 from pagewire.workers.model.weights import keep
@@ -106,16 +107,16 @@ class MlpSpeculator:
         path: str,
         quantization: str | None,
         slots: Slots,
-        dtype: torch.dtype,
+        target: LoadedModel,
         device: Device,
         sampler: TokenSampler,
     ) -> None:
-        """Load it. dtype: of the model. slots, sampler: the model's own.
+        """Load it. target: the model. slots, sampler: the model's own.
 
         Raises:
             LoadError: it cannot be loaded, or has another vocabulary.
         """
-        self._path, self._slots, self._dtype = path, slots, dtype
+        self._path, self._slots, self._dtype = path, slots, target.dtype
         self._device, self._sampler = device, sampler
         self._quantise = keep if quantization is None else online(quantization)
         self.settings = Settings.read(path)
@@ -128,9 +129,9 @@ class MlpSpeculator:
         self._weight = math.sqrt((1 - share**2) * self.settings.size / 2) / share
         self._steps: list[Step] = []
         self.weight_bytes = 0
-        self.load()
+        self.load(target)
 
-    def load(self) -> None:
+    def load(self, target: LoadedModel) -> None:
         """See `Drafter.load`."""
         if self._steps:
             return

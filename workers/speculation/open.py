@@ -17,6 +17,7 @@ from pagewire.workers.model.dimensions import Dimensions
 from pagewire.workers.model.loading import LoadedModel, Phases
 from pagewire.workers.slots import Slots
 from pagewire.workers.speculation.draft_model import DraftModel
+from pagewire.workers.speculation.eagle3 import Eagle3
 from pagewire.workers.speculation.interface import Drafter, NoDrafter
 from pagewire.workers.speculation.mlp_speculator import MlpSpeculator
 from pagewire.workers.speculation.vocabulary import MAX_SHARE, share_of_others
@@ -25,7 +26,6 @@ logger = logging.getLogger("pagewire.worker")
 
 WITHOUT_MODEL = "; the methods 'ngram' and 'suffix' need no model and work with any"
 NOT_SERVED = {
-    "eagle3": "EAGLE-3 heads are not served",
     "mtp": "the multi-token-prediction layers of a checkpoint are not served",
 }
 
@@ -56,12 +56,17 @@ def open_drafter(
     drafter: Drafter
     if speculative.method == "mlp_speculator":
         quantization = speculative.quantization
-        drafter = speculator = MlpSpeculator(path, quantization, slots, target.dtype, device, sampler)
+        drafter = speculator = MlpSpeculator(path, quantization, slots, target, device, sampler)
         check_mlp(speculator, speculative, config)
+    elif speculative.method == "eagle3":
+        num_drafts = speculative.num_speculative_tokens
+        drafter = Eagle3(
+            *(config, target, path, num_drafts, speculative.quantization, slots, device, sampler)
+        )
     else:
         own = draft_config(config, speculative, path, target)
         num_drafts = speculative.num_speculative_tokens
-        drafter = DraftModel(own, num_drafts, slots, device, sampler, collective)
+        drafter = DraftModel(own, target, num_drafts, slots, device, sampler, collective)
     phases.end("drafter")
     logger.info("drafts come from %s (%s)", drafter.name, path)
     return drafter
@@ -76,7 +81,7 @@ def check_target(speculative: SpeculativeConfig, target: LoadedModel, num_ranks:
     method = speculative.method
     if method in NOT_SERVED:
         raise LoadError(f"{NOT_SERVED[method]}: take a draft model (method 'draft_model'){WITHOUT_MODEL}")
-    if method not in ("draft_model", "mlp_speculator"):
+    if method not in ("draft_model", "mlp_speculator", "eagle3"):
         raise LoadError(f"the worker knows no speculative method {method!r}{WITHOUT_MODEL}")
     if target.pooler is not None:
         raise LoadError(

@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.speculative import Method, SpeculativeConfig
 from pagewire.ipc.worker_messages import Row, SlotInit, StepPlan
 from pagewire.workers.runner import Runner
+from pagewire.workers.speculation.interface import Drafter
+from pagewire.workers.speculation.open import open_drafter
 
 from ..driver import load_runner
 
@@ -31,6 +34,14 @@ def runner_with(
     if drafter is not None:
         speculative = SpeculativeConfig(method, str(drafter), num_drafts)
     return load_runner(folder, speculative=speculative, **fields)[0]
+
+
+def open_for(runner: Runner, drafter: Path, method: Method, num_drafts: int = NUM_DRAFTS) -> Drafter:
+    """Open a drafter for a model that is loaded, as a start of the worker does."""
+    speculative = SpeculativeConfig(method, str(drafter), num_drafts)
+    config = msgspec.structs.replace(runner.config, speculative=speculative)
+    parts = (runner.model, runner.slots, runner.phases, runner.device, runner.sampler, runner.collective)
+    return open_drafter(config, *parts)
 
 
 @dataclass

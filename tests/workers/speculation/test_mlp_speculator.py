@@ -16,11 +16,12 @@ from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.speculative import SpeculativeConfig
 from pagewire.workers.calls import call
 from pagewire.workers.errors import LoadError
+from pagewire.workers.runner import Runner
 
 from ..architectures import VOCAB_SIZE
 from ..driver import GREEDY, Driver, load_runner
 from ..parity import make_prompts
-from .speculating import Proposal, Speculated, SpeculativeDriver, runner_with
+from .speculating import Proposal, Speculated, SpeculativeDriver, open_for, runner_with
 
 HIDDEN = 64
 SETTINGS = {
@@ -34,6 +35,12 @@ SETTINGS = {
     "scale_input": False,
     "n_candidates": 5,
 }
+
+
+@pytest.fixture(scope="module")
+def plain(llama: Path) -> Runner:
+    """The model without a drafter."""
+    return runner_with(llama, None)
 
 
 def write(folder: Path, **changes: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -119,14 +126,14 @@ def test_drafts_are_those_of_the_formula(llama: Path, tmp_path: Path, changes: d
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0)], ids=["greedy", "sampled"])
-def test_they_change_nothing(llama: Path, tmp_path: Path, params: SamplingParams) -> None:
+def test_they_change_nothing(llama: Path, plain: Runner, tmp_path: Path, params: SamplingParams) -> None:
     write(tmp_path)
     prompts = make_prompts(VOCAB_SIZE)
-    plain = Driver(runner_with(llama, None)).generate(prompts, 9, params)
+    expected = Driver(plain).generate(prompts, 9, params)
     driver = SpeculativeDriver(runner_with(llama, tmp_path, "mlp_speculator", 3))
     sequences = [driver.add(i, prompt, params, seed=i) for i, prompt in enumerate(prompts)]
     driver.run(sequences, 9)
-    assert [s.output[:9] for s in sequences] == plain
+    assert [s.output[:9] for s in sequences] == expected
 
 
 def test_sleep_drops_its_weights(llama: Path, tmp_path: Path) -> None:
@@ -163,23 +170,23 @@ def test_quantised_weights(llama: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(
-    llama: Path, tmp_path: Path, changes: dict[str, Any], num_drafts: int, reason: str
+    plain: Runner, tmp_path: Path, changes: dict[str, Any], num_drafts: int, reason: str
 ) -> None:
     write(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(SETTINGS | changes))
     if "emb_dim" in changes:
         write(tmp_path, **changes)
     with pytest.raises(LoadError, match=reason):
-        runner_with(llama, tmp_path, "mlp_speculator", num_drafts)
+        open_for(plain, tmp_path, "mlp_speculator", num_drafts)
 
 
-def test_missing_and_misshapen_weights_are_refused(llama: Path, tmp_path: Path) -> None:
+def test_missing_and_misshapen_weights_are_refused(plain: Runner, tmp_path: Path) -> None:
     _, tensors = write(tmp_path)
     tensors["head.1.weight"] = torch.zeros(VOCAB_SIZE, 16)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(LoadError, match=r"token 1 of the MLP speculator .* have the sizes"):
-        runner_with(llama, tmp_path, "mlp_speculator", 3)
+        open_for(plain, tmp_path, "mlp_speculator", 3)
     del tensors["ln.2.bias"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(LoadError, match=r"lacks the weight ln\.2\.bias"):
-        runner_with(llama, tmp_path, "mlp_speculator", 3)
+        open_for(plain, tmp_path, "mlp_speculator", 3)

@@ -11,8 +11,8 @@ from pagewire.ipc.speculative import Method
 
 from ...engine_core.schedule.simulation import drafting
 from ..test_drafts import WAYS, Output, Way, generate
+from . import test_eagle3, test_mlp_speculator
 from .speculating import runner_with
-from .test_mlp_speculator import write
 
 SIZES = {"max_num_seqs": 32, "num_blocks": 320}
 BY_NAME = {way.name: way for way in WAYS}
@@ -25,11 +25,14 @@ def expected(llama: Path) -> dict[tuple[int, int], Output]:
 
 
 def drafter(method: Method, llama: Path, folder: Path) -> Path:
-    """The model itself, or an MLP speculator."""
-    if method == "mlp_speculator":
-        write(folder)
-        return folder
-    return llama
+    """The model itself, or a random one of another kind."""
+    if method == "draft_model":
+        return llama
+    if method == "eagle3":
+        test_eagle3.write(folder, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 0, 0]})
+    else:
+        test_mlp_speculator.write(folder)
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -38,6 +41,7 @@ def drafter(method: Method, llama: Path, folder: Path) -> Path:
         ("draft_model", "a batch", 0.5),
         ("draft_model", "preempted", 0.5),
         ("mlp_speculator", "no cache, one step at a time", 0.0),
+        ("eagle3", "preempted", 0.0),
     ],
 )
 def test_drafts_of_the_worker_change_nothing(
