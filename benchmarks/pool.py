@@ -109,8 +109,10 @@ def core(model: Path, threads: int, int8: bool) -> Iterator[str]:
     options = ["--dtype", "float32", "--num-threads", str(threads)]
     if int8:
         options += ["--quantization", "int8"]
-    with process("core", "--model", str(model), *options) as address:
-        yield address
+    with tempfile.TemporaryDirectory() as folder:
+        options += ["--listen", f"ipc://{folder}/core.sock"]
+        with process("core", "--model", str(model), *options) as address:
+            yield address
 
 
 @contextmanager
