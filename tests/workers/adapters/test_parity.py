@@ -148,7 +148,7 @@ def test_adapters_over_quantised_weights(
 def test_a_merged_adapter_is_the_model(model: Path, adapters: list[Path], tmp_path: Path) -> None:
     """Also where the weights are then quantised, and where the adapter changes more than weights, refused."""
     names = list(KINDS)
-    for name in ("rank 64 rslora", "dora", "whole modules"):
+    for name in ("dora", "whole modules"):
         folder = adapters[names.index(name)]
         merged, _ = load_runner(model, merged_adapter=str(folder))
         actual = Driver(merged).generate(PROMPTS[:2], NUM_TOKENS)
@@ -165,8 +165,9 @@ def test_a_merged_adapter_is_the_model(model: Path, adapters: list[Path], tmp_pa
     assert Driver(merged).generate(PROMPTS[:1], 6) != Driver(plain).generate(PROMPTS[:1], 6)
 
 
-FIRST = ("gpt2", "gemma2", "mixtral", "phi3")
+FIRST = ("gpt2", "gemma2", "mixtral")
 OTHERS = (
+    "phi3",
     "qwen2",
     "mistral",
     "gpt_neox",
