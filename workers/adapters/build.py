@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -131,11 +131,7 @@ class _Builder:
             delta = Delta(empty, second, place.first, place.num_out, shift=shift)
         else:
             raise ValueError(f"{quoted(module)} has {_kinds(parts)}, which is not served for a linear layer")
-        moved = {
-            name: None if (tensor := getattr(delta, name)) is None else tensor.to(self.targets.device)
-            for name in ("a", "b", "gain", "shift")
-        }
-        self.deltas.setdefault(place.product, []).append(replace(delta, **moved))
+        self.deltas.setdefault(place.product, []).append(delta.to(self.targets.device))
 
     def _without_base(self, module: str, name: str, parts: Parts) -> Parts:
         """The tensors but for a weight that is the model's own: PEFT may save embedding and output layer as is."""
