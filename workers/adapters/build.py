@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pagewire.ipc.lora import LoRAConfig
 from pagewire.ipc.quoting import quoted
-from pagewire.kernels.cpu.adapters import together
+from pagewire.kernels.cpu.adapters import table_of, together
 from pagewire.kernels.deltas import AdapterWeights, Delta, EmbeddingDelta, panels
 from pagewire.workers.adapters.base_weights import BaseWeights
 from pagewire.workers.adapters.config import AdapterConfig
@@ -37,10 +37,14 @@ def build(
         builder.add(module, parts)
     builder.check_whole()
     deltas = [builder.deltas.get(product, []) for product in range(len(targets.shapes))]
-    if targets.device.type == "cpu":
+    on_cpu = targets.device.type == "cpu"
+    if on_cpu:
         deltas = together(deltas)
     extra = builder.num_extra_tokens()
-    return AdapterWeights(deltas, targets.shapes, targets.dtype, builder.embedding, extra), builder.rank
+    weights = AdapterWeights(deltas, targets.shapes, targets.dtype, builder.embedding, extra)
+    if on_cpu:
+        table_of(weights)  # now, so that no step has to make it
+    return weights, builder.rank
 
 
 @dataclass
