@@ -35,9 +35,9 @@ from pagewire.ipc.worker_messages import (
 )
 from pagewire.workers import main
 
-from .adapters.test_refused import write
 from .driver import GREEDY, tokens_of
 from .huge import write_huge
+from .random_adapters import write
 
 WAIT_MS = 60_000
 

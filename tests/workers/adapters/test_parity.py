@@ -21,6 +21,7 @@ from ..driver import Driver, Request, load_runner
 from ..parity import NUM_TOKENS, make_prompts, transformers_tokens
 from ..peft_adapters import LIMITS, AdaptedRunner, peft_logprobs, peft_tokens, targets_of, write_adapter
 from ..quantised_models import PartsFormat, write_quantised
+from ..random_adapters import make_tensors, write
 
 PROMPTS = make_prompts(VOCAB_SIZE, (23, 5, 17, 1, 9, 12, 6))
 KINDS: dict[str, dict[str, Any]] = {
@@ -89,6 +90,19 @@ def test_adapters_of_all_kinds_beside_the_model_in_one_batch(
     assert [ours == theirs for ours, theirs in zip(actual, plain, strict=True)] == [True] + [False] * 6
 
 
+def test_bits_are_the_same_among_32_adapters(model: Path, tmp_path: Path) -> None:
+    folders = [write(tmp_path / str(i), tensors=make_tensors(i)) for i in range(32)]
+    runner = AdaptedRunner(model, max_num_seqs=32, num_blocks=256)
+    runner.load_all(folders)
+    prompts = [PROMPTS[i % len(PROMPTS)][:6] for i in range(32)]
+    params = SamplingParams(temperature=0.0, logprobs=2)
+    together = Driver(runner.runner, 48).run(prompts, 6, params, adapters=range(1, 33))
+    assert len({tuple(request.output) for request in together}) > 16
+    for i in (0, 5, 31):
+        (alone,) = Driver(runner.runner, 48).run(prompts[i : i + 1], 6, params, adapters=[i + 1])
+        assert (alone.output, alone.logprobs) == (together[i].output, together[i].logprobs)
+
+
 def test_bits_are_the_same_alone_and_among_others(runner: AdaptedRunner) -> None:
     params = SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=0)
 
@@ -134,7 +148,7 @@ def test_adapters_over_quantised_weights(
 def test_a_merged_adapter_is_the_model(model: Path, adapters: list[Path], tmp_path: Path) -> None:
     """Also where the weights are then quantised, and where the adapter changes more than weights, refused."""
     names = list(KINDS)
-    for name in ("rank 64 rslora", "dora", "whole modules"):
+    for name in ("dora", "whole modules"):
         folder = adapters[names.index(name)]
         merged, _ = load_runner(model, merged_adapter=str(folder))
         actual = Driver(merged).generate(PROMPTS[:2], NUM_TOKENS)
@@ -151,8 +165,9 @@ def test_a_merged_adapter_is_the_model(model: Path, adapters: list[Path], tmp_pa
     assert Driver(merged).generate(PROMPTS[:1], 6) != Driver(plain).generate(PROMPTS[:1], 6)
 
 
-FIRST = ("gpt2", "gemma2", "mixtral", "phi3")
+FIRST = ("gpt2", "gemma2", "mixtral")
 OTHERS = (
+    "phi3",
     "qwen2",
     "mistral",
     "gpt_neox",

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 
 from pagewire.ipc.lora import DropAdapter, LoadAdapter, LoRAConfig
 from pagewire.ipc.worker_messages import Parallel
@@ -22,35 +21,9 @@ from pagewire.workers.errors import LoadError
 
 from ..driver import Driver, load_runner
 from ..peft_adapters import AdaptedRunner
+from ..random_adapters import CONFIG, Q, Tensors, make_tensors, write
 
 LIMITS = LoRAConfig(max_lora_rank=8)
-Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
-CONFIG: dict[str, Any] = {
-    "peft_type": "LORA",
-    "r": 4,
-    "lora_alpha": 8,
-    "target_modules": ["layers.0.self_attn.q_proj", "layers.1.mlp.down_proj"],
-    "base_model_name_or_path": "some/llama",
-}
-Tensors = dict[str, Tensor]
-
-
-def make_tensors() -> Tensors:
-    generator = torch.Generator().manual_seed(0)
-    shapes = {Q: (64, 64), DOWN: (64, 100)}
-    tensors = {}
-    for module, (num_out, num_in) in shapes.items():
-        tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(4, num_in, generator=generator)
-        tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(num_out, 4, generator=generator)
-    return tensors
-
-
-def write(folder: Path, config: dict[str, Any] = CONFIG, tensors: Tensors | None = None) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    tensors = make_tensors() if tensors is None else tensors
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / TENSORS)
-    return folder
 
 
 @pytest.fixture(scope="module")

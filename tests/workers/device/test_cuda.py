@@ -6,6 +6,7 @@ when every one is waited for and none is recorded.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from pagewire.ipc.items import LogprobRows
+from pagewire.ipc.lora import LoadAdapter, LoRAConfig
 from pagewire.ipc.messages import Tensor
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.worker_messages import Masks, Parallel, Row, SlotInit, StepPlan, StepResult, WorkerConfig
@@ -37,6 +39,8 @@ from tests.kernels.cuda.emulate.worker import EmulatedCudaDevice, emulated
 from ..architectures import VOCAB_SIZE, Architecture
 from ..driver import GREEDY, Driver, load_runner, tokens_of, values
 from ..parity import make_prompts, transformers_tokens
+from ..peft_adapters import peft_logprobs
+from ..random_adapters import make_tensors, write
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96}
 SIZES: dict[str, Any] = {"device": "cuda", "block_size": 16, "max_num_seqs": 6, "num_blocks": 24}
@@ -156,6 +160,30 @@ def test_tokens_are_those_of_transformers(llama: Path, load: Callable[..., Runne
         ]
         found += [logprobs[0] for _, logprobs, _ in request.logprobs]  # type: ignore[misc]
         torch.testing.assert_close(torch.tensor(found, dtype=torch.float32), chosen, rtol=0, atol=0.1)
+
+
+def test_steps_with_adapters_are_no_recorded_ones(
+    llama: Path, load: Callable[..., Runner], tmp_path: Path
+) -> None:
+    """They run kernel by kernel, and give what PEFT does."""
+    awake = threading.Event()
+    runner = load(lora=LoRAConfig(), wake=awake.set)
+    shapes = {"model.layers.1.self_attn.v_proj": (32, 64), "model.layers.0.mlp.down_proj": (64, 96)}
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 2, "target_modules": list(shapes)}
+    folder = write(tmp_path, config, make_tensors(shapes=shapes))
+    assert runner.adapters is not None
+    runner.adapters.load(LoadAdapter(1, str(folder)))
+    assert awake.wait(60) and [message.error for message in runner.adapters.finished()] == [None]
+    prompts = make_prompts(VOCAB_SIZE, (9, 9))
+    params = SamplingParams(temperature=0.0, prompt_logprobs=0)
+    requests = Driver(runner, 32).run(prompts, 3, params, adapters=[1, 0])
+    check_recorded(runner, num_recorded=4, num_replayed=0)
+    for request, adapter in zip(requests, (folder, None), strict=True):
+        (rows,) = request.prompt_logprobs
+        ours, theirs = torch.tensor(values(rows)[1]), peft_logprobs(llama, adapter, request.prompt)
+        torch.testing.assert_close(ours.flatten(), torch.tensor(theirs), rtol=0, atol=0.2)
+    Driver(runner, 32).generate(prompts, 3, adapters=[0, 0])
+    check_recorded(runner, num_recorded=4, num_replayed=2)
 
 
 @pytest.mark.parametrize("kept", ["fp8", "fp8_e5m2"])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import shutil
 import sys
+import threading
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
 
+from pagewire.ipc.lora import LoadAdapter, LoRAConfig
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels.cpu import library
@@ -23,6 +25,7 @@ from pagewire.workers.weight_cache.folder import weight_folder
 
 from ..architectures import EXPERTS, GPT2_SIZES, GROUPED, Architecture
 from ..driver import Driver
+from ..random_adapters import write
 
 PROMPTS = [[5, 9, 77, 3], [8] * 11]
 QWEN = Architecture("qwen3", GROUPED)  # its heads have norms
@@ -62,6 +65,24 @@ def outputs(runner: Runner) -> Any:
     requests = Driver(runner).run(PROMPTS, 8, params)
     prompts = [[rows.logprobs.tolist() for rows in request.prompt_logprobs] for request in requests]
     return [(request.output, request.logprobs) for request in requests], prompts
+
+
+def test_adapters_of_a_model_from_packed_weights(model: Path, tmp_path: Path) -> None:
+    adapter = write(tmp_path / "adapter")
+    found = []
+    for _ in range(2):
+        awake = threading.Event()
+        sizes: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 8, "num_blocks": 64, "block_size": 4}
+        config = WorkerConfig(str(model), num_threads=1, weight_cache=True, lora=LoRAConfig(), **sizes)
+        ahead = WeightsAhead(config)
+        runner = Runner.start(config, lambda *_: None, ahead, wake=awake.set)[0]
+        assert len(keep(runner, ahead)) == 1
+        assert runner.adapters is not None
+        runner.adapters.load(LoadAdapter(1, str(adapter)))
+        assert awake.wait(60) and runner.adapters.finished()[0].error is None
+        found.append((ahead.packed is not None, Driver(runner).generate(PROMPTS, 8, adapters=[1, 0])))
+    (first, made), (second, again) = found
+    assert (first, second) == (False, True) and made == again
 
 
 def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
