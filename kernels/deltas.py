@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,11 @@ class Delta:
     def tensors(self) -> list[Tensor]:
         """All tensors that it is made of."""
         return [tensor for tensor in (self.a, self.b, self.gain, self.shift) if tensor is not None]
+
+    def to(self, device: torch.device) -> Delta:
+        """The same with its tensors on a device."""
+        b, gain, shift = (None if x is None else x.to(device) for x in (self.b, self.gain, self.shift))
+        return replace(self, a=self.a.to(device), b=b, gain=gain, shift=shift)
 
     def check(self, shape: tuple[int, int], dtype: torch.dtype) -> None:
         """Refuse what does not fit a product of this shape (N, K) and dtype.

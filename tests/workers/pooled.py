@@ -100,8 +100,12 @@ def pool(
     prompts: Sequence[Sequence[int]],
     task: PoolingParams | Sequence[PoolingParams],
     budget: int | None = None,
+    adapters: Sequence[int] = (),
 ) -> list[Tensor]:
-    """The result of each prompt: all in one step, or in steps of at most `budget` tokens of the prompts in turn."""
+    """The result of each prompt: all in one step, or in steps of at most `budget` tokens of the prompts in turn.
+
+    adapters: the index of each one's; empty for none.
+    """
     tasks = [task] * len(prompts) if isinstance(task, PoolingParams) else task
     size = runner.config.block_size
     free = list(range(runner.num_blocks))[::-1]
@@ -109,7 +113,8 @@ def pool(
     for slot, (prompt, own) in enumerate(zip(prompts, tasks, strict=True)):
         num_blocks = 1 if not runner.caches else -(-len(prompt) // size)
         blocks = [free.pop() for _ in range(num_blocks)]
-        inits.append(SlotInit(slot, list(prompt), len(prompt), blocks, own, 0))
+        adapter = adapters[slot] if adapters else 0
+        inits.append(SlotInit(slot, list(prompt), len(prompt), blocks, own, 0, adapter=adapter))
     done, results = [0] * len(prompts), [torch.empty(0)] * len(prompts)
     while any(n < len(prompt) for n, prompt in zip(done, prompts, strict=True)):
         left, rows = budget or 1 << 30, []

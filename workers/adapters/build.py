@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from pagewire.ipc.lora import LoRAConfig
 from pagewire.ipc.quoting import quoted
-from pagewire.kernels.cpu.adapters import together
+from pagewire.kernels.cpu.adapters import table_of, together
 from pagewire.kernels.deltas import AdapterWeights, Delta, EmbeddingDelta, panels
 from pagewire.workers.adapters.base_weights import BaseWeights
 from pagewire.workers.adapters.config import AdapterConfig
@@ -37,10 +37,14 @@ def build(
         builder.add(module, parts)
     builder.check_whole()
     deltas = [builder.deltas.get(product, []) for product in range(len(targets.shapes))]
-    if targets.device.type == "cpu":
+    on_cpu = targets.device.type == "cpu"
+    if on_cpu:
         deltas = together(deltas)
     extra = builder.num_extra_tokens()
-    return AdapterWeights(deltas, targets.shapes, targets.dtype, builder.embedding, extra), builder.rank
+    weights = AdapterWeights(deltas, targets.shapes, targets.dtype, builder.embedding, extra)
+    if on_cpu:
+        table_of(weights)  # now, so that no step has to make it
+    return weights, builder.rank
 
 
 @dataclass
@@ -131,11 +135,7 @@ class _Builder:
             delta = Delta(empty, second, place.first, place.num_out, shift=shift)
         else:
             raise ValueError(f"{quoted(module)} has {_kinds(parts)}, which is not served for a linear layer")
-        moved = {
-            name: None if (tensor := getattr(delta, name)) is None else tensor.to(self.targets.device)
-            for name in ("a", "b", "gain", "shift")
-        }
-        self.deltas.setdefault(place.product, []).append(replace(delta, **moved))
+        self.deltas.setdefault(place.product, []).append(delta.to(self.targets.device))
 
     def _without_base(self, module: str, name: str, parts: Parts) -> Parts:
         """The tensors but for a weight that is the model's own: PEFT may save embedding and output layer as is."""

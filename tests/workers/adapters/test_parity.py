@@ -11,11 +11,13 @@ import torch
 from msgspec.structs import replace
 
 from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.pooling import PoolingParams
 from pagewire.kernels.integers import Integers
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model import modules
 from pagewire.workers.model.stack import DecoderStack
 
+from .. import pooled
 from ..architectures import GROUPED, SERVED, VOCAB_SIZE, Architecture
 from ..driver import Driver, Request, load_runner
 from ..parity import NUM_TOKENS, make_prompts, transformers_tokens
@@ -219,3 +221,32 @@ def test_an_adapter_brings_tokens_of_its_own(model: Path, adapters: list[Path], 
     assert beside == peft_tokens(model, [None, adapters[0]], prompts[1:])
     few = AdaptedRunner(model, replace(LIMITS, extra_vocab_size=399)).load(1, adapter)
     assert few.error == "it brings 400 tokens, over lora_extra_vocab_size 399"
+
+
+@pytest.mark.parametrize("model_type", ["llama", "bert"])
+def test_models_that_embed(model_type: str, tmp_path: Path) -> None:
+    """A decoder stack and an encoder, whose modules have names without the prefix of a causal model."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModel
+
+    folder = pooled.write(tmp_path / "model", model_type)
+    if model_type == "bert":
+        pooled.sentence_transformer(folder, "mean_tokens")
+    torch.manual_seed(1)
+    config = LoraConfig(target_modules="all-linear", exclude_modules=["pooler.dense"])
+    adapted = get_peft_model(AutoModel.from_pretrained(folder), config)
+    with torch.no_grad():
+        for parameter in filter(lambda parameter: parameter.requires_grad, adapted.parameters()):
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    adapted.save_pretrained(tmp_path / "adapter")
+    runner = AdaptedRunner(folder, **({"convert": "embed"} if model_type == "llama" else {}))
+    runner.load_all([tmp_path / "adapter"])
+    task = PoolingParams(task="embed")
+    found = pooled.pool(runner.runner, PROMPTS[:2], task, adapters=[1, 0])
+    base = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        plain = base(torch.tensor([PROMPTS[1]]))[0][0]
+        ours = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(torch.tensor([PROMPTS[0]]))[0][0]
+    for vector, hidden in zip(found, (ours, plain), strict=True):
+        expected = hidden[-1] if model_type == "llama" else hidden.mean(0)
+        assert pooled.cosine(vector, expected) > 0.99999

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from pagewire.ipc.lora import DropAdapter, LoadAdapter, LoRAConfig
+from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.worker_messages import Parallel
 from pagewire.workers.adapters.config import AdapterConfig
 from pagewire.workers.adapters.files import TENSORS, read_files
@@ -233,9 +235,32 @@ def test_pickled_tensors_through_the_restricted_unpickler(llama: Path, tmp_path:
     assert refused.error is not None and "adapter_model.bin cannot be read" in refused.error
 
 
+def test_matrices_in_another_dtype(llama: Path, tmp_path: Path) -> None:
+    """In the model's own they take its size; in any other they are rounded to it, and held in float32."""
+    folder = write(tmp_path)
+    found = {}
+    for dtype, lora_dtype in (
+        ("float32", "auto"),
+        ("float32", "bfloat16"),
+        ("bfloat16", "auto"),
+        ("bfloat16", "float32"),
+        ("bfloat16", "float16"),
+    ):
+        runner = AdaptedRunner(llama, replace(LIMITS, lora_dtype=lora_dtype), dtype=dtype)
+        num_bytes = runner.load(1, folder).num_bytes
+        params = SamplingParams(temperature=0.0, logprobs=0)
+        (request,) = Driver(runner.runner).run([[5, 6, 7]], 1, params, adapters=[1])
+        found[dtype, lora_dtype] = num_bytes, request.logprobs
+    sizes = [num_bytes for num_bytes, _ in found.values()]
+    assert [sizes[0] / size for size in sizes] == [1, 1, 2, 1, 1]
+    assert len({str(logprobs) for _, logprobs in found.values()}) == 5
+
+
 def test_more_than_one_rank_is_refused(llama: Path) -> None:
     with pytest.raises(LoadError, match="enable_lora with tensor_parallel_size over 1 is not served"):
         load_runner(llama, lora=LIMITS, parallel=Parallel(0, 2))
+    with pytest.raises(LoadError, match="long_lora_scaling_factors are not served"):
+        load_runner(llama, lora=replace(LIMITS, long_lora_scaling_factors=[4.0]))
 
 
 def test_patterns_are_those_of_peft() -> None:
