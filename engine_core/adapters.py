@@ -120,6 +120,17 @@ class Adapters:
 
         self._call_when_resident(adapter, loaded, now)
 
+    def preload(self, source: AdapterSource, now: float, done: Callable[[Exception | None], None]) -> None:
+        """Register an adapter at once, read it and keep it in memory. `done`: as of `register`."""
+        adapter = self._known.setdefault(key_of(source), Adapter(source))
+        self._name(source, adapter)
+
+        def loaded(error: Exception | None) -> None:
+            adapter.pinned = error is None and self.limits.max_resident > 1
+            done(error)
+
+        self._call_when_resident(adapter, loaded, now)
+
     def _check_new(self, source: AdapterSource) -> None:
         for other in self.registered.values():
             if other.adapter_id == source.adapter_id and other.name != source.name:
