@@ -18,11 +18,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import count, islice
 from typing import TypeAlias
 
-from pagewire.engine_core.schedule.adapter import Adapter, Residence
+from pagewire.engine_core.schedule.adapter import Adapter, AdapterLimits, Residence, key_of
 from pagewire.engine_core.schedule.sequence import Sequence
 from pagewire.ipc.adapters import AdapterSource
 from pagewire.ipc.lora import AdapterLoaded, DropAdapter, LoadAdapter
@@ -33,20 +32,6 @@ LOAD_SECONDS = 300.0  # that the workers may take to read one, before its reques
 MAX_REGISTERED = 100_000
 
 Refusal: TypeAlias = tuple[Sequence, Exception]
-
-
-@dataclass(frozen=True)
-class AdapterLimits:
-    """How many adapters there may be.
-
-    max_active: with scheduled sequences. max_resident: in the workers' memory. max_bytes: that these take there,
-    over all ranks. vocab_size: of the model without an adapter.
-    """
-
-    max_active: int
-    max_resident: int
-    max_bytes: int
-    vocab_size: int
 
 
 class Adapters:
@@ -131,6 +116,17 @@ class Adapters:
                     self._name(source, adapter)
                 except ValueError as problem:
                     error = problem
+            done(error)
+
+        self._call_when_resident(adapter, loaded, now)
+
+    def preload(self, source: AdapterSource, now: float, done: Callable[[Exception | None], None]) -> None:
+        """Register an adapter at once, read it and keep it in memory. `done`: as of `register`."""
+        adapter = self._known.setdefault(key_of(source), Adapter(source))
+        self._name(source, adapter)
+
+        def loaded(error: Exception | None) -> None:
+            adapter.pinned = error is None and self.limits.max_resident > 1
             done(error)
 
         self._call_when_resident(adapter, loaded, now)
@@ -266,7 +262,7 @@ class Adapters:
         """The sequences that may be scheduled from now on, in order; and those that cannot run, with the reason."""
         leaving: list[Sequence] = []
         refused: list[Refusal] = []
-        overdue = self._overdue(now)
+        overdue = self._overdue(now) if self._waiting else []
         closed = set(islice(self._scheduled, len(overdue)))
         for adapter in list(self._waiting):
             if not adapter.resident:
@@ -328,7 +324,7 @@ class Adapters:
 
     def _overdue(self, now: float) -> list[Adapter]:
         """The adapters for which active ones make room: those that have waited long for nothing but that."""
-        num_loading = sum(adapter.residence is Residence.LOADING for adapter in self._loaded.values())
+        num_loading = self._num_loading()
         overdue = []
         for adapter in self._waiting:
             if now - adapter.since < PATIENCE_SECONDS:
@@ -338,11 +334,14 @@ class Adapters:
                 overdue.append(adapter)
         return overdue
 
+    def _num_loading(self) -> int:
+        return sum(adapter.residence is Residence.LOADING for adapter in self._loaded.values())
+
     # ------------------------------------------------------------ the workers' memory
 
     def commands(self, now: float) -> list[LoadAdapter | DropAdapter]:
         """What is to be sent to the workers, which must be ready."""
-        num_loading = sum(adapter.residence is Residence.LOADING for adapter in self._loaded.values())
+        num_loading = self._num_loading() if self._waiting else 0
         for adapter in self._waiting:
             if num_loading >= MAX_LOADING:
                 break
@@ -478,11 +477,6 @@ class Adapters:
             self._drop(adapter)
         elif adapter.residence is Residence.ABSENT and not self._is_registered(adapter):
             self._known.pop(adapter.key, None)
-
-
-def key_of(source: AdapterSource) -> tuple[str, str]:
-    """By which an adapter is found; see `Adapter.key`."""
-    return source.path, source.version
 
 
 def name_of(sequence: Sequence) -> str:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagewire.engine_core.adapters import AdapterLimits
 from pagewire.engine_core.scaling_factors import read_scaling_factors
+from pagewire.engine_core.schedule.adapter import AdapterLimits
 from pagewire.engine_core.schedule.scheduler import SchedulerConfig
 from pagewire.engine_core.speculative_model import resolve_speculation
 from pagewire.ipc.adapter_files import adapter_folder, adapter_version

@@ -282,7 +282,7 @@ class EngineCore:
             self.lobby = Lobby(self.grammars, max_waiting, on_compiled, self.adapters)
             self.outbox = Outbox(self.clients, self._ended)
             self.block_events = BlockEvents(self.clients, self.scheduler.kv.pool, self._publisher)
-            self._pin_first_adapter()
+            self._load_first_adapter()
             self.started = True
             logger.info(
                 "engine ready: %s (%s, %s), %d KV blocks of %d tokens, max_model_len %d",
@@ -310,19 +310,17 @@ class EngineCore:
             self._adapters_lost(time.monotonic())
             self.control.worker_lost(why, was_ready=was_ready)
 
-    def _pin_first_adapter(self) -> None:
-        """Register and keep the adapter that the engine starts with; without it, the engine ends."""
+    def _load_first_adapter(self) -> None:
+        """Load and keep the adapter that the engine starts with; without it, the engine ends."""
         source, adapters = self.config.first_adapter, self.adapters
         if source is None or adapters is None:
             return
 
-        def registered(error: Exception | None) -> None:
+        def loaded(error: Exception | None) -> None:
             if error is not None:
                 raise error
-            if adapters.limits.max_resident > 1:
-                adapters.pin(source.adapter_id, time.monotonic(), lambda _: None)
 
-        adapters.register(source, time.monotonic(), registered)
+        adapters.preload(source, time.monotonic(), loaded)
 
     def _adapter_loaded(self, loaded: AdapterLoaded) -> None:
         if self.adapters is not None:

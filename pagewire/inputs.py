@@ -1,5 +1,21 @@
 """Types of prompts, where programs written for vLLM look for them."""
 
-from pagewire.frontend.inputs import PromptType, SingletonPrompt, TextPrompt, TokensPrompt
+from pagewire.frontend.inputs import (
+    DataPrompt,
+    EmbedsPrompt,
+    ExplicitEncoderDecoderPrompt,
+    PromptType,
+    SingletonPrompt,
+    TextPrompt,
+    TokensPrompt,
+)
 
-__all__ = ["PromptType", "SingletonPrompt", "TextPrompt", "TokensPrompt"]
+__all__ = [
+    "DataPrompt",
+    "EmbedsPrompt",
+    "ExplicitEncoderDecoderPrompt",
+    "PromptType",
+    "SingletonPrompt",
+    "TextPrompt",
+    "TokensPrompt",
+]

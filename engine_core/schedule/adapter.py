@@ -1,4 +1,4 @@
-"""A LoRA adapter, as the core knows it."""
+"""A LoRA adapter, as the core knows it, and how many there may be."""
 
 from __future__ import annotations
 
@@ -15,6 +15,20 @@ class Residence(Enum):
     ABSENT = "absent"
     LOADING = "loading"
     RESIDENT = "resident"
+
+
+@dataclass(frozen=True)
+class AdapterLimits:
+    """How many adapters there may be.
+
+    max_active: with scheduled sequences. max_resident: in the workers' memory. max_bytes: that these take there,
+    over all ranks. vocab_size: of the model without an adapter.
+    """
+
+    max_active: int
+    max_resident: int
+    max_bytes: int
+    vocab_size: int
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +60,7 @@ class Adapter:
     @property
     def key(self) -> tuple[str, str]:
         """What it is found by: one folder with the same files is one adapter, whatever its names."""
-        return self.source.path, self.source.version
+        return key_of(self.source)
 
     @property
     def resident(self) -> bool:
@@ -58,3 +72,8 @@ class Adapter:
         callers, self.callers = self.callers, []
         for call in callers:
             call(error)
+
+
+def key_of(source: AdapterSource) -> tuple[str, str]:
+    """By which an adapter is found; see `Adapter.key`."""
+    return source.path, source.version

@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pagewire.engine_core.adapters import LOAD_SECONDS, PATIENCE_SECONDS, AdapterLimits, Adapters
-from pagewire.engine_core.schedule.adapter import Adapter
+from pagewire.engine_core.adapters import LOAD_SECONDS, PATIENCE_SECONDS, Adapters
+from pagewire.engine_core.schedule.adapter import Adapter, AdapterLimits
 from pagewire.engine_core.schedule.sequence import Sequence, State, sequences
 from pagewire.ipc.adapters import AdapterSource
 from pagewire.ipc.items import Prompt

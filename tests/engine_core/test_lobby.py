@@ -9,11 +9,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from pagewire.engine_core.adapters import Adapters
 from pagewire.engine_core.grammar.matcher import Grammar, GrammarError
 from pagewire.engine_core.lobby import MAX_REPLAYED, Lobby
+from pagewire.engine_core.schedule.adapter import Adapter, AdapterLimits
 from pagewire.engine_core.schedule.sequence import Sequence, State, sequences
+from pagewire.ipc.adapters import AdapterSource
 from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.items import Prompt
+from pagewire.ipc.lora import AdapterLoaded
 from pagewire.ipc.messages import Request
 from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
 from pagewire.ipc.pooling import PoolingParams
@@ -111,6 +115,29 @@ def test_a_refused_grammar_ends_all_sequences_of_its_request(error: Exception, k
         assert sequence.finished
         assert (delta.finish_reason, delta.error, delta.error_type) == ("error", str(error), kind)
     assert len(waiting.lobby) == 0
+
+
+def test_a_sequence_waits_for_its_grammar_and_then_for_its_adapter() -> None:
+    waiting = Waiting()
+    adapters = Adapters(AdapterLimits(max_active=1, max_resident=2, max_bytes=100, vocab_size=10))
+    waiting.lobby = Lobby(waiting.compiler, 100, waiting.compiled.append, adapters)
+    source = AdapterSource("a", 1, "/a")
+    group = waiting.group(SamplingParams(n=2, structured_outputs=StructuredOutputsParams(regex=REGEX)))
+    for sequence in group:
+        sequence.adapter = Adapter(source)
+    waiting.lobby.add(group, 0, 1.0)
+    plain = waiting.add()
+    waiting.compiler.pending[REGEX].outcome = grammar(REGEX)
+    assert waiting.ready() == plain
+    assert waiting.lobby.num_loading == len(waiting.lobby) == 2 and list(waiting.lobby) == group
+    (order,) = adapters.commands(3.0)
+    assert adapters.loaded(AdapterLoaded(order.index, b"content", 10)) == []
+    waiting.lobby.hold()
+    assert waiting.ready() == []
+    assert waiting.lobby.drop(group[1]) and not waiting.lobby.drop(group[1])
+    waiting.lobby.release()
+    assert waiting.ready() == group[:1] and group[0].matcher is not None
+    assert group[0].request.prompt.adapter == b"content" and len(waiting.lobby) == 0
 
 
 def test_nothing_leaves_while_it_is_held_but_refusals_do() -> None:
