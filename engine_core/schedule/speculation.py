@@ -89,6 +89,8 @@ class NoSpeculation:
         """Nothing depends on it."""
 
 
+# After this many steps in which nothing was worth a wait, batches of more than a few rows look for drafts seldom.
+QUIET_STEPS, SELDOM, FEW_ROWS = 32, 4, 4
 LONGEST_WAIT = 0.1  # in seconds, that counts as one for a step that was planned late
 FEW_TOKENS = 64  # that a source takes in at once in any case
 
@@ -119,6 +121,7 @@ class Drafting:
         self._num_asked_new = 0
         self._num_expected, self._num_right = 0.0, 0
         self._num_taken_in = 0  # tokens of prompts, in the present call
+        self._num_quiet = 0  # times that nothing was worth a wait, in succession
         self._wasted = 0.0  # seconds that the worker has waited for steps that then had no drafts
         self._paused = True
 
@@ -130,13 +133,17 @@ class Drafting:
             return True
         if self._drafter is None or self._too_many(running, num_waiting):
             return False
+        if self._num_quiet > QUIET_STEPS and step.step_id % SELDOM and len(running) > FEW_ROWS:
+            return False
         self._num_taken_in = 0
         rows = [s for s in running if s.num_pending == 1 and self._generates(s)]
         room = len(rows) * self._limits.longest
         if not rows or self.policy.hopeless(len(rows), room):
             return False
         found = [ahead for s in rows if (ahead := self._reaches_ahead(s))]
-        return any(self.policy.lengths(len(rows), found, room)) if found else False
+        pays = any(self.policy.lengths(len(rows), found, room)) if found else False
+        self._num_quiet = 0 if pays else self._num_quiet + 1
+        return pays
 
     def choose(
         self, running: Collection[Sequence], num_waiting: int, budget: int, *, ahead: bool
