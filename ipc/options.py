@@ -166,7 +166,7 @@ class EngineArgs:
     speculative_model_quantization: str | None = option(
         None, "Speculation", "as quantization, of the model that proposes tokens")
     speculative_draft_tensor_parallel_size: int | None = option(
-        None, "Speculation", "1: the model that proposes tokens runs whole on every rank", short="-spec-draft-tp")
+        None, "Speculation", "1: the model that proposes tokens runs in one worker", short="-spec-draft-tp")
     spec_decoding_acceptance_method: str | None = option(
         None, "Speculation", "rejection_sampler (default): a proposed token counts if it is the sampled one",
         choices=("rejection_sampler", "typical_acceptance_sampler"))
@@ -391,12 +391,17 @@ class EngineArgs:
             ValueError: a bad option.
         """
         flags = {name: getattr(self, name) for name in FLAGS}
-        config = speculative_config(flags, self.speculative_config, self.tensor_parallel_size)
+        config = speculative_config(flags, self.speculative_config)
         if config is not None and self.pipeline_parallel_size > 1:
             raise ValueError(
                 "speculative decoding with pipeline_parallel_size over 1 is not supported yet: a step with drafts "
                 "must be over before the next is planned, and the other stages would be idle; use "
                 "tensor_parallel_size"
+            )
+        if config is not None and self.enable_lora and not config.in_core:
+            raise ValueError(
+                "a model that proposes tokens knows no adapters, so enable_lora does not go with it: use the "
+                "methods 'ngram' or 'suffix', which do"
             )
         return config
 

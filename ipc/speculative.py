@@ -93,13 +93,10 @@ FLAGS = {
 KEYS = {*SpeculativeConfig.__struct_fields__, "draft_tensor_parallel_size", "disable_logprobs"}
 
 
-def speculative_config(
-    flags: Mapping[str, Any], values: Mapping[str, Any], tensor_parallel_size: int = 1
-) -> SpeculativeConfig | None:
+def speculative_config(flags: Mapping[str, Any], values: Mapping[str, Any]) -> SpeculativeConfig | None:
     """The checked options; None if nothing is to be proposed.
 
     flags: the options named in `FLAGS`, None where they are not given. values: `speculative_config`.
-    tensor_parallel_size: workers over which the model is divided.
 
     Raises:
         ValueError: an option is unknown, has a bad value, is given twice, contradicts another one, or is not
@@ -115,7 +112,7 @@ def speculative_config(
     for name in given:
         if name not in KEYS:
             raise ValueError(f"speculative_config: {unknown_name('key', name, KEYS)}")
-    _check_draft_ranks(given.pop("draft_tensor_parallel_size", None), tensor_parallel_size)
+    _check_draft_ranks(given.pop("draft_tensor_parallel_size", None))
     _check_logprobs(given.pop("disable_logprobs", None))
     if not given:
         return None
@@ -128,12 +125,12 @@ def speculative_config(
     return _checked(given)
 
 
-def _check_draft_ranks(size: Any, tensor_parallel_size: int) -> None:
+def _check_draft_ranks(size: Any) -> None:
     if size is None or (isinstance(size, int) and size == 1):
         return
     raise ValueError(
-        f"speculative_draft_tensor_parallel_size={quoted(size)} is not served: a drafter's model is small and runs "
-        f"whole on every rank{', which is what 1 says' if tensor_parallel_size > 1 else ''}; leave the option out"
+        f"speculative_draft_tensor_parallel_size={quoted(size)} is not served: a model that proposes tokens is "
+        "small and runs in one worker; leave the option out"
     )
 
 

@@ -94,7 +94,9 @@ def test_methods_and_their_defaults(values: dict[str, Any], expected: tuple[obje
         ),
         ({"speculative_model": "x", "speculative_config": {"model": "x"}}, "not both"),
         ({"speculative_model": "x", "speculative_model_quantization": "nothing"}, "unknown quantization"),
-        ({"speculative_model": "x", "speculative_draft_tensor_parallel_size": 2}, "whole on every rank"),
+        ({"speculative_model": "x", "speculative_draft_tensor_parallel_size": 2}, "runs in one worker"),
+        ({"speculative_model": "[ngram]", "pipeline_parallel_size": 2}, "other stages would be idle"),
+        ({"speculative_model": "x", "enable_lora": True}, "'ngram' or 'suffix'"),
         (
             {"speculative_model": "x", "disable_logprobs_during_spec_decoding": True},
             "never change what a request",

@@ -99,6 +99,7 @@ class Targets:
         for number, (place, layer) in enumerate(zip(stack.stack_layers, layers, strict=True)):
             for name, found in stack_places(4 * number, layer).items():
                 self.places[f"{self.prefix}layers.{place.index}.{name}"] = found
+        assert stack.embed_tokens is not None, "adapters are served by one stage"
         stack.embed_tokens = self._adapted_embedding("embed_tokens", stack.embed_tokens)
 
     def _add_modules(self, module: nn.Module, prefix: str) -> None:

@@ -133,6 +133,7 @@ class Eagle3:
         stack = TappedStack(base.stack, settings.places(len(base.stack.layers)))
         angles = rotary_angles(self._path, target.max_model_len, base.stack.input_norm.weight)
         base.stack = stack
+        assert base.embed_tokens is not None, "it is there on the first stage"
         self._parts = Parts(layer, stack, base.embed_tokens, angles)
 
     def unload(self) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.decoder import Stack
+from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.paging import AttentionBatch, KVScales
 
 
@@ -38,8 +39,11 @@ class TappedStack(Stack):
         batch: AttentionBatch,
         caches: Sequence[tuple[Tensor, Tensor]],
         scales: Sequence[KVScales] = (),
+        adapters: AdapterRows | None = None,
     ) -> Tensor:
-        """See `Stack.__call__`."""
+        """See `Stack.__call__`; adapters are of whole stacks, and refused."""
+        if adapters is not None:
+            raise ValueError("a stack in parts takes no adapters")
         found: dict[int, Tensor] = {}
         out = residual
         for start, end, part in self._parts:
