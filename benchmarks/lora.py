@@ -88,13 +88,13 @@ class Worker:
         """
         assert self.runner.adapters is not None
         self._awake.clear()
-        began = clock()
+        began = time.perf_counter()
         self.runner.adapters.load(LoadAdapter(index, str(folder)))
         self._awake.wait()
         (message,) = self.runner.adapters.finished()
         if message.error is not None:
             raise ValueError(message.error)
-        return clock() - began
+        return time.perf_counter() - began
 
     def prompts(self, adapters: list[int]) -> float:
         """Seconds per request of a step of prompts with these adapters."""

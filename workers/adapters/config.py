@@ -132,7 +132,7 @@ class AdapterConfig:
         chosen, patterns = self.fields.layers_to_transform, self.fields.layers_pattern
         if chosen is None:
             return True
-        patterns = [patterns] if isinstance(patterns, str) else patterns or [r"[^.]*"]
+        patterns = ([patterns] if isinstance(patterns, str) else patterns) if patterns else [r"[^.]*"]
         for pattern in patterns:
             if found := re.match(rf".*\.{pattern}\.(\d+)\.", module):
                 return int(found[1]) in ([chosen] if isinstance(chosen, int) else chosen)

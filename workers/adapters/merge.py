@@ -15,7 +15,7 @@ from pagewire.workers.adapters.config import AdapterConfig
 from pagewire.workers.adapters.files import read_files
 from pagewire.workers.adapters.names import Kind, Parts, by_module
 from pagewire.workers.errors import LoadError, first_line
-from pagewire.workers.model.matrices import is_linear
+from pagewire.workers.model.matrices import is_linear, is_transposed
 from pagewire.workers.model.weights import Quantise
 
 LOW_RANK = ({Kind.A, Kind.B}, {Kind.A, Kind.B, Kind.MAGNITUDE}, {Kind.EMBEDDING_A, Kind.EMBEDDING_B})
@@ -44,6 +44,7 @@ class Merge:
             ValueError: it changes more than weights.
         """
         self._config, self._modules, self._path = config, modules, path
+        self._transposed: set[str] = set()
         for module, parts in modules.items():
             if parts.keys() not in (*LOW_RANK, {Kind.WEIGHT}):
                 kinds = " and ".join(kind.value for kind in parts)
@@ -54,12 +55,14 @@ class Merge:
                 raise ValueError(f"{quoted(module)} has a whole weight, but modules_to_save does not name it")
 
     def check(self, causal: Any) -> None:
-        """Refuse an adapter of modules that a model does not have.
+        """Refuse an adapter of modules that a model does not have, before its weights are read.
 
         Raises:
             LoadError: it is of another model.
         """
-        served = {name for name, module in causal.named_modules() if is_linear(module)}
+        linears = {name: module for name, module in causal.named_modules() if is_linear(module)}
+        self._transposed = {name for name, module in linears.items() if is_transposed(module)}
+        served = set(linears)
         served |= {name for name, module in causal.named_modules() if module is causal.get_input_embeddings()}
         if unknown := sorted(set(self._modules) - served):
             raise LoadError(
@@ -91,7 +94,7 @@ class Merge:
     def _changed(self, module: str, own: Tensor, parts: Parts) -> Tensor:
         if Kind.WEIGHT in parts:
             weight = parts[Kind.WEIGHT].float()
-            weight = weight.T if self._config.fields.fan_in_fan_out and weight.shape != own.shape else weight
+            weight = weight.T if module in self._transposed else weight
             if weight.shape != own.shape:
                 raise ValueError(f"a weight of shape {tuple(weight.shape)}")
             return weight

@@ -200,6 +200,22 @@ def test_architectures(name: str, tmp_path: Path) -> None:
     assert actual != transformers_tokens(model, prompts)
 
 
+def test_transposed_modules_as_a_whole_and_merged(tmp_path: Path) -> None:
+    """Of GPT-2; one of them is square, so that its shape does not say how it lies."""
+    gpt2 = SERVED["gpt2"].write(tmp_path / "gpt2")
+    whole = write_adapter(
+        gpt2, tmp_path / "whole", r=2, target_modules=["c_fc"], modules_to_save=["attn.c_proj"]
+    )
+    runner = AdaptedRunner(gpt2)
+    runner.load_all([whole])
+    actual = Driver(runner.runner).generate(PROMPTS[:2], NUM_TOKENS, adapters=[1, 1])
+    assert actual == peft_tokens(gpt2, [whole] * 2, PROMPTS[:2])
+    low_rank = write_adapter(gpt2, tmp_path / "low", r=2, target_modules=["c_attn", "c_proj"])
+    merged, _ = load_runner(gpt2, merged_adapter=str(low_rank))
+    actual = Driver(merged).generate(PROMPTS[:2], NUM_TOKENS)
+    assert actual == peft_tokens(gpt2, [low_rank] * 2, PROMPTS[:2])
+
+
 def test_an_adapter_brings_tokens_of_its_own(model: Path, adapters: list[Path], tmp_path: Path) -> None:
     """They are in its prompts and its outputs; rows beside it do not have them."""
     from transformers import AutoModelForCausalLM
