@@ -213,6 +213,7 @@ class EngineConfig:
             pooling=ready.pooling,
             lora=args.lora_config(),
             tensor_parallel_size=args.tensor_parallel_size,
+            pipeline_parallel_size=args.pipeline_parallel_size,
             max_num_batched_tokens=self.scheduler_config(ready).max_num_batched_tokens,
         )
 

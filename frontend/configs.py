@@ -12,6 +12,7 @@ class ParallelConfig:
     """How a model is split. world_size: number of workers."""
 
     tensor_parallel_size: int
+    pipeline_parallel_size: int
     world_size: int
 
 
@@ -34,7 +35,8 @@ class DecodingConfig:
 
 def parallel_config(info: EngineInfo) -> ParallelConfig:
     """How the engine's model is split."""
-    return ParallelConfig(info.tensor_parallel_size, info.tensor_parallel_size)
+    shards, stages = info.tensor_parallel_size, info.pipeline_parallel_size
+    return ParallelConfig(shards, stages, shards * stages)
 
 
 def scheduler_config(info: EngineInfo) -> SchedulerConfig:

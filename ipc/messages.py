@@ -68,6 +68,7 @@ class EngineInfo(Message):
     lora: LoRAConfig | None = None
     tensor_parallel_size: int = 1
     max_num_batched_tokens: int = 0
+    pipeline_parallel_size: int = 1
 
     @property
     def max_message_bytes(self) -> int:
