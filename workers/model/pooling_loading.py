@@ -110,8 +110,10 @@ def load_pooling_model(
     phases.end("weights")
     max_len = max_length(worker_config, config, spec, base)
     tabulate_rotary(module, max_len)
-    loaded = load_encoder if spec.encoder else load_causal
-    model, shapes = loaded(weights, spec, device, max_len)
+    if spec.encoder:
+        model, shapes = load_encoder(weights, spec, device, max_len, adapted=worker_config.lora is not None)
+    else:
+        model, shapes = load_causal(weights, spec, device, max_len)
     if device.torch_device.type == "cpu":
         model.shorten_scores()
     phases.end("transform")
@@ -216,9 +218,11 @@ def check_scores(model: PoolingModel, spec: PoolingSpec, hidden: list[Tensor], s
 
 
 def load_encoder(
-    weights: Weights, spec: PoolingSpec, device: Device, max_len: int
+    weights: Weights, spec: PoolingSpec, device: Device, max_len: int, *, adapted: bool = False
 ) -> tuple[PoolingModel, list[KVShape]]:
     """An encoder that is transformed and proven; it has no KV cache.
+
+    adapted: its linear layers stay apart, for adapters to change them.
 
     Raises:
         LoadError: it is not served; the text says why.
@@ -255,7 +259,7 @@ def load_encoder(
         check_scores(model, spec, expected, scores)
         return model
 
-    stack = build_encoder_stack(base, weights, device.torch_device)
+    stack = None if adapted else build_encoder_stack(base, weights, device.torch_device)
     if stack is not None:
         with suppress(LoadError):
             return proven(stack), []

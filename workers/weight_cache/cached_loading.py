@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from pagewire.ipc.worker_messages import Parallel
+from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels.cpu.memory import reserved
 from pagewire.workers.collective.agreement import all_have
 from pagewire.workers.collective.interface import Collective
@@ -23,7 +23,7 @@ from pagewire.workers.weight_cache.ahead import WeightsAhead
 from pagewire.workers.weight_cache.file import PackedFile
 from pagewire.workers.weight_cache.forms import NotStoredError, describe, restored, stored, tensors_of
 from pagewire.workers.weight_cache.key import key_of
-from pagewire.workers.weight_cache.pooling import KeptPooling, kept_pooling, pooling_loaded_again
+from pagewire.workers.weight_cache.pooling import KeptEncoder, KeptPooling, kept_pooling, pooling_loaded_again
 from pagewire.workers.weight_cache.stack import KeptModel, kept, loaded_again
 
 logger = logging.getLogger("pagewire.worker")
@@ -38,9 +38,8 @@ def load(ahead: WeightsAhead, phases: Phases, device: Device, collective: Collec
         LoadError: it cannot be loaded or is not supported; the text says why.
     """
     ahead.wait()
-    parallel = ahead.config.parallel
-    shards_of(collective, parallel)  # the first time it takes all ranks
-    loaded = None if ahead.packed is None else from_packed(ahead.packed, collective, parallel)
+    shards_of(collective, ahead.config.parallel)  # the first time it takes all ranks
+    loaded = None if ahead.packed is None else from_packed(ahead.packed, collective, ahead.config)
     if all_have(loaded is not None, collective, device.torch_device):  # proving a model takes all ranks
         assert loaded is not None
         phases.end("packed weights")
@@ -51,15 +50,19 @@ def load(ahead: WeightsAhead, phases: Phases, device: Device, collective: Collec
         return load_it(ahead.config, phases, device, collective)
 
 
-def from_packed(packed: PackedFile, collective: Collective, parallel: Parallel) -> LoadedModel | None:
-    """The model of a file; None, and the file is removed, if it is none that this process can run."""
+def from_packed(packed: PackedFile, collective: Collective, config: WorkerConfig) -> LoadedModel | None:
+    """The model of a file; None, and the file is removed, if it is none that this process can run.
+
+    None, too, for an encoder with adapters: they change linear layers, which its stack has within.
+    """
     try:
         model = restored(packed.header.description, tensors_of(packed))
         if isinstance(model, KeptPooling):
-            return pooling_loaded_again(model)
+            adapted = config.lora is not None and isinstance(model.base, KeptEncoder)
+            return None if adapted else pooling_loaded_again(model)
         if not isinstance(model, KeptModel):
             raise ValueError("it describes no model")
-        return loaded_again(model, collective, parallel)
+        return loaded_again(model, collective, config.parallel)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         logger.warning("ignored the packed weights %s: %s", packed.header.key, error)
         folder.remove(packed.header.key)

@@ -51,7 +51,7 @@ def clamped(limit: float) -> Callable[[Tensor], Tensor]:
         (gated(functional.silu), Activation.SILU),
         (gated(lambda x: functional.gelu(x, approximate="tanh")), Activation.GELU_TANH),
         (clamped(7.0), Activation.CLAMPED_SWIGLU),
-        (gated(functional.gelu), None),
+        (gated(functional.gelu), Activation.GELU),
         (gated(lambda x: functional.silu(x.clamp(max=50.0))), None),
         (clamped(8.0), None),
     ],

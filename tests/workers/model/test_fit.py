@@ -64,6 +64,9 @@ class Sent:
     def send(self, message: Any) -> None:
         self.messages.append(message)
 
+    def wake(self) -> None:
+        """Adapters have no messages here."""
+
 
 def test_just_enough_memory_loads_and_a_byte_less_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
