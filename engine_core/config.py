@@ -8,6 +8,7 @@ from typing import Any
 
 from pagewire.engine_core.scaling_factors import read_scaling_factors
 from pagewire.engine_core.schedule.scheduler import SchedulerConfig
+from pagewire.ipc.embeddings import EmbeddingsInfo
 from pagewire.ipc.hub import model_folder, read_configs
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
@@ -166,6 +167,33 @@ class EngineConfig:
             scheduling_policy=args.scheduling_policy,
             figures=ready.figures,
             pooling=ready.pooling,
+            embeddings=self.embeddings_info(ready),
+        )
+
+    def embeddings_info(self, ready: Ready) -> EmbeddingsInfo:
+        """The embeddings that prompts may bring.
+
+        Raises:
+            ValueError: they are to be taken, but the model takes none.
+        """
+        args, size = self.args, ready.embedding_size
+        if args.enable_prompt_embeds or args.enable_prompt_adapter:
+            name = "enable_prompt_embeds" if args.enable_prompt_embeds else "enable_prompt_adapter"
+            if args.enable_prompt_adapter and ready.pooling is not None:
+                raise ValueError(
+                    "enable_prompt_adapter: this model pools, and prompt adapters are to generate"
+                )
+            if not size:
+                raise ValueError(
+                    f"{name}: {ready.architecture} looks its tokens up in a way of its own, so no embeddings can "
+                    "take their place"
+                )
+        return EmbeddingsInfo(
+            size=size,
+            prompts=args.enable_prompt_embeds,
+            adapters=args.enable_prompt_adapter,
+            max_adapters=args.max_prompt_adapters,
+            max_adapter_tokens=args.max_prompt_adapter_token,
         )
 
 

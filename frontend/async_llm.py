@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from pagewire.frontend.calls import AsyncEngineCalls, timed_out
-from pagewire.frontend.inputs import CheckedParams, Prepared, PromptType
+from pagewire.frontend.inputs import CheckedParams, Prepared, PromptType, is_embeds_prompt
 from pagewire.frontend.logprob_budget import LogprobBudget
+from pagewire.frontend.loop_mailbox import Listener, LoopMailbox
 from pagewire.frontend.metrics import Metric, read_metrics
 from pagewire.frontend.outputs import RequestOutput, RequestState
 from pagewire.frontend.pooling.batch import complete
 from pagewire.frontend.pooling.outputs import PoolingRequestOutput
+from pagewire.frontend.prompt_adapters import PromptAdapterRequest
 from pagewire.frontend.session import Session, ignore_usage_context, refuse_unsupported
 from pagewire.frontend.stat_loggers import StatLoggerBase, checked, status_line
 from pagewire.frontend.text.tokenizer import Tokenizer
@@ -44,68 +46,6 @@ logger = logging.getLogger("pagewire.frontend")
 LONG_PROMPT_CHARACTERS = 8192  # a few milliseconds of tokenizing; longer ones must not hold up the event loop
 HEALTH_SECONDS = 8.0  # longer than the core takes to say whether its worker lives
 PROMPTS_AT_ONCE = 32  # tokenized before others have their turn
-
-
-class Listener:
-    """Wakes one task when some of its requests have new output. (An `asyncio.Event` serves any number of tasks.)"""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._ready: set[int] = set()
-        self._arrival: asyncio.Future[None] | None = None
-
-    def notify(self, key: int) -> None:
-        """Record that the request `key` has new output, and wake the task."""
-        self._ready.add(key)
-        if self._arrival is not None and not self._arrival.done():
-            self._arrival.set_result(None)
-
-    async def wait(self) -> set[int]:
-        """Wait for new output; returns the keys of the requests that have some."""
-        if not self._ready:
-            self._arrival = self._loop.create_future()
-            await self._arrival
-        ready, self._ready = self._ready, set()
-        return ready
-
-
-class LoopMailbox:
-    """Wakes the tasks of one event loop, with one call into it for all requests that have new output."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._listeners: dict[int, Listener] = {}
-        self._ready: set[int] = set()
-        self._lock = threading.Lock()
-
-    def open(self, keys: Iterable[int]) -> Listener:
-        """A listener that waits for new output of the requests `keys`."""
-        listener = Listener(self._loop)
-        self._listeners.update(dict.fromkeys(keys, listener))
-        return listener
-
-    def close(self, keys: Iterable[int]) -> None:
-        """Forget the listeners of these requests."""
-        for key in keys:
-            self._listeners.pop(key, None)
-
-    def put(self, states: list[RequestState]) -> None:
-        """Called on the client's thread."""
-        with self._lock:
-            idle = not self._ready
-            self._ready.update(state.request.key for state in states)
-        if idle:
-            try:
-                self._loop.call_soon_threadsafe(self._notify)
-            except RuntimeError:
-                pass  # the loop was closed with requests open: no task waits for them
-
-    def _notify(self) -> None:
-        with self._lock:
-            ready, self._ready = self._ready, set()
-        for key in ready:
-            if (listener := self._listeners.get(key)) is not None:
-                listener.notify(key)
 
 
 class AsyncLLM(AsyncEngineCalls):
@@ -199,22 +139,29 @@ class AsyncLLM(AsyncEngineCalls):
         lora_request: Any = None,
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the outputs of a request, in the form that `sampling_params.output_kind` names.
 
         Leaving the loop, closing the generator or cancelling its task aborts the request. A consumer that is
         slower than the engine gets several tokens at once. `trace_headers`: W3C trace context (`traceparent`), of
         the span that the request's is to be a child of; without effect unless traces are sent.
+        `prompt_adapter_request`: embeddings to put before the prompt.
 
         Raises:
-            ValueError, TypeError: a bad prompt or parameter, or an id that is in use.
+            ValueError, TypeError: a bad prompt, parameter or adapter, or an id that is in use.
             RequestError: the engine ended the request with an error. EngineBusyError: it does not take more.
             EngineDeadError: the core is lost.
         """
         refuse_unsupported(lora_request=lora_request)
         params = SamplingParams() if sampling_params is None else sampling_params
         stream = self.generate_all(
-            [prompt], params, request_id, priority=priority, trace_headers=trace_headers
+            [prompt],
+            params,
+            request_id,
+            priority=priority,
+            trace_headers=trace_headers,
+            prompt_adapter_request=prompt_adapter_request,
         )
         async with aclosing(stream):
             async for outputs in stream:
@@ -231,6 +178,7 @@ class AsyncLLM(AsyncEngineCalls):
         trace_headers: Mapping[str, str] | None = None,
         logprob_budget: LogprobBudget | None = None,
         admit: Callable[[Sequence[Prepared]], None] | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         """Stream the outputs of several prompts, which are submitted together or not at all.
 
@@ -243,7 +191,7 @@ class AsyncLLM(AsyncEngineCalls):
         params = await self._check(sampling_params)
         prepared = []
         for prompt, name in zip(prompts, names, strict=True):
-            prepared.append(await self._prepare(prompt, params, name, priority))
+            prepared.append(await self._prepare(prompt, params, name, priority, prompt_adapter_request))
             if logprob_budget is not None:
                 logprob_budget.expect(prepared[-1].request)
             if len(prepared) % PROMPTS_AT_ONCE == 0:
@@ -300,12 +248,21 @@ class AsyncLLM(AsyncEngineCalls):
         return self.session.check(params)
 
     async def _prepare(
-        self, prompt: PromptType, params: CheckedParams, request_id: str, priority: int
+        self,
+        prompt: PromptType,
+        params: CheckedParams,
+        request_id: str,
+        priority: int,
+        prompt_adapter_request: PromptAdapterRequest | None,
     ) -> Prepared:
+        prepare = partial(
+            self.session.prepare, prompt, params, request_id, priority, 0.0, prompt_adapter_request
+        )
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        if isinstance(text, str) and len(text) > LONG_PROMPT_CHARACTERS:
-            return await asyncio.to_thread(self.session.prepare, prompt, params, request_id, priority)
-        return self.session.prepare(prompt, params, request_id, priority)
+        long = isinstance(text, str) and len(text) > LONG_PROMPT_CHARACTERS
+        if long or is_embeds_prompt(prompt):  # which are hashed
+            return await asyncio.to_thread(prepare)
+        return prepare()
 
     def _mailbox(self) -> LoopMailbox:
         loop = asyncio.get_running_loop()

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from pagewire.frontend.batch import complete
 from pagewire.frontend.beam_search import (
     BeamSearchOutput,
     add_text,
@@ -14,7 +15,6 @@ from pagewire.frontend.beam_search import (
     tokens_prompt,
 )
 from pagewire.frontend.inputs import (
-    CheckedParams,
     PromptType,
     TextPrompt,
     TokensPrompt,
@@ -23,9 +23,8 @@ from pagewire.frontend.inputs import (
     prompts_of,
 )
 from pagewire.frontend.llm_engine import LLMEngine
-from pagewire.frontend.mailbox import Inbox
 from pagewire.frontend.metrics import Metric
-from pagewire.frontend.outputs import BatchError, RequestOutput, RequestState
+from pagewire.frontend.outputs import BatchError, RequestOutput
 from pagewire.frontend.pooling.batch import params_of, pool
 from pagewire.frontend.pooling.outputs import (
     ClassificationRequestOutput,
@@ -37,17 +36,16 @@ from pagewire.frontend.pooling.outputs import (
     embedding_output,
 )
 from pagewire.frontend.pooling.scoring import ScorePlan
-from pagewire.frontend.progress import Tick, progress_bar
+from pagewire.frontend.progress import progress_bar
+from pagewire.frontend.prompt_adapters import PromptAdapterRequest
 from pagewire.frontend.session import refuse_unsupported
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.calls import EngineCalls, RemoteCall
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
-from pagewire.ipc.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from pagewire.ipc.params import BeamSearchParams, SamplingParams
 from pagewire.ipc.pooling import PoolingParams, PoolingTask
 from pagewire.ipc.sockets import CurveKeys
-
-SUBMIT_CHUNK = 64  # prompts tokenized before the core gets them: it computes while we tokenize the next
 
 
 class LLM(EngineCalls):
@@ -142,6 +140,9 @@ class LLM(EngineCalls):
         self.llm_engine = engine
         self._request_ids = itertools.count()
 
+    def _next_id(self) -> str:
+        return f"{next(self._request_ids)}"
+
     # -------------------------------------------------------------- generation
 
     def generate(
@@ -153,17 +154,19 @@ class LLM(EngineCalls):
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: Any = None,
         priority: list[int] | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
     ) -> list[RequestOutput]:
         """Complete all prompts; the outputs are in their order.
 
-        prompts: a string, token ids, a `TextPrompt` or `TokensPrompt`, or a list of these.
+        prompts: a string, token ids, a `TextPrompt`, `TokensPrompt` or `EmbedsPrompt`, or a list of these.
         sampling_params: for all, or one for each; None: the model's defaults.
         prompt_token_ids: legacy spelling of token ids as `prompts`.
         use_tqdm: show a progress bar; or what to make it with.
         priority: one value per prompt; lower runs earlier, under the policy "priority".
+        prompt_adapter_request: embeddings to put before each prompt.
 
         Raises:
-            ValueError, TypeError: a bad prompt or parameter; nothing is left running.
+            ValueError, TypeError: a bad prompt, parameter or adapter; nothing is left running.
             BatchError: (a `RequestError`) the engine ended requests with an error. The others were finished
                 first; the exception has all `outputs`.
         """
@@ -177,7 +180,14 @@ class LLM(EngineCalls):
         if priority is not None and len(priority) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(priority)} priorities")
         with progress_bar(len(prompts), use_tqdm) as tick:
-            return self._complete(prompts, params, priority or [0] * len(prompts), tick)
+            ranks = priority or [0] * len(prompts)
+            outputs, failed = complete(
+                *(self.llm_engine.session, prompts, params, ranks, self._next_id, tick),
+                prompt_adapter_request,
+            )
+        if failed is not None:
+            raise BatchError(failed, outputs)
+        return outputs
 
     def chat(
         self,
@@ -192,6 +202,8 @@ class LLM(EngineCalls):
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
+        *,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several; a list of outputs in either case.
 
@@ -208,7 +220,13 @@ class LLM(EngineCalls):
             chat_template_kwargs,
             mm_processor_kwargs,
         )
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        return self.generate(
+            prompts,
+            sampling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            prompt_adapter_request=prompt_adapter_request,
+        )
 
     def preprocess_chat(
         self,
@@ -393,7 +411,7 @@ class LLM(EngineCalls):
         session = self.llm_engine.session
         each = params_of(params, len(prompts), session, task, truncate_prompt_tokens)
         with progress_bar(len(prompts), use_tqdm) as tick:
-            outputs, failed = pool(session, prompts, each, lambda: f"{next(self._request_ids)}", tick)
+            outputs, failed = pool(session, prompts, each, self._next_id, tick)
         if failed is not None:
             raise BatchError(failed, outputs)
         return outputs
@@ -446,50 +464,6 @@ class LLM(EngineCalls):
 
     def __exit__(self, *exc_info: object) -> None:
         self.shutdown()
-
-    # -------------------------------------------------------------- one batch
-
-    def _complete(
-        self, prompts: list[Any], params: list[Any], priority: list[int], tick: Tick
-    ) -> list[RequestOutput]:
-        """The outputs of a batch, in order. On any error, no request of it is left running."""
-        session, inbox = self.llm_engine.session, Inbox()
-        states: list[RequestState] = []
-        try:
-            prepared = []
-            checked: dict[int, CheckedParams] = {}  # by identity, since many prompts may share parameters
-            for prompt, own, rank in zip(prompts, params, priority, strict=True):
-                if id(own) not in checked:
-                    checked[id(own)] = session.check(final_only(own))
-                prepared.append(session.prepare(prompt, checked[id(own)], f"{next(self._request_ids)}", rank))
-                if len(prepared) == SUBMIT_CHUNK:
-                    states += session.submit(prepared, inbox)
-                    prepared = []
-            states += session.submit(prepared, inbox)
-            outputs = self._wait(states, inbox, tick)
-        finally:
-            session.abort(states)
-        failed = next((state.error for state in states if state.error is not None), None)
-        if failed is not None:
-            raise BatchError(failed, outputs)
-        return outputs
-
-    def _wait(self, states: list[RequestState], inbox: Inbox, tick: Tick) -> list[RequestOutput]:
-        done: dict[int, RequestOutput] = {}
-        while len(done) < len(states):
-            for state in inbox.get():
-                output = self.llm_engine.session.take(state)
-                if output is not None:
-                    done[state.key] = output
-                    tick(output)
-        return [done[state.key] for state in states]
-
-
-def final_only(params: SamplingParams) -> SamplingParams:
-    """Return a copy of parameters for which there is one output, when the request has ended."""
-    params = params.clone()
-    params.output_kind = RequestOutputKind.FINAL_ONLY
-    return params
 
 
 NOT_OPTIONS = {"self", "kwargs", "restarts", "__class__"}

@@ -14,6 +14,7 @@ from pagewire.frontend.mailbox import Inbox
 from pagewire.frontend.metrics import Metric
 from pagewire.frontend.outputs import RequestOutput, RequestState
 from pagewire.frontend.pooling.batch import complete
+from pagewire.frontend.prompt_adapters import PromptAdapterRequest, refuse_adapter
 from pagewire.frontend.session import Session, ignore_usage_context, refuse_unsupported
 from pagewire.frontend.stat_loggers import StatLoggerBase, checked, status_line
 from pagewire.frontend.text.tokenizer import Tokenizer
@@ -114,26 +115,32 @@ class LLMEngine(EngineCalls):
         tokenization_kwargs: dict[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
+        *,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
     ) -> None:
         """Send a request to the core, where it starts at once; `step` returns its outputs.
 
         arrival_time: when the request arrived, a time of `time.monotonic()`; None: now. Latencies in outputs,
             metrics and traces count from it. Equal priorities run in the order in which they are added, though.
         trace_headers: W3C trace context of the parent of the request's span.
+        prompt_adapter_request: embeddings to put before the prompt of a request that generates.
 
         Raises:
-            ValueError, TypeError: a bad prompt or parameter, an id that is in use, or an arrival time to come.
+            ValueError, TypeError: a bad prompt, parameter or adapter, an id in use, or an arrival time to come.
         """
         refuse_unsupported(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         if request_id in self._unfinished:
             raise ValueError(f"request id {request_id!r} is in use")
         if isinstance(params, PoolingParams):
+            refuse_adapter(prompt_adapter_request)
             checked = complete(params, self.session, None, None)
             prepared = self.session.prepare_pooling(
                 prompt, checked, request_id, priority, age_of(arrival_time)
             )
         else:
-            prepared = self.session.prepare(prompt, params, request_id, priority, age_of(arrival_time))
+            prepared = self.session.prepare(
+                prompt, params, request_id, priority, age_of(arrival_time), prompt_adapter_request
+            )
         (self._unfinished[request_id],) = self.session.submit([prepared], self._inbox, trace_headers)
 
     def step(self) -> list[RequestOutput]:

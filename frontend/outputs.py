@@ -233,6 +233,8 @@ class RequestState:
         error: message of the failure of an output; None if none failed.
         error_type: name of the exception with which the request was refused or ended; else None.
         num_prompt_logprobs: prompt positions, from position 1 on, whose log probabilities have arrived.
+
+    num_virtual_tokens: tokens of a prompt adapter before the prompt. Outputs show the prompt without them.
     """
 
     def __init__(
@@ -241,9 +243,11 @@ class RequestState:
         prompt_text: str | None,
         tokenizer: Tokenizer | None,
         logprob_budget: LogprobBudget | None = None,
+        num_virtual_tokens: int = 0,
     ) -> None:
         params = request.params
         self._start(request)
+        self._num_virtual_tokens = num_virtual_tokens
         self._prompt_text = prompt_text
         self._budget, self._num_logprobs_kept = logprob_budget, 0
         self._kind = params.output_kind
@@ -322,10 +326,11 @@ class RequestState:
             self._budget.keep(number)
             self._num_logprobs_kept += number
         if delta.prompt_logprobs is not None and self._prompt_logprobs is not None:
-            add_rows(self._prompt_logprobs, delta.prompt_logprobs, self._texts)
+            rows = delta.prompt_logprobs.after(self._num_virtual_tokens - self.num_prompt_logprobs)
+            add_rows(self._prompt_logprobs, rows, self._texts)
             self.num_prompt_logprobs += delta.prompt_logprobs.token_ids.shape[0]
         if delta.num_cached_tokens is not None and self._num_cached_tokens is None:
-            self._num_cached_tokens = delta.num_cached_tokens
+            self._num_cached_tokens = max(0, delta.num_cached_tokens - self._num_virtual_tokens)
         drop = False
         if delta.token_ids or delta.finish_reason is not None or delta.error is not None:
             drop = output.apply(delta, self._texts)
@@ -369,7 +374,7 @@ class RequestState:
         return RequestOutput(
             self.request_id,
             self._prompt_text,
-            self.request.prompt.token_ids,
+            self.request.prompt.token_ids[self._num_virtual_tokens :],
             self._take_prompt_logprobs(delta),
             [output.take() for output in (changed if delta else self._outputs)],
             finished,

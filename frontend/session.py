@@ -30,6 +30,7 @@ from pagewire.frontend.open_requests import OpenRequests
 from pagewire.frontend.outputs import RequestOutput, RequestState
 from pagewire.frontend.pooling import inputs as pooling
 from pagewire.frontend.pooling.state import PooledState
+from pagewire.frontend.prompt_adapters import PromptAdapterRequest, PromptAdapters
 from pagewire.frontend.spawn import SpawnedCore
 from pagewire.frontend.stat_loggers import StatLoggerBase, StatLoggers
 from pagewire.frontend.text.tokenizer import Tokenizer, as_tokenizer, load_tokenizer
@@ -54,7 +55,7 @@ class Session:
 
     Attributes:
         info: model and options of the core. tokenizer: of the frontend; None with `skip_tokenizer_init`.
-        stat_loggers: the program's own loggers of statistics.
+        stat_loggers: the program's own loggers of statistics. prompt_adapters: those that were read.
 
     Raises:
         as `spawn` or `attach`, whichever made `connect`.
@@ -75,6 +76,7 @@ class Session:
                 self._tracer.shutdown()
             raise
         self.info = self._requests.connection.info
+        self.prompt_adapters = PromptAdapters(self.info.embeddings)
 
     @classmethod
     def spawn(
@@ -177,13 +179,15 @@ class Session:
         request_id: str,
         priority: int = 0,
         age: float = 0.0,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
     ) -> Prepared:
         """The request for a prompt, checked, tokenized and ready for `submit`. age: seconds since it arrived.
 
         Raises:
-            ValueError, TypeError: a bad prompt or parameter.
+            ValueError, TypeError: a bad prompt, parameter or adapter.
         """
-        return self._intake.prepare(prompt, params, request_id, next(self._keys), priority, age)
+        adapter = None if prompt_adapter_request is None else self.prompt_adapters.get(prompt_adapter_request)
+        return self._intake.prepare(prompt, params, request_id, next(self._keys), priority, age, adapter)
 
     def prepare_pooling(
         self,
@@ -233,7 +237,9 @@ class Session:
         states = [
             PooledState(item.request)
             if isinstance(item.request.task, PoolingParams)
-            else RequestState(item.request, item.prompt_text, self.tokenizer, logprob_budget)
+            else RequestState(
+                item.request, item.prompt_text, self.tokenizer, logprob_budget, item.num_virtual_tokens
+            )
             for item in prepared
         ]
         self._requests.submit(states, mailbox, self.info.served_model_names[0], trace_headers)

@@ -20,12 +20,13 @@ from pagewire.ipc.budget import (
     message_bytes,
 )
 from pagewire.ipc.codec import Tensor
+from pagewire.ipc.embeddings import EmbeddingsInfo
 from pagewire.ipc.items import Item, LogprobRows, Message, Prompt, Task, TokenIds
 from pagewire.ipc.model_figures import ModelFigures
 from pagewire.ipc.params import Name, SamplingParams
 from pagewire.ipc.pooling import PoolingInfo
 
-PROTOCOL = 5
+PROTOCOL = 6
 
 
 class EngineInfo(Message):
@@ -35,6 +36,7 @@ class EngineInfo(Message):
         follows: each decides for itself whether the tokenizer's code may run.
     figures: sizes of the model by the headers of its checkpoint; None where the worker could not read any.
     pooling: of a model that pools; None: it generates.
+    embeddings: which ones prompts may bring.
     """
 
     model: str
@@ -62,6 +64,7 @@ class EngineInfo(Message):
     scheduling_policy: str = "fcfs"
     figures: ModelFigures | None = None
     pooling: PoolingInfo | None = None
+    embeddings: EmbeddingsInfo = EmbeddingsInfo()
 
     @property
     def max_message_bytes(self) -> int:

@@ -141,6 +141,15 @@ class EngineArgs:
     max_waiting: int = option(100_000, "Scheduler", "maximum sequences that may wait; further requests are refused")
     max_logprobs: int = option(20, "Scheduler", "maximum log probabilities per token; -1: no limit")
 
+    enable_prompt_embeds: bool = option(
+        False, "Embeddings", "take prompts that are embeddings in place of tokens (prompt_embeds)")
+    enable_prompt_adapter: bool = option(
+        False, "Embeddings", "take prompt adapters: learned embeddings before a prompt (prompt_adapter_request)")
+    max_prompt_adapters: int = option(
+        1, "Embeddings", "prompt adapters that each frontend keeps in memory; a batch may have any number of them")
+    max_prompt_adapter_token: int = option(
+        0, "Embeddings", "most virtual tokens of a prompt adapter; 0: as many as the model takes")
+
     disable_log_stats: bool = option(False, "Logging", "do not log periodic statistics in the core")
     log_stats_interval: float = option(10.0, "Logging", "seconds between two lines of statistics")
     otlp_traces_endpoint: str | None = option(
@@ -189,6 +198,8 @@ class EngineArgs:
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1)
         check_int("seed", self.seed, 0)
+        check_int("max_prompt_adapters", self.max_prompt_adapters, 1)
+        check_int("max_prompt_adapter_token", self.max_prompt_adapter_token, 0)
         check_int("max_logprobs", self.max_logprobs, -1)
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, above=True)
         check_number("log_stats_interval", self.log_stats_interval, 0.1, math.inf)

@@ -78,7 +78,7 @@ class SlotInit(Item):
 
     token_ids: the prompt and the tokens generated so far. num_prompt_tokens: length of the prompt.
     block_ids: its KV blocks, in order. The first row starts after the prefix that is cached in them.
-    media: those of the prompt. seed: of this sequence.
+    media: those of the prompt, embeddings without their content. seed: of this sequence.
     stop_ids: EOS and stop tokens, excluded until `min_tokens` are generated.
     """
 
@@ -101,6 +101,7 @@ class Row(Item):
         to the first that is no draft are appended to the slot.
     num_prompt_logprobs: return log probabilities of the tokens that follow the first num_prompt_logprobs of these.
     pool: the row's hidden states go into the sequence's pooled result; the row that ends its prompt returns it.
+    media: the embeddings that take the place of some of its tokens.
     """
 
     slot: int
@@ -111,6 +112,7 @@ class Row(Item):
     num_samples: int = 0
     num_prompt_logprobs: int = 0
     pool: bool = False
+    media: list[Media] = []
 
 
 class StepPlan(Message, tag="plan"):
@@ -188,6 +190,7 @@ class Ready(Message, tag="ready"):
 
     figures: what the worker expected by the headers of the checkpoint; None where it could not read any.
     pooling: of a model that pools; None: it generates.
+    embedding_size: numbers in the embedding of a token; 0: no other embeddings can take its place.
     """
 
     architecture: str
@@ -203,6 +206,7 @@ class Ready(Message, tag="ready"):
     memory: dict[str, int] = {}
     figures: ModelFigures | None = None
     pooling: PoolingInfo | None = None
+    embedding_size: int = 0
 
 
 class RowResult(Item):

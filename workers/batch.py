@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pagewire.ipc.worker_messages import Row
 from pagewire.kernels.attention import AttentionBatch
+from pagewire.workers.model.overlay import Overlay, overlay_of
 from pagewire.workers.slots import Slots
 
 
@@ -39,17 +40,23 @@ class Batch:
     """True if some rows have drafts."""
     token_types: Tensor | None = None
     """int64 [T]: 1 in the second texts of pairs; None if no row has one. On the host."""
+    overlay: Overlay | None = None
+    """Embeddings that rows bring; None if none does."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that the device reads, in the order that `with_tensors` takes."""
         a = self.attention
         about_attention = (a.query_start_loc, a.seq_lens, a.block_table, a.slot_mapping)
-        return (self.input_ids, self.positions, self.sample_indices, self.sample_slots, *about_attention)
+        about_tokens = (self.input_ids, self.positions, self.sample_indices, self.sample_slots)
+        embeddings = () if self.overlay is None else (self.overlay.places, self.overlay.rows)
+        return (*about_tokens, *about_attention, *embeddings)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Batch:
         """A copy with other `tensors`, such as their copies on the device."""
-        input_ids, positions, sample_indices, sample_slots, starts, lens, table, kv_slots = tensors
+        input_ids, positions, sample_indices, sample_slots, starts, lens, table, kv_slots, *embeddings = (
+            tensors
+        )
         attention = replace(
             self.attention, query_start_loc=starts, seq_lens=lens, block_table=table, slot_mapping=kv_slots
         )
@@ -60,6 +67,7 @@ class Batch:
             sample_indices=sample_indices,
             sample_slots=sample_slots,
             attention=attention,
+            overlay=Overlay(*embeddings) if embeddings else None,
         )
 
 
@@ -98,6 +106,7 @@ def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0) -> Batch
     block_table = slots.block_table[slot_ids, : -(-max_seq_len // slots.block_size)]
     sample_rows, sample_indices = _samples(rows, ends, drafted)
     more = max(0, num_padded - len(rows))
+    places = query_start_loc[:-1].tolist()
     return Batch(
         input_ids=_padded(input_ids, more),
         positions=_padded(positions, more),
@@ -112,10 +121,11 @@ def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0) -> Batch
         sample_rows=sample_rows,
         sample_indices=torch.from_numpy(sample_indices),
         sample_slots=torch.from_numpy(slot_ids[sample_rows]),
-        starts=query_start_loc[:-1].tolist(),
+        starts=places,
         needs_relay=needs_relay,
         drafted=drafted,
         token_types=_token_types(rows, slots, positions),
+        overlay=overlay_of(rows, places),
     )
 
 

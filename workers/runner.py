@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from pagewire.ipc.items import Task
+from pagewire.ipc.codec import Tensor as PlainTensor
+from pagewire.ipc.items import Media, Task
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.worker_messages import Masks, Ready, Row, SlotInit, StepPlan, StepResult, WorkerConfig
@@ -43,6 +44,7 @@ class Runner:
     collective: the operations of this rank with the others of its group.
     loaded: None while the weights are dropped. caches: K and V of each layer; empty while their memory is released.
     spare_work: optional work for idle moments, a few milliseconds with each `next`.
+    embedding_size: numbers of an embedding that may take the place of a token's; 0: none may.
     """
 
     spare_work: Iterator[None]
@@ -62,6 +64,7 @@ class Runner:
         self.caches: list[tuple[Tensor, Tensor]] = []
         self.graphs: DecodeGraphs | None = None
         self.profile: Any = None
+        self.embedding_size = 0
         self.num_blocks = self._size_kv(self.loaded)
         self.allocate_kv()
 
@@ -105,6 +108,7 @@ class Runner:
             startup_seconds=dict(self.phases.seconds),
             memory=self.memory(),
             pooling=None if loaded.pooler is None else loaded.pooler.info,
+            embedding_size=self.embedding_size,
         )
 
     @property
@@ -143,8 +147,10 @@ class Runner:
         """Launch the model; returns the batch on the device and its hidden states."""
         size = None
         # What is pooled is read when the step finishes; by then the next replay may have overwritten the hidden
-        # states of a graph.
-        if self.graphs is not None and all(r.num_tokens == 1 and not r.pool for r in plan.rows):
+        # states of a graph. A graph looks up tokens only.
+        if self.graphs is not None and all(
+            row.num_tokens == 1 and not row.pool and not row.media for row in plan.rows
+        ):
             size = self.graphs.size_for(len(plan.rows))
         batch = build_batch(plan.rows, self.slots, size or 0)
         if self.device.asynchronous:
@@ -161,6 +167,7 @@ class Runner:
             context: StepContext = model.context(batch.attention, batch.positions, batch.token_types)
         else:
             context = StepContext(batch.attention, batch.positions, self.caches, self.model.kv_scales)
+        context.overlay = batch.overlay
         return model.hidden_states(input_ids, context)
 
     def keep_tokens(self, slots: Tensor, sampled: PendingTokens) -> None:
@@ -180,6 +187,7 @@ class Runner:
     def warm_up(self) -> None:
         """Do once what no request shall pay for: run a token, and record graphs. Writes nowhere that matters."""
         self._run_alone([1], SamplingParams(temperature=0.0))
+        self.embedding_size = self._try_embedding(self.model.model.embedding_size)
         if not self.config.enforce_eager and self.model.is_stack and self.device.can_record(self.model.dtype):
             self._record_graphs()
         for k, v in self.caches:
@@ -211,10 +219,10 @@ class Runner:
         self.graphs.record()
         logger.info("recorded CUDA graphs for batches of %s requests", ", ".join(map(str, sizes)))
 
-    def _run_alone(self, lengths: Sequence[int], params: SamplingParams) -> None:
+    def _run_alone(self, lengths: Sequence[int], params: SamplingParams, media: Sequence[Media] = ()) -> None:
         """Run prompts of these lengths in one step, with all their KV in block 0, and free their slots.
 
-        params: of a model that generates; one that pools makes its default results.
+        params: of a model that generates; one that pools makes its default results. media: of each prompt.
         """
         size, pooler = self.config.block_size, self.model.pooler
         task: Task = params if pooler is None else PoolingParams(task=pooler.info.tasks[0])
@@ -224,11 +232,23 @@ class Runner:
         ]
         pools = isinstance(task, PoolingParams)
         rows = [
-            Row(slot, 0, length, num_samples=int(not pools), pool=pools)
+            Row(slot, 0, length, num_samples=int(not pools), pool=pools, media=list(media))
             for slot, length in enumerate(lengths)
         ]
         self.step(StepPlan(-1, rows, inits))
         self.step(StepPlan(-1, [], [], list(range(len(lengths)))))
+
+    def _try_embedding(self, size: int) -> int:
+        """Run an embedding of this size in the place of a token; returns 0 if the model does not take it."""
+        data = PlainTensor("float32", (1, size), bytes(4 * size))
+        try:
+            if size:
+                self._run_alone([1], SamplingParams(temperature=0.0), [Media(0, 1, b"", data, True)])
+        except RuntimeError as error:
+            logger.info("prompts of embeddings are not taken: %s", error)
+            self.step(StepPlan(-1, [], [], [0]))
+            return 0
+        return size
 
     def _run_widest(self) -> None:
         """Run the largest steps, by tokens and by rows, with all sampling stages, to measure their memory."""

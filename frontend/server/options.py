@@ -92,6 +92,9 @@ class ServerOptions:
     tool_call_parser: str | None = option(None, "Chat", "format in which the model writes tool"
         " calls", choices=TOOL_PARSERS)
 
+    prompt_adapters: list[str] = option(None, "Adapters", "NAME=FOLDER of a prompt adapter, which requests name as"
+        " their model; the engine needs --enable-prompt-adapter", make=list)
+
     return_tokens_as_token_ids: bool = option(False, "Answers", "write tokens as 'token_id:ID' in log"
         " probabilities")
     response_store_bytes: int = option(64 << 20, "Answers", "bytes of memory for responses of"

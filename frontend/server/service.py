@@ -28,10 +28,14 @@ MAX_WAITING_TEMPLATES = 16  # templates from requests that may wait for others; 
 class Service:
     """State of one server on one engine.
 
+    Raises:
+        ValueError: from the constructor, for a bad prompt adapter.
+
     Attributes:
         engine, options: the constructor's arguments. info: properties of the engine.
         names: names of the model, the main one first. created: start of the server, in seconds since the epoch.
         defaults: sampling parameters from the model's generation config.
+        prompt_adapters: those of the server's options, by name.
         open: generation requests in flight, by id. request_templates: runs the chat templates of requests.
     """
 
@@ -41,6 +45,7 @@ class Service:
         self.names = engine.info.served_model_names or [engine.info.model]
         self.created = int(time.time())
         self.defaults = default_sampling_params(engine.info)
+        self.prompt_adapters = engine.session.prompt_adapters.named(options.prompt_adapters, self.names)
         self.open: dict[str, Exchange] = {}
         self.request_templates = SlowWork("chat templates", NUM_PARALLEL, MAX_WAITING_TEMPLATES)
 
@@ -56,13 +61,17 @@ class Service:
         return self.engine.session.tokenizer
 
     def model(self, name: str | None) -> str:
-        """Return the model's main name, which responses use. name: any of its names; None: the main one.
+        """Return the model's main name, which responses use, or that of a prompt adapter.
+
+        name: any of its names, or an adapter's; None: the main one.
 
         Raises:
             APIError: there is no model with that name.
         """
         if name is None or name in self.names:
             return self.names[0]
+        if name in self.prompt_adapters:
+            return name
         raise APIError(404, f"there is no model {quoted(name)}", param="model", code="model_not_found")
 
     def abort(self, request_id: str) -> bool:

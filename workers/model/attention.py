@@ -25,6 +25,7 @@ from pagewire.kernels.attention import (
 from pagewire.kernels.kv_codes import row_width
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
+from pagewire.workers.model.overlay import Overlay
 
 NAME = "pagewire"
 
@@ -59,11 +60,12 @@ class StepContext:
     """The inputs of a step's layers beside hidden states: attention batch, positions int64 [T], all KV caches.
 
     scales: of each layer's keys and values, in caches of 8-bit floats; empty for 1.
+    overlay: embeddings that take the place of those of tokens; None: there are none.
 
     Within `with step:`, attention and linear layers get it from `current_step`.
     """
 
-    __slots__ = ("_outer", "batch", "caches", "positions", "scales")
+    __slots__ = ("_outer", "batch", "caches", "overlay", "positions", "scales")
 
     def __init__(
         self,
@@ -73,6 +75,7 @@ class StepContext:
         scales: Sequence[KVScales] = (),
     ) -> None:
         self.batch, self.positions, self.caches, self.scales = batch, positions, caches, scales
+        self.overlay: Overlay | None = None
         self._outer: StepContext | None = None
 
     def __enter__(self) -> None:

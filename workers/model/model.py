@@ -20,6 +20,7 @@ from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.attention import StepContext
 from pagewire.workers.model.invariant import Invariant
+from pagewire.workers.model.overlay import embedding_size, laid_over
 from pagewire.workers.model.stack import DecoderStack
 from pagewire.workers.model.transforms import LinearModule
 
@@ -159,13 +160,18 @@ class Model:
 
     def hidden_states(self, input_ids: Tensor, step: StepContext) -> Tensor:
         """Final hidden states [T, H] of the tokens int64 [T] of a step."""
-        with step:
+        with step, laid_over(self.base, step.overlay):
             if isinstance(self.base, DecoderStack):
                 return self.base(input_ids, step)  # type: ignore[no-any-return]
             with self.arithmetic() if self.guarded else nullcontext():
                 return self.base(  # type: ignore[no-any-return]
                     input_ids=input_ids[None], position_ids=step.positions[None], use_cache=False
                 )[0][0]
+
+    @property
+    def embedding_size(self) -> int:
+        """Numbers of an embedding that may take the place of a token's; 0: none may."""
+        return embedding_size(self.base)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [n, V] of hidden states [n, H]."""

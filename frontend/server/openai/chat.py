@@ -118,6 +118,7 @@ def generate(
         trace_headers=exchange.headers,
         logprob_budget=logprob_budget(service),
         admit=exchange.lease.admit,
+        prompt_adapter_request=service.prompt_adapters.get(service.model(request.model)),
     )
 
 

@@ -15,12 +15,12 @@ def routes(service: Service) -> list[Operation]:
     """Return the routes of the endpoint."""
 
     async def list_models(request: Request) -> Response:
-        return json_response(ModelList([card(service, name) for name in service.names]))
+        return json_response(ModelList(cards(service)))
 
     async def show_model(request: Request) -> Response:
         name = request.path_params["model"]
         service.model(name)
-        return json_response(card(service, name))
+        return json_response(next(found for found in cards(service) if found.id == name))
 
     return [
         Operation("GET", "/v1/models", list_models, "List the names of the served model.", result=ModelList),
@@ -31,6 +31,25 @@ def routes(service: Service) -> list[Operation]:
             "Get one of the names of the served model.",
             result=ModelCard,
         ),
+    ]
+
+
+def cards(service: Service) -> list[ModelCard]:
+    """Return the descriptions of all names: the model's own, then those of prompt adapters."""
+    return [*(card(service, name) for name in service.names), *prompt_adapter_cards(service)]
+
+
+def prompt_adapter_cards(service: Service) -> list[ModelCard]:
+    """Return the descriptions of the prompt adapters, whose parent is the model."""
+    return [
+        ModelCard(
+            id=name,
+            created=service.created,
+            root=adapter.prompt_adapter_local_path,
+            parent=service.names[0],
+            max_model_len=service.info.max_model_len - adapter.prompt_adapter_num_virtual_tokens,
+        )
+        for name, adapter in service.prompt_adapters.items()
     ]
 
 

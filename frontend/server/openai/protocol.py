@@ -14,6 +14,7 @@ from msgspec import UNSET, Meta, UnsetType
 from pagewire.ipc.budget import (
     MAX_MESSAGES,
     MAX_PARTS,
+    MAX_PROMPTS,
     MAX_TOKENS,
     MAX_TOKENS_OF_VOCABULARY,
     MAX_TOOLS,
@@ -176,10 +177,13 @@ class CompletionRequest(SamplingFields, kw_only=True):
     """POST /v1/completions.
 
     prompt: text, token ids, or a list of these. suffix: not supported.
+    prompt_embeds: prompts that are embeddings [number of tokens, size]: each a safetensors file with one tensor, in
+        base64. They come before those of `prompt`, which may then be left out.
     logprobs: return log probabilities of each token and of this many most likely tokens.
     """
 
-    prompt: str | Annotated[list[str | int | TokenIds], Meta(max_length=MAX_TOKENS)]
+    prompt: str | Annotated[list[str | int | TokenIds], Meta(max_length=MAX_TOKENS)] | None = None
+    prompt_embeds: str | Annotated[list[str], Meta(max_length=MAX_PROMPTS)] | None = None
     suffix: str | None = None
     logprobs: NumLogprobs | None = None
 
@@ -410,14 +414,18 @@ class ChatChunk(msgspec.Struct, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """A name of the served model. max_model_len: limit of prompt and output together, in tokens."""
+    """A name of the served model, or an adapter for it.
+
+    max_model_len: limit of prompt and output together, in tokens. root: the model, or the adapter's folder.
+    parent: of an adapter, the model's name.
+    """
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "pagewire"
     root: str
-    parent: None = None
+    parent: str | None = None
     max_model_len: int
 
 

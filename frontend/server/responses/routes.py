@@ -194,7 +194,10 @@ async def answer(
     stored = StoredResponse(response, items, events, owner)
     generation = Generation(service, chat, tools, prompt, params, exchange, stored, store)
     if request.background:  # what the engine would refuse later is refused now
-        service.engine.session.prepare(prompt, params, exchange.id, chat.priority or 0)
+        adapter = service.prompt_adapters.get(model)
+        service.engine.session.prepare(
+            prompt, params, exchange.id, chat.priority or 0, prompt_adapter_request=adapter
+        )
         generation.start_in_background()
         return stored.follow(-1) if request.stream else sse.ENCODER.encode(response)
     if request.stream:
