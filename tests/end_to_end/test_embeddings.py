@@ -30,7 +30,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def table() -> torch.Tensor:
-    """The embeddings [V, H] of the demo model's tokens."""
+    """The embeddings [V, 256] of the demo model's tokens."""
     tensors = load_file(Path(pagewire.__file__).parent / "demo" / "model.safetensors")
     return tensors["model.embed_tokens.weight"].float()
 
@@ -39,7 +39,7 @@ def table() -> torch.Tensor:
 def folder(tmp_path_factory: pytest.TempPathFactory, table: torch.Tensor) -> Path:
     """A prompt adapter of 40 virtual tokens, which are those of a text."""
     folder = tmp_path_factory.mktemp("adapter")
-    settings = {"peft_type": "P_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": 40, "token_dim": 128}
+    settings = {"peft_type": "P_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": 40, "token_dim": 256}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     save_file({"prompt_embeddings": table[PROMPT].contiguous()}, folder / "adapter_model.safetensors")
     return folder
@@ -95,7 +95,7 @@ def test_what_makes_no_sense_is_refused_by_name(llm: LLM, table: torch.Tensor) -
     prompt: Any = {"prompt_embeds": table[PROMPT]}
     with pytest.raises(ValueError, match="prompt_embeds: a prompt of embeddings has no tokens"):
         llm.beam_search([prompt], BeamSearchParams(beam_width=2, max_tokens=3))
-    with pytest.raises(ValueError, match=r"embeddings of this model have 128 numbers; got \[40, 127\]"):
+    with pytest.raises(ValueError, match=r"embeddings of this model have 256 numbers; got \[40, 127\]"):
         llm.generate([{"prompt_embeds": table[PROMPT, :127]}], GREEDY)  # type: ignore[list-item]
     with pytest.raises(ValueError, match="generates text and does not pool"):
         llm.embed([prompt])  # type: ignore[list-item]
@@ -185,10 +185,10 @@ def test_over_http(core: str, table: torch.Tensor, folder: Path) -> None:
         ({"prompt_embeds": "?" * 8}, "not base64"),
         ({"prompt_embeds": "ZGVtbw=="}, "no safetensors file"),
         (
-            {"prompt_embeds": base64.b64encode(save({"a": rows, "b": rows})).decode()},
+            {"prompt_embeds": base64.b64encode(save({"a": rows, "b": rows + 1})).decode()},
             "one tensor, but it has 2",
         ),
-        ({"prompt_embeds": in_base64(rows[:, :5])}, "have 128 numbers; got .40, 5."),
+        ({"prompt_embeds": in_base64(rows[:, :5])}, "have 256 numbers; got .40, 5."),
         ({"prompt_embeds": in_base64(rows / 0)}, "NaN"),
         ({"prompt_embeds": []}, "1 to 1024 prompts, got 0"),
         ({"echo": True}, "echo does not go with prompt_embeds"),
