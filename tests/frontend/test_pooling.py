@@ -117,7 +117,7 @@ def test_prompts_that_do_not_fit(tokenizer: Any) -> None:
         ([100], "outside the vocabulary of 100"),
         ([], "empty"),
         ("\ud800", "not valid Unicode"),
-        ({"prompt": "cat", "prompt_embeds": [1]}, "not supported"),
+        ({"prompt": "cat", "prompt_embeds": [1]}, "takes no embeddings"),
         (TextPair("cat", "dog", ""), "cache_salt must not be empty"),
     ):
         with pytest.raises(ValueError, match=text):
