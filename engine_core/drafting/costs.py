@@ -20,7 +20,7 @@ def size_class(num_tokens: int) -> int:
     return num_tokens >> shift << shift
 
 
-def expected_growth(num_tokens: int, other: float) -> float:
+def expected_growth(num_tokens: float, other: float) -> float:
     """How much longer a step of `num_tokens` takes than one of `other`, before either says more: a + b n."""
     return (KNEE + num_tokens) / (KNEE + other)
 
@@ -76,7 +76,7 @@ class StepCosts:
         self._shapes[place] += weight * (seconds / self._level - self._shapes[place])
         self._sizes[place] += WEIGHT * (num_tokens - self._sizes[place])
 
-    def seconds(self, num_tokens: int) -> float:
+    def seconds(self, num_tokens: float) -> float:
         """The time of a step; between sizes that were measured a line, beyond them as expected of any machine."""
         sizes, shapes = self._sizes, self._shapes
         place = bisect_left(sizes, num_tokens)

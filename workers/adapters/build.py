@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,7 +132,7 @@ class _Builder:
             delta = Delta(empty, second, place.first, place.num_out, shift=shift)
         else:
             raise ValueError(f"{quoted(module)} has {_kinds(parts)}, which is not served for a linear layer")
-        moved = {
+        moved: dict[str, Any] = {
             name: None if (tensor := getattr(delta, name)) is None else tensor.to(self.targets.device)
             for name in ("a", "b", "gain", "shift")
         }
