@@ -187,11 +187,11 @@ def test_an_adapter_is_before_the_prompt_and_outputs_do_not_show_it(
     found = PromptAdapters(BOTH).get(adapter(tmp_path))
     intake = intake_of(engine_info)
     params = SamplingParams(max_tokens=5000, prompt_logprobs=0)
-    prepared = intake.prepare([7, 8, 9], params, "r", 1, adapter=found)
+    prepared = intake.prepare([7, 8, 9], params, "r", 1, prompt_adapter=found)
     content = prepared.request.prompt
     assert content.token_ids == [0, 0, 0, 7, 8, 9] and [(m.start, m.end) for m in content.media] == [(0, 3)]
     assert prepared.request.params.max_tokens == 4096 - 6
-    both = intake.prepare({"prompt_embeds": ROWS}, SamplingParams(), "r", 1, adapter=found)
+    both = intake.prepare({"prompt_embeds": ROWS}, SamplingParams(), "r", 1, prompt_adapter=found)
     assert [(m.start, m.end) for m in both.request.prompt.media] == [(0, 3), (3, 6)]
 
     state = RequestState(prepared.request, None, None, None, prepared.num_virtual_tokens)

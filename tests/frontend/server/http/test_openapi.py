@@ -65,5 +65,5 @@ def test_it_has_the_bounds_of_parameters(serve: Callable[..., Client]) -> None:
     for kind in ("CompletionRequest", "ChatRequest", "ResponsesRequest"):
         fields = document["components"]["schemas"][kind]["properties"]
         assert {"type": "number", "exclusiveMinimum": 0.0, "maximum": 1.0} in fields["top_p"]["anyOf"], kind
-    [level] = document["paths"]["/sleep"]["post"]["parameters"]
-    assert level["schema"] == {"type": "integer", "minimum": 1, "maximum": 2}
+    parameters = {found["name"]: found for found in document["paths"]["/sleep"]["post"]["parameters"]}
+    assert parameters["level"]["schema"] == {"type": "integer", "minimum": 1, "maximum": 2}
