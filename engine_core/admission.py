@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 
 from pagewire.ipc.bounds import MAX_INT, check_int, check_number
+from pagewire.ipc.embeddings import check_media
 from pagewire.ipc.messages import EngineInfo, Request
 from pagewire.ipc.params import max_n
 from pagewire.ipc.pooling import PoolingParams
@@ -32,8 +33,7 @@ def check_request(request: Request, info: EngineInfo) -> None:
     check_int("rank", request.rank, 0, MAX_RANK)
     if request.tenant:
         check_tenant(request.tenant)
-    if request.prompt.media:
-        raise ValueError("this engine takes no media: submit a prompt of tokens alone")
+    check_media(request.prompt, info.embeddings)
     check_adapter(request, info)
     if isinstance(request.task, PoolingParams):
         check_pooling(request, request.task, info)

@@ -13,6 +13,7 @@ from pagewire.engine_core.schedule.scheduler import SchedulerConfig
 from pagewire.engine_core.speculative_model import resolve_speculation
 from pagewire.ipc.adapter_files import adapter_folder, adapter_version
 from pagewire.ipc.adapters import MAX_ADAPTER_ID, AdapterSource
+from pagewire.ipc.embeddings import EmbeddingsInfo
 from pagewire.ipc.hub import model_folder, read_configs
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
@@ -215,6 +216,33 @@ class EngineConfig:
             tensor_parallel_size=args.tensor_parallel_size,
             pipeline_parallel_size=args.pipeline_parallel_size,
             max_num_batched_tokens=self.scheduler_config(ready).max_num_batched_tokens,
+            embeddings=self.embeddings_info(ready),
+        )
+
+    def embeddings_info(self, ready: Ready) -> EmbeddingsInfo:
+        """The embeddings that prompts may bring.
+
+        Raises:
+            ValueError: they are to be taken, but the model takes none.
+        """
+        args, size = self.args, ready.embedding_size
+        if args.enable_prompt_embeds or args.enable_prompt_adapter:
+            name = "enable_prompt_embeds" if args.enable_prompt_embeds else "enable_prompt_adapter"
+            if args.enable_prompt_adapter and ready.pooling is not None:
+                raise ValueError(
+                    "enable_prompt_adapter: this model pools, and prompt adapters are to generate"
+                )
+            if not size:
+                raise ValueError(
+                    f"{name}: {ready.architecture} looks its tokens up in a way of its own, so no embeddings can "
+                    "take their place"
+                )
+        return EmbeddingsInfo(
+            size=size,
+            prompts=args.enable_prompt_embeds,
+            adapters=args.enable_prompt_adapter,
+            max_adapters=args.max_prompt_adapters,
+            max_adapter_tokens=args.max_prompt_adapter_token,
         )
 
 

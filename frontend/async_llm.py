@@ -23,7 +23,7 @@ from pagewire.frontend.configs import (
     parallel_config,
     scheduler_config,
 )
-from pagewire.frontend.inputs import CheckedParams, Prepared, PromptType
+from pagewire.frontend.inputs import CheckedParams, Prepared, PromptType, is_embeds_prompt
 from pagewire.frontend.logprob_budget import LogprobBudget
 from pagewire.frontend.loop_mailbox import Listener, LoopMailbox
 from pagewire.frontend.lora import LoRARequest
@@ -31,6 +31,7 @@ from pagewire.frontend.metrics import Metric, read_metrics
 from pagewire.frontend.outputs import RequestOutput, RequestState
 from pagewire.frontend.pooling.batch import complete
 from pagewire.frontend.pooling.outputs import PoolingRequestOutput
+from pagewire.frontend.prompt_adapters import PromptAdapterRequest
 from pagewire.frontend.session import Session, ignore_usage_context
 from pagewire.frontend.stat_loggers import StatLoggerBase, checked, status_line
 from pagewire.frontend.text.tokenizer import Tokenizer
@@ -146,6 +147,7 @@ class AsyncLLM(AsyncEngineCalls):
         lora_request: LoRARequest | None = None,
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the outputs of a request, in the form that `sampling_params.output_kind` names.
 
@@ -154,9 +156,10 @@ class AsyncLLM(AsyncEngineCalls):
 
         lora_request: the adapter to use. trace_headers: W3C trace context (`traceparent`), of the span that the
             request's is to be a child of; without effect unless traces are sent.
+        prompt_adapter_request: embeddings to put before the prompt.
 
         Raises:
-            ValueError, TypeError: a bad prompt or parameter, or an id that is in use.
+            ValueError, TypeError: a bad prompt, parameter or adapter, or an id that is in use.
             RequestError: the engine ended the request with an error. EngineBusyError: it does not take more.
             EngineDeadError: the core is lost.
         """
@@ -168,6 +171,7 @@ class AsyncLLM(AsyncEngineCalls):
             priority=priority,
             trace_headers=trace_headers,
             lora_request=lora_request,
+            prompt_adapter_request=prompt_adapter_request,
         )
         async with aclosing(stream):
             async for outputs in stream:
@@ -185,6 +189,7 @@ class AsyncLLM(AsyncEngineCalls):
         logprob_budget: LogprobBudget | None = None,
         admit: Callable[[Sequence[Prepared]], None] | None = None,
         lora_request: LoRARequest | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         """Stream the outputs of several prompts, which are submitted together or not at all.
 
@@ -197,7 +202,9 @@ class AsyncLLM(AsyncEngineCalls):
         params = await self._check(sampling_params)
         prepared = []
         for prompt, name in zip(prompts, names, strict=True):
-            prepared.append(await self._prepare(prompt, params, name, priority, lora_request))
+            prepared.append(
+                await self._prepare(prompt, params, name, priority, lora_request, prompt_adapter_request)
+            )
             if logprob_budget is not None:
                 logprob_budget.expect(prepared[-1].request)
             if len(prepared) % PROMPTS_AT_ONCE == 0:
@@ -260,10 +267,12 @@ class AsyncLLM(AsyncEngineCalls):
         request_id: str,
         priority: int,
         lora_request: LoRARequest | None,
+        prompt_adapter_request: PromptAdapterRequest | None,
     ) -> Prepared:
-        place = (request_id, priority, 0.0, lora_request)
+        place = (request_id, priority, 0.0, lora_request, prompt_adapter_request)
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         is_long = isinstance(text, str) and len(text) > LONG_PROMPT_CHARACTERS
+        is_long = is_long or is_embeds_prompt(prompt)  # which are hashed
         if is_long or not self.session.adapters.knows(lora_request):
             return await asyncio.to_thread(self.session.prepare, prompt, params, *place)
         return self.session.prepare(prompt, params, *place)

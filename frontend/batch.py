@@ -9,6 +9,7 @@ from pagewire.frontend.lora import LoRARequest
 from pagewire.frontend.mailbox import Inbox
 from pagewire.frontend.outputs import BatchError, RequestOutput, RequestState
 from pagewire.frontend.progress import Tick
+from pagewire.frontend.prompt_adapters import PromptAdapterRequest
 from pagewire.frontend.session import Session
 from pagewire.ipc.params import RequestOutputKind, SamplingParams
 
@@ -23,13 +24,15 @@ def complete(
     adapters: Sequence[LoRARequest | None],
     next_id: Callable[[], str],
     tick: Tick,
+    prompt_adapter: PromptAdapterRequest | None = None,
 ) -> list[RequestOutput]:
     """The outputs of prompts, in order. On any error, no request of them is left running.
 
     params, priority, adapters: one for each prompt. next_id: gives request ids. tick: called with each output.
+    prompt_adapter: to put before each prompt.
 
     Raises:
-        ValueError, TypeError: a bad prompt or parameter. EngineDeadError: the core is lost.
+        ValueError, TypeError: a bad prompt, parameter or adapter. EngineDeadError: the core is lost.
         BatchError: the engine ended requests with an error.
     """
     inbox = Inbox()
@@ -40,7 +43,9 @@ def complete(
         for prompt, own, rank, adapter in zip(prompts, params, priority, adapters, strict=True):
             if id(own) not in checked:
                 checked[id(own)] = session.check(final_only(own))
-            prepared.append(session.prepare(prompt, checked[id(own)], next_id(), rank, 0.0, adapter))
+            prepared.append(
+                session.prepare(prompt, checked[id(own)], next_id(), rank, 0.0, adapter, prompt_adapter)
+            )
             if len(prepared) == SUBMIT_CHUNK:
                 states += session.submit(prepared, inbox)
                 prepared = []

@@ -27,7 +27,7 @@ from itertools import islice
 from typing import Any
 
 from pagewire.frontend.link import PING, Link, attach, core_exit
-from pagewire.ipc.codec import Buffer, Codec
+from pagewire.ipc.codec import MAX_FRAMES, MAX_MESSAGE_BYTES, Buffer, Codec
 from pagewire.ipc.errors import (
     DetachedError,
     EngineBusyError,
@@ -360,8 +360,14 @@ class CoreClient:
 
 
 def too_large(frames: Sequence[Buffer], name: str, limit: int) -> ValueError | None:
-    """The error for a message whose first frame has more bytes than the core takes; None if it takes it."""
-    if (size := len(frames[0])) <= limit:
+    """The error for a message that the core does not take; None if it does. limit: bytes of its first frame."""
+    size, total = len(frames[0]), sum(map(len, frames))
+    if size <= limit and (total > MAX_MESSAGE_BYTES or len(frames) > MAX_FRAMES):
+        return ValueError(
+            f"{name} is too large: {total} bytes in {len(frames)} parts, and a message has at most "
+            f"{MAX_MESSAGE_BYTES} in {MAX_FRAMES}: send fewer embeddings"
+        )
+    if size <= limit:
         return None
     return ValueError(
         f"{name} is too large: {size} bytes, and a message to this engine core has at most {limit}; shorten the "

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 import operator
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict
 
+from pagewire.frontend.embeds import KEY as EMBEDS_KEY
+from pagewire.frontend.embeds import NO_TOKENS, check_embeds_params, embeddings_of
 from pagewire.frontend.lora import UsedAdapter
+from pagewire.frontend.prompt_adapters import PromptAdapter
 from pagewire.frontend.text.length import ContextLengthError, encode_within
 from pagewire.frontend.text.tokenizer import Tokenizer
-from pagewire.ipc.bounds import check_int, check_length, check_number, meta_of, unknown_name
+from pagewire.ipc.bounds import check_int, check_length, meta_of, unknown_name
 from pagewire.ipc.budget import MAX_TOKENS
+from pagewire.ipc.embeddings import PLACEHOLDER, media_of
 from pagewire.ipc.items import Prompt
 from pagewire.ipc.messages import EngineInfo, Request
 from pagewire.ipc.params import Name, SamplingParams, check_logit_edits
@@ -54,7 +56,11 @@ class TokensPrompt(TypedDict, total=False):
 
 
 class EmbedsPrompt(TypedDict, total=False):
-    """A prompt as embeddings. Not supported yet."""
+    """A prompt as embeddings, for an engine with `enable_prompt_embeds`.
+
+    prompt_embeds: float32, bfloat16 or float16 [number of tokens, size of the model's embeddings]: a tensor of
+        PyTorch, an array of NumPy, or whatever gives its memory by the buffer protocol or `__array__`.
+    """
 
     prompt_embeds: Any
     cache_salt: str
@@ -76,12 +82,12 @@ class ExplicitEncoderDecoderPrompt(TypedDict, total=False):
 
 
 SingletonPrompt: TypeAlias = str | TextPrompt | TokensPrompt | EmbedsPrompt
+ChatTemplateContentFormatOption: TypeAlias = Literal["auto", "string", "openai"]
 PromptType: TypeAlias = SingletonPrompt | ExplicitEncoderDecoderPrompt | DataPrompt | list[int]
 
-KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt")
 NO_MEDIA = "multi-modal data is not supported yet"
 NOT_SUPPORTED = {
-    "prompt_embeds": "embeddings as a prompt are not supported yet",
     "data": "data prompts are not supported yet",
     "data_format": "data prompts are not supported yet",
     "encoder_prompt": "encoder-decoder models are not supported",
@@ -105,11 +111,15 @@ def is_embeds_prompt(prompt: Any) -> bool:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request to be sent to the core, the text of its prompt, if known, and its adapter, if it has one."""
+    """A request to be sent to the core, the text of its prompt, if known, and its adapter, if it has one.
+
+    num_virtual_tokens: tokens of a prompt adapter before the prompt, which outputs do not show.
+    """
 
     request: Request
     prompt_text: str | None
     adapter: UsedAdapter | None = None
+    num_virtual_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -143,10 +153,12 @@ class Intake:
         priority: int = 0,
         age: float = 0.0,
         adapter: UsedAdapter | None = None,
+        prompt_adapter: PromptAdapter | None = None,
     ) -> Prepared:
         """Check one prompt and its parameters (None: the model's defaults), and make the request.
 
-        age: seconds since the request arrived. adapter: that it runs with.
+        age: seconds since the request arrived. adapter: that it runs with. prompt_adapter: to put before the
+            prompt.
 
         The parameters are copied, but for checked ones, which requests may share. `max_tokens` is limited to the
         room that the prompt leaves in `max_model_len`.
@@ -160,14 +172,16 @@ class Intake:
         check_int("priority", priority, -PRIORITY_LIMIT, PRIORITY_LIMIT)
         checked = params if isinstance(params, CheckedParams) else self.check(params)
         params = checked.params
-        token_ids, text = self.tokenize(prompt, params.truncate_prompt_tokens is not None, adapter)
-        token_ids = truncated(token_ids, params, self.info.max_model_len)
-        params = self._fit(params, len(token_ids))
+        content, text = self._content(prompt, params, adapter)
+        num_virtual_tokens = 0 if prompt_adapter is None else prompt_adapter.num_virtual_tokens
+        if prompt_adapter is not None:
+            content = prompt_adapter.before(content)
+        params = self._fit(params, len(content.token_ids))
         return Prepared(
             Request(
                 key=key,
                 request_id=request_id,
-                prompt=Prompt(token_ids, cache_salt=salt_of(prompt)),
+                prompt=content,
                 task=params,
                 seed=self._seed() if params.seed is None else params.seed,
                 eos_token_id=self.eos_token_id,
@@ -177,7 +191,27 @@ class Intake:
             ),
             text,
             adapter,
+            num_virtual_tokens,
         )
+
+    def _content(
+        self, prompt: PromptType, params: SamplingParams, adapter: UsedAdapter | None
+    ) -> tuple[Prompt, str | None]:
+        """A prompt as the core gets it, and its text, if known."""
+        if (embeds := self.embeds(prompt)) is not None:
+            check_embeds_params(params.prompt_logprobs, params.truncate_prompt_tokens)
+            return embeds, None
+        token_ids, text = self.tokenize(prompt, params.truncate_prompt_tokens is not None, adapter)
+        token_ids = truncated(token_ids, params, self.info.max_model_len)
+        return Prompt(token_ids, cache_salt=salt_of(prompt)), text
+
+    def embeds(self, prompt: Any) -> Prompt | None:
+        """A prompt of embeddings as the core gets it; None if it is another one. Raises as `embeddings_of`."""
+        if (embeddings := embeddings_of(prompt, self.info)) is None:
+            return None
+        check_keys(prompt)
+        token_ids = [PLACEHOLDER] * embeddings.shape[0]
+        return Prompt(token_ids, media_of(embeddings), cache_salt=salt_of(prompt))
 
     def tokenize(
         self, prompt: PromptType, truncates: bool = False, adapter: UsedAdapter | None = None
@@ -194,9 +228,13 @@ class Intake:
         token_ids: Any = None
         if isinstance(prompt, Mapping):
             check_keys(prompt)
+            if prompt.get(EMBEDS_KEY) is not None:
+                raise ValueError(
+                    f"{EMBEDS_KEY}: {NO_TOKENS}, which are needed here: give it as text or token ids"
+                )
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
             if text is None and token_ids is None:
-                raise ValueError("a prompt needs 'prompt' or 'prompt_token_ids'")
+                raise ValueError("a prompt needs 'prompt', 'prompt_token_ids' or 'prompt_embeds'")
         elif isinstance(prompt, str):
             text = prompt
         else:
@@ -384,23 +422,6 @@ def check_keys(prompt: Mapping[str, Any]) -> None:
             raise ValueError(unknown_name("key of a prompt", name, (*KEYS, *NOT_SUPPORTED)))
         if value is not None and not (isinstance(value, (Mapping, list)) and not value):
             raise ValueError(f"{name}: {NOT_SUPPORTED[name]}")
-
-
-def age_of(arrival_time: float | None) -> float:
-    """Return the seconds since a time of `time.monotonic()`; 0 for None.
-
-    Raises:
-        TypeError: it is not a number. ValueError: it is negative or still to come.
-    """
-    if arrival_time is None:
-        return 0.0
-    now = time.monotonic()
-    check_number("arrival_time", arrival_time, 0.0, math.inf)
-    if arrival_time > now:
-        raise ValueError(
-            f"arrival_time must be a past time of time.monotonic() (now {now:.0f}), got {arrival_time:.0f}"
-        )
-    return now - arrival_time
 
 
 def salt_of(prompt: PromptType) -> str | None:

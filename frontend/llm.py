@@ -39,6 +39,7 @@ from pagewire.frontend.pooling.outputs import (
 )
 from pagewire.frontend.pooling.scoring import ScorePlan
 from pagewire.frontend.progress import progress_bar
+from pagewire.frontend.prompt_adapters import PromptAdapterRequest
 from pagewire.frontend.session import Session, refuse_unsupported
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.calls import RemoteCall
@@ -160,18 +161,20 @@ class LLM(LocalEngine):
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: list[int] | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
     ) -> list[RequestOutput]:
         """Complete all prompts; the outputs are in their order.
 
-        prompts: a string, token ids, a `TextPrompt` or `TokensPrompt`, or a list of these.
+        prompts: a string, token ids, a `TextPrompt`, `TokensPrompt` or `EmbedsPrompt`, or a list of these.
         sampling_params: for all, or one for each; None: the model's defaults.
         prompt_token_ids: legacy spelling of token ids as `prompts`.
         use_tqdm: show a progress bar; or what to make it with.
         lora_request: the adapter for all prompts, or a list with one or None for each.
         priority: one value per prompt; lower runs earlier, under the policy "priority".
+        prompt_adapter_request: embeddings to put before each prompt.
 
         Raises:
-            ValueError, TypeError: a bad prompt or parameter; nothing is left running.
+            ValueError, TypeError: a bad prompt, parameter or adapter; nothing is left running.
             BatchError: (a `RequestError`) the engine ended requests with an error. The others were finished
                 first; the exception has all `outputs`.
         """
@@ -186,7 +189,10 @@ class LLM(LocalEngine):
         adapters = for_each(lora_request, len(prompts))
         order = priority or [0] * len(prompts)
         with progress_bar(len(prompts), use_tqdm) as tick:
-            return complete(self.session, prompts, params, order, adapters, self._next_id, tick)
+            return complete(
+                *(self.session, prompts, params, order, adapters, self._next_id, tick),
+                prompt_adapter_request,
+            )
 
     def chat(
         self,
@@ -201,6 +207,8 @@ class LLM(LocalEngine):
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
+        *,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several; a list of outputs in either case.
 
@@ -218,7 +226,13 @@ class LLM(LocalEngine):
             mm_processor_kwargs,
             lora_request,
         )
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        return self.generate(
+            prompts,
+            sampling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            prompt_adapter_request=prompt_adapter_request,
+        )
 
     def preprocess_chat(
         self,

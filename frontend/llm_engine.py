@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from pagewire.frontend.calls import timed_out
-from pagewire.frontend.inputs import PromptType, age_of
+from pagewire.frontend.inputs import PromptType
 from pagewire.frontend.local_engine import LocalEngine
 from pagewire.frontend.lora import LoRARequest
 from pagewire.frontend.mailbox import Inbox
 from pagewire.frontend.metrics import Metric
 from pagewire.frontend.outputs import RequestOutput, RequestState
 from pagewire.frontend.pooling.batch import complete
+from pagewire.frontend.prompt_adapters import PromptAdapterRequest, refuse_adapter
 from pagewire.frontend.session import Session, ignore_usage_context, refuse_unsupported
 from pagewire.frontend.stat_loggers import StatLoggerBase, checked, status_line
 from pagewire.frontend.text.tokenizer import Tokenizer
+from pagewire.ipc.bounds import check_number
 from pagewire.ipc.calls import RemoteCall
 from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.options import EngineArgs
@@ -121,6 +125,8 @@ class LLMEngine(LocalEngine):
         tokenization_kwargs: dict[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
+        *,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
     ) -> None:
         """Send a request to the core, where it starts at once; `step` returns its outputs.
 
@@ -128,19 +134,21 @@ class LLMEngine(LocalEngine):
             metrics and traces count from it. Equal priorities run in the order in which they are added, though.
         lora_request: the adapter to use.
         trace_headers: W3C trace context of the parent of the request's span.
+        prompt_adapter_request: embeddings to put before the prompt of a request that generates.
 
         Raises:
-            ValueError, TypeError: a bad prompt or parameter, an id that is in use, or an arrival time to come.
+            ValueError, TypeError: a bad prompt, parameter or adapter, an id in use, or an arrival time to come.
         """
         refuse_unsupported(tokenization_kwargs=tokenization_kwargs)
         if request_id in self._unfinished:
             raise ValueError(f"request id {request_id!r} is in use")
         place = (request_id, priority, age_of(arrival_time), lora_request)
         if isinstance(params, PoolingParams):
+            refuse_adapter(prompt_adapter_request)
             checked = complete(params, self.session, None, None)
             prepared = self.session.prepare_pooling(prompt, checked, *place)
         else:
-            prepared = self.session.prepare(prompt, params, *place)
+            prepared = self.session.prepare(prompt, params, *place, prompt_adapter_request)
         (self._unfinished[request_id],) = self.session.submit([prepared], self._inbox, trace_headers)
 
     def step(self) -> list[RequestOutput]:
@@ -205,3 +213,20 @@ class LLMEngine(LocalEngine):
             if timeout is None:  # the call itself failed with it
                 raise
             raise timed_out(call, args, kwargs, timeout) from None
+
+
+def age_of(arrival_time: float | None) -> float:
+    """Return the seconds since a time of `time.monotonic()`; 0 for None.
+
+    Raises:
+        TypeError: it is not a number. ValueError: it is negative or still to come.
+    """
+    if arrival_time is None:
+        return 0.0
+    now = time.monotonic()
+    check_number("arrival_time", arrival_time, 0.0, math.inf)
+    if arrival_time > now:
+        raise ValueError(
+            f"arrival_time must be a past time of time.monotonic() (now {now:.0f}), got {arrival_time:.0f}"
+        )
+    return now - arrival_time

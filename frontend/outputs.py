@@ -240,6 +240,8 @@ class RequestState:
         error_type: name of the exception with which the request was refused or ended; else None.
         num_prompt_logprobs: prompt positions, from position 1 on, whose log probabilities have arrived.
         adapter_content: sha256 of its adapter's content; empty until it is known.
+
+    num_virtual_tokens: tokens of a prompt adapter before the prompt. Outputs show the prompt without them.
     """
 
     def __init__(
@@ -249,10 +251,12 @@ class RequestState:
         tokenizer: Tokenizer | None,
         logprob_budget: LogprobBudget | None = None,
         adapter: UsedAdapter | None = None,
+        num_virtual_tokens: int = 0,
     ) -> None:
         params = request.params
         self._start(request)
         self._lora_request = None if adapter is None else adapter.lora_request
+        self._num_virtual_tokens = num_virtual_tokens
         self._prompt_text = prompt_text
         self._budget, self._num_logprobs_kept = logprob_budget, 0
         self._kind = params.output_kind
@@ -332,10 +336,11 @@ class RequestState:
             self._budget.keep(number)
             self._num_logprobs_kept += number
         if delta.prompt_logprobs is not None and self._prompt_logprobs is not None:
-            add_rows(self._prompt_logprobs, delta.prompt_logprobs, self._texts)
+            rows = delta.prompt_logprobs.after(self._num_virtual_tokens - self.num_prompt_logprobs)
+            add_rows(self._prompt_logprobs, rows, self._texts)
             self.num_prompt_logprobs += delta.prompt_logprobs.token_ids.shape[0]
         if delta.num_cached_tokens is not None and self._num_cached_tokens is None:
-            self._num_cached_tokens = delta.num_cached_tokens
+            self._num_cached_tokens = max(0, delta.num_cached_tokens - self._num_virtual_tokens)
         self.adapter_content = delta.adapter or self.adapter_content
         drop = False
         if delta.token_ids or delta.finish_reason is not None or delta.error is not None:
@@ -385,7 +390,7 @@ class RequestState:
         return RequestOutput(
             self.request_id,
             self._prompt_text,
-            self.request.prompt.token_ids,
+            self.request.prompt.token_ids[self._num_virtual_tokens :],
             self._take_prompt_logprobs(delta),
             outputs,
             finished,

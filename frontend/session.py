@@ -31,6 +31,7 @@ from pagewire.frontend.open_requests import OpenRequests
 from pagewire.frontend.outputs import RequestOutput, RequestState
 from pagewire.frontend.pooling import inputs as pooling
 from pagewire.frontend.pooling.state import PooledState
+from pagewire.frontend.prompt_adapters import PromptAdapterRequest, PromptAdapters
 from pagewire.frontend.spawn import SpawnedCore
 from pagewire.frontend.stat_loggers import StatLoggerBase, StatLoggers
 from pagewire.frontend.text.tokenizer import Tokenizer, as_tokenizer, load_tokenizer
@@ -56,6 +57,7 @@ class Session:
     Attributes:
         info: model and options of the core. tokenizer: of the frontend; None with `skip_tokenizer_init`.
         stat_loggers: the program's own loggers of statistics. adapters: where the files of adapters are found.
+        prompt_adapters: those that were read.
 
     Raises:
         as `spawn` or `attach`, whichever made `connect`.
@@ -76,6 +78,7 @@ class Session:
                 self._tracer.shutdown()
             raise
         self.info = self._requests.connection.info
+        self.prompt_adapters = PromptAdapters(self.info.embeddings)
 
     @classmethod
     def spawn(
@@ -180,14 +183,17 @@ class Session:
         priority: int = 0,
         age: float = 0.0,
         lora_request: LoRARequest | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
     ) -> Prepared:
         """The request for a prompt, checked, tokenized and ready for `submit`. age: seconds since it arrived.
 
         Raises:
-            ValueError, TypeError: a bad prompt or parameter, or no such adapter.
+            ValueError, TypeError: a bad prompt, parameter or adapter.
         """
         adapter = self.adapters.use(lora_request)
-        return self._intake.prepare(prompt, params, request_id, next(self._keys), priority, age, adapter)
+        virtual = None if prompt_adapter_request is None else self.prompt_adapters.get(prompt_adapter_request)
+        place = (request_id, next(self._keys), priority, age)
+        return self._intake.prepare(prompt, params, *place, adapter, virtual)
 
     def prepare_pooling(
         self,
@@ -263,7 +269,12 @@ class Session:
             PooledState(item.request)
             if isinstance(item.request.task, PoolingParams)
             else RequestState(
-                item.request, item.prompt_text, self._tokenizer_of(item.adapter), logprob_budget, item.adapter
+                item.request,
+                item.prompt_text,
+                self._tokenizer_of(item.adapter),
+                logprob_budget,
+                item.adapter,
+                item.num_virtual_tokens,
             )
             for item in prepared
         ]

@@ -29,6 +29,7 @@ MAX_CHOICES = 1 << 14  # strings of a choice
 MAX_TOKENS = 1 << 22  # tokens of a prompt or an output: more than any model's context length
 MAX_RESUMED_SEQUENCES = 1 << 14  # outputs of a request that goes on: more than any n
 MAX_MEDIA = 1 << 10  # media of a prompt
+MAX_EMBEDDINGS_BYTES = 1 << 26  # embeddings of a prompt: 8,192 tokens of 4,096 numbers of 16 bits
 MAX_EXTRA_BYTES = 1 << 16  # extra_args, encoded
 # Tokens in logit_bias, allowed_token_ids, stop_token_ids and bad words, times the sequences that have them: each
 # sequence keeps and applies its own.
@@ -39,6 +40,7 @@ MAX_LOGIT_EDITS = 1 << 20
 MAX_REQUESTS_PER_MESSAGE = 1024
 MAX_ABORTS_PER_MESSAGE = 1 << 18  # keys, and sequences, of one `Abort`: more than may wait and run
 MAX_ARGUMENTS = 1 << 10  # of a call
+MAX_HELD_BYTES = 1 << 30  # contents of media of all unfinished requests, each counted once
 MAX_HELLO_BYTES = 1 << 16  # a message before the core is ready, when it only takes greetings
 TEXT_BYTES = 4 << 20  # the strings and short lists of a request, and what surrounds them
 TOKEN_BYTES = 5  # a token id, encoded

@@ -87,10 +87,12 @@ class Codec(Generic[T]):
     Attributes:
         max_head_bytes: the largest first frame to decode. Its bytes become Python objects, unlike those of a
             tensor, so a receiver that does not trust its peer sets it to what the peer has reason to send.
+        trusts: messages may have any number of bytes and frames, since the peer bounds them, as the core does those
+            to a worker.
     """
 
-    def __init__(self, kinds: Any, max_head_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        self.max_head_bytes = max_head_bytes
+    def __init__(self, kinds: Any, max_head_bytes: int = MAX_MESSAGE_BYTES, *, trusts: bool = False) -> None:
+        self.max_head_bytes, self.trusts = max_head_bytes, trusts
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._pack)
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kinds, dec_hook=self._unpack)
         self._frames: list[Buffer] = []
@@ -112,9 +114,9 @@ class Codec(Generic[T]):
         Raises:
             ProtocolError: the frames are truncated, corrupt, too large, or no message of `kinds`.
         """
-        if not frames or len(frames) > MAX_FRAMES:
+        if not frames or (len(frames) > MAX_FRAMES and not self.trusts):
             raise ProtocolError(f"a message has 1 to {MAX_FRAMES} frames, not {len(frames)}")
-        if (size := sum(len(frame) for frame in frames)) > MAX_MESSAGE_BYTES:
+        if (size := sum(len(frame) for frame in frames)) > MAX_MESSAGE_BYTES and not self.trusts:
             raise ProtocolError(f"message of {size} bytes is over the limit of {MAX_MESSAGE_BYTES}")
         if (size := len(frames[0])) > self.max_head_bytes:
             raise ProtocolError(

@@ -16,6 +16,7 @@ from pagewire.ipc.params import Name, SamplingParams
 from pagewire.ipc.pooling import PoolingParams
 
 TokenIds: TypeAlias = Annotated[list[int], msgspec.Meta(max_length=MAX_TOKENS)]
+NOTHING = Tensor("uint8", (0,), b"")
 
 
 class Item(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -42,6 +43,12 @@ class LogprobRows(Item):
             return self
         return LogprobRows(*(_first(tensor, count) for tensor in (self.token_ids, self.logprobs, self.ranks)))
 
+    def after(self, count: int) -> LogprobRows:
+        """The n positions but the first `count`; all for a negative one."""
+        if count <= 0:
+            return self
+        return LogprobRows(*(_after(tensor, count) for tensor in (self.token_ids, self.logprobs, self.ranks)))
+
     @staticmethod
     def join(parts: list[LogprobRows]) -> LogprobRows | None:
         """The positions of all parts, in order; None if there are no parts. All parts have the same k."""
@@ -59,23 +66,46 @@ def _first(tensor: Tensor, count: int) -> Tensor:
     return Tensor(tensor.dtype, (count, *tensor.shape[1:]), tensor.data[: count * size])
 
 
+def _after(tensor: Tensor, count: int) -> Tensor:
+    number = tensor.shape[0]
+    count = min(count, number)
+    size = len(tensor.data) // max(1, number)
+    return Tensor(tensor.dtype, (number - count, *tensor.shape[1:]), tensor.data[count * size :])
+
+
 def _joined(parts: list[Tensor]) -> Tensor:
     shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
     return Tensor(parts[0].dtype, shape, b"".join(bytes(part.data) for part in parts))
 
 
 class Media(Item):
-    """A picture, a sound or the like, which takes the place of some tokens of a prompt.
+    """A picture, a sound or the like, or embeddings, which take the place of some tokens of a prompt.
 
-    start, num_tokens: the tokens that it takes the place of; no step computes only a part of them.
+    start, num_tokens: the tokens that it takes the place of; no step computes only a part of a picture or sound.
     name: sha256 of its content, by which its keys and values are shared.
     data: the content, which the core hands on unopened.
+    embeddings: data are the embeddings of these tokens [num_tokens, E] (`ipc.embeddings`), of which a step may
+        compute a part.
     """
 
     start: int
     num_tokens: int
     name: bytes
     data: Tensor
+    embeddings: bool = False
+
+    @property
+    def end(self) -> int:
+        """The position behind its tokens."""
+        return self.start + self.num_tokens
+
+    def rows(self, start: int, end: int) -> Media:
+        """The embeddings of the positions from `start` to `end` among its own; their bytes are not copied."""
+        first, last = max(start, self.start), min(end, self.end)
+        size = len(self.data.data) // self.num_tokens
+        part = memoryview(self.data.data)[(first - self.start) * size : (last - self.start) * size]
+        data = Tensor(self.data.dtype, (last - first, *self.data.shape[1:]), part)
+        return Media(first, last - first, self.name, data, True)
 
 
 class Prompt(Item):
@@ -90,6 +120,23 @@ class Prompt(Item):
     adapter: Annotated[bytes, msgspec.Meta(max_length=MAX_NAME_CHARS)] = b""
     cache_salt: Name | None = None
 
+    def embeddings(self, start: int, end: int) -> list[Media]:
+        """The embeddings that take the place of tokens from position `start` to `end`, cut to these."""
+        return [
+            medium.rows(start, end)
+            for medium in self.media
+            if medium.embeddings and medium.start < end and medium.end > start
+        ]
+
+    def places(self) -> list[Media]:
+        """The media as a worker gets them at once: embeddings without their content, which rows bring."""
+        return [
+            Media(medium.start, medium.num_tokens, medium.name, NOTHING, True)
+            if medium.embeddings
+            else medium
+            for medium in self.media
+        ]
+
     def block_keys(self, index: int, block_size: int) -> list[tuple[str | bytes | int, ...]]:
         """What KV block `index` depends on beside its tokens and the blocks before it.
 
@@ -103,7 +150,7 @@ class Prompt(Item):
             keys.append(("adapter", self.adapter))
         begin = index * block_size
         for medium in self.media:
-            if medium.start < begin + block_size and medium.start + medium.num_tokens > begin:
+            if medium.start < begin + block_size and medium.end > begin:
                 keys.append(("media", medium.name, medium.start - begin, medium.num_tokens))
         return keys
 

@@ -21,6 +21,7 @@ from pagewire.ipc.budget import (
     message_bytes,
 )
 from pagewire.ipc.codec import Tensor
+from pagewire.ipc.embeddings import EmbeddingsInfo
 from pagewire.ipc.items import Item, LogprobRows, Message, Prompt, Task, TokenIds
 from pagewire.ipc.lora import LoRAConfig
 from pagewire.ipc.model_figures import ModelFigures
@@ -38,6 +39,7 @@ class EngineInfo(Message):
     figures: sizes of the model by the headers of its checkpoint; None where the worker could not read any.
     pooling: of a model that pools; None: it generates.
     lora: limits of adapters; None: none are served.
+    embeddings: which ones prompts may bring.
     """
 
     model: str
@@ -69,6 +71,7 @@ class EngineInfo(Message):
     tensor_parallel_size: int = 1
     max_num_batched_tokens: int = 0
     pipeline_parallel_size: int = 1
+    embeddings: EmbeddingsInfo = EmbeddingsInfo()
 
     @property
     def max_message_bytes(self) -> int:

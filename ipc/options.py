@@ -198,6 +198,14 @@ class EngineArgs:
     lora_path: str | None = option(
         None, "Adapters", "folder or Hugging Face id of an adapter that is merged into the weights: with merge")
     merge: bool = option(False, "Adapters", "add the adapter of lora_path to the weights as they are loaded")
+    enable_prompt_embeds: bool = option(
+        False, "Embeddings", "take prompts that are embeddings in place of tokens (prompt_embeds)")
+    enable_prompt_adapter: bool = option(
+        False, "Embeddings", "take prompt adapters: learned embeddings before a prompt (prompt_adapter_request)")
+    max_prompt_adapters: int = option(
+        1, "Embeddings", "prompt adapters that each frontend keeps in memory; a batch may have any number of them")
+    max_prompt_adapter_token: int = option(
+        0, "Embeddings", "most virtual tokens of a prompt adapter; 0: as many as the model takes")
 
     disable_log_stats: bool = option(False, "Logging", "do not log periodic statistics in the core")
     log_stats_interval: float = option(10.0, "Logging", "seconds between two lines of statistics")
@@ -249,6 +257,8 @@ class EngineArgs:
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1)
         check_int("seed", self.seed, 0)
+        check_int("max_prompt_adapters", self.max_prompt_adapters, 1)
+        check_int("max_prompt_adapter_token", self.max_prompt_adapter_token, 0)
         check_int("max_logprobs", self.max_logprobs, -1)
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, above=True)
         check_number("log_stats_interval", self.log_stats_interval, 0.1, math.inf)
@@ -304,6 +314,12 @@ class EngineArgs:
             raise ValueError(
                 "load_format='sharded_state' has parts of each layer, not stages: use tensor_parallel_size"
             )
+        for name in ("enable_prompt_embeds", "enable_prompt_adapter"):
+            if self.pipeline_parallel_size > 1 and getattr(self, name):
+                raise ValueError(
+                    f"{name} does not go with pipeline_parallel_size={self.pipeline_parallel_size}: use "
+                    "tensor_parallel_size"
+                )
         if self.num_workers > 1 and self.device.startswith("cuda:"):
             raise ValueError(
                 f"device={self.device!r} is one GPU, and {self.parallel_sizes} takes {self.num_workers}: use "

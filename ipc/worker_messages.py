@@ -101,7 +101,7 @@ class SlotInit(Item):
 
     token_ids: the prompt and the tokens generated so far. num_prompt_tokens: length of the prompt.
     block_ids: its KV blocks, in order. The first row starts after the prefix that is cached in them.
-    media: those of the prompt. seed: of this sequence.
+    media: those of the prompt, embeddings without their content. seed: of this sequence.
     stop_ids: EOS and stop tokens, excluded until `min_tokens` are generated.
     adapter: index of the adapter that it runs with, which is loaded; 0: none.
     """
@@ -129,6 +129,7 @@ class Row(Item):
     token_ids: in a pipeline of several stages, tokens that were sampled since the slot's last row. The last stage,
         which has sampled them, has them already; the others append them to the slot before the step.
     num_drafts: propose at most this many tokens to follow the samples that count; only if `num_samples` is not 0.
+    media: the embeddings that take the place of some of its tokens.
     """
 
     slot: int
@@ -141,6 +142,7 @@ class Row(Item):
     pool: bool = False
     token_ids: list[int] = []
     num_drafts: int = 0
+    media: list[Media] = []
 
 
 class StepPlan(Message, tag="plan"):
@@ -218,6 +220,7 @@ class Ready(Message, tag="ready"):
 
     figures: what the worker expected by the headers of the checkpoint; None where it could not read any.
     pooling: of a model that pools; None: it generates.
+    embedding_size: numbers in the embedding of a token; 0: no other embeddings can take its place.
     """
 
     architecture: str
@@ -233,6 +236,7 @@ class Ready(Message, tag="ready"):
     memory: dict[str, int] = {}
     figures: ModelFigures | None = None
     pooling: PoolingInfo | None = None
+    embedding_size: int = 0
 
 
 class RowResult(Item):

@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pagewire.frontend.async_llm import AsyncLLM, AsyncLLMEngine
     from pagewire.frontend.beam_search import BeamSearchOutput, BeamSearchSequence
-    from pagewire.frontend.inputs import PromptType, TextPrompt, TokensPrompt
+    from pagewire.frontend.inputs import (
+        ChatTemplateContentFormatOption,
+        DataPrompt,
+        EmbedsPrompt,
+        ExplicitEncoderDecoderPrompt,
+        PromptType,
+        SingletonPrompt,
+        TextPrompt,
+        TokensPrompt,
+        is_embeds_prompt,
+        is_tokens_prompt,
+    )
     from pagewire.frontend.llm import LLM
     from pagewire.frontend.llm_engine import LLMEngine
     from pagewire.frontend.lora import LoRARequest
@@ -26,6 +37,7 @@ if TYPE_CHECKING:
         ScoringOutput,
         ScoringRequestOutput,
     )
+    from pagewire.frontend.prompt_adapters import PromptAdapterRequest
     from pagewire.frontend.stat_loggers import StatLoggerBase
     from pagewire.ipc.errors import (
         EngineBusyError,
@@ -55,14 +67,18 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "ChatTemplateContentFormatOption",
     "ClassificationOutput",
     "ClassificationRequestOutput",
     "CompletionOutput",
+    "DataPrompt",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "EmbedsPrompt",
     "EngineArgs",
     "EngineBusyError",
     "EngineDeadError",
+    "ExplicitEncoderDecoderPrompt",
     "GuidedDecodingParams",
     "LLMEngine",
     "LoRARequest",
@@ -72,6 +88,7 @@ __all__ = [
     "PoolingParams",
     "PoolingRequestOutput",
     "PoolingTask",
+    "PromptAdapterRequest",
     "PromptType",
     "ProtocolError",
     "RequestError",
@@ -81,6 +98,7 @@ __all__ = [
     "SamplingType",
     "ScoringOutput",
     "ScoringRequestOutput",
+    "SingletonPrompt",
     "StatLoggerBase",
     "StructuredOutputsParams",
     "TextPrompt",
@@ -88,12 +106,25 @@ __all__ = [
     "__version__",
     "__version_tuple__",
     "initialize_ray_cluster",
+    "is_embeds_prompt",
+    "is_tokens_prompt",
 ]
 
 _HOMES = {
     "frontend.async_llm": ("AsyncLLM", "AsyncLLMEngine"),
     "frontend.beam_search": ("BeamSearchOutput", "BeamSearchSequence"),
-    "frontend.inputs": ("PromptType", "TextPrompt", "TokensPrompt"),
+    "frontend.inputs": (
+        "ChatTemplateContentFormatOption",
+        "DataPrompt",
+        "EmbedsPrompt",
+        "ExplicitEncoderDecoderPrompt",
+        "PromptType",
+        "SingletonPrompt",
+        "TextPrompt",
+        "TokensPrompt",
+        "is_embeds_prompt",
+        "is_tokens_prompt",
+    ),
     "frontend.llm": ("LLM",),
     "frontend.llm_engine": ("LLMEngine",),
     "frontend.lora": ("LoRARequest",),
@@ -108,6 +139,7 @@ _HOMES = {
         "ScoringOutput",
         "ScoringRequestOutput",
     ),
+    "frontend.prompt_adapters": ("PromptAdapterRequest",),
     "frontend.stat_loggers": ("StatLoggerBase",),
     "ipc.errors": (
         "EngineBusyError",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pagewire.ipc.worker_messages import Row
 from pagewire.kernels.attention import AttentionBatch
+from pagewire.workers.model.overlay import Overlay, overlay_of
 from pagewire.workers.slots import Slots
 
 
@@ -67,17 +68,23 @@ class Batch:
     """The tokens that have adapters; None: none has."""
     sample_adapters: AdapterOrder | None = None
     """The samples that have adapters; None: none has."""
+    overlay: Overlay | None = None
+    """Embeddings that rows bring; None if none does."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that the device reads, in the order that `with_tensors` takes."""
         a = self.attention
         about_attention = (a.query_start_loc, a.seq_lens, a.block_table, a.slot_mapping)
-        return (self.input_ids, self.positions, self.sample_indices, self.sample_slots, *about_attention)
+        about_tokens = (self.input_ids, self.positions, self.sample_indices, self.sample_slots)
+        embeddings = () if self.overlay is None else (self.overlay.places, self.overlay.rows)
+        return (*about_tokens, *about_attention, *embeddings)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Batch:
         """A copy with other `tensors`, such as their copies on the device."""
-        input_ids, positions, sample_indices, sample_slots, starts, lens, table, kv_slots = tensors
+        input_ids, positions, sample_indices, sample_slots, starts, lens, table, kv_slots, *embeddings = (
+            tensors
+        )
         attention = replace(
             self.attention, query_start_loc=starts, seq_lens=lens, block_table=table, slot_mapping=kv_slots
         )
@@ -88,6 +95,7 @@ class Batch:
             sample_indices=sample_indices,
             sample_slots=sample_slots,
             attention=attention,
+            overlay=Overlay(*embeddings) if embeddings else None,
         )
 
 
@@ -127,6 +135,7 @@ def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0) -> Batch
     sample_rows, sample_indices = _samples(rows, ends, drafted)
     more = max(0, num_padded - len(rows))
     adapters = slots.adapters[slot_ids]
+    places = query_start_loc[:-1].tolist()
     return Batch(
         input_ids=_padded(input_ids, more),
         positions=_padded(positions, more),
@@ -141,12 +150,13 @@ def build_batch(rows: Sequence[Row], slots: Slots, num_padded: int = 0) -> Batch
         sample_rows=sample_rows,
         sample_indices=torch.from_numpy(sample_indices),
         sample_slots=torch.from_numpy(slot_ids[sample_rows]),
-        starts=query_start_loc[:-1].tolist(),
+        starts=places,
         needs_relay=needs_relay,
         drafted=drafted,
         token_types=_token_types(rows, slots, positions),
         adapters=AdapterOrder.of(np.repeat(adapters, lengths)) if adapters.any() else None,
         sample_adapters=AdapterOrder.of(adapters[sample_rows]) if adapters.any() else None,
+        overlay=overlay_of(rows, places),
     )
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from pagewire.ipc.items import Task
+from pagewire.ipc.codec import Tensor as PlainTensor
+from pagewire.ipc.items import Media, Task
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.worker_messages import Masks, Ready, Row, SlotInit, StepPlan, StepResult, WorkerConfig
@@ -56,6 +57,7 @@ class Runner:
     loaded: None while the weights are dropped. caches: K and V of each layer; empty while their memory is released.
     drafter: proposes tokens.
     spare_work: optional work for idle moments, a few milliseconds with each `next`.
+    embedding_size: numbers of an embedding that may take the place of a token's; 0: none may.
     """
 
     spare_work: Iterator[None]
@@ -86,6 +88,7 @@ class Runner:
         self.caches: list[tuple[Tensor, Tensor]] = []
         self.graphs: DecodeGraphs | None = None
         self.profile: Any = None
+        self.embedding_size = 0
         self.num_blocks = self._size_kv(self.loaded)
         self.allocate_kv()
 
@@ -130,6 +133,7 @@ class Runner:
             startup_seconds=dict(self.phases.seconds),
             memory=self.memory(),
             pooling=None if loaded.pooler is None else loaded.pooler.info,
+            embedding_size=self.embedding_size,
         )
 
     @property
@@ -197,8 +201,10 @@ class Runner:
         """
         size = None
         # What is pooled is read when the step finishes; by then the next replay may have overwritten the hidden
-        # states of a graph.
-        if self.graphs is not None and all(r.num_tokens == 1 and not r.pool for r in plan.rows):
+        # states of a graph. A graph looks up tokens only.
+        if self.graphs is not None and all(
+            row.num_tokens == 1 and not row.pool and not row.media for row in plan.rows
+        ):
             adapters = self.slots.adapters[[row.slot for row in plan.rows]]
             size = None if adapters.any() else self.graphs.size_for(len(plan.rows))
         batch = build_batch(plan.rows, self.slots, size or 0)
@@ -217,7 +223,7 @@ class Runner:
         else:
             first = 0 if model.stage is None else model.stage.layers.start
             context = StepContext(batch.attention, batch.positions, self.caches, self.model.kv_scales, first)
-        context.adapters = self.adapter_rows(batch.adapters)
+        context.adapters, context.overlay = self.adapter_rows(batch.adapters), batch.overlay
         return model.hidden_states(input_ids, context, received)
 
     def keep_tokens(self, slots: Tensor, sampled: PendingTokens) -> None:
@@ -238,7 +244,10 @@ class Runner:
     def warm_up(self) -> None:
         """Do once what no request shall pay for: run a token, and record graphs. Writes nowhere that matters."""
         self._run_alone([1], SamplingParams(temperature=0.0))
-        eager = self.config.enforce_eager or self.config.parallel.stages > 1  # no graph can send and receive
+        staged = self.config.parallel.stages > 1
+        if not staged:  # else stages would have to agree about a run that may fail in the first one
+            self.embedding_size = self._try_embedding(self.model.model.embedding_size)
+        eager = self.config.enforce_eager or staged  # no graph can send and receive
         if not eager and self.model.is_stack and self.device.can_record(self.model.dtype):
             self._record_graphs()
         for k, v in self.caches:
@@ -294,10 +303,10 @@ class Runner:
         self.graphs.record()
         logger.info("recorded CUDA graphs for batches of %s requests", ", ".join(map(str, sizes)))
 
-    def _run_alone(self, lengths: Sequence[int], params: SamplingParams) -> None:
+    def _run_alone(self, lengths: Sequence[int], params: SamplingParams, media: Sequence[Media] = ()) -> None:
         """Run prompts of these lengths in one step, with all their KV in block 0, and free their slots.
 
-        params: of a model that generates; one that pools makes its default results.
+        params: of a model that generates; one that pools makes its default results. media: of each prompt.
         """
         size, pooler = self.config.block_size, self.model.pooler
         task: Task = params if pooler is None else PoolingParams(task=pooler.info.tasks[0])
@@ -307,11 +316,29 @@ class Runner:
         ]
         pools = isinstance(task, PoolingParams)
         rows = [
-            Row(slot, 0, length, num_samples=int(not pools), pool=pools, num_drafts=1)
+            Row(
+                *(slot, 0, length),
+                num_samples=int(not pools),
+                pool=pools,
+                num_drafts=1,
+                media=list(media),
+            )
             for slot, length in enumerate(lengths)
         ]
         self.step(StepPlan(-1, rows, inits))
         self.step(StepPlan(-1, [], [], list(range(len(lengths)))))
+
+    def _try_embedding(self, size: int) -> int:
+        """Run an embedding of this size in the place of a token; returns 0 if the model does not take it."""
+        data = PlainTensor("float32", (1, size), bytes(4 * size))
+        try:
+            if size:
+                self._run_alone([1], SamplingParams(temperature=0.0), [Media(0, 1, b"", data, True)])
+        except RuntimeError as error:
+            logger.info("prompts of embeddings are not taken: %s", error)
+            self.step(StepPlan(-1, [], [], [0]))
+            return 0
+        return size
 
     def _run_widest(self) -> None:
         """Run the largest steps, by tokens and by rows, with all sampling stages, to measure their memory."""

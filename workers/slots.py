@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pagewire.ipc.items import Media
 from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.worker_messages import Row, SlotInit, StepPlan
 from pagewire.workers.model.pooler import PoolingSlot
+from pagewire.workers.sample.logit_edits import NO_TOKEN
 from pagewire.workers.sample.sampler import SamplingSlot
 
 
@@ -73,8 +75,8 @@ class Slots:
         self.pooling.clear()
 
     def _fill(self, init: SlotInit) -> None:
-        if init.media:
-            raise ValueError("this worker takes no media")
+        if not all(medium.embeddings for medium in init.media):
+            raise ValueError("this worker takes no media but embeddings")
         slot, num_tokens = init.slot, len(init.token_ids)
         self.tokens[slot, :num_tokens] = init.token_ids
         self.num_tokens[slot] = num_tokens
@@ -88,7 +90,7 @@ class Slots:
             init.task,
             init.seed,
             init.stop_ids,
-            self.tokens[slot],
+            history(self.tokens[slot], init.media),
             init.num_prompt_tokens,
             num_tokens,
             self.vocab_size + self._num_extra_tokens(init.adapter),
@@ -99,3 +101,13 @@ class Slots:
         last = first + len(row.new_block_ids)
         self.block_table[row.slot, first:last] = row.new_block_ids
         self.num_blocks[row.slot] = last
+
+
+def history(tokens: NDArray[np.int64], media: Sequence[Media]) -> NDArray[np.int64]:
+    """The tokens of a sequence as the sampler takes them: `NO_TOKEN` where media take the place of tokens."""
+    if not media:
+        return tokens
+    tokens = tokens.copy()
+    for medium in media:
+        tokens[medium.start : medium.end] = NO_TOKEN
+    return tokens

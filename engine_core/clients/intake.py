@@ -12,6 +12,7 @@ from pagewire.engine_core.adapters import Adapters
 from pagewire.engine_core.admission import check_request
 from pagewire.engine_core.clients.access import may_name_paths
 from pagewire.engine_core.clients.clients import Client
+from pagewire.engine_core.clients.contents import Contents
 from pagewire.engine_core.clients.control import Control, ControlledEngine
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.ipc import messages
@@ -53,6 +54,7 @@ class Intake:
         self._early_hellos: dict[bytes, messages.Hello] = {}
         self._num_arrivals = 0
         self._submitted: deque[tuple[Client, Request]] = deque()
+        self._contents = Contents()
 
     @property
     def has_work(self) -> bool:
@@ -162,6 +164,7 @@ class Intake:
             if core.stopping:
                 raise EngineBusyError("the engine core is shutting down and accepts no new requests")
             check_request(request, core.info)
+            self._contents.hold(request.prompt)
             tenant = core.scheduler.tenants.get(request.tenant or client.identity)
             group = sequences(
                 request,

@@ -322,7 +322,7 @@ class Scheduler:
                 task=sequence.request.task,
                 seed=sequence.seed,
                 stop_ids=[] if sequence.pools else stop_ids(sequence),
-                media=sequence.request.prompt.media,
+                media=sequence.request.prompt.places(),
                 adapter=0 if sequence.adapter is None else sequence.adapter.index,
             )
         )
@@ -370,6 +370,7 @@ class Scheduler:
         if num_samples and sequence.matcher is not None:
             step.masked = True
         if start < sequence.num_prompt_tokens:
+            row.media = sequence.request.prompt.embeddings(start, end)
             num_prompt_tokens = min(end, sequence.num_prompt_tokens) - start
             step.num_prompt_tokens += num_prompt_tokens
             self.stats.num_prompt_tokens += num_prompt_tokens

@@ -200,12 +200,13 @@ class Sequence:
     def boundary(self, end: int) -> int:
         """The last position up to `end` at which a step may end: `end`, or the start of a medium around it.
 
-        Of a sequence that runs as a whole it is the end of the prompt, or else where the sequence is.
+        Embeddings may be cut anywhere. Of a sequence that runs as a whole it is the end of the prompt, or else
+        where the sequence is.
         """
         if self.whole and end < self.num_prompt_tokens:
             return self.computed
         for medium in self.request.prompt.media:
-            if medium.start < end < medium.start + medium.num_tokens:
+            if not medium.embeddings and medium.start < end < medium.end:
                 return medium.start
         return end
 

@@ -47,7 +47,15 @@ logger = logging.getLogger("pagewire.core")
 
 SPARE_DESCRIPTORS = 8  # kept for the start of a process: pipes, a pidfd, its connection
 # Fields of `Ready` that are the same in every rank of a group.
-MUST_AGREE = ("architecture", "dtype", "vocab_size", "max_model_len", "eos_token_id", "pooling")
+MUST_AGREE = (
+    "architecture",
+    "dtype",
+    "vocab_size",
+    "max_model_len",
+    "eos_token_id",
+    "pooling",
+    "embedding_size",
+)
 
 Outcome: TypeAlias = list[Any] | Exception  # of a call: the result of each rank, or an error
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pagewire.frontend.embeds import check_embeds_params
 from pagewire.frontend.inputs import Intake, Prepared, check_keys, salt_of
 from pagewire.frontend.lora import UsedAdapter
 from pagewire.frontend.pooling.text import encode
@@ -116,7 +117,11 @@ def prepare(
         prompt.get("prompt") if isinstance(prompt, Mapping) and not prompt.get("prompt_token_ids") else prompt
     )
     second = 0
-    if isinstance(text, (str, TextPair)):
+    if (embeds := intake.embeds(prompt)) is not None:
+        refuse_prompt_name(params, "embeddings")
+        check_embeds_params(None, keep)
+        text, token_ids = None, embeds.token_ids
+    elif isinstance(text, (str, TextPair)):
         if isinstance(prompt, Mapping):
             check_keys(prompt)
         tokenizer = intake.tokenizer if adapter is None else adapter.tokenizer or intake.tokenizer
@@ -135,7 +140,7 @@ def prepare(
     request = Request(
         key=key,
         request_id=request_id,
-        prompt=Prompt(token_ids, cache_salt=salt_of(salted)),
+        prompt=embeds or Prompt(token_ids, cache_salt=salt_of(salted)),
         task=params,
         seed=0,
         priority=priority,

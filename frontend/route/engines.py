@@ -9,6 +9,7 @@ EQUAL = (
     *("model", "architecture", "dtype", "figures", "vocab_size", "max_model_len", "block_size"),
     *("tokenizer", "tokenizer_revision", "tokenizer_mode", "skip_tokenizer_init", "eos_token_id"),
     *("generation_config", "max_logprobs", "scheduling_policy", "served_model_names", "pooling", "lora"),
+    "embeddings",
 )
 
 

@@ -60,15 +60,15 @@ def module_of(spec: str) -> Module:
 class ServedAdapters:
     """Adapters by the name under which clients address them.
 
-    engine: which serves them. model_names: names of the model, which no adapter may have.
+    engine: which serves them. taken: names of the model and of prompt adapters, which no adapter may have.
     root: the folder below which operators may load adapters; None: they may load none.
 
     Raises:
         ValueError: `root` is no folder.
     """
 
-    def __init__(self, engine: AsyncLLM, model_names: Iterable[str], root: str | None = None) -> None:
-        self._engine, self._model_names = engine, frozenset(model_names)
+    def __init__(self, engine: AsyncLLM, taken: Iterable[str], root: str | None = None) -> None:
+        self._engine, self._taken = engine, frozenset(taken)
         self._root = None if root is None else Path(root).resolve()
         if self._root is not None and not self._root.is_dir():
             raise ValueError(f"lora_root: {root} is not a folder")
@@ -100,7 +100,7 @@ class ServedAdapters:
             logger.warning("adapters that the engine has already are not offered: %s", error)
             entries = []
         for entry in entries:
-            if entry["name"] not in self._model_names:
+            if entry["name"] not in self._taken:
                 self._requests[entry["name"]] = LoRARequest(entry["name"], entry["adapter_id"])
         requests = [self._request(module.name, module.path, module.base_model_name) for module in modules]
         for request, answer in [(request, session.add_lora(request)) for request in requests]:
@@ -144,8 +144,10 @@ class ServedAdapters:
         await self._engine.remove_lora(request.lora_int_id)
 
     def _request(self, name: str, path: str, base_model_name: str | None = None) -> LoRARequest:
-        if name in self._model_names:
-            raise ValueError(f"{name!r} is a name of the model: give the adapter another one")
+        if name in self._taken:
+            raise ValueError(
+                f"{name!r} is a name of the model or of a prompt adapter: give the adapter another one"
+            )
         return LoRARequest(name, id_of(name), path, base_model_name=base_model_name)
 
     def _below_root(self, path: str) -> Path:

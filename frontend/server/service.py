@@ -13,6 +13,7 @@ from starlette.requests import Request
 from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.frontend.inputs import default_sampling_params
 from pagewire.frontend.lora import LoRARequest
+from pagewire.frontend.prompt_adapters import PromptAdapterRequest
 from pagewire.frontend.server.adapters import ServedAdapters, modules_of
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.exchange import Exchange
@@ -33,6 +34,7 @@ OF_THE_FIRST: dict[str, Any] = {
     "enable_auto_tool_choice": False,
     "lora_modules": [],
     "lora_root": None,
+    "prompt_adapters": [],
 }
 """Options that are for one model, and what further ones have in their place."""
 MAX_WAITING_TEMPLATES = 16  # templates from requests that may wait for others; each takes up to 2 s
@@ -46,6 +48,7 @@ class Service:
         names: names of the model, the main one first. created: start of the server, in seconds since the epoch.
         adapters: those that are addressed as models.
         defaults: sampling parameters from the model's generation config.
+        prompt_adapters: those of the server's options, by name.
         open: generation requests in flight, by id. request_templates: runs the chat templates of requests.
     """
 
@@ -53,19 +56,20 @@ class Service:
         """Begin to serve engines.
 
         Raises:
-            ValueError: two models have the same name.
+            ValueError: two models have the same name, or an adapter is bad.
         """
         self.engine, self.options = engine, options
         self.info = engine.info
         self.names = engine.info.served_model_names or [engine.info.model]
         self.created = int(time.time())
         self.defaults = default_sampling_params(engine.info)
+        self.prompt_adapters = engine.session.prompt_adapters.named(options.prompt_adapters, self.names)
         self.open: dict[str, Exchange] = {}
-        self.adapters = ServedAdapters(engine, self.names, options.lora_root)
+        self.adapters = ServedAdapters(engine, [*self.names, *self.prompt_adapters], options.lora_root)
         self.adapters.start(modules_of(options.lora_modules))
         self.request_templates = SlowWork("chat templates", NUM_PARALLEL, MAX_WAITING_TEMPLATES)
         self.others = [Service(other, dataclasses.replace(options, **OF_THE_FIRST)) for other in others]
-        names = [name for service in self.all for name in service.names]
+        names = [name for service in self.all for name in (*service.names, *service.prompt_adapters)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(
                 f"two models have the name {quoted(twice[0])}: give one another by --served-model-name; several "
@@ -84,11 +88,13 @@ class Service:
     @property
     def all_names(self) -> list[str]:
         """The names of the model, and of its adapters."""
-        return [*self.names, *(adapter.lora_name for adapter in self.adapters)]
+        return [*self.names, *(adapter.lora_name for adapter in self.adapters), *self.prompt_adapters]
 
     def serves(self, name: str | None) -> bool:
         """Return True for a name of the model or of an adapter."""
-        return name is not None and (name in self.names or self.adapters.get(name) is not None)
+        if name is None:
+            return False
+        return name in self.names or name in self.prompt_adapters or self.adapters.get(name) is not None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -125,10 +131,16 @@ class Service:
         Raises:
             APIError: there is no model with that name.
         """
-        return self.names[0] if self.adapter(name) is None else str(name)
+        if self.adapter(name) is None and self.prompt_adapter(name) is None:
+            return self.names[0]
+        return str(name)
+
+    def prompt_adapter(self, name: str | None) -> PromptAdapterRequest | None:
+        """Return the prompt adapter with a name; None if there is none."""
+        return None if name is None else self.prompt_adapters.get(name)
 
     def adapter(self, name: str | None) -> LoRARequest | None:
-        """Return the adapter with a name; None for a name of the model itself.
+        """Return the adapter (LoRA) with a name; None for a name of the model itself, or of a prompt adapter.
 
         Raises:
             APIError: there is no model with that name.
@@ -137,6 +149,8 @@ class Service:
             return None
         if (adapter := self.adapters.get(name)) is not None:
             return adapter
+        if name in self.prompt_adapters:
+            return None
         raise APIError(404, f"there is no model {quoted(name)}", param="model", code="model_not_found")
 
     def abort(self, request_id: str) -> bool:

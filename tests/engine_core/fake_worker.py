@@ -52,6 +52,7 @@ from pagewire.ipc.worker_messages import (
 )
 
 VOCAB_SIZE = 1000
+EMBEDDING_SIZE = 4
 EOS = 999
 CRASH = 998
 HANG = 997
@@ -245,6 +246,7 @@ def main() -> None:
             worker.passes_on = int(rank) // place.num_shards < place.stages - 1
             length = message.max_model_len or 128
             ready = Ready("Fake", "float32", "cpu", VOCAB_SIZE, length, options.num_blocks, 1, 1)
+            ready.embedding_size = EMBEDDING_SIZE
             if rank == "1":
                 ready = msgspec.structs.replace(ready, **options.rank_1)
             send(socket, codec.encode(ready))

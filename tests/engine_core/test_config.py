@@ -10,6 +10,7 @@ import pytest
 
 from pagewire.engine_core import config
 from pagewire.engine_core.config import EngineConfig, first_adapter
+from pagewire.ipc.embeddings import EmbeddingsInfo
 from pagewire.ipc.errors import ModelNotFoundError
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.pooling import PoolingInfo
@@ -97,3 +98,35 @@ def test_adapters_that_the_engine_starts_with(tmp_path: Path) -> None:
     assert first is not None and (first.name, first.path) == (str(tmp_path), str(tmp_path))
     limits = EngineConfig(EngineArgs(**options), MODEL, {}, None).adapter_limits(READY)
     assert limits is not None and (limits.max_active, limits.max_resident) == (2, 256)
+
+
+POOLS = PoolingInfo(tasks=["embed"], size=4, pooling_type="MEAN")
+
+
+@pytest.mark.parametrize(
+    ("ready", "options", "message"),
+    [
+        (
+            {},
+            {"enable_prompt_embeds": True},
+            "enable_prompt_embeds: Fake looks its tokens up in a way of its own",
+        ),
+        ({}, {"enable_prompt_adapter": True}, "enable_prompt_adapter: Fake looks its tokens up"),
+        ({"embedding_size": 4, "pooling": POOLS}, {"enable_prompt_adapter": True}, "this model pools"),
+    ],
+)
+def test_embeddings_need_a_model_that_takes_them(
+    ready: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    resolved = EngineConfig(EngineArgs(**options), MODEL, {}, None)
+    with pytest.raises(ValueError, match=message):
+        resolved.engine_info(msgspec.structs.replace(READY, **ready))
+
+
+def test_frontends_are_told_which_embeddings_prompts_may_bring() -> None:
+    ready = msgspec.structs.replace(READY, embedding_size=4)
+    assert EngineConfig(EngineArgs(), MODEL, {}, None).engine_info(ready).embeddings == EmbeddingsInfo(4)
+    options = {"enable_prompt_embeds": True, "enable_prompt_adapter": True}
+    args = EngineArgs(**options, max_prompt_adapters=3, max_prompt_adapter_token=9)
+    found = EngineConfig(args, MODEL, {}, None).engine_info(ready).embeddings
+    assert found == EmbeddingsInfo(4, True, True, 3, 9)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import zmq
 
-from pagewire.frontend.client import CoreClient
-from pagewire.ipc.codec import Codec
+from pagewire.frontend.client import CoreClient, too_large
+from pagewire.ipc.codec import MAX_FRAMES, Codec
 from pagewire.ipc.errors import (
     DetachedError,
     EngineDeadError,
@@ -411,3 +411,13 @@ def test_a_core_that_does_not_admit_us(tmp_path: Path) -> None:
 def test_without_keys_nothing_goes_beyond_this_machine() -> None:
     with pytest.raises(ValueError, match="is open to other machines: give CURVE keys, or use loopback"):
         Watched("tcp://192.0.2.1:5555")
+
+
+def test_messages_of_too_many_bytes_or_parts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Embeddings are parts of their own; the first part has the limit of this engine."""
+    monkeypatch.setattr("pagewire.frontend.client.MAX_MESSAGE_BYTES", 100)
+    assert too_large([b"x" * 10, b"y" * 90], "it", 10) is None
+    for frames in ([b"x" * 10, b"y" * 91], [b"x", *[b""] * MAX_FRAMES]):
+        error = too_large(frames, "it", 10)
+        assert error is not None and "send fewer embeddings" in str(error)
+    assert "shorten the prompt" in str(too_large([b"x" * 11], "it", 10))

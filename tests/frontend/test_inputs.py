@@ -113,8 +113,8 @@ def test_integers_of_other_libraries(prepare: Callable[..., Prepared]) -> None:
         (5, TypeError, "got int"),
         ("a\ud800b", ValueError, "not valid Unicode"),
         ({"prompt": 5}, TypeError, "must be a string, got int"),
-        ({}, ValueError, "needs 'prompt' or 'prompt_token_ids'"),
-        (EmbedsPrompt(prompt_embeds=[[0.0]]), ValueError, "embeddings as a prompt are not supported yet"),
+        ({}, ValueError, "needs 'prompt', 'prompt_token_ids' or 'prompt_embeds'"),
+        (EmbedsPrompt(prompt_embeds=[[0.0]]), ValueError, "takes no embeddings as a prompt: start it with"),
         ({"data": 1, "data_format": "x"}, ValueError, "data prompts"),
         ({"encoder_prompt": "a", "decoder_prompt": None}, ValueError, "encoder-decoder"),
         (

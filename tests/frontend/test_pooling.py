@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 from pagewire.frontend.inputs import Intake
@@ -13,6 +15,7 @@ from pagewire.frontend.pooling.scoring import cosine, max_sim, pairs_of
 from pagewire.frontend.pooling.text import beginning, encode, shares
 from pagewire.frontend.text.tokenizer import load_tokenizer
 from pagewire.ipc.codec import Tensor
+from pagewire.ipc.embeddings import EmbeddingsInfo
 from pagewire.ipc.pooling import PoolerConfig, PoolingInfo, PoolingParams
 
 from ..engine_core.test_pooling import info
@@ -117,7 +120,7 @@ def test_prompts_that_do_not_fit(tokenizer: Any) -> None:
         ([100], "outside the vocabulary of 100"),
         ([], "empty"),
         ("\ud800", "not valid Unicode"),
-        ({"prompt": "cat", "prompt_embeds": [1]}, "not supported"),
+        ({"prompt": "cat", "prompt_embeds": [1]}, "takes no embeddings"),
         (TextPair("cat", "dog", ""), "cache_salt must not be empty"),
     ):
         with pytest.raises(ValueError, match=text):
@@ -159,3 +162,16 @@ def test_scores_of_embeddings() -> None:
     assert len(pairs_of("a", ["b", "c"])[1]) == 2
     with pytest.raises(ValueError, match="2 texts cannot be scored against 3"):
         pairs_of(["a", "b"], ["c", "d", "e"])
+
+
+def test_embeddings_are_pooled_without_text() -> None:
+    takes = msgspec.structs.replace(EMBEDDER, embeddings=EmbeddingsInfo(4, prompts=True))
+    intake, params = Intake(takes, None), completed(None, takes)
+    rows: Any = {"prompt_embeds": np.ones((5, 4), np.float32), "cache_salt": "s"}
+    prepared = prepare(intake, rows, params, "r", 1)
+    content = prepared.request.prompt
+    assert (content.token_ids, content.cache_salt, prepared.prompt_text) == ([0] * 5, "s", None)
+    assert [medium.num_tokens for medium in content.media] == [5]
+    cut = completed(PoolingParams(truncate_prompt_tokens=3), takes)
+    with pytest.raises(ValueError, match="truncate_prompt_tokens does not go with prompt_embeds"):
+        prepare(intake, rows, cut, "r", 1)

@@ -172,6 +172,8 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
         return st.one_of(*map(values, args))
     if origin is list:
         return st.lists(values(args[0]), max_size=3)
+    if origin is tuple and args[-1] is Ellipsis:
+        return st.lists(values(args[0]), max_size=3).map(tuple)
     if origin is tuple:
         return st.tuples(*map(values, args))
     if origin is dict:

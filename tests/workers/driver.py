@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pagewire.ipc.items import LogprobRows
+from pagewire.ipc.items import LogprobRows, Prompt
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.worker_messages import (
     Parallel,
@@ -53,6 +53,7 @@ class Request:
     logprobs: list[object] = field(default_factory=list)
     prompt_logprobs: list[LogprobRows] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    content: Prompt = field(default_factory=lambda: Prompt([]))
 
     @property
     def length(self) -> int:
@@ -80,7 +81,7 @@ class Driver:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int] | Prompt],
         num_tokens: int,
         params: SamplingParams | Sequence[SamplingParams] = GREEDY,
         seeds: Sequence[int] | None = None,
@@ -91,15 +92,22 @@ class Driver:
 
     def run(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int] | Prompt],
         num_tokens: int,
         params: SamplingParams | Sequence[SamplingParams] = GREEDY,
         seeds: Sequence[int] | None = None,
         adapters: Sequence[int] | None = None,
     ) -> list[Request]:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        sequences = [Request(i, list(p), each[i], seeds[i] if seeds else i) for i, p in enumerate(prompts)]
-        inits = [SlotInit(s.slot, s.prompt, len(s.prompt), [], s.params, s.seed) for s in sequences]
+        contents = [p if isinstance(p, Prompt) else Prompt(list(p)) for p in prompts]
+        sequences = [
+            Request(i, p.token_ids, each[i], seeds[i] if seeds else i, content=p)
+            for i, p in enumerate(contents)
+        ]
+        inits = [
+            SlotInit(s.slot, s.prompt, len(s.prompt), [], s.params, s.seed, [], s.content.places())
+            for s in sequences
+        ]
         for init, adapter in zip(inits, adapters or (), strict=False):
             init.adapter = adapter
         while any(len(s.output) < num_tokens for s in sequences):
@@ -123,7 +131,8 @@ class Driver:
             asked = s.params.prompt_logprobs is not None
             known = max(0, min(s.computed + n, len(s.prompt) - 1) - s.computed) if asked else 0
             last = s.computed + n == s.length
-            rows.append(Row(s.slot, s.computed, n, blocks, [], int(last), known))
+            media = s.content.embeddings(s.computed, s.computed + n)
+            rows.append(Row(s.slot, s.computed, n, blocks, [], int(last), known, media=media))
             scheduled.append(s)
         return rows, scheduled
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pagewire.ipc.items import Prompt
 from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.worker_messages import Row, SlotInit, StepPlan
 from pagewire.workers.runner import Runner
@@ -110,7 +111,7 @@ def sentence_transformer(
 
 def pool(
     runner: Runner,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int] | Prompt],
     task: PoolingParams | Sequence[PoolingParams],
     budget: int | None = None,
     adapters: Sequence[int] = (),
@@ -123,17 +124,21 @@ def pool(
     size = runner.config.block_size
     free = list(range(runner.num_blocks))[::-1]
     inits = []
-    for slot, (prompt, own) in enumerate(zip(prompts, tasks, strict=True)):
+    contents = [prompt if isinstance(prompt, Prompt) else Prompt(list(prompt)) for prompt in prompts]
+    lengths = [len(content.token_ids) for content in contents]
+    for slot, (content, own) in enumerate(zip(contents, tasks, strict=True)):
+        prompt = content.token_ids
         num_blocks = 1 if not runner.caches else -(-len(prompt) // size)
         blocks = [free.pop() for _ in range(num_blocks)]
-        adapter = adapters[slot] if adapters else 0
-        inits.append(SlotInit(slot, list(prompt), len(prompt), blocks, own, 0, adapter=adapter))
+        adapter, media = adapters[slot] if adapters else 0, content.places()
+        inits.append(SlotInit(slot, prompt, len(prompt), blocks, own, 0, media=media, adapter=adapter))
     done, results = [0] * len(prompts), [torch.empty(0)] * len(prompts)
-    while any(n < len(prompt) for n, prompt in zip(done, prompts, strict=True)):
+    while done != lengths:
         left, rows = budget or 1 << 30, []
-        for slot, prompt in enumerate(prompts):
-            if count := min(left, len(prompt) - done[slot]):
-                rows.append(Row(slot, done[slot], count, pool=True))
+        for slot, content in enumerate(contents):
+            if count := min(left, lengths[slot] - done[slot]):
+                media = content.embeddings(done[slot], done[slot] + count)
+                rows.append(Row(slot, done[slot], count, pool=True, media=media))
                 done[slot] += count
                 left -= count
         new, inits = (
@@ -142,7 +147,7 @@ def pool(
         )
         for row, result in zip(rows, runner.step(StepPlan(1, rows, new)).rows, strict=True):
             assert result.error is None
-            assert (result.pooled is not None) == (done[row.slot] == len(prompts[row.slot]))
+            assert (result.pooled is not None) == (done[row.slot] == lengths[row.slot])
             if result.pooled is not None:
                 results[row.slot] = torch.tensor(result.pooled.tolist()).view(result.pooled.shape)
     runner.step(StepPlan(2, [], [], list(range(len(prompts)))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
@@ -39,7 +40,9 @@ SETTINGS = (
 )
 
 
-def run(runner: Runner, setting: Setting, prompts: list[list[int]]) -> tuple[list[list[int]], Scheduler]:
+def run(
+    runner: Runner, setting: Setting, prompts: Sequence[list[int] | Prompt]
+) -> tuple[list[list[int]], Scheduler]:
     """All prompts at once, twice over, so that the second round may find cached prefixes."""
     config = SchedulerConfig(
         num_blocks=setting.num_blocks,
@@ -52,8 +55,9 @@ def run(runner: Runner, setting: Setting, prompts: list[list[int]]) -> tuple[lis
     scheduler = Scheduler(config)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     outputs: list[list[int]] = [[] for _ in range(2 * len(prompts))]
-    for key, prompt in enumerate(prompts + prompts):
-        submitted = Request(key, str(key), Prompt(prompt), params, seed=0)
+    for key, prompt in enumerate([*prompts, *prompts]):
+        content = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
+        submitted = Request(key, str(key), content, params, seed=0)
         (request,) = sequences(
             submitted,
             b"test",

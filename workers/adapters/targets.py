@@ -134,7 +134,7 @@ class Targets:
         self.places[name] = Place(product, 0, *shape, linear, is_output)
         return Adapted(linear, product, current_adapters)
 
-    def _adapted_embedding(self, name: str, module: nn.Module) -> nn.Module:
+    def _adapted_embedding(self, name: str, module: nn.Module | None) -> nn.Module | None:
         if type(module) not in (nn.Embedding, QuantisedEmbedding):
             return module
         adapted = AdaptedEmbedding(module)

@@ -26,6 +26,7 @@ from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.kv_codes import row_width
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
+from pagewire.workers.model.overlay import Overlay
 
 NAME = "pagewire"
 
@@ -82,11 +83,12 @@ class StepContext(RowsContext):
 
     scales: of each layer's keys and values, in caches of 8-bit floats; empty for 1.
     first_layer: the layer of the first caches; those before it are on other stages of a pipeline.
+    overlay: embeddings that take the place of those of tokens; None: there are none.
 
     Within `with step:`, attention and linear layers get it from `current_step`.
     """
 
-    __slots__ = ("batch", "caches", "first_layer", "positions", "scales")
+    __slots__ = ("batch", "caches", "first_layer", "overlay", "positions", "scales")
 
     def __init__(
         self,
@@ -99,6 +101,7 @@ class StepContext(RowsContext):
         super().__init__()
         self.batch, self.positions, self.caches, self.scales = batch, positions, caches, scales
         self.first_layer = first_layer
+        self.overlay: Overlay | None = None
 
     def cache(self, layer: int, shape: KVShape, window: int | None) -> tuple[Tensor, Tensor]:
         """The K and V caches of a layer. `shape` and `window` (keys per query) are used by the dry run only."""

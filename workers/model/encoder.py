@@ -17,6 +17,7 @@ from torch import Tensor
 from pagewire.kernels.attention import WHOLE, AttentionBatch
 from pagewire.workers.model.attention import KVShape, StepContext
 from pagewire.workers.model.encoder_stack import EncoderStack
+from pagewire.workers.model.overlay import laid_over
 from pagewire.workers.model.pooling_model import PoolingModel, position_offset
 
 PAGE = 16  # tokens
@@ -91,6 +92,11 @@ class EncoderModel(PoolingModel):
         self._accepts = set(inspect.signature(self.base.forward).parameters)
         self.token_types = takes_token_types(self.base)
 
+    @property
+    def embedding_size(self) -> int:
+        """See `Model.embedding_size`: none where each prompt looks up its own tokens."""
+        return super().embedding_size if self.packed else 0
+
     def context(
         self, batch: AttentionBatch, positions: Tensor, token_types: Tensor | None = None
     ) -> EncoderStep:
@@ -109,7 +115,7 @@ class EncoderModel(PoolingModel):
         inputs = {name: value[None] for name, value in inputs.items() if name in self._accepts}
         if not self.token_types:
             inputs.pop("token_type_ids", None)
-        with step, self.arithmetic() if self.guarded else nullcontext():
+        with step, laid_over(self.base, step.overlay), self.arithmetic() if self.guarded else nullcontext():
             if self.packed:
                 return self.base(**inputs)[0][0]  # type: ignore[no-any-return]
             parts = [torch.split(x, step.lengths, dim=1) for x in inputs.values()]

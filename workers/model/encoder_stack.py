@@ -230,6 +230,10 @@ class EncoderStack(nn.Module):
         first = stack.layers[0]
         self.kv_shape = KVShape(first.num_kv_heads, first.head_dim, first.head_dim, first.qkv.dtype)
 
+    def get_input_embeddings(self) -> nn.Module:
+        """The module that looks tokens up, under transformers' name."""
+        return self.embeddings.word_embeddings
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the layers' weights, and of the embeddings' norm."""

@@ -21,6 +21,7 @@ from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.attention import RowsContext, StepContext
 from pagewire.workers.model.invariant import Invariant
+from pagewire.workers.model.overlay import embedding_size, laid_over
 from pagewire.workers.model.stack import DecoderStack
 from pagewire.workers.model.stage_cut import CutBase
 from pagewire.workers.model.stages import Stage
@@ -180,7 +181,7 @@ class Model:
 
         received: what `received` has returned for this step.
         """
-        with step:
+        with step, laid_over(self.base, step.overlay):
             states = self._base_states(input_ids, step, received)
         if self.stage is not None:
             self.stage.send(states)
@@ -197,6 +198,11 @@ class Model:
             if self.cut is None:
                 return forward()[0][0]  # type: ignore[no-any-return]
             return self.cut.run(forward, received)
+
+    @property
+    def embedding_size(self) -> int:
+        """Numbers of an embedding that may take the place of a token's; 0: none may."""
+        return embedding_size(self.base)
 
     def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """Logits [n, V] of hidden states [n, H].

@@ -78,6 +78,7 @@ class DividedEmbedding(nn.Module):
     def __init__(self, rows: nn.Module, own: range, collective: Collective) -> None:
         super().__init__()
         self.rows, self.own, self._collective = rows, own, collective
+        self.embedding_dim: Any = rows.embedding_dim
 
     def forward(self, ids: Tensor) -> Tensor:
         """Token ids int64 [...] to embeddings [..., H], the same on all ranks."""

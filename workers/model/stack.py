@@ -109,6 +109,10 @@ class DecoderStack(nn.Module):
         ]
         self.stack = Stack(norms[0], layers)
 
+    def get_input_embeddings(self) -> nn.Module | None:
+        """The module that looks tokens up, under transformers' name; None in a stage behind the first."""
+        return self.embed_tokens
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the layers' weights."""

@@ -20,6 +20,7 @@ from pagewire.ipc.params import SamplingParams
 
 FLOAT32_MAX = float(torch.finfo(torch.float32).max)
 FLOAT32_TINY = float(torch.finfo(torch.float32).tiny)
+NO_TOKEN = -1  # in a history of tokens: no token, but a picture or an embedding
 
 
 def bounded(value: float) -> float:
@@ -121,7 +122,7 @@ class LogitEdits:
         self.counts: PenaltyCounts | None = None
         if self.repetition != 1 or self.frequency or self.presence:
             prompt_ids = history[: num_prompt_tokens if self.repetition != 1 else 0]
-            self.counts = PenaltyCounts(prompt_ids, history[num_prompt_tokens:])
+            self.counts = PenaltyCounts(prompt_ids[prompt_ids != NO_TOKEN], history[num_prompt_tokens:])
 
     def add(self, token_id: int) -> None:
         """Record a generated token."""

@@ -84,7 +84,8 @@ class SamplingSlot:
 
     params: of the request. seed: of this sequence, taken modulo 2**64. stop_ids: tokens that are excluded until
     `min_tokens` are generated. tokens: integers; the first num_tokens are the sequence so far, of which
-    num_prompt_tokens are the prompt; the others were generated before a preemption or restart. vocab_size: V.
+    num_prompt_tokens are the prompt; the others were generated before a preemption or restart. `NO_TOKEN` in the
+    prompt is no token: no penalty applies to it, and it is in no bad word. vocab_size: V.
 
     `tokens` is only read in the constructor; no reference is kept.
     A slot that is rebuilt from the same history continues with the same tokens.

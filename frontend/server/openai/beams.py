@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 from pagewire.frontend.beam_search import (
     BeamSearchSequence,
@@ -16,6 +17,7 @@ from pagewire.frontend.beam_search import (
 from pagewire.frontend.inputs import PromptType, TokensPrompt, truncated
 from pagewire.frontend.lora import LoRARequest
 from pagewire.frontend.outputs import CompletionOutput, RequestOutput
+from pagewire.frontend.prompt_adapters import PromptAdapterRequest
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.exchange import Exchange, check_aborted
 from pagewire.frontend.server.openai.constraints import demands
@@ -43,6 +45,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {  # by field: values that
     "logprobs": ((False,), UNREPORTED),
     "prompt_logprobs": ((), UNREPORTED),
 }
+Complete: TypeAlias = Callable[[list[TokensPrompt], SamplingParams], Awaitable[list[RequestOutput]]]
 BEAMS_ONLY: dict[str, Any] = {"length_penalty": 1.0, "early_stopping": False}  # by field: the default
 
 
@@ -122,7 +125,15 @@ async def beam_outputs(
         )
         for prompt in prompts
     ]
-    groups = await search(service, batch, search_params, exchange, request.priority or 0, adapter)
+    complete = partial(
+        complete_all,
+        service,
+        exchange=exchange,
+        priority=request.priority or 0,
+        lora_request=adapter,
+        prompt_adapter_request=service.prompt_adapter(request.model),
+    )
+    groups = await search(service, batch, search_params, complete)
     outputs = []
     for prompt, tokens, group in zip(prompts, batch, groups, strict=True):
         best = group[: request.n or 1]
@@ -149,12 +160,7 @@ def text_of(prompt: PromptType) -> str | None:
 
 
 async def search(
-    service: Service,
-    prompts: list[TokensPrompt],
-    params: BeamSearchParams,
-    exchange: Exchange,
-    priority: int,
-    adapter: LoRARequest | None,
+    service: Service, prompts: list[TokensPrompt], params: BeamSearchParams, complete: Complete
 ) -> list[list[BeamSearchSequence]]:
     """Run the steps of a beam search on the engine, and return the beams of each prompt, best first."""
     info = service.info
@@ -172,22 +178,29 @@ async def search(
         except StopIteration as stop:
             beams: list[list[BeamSearchSequence]] = stop.value
             return beams
-        outputs = await complete_all(service, batch, step_params, exchange, priority, adapter)
+        outputs = await complete(batch, step_params)
 
 
 async def complete_all(
     service: Service,
     prompts: list[TokensPrompt],
     params: SamplingParams,
+    *,
     exchange: Exchange,
     priority: int,
-    adapter: LoRARequest | None,
+    lora_request: LoRARequest | None,
+    prompt_adapter_request: PromptAdapterRequest | None,
 ) -> list[RequestOutput]:
     """Run some prompts to their end, and return their outputs in order."""
     finals: dict[int, RequestOutput] = {}
-    admit = exchange.lease.admit
     batches = service.engine.generate_all(
-        prompts, params, exchange.id, priority=priority, admit=admit, lora_request=adapter
+        prompts,
+        params,
+        exchange.id,
+        priority=priority,
+        admit=exchange.lease.admit,
+        lora_request=lora_request,
+        prompt_adapter_request=prompt_adapter_request,
     )
     async with aclosing(batches):
         async for outputs in batches:

@@ -119,6 +119,7 @@ def generate(
         logprob_budget=logprob_budget(service),
         admit=exchange.lease.admit,
         lora_request=service.adapter(request.model),
+        prompt_adapter_request=service.prompt_adapter(request.model),
     )
 
 

@@ -17,6 +17,7 @@ from pagewire.frontend.server.http.exchange import Exchange
 from pagewire.frontend.server.http.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.openai.beams import beam_outputs, check_beam_fields
+from pagewire.frontend.server.openai.embeds import embeds_in
 from pagewire.frontend.server.openai.logprobs import TokenNames, completion_logprobs, prompt_logprobs
 from pagewire.frontend.server.openai.protocol import (
     Completion,
@@ -67,7 +68,7 @@ async def complete(service: Service, request: CompletionRequest, exchange: Excha
     """
     writer = CompletionWriter(service, request, exchange)
     check_beam_fields(request)
-    prompts = prompts_in(service, request)
+    prompts = [*await embeds_in(service, request), *prompts_in(service, request)]
     params = completion_params(service, request)
     check_amount(service, len(prompts), params)
     if request.add_special_tokens is False:
@@ -85,6 +86,7 @@ async def complete(service: Service, request: CompletionRequest, exchange: Excha
         logprob_budget=logprob_budget(service, params.n),
         admit=exchange.lease.admit,
         lora_request=service.adapter(request.model),
+        prompt_adapter_request=service.prompt_adapter(request.model),
     )
     if request.stream:
         return writer.stream(batches)
@@ -105,6 +107,10 @@ def prompts_in(service: Service, request: CompletionRequest) -> list[Any]:
     if request.suffix:
         raise APIError(400, "suffix is not supported", param="suffix")
     given, max_model_len = request.prompt, service.info.max_model_len
+    if given is None and request.prompt_embeds:
+        return []
+    if given is None:
+        raise APIError(422, "missing required field `prompt`", param="prompt")
     is_tokens = isinstance(given, list) and bool(given) and isinstance(given[0], int)
     if is_tokens and request.truncate_prompt_tokens is None and len(given) > max_model_len:
         raise ContextLengthError(max_model_len, f"the prompt has {len(given)} tokens")

@@ -46,12 +46,16 @@ def card(service: Service, name: str) -> ModelCard:
     Raises:
         APIError: there is no model with that name.
     """
-    info, adapter = service.info, service.adapter(name)
-    root = info.model if adapter is None else adapter.lora_path or name
+    root, max_model_len = service.info.model, service.info.max_model_len
+    if (adapter := service.adapter(name)) is not None:
+        root = adapter.lora_path or name
+    if (prompt_adapter := service.prompt_adapter(name)) is not None:
+        root = prompt_adapter.prompt_adapter_local_path
+        max_model_len -= prompt_adapter.prompt_adapter_num_virtual_tokens
     return ModelCard(
         id=name,
         created=service.created,
         root=root,
-        parent=None if adapter is None else service.names[0],
-        max_model_len=info.max_model_len,
+        parent=None if name in service.names else service.names[0],
+        max_model_len=max_model_len,
     )

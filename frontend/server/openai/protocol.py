@@ -14,6 +14,7 @@ from msgspec import UNSET, Meta, UnsetType
 from pagewire.ipc.budget import (
     MAX_MESSAGES,
     MAX_PARTS,
+    MAX_PROMPTS,
     MAX_TOKENS,
     MAX_TOKENS_OF_VOCABULARY,
     MAX_TOOLS,
@@ -176,10 +177,13 @@ class CompletionRequest(SamplingFields, kw_only=True):
     """POST /v1/completions.
 
     prompt: text, token ids, or a list of these. suffix: not supported.
+    prompt_embeds: prompts that are embeddings [number of tokens, size]: each a safetensors file with one tensor, in
+        base64. They come before those of `prompt`, which may then be left out.
     logprobs: return log probabilities of each token and of this many most likely tokens.
     """
 
-    prompt: str | Annotated[list[str | int | TokenIds], Meta(max_length=MAX_TOKENS)]
+    prompt: str | Annotated[list[str | int | TokenIds], Meta(max_length=MAX_TOKENS)] | None = None
+    prompt_embeds: str | Annotated[list[str], Meta(max_length=MAX_PROMPTS)] | None = None
     suffix: str | None = None
     logprobs: NumLogprobs | None = None
 

@@ -193,8 +193,9 @@ async def answer(
     stored = StoredResponse(response, items, events, owner)
     generation = Generation(service, chat, tools, prompt, params, exchange, stored, store)
     if request.background:  # what the engine would refuse later is refused now
-        adapter = service.adapter(request.model)
-        service.engine.session.prepare(prompt, params, exchange.id, chat.priority or 0, lora_request=adapter)
+        place = (exchange.id, chat.priority or 0, 0.0)
+        adapters = (service.adapter(request.model), service.prompt_adapter(request.model))
+        service.engine.session.prepare(prompt, params, *place, *adapters)
         generation.start_in_background()
         return stored.follow(-1) if request.stream else sse.ENCODER.encode(response)
     if request.stream:

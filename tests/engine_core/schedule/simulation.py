@@ -10,6 +10,7 @@ that number and the seed, and a pooled result is such a number or the sum of all
 from __future__ import annotations
 
 import functools
+import struct
 from array import array
 from collections import Counter, deque
 from collections.abc import Collection, Iterable
@@ -196,8 +197,11 @@ class ModelWorker:
         assert not row.drafts or end == len(digests), f"{row} has drafts that are not its last tokens"
         assert end <= len(slot.block_ids) * self.block_size, f"{row} runs past its blocks"
         for m in slot.init.media:
+            if m.embeddings:
+                continue
             assert not m.start < row.start < m.start + m.num_tokens, f"{row} begins within {m}"
             assert not m.start < end < m.start + m.num_tokens, f"{row} ends within {m}"
+        check_embeddings(row, slot.init.media)
         for position in range(row.start, end):
             self.kv[self._cell(slot, position)] = digests[position]
 
@@ -257,6 +261,22 @@ class ModelWorker:
 
     def _cell(self, slot: Slot, position: int) -> int:
         return slot.block_ids[position // self.block_size] * self.block_size + position % self.block_size
+
+
+def check_embeddings(row: Row, media: Collection[Media]) -> None:
+    """A row brings the embeddings of its own positions, and no others."""
+    here = {
+        position: (m.name, position - m.start)
+        for m in media
+        if m.embeddings
+        for position in range(max(m.start, row.start), min(m.end, row.start + row.num_tokens))
+    }
+    brought: dict[int, tuple[bytes, int]] = {}
+    for m in row.media:
+        assert m.data.shape == (m.num_tokens, 1)
+        rows = struct.unpack(f"{m.num_tokens}e", m.data.data)
+        brought |= {m.start + i: (m.name, int(value)) for i, value in enumerate(rows)}
+    assert brought == here, f"{row} brings {brought}, not {here}"
 
 
 def masks_of(masks: Masks) -> list[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from itertools import count
 from typing import Any
 
@@ -673,6 +674,26 @@ def test_a_cached_prefix_never_ends_within_a_medium() -> None:
         (again,) = simulation.submit(prompt[:length], media=[Media(3, min(7, length - 3), b"cat", PICTURE)])
         found.append(len(simulation.scheduler.kv.cached_prefix(again)))
     assert found == [0, 0, 3]
+    simulation.drain()
+
+
+def test_embeddings_are_cut_anywhere_and_go_with_the_rows_that_run_them() -> None:
+    simulation = Simulation(depth=1, max_num_batched_tokens=4)
+    data = Tensor("float16", (9, 1), struct.pack("9e", *range(9)))
+    prompt, media = [3, 3, *[2] * 9, 5, 5], [Media(2, 9, b"cat", data, True)]
+    simulation.submit(prompt, media=media)
+    brought = []
+    for _ in range(4):
+        plan = simulation.step()
+        assert plan is not None
+        assert all(medium.data.shape == (0,) for init in plan.inits for medium in init.media)
+        brought += [(row.start, [(m.start, m.num_tokens) for m in row.media]) for row in plan.rows]
+    assert brought == [(0, [(2, 2)]), (4, [(4, 4)]), (8, [(8, 3)]), (12, [])]
+    simulation.drain()
+    (again,) = simulation.submit(prompt, media=media)
+    assert len(simulation.scheduler.kv.cached_prefix(again)) == 3
+    (other,) = simulation.submit(prompt, media=[Media(2, 9, b"dog", data, True)])
+    assert simulation.scheduler.kv.cached_prefix(other) == []
     simulation.drain()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import sys
 
 from hypothesis import Phase, settings
@@ -35,6 +36,13 @@ endings = st.fixed_dictionaries(
     {"max_tokens": st.integers(4, 9), "min_tokens": st.integers(1, 4), "eos": st.just(EOS)}
 )
 PICTURE = Tensor("uint8", (0,), b"")
+
+
+def numbered(length: int) -> Tensor:
+    """Embeddings of one number, which counts them."""
+    return Tensor("float16", (length, 1), struct.pack(f"{length}e", *range(length)))
+
+
 media = st.lists(
     st.tuples(st.integers(0, 3), st.integers(1, 6), st.sampled_from([b"cat", b"dog"])), min_size=1, max_size=3
 )
@@ -115,17 +123,26 @@ class SchedulerLife(RuleBasedStateMachine):
         max_tokens=st.integers(1, 6),
         pool=st.sampled_from([None, None, PoolingParams(all_tokens=True)]),
         prompt_logprobs=st.sampled_from([None, 0]),
+        embedded=st.booleans(),
     )
     def submit_media(
-        self, places: list[tuple[int, int, bytes]], tail: int, pool: PoolingParams | None, **params: object
+        self,
+        places: list[tuple[int, int, bytes]],
+        tail: int,
+        pool: PoolingParams | None,
+        embedded: bool,
+        **params: object,
     ) -> None:
-        """Media that fit a step, with some tokens before, between and behind them."""
+        """Media that fit a step, or embeddings, with some tokens before, between and behind them."""
         prompt: list[int] = []
         found: list[Media] = []
         for gap, length, name in places:
             prompt += range(2, 2 + gap)
-            length = min(length, self.simulation.config.max_num_batched_tokens)
-            found.append(Media(len(prompt), length, name, PICTURE))
+            if embedded:
+                found.append(Media(len(prompt), length, name, numbered(length), True))
+            else:
+                length = min(length, self.simulation.config.max_num_batched_tokens)
+                found.append(Media(len(prompt), length, name, PICTURE))
             prompt += [2] * length
         prompt += range(5, 5 + tail)
         self.simulation.submit(prompt, media=found, pool=pool, **params)  # type: ignore[arg-type]

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from pagewire.ipc.items import LogprobRows
+from pagewire.ipc.embeddings import media_of
+from pagewire.ipc.items import LogprobRows, Prompt
 from pagewire.ipc.lora import LoadAdapter, LoRAConfig
 from pagewire.ipc.messages import Tensor
 from pagewire.ipc.params import SamplingParams
@@ -248,6 +249,28 @@ def test_launching_ahead_and_replaying_change_nothing(
     ahead = load()
     assert [outcome(result) for result in Core(ahead).run(plans)] == wanted
     check_recorded(ahead, num_recorded=4, num_replayed=6)
+
+
+def test_embeddings_are_laid_over_tokens_and_such_steps_are_not_replayed(load: Callable[..., Runner]) -> None:
+    """Even where they are those of one token."""
+    runner = load()
+    (tokens,) = make_prompts(VOCAB_SIZE, (9,))
+    with torch.inference_mode():
+        ids = torch.tensor(tokens, device=runner.device.torch_device)
+        rows = runner.model.model.base.get_input_embeddings()(ids).float().cpu()
+    embeddings = Tensor("float32", tuple(rows.shape), rows.numpy().tobytes())
+    outcomes = []
+    for prompt in (Prompt(tokens), Prompt([0] * 9, media_of(embeddings))):
+        init = SlotInit(0, prompt.token_ids, 9, [0, 1, 2], GREEDY, 0, media=prompt.places())
+        plans = [
+            StepPlan(0, [Row(0, 0, 8, media=prompt.embeddings(0, 8))], [init]),
+            StepPlan(1, [Row(0, 8, 1, num_samples=1, media=prompt.embeddings(8, 9))]),
+            StepPlan(2, [Row(0, 9, 1, num_samples=1)], freed_slots=[]),
+        ]
+        outcomes.append([outcome(result) for result in Core(runner).run(plans)])
+        runner.step(StepPlan(-1, [], [], [0]))
+    assert outcomes[0] == outcomes[1]
+    check_recorded(runner, num_recorded=4, num_replayed=2 + 1)
 
 
 def test_a_vocabulary_that_is_too_large_for_the_kernels(

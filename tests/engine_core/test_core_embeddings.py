@@ -1,0 +1,48 @@
+"""Prompts of embeddings in the whole core, with a fake worker process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import msgspec
+
+from pagewire.ipc.codec import Tensor
+from pagewire.ipc.embeddings import media_of
+from pagewire.ipc.items import Prompt
+from pagewire.ipc.messages import Request, Submit
+from pagewire.ipc.params import SamplingParams
+
+from .fake_worker import EMBEDDING_SIZE
+
+NUM_TOKENS = 40
+
+
+def prompt(value: int) -> Prompt:
+    data = bytes([value]) * (NUM_TOKENS * EMBEDDING_SIZE * 2)
+    return Prompt([0] * NUM_TOKENS, media_of(Tensor("float16", (NUM_TOKENS, EMBEDDING_SIZE), data)))
+
+
+def test_contents_are_held_while_requests_run_also_over_a_workers_death(start_core: Callable) -> None:
+    """And not longer: what ends, or is aborted, makes room. A wrong name fails its request alone."""
+    running = start_core(enable_prompt_embeds=True)
+    frontend = running.frontend()
+    info = frontend.attach().info
+    assert (info.embeddings.size, info.embeddings.prompts, info.embeddings.adapters) == (4, True, False)
+    contents = running.core.intake._contents
+    params = SamplingParams(max_tokens=80)
+    requests = [Request(key, f"r{key}", prompt(1 + key % 2), params, 7) for key in range(4)]
+    bad = prompt(9)
+    bad.media[0] = msgspec.structs.replace(bad.media[0], name=requests[0].prompt.media[0].name)
+    frontend.say(Submit([*requests, Request(9, "bad", bad, params, 7)]))
+    frontend.finish((9, 0))
+    assert "is not that of their content" in (frontend.ends[9, 0].error or "")
+    assert contents.num_bytes == 2 * NUM_TOKENS * EMBEDDING_SIZE * 2
+    os.kill(frontend.status()["worker_pid"], signal.SIGKILL)
+    frontend.finish(*((key, 0) for key in range(4)))
+    assert frontend.outputs[0, 0] == frontend.outputs[2, 0] and len(frontend.outputs[1, 0]) == 80
+    status = frontend.status()
+    assert status["num_free_blocks"] == status["num_blocks"]
+    del requests, bad
+    assert contents.num_bytes == 0
