@@ -37,11 +37,11 @@ from pagewire.engine_core.workers.group import GroupReply, WorkerGroup
 from pagewire.engine_core.workers.restarts import Restarts
 from pagewire.engine_core.workers.stopwatch import Stopwatch
 from pagewire.ipc import messages
+from pagewire.ipc.environment import env_float
 from pagewire.ipc.errors import EngineDeadError, EngineStoppedError, error_text, received_error
 from pagewire.ipc.heap import release_spare_memory
 from pagewire.ipc.lora import AdapterLoaded
 from pagewire.ipc.messages import EngineInfo, TokenDelta
-from pagewire.ipc.options import env_float
 from pagewire.ipc.worker_messages import Ready, StepResult, WorkerFailed
 
 logger = logging.getLogger("pagewire.core")

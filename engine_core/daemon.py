@@ -27,9 +27,10 @@ from pagewire.engine_core.workers.launchers.choose import open_launcher
 from pagewire.ipc import logs
 from pagewire.ipc.address_lock import AddressLock, sweep
 from pagewire.ipc.descriptors import raise_descriptor_limit
+from pagewire.ipc.environment import env_float
 from pagewire.ipc.gate import Gate
 from pagewire.ipc.heap import return_freed_memory
-from pagewire.ipc.options import EngineArgs, env_float
+from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.sockets import CurveKeys, bind_router, runtime_dir
 
 logger = logging.getLogger("pagewire.core")

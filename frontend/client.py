@@ -28,6 +28,7 @@ from typing import Any
 
 from pagewire.frontend.link import PING, Link, attach, core_exit
 from pagewire.ipc.codec import MAX_FRAMES, MAX_MESSAGE_BYTES, Buffer, Codec
+from pagewire.ipc.environment import env_float
 from pagewire.ipc.errors import (
     DetachedError,
     EngineBusyError,
@@ -52,7 +53,6 @@ from pagewire.ipc.messages import (
     TokenDelta,
     Welcome,
 )
-from pagewire.ipc.options import env_float
 from pagewire.ipc.sockets import CurveKeys
 
 logger = logging.getLogger("pagewire.frontend")

@@ -14,8 +14,9 @@ from typing import NamedTuple, Protocol
 from pagewire.frontend.client import HEARTBEAT_TIMEOUT_S, CoreClient
 from pagewire.frontend.link import START_ERRORS
 from pagewire.frontend.spawn import SpawnedCore, spawn_core
+from pagewire.ipc.environment import env_float
 from pagewire.ipc.errors import EngineDeadError
-from pagewire.ipc.options import EngineArgs, env_float
+from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.sockets import CurveKeys
 
 logger = logging.getLogger("pagewire.frontend")

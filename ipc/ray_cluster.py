@@ -11,7 +11,8 @@ import sys
 import time
 from typing import Any
 
-from pagewire.ipc.options import EngineArgs, env_float
+from pagewire.ipc.environment import env_float
+from pagewire.ipc.options import EngineArgs
 
 logger = logging.getLogger("pagewire.ray")
 

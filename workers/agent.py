@@ -23,6 +23,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from pagewire.ipc.codec import Codec
+from pagewire.ipc.environment import env_float
 from pagewire.ipc.errors import EngineDeadError, error_text
 from pagewire.ipc.group_key import GroupKey
 from pagewire.ipc.join_messages import (
@@ -40,7 +41,6 @@ from pagewire.ipc.join_messages import (
 )
 from pagewire.ipc.lifeline import Child, exit_cause
 from pagewire.ipc.messages import PROTOCOL
-from pagewire.ipc.options import env_float
 from pagewire.ipc.quoting import shortened
 from pagewire.ipc.sockets import new_dealer, receive, send
 from pagewire.ipc.version import __version__

@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from pagewire.engine_core.clients.calls import PendingCalls
 from pagewire.engine_core.workers.group import Outcome, WorkerGroup
 from pagewire.engine_core.workers.stopwatch import Stopwatch
-from pagewire.ipc.options import env_float
+from pagewire.ipc.environment import env_float
 
 FRESH_SECONDS = 1.0  # a message of the workers proves that they live for this long: at most one ping a second
 LONG_STEPS = 4  # a step is suspect once it takes this many times as long as the longest before

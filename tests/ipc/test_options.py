@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from pagewire.ipc.environment import env_float
 from pagewire.ipc.lora import LoRAConfig
-from pagewire.ipc.options import NOT_SUPPORTED_YET, AsyncEngineArgs, EngineArgs, env_float
+from pagewire.ipc.options import NOT_SUPPORTED_YET, AsyncEngineArgs, EngineArgs
 
 DEFAULTS = {
     "model": "demo",

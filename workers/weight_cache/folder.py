@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from pagewire.ipc.options import env_float
+from pagewire.ipc.environment import env_float
 from pagewire.kernels.cache import cache_root, check_owner, opened_folder
 
 logger = logging.getLogger("pagewire.worker")

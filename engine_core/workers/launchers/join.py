@@ -24,6 +24,7 @@ import zmq
 from pagewire.engine_core.workers.launchers.joined_process import JoinedProcess
 from pagewire.engine_core.workers.launchers.listener import Listener, admit_workers
 from pagewire.ipc.codec import Codec
+from pagewire.ipc.environment import env_float
 from pagewire.ipc.errors import ProtocolError
 from pagewire.ipc.gate import Gate
 from pagewire.ipc.group_key import GroupKey
@@ -41,7 +42,6 @@ from pagewire.ipc.join_messages import (
     StartWorker,
 )
 from pagewire.ipc.messages import PROTOCOL
-from pagewire.ipc.options import env_float
 from pagewire.ipc.quoting import MAX_QUOTED, shortened
 from pagewire.ipc.sockets import bind_router, receive, send
 from pagewire.ipc.version import __version__
