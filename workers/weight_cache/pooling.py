@@ -60,7 +60,7 @@ class RestoredPooling(PoolingModel):
     """A causal stack whose hidden states are pooled, without transformers' module."""
 
     def __init__(self, kept: KeptModel, classifier: list[Dense] | None) -> None:
-        restore(self, RestoredStack(kept, None), classifier)
+        restore(self, RestoredStack(kept), classifier)
 
 
 class RestoredEncoder(EncoderModel):

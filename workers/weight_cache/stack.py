@@ -63,9 +63,9 @@ for _kind in (KeptLayer, KeptModel):
 class RestoredStack(DecoderStack):
     """A stack made of what was kept of it."""
 
-    def __init__(self, kept: KeptModel, vocabulary: Gather | None) -> None:
+    def __init__(self, kept: KeptModel, vocabulary: Gather | None = None, *, is_last: bool = True) -> None:
         nn.Module.__init__(self)
-        self.is_last = kept.head is not None
+        self.is_last = is_last
         layers: Any = kept.layers  # with all attributes of a `StackLayer` that are used once it is packed
         self.embed_tokens = kept.embedding
         self._angles = kept.angles
@@ -89,7 +89,7 @@ class RestoredModel(Model):
         self.arithmetic = nullcontext
         self.guarded = False
         self.stage, self.cut = stage, None
-        self.base = RestoredStack(kept, vocabulary)
+        self.base = RestoredStack(kept, vocabulary, is_last=stage is None or stage.is_last)
         self.head = kept.head
         if kept.head is not None and vocabulary is not None:
             self.head = GatheredLinear(kept.head, vocabulary)
