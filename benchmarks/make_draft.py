@@ -29,7 +29,7 @@ from pagewire.ipc.gguf.file import is_gguf
 
 ROWS, LENGTH = 4, 192
 PEAK = 5e-4
-HELD_OUT = 20  # every so many documents, one is kept for the measurement
+HELD_OUT = 20  # of this many documents one is kept for the measurement
 
 
 def texts(held_out: bool) -> list[str]:

@@ -59,7 +59,7 @@ CODE = '''class Account:
 TEXT = """The lighthouse number {n} stands on a cliff in the north of the island. It was built of granite by the
 people of the village, who carried every stone up the path. Its lamp was lit with oil at first, and a keeper
 climbed the stairs every evening to fill it. In winter the waves reached the windows of the lower floor. Today
-the lamp is electric, and nobody lives in the tower, but the village still meets there every summer, on the
+the lamp is electric, and the tower stands empty, but the village still meets there every summer, on the
 day when it was lit for the first time. The oldest man of the village tells the story of the ship that ran
 aground one night in November, when the keeper was ill and the lamp stayed dark. Forty sailors swam to the
 beach, and all of them were taken in by the families of the village. Three of them never left. Their names are

@@ -83,7 +83,7 @@ class RunningStep:
         self._hidden = self._sampled_hidden = NOTHING
         self._features: Tensor | None = None
         self._slots: list[SamplingSlot] = []
-        self._sequences: list[SamplingSlot | None] = []  # of each row
+        self._sequences: list[SamplingSlot | None] = []  # of each row, if a drafter is to see them
         self._prompts: list[PromptLogprobsRequest] = []
         self._prompt_logprobs: dict[int, LogprobRows] = {}  # by row
         self._pooled: list[tuple[int, PoolingSlot]] = []
@@ -93,8 +93,9 @@ class RunningStep:
         slots = self._runner.slots
         self._batch, self._hidden = batch, hidden
         self._slots = [slots.sampling[self.plan.rows[i].slot] for i in batch.sample_rows]
-        self._sequences = [slots.sampling.get(row.slot) for row in self.plan.rows]
-        self._features = self._runner.drafter.features
+        if self._runner.drafter.follows or any(row.num_drafts for row in self.plan.rows):
+            self._sequences = [slots.sampling.get(row.slot) for row in self.plan.rows]
+            self._features = self._runner.drafter.features
         self._pooled = [(i, slots.pooling[row.slot]) for i, row in enumerate(self.plan.rows) if row.pool]
         for i, row in enumerate(self.plan.rows):
             if row.num_prompt_logprobs:
@@ -145,7 +146,7 @@ class RunningStep:
             result.rows[row].prompt_logprobs = logprobs
         if self._pooled:
             self._pool(result)
-        if not self._passed_on:
+        if self._sequences:
             self._draft(result)
         self._end.wait()
         result.busy_us = int(self._end.seconds_since(self._begin) * 1e6)

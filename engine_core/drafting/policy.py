@@ -135,7 +135,7 @@ class MeasuredPolicy:
         return max(SMALL, num_rows, 2 * int(self.drafted.largest) if self.drafted.known else 0)
 
     def _refused(self) -> bool:
-        """Count a decision against drafts; True if there were so many that it is time to try some."""
+        """Count a decision against drafts; True if it is time to try some again."""
         self._num_refused += 1
         return self._num_refused > PROBE_INTERVAL
 

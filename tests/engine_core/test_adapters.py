@@ -30,7 +30,7 @@ def source(number: int, name: str = "", version: str = "v1") -> AdapterSource:
 
 
 class World:
-    """Adapters, and workers that load whatever they are told to, with the content that the folder has now."""
+    """Adapters, and workers that load every adapter they are sent, with the content that the folder has now."""
 
     def __init__(self, limits: AdapterLimits = LIMITS) -> None:
         self.adapters = Adapters(limits)
@@ -56,7 +56,7 @@ class World:
         return group
 
     def obey(self) -> None:
-        """Do what the workers are told."""
+        """Do what the core orders."""
         for command in self.adapters.commands(self.now):
             if isinstance(command, DropAdapter):
                 assert not any(adapter_of(sequence).index == command.index for sequence in self.scheduled)
