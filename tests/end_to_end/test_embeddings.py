@@ -19,7 +19,15 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 import pagewire
-from pagewire import LLM, AsyncLLM, BeamSearchParams, PromptAdapterRequest, RequestOutputKind, SamplingParams
+from pagewire import (
+    LLM,
+    AsyncLLM,
+    BeamSearchParams,
+    LoRARequest,
+    PromptAdapterRequest,
+    RequestOutputKind,
+    SamplingParams,
+)
 
 from ..frontend.server.client import Client
 from .conftest import Daemon
@@ -47,11 +55,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, table: torch.Tensor) -> Pat
 
 @pytest.fixture(scope="module")
 def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A core that takes both."""
+    """A core that takes both, and LoRA adapters."""
     address = f"ipc://{tmp_path_factory.mktemp('core')}/core.sock"
-    daemon = Daemon(
-        address, "--enable-prompt-embeds", "--enable-prompt-adapter", "--max-num-batched-tokens", "32"
-    )
+    options = ("--enable-prompt-embeds", "--enable-prompt-adapter", "--enable-lora")
+    daemon = Daemon(address, *options, "--max-num-batched-tokens", "32")
     yield address
     assert daemon.stop() == 0
 
@@ -129,6 +136,41 @@ def test_an_adapters_second_request_computes_nothing_for_its_full_blocks(
         [{"role": "user", "content": "Hello"}], GREEDY, use_tqdm=False, prompt_adapter_request=adapter
     )
     assert len(chat[0].outputs[0].token_ids) == 12
+
+
+@pytest.fixture
+def lora(tmp_path: Path) -> LoRARequest:
+    """An adapter of all query projections."""
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{part}.weight": 0.3
+        * torch.randn(shape, generator=generator)
+        for layer in range(4)
+        for part, shape in (("A", (4, 256)), ("B", (256, 4)))
+    }
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    return LoRARequest("lora", 7, str(tmp_path))
+
+
+def test_they_go_with_adapters(
+    llm: LLM, table: torch.Tensor, folder: Path, expected: list[int], lora: LoRARequest
+) -> None:
+    """Blocks of embeddings are an adapter's own, too."""
+    virtual = PromptAdapterRequest("tuned", 1, str(folder))
+    rows: Any = {"prompt_embeds": table[[*PROMPT, 7, 8]]}
+    (tokens,) = llm.generate([[*PROMPT, 7, 8]], GREEDY, use_tqdm=False, lora_request=lora)
+    (tuned,) = llm.generate(
+        [[7, 8]], GREEDY, use_tqdm=False, lora_request=lora, prompt_adapter_request=virtual
+    )
+    first, again = (llm.generate([rows], GREEDY, use_tqdm=False, lora_request=lora)[0] for _ in range(2))
+    for output in (tuned, first, again):
+        assert output.outputs[0].token_ids == tokens.outputs[0].token_ids
+        assert output.lora_request == lora
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 32)
+    (plain,) = llm.generate([rows], GREEDY, use_tqdm=False)
+    assert plain.outputs[0].token_ids != tokens.outputs[0].token_ids
 
 
 def test_a_killed_worker_changes_nothing(core: str, table: torch.Tensor, folder: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from pagewire.engine_core.schedule.sequence import sequence_seed
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.errors import ModelNotFoundError
-from pagewire.ipc.items import NOTHING, Media, Prompt
+from pagewire.ipc.items import Media, Prompt
 from pagewire.ipc.messages import (
     PROTOCOL,
     Abort,
@@ -286,7 +286,11 @@ def test_a_slow_reader_gets_everything_in_the_end(
     [
         (Prompt([8]), PoolingParams(), "does not pool"),
         (Prompt([8], [Media(0, 1, b"cat", Tensor("uint8", (0,), b""))]), SamplingParams(), "takes no media"),
-        (Prompt([8], [Media(0, 1, b"cat", NOTHING, True)]), SamplingParams(), "with enable_prompt_embeds"),
+        (
+            Prompt([8], [Media(0, 1, b"cat", Tensor("float32", (1, 4), bytes(16)), True)]),
+            SamplingParams(),
+            "with enable_prompt_embeds",
+        ),
         (Prompt([8], adapter=b"a"), SamplingParams(), "for the core to find"),
     ],
 )

@@ -217,11 +217,12 @@ def test_the_adapter_that_the_engine_starts_with_is_pinned_or_ends_it(
     core = start_core(access=Access(), enable_lora=True, first_adapter=adapter.source("qlora"))
     frontend = core.frontend()
     frontend.attach()
+    while not (entries := frontend.call("adapters").result):
+        pass  # it is being read
+    assert entries[0]["pinned"]
     frontend.submit(1, [1, 2], adapter=AdapterSource("qlora", 1))
     frontend.finish((1, 0))
     assert frontend.outputs[1, 0] == roll_out([1, 2], 8, adapter.content)
-    (entry,) = frontend.call("adapters").result
-    assert entry["pinned"]
     adapter.write(error="its rank is 99")
     broken = start_core(access=Access(), enable_lora=True, first_adapter=adapter.source("qlora"))
     broken.thread.join(20)

@@ -194,7 +194,7 @@ def test_an_adapter_is_before_the_prompt_and_outputs_do_not_show_it(
     both = intake.prepare({"prompt_embeds": ROWS}, SamplingParams(), "r", 1, prompt_adapter=found)
     assert [(m.start, m.end) for m in both.request.prompt.media] == [(0, 3), (3, 6)]
 
-    state = RequestState(prepared.request, None, None, None, prepared.num_virtual_tokens)
+    state = RequestState(prepared.request, None, None, num_virtual_tokens=prepared.num_virtual_tokens)
     for first, count in ((0, 2), (2, 3)):
         state.apply(TokenDelta(1, 0, [], prompt_logprobs=logprobs(range(first, first + count))))
     assert state.num_prompt_logprobs == 5  # as the core counts, should the request go on with another one

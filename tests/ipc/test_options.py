@@ -106,6 +106,11 @@ def test_later_features_take_their_defaults_and_nothing_else(name: str) -> None:
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size must be in"),
         ({"pipeline_parallel_size": 2, "device": "cuda:1"}, "and pipeline_parallel_size=2 takes 2"),
         (
+            {"pipeline_parallel_size": 2, "enable_prompt_embeds": True},
+            "enable_prompt_embeds does not go with pipeline_parallel_size=2: use tensor_parallel_size",
+        ),
+        ({"pipeline_parallel_size": 2, "enable_prompt_adapter": True}, "enable_prompt_adapter does not go"),
+        (
             {"tensor_parallel_size": 64, "pipeline_parallel_size": 32},
             r"tensor_parallel_size \* pipeline_parallel_size must be in \[1, 1024\], got 2048",
         ),

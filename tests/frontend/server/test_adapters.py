@@ -8,9 +8,13 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from pagewire.frontend.async_llm import AsyncLLM
+from pagewire.frontend.prompt_adapters import PromptAdapters
 from pagewire.frontend.server.adapters import id_of, modules_of
+from pagewire.ipc.embeddings import EmbeddingsInfo
 from pagewire.ipc.lora import LoRAConfig
 from pagewire.ipc.messages import EngineInfo, Submit
 
@@ -135,6 +139,40 @@ def test_a_server_does_not_start_with_an_adapter_that_cannot_be_read(
         serve(enable_admin=True, lora_root="/no/such/folder")
     with pytest.raises(ValueError, match="lora_root needs enable_admin"):
         serve(lora_root=str(root))
+
+
+def test_adapters_and_prompt_adapters_are_models_side_by_side(
+    serve: Callable[..., Client], core: FakeCore, engine: AsyncLLM, registry: Registry, root: Path
+) -> None:
+    engine.session.prompt_adapters = PromptAdapters(EmbeddingsInfo(size=4, adapters=True))
+    (root / "tuned").mkdir()
+    save_file({"prompt_embeddings": torch.ones(3, 4)}, root / "tuned" / "adapter_model.safetensors")
+    (root / "tuned" / "adapter_config.json").write_text('{"peft_type": "PROMPT_TUNING"}')
+    options: dict[str, Any] = {
+        "prompt_adapters": [f"tuned={root}/tuned"],
+        "enable_admin": True,
+        "lora_root": str(root),
+    }
+    client = serve(lora_modules=[f"sql={root}/sql"], **options)
+    cards = client.get("/v1/models").json["data"]
+    assert [(card["id"], card["parent"]) for card in cards] == [
+        ("fake", None),
+        ("sql", "fake"),
+        ("tuned", "fake"),
+    ]
+    assert (cards[0]["max_model_len"] - cards[2]["max_model_len"], cards[2]["root"]) == (3, f"{root}/tuned")
+    for path, body in ENDPOINTS.items():
+        for name, num_virtual_tokens in (("sql", 0), ("tuned", 3), ("fake", 0)):
+            answer = client.post(path, body | {"model": name})
+            assert (answer.status, answer.json["model"]) == (200, name)
+            (request,) = core.expect(Submit).requests
+            assert sum(medium.num_tokens for medium in request.prompt.media) == num_virtual_tokens
+            assert (request.adapter is None) == (name != "sql")
+    assert client.post("/tokenize", {"prompt": "w2", "model": "tuned"}).json["tokens"] == [2]
+    refused = load(client, "tuned", "code")
+    assert refused.status == 400 and "or of a prompt adapter" in refused.error["message"]
+    with pytest.raises(ValueError, match="'tuned' is a name of the model or of a prompt adapter"):
+        serve(lora_modules=[f"tuned={root}/sql"], **options)
 
 
 def test_operators_load_and_unload_below_the_root(

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
+from pagewire.ipc.items import Prompt
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.speculative import Method, SpeculativeConfig
 from pagewire.ipc.worker_messages import Row, SlotInit, StepPlan
@@ -56,7 +57,7 @@ class Proposal:
 class Speculated:
     """A sequence that runs with drafts in a slot.
 
-    computed: tokens whose KV the model has. proposals: all that were made for it.
+    computed: tokens whose KV the model has. proposals: all that were made for it. content: its prompt's embeddings.
     """
 
     slot: int
@@ -70,6 +71,7 @@ class Speculated:
     proposals: list[Proposal] = field(default_factory=list)
     num_accepted: int = 0
     is_new: bool = True
+    content: Prompt = field(default_factory=lambda: Prompt([]))
 
     @property
     def output(self) -> list[int]:
@@ -97,16 +99,18 @@ class SpeculativeDriver:
     def add(
         self,
         slot: int,
-        prompt: Sequence[int],
+        prompt: Sequence[int] | Prompt,
         params: SamplingParams,
         seed: int = 0,
         cached: Sequence[int] = (),
         num_prompt_tokens: int | None = None,
     ) -> Speculated:
         """A sequence for a slot. cached: blocks that hold its beginning already."""
-        length = len(prompt) if num_prompt_tokens is None else num_prompt_tokens
+        content = prompt if isinstance(prompt, Prompt) else Prompt(list(prompt))
+        tokens = list(content.token_ids)
+        length = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
         computed = len(cached) * self.runner.config.block_size
-        return Speculated(slot, list(prompt), length, params, seed, list(cached), computed)
+        return Speculated(slot, tokens, length, params, seed, list(cached), computed, content=content)
 
     def run(self, sequences: Sequence[Speculated], num_tokens: int) -> None:
         """Run sequences until each has so many tokens of output, or a few more."""
@@ -132,6 +136,7 @@ class SpeculativeDriver:
             wanted = self.wanted(self.num_steps, s.slot) if whole else 0
             num_samples = 1 + len(drafts) if whole else 0
             row = Row(s.slot, s.computed, num_tokens, new, drafts, num_samples, num_drafts=wanted)
+            row.media = s.content.embeddings(s.computed, s.computed + num_tokens)
             rows.append(row)
             scheduled.append(s)
         result = self.runner.step(StepPlan(self.num_steps, rows, inits, self._freed))
@@ -161,7 +166,8 @@ class SpeculativeDriver:
 
     @staticmethod
     def _init(s: Speculated) -> SlotInit:
-        return SlotInit(s.slot, list(s.tokens), s.num_prompt_tokens, list(s.blocks), s.params, s.seed)
+        fields = (s.slot, list(s.tokens), s.num_prompt_tokens, list(s.blocks), s.params, s.seed)
+        return SlotInit(*fields, media=s.content.places())
 
 
 class DraftOracle:

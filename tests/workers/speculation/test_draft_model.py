@@ -5,14 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from pagewire.ipc.codec import Tensor
+from pagewire.ipc.embeddings import PLACEHOLDER, media_of
+from pagewire.ipc.items import Prompt
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.speculative import SpeculativeConfig
 from pagewire.ipc.worker_messages import Row, StepPlan
 from pagewire.workers.calls import call
 from pagewire.workers.runner import Runner
 
-from ..architectures import GROUPED, SERVED, VOCAB_SIZE, Architecture
+from ..architectures import COMMON, GROUPED, SERVED, VOCAB_SIZE, Architecture
 from ..driver import GREEDY, Driver, load_runner
 from ..parity import make_prompts
 from .speculating import NUM_DRAFTS, DraftOracle, SpeculativeDriver, runner_with
@@ -74,6 +78,20 @@ def test_drafts_of_another_model_change_nothing(
         sum(s.num_accepted for s in sequences)
         < sum(len(p.drafts) for s in sequences for p in s.proposals) / 2
     )
+
+
+@pytest.mark.parametrize("budget", [7, 64])
+def test_embeddings_of_which_it_sees_placeholders_change_nothing(llama: Path, budget: int) -> None:
+    rows = torch.randn((20, COMMON["hidden_size"]), generator=torch.Generator().manual_seed(4))
+    media = media_of(Tensor("float32", tuple(rows.shape), rows.numpy().tobytes()))
+    tokens = make_prompts(VOCAB_SIZE)[0]
+    prompts = [Prompt([PLACEHOLDER] * 20, media), Prompt([PLACEHOLDER] * 20 + tokens, media), Prompt(tokens)]
+    plain = Driver(runner_with(llama, None)).generate(prompts, NUM_TOKENS, PENALISED)
+    driver = SpeculativeDriver(runner_with(llama, llama), budget)
+    sequences = [driver.add(i, prompt, PENALISED, seed=i) for i, prompt in enumerate(prompts)]
+    driver.run(sequences, NUM_TOKENS)
+    assert [s.output[:NUM_TOKENS] for s in sequences] == plain
+    assert all(s.proposals for s in sequences) and sequences[2].num_accepted
 
 
 @pytest.mark.parametrize("budget", [7, 64])
