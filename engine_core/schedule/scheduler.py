@@ -274,7 +274,11 @@ class Scheduler:
                 continue  # it was preempted itself, as one of the most served tenant
             drafts = self._fitting(chosen.get(sequence, []), sequence, count, missing, step)
             self._schedule(step, sequence, count, drafts)
-        return num_preemptions == self.stats.num_preemptions
+        if num_preemptions == self.stats.num_preemptions:
+            return True
+        if not step.rows:  # all of a micro-batch were preempted, and left their room to the others
+            self._plan_running(step, leaving)
+        return False
 
     def _plan_waiting(self, step: PlannedStep, newcomer: Sequence | None, now: float) -> None:
         """Admit waiting sequences while there is room; `newcomer` also gets what is kept free for running ones."""

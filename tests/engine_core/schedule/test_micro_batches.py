@@ -73,3 +73,16 @@ def test_a_sequence_that_comes_back_brings_all_its_tokens() -> None:
     assert plan is not None and not plan.rows[0].token_ids
     assert plan.inits[0].token_ids == [2, 3, *simulation.output(sequence)]
     simulation.drain()
+
+
+def test_the_others_run_when_a_whole_micro_batch_is_preempted() -> None:
+    """All blocks are taken, and the first micro-batch is the sequence that must give its own back."""
+    simulation = pipeline(2, num_blocks=32, block_size=1)
+    simulation.submit([2], max_tokens=20, ignore_eos=True, tenant="served")
+    simulation.drain()
+    simulation.submit(list(range(16)), max_tokens=4, ignore_eos=True, tenant="served")
+    simulation.submit(list(range(16, 32)), max_tokens=4, ignore_eos=True, tenant="other")
+    simulation.plan()
+    simulation.commit()
+    assert simulation.plan() is not None and simulation.scheduler.stats.num_preemptions == 1
+    simulation.drain()
