@@ -11,23 +11,30 @@ from __future__ import annotations
 from collections.abc import Sequence as Sequences
 
 from pagewire.engine_core.schedule.sequence import Sequence
+from pagewire.engine_core.schedule.step import PlannedStep
 
 
-def micro_batch(running: Sequences[Sequence], stages: int, depth: int, num_in_flight: int) -> list[Sequence]:
+def micro_batch(
+    running: Sequences[Sequence], stages: int, depth: int, num_in_flight: int, step: PlannedStep
+) -> list[Sequence]:
     """The running sequences that the next step may run, in their order; with one stage all of them.
 
     Of those that decode it has no more than their share, so that the other steps have as many.
 
-    depth: the most steps in flight. num_in_flight: those that are now; fewer than `depth`.
+    depth: the most steps in flight. num_in_flight: those that are now; fewer than `depth`. step: what is planned of
+    the next step already.
     """
     if stages == 1:
         return list(running)
-    num_sampling = sum(sequence.num_pending > 0 for sequence in running)
-    num_ready = sum(decodes(sequence) for sequence in running)
+    planned = set(step.sequences)
+    num_planned = sum(row.num_tokens - len(row.drafts) == 1 and row.num_samples > 0 for row in step.rows)
+    num_sampling = sum(sequence.num_pending > 0 for sequence in running if sequence not in planned)
+    num_ready = num_planned + sum(decodes(sequence) for sequence in running if sequence not in planned)
     share = min(-(-(num_sampling + num_ready) // depth), -(-num_ready // (depth - num_in_flight)))
+    share -= num_planned
     chosen = []
     for sequence in running:
-        if sequence.num_pending:
+        if sequence.num_pending or sequence in planned:
             continue
         if decodes(sequence):
             share -= 1

@@ -255,9 +255,8 @@ class Scheduler:
     def _plan_running(self, step: PlannedStep, leaving: Sequence | None) -> bool:
         """Plan running sequences but `leaving`. False if blocks ran out, so that no waiting one may be admitted."""
         num_preemptions = self.stats.num_preemptions
-        batch = micro_batch(self.running, self.config.stages, self.config.depth, len(self.in_flight))
-        ahead = bool(self.in_flight)
-        chosen = self.speculation.choose(batch, len(self.waiting), step.budget, ahead=ahead)
+        batch = micro_batch(self.running, self.config.stages, self.config.depth, len(self.in_flight), step)
+        chosen = self.speculation.choose(batch, len(self.waiting), step.budget, ahead=bool(self.in_flight))
         for sequence in batch:
             if step.budget == 0:
                 break
@@ -274,7 +273,11 @@ class Scheduler:
                 continue  # it was preempted itself, as one of the most served tenant
             drafts = self._fitting(chosen.get(sequence, []), sequence, count, missing, step)
             self._schedule(step, sequence, count, drafts)
-        return num_preemptions == self.stats.num_preemptions
+        if num_preemptions == self.stats.num_preemptions:
+            return True
+        if self.config.stages > 1:  # what was preempted leaves its place in the micro-batch to others
+            self._plan_running(step, leaving)
+        return False
 
     def _plan_waiting(self, step: PlannedStep, newcomer: Sequence | None, now: float) -> None:
         """Admit waiting sequences while there is room; `newcomer` also gets what is kept free for running ones."""
