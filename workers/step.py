@@ -145,7 +145,8 @@ class RunningStep:
             result.rows[row].prompt_logprobs = logprobs
         if self._pooled:
             self._pool(result)
-        self._draft(result)
+        if not self._passed_on:
+            self._draft(result)
         self._end.wait()
         result.busy_us = int(self._end.seconds_since(self._begin) * 1e6)
         if since is not None:
