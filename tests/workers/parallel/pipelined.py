@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagewire.engine_core.schedule.drafting import Drafter
 from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import sequences
+from pagewire.engine_core.schedule.speculation import NoSpeculation, Speculation
 from pagewire.ipc.items import Prompt
 from pagewire.ipc.messages import Request, TokenDelta
 from pagewire.ipc.params import SamplingParams
@@ -82,7 +82,7 @@ def generate(
     params: SamplingParams = SAMPLED,
     budget: int = 24,
     num_blocks: int | None = None,
-    drafter: Drafter | None = None,
+    speculation: Speculation | None = None,
 ) -> tuple[list[Output], Scheduler]:
     """What becomes of prompts that are submitted together. budget: tokens of all steps in flight."""
     stages = runner.config.parallel.stages
@@ -96,7 +96,7 @@ def generate(
             depth=max(2, stages),
             stages=stages,
         ),
-        drafter,
+        speculation or NoSpeculation(),
     )
     outputs = [Output() for _ in prompts]
     for key, prompt in enumerate(prompts):

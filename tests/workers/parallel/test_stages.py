@@ -24,6 +24,7 @@ from pagewire.workers.weight_cache import folder as cache_folder
 from pagewire.workers.weight_cache.ahead import WeightsAhead
 from pagewire.workers.weight_cache.cached_loading import keep_in_background
 
+from ...engine_core.schedule.simulation import Forced
 from ..architectures import EXPERTS, GROUPED, SERVED, VOCAB_SIZE, Architecture
 from ..driver import load_runner
 from ..parity import make_prompts
@@ -175,14 +176,15 @@ def test_a_quantised_checkpoint(tmp_path: Path) -> None:
     check_bits(folder, 2)
 
 
-class Parrot:
+class Parrot(Forced):
     """Drafts what a sequence said before, and now and then something else."""
 
     def __init__(self, expected: Sequence[Output]) -> None:
+        super().__init__()
         self.expected = expected
 
     def propose(self, sequence: Any, limit: int) -> list[int]:
-        """See `Drafter.propose`."""
+        """See `Forced.propose`."""
         done = sequence.num_output_tokens
         drafts = self.expected[sequence.key].tokens[done : done + 3]
         return [*drafts[:-1], 5] if done % 3 == 0 else drafts
@@ -194,7 +196,7 @@ def test_preemption_and_drafts_change_nothing(llama: Path) -> None:
     def work(rank: Rank) -> tuple[list[Output], list[Output], int]:
         runner, _ = load_runner(llama, rank, parallel=place(rank, 2))
         few, scheduler = generate(runner, PROMPTS, rank, num_blocks=16)
-        drafted, _ = generate(runner, PROMPTS, rank, drafter=Parrot(expected))
+        drafted, _ = generate(runner, PROMPTS, rank, speculation=Parrot(expected))
         return few, drafted, scheduler.stats.num_preemptions
 
     for few, drafted, num_preemptions in run_ranks(2, work):
