@@ -217,9 +217,8 @@ def test_the_adapter_that_the_engine_starts_with_is_pinned_or_ends_it(
     core = start_core(access=Access(), enable_lora=True, first_adapter=adapter.source("qlora"))
     frontend = core.frontend()
     frontend.attach()
-    while not (entries := frontend.call("adapters").result):
+    while not any(entry["pinned"] for entry in frontend.call("adapters").result):
         pass  # it is being read
-    assert entries[0]["pinned"]
     frontend.submit(1, [1, 2], adapter=AdapterSource("qlora", 1))
     frontend.finish((1, 0))
     assert frontend.outputs[1, 0] == roll_out([1, 2], 8, adapter.content)
