@@ -383,7 +383,17 @@ class ChatWriter:
             stop_reason=UNSET if part.finish_reason is None else part.stop_reason,
             token_ids=list(part.token_ids) if self.request.return_token_ids else UNSET,
         )
-        return self._chunk([choice], self._usage())
+        if not reply.tool_calls or choice.finish_reason is None:
+            return self._chunk([choice], self._usage())
+        # OpenAI's client takes a call's arguments to be whole when an event behind them brings the reason.
+        end = ChatChunkChoice(
+            index=part.index,
+            delta=ChatDelta(),
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+        )
+        calls = msgspec.structs.replace(choice, finish_reason=None, stop_reason=UNSET)
+        return self._chunk([calls], self._usage()) + self._chunk([end], self._usage())
 
     def _usage(self) -> Any:
         """Return the field `usage` of an event: counts, null (None), or absent (UNSET)."""

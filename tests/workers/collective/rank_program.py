@@ -42,10 +42,15 @@ def main() -> None:
     )
     group = open_collective(parallel, torch.device("cpu"), listener)
     count = battery.run(group) + (battery.run_pipeline(group, stages) if stages > 1 else 0)
-    print(type(group).__name__, count, flush=True)
+    say(f"{type(group).__name__} {count}")
     if "--lifeline" in rest:
         wait_for_ever(group, parallel, int(rest[-1]))
     group.close()
+
+
+def say(text: str) -> None:
+    """Print a line at once: ranks that share a pipe must not mix theirs."""
+    os.write(sys.stdout.fileno(), f"{text}\n".encode())
 
 
 def wait_for_ever(group: Collective, parallel: Parallel, lifeline: int) -> None:
@@ -55,7 +60,7 @@ def wait_for_ever(group: Collective, parallel: Parallel, lifeline: int) -> None:
         msgspec.structs.replace(parallel, rendezvous=parallel.rendezvous + "-2", shared_memory=False),
         torch.device("cpu"),
     )
-    print(os.getpid(), flush=True)
+    say(str(os.getpid()))
     if parallel.rank == 1:
         threading.Thread(target=other.barrier, daemon=True).start()
         group.barrier()

@@ -17,7 +17,7 @@ from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.frontend.server.app import create_app
 from pagewire.frontend.server.options import ServerOptions
 from pagewire.frontend.text.tokenizer import Tokenizer, load_tokenizer
-from pagewire.ipc.messages import EngineInfo
+from pagewire.ipc.messages import EngineInfo, Request
 
 from ....serving import serving
 from ...conftest import FakeCore
@@ -176,6 +176,22 @@ def test_a_function_or_any_call_is_required(replay: Replay) -> None:
         content, calls, _, reasons = gathered(stream)
         assert (content, reasons) == ("", {"tool_calls"})
         assert [call[1:] for call in calls] == [["clock", "{}"], ["get_weather", '{"city": "Köln"}']]
+
+
+def test_a_call_that_comes_at_once_with_its_end(replay: Replay, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow server gets several tokens in a delta; OpenAI's client wants the reason in an event of its own."""
+
+    def at_once(requests: list[Request]) -> None:
+        for request in requests:
+            replay.core.tokens(request.key, replay.core.answer(request, 0), finish_reason="stop")
+
+    monkeypatch.setattr(replay.core, "_generate", at_once)
+    request: Any = {"model": "fake", "messages": ASK, "tools": [WEATHER], "tool_choice": "required"}
+    with replay.serve() as url, client_of(url) as client:
+        replay.text = '[{"name": "get_weather", "parameters": {"city": "Köln"}}]'
+        with client.chat.completions.stream(**request) as events:
+            done = [event.arguments for event in events if event.type == "tool_calls.function.arguments.done"]
+        assert done == ['{"city": "Köln"}']
 
 
 def test_some_of_the_tools_are_allowed(replay: Replay) -> None:
