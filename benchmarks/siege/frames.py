@@ -27,7 +27,7 @@ MESSAGES = 50
 LINGER_MS = 500  # for what was sent just before the end
 FILLING = 1300  # large answers that fill the queue to a frontend which does not read
 # Calls that any frontend may make, and that change what others see: no attacks, if their arguments are right.
-LEFT_OUT = ("pause", "sleep", "abort_request", "start_profile", "stop_profile")
+LEFT_OUT = ("pause", "sleep", "abort_request", "start_profile", "stop_profile", "save_sharded_state")
 
 _context: zmq.asyncio.Context | None = None
 
