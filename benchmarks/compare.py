@@ -3,7 +3,11 @@
     python -m benchmarks.compare llama-300m MODEL_FOLDER \\
         --peer vllm=/path/to/its/python --peer openvino=/path/to/its/python,EXPORTED_MODEL_FOLDER
 
-`--peer pagewire:before=/path/to/python` is an older version of ours, installed in an environment of its own.
+`--peer pagewire:before=/path/to/python` is an older version of ours, installed in an environment of its own;
+`--peer 'pagewire:bf16=/path/to/python,MODEL_FOLDER'` this one on another checkpoint. With quantised weights:
+
+    LLAMA_BATCHED_BENCH=/path/to/it python -m benchmarks.compare quantised MODEL_FOLDER \\
+        --options '{"quantization": "int8"}' --bits 8.5 --peer llama_cpp=python,MODEL.gguf
 
 Every engine runs in a process of its own, started once and stopped while it is not its turn; each work is done
 `--runs` times by each, in turn, with prompts that no engine has seen. The table gives medians, their spread, and
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import signal
 import statistics
 import subprocess
@@ -62,18 +67,19 @@ WORKS = {
     ),
     "llama-mini": (Work("out/s", 256, 32, 128), Work("tpot", 1, 32, 128)),
     "llama-1b": (Work("out/s", 16, 128, 64),),
+    "quantised": (Work("tpot", 1, 128, 128), Work("out/s", 32, 128, 128), Work("ttft", 1, 512, 1)),
 }
 
 
 class Engine:
     """A driver of `benchmarks/engines` in its own interpreter."""
 
-    def __init__(self, name: str, python: str, model: str) -> None:
+    def __init__(self, name: str, python: str, model: str, options: str | None = None) -> None:
         self.name = name
         self.driver, _, _ = name.partition(":")
         script = ENGINES / f"run_{self.driver}.py"
         self.process = subprocess.Popen(
-            [python, str(script), model],
+            [python, str(script), model, *([options] if options else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -187,18 +193,18 @@ def speed_ratio(work: Work, ours: float, theirs: float) -> float:
     return ours / theirs if work.what == "out/s" else theirs / ours
 
 
-def floor(work: Work, limits: Limits, model: Path) -> float:
-    """The best value that the machine allows."""
-    prefill = floor_seconds(limits, model, work.count, work.input, 1, work.shared)
+def floor(work: Work, limits: Limits, model: Path, bits: float) -> float:
+    """The best value that the machine allows with weights of `bits`."""
+    prefill = floor_seconds(limits, model, work.count, work.input, 1, work.shared, bits)
     if work.what == "ttft":
         return prefill
-    whole = floor_seconds(limits, model, work.count, work.input, work.output, work.shared)
+    whole = floor_seconds(limits, model, work.count, work.input, work.output, work.shared, bits)
     if work.what == "tpot":
         return (whole - prefill) / (work.output - 1)
     return work.count * work.output / whole
 
 
-def table(results: dict[Work, dict[str, Measured]], limits: Limits, model: Path) -> str:
+def table(results: dict[Work, dict[str, Measured]], limits: Limits, model: Path, bits: float) -> str:
     """Markdown."""
     names = list(next(iter(results.values())))
     rows = [["work", *names, *(f"over {name}" for name in names[1:]), "of the floor", "worker idle"]]
@@ -206,7 +212,7 @@ def table(results: dict[Work, dict[str, Measured]], limits: Limits, model: Path)
         ours = by_engine[names[0]]
         cells = [f"{shown(work, m.median)} ±{50 * m.spread:.0f}%" for m in by_engine.values()]
         ratios = [f"{speed_ratio(work, ours.median, by_engine[name].median):.2f}" for name in names[1:]]
-        share = speed_ratio(work, ours.median, floor(work, limits, model))
+        share = speed_ratio(work, ours.median, floor(work, limits, model, bits))
         idle = f"{100 * statistics.median(ours.idle_shares):.1f}%" if ours.idle_shares else ""
         rows.append([work.label, *cells, *ratios, f"{100 * share:.0f}%", idle])
     rows.insert(1, ["---"] * len(rows[0]))
@@ -223,8 +229,10 @@ def main() -> None:
         action="append",
         default=[],
         metavar="NAME=PYTHON[,MODEL]",
-        help="vllm, openvino, transformers, or pagewire:LABEL for another version of ours",
+        help="vllm, openvino, transformers, llama_cpp, or pagewire:LABEL for another version of ours",
     )
+    parser.add_argument("--options", help="more options of our engine, as JSON")
+    parser.add_argument("--bits", type=float, default=16, help="of a weight of ours, for the floor")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--only", help="works whose label contains this")
     options = parser.parse_args()
@@ -232,7 +240,7 @@ def main() -> None:
     works = tuple(work for work in WORKS[options.works] if (options.only or "") in work.label)
     limits = measure_limits()
     print(processor(), limits, file=sys.stderr)
-    engines = [Engine("pagewire", sys.executable, str(options.model))]
+    engines = [Engine("pagewire", sys.executable, str(options.model), options.options)]
     for peer in options.peer:
         name, _, rest = peer.partition("=")
         python, _, model = rest.partition(",")
@@ -242,19 +250,21 @@ def main() -> None:
     for engine in engines:
         engine.close()
     limits = limits.best(measure_limits())  # neighbours on the machine may have slowed either
-    print(table(results, limits, options.model))
+    print(table(results, limits, options.model, options.bits))
     print("start to ready: " + ", ".join(f"{engine.name} {engine.start_s:.1f} s" for engine in engines))
     print("peak RSS: " + ", ".join(f"{name} {peak / 2**20:,.0f} MiB" for name, peak in peaks.items()))
     written: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
         "machine": processor(),
+        "options": options.options,
         "limits": asdict(limits),
         "start_s": {engine.name: engine.start_s for engine in engines},
         "peak_rss_bytes": peaks,
         "works": {work.label: {name: m.values for name, m in row.items()} for work, row in results.items()},
     }
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"compare-{options.works}-{written['date']}.json"
+    name = "-".join(["compare", options.works, *re.findall(r"\w+", options.options or ""), written["date"]])
+    path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(written, indent=1) + "\n")
     print(f"written to {path}", file=sys.stderr)
 

@@ -95,8 +95,13 @@ def processor() -> str:
     return f"{name}, {kernels.isa.name if kernels else 'reference'}"
 
 
-def floor_seconds(limits: Limits, model: Path, count: int, num_in: int, num_out: int, shared: int) -> float:
-    """The least time for `count` prompts of `num_in` tokens (`shared` of them computed once), `num_out` each."""
+def floor_seconds(
+    limits: Limits, model: Path, count: int, num_in: int, num_out: int, shared: int, bits: float = 16
+) -> float:
+    """The least time for `count` prompts of `num_in` tokens (`shared` of them computed once), `num_out` each.
+
+    bits: of a weight as it is read; products count as those of bfloat16, so narrow ones may be faster than this.
+    """
     config = json.loads((model / "config.json").read_text())
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
@@ -107,14 +112,14 @@ def floor_seconds(limits: Limits, model: Path, count: int, num_in: int, num_out:
 
     def step(rows: int) -> float:
         """The weights are streamed or multiplied, whichever takes longer."""
-        streamed = 2 * (body + head) / limits.read_bytes_per_s
+        streamed = bits / 8 * (body + head) / limits.read_bytes_per_s
         return max(streamed, 2 * rows * (body + head) / limits.flop_per_s)
 
     prompt_tokens = shared + count * (num_in - shared)
     attention = 2 * layers * heads * head_dim * 2 * count * (num_in - shared) * (num_in + shared) / 2
     attention += 2 * layers * heads * head_dim * 2 * shared * shared / 2
     flop = 2 * (prompt_tokens * body + count * head) + attention
-    seconds = max(flop / limits.flop_per_s, 2 * (body + head) / limits.read_bytes_per_s)
+    seconds = max(flop / limits.flop_per_s, bits / 8 * (body + head) / limits.read_bytes_per_s)
     for done in range(num_in, num_in + num_out - 1):
         seconds += step(count) + count * (done + 1) * kv_bytes / limits.read_bytes_per_s
     return seconds

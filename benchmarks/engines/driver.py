@@ -31,7 +31,8 @@ def prompts(work: dict[str, int]) -> list[list[int]]:
 def serve(start: Callable[[str], tuple[Generate, Callable[[], dict[str, float]]]]) -> None:
     """Start the engine on the model named by the first argument, then do the works that come.
 
-    `start` returns the engine's generate, and a function whose figures are added to each answer.
+    `start` returns the engine's generate, and a function whose figures are added to each answer (`seconds` among
+    them: the engine's own time, instead of ours).
     """
     begin = time.perf_counter()
     generate, figures = start(sys.argv[1])
@@ -42,7 +43,8 @@ def serve(start: Callable[[str], tuple[Generate, Callable[[], dict[str, float]]]
         figures()
         begin = time.perf_counter()
         generate(batch, work["output"])
-        answer(seconds=time.perf_counter() - begin, **figures())
+        seconds = time.perf_counter() - begin
+        answer(**{"seconds": seconds, **figures()})
 
 
 def answer(**values: float) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from typing import Any
 
 from driver import Generate, serve
 
 
 def start(model: str) -> tuple[Generate, Any]:
-    """As a program would use it."""
+    """As a program would use it; a second argument has more of its options, as JSON."""
     from pagewire import LLM, SamplingParams
 
-    llm = LLM(model, max_model_len=4096)
+    options = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
+    llm = LLM(model, **{"max_model_len": 4096, **options})
     seen = {"worker_busy_s": 0.0, "worker_idle_s": 0.0}
 
     def generate(prompts: list[list[int]], num_out: int) -> None:
