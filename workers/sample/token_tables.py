@@ -6,7 +6,6 @@ one plan or with many, so tables are found by their content, for as long as a se
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Iterable, Sequence
 from weakref import WeakValueDictionary
@@ -18,7 +17,6 @@ from numpy.typing import NDArray
 from pagewire.ipc.params import SamplingParams
 
 TABLED = ("logit_bias", "allowed_token_ids", "bad_words_token_ids")  # parameters that tables are made of
-UNUSED = ("stop", "stop_token_ids", "bad_words", "structured_outputs", "extra_args")  # by a sampler
 
 
 class TokenTables:
@@ -65,13 +63,3 @@ def token_tables(params: SamplingParams, stop_ids: Sequence[int], vocab_size: in
     if tables is None:
         tables = _tables[key] = TokenTables(params, stop_ids, vocab_size)
     return tables
-
-
-def without_lists(params: SamplingParams) -> SamplingParams:
-    """What a sampler needs of parameters beside their tables; the same object where there is nothing else."""
-    rest = [name for name in TABLED + UNUSED if getattr(params, name) is not None]
-    if rest:
-        params = copy.copy(params)
-        for name in rest:
-            setattr(params, name, None)
-    return params
