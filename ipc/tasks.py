@@ -13,13 +13,23 @@ from pagewire.ipc.worker_messages import SlotInit
 
 # Parameters that the core reads for its workers, or the frontend for the core.
 UNREAD_BY_WORKERS = ("stop", "stop_token_ids", "bad_words", "structured_outputs", "extra_args")
+LARGE = (*UNREAD_BY_WORKERS, "logit_bias", "allowed_token_ids", "bad_words_token_ids")
 
 
 def share_tasks(requests: Sequence[Request]) -> None:
-    """Let neighbours with equal tasks have one object: that of a thousand prompts may take a hundred MiB."""
+    """Let neighbours with equal tasks have one object, and those with other tasks what is large and equal in them.
+
+    The tasks of a thousand prompts may take a hundred MiB.
+    """
     for before, request in pairwise(requests):
-        if request.task == before.task:
-            request.task = before.task
+        earlier, task = before.task, request.task
+        if task == earlier:
+            request.task = earlier
+        elif isinstance(task, SamplingParams) and isinstance(earlier, SamplingParams):
+            for name in LARGE:
+                value = getattr(earlier, name)
+                if value is not None and getattr(task, name) == value:
+                    setattr(task, name, value)
 
 
 def name_tasks_once(inits: Sequence[SlotInit]) -> None:

@@ -7,10 +7,11 @@ import copy
 import pytest
 
 from pagewire.ipc.codec import Codec
-from pagewire.ipc.items import Task
+from pagewire.ipc.items import Prompt, Task
+from pagewire.ipc.messages import Request
 from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
 from pagewire.ipc.pooling import PoolingParams
-from pagewire.ipc.tasks import UNREAD_BY_WORKERS, for_workers, name_tasks_once, restore_tasks
+from pagewire.ipc.tasks import UNREAD_BY_WORKERS, for_workers, name_tasks_once, restore_tasks, share_tasks
 from pagewire.ipc.worker_messages import SlotInit, StepPlan, ToWorker
 
 CODEC: Codec[ToWorker] = Codec(ToWorker, trusts=True)
@@ -59,6 +60,20 @@ def test_plans_have_nothing_that_workers_do_not_read() -> None:
     } == set(UNREAD_BY_WORKERS)
     short = SamplingParams(top_k=3)
     assert for_workers(short) is short
+
+
+def test_neighbours_share_what_is_equal_in_their_tasks() -> None:
+    def task(max_tokens: int, bias: float = 1.0) -> SamplingParams:
+        return SamplingParams(max_tokens=max_tokens, logit_bias={5: bias, 6: 2.0}, stop=["end"])
+
+    tasks: list[Task] = [task(1), task(2), task(2), task(3, bias=1.5), PoolingParams(), task(3)]
+    requests = [Request(key, "r", Prompt([1]), each, 0) for key, each in enumerate(copy.deepcopy(tasks))]
+    share_tasks(requests)
+    assert [request.task for request in requests] == tasks
+    assert requests[1].task is requests[2].task is not requests[0].task
+    first, second, _, other, _, last = (getattr(request.task, "logit_bias", None) for request in requests)
+    assert first is second and other not in (None, first) and last is not first
+    assert requests[3].params.stop is requests[0].params.stop
 
 
 def test_an_index_of_no_init_is_an_error() -> None:
