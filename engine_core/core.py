@@ -42,6 +42,7 @@ from pagewire.ipc.errors import EngineDeadError, EngineStoppedError, error_text,
 from pagewire.ipc.heap import release_spare_memory
 from pagewire.ipc.lora import AdapterLoaded
 from pagewire.ipc.messages import EngineInfo, TokenDelta
+from pagewire.ipc.tasks import name_tasks_once
 from pagewire.ipc.worker_messages import Ready, StepResult, WorkerFailed
 
 logger = logging.getLogger("pagewire.core")
@@ -375,6 +376,7 @@ class EngineCore:
         ):
             if len(self.scheduler.in_flight) == 1:
                 self.stopwatch.restart(True)
+            name_tasks_once(plan.inits)
             self.worker.send(plan)
             if len(self.scheduler.in_flight) == 1:
                 self._send_masks(time.monotonic())

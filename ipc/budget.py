@@ -31,8 +31,8 @@ MAX_RESUMED_SEQUENCES = 1 << 14  # outputs of a request that goes on: more than 
 MAX_MEDIA = 1 << 10  # media of a prompt
 MAX_EMBEDDINGS_BYTES = 1 << 26  # embeddings of a prompt: 8,192 tokens of 4,096 numbers of 16 bits
 MAX_EXTRA_BYTES = 1 << 16  # extra_args, encoded
-# Tokens in logit_bias, allowed_token_ids, stop_token_ids and bad words, times the sequences that have them: each
-# sequence keeps and applies its own.
+# Tokens in logit_bias, allowed_token_ids, stop_token_ids and bad words, times the sequences that have them: they
+# are applied to each sequence's logits.
 MAX_LOGIT_EDITS = 1 << 20
 
 # ---------------------------------------------------------------- a message from a frontend

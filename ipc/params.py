@@ -302,7 +302,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
 
     @property
     def num_logit_edits(self) -> int:
-        """The tokens in the parameters that change logits or end an output, which each of the n sequences keeps."""
+        """The tokens in the parameters that change logits or end an output, of each of the n sequences."""
         lists: list[Any] = [self.logit_bias, self.allowed_token_ids, self.stop_token_ids]
         lists += self.bad_words_token_ids or [self.bad_words]  # words until the frontend has tokenized them
         return sum(map(len, filter(None, lists)))

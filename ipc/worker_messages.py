@@ -101,6 +101,7 @@ class SlotInit(Item):
 
     token_ids: the prompt and the tokens generated so far. num_prompt_tokens: length of the prompt.
     block_ids: its KV blocks, in order. The first row starts after the prefix that is cached in them.
+    task: or the index of the init of the same plan that has it (`ipc.tasks`).
     media: those of the prompt, embeddings without their content. seed: of this sequence.
     stop_ids: EOS and stop tokens, excluded until `min_tokens` are generated.
     adapter: index of the adapter that it runs with, which is loaded; 0: none.
@@ -110,7 +111,7 @@ class SlotInit(Item):
     token_ids: list[int]
     num_prompt_tokens: int
     block_ids: list[int]
-    task: Task
+    task: Task | int
     seed: int
     stop_ids: list[int] = []
     media: list[Media] = []

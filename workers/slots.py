@@ -8,7 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagewire.ipc.items import Media
+from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.pooling import PoolingParams
+from pagewire.ipc.tasks import restore_tasks
 from pagewire.ipc.worker_messages import Row, SlotInit, StepPlan
 from pagewire.workers.model.pooler import PoolingSlot
 from pagewire.workers.sample.logit_edits import NO_TOKEN
@@ -54,6 +56,7 @@ class Slots:
         for slot in plan.freed_slots:
             self.sampling.pop(slot, None)
             self.pooling.pop(slot, None)
+        restore_tasks(plan.inits)
         for init in plan.inits:
             self._fill(init)
         for row in plan.rows:
@@ -86,6 +89,7 @@ class Slots:
         if isinstance(init.task, PoolingParams):
             self.pooling[slot] = PoolingSlot(init.task, init.num_prompt_tokens)
             return
+        assert isinstance(init.task, SamplingParams), "the tasks of a plan are restored first"
         self.sampling[slot] = SamplingSlot(
             init.task,
             init.seed,

@@ -238,13 +238,16 @@ class RunningStep:
         end = request.start + len(request.successors)
         adapter = self._runner.slots.adapters[self.plan.rows[request.row].slot]
 
-        def logits_of(start: int) -> Tensor:
+        parts = []
+        for start in range(request.start, end, size):  # the logits of all of them may not fit into memory
             hidden = self._hidden[start : min(start + size, end)]
             order = AdapterOrder.of(np.full(len(hidden), adapter))
-            return model.model.logits(hidden, self._runner.adapter_rows(order)).cpu()
-
-        logits = [logits_of(start) for start in range(request.start, end, size)]
-        return logprob_rows(torch.cat(logits), request.successors, request.num_most_likely)
+            logits = model.model.logits(hidden, self._runner.adapter_rows(order)).cpu()
+            successors = request.successors[start - request.start :][: len(hidden)]
+            parts.append(logprob_rows(logits, successors, request.num_most_likely))
+        rows = LogprobRows.join(parts)
+        assert rows is not None, "a request has at least one token"
+        return rows
 
 
 def row_result(row: Row, output: SampleOutput, first: int) -> RowResult:

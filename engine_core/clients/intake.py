@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from itertools import pairwise
 from typing import Any, Protocol
 
 from pagewire.engine_core.adapters import Adapters
@@ -20,6 +19,7 @@ from pagewire.ipc.calls import Right
 from pagewire.ipc.errors import EngineBusyError, error_text, error_type
 from pagewire.ipc.messages import PROTOCOL, Request, ToCore, TokenDelta
 from pagewire.ipc.pooling import PoolingParams
+from pagewire.ipc.tasks import share_tasks
 from pagewire.ipc.version import __version__
 
 # Time for messages before the loop turns to the worker again: a flood of them delays each step by this.
@@ -225,10 +225,3 @@ class Intake:
                 self._core.drop([group.pop(index)], reason="stop")
                 if not group:
                     del client.requests[key]
-
-
-def share_tasks(requests: list[Request]) -> None:
-    """Let neighbours with equal tasks have one object: that of a thousand prompts may take a hundred MiB."""
-    for before, request in pairwise(requests):
-        if request.task == before.task:
-            request.task = before.task

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -82,7 +81,7 @@ class Sequence:
     num_relapses: int = 0
     num_survived: int = 0
     slot: int = -1
-    in_flight: deque[int] = field(default_factory=deque)
+    in_flight: list[int] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     block_names: list[bytes] = field(default_factory=list)
     num_registered: int = 0
@@ -161,7 +160,7 @@ class Sequence:
 
     def land(self) -> None:
         """Record that the oldest step in flight has returned."""
-        self.num_pending -= self.in_flight.popleft()
+        self.num_pending -= self.in_flight.pop(0)
 
     def send_tokens(self, start: int) -> list[int]:
         """The tokens from `start` on, for a plan with which all workers get them."""

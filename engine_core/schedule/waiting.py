@@ -10,7 +10,9 @@ from typing import TypeAlias
 from pagewire.engine_core.schedule.sequence import Sequence, State
 from pagewire.engine_core.schedule.tenants import Tenant, Tenants
 
-MAX_STALE = 64  # stale entries that a heap may hold beyond the number of waiting ones, before it is rebuilt
+# Stale entries that a heap may hold beyond a quarter of the waiting ones, before it is rebuilt: they keep sequences
+# that have ended, with their prompts, in memory.
+MAX_STALE = 64
 Order: TypeAlias = Callable[[Sequence], tuple[int, int]]
 Heap: TypeAlias = list[tuple[int, int, int, Sequence]]
 
@@ -76,7 +78,7 @@ class WaitingQueue:
             del self._heaps[tenant]
         elif heap[0][-1] is sequence:
             heapq.heappop(heap)
-        elif len(heap) > 2 * tenant.num_waiting + MAX_STALE:
+        elif len(heap) - tenant.num_waiting > tenant.num_waiting // 4 + MAX_STALE:
             live = (entry for entry in heap if entry[-1].state is State.WAITING)
             self._heaps[tenant] = [entry for entry in live if entry[-1] is not sequence]
             heapq.heapify(self._heaps[tenant])

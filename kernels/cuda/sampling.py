@@ -85,7 +85,7 @@ class RowSampling:
     biases: NDArray[np.float32] = field(default_factory=lambda: _NO_VALUES)
     allowed_ids: NDArray[np.int64] | None = None
     """Allowed tokens; None: all."""
-    forbidden_ids: Sequence[int] = ()
+    forbidden_ids: Sequence[int] | NDArray[np.int64] = ()
     mask: int = -1
     """Row of the request's masks; -1: no mask."""
     num_most_likely: int = -1

@@ -35,6 +35,7 @@ from pagewire.ipc.lifeline import die_with_parent
 from pagewire.ipc.lora import AdapterLoaded, DropAdapter, LoadAdapter
 from pagewire.ipc.messages import PROTOCOL
 from pagewire.ipc.sockets import connect_dealer, receive, send
+from pagewire.ipc.tasks import restore_tasks
 from pagewire.ipc.worker_messages import (
     Masks,
     Ready,
@@ -156,6 +157,7 @@ class FakeWorker:
         allowed = mask_rows(masks)
         for slot in plan.freed_slots:
             self.tokens.pop(slot, None)
+        restore_tasks(plan.inits)
         for init in plan.inits:
             self.tokens[init.slot] = list(init.token_ids)
             self.seeds[init.slot] = init.seed

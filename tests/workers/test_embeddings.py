@@ -203,7 +203,7 @@ def test_no_penalty_applies_to_what_is_no_token(llama: Path) -> None:
         seen = history_of(history, media if hidden else [])
         slot = SamplingSlot(params, 0, [], seen, 5, num_tokens, VOCAB_SIZE)
         assert slot.edits.counts is not None
-        return sorted(slot.edits.counts.ids.tolist()), slot.edits.forbidden()
+        return sorted(slot.edits.counts.ids.tolist()), slot.edits.forbidden().tolist()
 
     assert edits(5, hidden=True) == ([8, 9], [])
     assert edits(5, hidden=False) == ([0, 8, 9], [])
@@ -212,9 +212,8 @@ def test_no_penalty_applies_to_what_is_no_token(llama: Path) -> None:
         list(range(VOCAB_SIZE)),
     )  # a placeholder's id that was generated
     whole = SamplingSlot(params, 0, [], np.full(3, -1), 3, 3, VOCAB_SIZE)
-    assert (
-        whole.edits.forbidden() == [] and whole.edits.counts is not None and not len(whole.edits.counts.ids)
-    )
+    assert not len(whole.edits.forbidden())
+    assert whole.edits.counts is not None and not len(whole.edits.counts.ids)
 
 
 def test_a_penalised_prompt_of_embeddings_leaves_its_neighbours_alone(llama: Path) -> None:

@@ -67,9 +67,9 @@ def row_sampling(slot: SamplingSlot, mask: int = -1, max_most_likely: int = MOST
         repetition=edits.repetition,
         frequency=edits.frequency,
         presence=edits.presence,
-        bias_ids=edits.bias_ids,
-        biases=edits.biases,
-        allowed_ids=edits.allowed,
+        bias_ids=edits.tables.bias_ids,
+        biases=edits.tables.biases,
+        allowed_ids=edits.tables.allowed,
         forbidden_ids=edits.forbidden(),
     )
 

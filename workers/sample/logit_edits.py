@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from pagewire.ipc.params import SamplingParams
+from pagewire.workers.sample.token_tables import token_tables
 
 FLOAT32_MAX = float(torch.finfo(torch.float32).max)
 FLOAT32_TINY = float(torch.finfo(torch.float32).tiny)
@@ -31,69 +32,53 @@ def bounded(value: float) -> float:
 class PenaltyCounts:
     """The tokens that penalties apply to, and how often each was generated (0: only in the prompt).
 
-    Kept in arrays that double when full: O(1) per token, and no memory of the size of the vocabulary.
+    Kept in arrays that double when full: no memory of the size of the vocabulary. Those that are known at first are
+    in order, and found by bisection; the others by `_later`.
     """
 
     def __init__(self, prompt_ids: NDArray[Any], output_ids: NDArray[Any]) -> None:
         ids, inverse = np.unique(np.concatenate((prompt_ids, output_ids)), return_inverse=True)
         counts = np.bincount(inverse[len(prompt_ids) :], minlength=len(ids))
         self._ids, self._counts = ids.astype(np.int64), counts.astype(np.float32)
-        self._index = {token_id: i for i, token_id in enumerate(ids.tolist())}
+        self._num_sorted = len(ids)
+        self._later: dict[int, int] = {}
 
     def add(self, token_id: int) -> None:
         """Record a generated token."""
-        index = self._index.setdefault(token_id, len(self._index))
+        index = int(self._ids[: self._num_sorted].searchsorted(token_id))
+        if index == self._num_sorted or self._ids[index] != token_id:
+            index = self._later.setdefault(token_id, len(self))
         if index == len(self._ids):
             self._ids = np.concatenate((self._ids, np.zeros(index + 16, np.int64)))
             self._counts = np.concatenate((self._counts, np.zeros(index + 16, np.float32)))
         self._ids[index] = token_id
         self._counts[index] += 1
 
+    def copy(self) -> PenaltyCounts:
+        """A copy to which tokens can be added while this one stays as it is."""
+        other = copy.copy(self)
+        other._ids, other._counts = self._ids.copy(), self._counts.copy()
+        other._later = self._later.copy()
+        return other
+
+    def __len__(self) -> int:
+        return self._num_sorted + len(self._later)
+
     @property
     def ids(self) -> NDArray[np.int64]:
         """Token ids int64 [n], each once."""
-        return self._ids[: len(self._index)]
+        return self._ids[: len(self)]
 
     @property
     def counts(self) -> NDArray[np.float32]:
         """Counts float32 [n] of `ids`."""
-        return self._counts[: len(self._index)]
-
-
-class BadWords:
-    """Forbidden token sequences: the last token of each is forbidden after the others.
-
-    history: token ids so far, prompt and output.
-    """
-
-    def __init__(self, words: Iterable[Sequence[int]], history: NDArray[Any]) -> None:
-        self._always: list[int] = []
-        self._after: dict[int, list[tuple[list[int], int]]] = {}  # keyed by the last but one token
-        for *prefix, last in filter(None, words):
-            if prefix:
-                self._after.setdefault(prefix[-1], []).append((prefix, last))
-            else:
-                self._always.append(last)
-        longest = max((len(prefix) for words in self._after.values() for prefix, _ in words), default=0)
-        self._recent = deque(history[max(0, len(history) - longest) :].tolist(), maxlen=longest)
-
-    def add(self, token_id: int) -> None:
-        """Record a generated token."""
-        self._recent.append(token_id)
-
-    def forbidden(self) -> list[int]:
-        """Tokens that would complete a bad word as the next token."""
-        if not self._recent or self._recent[-1] not in self._after:
-            return self._always
-        recent = list(self._recent)
-        words = self._after[recent[-1]]
-        return self._always + [last for prefix, last in words if recent[-len(prefix) :] == prefix]
+        return self._counts[: len(self)]
 
 
 class LogitEdits:
     """The changes to one sequence's logits. Token ids beyond the vocabulary are ignored.
 
-    Arguments as for `SamplingSlot`.
+    tables: the tokens that the parameters name. Arguments as for `SamplingSlot`.
     """
 
     def __init__(
@@ -106,17 +91,12 @@ class LogitEdits:
         vocab_size: int,
     ) -> None:
         history = tokens[:num_tokens]
-        self.vocab_size = vocab_size
         self.held_back = (
             num_prompt_tokens + params.min_tokens - num_tokens
         )  # tokens still missing to min_tokens
-        self.stop_ids = list(stop_ids) if self.held_back > 0 else []
-        self.allowed: NDArray[np.int64] | None = None
-        if params.allowed_token_ids is not None:
-            self.allowed = np.array([i for i in params.allowed_token_ids if i < vocab_size], np.int64)
-        bias = {i: bias for i, bias in (params.logit_bias or {}).items() if i < vocab_size}
-        self.bias_ids, self.biases = np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
-        self.bad_words = BadWords(params.bad_words_token_ids, history) if params.bad_words_token_ids else None
+        self.tables = token_tables(params, stop_ids if self.held_back > 0 else (), vocab_size)
+        longest = self.tables.longest
+        self._recent = deque(history[max(0, num_tokens - longest) :].tolist(), maxlen=longest)
         self.repetition = bounded(params.repetition_penalty)
         self.frequency, self.presence = params.frequency_penalty, params.presence_penalty
         self.counts: PenaltyCounts | None = None
@@ -130,26 +110,33 @@ class LogitEdits:
             self.held_back -= 1
         if self.counts is not None:
             self.counts.add(token_id)
-        if self.bad_words is not None:
-            self.bad_words.add(token_id)
+        self._recent.append(token_id)
 
     def copy(self) -> LogitEdits:
         """A copy to which tokens can be added while this one stays as it is."""
         other = copy.copy(self)
-        other.counts, other.bad_words = copy.deepcopy(self.counts), copy.deepcopy(self.bad_words)
+        other.counts = None if self.counts is None else self.counts.copy()
+        other._recent = self._recent.copy()
         return other
 
     @property
     def active(self) -> bool:
         """True if the next token's logits are to be changed."""
-        lasting = self.allowed is not None or len(self.bias_ids) or self.counts or self.bad_words
-        return bool(lasting or (self.held_back > 0 and self.stop_ids))
+        held_back = self.held_back > 0 and len(self.tables.stop_ids) > 0
+        return self.tables.lasting or self.counts is not None or held_back
 
-    def forbidden(self) -> list[int]:
-        """Tokens that must not come next: ends of bad words, and stop tokens before min_tokens."""
-        ids = self.bad_words.forbidden() if self.bad_words is not None else []
-        ids = ids + self.stop_ids if self.held_back > 0 else ids
-        return [i for i in ids if 0 <= i < self.vocab_size]
+    def forbidden(self) -> NDArray[np.int64]:
+        """Tokens [n] that must not come next: ends of bad words, and stop tokens before min_tokens."""
+        ids = [self.tables.forbidden]
+        if self._recent and self._recent[-1] in self.tables.endings:
+            recent = list(self._recent)
+            words = self.tables.endings[recent[-1]]
+            ids.append(
+                np.array([last for before, last in words if recent[-len(before) :] == before], np.int64)
+            )
+        if self.held_back > 0:
+            ids.append(self.tables.stop_ids)
+        return np.concatenate(ids) if len(ids) > 1 else ids[0]
 
 
 def apply_edits(x: torch.Tensor, edits: Sequence[LogitEdits]) -> None:
@@ -159,14 +146,13 @@ def apply_edits(x: torch.Tensor, edits: Sequence[LogitEdits]) -> None:
     equivalent to any earlier point, as penalties do not change -inf.)
     """
     for row, edit in zip(x, edits, strict=True):
-        if edit.allowed is not None:
-            _keep_only(row, edit.allowed)
+        if edit.tables.allowed is not None:
+            _keep_only(row, edit.tables.allowed)
     _add_bias(x, edits)
     _penalise(x, edits)
-    ids = [(row, i) for row, edit in enumerate(edits) for i in edit.forbidden()]
-    if ids:
-        rows, columns = torch.tensor(ids, device=x.device).unbind(1)
-        x[rows, columns] = -math.inf
+    flat = np.concatenate([edit.forbidden() + row * x.shape[1] for row, edit in enumerate(edits)])
+    if len(flat):
+        x.view(-1)[torch.from_numpy(flat).to(x.device)] = -math.inf
 
 
 def _keep_only(row: torch.Tensor, allowed: NDArray[np.int64]) -> None:
@@ -177,11 +163,13 @@ def _keep_only(row: torch.Tensor, allowed: NDArray[np.int64]) -> None:
 
 
 def _add_bias(x: torch.Tensor, edits: Sequence[LogitEdits]) -> None:
-    biased = [(row, edit) for row, edit in enumerate(edits) if len(edit.bias_ids)]
+    biased = [(row, edit.tables) for row, edit in enumerate(edits) if len(edit.tables.bias_ids)]
     if biased:
-        flat = np.concatenate([edit.bias_ids + row * x.shape[1] for row, edit in biased])
+        flat = np.concatenate([tables.bias_ids + row * x.shape[1] for row, tables in biased])
         at = torch.from_numpy(flat).to(x.device)
-        x.view(-1)[at] += torch.from_numpy(np.concatenate([edit.biases for _, edit in biased])).to(x.device)
+        x.view(-1)[at] += torch.from_numpy(np.concatenate([tables.biases for _, tables in biased])).to(
+            x.device
+        )
 
 
 def _penalise(x: torch.Tensor, edits: Sequence[LogitEdits]) -> None:

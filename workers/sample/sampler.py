@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from pagewire.ipc.items import LogprobRows
 from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.tasks import without
 from pagewire.kernels.sampling import largest, only_allowed
 from pagewire.workers.sample.fixed_point import (
     depth_bins,
@@ -38,6 +39,7 @@ from pagewire.workers.sample.logit_edits import LogitEdits, apply_edits, bounded
 from pagewire.workers.sample.logprobs import logprob_rows, logprobs_of
 from pagewire.workers.sample.masks import TokenMasks
 from pagewire.workers.sample.random import uniform
+from pagewire.workers.sample.token_tables import TABLED
 
 __all__ = ["SampleOutput", "SamplingSlot", "logprob_rows", "sample"]
 
@@ -101,7 +103,7 @@ class SamplingSlot:
         num_tokens: int,
         vocab_size: int,
     ) -> None:
-        self.params, self.seed, self.num_tokens = params, seed, num_tokens
+        self.params, self.seed, self.num_tokens = without(params, TABLED), seed, num_tokens
         self.temperature = bounded(params.temperature)
         self.edits = LogitEdits(params, stop_ids, tokens, num_prompt_tokens, num_tokens, vocab_size)
         random = params.temperature > 0

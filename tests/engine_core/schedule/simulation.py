@@ -129,7 +129,12 @@ class Slot:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.init.token_ids)
-        self.digests = chain(world(self.init.task, self.init.seed), self.tokens, self.init.media)
+        self.digests = chain(world(self.task, self.init.seed), self.tokens, self.init.media)
+
+    @property
+    def task(self) -> Task:
+        assert not isinstance(self.init.task, int), "the scheduler gives each init its task"
+        return self.init.task
 
     def append(self, token_id: int) -> None:
         self.digests.append(extend(self.digests[-1], token_id))
@@ -141,7 +146,7 @@ class Slot:
 
     def draw(self, digest: int, num_ahead: int, mask: bytes | None) -> int | None:
         """The token behind `digest`, which is `num_ahead` drafts ahead of the tokens."""
-        init, params = self.init, self.init.task
+        init, params = self.init, self.task
         assert isinstance(params, SamplingParams)
         num_output = len(self.tokens) - init.num_prompt_tokens + num_ahead
         return draw(digest, init.seed, num_output, params.min_tokens, init.stop_ids, mask)
@@ -216,7 +221,7 @@ class ModelWorker:
             assert not row.num_samples
             slot.pooled |= {position: digests[position] for position in range(row.start, end)}
             if end == slot.init.num_prompt_tokens:
-                result.pooled = pooled_result(slot.init.task, slot.pooled, end)
+                result.pooled = pooled_result(slot.task, slot.pooled, end)
             return result
         assert row.num_samples == (1 + len(row.drafts) if end == len(digests) else 0), (
             f"{row} of {len(digests)}"

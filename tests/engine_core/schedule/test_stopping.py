@@ -60,4 +60,6 @@ def test_when_a_sequence_ends(
     ],
 )
 def test_tokens_that_min_tokens_holds_back(params: dict[str, Any], ids: list[int]) -> None:
-    assert stop_ids(after(**params)) == ids
+    assert stop_ids(after(**params, min_tokens=2)) == ids
+    assert stop_ids(after(5, **params, min_tokens=2)) == ids
+    assert stop_ids(after(5, 6, **params, min_tokens=2)) == stop_ids(after(**params)) == []

@@ -1,0 +1,67 @@
+"""Tasks that parts of a message share: a task may name half a million tokens, and 1,024 requests have the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from pagewire.ipc.items import Task
+from pagewire.ipc.messages import Request
+from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.worker_messages import SlotInit
+
+# Parameters that the core reads for its workers, or the frontend for the core.
+UNREAD_BY_WORKERS = ("stop", "stop_token_ids", "bad_words", "structured_outputs", "extra_args")
+LARGE = (*UNREAD_BY_WORKERS, "logit_bias", "allowed_token_ids", "bad_words_token_ids")
+
+
+def share_tasks(requests: Sequence[Request]) -> None:
+    """Let neighbours with equal tasks have one object, and those with other tasks what is large and equal in them.
+
+    The tasks of a thousand prompts may take a hundred MiB.
+    """
+    for before, request in pairwise(requests):
+        earlier, task = before.task, request.task
+        if task == earlier:
+            request.task = earlier
+        elif isinstance(task, SamplingParams) and isinstance(earlier, SamplingParams):
+            for name in LARGE:
+                value = getattr(earlier, name)
+                if value is not None and getattr(task, name) == value:
+                    setattr(task, name, value)
+
+
+def name_tasks_once(inits: Sequence[SlotInit]) -> None:
+    """Let a plan have each task once, and of it what workers read; other inits with it have an index instead."""
+    first: dict[int, int] = {}
+    for index, init in enumerate(inits):
+        if not isinstance(init.task, int):
+            same = first.setdefault(id(init.task), index)
+            init.task = for_workers(init.task) if same == index else same
+
+
+def restore_tasks(inits: Sequence[SlotInit]) -> None:
+    """Undo `name_tasks_once` in a plan that was received: inits with equal tasks have one object.
+
+    Raises:
+        IndexError: there is no such init.
+    """
+    for init in inits:
+        if isinstance(init.task, int):
+            init.task = inits[init.task].task
+
+
+def for_workers(task: Task) -> Task:
+    """A task with what workers read of it; the same object where that is all."""
+    return without(task, UNREAD_BY_WORKERS) if isinstance(task, SamplingParams) else task
+
+
+def without(params: SamplingParams, names: Iterable[str]) -> SamplingParams:
+    """Parameters without these, which are optional ones; the same object where they are not set."""
+    given = [name for name in names if getattr(params, name) is not None]
+    if given:
+        params = copy.copy(params)
+        for name in given:
+            setattr(params, name, None)
+    return params
