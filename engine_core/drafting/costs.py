@@ -1,13 +1,19 @@
-"""What steps cost: the time of a step by the number of tokens that it samples, as measured."""
+"""What steps cost: the time of a step by the number of tokens that it samples, as measured.
+
+What else a machine does makes a step longer, never shorter, and the first step of a kind also pays what is paid
+only once (pages that are touched first, a drafter that takes in the prompt). So the first few measurements of
+anything count as their least, and later ones that are longer than expected count less than those that are shorter.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import dataclass
+from operator import attrgetter
 
-WEIGHT = 0.2  # of a new measurement
-WEIGHT_OF_SLOW = (
-    0.05  # of one that is longer than expected: what else a machine does makes steps longer, never shorter
-)
+FIRST_FEW = 3  # measurements that count as their least: one may be slow by chance, hardly three in succession
+WEIGHT = 0.2  # of a later measurement
+WEIGHT_OF_SLOW = 0.05  # of one that is longer than expected
 MOST_AT_ONCE = 2.0  # and it counts as at most this many times what is expected
 KNEE = 16  # tokens up to which a size that was never measured is expected to cost little more than one token
 
@@ -25,64 +31,97 @@ def expected_growth(num_tokens: float, other: float) -> float:
     return (KNEE + num_tokens) / (KNEE + other)
 
 
+@dataclass(slots=True)
+class SizeCost:
+    """What steps of about one size take. tokens: the mean of their sizes. shape: of the level of all sizes."""
+
+    tokens: float
+    shape: float
+    num_measured: int = 1
+
+
 class StepCosts:
     """The seconds of steps of one kind, as a function of their number of tokens.
 
     It is a level, which all sizes share and which follows contexts as they grow and a machine as it slows down, and
-    a shape, which each size has by itself.
+    a shape, which each size has by itself. A size counts once it was measured a few times; before any was, all do.
     """
 
     def __init__(self) -> None:
         self._level = 0.0
-        self._classes: list[int] = []
-        self._sizes: list[float] = []  # of each class, the mean of what was measured
-        self._shapes: list[float] = []
+        self._classes: dict[int, SizeCost] = {}
+        self._line: list[SizeCost] = []  # those that count, by size
 
     @property
     def known(self) -> bool:
         """True once a step was measured."""
         return bool(self._classes)
 
-    def measured(self, num_tokens: int) -> bool:
-        """True if steps of about this size were measured."""
-        return size_class(num_tokens) in self._classes
+    def settled(self, num_tokens: int) -> bool:
+        """True if steps of about this size were measured a few times."""
+        cost = self._classes.get(size_class(num_tokens))
+        return cost is not None and cost.num_measured >= FIRST_FEW
 
     @property
     def smallest(self) -> float:
-        """Tokens of the smallest steps that were measured."""
-        return self._sizes[0]
+        """Tokens of the smallest steps that count."""
+        return self._line[0].tokens
 
     @property
     def largest(self) -> float:
-        """Tokens of the largest steps that were measured."""
-        return self._sizes[-1]
+        """Tokens of the largest steps that count."""
+        return self._line[-1].tokens
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Take in the time of a step."""
         number = size_class(num_tokens)
-        if not self._classes:
-            self._level = seconds
-        else:
-            seconds = min(seconds, MOST_AT_ONCE * self.seconds(num_tokens))
-        place = bisect_left(self._classes, number)
-        if place == len(self._classes) or self._classes[place] != number:
-            self._classes.insert(place, number)
-            self._sizes.insert(place, float(num_tokens))
-            self._shapes.insert(place, seconds / self._level)
+        cost = self._classes.get(number)
+        if cost is None:
+            self._level = self._level or seconds
+            self._classes[number] = SizeCost(float(num_tokens), seconds / self._level)
+            self._arrange()
             return
-        factor = seconds / (self._level * self._shapes[place])
+        cost.num_measured += 1
+        cost.tokens += WEIGHT * (num_tokens - cost.tokens)
+        factor = min(seconds / (self._level * cost.shape), MOST_AT_ONCE)
+        if cost.num_measured <= FIRST_FEW:
+            cost.shape *= min(factor, 1.0)
+            self._arrange()
+            return
         weight = WEIGHT if factor < 1 else WEIGHT_OF_SLOW
+        seconds = factor * self._level * cost.shape
         self._level *= factor**weight
-        self._shapes[place] += weight * (seconds / self._level - self._shapes[place])
-        self._sizes[place] += WEIGHT * (num_tokens - self._sizes[place])
+        cost.shape += weight * (seconds / self._level - cost.shape)
+
+    def _arrange(self) -> None:
+        """Choose the sizes that count."""
+        sizes = sorted(self._classes.values(), key=attrgetter("tokens"))
+        self._line = [cost for cost in sizes if cost.num_measured >= FIRST_FEW] or sizes
 
     def seconds(self, num_tokens: float) -> float:
-        """The time of a step; between sizes that were measured a line, beyond them as expected of any machine."""
-        sizes, shapes = self._sizes, self._shapes
-        place = bisect_left(sizes, num_tokens)
-        if place == 0 or place == len(sizes):
-            near = min(place, len(sizes) - 1)
-            return self._level * shapes[near] * expected_growth(num_tokens, sizes[near])
-        low = place - 1
-        part = (num_tokens - sizes[low]) / (sizes[place] - sizes[low])
-        return self._level * (shapes[low] + part * (shapes[place] - shapes[low]))
+        """The time of a step; between sizes that count a line, beyond them as expected of any machine."""
+        line = self._line
+        place = bisect_left(line, num_tokens, key=attrgetter("tokens"))
+        if place == 0 or place == len(line):
+            near = line[min(place, len(line) - 1)]
+            return self._level * near.shape * expected_growth(num_tokens, near.tokens)
+        low, high = line[place - 1], line[place]
+        part = (num_tokens - low.tokens) / (high.tokens - low.tokens)
+        return self._level * (low.shape + part * (high.shape - low.shape))
+
+
+class WaitCost:
+    """The seconds for which a worker has nothing to do before a step of one kind."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._num_measured = 0
+
+    def observe(self, seconds: float) -> None:
+        """Take in a wait."""
+        self._num_measured += 1
+        if self._num_measured <= FIRST_FEW:
+            self.seconds = seconds if self._num_measured == 1 else min(seconds, self.seconds)
+        else:
+            weight = WEIGHT if seconds < self.seconds else WEIGHT_OF_SLOW
+            self.seconds += weight * (seconds - self.seconds)

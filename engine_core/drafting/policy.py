@@ -5,6 +5,9 @@ weighed by proportional fairness (Kelly 1997): drafts pay if the factors by whic
 logarithms, are in the mean over that by which the step becomes slower. Times of steps are measured; how likely
 a draft is right follows from its source and from what the request's drafts have been worth (`acceptance`).
 Steps with drafts cannot be planned one ahead, and what that costs is in their time as it is measured.
+
+Measurements are wrong at times, so none forbids the first `NUM_TRIALS` steps with drafts that are likely right: by
+then every outlier among them is one of several.
 """
 
 from __future__ import annotations
@@ -13,15 +16,16 @@ from collections.abc import Sequence
 from math import log
 from typing import Protocol
 
-from pagewire.engine_core.drafting.costs import StepCosts
+from pagewire.engine_core.drafting.costs import StepCosts, WaitCost
 
 MARGIN = 0.02  # by which, as a logarithm, drafts must be better than none
 LEAST_REACH = 0.02  # a draft that is less likely right is not considered
 CERTAIN = 0.98  # a draft of the best kind, to see whether any could pay
-WEIGHT_OF_WAIT = 0.1  # of a new measurement
-PROBE_INTERVAL = 256  # decisions against drafts after which some are tried all the same
+NUM_TRIALS = 8  # steps that verify drafts whatever was measured: enough for the least of a few of one size
+ONLY_ASKED = 1 / 8  # of a trial: a step that only asks for drafts, so that those end that are never verified
+PROBE_INTERVAL = 256  # later decisions against drafts after which some are tried all the same
 PROBE_REACH = 0.25  # if they are as likely as this
-PROBE_DRAFTS = 8
+PROBE_DRAFTS = 4
 SMALL = 8  # drafts of a step that are tried without a measurement; then twice as many as were measured
 
 
@@ -38,10 +42,13 @@ class LengthPolicy(Protocol):
     def hopeless(self, num_rows: int, room: int) -> bool:
         """True if no draft whatever would pay in a step of `num_rows` rows."""
 
-    def observe(self, num_tokens: int, seconds: float, waited: float, *, drafted: bool) -> None:
-        """Take in the time of a step that sampled `num_tokens`, with drafts among them or without.
+    def observe(
+        self, num_tokens: int, seconds: float, waited: float, *, drafted: bool, verified: bool
+    ) -> None:
+        """Take in the time of a step that sampled `num_tokens`.
 
-        waited: seconds for which the worker had nothing to do before it.
+        waited: seconds for which the worker had nothing to do before it. drafted: it verified drafts, or its worker
+            proposed some. verified: it verified some.
         """
 
     def seconds(self, num_tokens: int) -> float:
@@ -52,25 +59,26 @@ class MeasuredPolicy:
     """The policy of an engine.
 
     Attributes:
-        plain, drafted: costs of steps without drafts and with drafts. A number of rows has no drafts before a step
-            of as many was measured without them.
+        plain, drafted: costs of steps without drafts and with drafts. A number of rows has no drafts before a few
+            steps of as many were measured without them.
     """
 
     def __init__(self) -> None:
         self.plain, self.drafted = StepCosts(), StepCosts()
         self._num_refused = 0
-        self._waits = {False: 0.0, True: 0.0}  # mean seconds before a step, by whether it has drafts
+        self._num_trials = 0.0
+        self._waits = {False: WaitCost(), True: WaitCost()}  # before a step, by whether it has drafts
 
     def lengths(self, num_rows: int, reaches: Sequence[list[float]], room: int) -> list[int]:
-        """The numbers that make the rows fastest; now and then some although none seem to pay."""
+        """The numbers that make the rows fastest; at first, and now and then, some although none seem to pay."""
         lengths = [0] * len(reaches)
         room = min(room, self._most_tried(num_rows))
-        if not num_rows or not self.plain.measured(num_rows) or room <= 0:
+        if not num_rows or not self.plain.settled(num_rows) or room <= 0:
             return lengths
         ranked = sorted((gain for i, draft in enumerate(reaches) for gain in gains(draft, i)), reverse=True)
         del ranked[room:]
         count = self._best(num_rows, [gain for gain, _, _ in ranked])
-        if count == 0 and self._refused():
+        if count == 0 and (self._trying or self._refused()):
             count = sum(reach >= PROBE_REACH for _, reach, _ in ranked[:PROBE_DRAFTS])
             if count == 0:
                 self._num_refused = 0
@@ -80,9 +88,11 @@ class MeasuredPolicy:
 
     def hopeless(self, num_rows: int, room: int) -> bool:
         """True if even certain drafts would not pay. What was measured long ago does not count for ever."""
-        if not self.plain.measured(num_rows):
+        if not self.plain.settled(num_rows):
             return True
         room = min(room, self._most_tried(num_rows))
+        if self._trying and room > 0:
+            return False
         each = 1
         while each * num_rows <= room:
             if log(1 + CERTAIN * each) > self._slowdown(num_rows, each * num_rows) + MARGIN:
@@ -93,16 +103,19 @@ class MeasuredPolicy:
             return False
         return not self._refused()
 
-    def observe(self, num_tokens: int, seconds: float, waited: float, *, drafted: bool) -> None:
+    def observe(
+        self, num_tokens: int, seconds: float, waited: float, *, drafted: bool, verified: bool
+    ) -> None:
         """Take in the time of a step."""
         (self.drafted if drafted else self.plain).observe(num_tokens, seconds)
-        self._waits[drafted] += WEIGHT_OF_WAIT * (waited - self._waits[drafted])
+        self._waits[drafted].observe(waited)
         if drafted:
             self._num_refused = 0
+            self._num_trials += 1 if verified else ONLY_ASKED
 
     def seconds(self, num_tokens: int) -> float:
         """The time of a step without drafts, and of the wait before it; 0 if that is not known yet."""
-        return self.plain.seconds(num_tokens) + self._waits[False] if self.plain.known else 0.0
+        return self.plain.seconds(num_tokens) + self._waits[False].seconds if self.plain.known else 0.0
 
     def _best(self, num_rows: int, ranked: list[float]) -> int:
         """How many of the most useful drafts make the rows fastest; 0 if none. ranked: what each gains."""
@@ -119,20 +132,31 @@ class MeasuredPolicy:
     def _slowdown(self, num_rows: int, num_drafts: int) -> float:
         """By which factor drafts make a step longer, as a logarithm.
 
-        Below the smallest step with drafts that was measured, their time lies on a line from that without.
+        Outside the sizes of steps with drafts that count, their time lies on the line from that without drafts
+        through the nearest of them; above no more rows than now, it is as much above that without as theirs is.
         """
         plain, size = self.plain.seconds(num_rows), num_rows + num_drafts
-        if not self.drafted.known:
-            seconds = self.plain.seconds(size)
-        elif size >= (first := self.drafted.smallest) or first <= num_rows:
-            seconds = self.drafted.seconds(size)
-        else:
-            seconds = plain + (self.drafted.seconds(first) - plain) * num_drafts / (first - num_rows)
-        return log((seconds + self._waits[True]) / (plain + self._waits[False]))
+        seconds = self.plain.seconds(size)
+        if self.drafted.known:
+            near = min(max(size, self.drafted.smallest), self.drafted.largest)
+            measured = self.drafted.seconds(near)
+            if near == size:
+                seconds = measured
+            elif near > num_rows:
+                on_line = plain + (measured - plain) * num_drafts / (near - num_rows)
+                seconds = on_line if near > size else max(on_line, measured)
+            else:
+                seconds *= measured / self.plain.seconds(near)
+        return log((seconds + self._waits[True].seconds) / (plain + self._waits[False].seconds))
 
     def _most_tried(self, num_rows: int) -> int:
         """The most drafts of a step: a few, then twice as many as there were before."""
         return max(SMALL, num_rows, 2 * int(self.drafted.largest) if self.drafted.known else 0)
+
+    @property
+    def _trying(self) -> bool:
+        """True during the first steps with drafts."""
+        return self._num_trials < NUM_TRIALS
 
     def _refused(self) -> bool:
         """Count a decision against drafts; True if it is time to try some again."""

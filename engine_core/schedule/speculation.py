@@ -194,7 +194,9 @@ class Drafting:
         if self._drafter is not None or not self._generates(sequence):
             return 0
         left = sequence.max_output - sequence.num_output_tokens - sequence.num_pending - 1
-        return max(0, min(self._asked.get(sequence, self._num_asked_new), left))
+        return max(
+            0, min(self._asked.get(sequence, self._num_asked_new), left - 1)
+        )  # the last one comes without
 
     def _too_many(self, running: Collection[Sequence], num_waiting: int) -> bool:
         most = self._limits.batch_size
@@ -281,7 +283,8 @@ class Drafting:
             waited, self._wasted = idle + self._wasted, 0.0
         else:
             waited, self._wasted = (0.0, self._wasted + idle) if step.late else (idle, self._wasted)
-        self.policy.observe(sum(row.num_samples for row in step.rows), busy, waited, drafted=drafted)
+        num_samples = sum(row.num_samples for row in step.rows)
+        self.policy.observe(num_samples, busy, waited, drafted=drafted, verified=bool(step.num_drafts))
         num_tokens = sum(len(row.token_ids) for row in result.rows)
         seconds = busy + idle
         plain = self.policy.seconds(num_rows) or seconds

@@ -49,6 +49,12 @@ def test_drafts_and_killed_workers_change_nothing(start_daemon: Callable, llm: L
 
     async def main() -> None:
         async with AsyncLLM.attach(daemon.address) as engine:
+            # Whatever the steps took: the first drafts that are likely right are trials that no measurement
+            # forbids (`NUM_TRIALS` of the core's policy), and all are right if only one token is allowed.
+            params = SamplingParams(max_tokens=12, allowed_token_ids=[300], ignore_eos=True)
+            async for _ in engine.generate([300], params, "one"):
+                pass
+            assert (await status(engine))["num_accepted_tokens"] > 0  # type: ignore[operator]
             progress = Progress()
             tasks = [asyncio.create_task(run(engine, i, progress)) for i in range(len(prompts))]
             for kill in range(1, 3):
@@ -59,9 +65,8 @@ def test_drafts_and_killed_workers_change_nothing(start_daemon: Callable, llm: L
                 assert content(found) == content(expected)
             state = await status(engine)
             assert state["worker_starts"] >= 2 and state["num_free_blocks"] == state["num_blocks"]  # type: ignore[operator]
-            # What pays depends on the machine, but drafts that may be right are tried in any case now and then.
-            assert 0 < state["num_accepted_tokens"] <= state["num_draft_tokens"]  # type: ignore[operator]
             metrics = [output.metrics for output in outputs if output.metrics is not None]
-            assert 0 < sum(each.num_accepted_tokens for each in metrics) <= state["num_accepted_tokens"]  # type: ignore[operator]
+            num_accepted = sum(each.num_accepted_tokens for each in metrics)
+            assert num_accepted < state["num_accepted_tokens"] <= state["num_draft_tokens"]  # type: ignore[operator]
 
     asyncio.run(main())

@@ -7,10 +7,17 @@ from collections.abc import Callable
 import pytest
 
 from pagewire.engine_core.drafting.acceptance import FIRST_RATIO, Acceptance, Ratio, reaches
-from pagewire.engine_core.drafting.costs import StepCosts, size_class
+from pagewire.engine_core.drafting.costs import FIRST_FEW, StepCosts, WaitCost, size_class
 from pagewire.engine_core.drafting.draft import Draft
-from pagewire.engine_core.drafting.policy import PROBE_INTERVAL, MeasuredPolicy
+from pagewire.engine_core.drafting.policy import NUM_TRIALS, PROBE_INTERVAL, MeasuredPolicy
 from pagewire.engine_core.drafting.state import SequenceDrafts
+
+
+def observe(
+    policy: MeasuredPolicy, size: int, seconds: float, waited: float = 0.0, *, drafted: bool = False
+) -> None:
+    """A step; with drafts, it verifies them."""
+    policy.observe(size, seconds, waited, drafted=drafted, verified=drafted)
 
 
 def measured(cost: Callable[[int], float], gap: float = 0.0, most: int = 200) -> MeasuredPolicy:
@@ -18,8 +25,8 @@ def measured(cost: Callable[[int], float], gap: float = 0.0, most: int = 200) ->
     policy = MeasuredPolicy()
     for _ in range(20):
         for size in range(1, most):
-            policy.observe(size, cost(size), 0.0, drafted=False)
-            policy.observe(size, cost(size), gap, drafted=True)
+            observe(policy, size, cost(size))
+            observe(policy, size, cost(size), gap, drafted=True)
     return policy
 
 
@@ -77,13 +84,55 @@ def test_nothing_is_drafted_before_a_step_was_measured() -> None:
     assert policy.hopeless(1, 10) and policy.lengths(1, [chain(0.9, 5)], 10) == [0] and policy.seconds(1) == 0
 
 
+def decide(
+    cost: Callable[[int], float], count: int, slow: dict[tuple[bool, int], float], longest: int = 8
+) -> list[bool]:
+    """Whether each of `count` steps of one row has drafts, of 1 to `longest` tokens in turn.
+
+    slow: by which factor a step takes longer than it costs, by whether it has drafts and its number among those.
+    """
+    policy, drafted = MeasuredPolicy(), list[bool]()
+    for number in range(count):
+        draft = chain(0.9, 1 + number % longest)
+        [length] = [0] if policy.hopeless(1, 8) else policy.lengths(1, [draft], 8)
+        factor = slow.get((length > 0, drafted.count(length > 0)), 1.0)
+        observe(policy, 1 + length, cost(1 + length) * factor, 0.1 * (factor > 1), drafted=length > 0)
+        drafted.append(length > 0)
+    return drafted
+
+
+@pytest.mark.parametrize("longest", [1, 8])
+@pytest.mark.parametrize("slow", [(False, 0), (True, 0), (True, 1), (True, 7)])
+def test_a_slow_step_at_the_beginning_does_not_stop_drafts_that_pay(
+    slow: tuple[bool, int], longest: int
+) -> None:
+    """Of `PROBE_INTERVAL` steps and a few, less than after which it would be noticed otherwise."""
+    drafted = decide(lambda size: 0.010 + 0.0001 * size, PROBE_INTERVAL, {slow: 50.0}, longest)
+    assert sum(drafted) >= PROBE_INTERVAL - 20
+
+
+@pytest.mark.parametrize("longest", [1, 8])
+def test_drafts_that_never_pay_are_tried_a_few_times(longest: int) -> None:
+    drafted = decide(lambda size: 0.010 * size, PROBE_INTERVAL, {}, longest)
+    assert sum(drafted) == NUM_TRIALS and sum(drafted[:20]) == NUM_TRIALS
+
+
+def test_drafts_that_are_asked_for_and_never_verified_are_not_tried_for_ever() -> None:
+    policy, asked = MeasuredPolicy(), 0
+    for _ in range(PROBE_INTERVAL):
+        [length] = policy.lengths(1, [chain(0.9, 4)], 8)
+        policy.observe(1, 0.05 if length else 0.01, 0.0, drafted=length > 0, verified=False)
+        asked += length > 0
+    assert NUM_TRIALS < asked <= 64
+
+
 def test_it_is_tried_again_now_and_then_and_seldom() -> None:
     policy = measured(lambda size: 0.001 * size)
     tried = 0
     for _ in range(10 * PROBE_INTERVAL):
         if not policy.hopeless(4, 40) and any(policy.lengths(4, [chain(0.9, 8)] * 4, 40)):
             tried += 1
-            policy.observe(12, 0.012, 0.0, drafted=True)
+            observe(policy, 12, 0.012, drafted=True)
     assert 5 <= tried <= 10
 
 
@@ -92,9 +141,9 @@ def test_a_machine_that_has_become_faster_is_noticed() -> None:
     drafted = 0
     for _ in range(40 * PROBE_INTERVAL):
         lengths = [0] if policy.hopeless(1, 8) else policy.lengths(1, [chain(0.9, 8)], 8)
-        policy.observe(1, 0.001, 0.0, drafted=False)
+        observe(policy, 1, 0.001)
         if lengths[0]:
-            policy.observe(1 + lengths[0], 0.001, 0.0, drafted=True)
+            observe(policy, 1 + lengths[0], 0.001, drafted=True)
             drafted += 1
     assert drafted > PROBE_INTERVAL
 
@@ -118,6 +167,32 @@ def test_one_slow_step_changes_little() -> None:
         costs.observe(1, 0.01)
     costs.observe(1, 10.0)
     assert costs.seconds(1) < 0.025
+
+
+def test_the_first_few_measurements_count_as_their_least() -> None:
+    costs = StepCosts()
+    for seconds in (0.5, 0.02, 0.01):
+        assert not costs.settled(1)
+        costs.observe(1, seconds)
+        assert costs.seconds(1) == pytest.approx(seconds)
+    assert costs.settled(1) and FIRST_FEW == 3
+    costs.observe(8, 5.0)  # says nothing yet
+    assert costs.seconds(8) < 0.02
+    costs.observe(8, 0.08)
+    costs.observe(8, 0.09)
+    assert costs.seconds(8) == pytest.approx(0.08)
+
+
+def test_one_long_wait_changes_little() -> None:
+    wait = WaitCost()
+    for seconds in (0.1, 0.001, 0.001):
+        wait.observe(seconds)
+    assert wait.seconds == 0.001
+    wait.observe(0.1)
+    assert wait.seconds < 0.007
+    for _ in range(5):
+        wait.observe(0.001)
+    assert wait.seconds < 0.003
 
 
 def test_sizes_are_their_own_up_to_eight_then_four_to_an_octave() -> None:

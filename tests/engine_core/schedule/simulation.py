@@ -381,7 +381,7 @@ class RandomPolicy:
     def hopeless(self, num_rows: int, room: int) -> bool:
         return not self._random.randrange(4)
 
-    def observe(self, num_tokens: int, seconds: float, waited: float, *, drafted: bool) -> None:
+    def observe(self, *_: object, **__: object) -> None:
         """It does not learn."""
 
     def seconds(self, num_tokens: int) -> float:

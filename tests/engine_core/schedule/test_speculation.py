@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -36,15 +37,30 @@ class TimedWorker(ModelWorker):
         return result
 
 
-class TimedSimulation(Simulation):
-    """With a worker whose steps take a while. plans: all that were made."""
+class ErraticWorker(ModelWorker):
+    """Steps take anything from a microsecond to 100 seconds, and as long to come."""
 
-    def __init__(self, base: int, **config: Any) -> None:
-        self._base = base
+    def __init__(self, seed: int, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self._random = Random(seed)
+
+    def run(self, plan: StepPlan, masks: Masks | None) -> StepResult:
+        result = super().run(plan, masks)
+        result.busy_us, result.idle_us = (int(10 ** self._random.uniform(0, 8)) for _ in range(2))
+        return result
+
+
+class TimedSimulation(Simulation):
+    """With a worker whose steps take a while. plans: all that were made. seed: of an `ErraticWorker`."""
+
+    def __init__(self, base: int, seed: int | None = None, **config: Any) -> None:
+        self._base, self._seed = base, seed
         super().__init__(**{"max_model_len": 160, "num_blocks": 160, **config})
         self.made: list[StepPlan] = []
 
     def _new_worker(self) -> ModelWorker:
+        if self._seed is not None:
+            return ErraticWorker(self._seed, self.config.num_blocks, self.config.block_size)
         worker = TimedWorker(self.config.num_blocks, self.config.block_size)
         worker.base = self._base
         return worker
@@ -144,6 +160,29 @@ def test_a_drafter_in_the_worker_is_asked_where_it_pays() -> None:
             row.num_drafts <= 4 for plan in simulation.made for row in plan.rows
         )
         assert (len(simulation.made) < 75) == pays
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("make", [ngrams, worker_drafts])
+def test_some_drafts_are_verified_whatever_is_measured(depth: int, make: Callable[[], Drafting]) -> None:
+    for seed in range(12):
+        simulation = TimedSimulation(FLAT, seed, depth=depth, drafter=make())
+        known = {"structured_outputs": {"regex": "b{32}"}} if make is ngrams else {}
+        simulation.submit([2, 3], max_tokens=32, seed=seed, **known)
+        simulation.drain()
+        assert simulation.scheduler.stats.speculation.num_accepted > 0
+
+
+def test_the_last_token_needs_no_draft() -> None:
+    simulation = TimedSimulation(FLAT, depth=1, drafter=worker_drafts())
+    simulation.submit([2, 3], max_tokens=40)
+    simulation.drain()
+    for count in (1, 2, 3):
+        first = len(simulation.made)
+        simulation.submit([2, 3], max_tokens=count)
+        simulation.drain()
+        asked = [row.num_drafts for plan in simulation.made[first:] for row in plan.rows]
+        assert asked[0] == count // 3 and not any(asked[1:])
 
 
 def test_no_drafts_above_a_batch_size_or_a_length() -> None:
