@@ -271,6 +271,22 @@ def test_equal_tasks_of_one_message_take_memory_once(start_core: Callable[..., R
     frontend.say(Abort(keys=list(range(5))))
 
 
+def test_prompts_have_their_numbers_in_common(start_core: Callable[..., RunningCore]) -> None:
+    core = start_core()
+    frontend = attached(core, "long")
+    prompt = [500, 300, 300, 999, 0]
+    for key in range(2):
+        frontend.submit(key, prompt, max_tokens=10**6)
+    frontend.status()
+    first, second = (core.clients.attached[b"long"].requests[key][0] for key in range(2))
+    assert first.request.prompt.token_ids == second.request.prompt.token_ids == prompt
+    assert first.request.prompt.token_ids is not second.request.prompt.token_ids
+    for sequence in (first, second):
+        numbers = [*sequence.request.prompt.token_ids, *sequence.token_ids[:5]]
+        assert len(set(map(id, numbers))) == 4 and {*map(id, numbers)} == {*map(id, first.token_ids[:5])}
+    frontend.say(Abort(keys=[0, 1]))
+
+
 def test_requests_of_a_frontend_that_is_detached_meanwhile_are_dropped(
     start_core: Callable[..., RunningCore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
