@@ -131,9 +131,14 @@ class Request(Item):
 
 
 class Submit(Message, tag="submit"):
-    """New requests, in order of arrival."""
+    """New requests, in order of arrival.
+
+    repeats: indices, ascending, of requests that have the task of the one before them, and in the message a short
+        one in its place (`ipc.tasks`).
+    """
 
     requests: Annotated[list[Request], Meta(max_length=MAX_REQUESTS_PER_MESSAGE)]
+    repeats: Annotated[list[int], Meta(max_length=MAX_REQUESTS_PER_MESSAGE)] = []
 
 
 class Abort(Message, tag="abort"):

@@ -6,14 +6,41 @@ import copy
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+import msgspec
+
 from pagewire.ipc.items import Task
-from pagewire.ipc.messages import Request
+from pagewire.ipc.messages import Request, Submit
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.worker_messages import SlotInit
 
 # Parameters that the core reads for its workers, or the frontend for the core.
 UNREAD_BY_WORKERS = ("stop", "stop_token_ids", "bad_words", "structured_outputs", "extra_args")
 LARGE = (*UNREAD_BY_WORKERS, "logit_bias", "allowed_token_ids", "bad_words_token_ids")
+
+
+def submission(requests: Sequence[Request]) -> Submit:
+    """The message that submits requests, in which neighbours with equal tasks have one."""
+    sent, repeats, short = list(requests), [], SamplingParams()
+    for index, (before, request) in enumerate(pairwise(requests), 1):
+        if request.task == before.task:
+            sent[index] = msgspec.structs.replace(request, task=short)
+            repeats.append(index)
+    return Submit(sent, repeats)
+
+
+def submitted(message: Submit) -> list[Request]:
+    """The requests of a message that was received: equal tasks are one object.
+
+    Raises:
+        ValueError: it has a request repeat a task of none.
+    """
+    requests, last = message.requests, 0
+    for index in message.repeats:
+        if not last < index < len(requests):
+            raise ValueError(f"a message of {len(requests)} requests has request {index} repeat a task")
+        requests[index].task, last = requests[index - 1].task, index
+    share_tasks(requests)
+    return requests
 
 
 def share_tasks(requests: Sequence[Request]) -> None:

@@ -1,4 +1,4 @@
-"""A plan has each task once, and workers get all that they read of it."""
+"""A message has each task once, and workers get all that they read of it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ import pytest
 
 from pagewire.ipc.codec import Codec
 from pagewire.ipc.items import Prompt, Task
-from pagewire.ipc.messages import Request
+from pagewire.ipc.messages import Request, Submit, ToCore
 from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
 from pagewire.ipc.pooling import PoolingParams
-from pagewire.ipc.tasks import UNREAD_BY_WORKERS, for_workers, name_tasks_once, restore_tasks, share_tasks
+from pagewire.ipc.tasks import (
+    UNREAD_BY_WORKERS,
+    for_workers,
+    name_tasks_once,
+    restore_tasks,
+    share_tasks,
+    submission,
+    submitted,
+)
 from pagewire.ipc.worker_messages import SlotInit, StepPlan, ToWorker
 
 CODEC: Codec[ToWorker] = Codec(ToWorker, trusts=True)
@@ -79,3 +87,23 @@ def test_neighbours_share_what_is_equal_in_their_tasks() -> None:
 def test_an_index_of_no_init_is_an_error() -> None:
     with pytest.raises(IndexError):
         restore_tasks([SlotInit(0, [1], 1, [0], 3, 0)])
+
+
+def test_neighbours_submit_equal_tasks_once() -> None:
+    tasks: list[Task] = [long_task(), long_task(), PoolingParams(), PoolingParams(), long_task()]
+    requests = [Request(key, "r", Prompt([key]), task, 0) for key, task in enumerate(tasks)]
+    codec: Codec[ToCore] = Codec(ToCore)
+    frames = codec.encode(submission(requests))
+    assert [request.task for request in requests] == tasks, "those of the sender stay as they are"
+    received = submitted(codec.decode(frames))  # type: ignore[arg-type]
+    assert received == requests
+    assert received[0].task is received[1].task and received[2].task is received[3].task
+    alone, together = (sum(map(len, codec.encode(submission(requests[:1] * count)))) for count in (1, 64))
+    assert together < 1.2 * alone
+
+
+@pytest.mark.parametrize("repeats", [[0], [2], [-1], [1, 1]])
+def test_a_task_of_none_cannot_be_repeated(repeats: list[int]) -> None:
+    requests = [Request(key, "r", Prompt([1]), SamplingParams(), 0) for key in range(2)]
+    with pytest.raises(ValueError, match="a message of 2 requests has request"):
+        submitted(Submit(requests, repeats))
