@@ -79,7 +79,9 @@ def compile_text(
     if state.is_error():
         raise GrammarError(f"{kind}: {failure_reason(state)}")
     eos_token_ids = tuple(i for i in tokenizer.eos_tokens if i < vocab_size)
-    grammar = Grammar(state, vocab_size, eos_token_ids, MasksTime(time.thread_time), num_bytes)
+    grammar = Grammar(
+        state, vocab_size, eos_token_ids, MasksTime(time.thread_time, time.monotonic), num_bytes
+    )
     try:
         if any(grammar.matcher().mask()):
             return grammar

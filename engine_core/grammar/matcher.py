@@ -25,8 +25,9 @@ ERROR_REWRITES = (
     (r"oneOf constraints .*", "oneOf is not supported if its schemas may overlap: use anyOf"),
 )
 DEAD_END = "NoExtension"  # in llguidance's message if no token of the vocabulary goes on
-MASK_ALLOWANCE = 0.01  # processor time of a mask, in seconds, that is not counted
-MAX_EXCESS_SECONDS = 0.5  # of processor time that all masks of a grammar may take beyond that
+MASK_ALLOWANCE = 0.0005  # processor time of a mask, in seconds, that is not counted: most take a tenth of it
+SHARE = 0.4  # of all time, which the masks of a grammar may take beyond that for as long as they like
+MAX_EXCESS_SECONDS = 0.5  # that they may take beyond both: others wait as long
 MAX_ERROR_CHARS = 1000  # of llguidance's messages, which repeat the grammar
 
 
@@ -102,26 +103,33 @@ class Matcher:
         return bytes(mask)
 
 
-@dataclass
 class MasksTime:
-    """The processor time that a grammar's masks have taken beyond what is allowed for each, in seconds.
+    """The processor time that a grammar's masks have taken beyond what it may have, in seconds.
 
-    clock: processor time of the calling thread.
+    It leaks away like water from a bucket, at `SHARE` of the time that passes. So one sequence may need a few
+    milliseconds for each of its tokens, but hundreds of them under one such grammar cannot hold up the others.
+
+    clock: processor time of the calling thread. wall: the time that passes.
     """
 
-    clock: Callable[[], float]
-    excess: float = 0.0
+    def __init__(self, clock: Callable[[], float], wall: Callable[[], float]) -> None:
+        self.clock, self._wall = clock, wall
+        self.excess = 0.0
+        self._counted_at = wall()
 
     def add(self, seconds: float) -> None:
         """Count a mask."""
+        now = self._wall()
+        self.excess = max(0.0, self.excess - SHARE * (now - self._counted_at))
         self.excess += max(0.0, seconds - MASK_ALLOWANCE)
+        self._counted_at = now
 
     def check(self) -> None:
         """Refuse further masks if there is no time left; raises GrammarError."""
         if self.excess > MAX_EXCESS_SECONDS:
             raise GrammarError(
-                "the grammar has become too complex: to find the allowed next tokens took over "
-                f"{MASK_ALLOWANCE * 1000:.0f} ms many times, {self.excess:.1f} s in all"
+                "the grammar has become too complex: to find the allowed next tokens of its requests took "
+                f"{self.excess:.1f} s more than {SHARE:.0%} of the time"
             )
 
 

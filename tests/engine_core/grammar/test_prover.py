@@ -16,7 +16,7 @@ import pytest
 import pagewire.demo
 from pagewire.engine_core.grammar.chains import chain_length
 from pagewire.engine_core.grammar.compile import compile_text, load_tokenizer
-from pagewire.engine_core.grammar.matcher import Grammar, GrammarError
+from pagewire.engine_core.grammar.matcher import MAX_EXCESS_SECONDS, SHARE, Grammar, GrammarError, MasksTime
 from pagewire.engine_core.grammar.pool import Compilation, Grammars
 from pagewire.engine_core.grammar.prover import MAX_GRAMMAR_BYTES, ConfinedProver, try_steps
 from pagewire.ipc.confined import JobTimeoutError
@@ -132,6 +132,7 @@ def test_masks_that_take_long_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_time_of_masks_is_bounded_for_all_sequences_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagewire.engine_core.grammar.matcher.MASK_ALLOWANCE", -1.0)
+    monkeypatch.setattr("pagewire.engine_core.grammar.matcher.SHARE", 0.0)
     monkeypatch.setattr("pagewire.engine_core.grammar.matcher.MAX_EXCESS_SECONDS", 3.5)
     tokenizer = load_tokenizer(FOLDER, [EOS])
     grammar = compile_text("regex", "start: /a+/", tokenizer, VOCAB)  # computes a mask
@@ -139,6 +140,30 @@ def test_the_time_of_masks_is_bounded_for_all_sequences_together(monkeypatch: py
     assert any(one.mask()) and any(other.mask()) and any(one.mask())
     with pytest.raises(GrammarError, match="has become too complex"):
         other.mask()
+
+
+def test_masks_may_take_a_share_of_the_time_but_not_all_of_it() -> None:
+    now = 0.0
+    time_of_masks = MasksTime(lambda: 0.0, lambda: now)
+
+    def step(num_masks: int, mask_seconds: float, step_seconds: float) -> None:
+        nonlocal now
+        now += step_seconds
+        for _ in range(num_masks):
+            time_of_masks.check()
+            now += mask_seconds
+            time_of_masks.add(mask_seconds)
+
+    for _ in range(10_000):
+        step(256, 0.0004, 0.01)  # quick masks of many sequences
+        step(1, 0.003, 0.005)  # slow ones of one
+    assert time_of_masks.excess < MAX_EXCESS_SECONDS
+    begin = now
+    with pytest.raises(GrammarError, match="has become too complex"):
+        step(256, 0.009, 0.01)  # slow ones of many
+    assert now - begin < 2 * MAX_EXCESS_SECONDS / (1 - SHARE)
+    with pytest.raises(GrammarError, match="has become too complex"):
+        step(1, 0.0001, 0.0)
 
 
 class Pool:
