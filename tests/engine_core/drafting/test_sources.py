@@ -27,7 +27,9 @@ def test_an_index_that_grows_finds_every_place(text: list[int], width: int, step
         assert index.update()
         gram = grown[-width:]
         ends = range(len(grown), width - 1, -1)
-        assert list(index.places(gram, 1000)) == [end for end in ends if grown[end - width : end] == gram]
+        places = [end for end in ends if grown[end - width : end] == gram]
+        assert list(index.places(gram, 1000)) == places
+        assert list(index.earlier(1000)) == [place for place in places if place < len(grown)]
 
 
 def test_a_text_is_taken_in_by_portions_and_outgrows_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
