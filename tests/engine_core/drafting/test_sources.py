@@ -6,7 +6,7 @@ from array import array
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagewire.engine_core.drafting import suffix, token_index
@@ -18,6 +18,7 @@ from pagewire.engine_core.drafting.token_index import TokenIndex
 texts = st.lists(st.integers(0, 3), max_size=60)
 
 
+@settings(deadline=None)  # however slow the machine
 @given(texts, st.integers(1, 5), st.lists(st.integers(1, 9), max_size=12))
 def test_an_index_that_grows_finds_every_place(text: list[int], width: int, steps: list[int]) -> None:
     grown: list[int] = []
@@ -57,6 +58,7 @@ def longest_match(tokens: list[int], shortest: int) -> tuple[int, int]:
     return 0, 0
 
 
+@settings(deadline=None)  # however slow the machine
 @given(st.lists(st.integers(0, 2), max_size=30), st.integers(1, 3), st.integers(0, 3), st.integers(1, 12))
 def test_the_longest_match_is_continued(tokens: list[int], shortest: int, more: int, limit: int) -> None:
     source = NgramSource(tokens, shortest, shortest + more)
@@ -102,6 +104,7 @@ def test_only_shared_sequences_see_what_others_have_generated() -> None:
     assert drafter.open([1, 2, 3], shared=False).propose(4) is None
 
 
+@settings(deadline=None)  # however slow the machine
 @given(st.lists(texts, max_size=8), st.lists(st.integers(0, 3), min_size=1, max_size=20), st.integers(1, 9))
 def test_suffix_drafts_occur_where_they_come_from(past: list[list[int]], own: list[int], limit: int) -> None:
     drafter = SuffixDrafter()
