@@ -49,9 +49,7 @@ class NgramSource:
         """The length of the longest match and the position behind it; (0, 0) if there is none."""
         tokens, found = self._token_ids, (0, 0)
         for index in self._indexes:
-            for place in index.places(tokens[-index.width :], MOST_PLACES):
-                if place == len(tokens):
-                    continue
+            for place in index.earlier(MOST_PLACES):
                 length = match_length(tokens, place, tokens, MOST_COMPARED)
                 if length > found[0]:
                     found = length, place

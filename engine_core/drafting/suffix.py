@@ -118,9 +118,9 @@ class SuffixSource:
         for number in range(len(WIDTHS)):
             for text in texts:
                 index = text.indexes[number]
-                for position in index.places(tokens[-index.width :], MOST_PLACES - len(places)):
-                    if text is self._own and position == len(tokens):
-                        continue
+                left = MOST_PLACES - len(places)
+                own = text is self._own
+                for position in index.earlier(left) if own else index.places(tokens[-index.width :], left):
                     length = match_length(text.text, position, tokens, LONGEST)
                     longest = max(longest, length)
                     places.append((text.text, position, 1 << length))

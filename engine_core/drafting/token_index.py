@@ -8,7 +8,7 @@ hash, and every place knows the one before it with the same hash. So a token cos
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
 Tokens: TypeAlias = "list[int] | array[int]"
@@ -70,9 +70,16 @@ class TokenIndex:
 
     def places(self, gram: list[int], limit: int) -> Iterator[int]:
         """Positions behind occurrences of an n-gram, latest first; those of the last `limit` with its hash."""
+        return self._walk(self._latest[hash(tuple(gram)) & (len(self._latest) - 1)], gram, limit)
+
+    def earlier(self, limit: int) -> Iterable[int]:
+        """`places` of the n-gram at the end, but the end itself, once `update` has taken it in; cheaper."""
+        place = self._previous[-1] if self._previous else -1
+        return self._walk(place, self.text[-self.width :], limit) if place >= 0 else ()
+
+    def _walk(self, place: int, gram: Tokens, limit: int) -> Iterator[int]:
         text, previous, width = self.text, self._previous, self.width
-        wanted: Tokens = gram if isinstance(text, list) else array("i", gram)
-        place = self._latest[hash(tuple(gram)) & (len(self._latest) - 1)]
+        wanted: Tokens = gram if isinstance(gram, type(text)) else array("i", gram)
         while place >= 0 and limit:
             if text[place - width + 1 : place + 1] == wanted:
                 yield place + 1

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pagewire.engine_core.drafting.acceptance import Acceptance, Ratio, reaches
+from pagewire.engine_core.drafting.costs import MeasuredStep
 from pagewire.engine_core.drafting.draft import Draft, Drafter
 from pagewire.engine_core.drafting.ngram import NgramDrafter
 from pagewire.engine_core.drafting.policy import LengthPolicy, MeasuredPolicy
@@ -89,8 +90,9 @@ class NoSpeculation:
         """Nothing depends on it."""
 
 
-# After this many steps in which nothing was worth a wait, batches of more than a few rows look for drafts seldom.
-QUIET_STEPS, SELDOM, FEW_ROWS = 32, 4, 4
+# After this many steps in which nothing was worth a wait, batches of more than a few rows look for drafts seldom:
+# the search takes the core a few microseconds for each row, on a processor that the worker's threads may need.
+QUIET_STEPS, SELDOM, FEW_ROWS = 16, 8, 4
 LONGEST_WAIT = 0.1  # in seconds, that counts as one for a step that was planned late
 FEW_TOKENS = 64  # that a source takes in at once in any case
 
@@ -122,14 +124,14 @@ class Drafting:
         self._num_expected, self._num_right = 0.0, 0
         self._num_taken_in = 0  # tokens of prompts, in the present call
         self._num_quiet = 0  # times that nothing was worth a wait, in succession
-        self._wasted = 0.0  # seconds that the worker has waited for steps that then had no drafts
         self._paused = True
+        self._awaited = -1  # the last step that the next one waits for
 
     # ------------------------------------------------------------ planning
 
     def waits(self, step: PlannedStep, running: Collection[Sequence], num_waiting: int) -> bool:
         """True if the step in flight carries drafts or asks for some, or if the next one would carry some."""
-        if step.num_drafts or step.num_asked:
+        if step.num_drafts or step.num_asked or step.step_id == self._awaited:
             return True
         if self._drafter is None or self._too_many(running, num_waiting):
             return False
@@ -143,6 +145,8 @@ class Drafting:
         found = [ahead for s in rows if (ahead := self._reaches_ahead(s))]
         pays = any(self.policy.lengths(len(rows), found, room)) if found else False
         self._num_quiet = 0 if pays else self._num_quiet + 1
+        if pays:
+            self._awaited = step.step_id  # the core asks again whenever it has received something
         return pays
 
     def choose(
@@ -268,28 +272,30 @@ class Drafting:
     def measure(self, step: PlannedStep, result: StepResult, *, goes_on: bool) -> None:
         """Take in what a step took, with the wait before it: a step that is planned late has one.
 
-        A wait in vain counts for the next step with drafts. A step that also computes prompts says nothing.
+        A step that also computes prompts says nothing.
         """
         paused, self._paused = self._paused, not goes_on
         num_rows = sum(row.num_samples > 0 for row in step.rows)
         if not num_rows or step.num_prompt_tokens or not result.busy_us:
             return
-        busy = result.busy_us / 1e6
-        idle = 0.0 if paused else min(result.idle_us / 1e6, LONGEST_WAIT)
-        drafted = bool(step.num_drafts or step.num_asked)
         if step.num_drafts:
             self._acceptance.verified(self._num_expected, self._num_right)
-        if drafted:
-            waited, self._wasted = idle + self._wasted, 0.0
-        else:
-            waited, self._wasted = (0.0, self._wasted + idle) if step.late else (idle, self._wasted)
-        num_samples = sum(row.num_samples for row in step.rows)
-        self.policy.observe(num_samples, busy, waited, drafted=drafted, verified=bool(step.num_drafts))
-        num_tokens = sum(len(row.token_ids) for row in result.rows)
-        seconds = busy + idle
+        measured = MeasuredStep(
+            num_rows,
+            num_samples=sum(row.num_samples for row in step.rows),
+            num_tokens=sum(len(row.token_ids) for row in result.rows),
+            busy=result.busy_us / 1e6,
+            idle=0.0 if paused else min(result.idle_us / 1e6, LONGEST_WAIT),
+            late=step.late and not paused,
+            drafted=bool(step.num_drafts or step.num_asked),
+            verified=bool(step.num_drafts),
+        )
+        self.policy.observe(measured)
+        seconds = measured.busy + measured.idle
         plain = self.policy.seconds(num_rows) or seconds
-        without = plain * num_tokens / num_rows if drafted or step.late else seconds
-        self.stats.ran(num_rows, num_tokens, seconds, without)
+        changed = measured.drafted or measured.late
+        without = plain * measured.num_tokens / num_rows if changed else seconds
+        self.stats.ran(num_rows, measured.num_tokens, seconds, without)
 
 
 def shared(sequence: Sequence) -> bool:

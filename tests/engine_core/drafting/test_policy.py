@@ -7,17 +7,25 @@ from collections.abc import Callable
 import pytest
 
 from pagewire.engine_core.drafting.acceptance import FIRST_RATIO, Acceptance, Ratio, reaches
-from pagewire.engine_core.drafting.costs import FIRST_FEW, StepCosts, WaitCost, size_class
+from pagewire.engine_core.drafting.costs import FIRST_FEW, MeasuredStep, StepCosts, WaitCost, size_class
 from pagewire.engine_core.drafting.draft import Draft
 from pagewire.engine_core.drafting.policy import NUM_TRIALS, PROBE_INTERVAL, MeasuredPolicy
 from pagewire.engine_core.drafting.state import SequenceDrafts
 
 
 def observe(
-    policy: MeasuredPolicy, size: int, seconds: float, waited: float = 0.0, *, drafted: bool = False
+    policy: MeasuredPolicy,
+    num_rows: int,
+    num_samples: int,
+    seconds: float,
+    idle: float = 0.0,
+    *,
+    drafted: bool = False,
+    num_tokens: int | None = None,
 ) -> None:
-    """A step; with drafts, it verifies them."""
-    policy.observe(size, seconds, waited, drafted=drafted, verified=drafted)
+    """A step; with drafts it verifies them, and all are right unless `num_tokens` says how many tokens it gave."""
+    num_tokens = num_samples if num_tokens is None else num_tokens
+    policy.observe(MeasuredStep(num_rows, num_samples, num_tokens, seconds, idle, False, drafted, drafted))
 
 
 def measured(cost: Callable[[int], float], gap: float = 0.0, most: int = 200) -> MeasuredPolicy:
@@ -25,8 +33,8 @@ def measured(cost: Callable[[int], float], gap: float = 0.0, most: int = 200) ->
     policy = MeasuredPolicy()
     for _ in range(20):
         for size in range(1, most):
-            observe(policy, size, cost(size))
-            observe(policy, size, cost(size), gap, drafted=True)
+            observe(policy, size, size, cost(size))
+            observe(policy, 1, size, cost(size), gap, drafted=True)
     return policy
 
 
@@ -96,7 +104,7 @@ def decide(
         draft = chain(0.9, 1 + number % longest)
         [length] = [0] if policy.hopeless(1, 8) else policy.lengths(1, [draft], 8)
         factor = slow.get((length > 0, drafted.count(length > 0)), 1.0)
-        observe(policy, 1 + length, cost(1 + length) * factor, 0.1 * (factor > 1), drafted=length > 0)
+        observe(policy, 1, 1 + length, cost(1 + length) * factor, 0.1 * (factor > 1), drafted=length > 0)
         drafted.append(length > 0)
     return drafted
 
@@ -121,9 +129,44 @@ def test_drafts_that_are_asked_for_and_never_verified_are_not_tried_for_ever() -
     policy, asked = MeasuredPolicy(), 0
     for _ in range(PROBE_INTERVAL):
         [length] = policy.lengths(1, [chain(0.9, 4)], 8)
-        policy.observe(1, 0.05 if length else 0.01, 0.0, drafted=length > 0, verified=False)
+        policy.observe(MeasuredStep(1, 1, 1, 0.05 if length else 0.01, 0.0, False, length > 0, False))
         asked += length > 0
     assert NUM_TRIALS < asked <= 64
+
+
+@pytest.mark.parametrize("num_rows", [1, 16])
+def test_drafts_that_seem_to_pay_and_do_not_are_given_up(num_rows: int) -> None:
+    """Each waits a fifth of a step and is wrong, whatever its reach says."""
+    policy, spent = MeasuredPolicy(), 0.0
+    for _ in range(3000):
+        reaches = [chain(0.6, 4)] * num_rows
+        num_drafts = 0 if policy.hopeless(num_rows, 99) else sum(policy.lengths(num_rows, reaches, 99))
+        idle, drafted = (0.002, True) if num_drafts else (0.0, False)
+        observe(policy, num_rows, num_rows + num_drafts, 0.010, idle, drafted=drafted, num_tokens=num_rows)
+        spent += 0.010 + idle
+    assert spent < 1.02 * 3000 * 0.010
+
+
+def test_drafts_that_have_not_paid_are_tried_again_when_they_would() -> None:
+    policy, drafted = MeasuredPolicy(), list[bool]()
+    for number in range(3000):
+        [length] = policy.lengths(1, [chain(0.6, 4)], 8)
+        num_tokens = 1 if number < 1000 else 1 + length
+        idle = 0.002 if length else 0.0
+        observe(policy, 1, 1 + length, 0.010, idle, drafted=length > 0, num_tokens=num_tokens)
+        drafted.append(length > 0)
+    assert sum(drafted[:1000]) < 120 and sum(drafted[2000:]) > 900
+
+
+def test_a_step_without_drafts_is_measured_now_and_then() -> None:
+    """The machine has become three times faster, and drafts that paid do so no longer."""
+    policy, drafted = MeasuredPolicy(), list[bool]()
+    for number in range(1500):
+        [length] = policy.lengths(1, [chain(0.9, 1)], 8)
+        plain = 0.030 if number < 500 else 0.010
+        observe(policy, 1, 1 + length, 0.031 if length else plain, drafted=length > 0)
+        drafted.append(length > 0)
+    assert sum(drafted[:500]) > 480 and sum(drafted[1200:]) < 20
 
 
 def test_it_is_tried_again_now_and_then_and_seldom() -> None:
@@ -132,7 +175,7 @@ def test_it_is_tried_again_now_and_then_and_seldom() -> None:
     for _ in range(10 * PROBE_INTERVAL):
         if not policy.hopeless(4, 40) and any(policy.lengths(4, [chain(0.9, 8)] * 4, 40)):
             tried += 1
-            observe(policy, 12, 0.012, drafted=True)
+            observe(policy, 4, 12, 0.012, drafted=True)
     assert 5 <= tried <= 10
 
 
@@ -141,9 +184,9 @@ def test_a_machine_that_has_become_faster_is_noticed() -> None:
     drafted = 0
     for _ in range(40 * PROBE_INTERVAL):
         lengths = [0] if policy.hopeless(1, 8) else policy.lengths(1, [chain(0.9, 8)], 8)
-        observe(policy, 1, 0.001)
+        observe(policy, 1, 1, 0.001)
         if lengths[0]:
-            observe(policy, 1 + lengths[0], 0.001, drafted=True)
+            observe(policy, 1, 1 + lengths[0], 0.001, drafted=True)
             drafted += 1
     assert drafted > PROBE_INTERVAL
 

@@ -6,7 +6,7 @@ from array import array
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagewire.engine_core.drafting import suffix, token_index
@@ -18,6 +18,7 @@ from pagewire.engine_core.drafting.token_index import TokenIndex
 texts = st.lists(st.integers(0, 3), max_size=60)
 
 
+@settings(deadline=None)  # however slow the machine
 @given(texts, st.integers(1, 5), st.lists(st.integers(1, 9), max_size=12))
 def test_an_index_that_grows_finds_every_place(text: list[int], width: int, steps: list[int]) -> None:
     grown: list[int] = []
@@ -27,7 +28,9 @@ def test_an_index_that_grows_finds_every_place(text: list[int], width: int, step
         assert index.update()
         gram = grown[-width:]
         ends = range(len(grown), width - 1, -1)
-        assert list(index.places(gram, 1000)) == [end for end in ends if grown[end - width : end] == gram]
+        places = [end for end in ends if grown[end - width : end] == gram]
+        assert list(index.places(gram, 1000)) == places
+        assert list(index.earlier(1000)) == [place for place in places if place < len(grown)]
 
 
 def test_a_text_is_taken_in_by_portions_and_outgrows_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,6 +58,7 @@ def longest_match(tokens: list[int], shortest: int) -> tuple[int, int]:
     return 0, 0
 
 
+@settings(deadline=None)  # however slow the machine
 @given(st.lists(st.integers(0, 2), max_size=30), st.integers(1, 3), st.integers(0, 3), st.integers(1, 12))
 def test_the_longest_match_is_continued(tokens: list[int], shortest: int, more: int, limit: int) -> None:
     source = NgramSource(tokens, shortest, shortest + more)
@@ -100,6 +104,7 @@ def test_only_shared_sequences_see_what_others_have_generated() -> None:
     assert drafter.open([1, 2, 3], shared=False).propose(4) is None
 
 
+@settings(deadline=None)  # however slow the machine
 @given(st.lists(texts, max_size=8), st.lists(st.integers(0, 3), min_size=1, max_size=20), st.integers(1, 9))
 def test_suffix_drafts_occur_where_they_come_from(past: list[list[int]], own: list[int], limit: int) -> None:
     drafter = SuffixDrafter()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from random import Random
 from typing import Any
 
@@ -26,14 +26,21 @@ FLAT, LINEAR = 10_000, 0
 
 
 class TimedWorker(ModelWorker):
-    """Steps take `base` + 1000 microseconds for each sample."""
+    """Steps take `base` + 1000 microseconds for each sample; `late_us` to come if they are planned late."""
 
-    base = FLAT
+    base, late_us = FLAT, 0
+    spent = 0  # microseconds by all steps
+
+    def __init__(self, steps: Sized, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self._in_flight = steps
 
     def run(self, plan: StepPlan, masks: Masks | None) -> StepResult:
         result = super().run(plan, masks)
         num_samples = sum(row.num_samples for row in plan.rows)
         result.busy_us = self.base + 1000 * num_samples if self.base != FLAT else FLAT + num_samples
+        result.idle_us = self.late_us if len(self._in_flight) == 1 else 0
+        self.spent += result.busy_us + result.idle_us
         return result
 
 
@@ -61,7 +68,7 @@ class TimedSimulation(Simulation):
     def _new_worker(self) -> ModelWorker:
         if self._seed is not None:
             return ErraticWorker(self._seed, self.config.num_blocks, self.config.block_size)
-        worker = TimedWorker(self.config.num_blocks, self.config.block_size)
+        worker = TimedWorker(self.scheduler.in_flight, self.config.num_blocks, self.config.block_size)
         worker.base = self._base
         return worker
 
@@ -160,6 +167,21 @@ def test_a_drafter_in_the_worker_is_asked_where_it_pays() -> None:
             row.num_drafts <= 4 for plan in simulation.made for row in plan.rows
         )
         assert (len(simulation.made) < 75) == pays
+
+
+@pytest.mark.parametrize("make", [ngrams, lambda: open_speculation(SpeculativeConfig("suffix", None, 8))])
+def test_text_that_repeats_itself_by_chance_alone_is_hardly_slower(make: Callable[[], Drafting]) -> None:
+    """Of twelve tokens at random two in a row soon stand somewhere before, so drafts abound, and few are right."""
+    spent = []
+    for drafter in (None, make()):
+        simulation = TimedSimulation(5000, depth=2, drafter=drafter)
+        assert isinstance(simulation.worker, TimedWorker)
+        simulation.worker.late_us = 1500
+        for seed in range(2):
+            simulation.submit([2, 3], max_tokens=150, seed=seed)
+        simulation.drain()
+        spent.append(simulation.worker.spent)
+    assert spent[1] < spent[0] / 0.97
 
 
 @pytest.mark.parametrize("depth", [1, 2])
