@@ -80,7 +80,7 @@ def panels(second: Tensor) -> Tensor:
     """A second matrix [n, rank] as `Delta.b`: 64 outputs at a time, with zeros behind the last, and by rank."""
     if missing := -len(second) % PANEL:
         second = functional.pad(second, (0, 0, 0, missing))
-    return second.unflatten(0, (len(second) // PANEL, PANEL)).transpose(1, 2).contiguous()
+    return second.reshape(len(second) // PANEL, PANEL, second.shape[1]).transpose(1, 2).contiguous()
 
 
 @dataclass(frozen=True, slots=True)
