@@ -87,11 +87,13 @@ class Worker:
             ValueError: it cannot be loaded.
         """
         assert self.runner.adapters is not None
-        self._awake.clear()
         began = time.perf_counter()
         self.runner.adapters.load(LoadAdapter(index, str(folder)))
-        self._awake.wait()
-        (message,) = self.runner.adapters.finished()
+        while not (messages := self.runner.adapters.finished()):
+            if not self.runner.adapters.advance():
+                self._awake.wait()
+                self._awake.clear()
+        (message,) = messages
         if message.error is not None:
             raise ValueError(message.error)
         return time.perf_counter() - began

@@ -105,6 +105,7 @@ class AdapterBook:
         self._folders: dict[str, Path] = {}  # by path or repository
         self._digests: dict[tuple[str, str], bytes] = {}  # of tokenizers, by path and version of the adapter
         self._tokenizers: dict[bytes, Tokenizer | None] = {b"": None}  # adapters often have the model's
+        self._own_digest: bytes | None = None  # of the model's tokenizer, once it was needed
 
     def use(self, lora_request: LoRARequest | None) -> UsedAdapter | None:
         """The adapter of a request; None for none. The first time that takes a while: see `knows`.
@@ -176,8 +177,11 @@ class AdapterBook:
 
     def _digest(self, folder: Path) -> bytes:
         """A digest of a folder's tokenizer; empty if it has none, or the model's."""
-        digest = tokenizer_digest(folder)
-        return b"" if digest == tokenizer_digest(Path(self._info.tokenizer)) else digest
+        if not (digest := tokenizer_digest(folder)):
+            return b""
+        if self._own_digest is None:
+            self._own_digest = tokenizer_digest(Path(self._info.tokenizer))
+        return b"" if digest == self._own_digest else digest
 
     def _load_tokenizer(self, folder: Path) -> Tokenizer:
         tokenizer = load_tokenizer(folder, self._info.tokenizer_mode)

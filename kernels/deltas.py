@@ -78,8 +78,9 @@ class Delta:
 
 def panels(second: Tensor) -> Tensor:
     """A second matrix [n, rank] as `Delta.b`: 64 outputs at a time, with zeros behind the last, and by rank."""
-    padded = functional.pad(second, (0, 0, 0, -len(second) % PANEL))
-    return padded.view(len(padded) // PANEL, PANEL, second.shape[1]).transpose(1, 2).contiguous()
+    if missing := -len(second) % PANEL:
+        second = functional.pad(second, (0, 0, 0, missing))
+    return second.reshape(len(second) // PANEL, PANEL, second.shape[1]).transpose(1, 2).contiguous()
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,16 +104,21 @@ class Connection:
         os.eventfd_write(self._alarm, 1)
 
     def receive(
-        self, until: Callable[[], bool] | None = None, spare: Iterator[object] = _NOTHING
+        self,
+        until: Callable[[], bool] | None = None,
+        spare: Iterator[object] = _NOTHING,
+        advance: Callable[[], bool] = lambda: False,
     ) -> ToWorker | None:
         """The core's next message, or None after `wake`, or once `until` returns true. Runs `spare` work meanwhile.
 
         `until` is polled in a busy loop, as a device cannot wake this thread and a step takes milliseconds. Spare
-        work begins after `QUIET_MS` without a message.
+        work begins after `QUIET_MS` without a message. advance: does a few milliseconds of other work, and returns
+        true while there is more; called once before each message, and then until one comes.
         """
+        more = advance()
         quiet: int | None = QUIET_MS if until is None else 0
         while not self._early:
-            ready = dict(self._poller.poll(quiet))
+            ready = dict(self._poller.poll(0 if more else quiet))
             if self._socket in ready:
                 return self._codec.decode(receive(self._socket))
             if ready:
@@ -121,6 +126,9 @@ class Connection:
                 return None
             if until is not None and until():
                 return None
+            if more:
+                more = advance()
+                continue
             quiet = 0 if until is not None or next(spare, _DONE) is not _DONE else None
         return self._early.popleft()
 
@@ -150,10 +158,12 @@ def serve(connection: Connection) -> None:
     runner: Runner | None = None
     steps: Pipeline | None = None
     while True:
-        if steps is not None and steps.running:
-            message = connection.receive(until=steps.reached)
+        if runner is None or steps is None:
+            message = connection.receive()
+        elif steps.running:
+            message = connection.receive(until=steps.reached, advance=runner.load_more)
         else:
-            message = connection.receive(spare=_NOTHING if runner is None else runner.spare_work)
+            message = connection.receive(spare=runner.spare_work, advance=runner.load_more)
         if runner is not None and runner.adapters is not None:
             take_adapters(connection, runner.adapters, message)
         if isinstance(message, WorkerConfig):
@@ -163,7 +173,7 @@ def serve(connection: Connection) -> None:
             if steps is None:
                 raise RuntimeError("a StepPlan arrived before WorkerConfig")
             steps.launch(message)
-        elif steps is not None and steps.running:
+        elif steps is not None and steps.running and (message is not None or steps.reached()):
             steps.finish()
         if isinstance(message, WorkerCall):
             reply(connection, runner, message)

@@ -172,6 +172,10 @@ class Runner:
             raise RuntimeError("a row has an adapter, but enable_lora is off")
         return self.adapters.rows(order)
 
+    def load_more(self) -> bool:
+        """Go on with adapters that are being loaded; see `Adapters.advance`."""
+        return self.adapters is not None and self.adapters.advance()
+
     def step(self, plan: StepPlan, masks: Callable[[], Masks | None] = lambda: None) -> StepResult:
         """Launch, sample and finish a plan. masks: see `RunningStep.sample`."""
         step = self.launch(plan)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from pagewire.kernels.cpu.arena import Region
+from pagewire.kernels.cpu.arena import LARGE_PAGE, Region
 from pagewire.kernels.cpu.library import structure
 from pagewire.kernels.cpu.memory import ALIGNMENT
 from pagewire.kernels.cpu.tensors import DTYPES, last_contiguous
@@ -48,33 +48,38 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def together(products: Sequence[Sequence[Delta]]) -> list[list[Delta]]:
-    """Copies of the changes in one piece of memory, in large pages, in the order in which a step reads them.
+class AdapterMemory:
+    """One piece of memory for all changes by an adapter, in large pages unless it is small."""
 
-    Raises:
-        OSError: there is not enough memory.
-    """
-    tensors = [tensor for deltas in products for delta in deltas for tensor in delta.tensors]
-    sizes = [tensor.nbytes + -tensor.nbytes % ALIGNMENT for tensor in tensors]
-    region = Region(max(sum(sizes), 1))
-    left = torch.frombuffer(region.memory, dtype=torch.uint8)[region.offset : region.offset + region.size]
+    def __init__(self, deltas: Iterable[Delta]) -> None:
+        """Raises OSError if there is not enough memory."""
+        size = sum(_room(tensor) for delta in deltas for tensor in delta.tensors)
+        if size < LARGE_PAGE // 2:
+            self._left = torch.empty(size, dtype=torch.uint8)
+            return
+        region = Region(size)
+        self._left = torch.frombuffer(region.memory, dtype=torch.uint8)[region.offset : region.offset + size]
 
-    def moved(tensor: Tensor | None) -> Tensor | None:
-        nonlocal left
-        if tensor is None or not tensor.nbytes:
-            return tensor
-        taken, left = left[: tensor.nbytes], left[tensor.nbytes + -tensor.nbytes % ALIGNMENT :]
-        return taken.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-
-    whole: list[list[Delta]] = []
-    for deltas in products:
-        firsts = [moved(delta.a) for delta in deltas]
-        whole.append([])
+    def copies(self, deltas: Sequence[Delta]) -> list[Delta]:
+        """Copies of all changes of a product; to be called in the order in which a step reads products."""
+        firsts = [self._copy(delta.a) for delta in deltas]
+        copies = []
         for delta, a in zip(deltas, firsts, strict=True):
             assert a is not None
-            b, gain, shift = map(moved, (delta.b, delta.gain, delta.shift))
-            whole[-1].append(replace(delta, a=a, b=b, gain=gain, shift=shift))
-    return whole
+            b, gain, shift = map(self._copy, (delta.b, delta.gain, delta.shift))
+            copies.append(replace(delta, a=a, b=b, gain=gain, shift=shift))
+        return copies
+
+    def _copy(self, tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or not tensor.nbytes:
+            return tensor
+        taken, self._left = self._left[: tensor.nbytes], self._left[_room(tensor) :]
+        return taken.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def _room(tensor: Tensor) -> int:
+    """Bytes from the beginning of a tensor to where the next one may begin."""
+    return tensor.nbytes + -tensor.nbytes % ALIGNMENT
 
 
 class _Rows:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 import pagewire
+from pagewire.frontend import lora
 from pagewire.frontend.llm import LLM
 from pagewire.frontend.lora import AdapterBook, LoRARequest, for_each
 from pagewire.frontend.mailbox import Inbox
@@ -128,8 +129,19 @@ def test_what_is_no_adapter_of_this_engine_is_refused(
 
 
 def test_adapters_share_the_models_tokenizer_unless_they_have_another(
-    engine_info: EngineInfo, new: Callable[..., Path], word_tokenizer: Path
+    engine_info: EngineInfo,
+    new: Callable[..., Path],
+    word_tokenizer: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The files of the model's are read once, and not for adapters without any."""
+    digested, digest = list[Path](), lora.tokenizer_digest
+
+    def noted(folder: Path) -> bytes:
+        digested.append(folder)
+        return digest(folder)
+
+    monkeypatch.setattr(lora, "tokenizer_digest", noted)
     book = AdapterBook(engine_info)
     requests = {
         name: LoRARequest(name, 1, str(new(name, None if name == "none" else word_tokenizer)))
@@ -142,7 +154,10 @@ def test_adapters_share_the_models_tokenizer_unless_they_have_another(
         vocabulary |= {f"▁more{i}": len(vocabulary) + i for i in range(num_more)}
         path.write_text(json.dumps(tokenizer))
     assert not book.knows(requests["other"]) and book.knows(None)
-    used = {name: book.use(requests[name]) for name in ("none", "same", "other")}
+    used = {"none": book.use(requests["none"])}
+    assert digested == [Path(requests["none"].lora_path)]
+    used |= {name: book.use(requests[name]) for name in ("same", "other")}
+    assert digested.count(Path(engine_info.tokenizer)) == 1 and len(digested) == 4
     assert book.knows(requests["other"])
     assert used["none"] is not None and used["none"].tokenizer is None
     assert used["same"] is not None and used["same"].tokenizer is None

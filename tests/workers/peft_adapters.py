@@ -14,6 +14,7 @@ from pagewire.workers.model.matrices import is_linear
 
 from .driver import load_runner
 from .parity import NUM_TOKENS
+from .random_adapters import load
 
 LIMITS = LoRAConfig(max_loras=8, max_lora_rank=64, extra_vocab_size=0)
 
@@ -100,12 +101,7 @@ class AdaptedRunner:
 
     def load(self, index: int, folder: Path, content: bytes = b"") -> AdapterLoaded:
         """The message that an adapter is loaded, or why it is not."""
-        assert self.runner.adapters is not None
-        self._awake.clear()
-        self.runner.adapters.load(LoadAdapter(index, str(folder), content))
-        assert self._awake.wait(60)
-        (message,) = self.runner.adapters.finished()
-        return message
+        return load(self.runner.adapters, LoadAdapter(index, str(folder), content), self._awake)
 
     def load_all(self, folders: Sequence[Path]) -> list[AdapterLoaded]:
         """Adapters 1, 2 and so on; each must be loaded."""

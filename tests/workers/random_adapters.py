@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pagewire.ipc.lora import AdapterLoaded, LoadAdapter
 from pagewire.workers.adapters.files import TENSORS
+from pagewire.workers.adapters.loader import Adapters
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 SHAPES = {Q: (64, 64), DOWN: (64, 100)}
@@ -42,3 +45,15 @@ def write(folder: Path, config: Mapping[str, Any] = CONFIG, tensors: Tensors | N
     tensors = make_tensors() if tensors is None else tensors
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / TENSORS)
     return folder
+
+
+def load(adapters: Adapters | None, order: LoadAdapter, awake: threading.Event) -> AdapterLoaded:
+    """Load an adapter as a worker without steps does. awake: set by `wake` of the runner."""
+    assert adapters is not None
+    adapters.load(order)
+    while not (messages := adapters.finished()):
+        if not adapters.advance():
+            assert awake.wait(60)
+            awake.clear()
+    (message,) = messages
+    return message

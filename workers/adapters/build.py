@@ -1,4 +1,4 @@
-"""Makes what an adapter changes in a model's products, from its configuration and tensors."""
+"""Makes what an adapter changes in a model's products, from its configuration and tensors, in pieces."""
 
 from __future__ import annotations
 
@@ -9,42 +9,58 @@ from torch import Tensor
 
 from pagewire.ipc.lora import LoRAConfig
 from pagewire.ipc.quoting import quoted
-from pagewire.kernels.cpu.adapters import table_of, together
+from pagewire.kernels.cpu.adapters import AdapterMemory, table_of
 from pagewire.kernels.deltas import AdapterWeights, Delta, EmbeddingDelta, panels
 from pagewire.workers.adapters.base_weights import BaseWeights
 from pagewire.workers.adapters.config import AdapterConfig
-from pagewire.workers.adapters.names import Kind, Parts, by_module
+from pagewire.workers.adapters.names import Kind, Parts
+from pagewire.workers.adapters.pieces import LARGE_BYTES, Piece, Pieces
 from pagewire.workers.adapters.targets import Place, Targets
 
 LORA = {Kind.A, Kind.B}
 EMBEDDING = {Kind.EMBEDDING_A, Kind.EMBEDDING_B}
+WITH_BASE = {Kind.MAGNITUDE, Kind.WEIGHT, Kind.BIAS}
+"""Tensors for which weights of the model itself are read."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def build(
-    config: AdapterConfig, tensors: dict[str, Tensor], targets: Targets, limits: LoRAConfig, base: BaseWeights
-) -> tuple[AdapterWeights, int]:
+    config: AdapterConfig, modules: dict[str, Parts], targets: Targets, limits: LoRAConfig, base: BaseWeights
+) -> Pieces[tuple[AdapterWeights, int]]:
     """The adapter for a model, and its largest rank.
 
-    base: the model's own weights, which DoRA needs.
+    modules: the tensors of each module; taken out one by one. base: the model's own weights, which DoRA needs.
 
     Raises:
         ValueError: it is of another model, broken, larger than the limits, or asks for what is not served.
     """
     builder = _Builder(config, targets, limits, base)
-    modules = by_module(tensors)
-    for module, parts in modules.items():
-        builder.add(module, parts)
-    builder.check_whole()
-    deltas = [builder.deltas.get(product, []) for product in range(len(targets.shapes))]
     on_cpu = targets.device.type == "cpu"
+    # Long pieces come last, so that work changes threads once. A copy to a GPU waits for the step that runs there.
+    long = {name for name, parts in modules.items() if not on_cpu or _is_long(parts)}
+    for module in sorted(modules, key=long.__contains__):
+        yield Piece.LONG if module in long else Piece.SHORT
+        builder.add(module, modules.pop(module))
+    builder.check_whole()
+    deltas = [builder.deltas.pop(product, []) for product in range(len(targets.shapes))]
     if on_cpu:
-        deltas = together(deltas)
+        memory = AdapterMemory(delta for product in deltas for delta in product)
+        for product, own in enumerate(deltas):
+            if own:
+                yield Piece.LONG if long else Piece.SHORT
+                deltas[product] = memory.copies(own)
+    yield Piece.SHORT
     extra = builder.num_extra_tokens()
     weights = AdapterWeights(deltas, targets.shapes, targets.dtype, builder.embedding, extra)
+    yield Piece.SHORT
     if on_cpu:
         table_of(weights)  # now, so that no step has to make it
     return weights, builder.rank
+
+
+def _is_long(parts: Parts) -> bool:
+    """True if taking the tensors of a module in reads much memory, the model's own or theirs."""
+    return bool(parts.keys() & WITH_BASE) or any(tensor.nbytes > LARGE_BYTES for tensor in parts.values())
 
 
 @dataclass
@@ -202,7 +218,7 @@ class _Builder:
             place.num_out,
             scale,
             gain,
-            shift if shift.any() else None,
+            shift if parts.keys() != LORA and shift.any() else None,
         )
 
     def _add_embedding(self, module: str, parts: Parts) -> None:
@@ -213,14 +229,14 @@ class _Builder:
         if (weight := parts.get(Kind.WEIGHT)) is not None:
             self._check_shape(module, weight, (len(weight), size))
             self.num_rows = {module: len(weight), **self.num_rows}  # it says first how many there are
-            rows = self._held(module, weight, self.targets.dtype).to(self.targets.device)
+            rows = self._held(module, weight, self.targets.dtype).to(self.targets.device, copy=True)
         if Kind.EMBEDDING_A in parts:
             first, second = parts[Kind.EMBEDDING_A], parts[Kind.EMBEDDING_B]
             scale, rank = self.config.scale(module), self._check_rank(module, len(first))
             self._check_shape(module, first, (rank, num_rows))
             self._check_shape(module, second, (size, rank))
-            a = self._held(module, first.T).float().to(self.targets.device)
-            b = self._held(module, second).float().to(self.targets.device)
+            a = self._held(module, first.T).float().to(self.targets.device, copy=True)
+            b = self._held(module, second).float().to(self.targets.device, copy=True)
         self.embedding = EmbeddingDelta(rows, a, b, scale)
 
     def _check_rank(self, module: str, rank: int) -> int:
@@ -256,10 +272,13 @@ class _Builder:
         return self.targets.dtype if chosen == self.targets.dtype else torch.float32
 
     def _held(self, module: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A contiguous copy in a dtype, by default that of low-rank matrices, rounded to `lora_dtype`."""
+        """A tensor in a dtype, by default that of low-rank matrices, rounded to `lora_dtype`; contiguous.
+
+        Where nothing of it has to change, it is still memory of the file.
+        """
         if dtype is None:
             tensor, dtype = tensor.to(DTYPES.get(self.limits.lora_dtype, self.targets.dtype)), self._dtype()
-        held = tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        held = tensor.to(dtype).contiguous()
         if not bool(torch.isfinite(held).all()):
             raise ValueError(f"{quoted(module)} has numbers that are not finite in {held.dtype}")
         return held

@@ -1,7 +1,8 @@
 """Reads the files of an adapter: its configuration, and its tensors by name.
 
 Each file is read once, in pieces, into memory of its own; what is checked, hashed and used is the same bytes, even
-if the file is replaced or cut off meanwhile. The interpreter is not held for longer than a piece takes to read.
+if the file is replaced or cut off meanwhile. There are few calls of the system: each lets the interpreter go, and
+must wait for it afterwards.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import io
 import math
 import os
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,11 +35,20 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """What a folder holds. content: sha256 of both files."""
+    """What a folder holds: the bytes of its configuration and of its tensors' file, and the sha256 of both."""
 
     config: bytes
-    tensors: dict[str, Tensor]
+    data: bytearray
+    is_pickle: bool
     content: bytes
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The name of each tensor, and the tensor as a view of `data`.
+
+        Raises:
+            ValueError: the file is cut off, or is of another form, or has tensors that are no floats.
+        """
+        return iter(unpickled(self.data).items()) if self.is_pickle else parse_tensors(self.data)
 
 
 class _Entry(msgspec.Struct):
@@ -54,10 +65,9 @@ def read_files(folder: Path, allow_pickle: bool) -> AdapterFiles:
     allow_pickle: read `adapter_model.bin` where there is no safetensors file.
 
     Raises:
-        FileNotFoundError: a file is missing. OSError: it cannot be read. ValueError: it is no such file.
+        FileNotFoundError: a file is missing. OSError: it cannot be read. ValueError: it is no regular file, or too
+            large, or a pickle.
     """
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{quoted(str(folder))} is no folder")
     digest = hashlib.sha256()
     settings = _read(folder / config.NAME, digest, MAX_CONFIG_BYTES)
     digest.update(len(settings).to_bytes(LENGTH_BYTES, "little"))
@@ -65,25 +75,28 @@ def read_files(folder: Path, allow_pickle: bool) -> AdapterFiles:
         raise ValueError(
             f"{NEW_ROWS} is not served: name embed_tokens and lm_head in modules_to_save instead"
         )
-    if not (folder / TENSORS).exists() and (folder / PICKLE).exists():
+    try:
+        data, is_pickle = _read(folder / TENSORS, digest), False
+    except FileNotFoundError:
+        if not (folder / PICKLE).exists():
+            raise
         if not allow_pickle:
             raise ValueError(
                 f"{quoted(str(folder))} has {PICKLE} and no {TENSORS}: pickled tensors are read only if the "
                 "engine's option for them is on; PEFT saves safetensors by default"
-            )
-        tensors = unpickled(_read(folder / PICKLE, digest))
-    else:
-        tensors = parse_tensors(_read(folder / TENSORS, digest))
-    return AdapterFiles(bytes(settings), tensors, digest.digest())
+            ) from None
+        data, is_pickle = _read(folder / PICKLE, digest), True
+    return AdapterFiles(bytes(settings), data, is_pickle, digest.digest())
 
 
 def _read(path: Path, digest: Any, most: int | None = None) -> bytearray:
     """The content of a regular file, which is added to a hash."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{quoted(str(path.parent))} has no {path.name}") from None
-    with os.fdopen(descriptor, "rb", buffering=0) as file:
+    except (FileNotFoundError, NotADirectoryError):
+        lacks = f"has no {path.name}" if path.parent.is_dir() else "is no folder"
+        raise FileNotFoundError(f"{quoted(str(path.parent))} {lacks}") from None
+    try:
         info = os.fstat(descriptor)
         if not stat.S_ISREG(info.st_mode):
             raise ValueError(f"{path.name} is no regular file")
@@ -92,16 +105,18 @@ def _read(path: Path, digest: Any, most: int | None = None) -> bytearray:
         content = bytearray(info.st_size)
         view, done = memoryview(content), 0
         while done < len(view):
-            count = file.readinto(view[done : done + PIECE_BYTES])
+            count = os.readv(descriptor, [view[done : done + PIECE_BYTES]])
             if not count:
                 raise ValueError(f"{path.name} was cut off while it was read")
             digest.update(view[done : done + count])
             done += count
+    finally:
+        os.close(descriptor)
     return content
 
 
-def parse_tensors(content: bytearray) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, as views of its content.
+def parse_tensors(content: bytearray) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a safetensors file by name, as views of its content.
 
     Raises:
         ValueError: it is none, or is cut off, or has tensors that are no floats.
@@ -116,7 +131,8 @@ def parse_tensors(content: bytearray) -> dict[str, Tensor]:
         entries = msgspec.convert(header, dict[str, _Entry])
     except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"{TENSORS}: its header cannot be read: {error}") from error
-    return {name: _tensor(name, entry, content, start) for name, entry in entries.items()}
+    for name, entry in entries.items():
+        yield name, _tensor(name, entry, content, start)
 
 
 def _tensor(name: str, entry: _Entry, content: bytearray, start: int) -> Tensor:

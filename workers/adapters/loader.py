@@ -1,11 +1,9 @@
-"""Loads adapters in a thread beside the steps, and keeps those that are loaded."""
+"""Loads adapters beside the steps, and keeps those that are loaded."""
 
 from __future__ import annotations
 
 import logging
-import queue
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -18,6 +16,8 @@ from pagewire.workers.adapters.base_weights import BaseWeights
 from pagewire.workers.adapters.build import build
 from pagewire.workers.adapters.config import AdapterConfig
 from pagewire.workers.adapters.files import read_files
+from pagewire.workers.adapters.names import Parts, add_tensor, check_any
+from pagewire.workers.adapters.pieces import LARGE_BYTES, Piece, PieceRunner, Pieces
 from pagewire.workers.adapters.targets import Targets
 from pagewire.workers.batch import AdapterOrder
 from pagewire.workers.device.interface import Device
@@ -30,8 +30,9 @@ logger = logging.getLogger("pagewire.worker")
 class Adapters:
     """The adapters of a model by the index that the core gave each.
 
-    `load` and `drop`, and all other methods, are for the thread that runs steps. A loaded adapter can be used once
-    `finished` has returned its message. wake: called by the other thread when there is such a message.
+    All methods are for the thread that runs steps. It calls `advance` between them while an adapter is being
+    loaded; the adapter can be used once `finished` has returned its message. wake: called, also by another thread,
+    when there is such a message, or `advance` has something to do again.
     """
 
     def __init__(self, config: WorkerConfig, device: Device, wake: Callable[[], None]) -> None:
@@ -56,12 +57,9 @@ class Adapters:
         self._base = BaseWeights(config, device)
         self._loaded: dict[int, AdapterWeights] = {}
         self._pending: dict[int, LoadAdapter] = {}
-        self._orders: queue.SimpleQueue[LoadAdapter] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[tuple[LoadAdapter, AdapterLoaded, AdapterWeights | None]] = (
-            queue.SimpleQueue()
-        )
+        self._finished: list[AdapterLoaded] = []
+        self._pieces = PieceRunner(wake)
         self._targets: Targets | None = None
-        self._thread: threading.Thread | None = None
 
     def attach(self, loaded: LoadedModel) -> None:
         """Make a model that was just loaded ask for adapters. Those that are loaded stay so: it is the same model.
@@ -72,29 +70,24 @@ class Adapters:
         self._targets = Targets.of(loaded, self._device.torch_device)
 
     def load(self, message: LoadAdapter) -> None:
-        """Load an adapter in the thread. An index that is loaded already gets the new one, once it is there."""
+        """Begin to load an adapter. An index that is loaded already gets the new one, once it is there."""
         self._pending[message.index] = message
-        self._orders.put(message)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="load-adapters", daemon=True)
-            self._thread.start()
+        self._pieces.start(self._load(message))
+
+    def advance(self) -> bool:
+        """Go on with loading for a few milliseconds at most; returns True if there is more to do at once."""
+        return self._pieces.advance()
 
     def drop(self, index: int) -> None:
         """Free an adapter, loaded or not."""
         self._pending.pop(index, None)
-        self._loaded.pop(index, None)
+        if (weights := self._loaded.pop(index, None)) is not None and weights.num_bytes > LARGE_BYTES:
+            self._pieces.start(let_go(weights))
+        self._finished = [message for message in self._finished if message.index != index]
 
     def finished(self) -> list[AdapterLoaded]:
         """Messages about adapters that can be used now, or could not be loaded; not of those dropped meanwhile."""
-        messages = []
-        while not self._done.empty():
-            order, message, weights = self._done.get()
-            if self._pending.get(order.index) is not order:
-                continue
-            del self._pending[order.index]
-            if weights is not None:
-                self._loaded[order.index] = weights
-            messages.append(message)
+        messages, self._finished = self._finished, []
         return messages
 
     def rows(self, order: AdapterOrder | None) -> AdapterRows | None:
@@ -120,31 +113,53 @@ class Adapters:
         """Bytes of all loaded adapters."""
         return sum(adapter.num_bytes for adapter in self._loaded.values())
 
-    def _run(self) -> None:
-        while True:
-            order = self._orders.get()
-            weights = None
-            try:
+    def _load(self, order: LoadAdapter) -> Iterator[Piece]:
+        """Load an adapter, unless it is dropped meanwhile."""
+        weights, reading = None, self._read(order)
+        try:
+            while True:
+                with torch.inference_mode():
+                    piece = next(reading)
+                yield piece
                 if self._pending.get(order.index) is not order:
-                    continue
-                weights, message = self._read(order)
-            except Exception as error:
-                logger.warning("adapter %d was not loaded: %s", order.index, error_text(error))
-                message = AdapterLoaded(order.index, error=error_text(error), error_type=error_type(error))
-            self._done.put((order, message, weights))
+                    return
+        except StopIteration as end:
+            weights, message = end.value
+        except Exception as error:
+            logger.warning("adapter %d was not loaded: %s", order.index, error_text(error))
+            message = AdapterLoaded(order.index, error=error_text(error), error_type=error_type(error))
+        yield Piece.SHORT  # in the thread of the steps
+        if self._pending.get(order.index) is order:
+            del self._pending[order.index]
+            if weights is not None:
+                self._loaded[order.index] = weights
+            self._finished.append(message)
             self._wake()
 
-    @torch.inference_mode()
-    def _read(self, order: LoadAdapter) -> tuple[AdapterWeights, AdapterLoaded]:
-        if self._targets is None:
-            raise RuntimeError("no model is loaded")
+    def _read(self, order: LoadAdapter) -> Pieces[tuple[AdapterWeights, AdapterLoaded]]:
+        yield Piece.LONG
         limits: LoRAConfig = self._limits
         files = read_files(Path(order.path), limits.allow_pickle)
         if order.content and files.content != order.content:
             raise ValueError("its files are not those that were loaded under this name before")
-        config = AdapterConfig.parse(files.config)
-        weights, rank = build(config, files.tensors, self._targets, limits, self._base)
+        yield Piece.LONG if files.is_pickle else Piece.SHORT
+        if self._targets is None:
+            raise RuntimeError("no model is loaded")
+        config, modules = AdapterConfig.parse(files.config), dict[str, Parts]()
+        for name, tensor in files.tensors():
+            add_tensor(modules, name, tensor)
+            yield Piece.SHORT
+        check_any(modules)
+        weights, rank = yield from build(config, modules, self._targets, limits, self._base)
         loaded = AdapterLoaded(
             order.index, files.content, weights.num_bytes, rank, num_extra_tokens=weights.num_extra_tokens
         )
+        if len(files.data) > LARGE_BYTES:
+            self._pieces.start(let_go(files))
         return weights, loaded
+
+
+def let_go(memory: object) -> Iterator[Piece]:
+    """Drop a reference to much memory, which then goes back to the system."""
+    yield Piece.LONG
+    del memory

@@ -33,7 +33,7 @@ class Merge:
         """
         try:
             files = read_files(Path(path), allow_pickle=False)
-            return cls(AdapterConfig.parse(files.config), by_module(files.tensors), path)
+            return cls(AdapterConfig.parse(files.config), by_module(files.tensors()), path)
         except (ValueError, OSError) as error:
             raise LoadError(f"cannot merge the adapter {quoted(path)}: {error}") from error
 

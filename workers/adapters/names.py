@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 
 from torch import Tensor
@@ -33,22 +33,36 @@ LONGEST_FIRST = sorted(ENDS, key=len, reverse=True)
 Parts = dict[Kind, Tensor]
 
 
-def by_module(tensors: Mapping[str, Tensor]) -> dict[str, Parts]:
+def by_module(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Parts]:
     """The tensors of each module, by its name in the model of transformers.
 
     Raises:
-        ValueError: a name is of another form, or two are the same.
+        ValueError: a name is of another form, or two are the same, or there is none.
     """
     modules: dict[str, Parts] = {}
-    for name, tensor in tensors.items():
-        plain = INNER.sub("", name)
-        end = next((end for end in LONGEST_FIRST if plain.endswith(end)), None)
-        if end is None or not plain.startswith(PREFIX):
-            raise ValueError(f"its tensor {quoted(name)} is not served")
-        parts = modules.setdefault(plain[len(PREFIX) : -len(end)], {})
-        if ENDS[end] in parts:
-            raise ValueError(f"its tensor {quoted(name)} stands there twice")
-        parts[ENDS[end]] = tensor
+    for name, tensor in tensors:
+        add_tensor(modules, name, tensor)
+    check_any(modules)
+    return modules
+
+
+def add_tensor(modules: dict[str, Parts], name: str, tensor: Tensor) -> None:
+    """Add a tensor to those of its module.
+
+    Raises:
+        ValueError: its name is of another form, or there is one of its name.
+    """
+    plain = INNER.sub("", name)
+    end = next((end for end in LONGEST_FIRST if plain.endswith(end)), None)
+    if end is None or not plain.startswith(PREFIX):
+        raise ValueError(f"its tensor {quoted(name)} is not served")
+    parts = modules.setdefault(plain[len(PREFIX) : -len(end)], {})
+    if ENDS[end] in parts:
+        raise ValueError(f"its tensor {quoted(name)} stands there twice")
+    parts[ENDS[end]] = tensor
+
+
+def check_any(modules: Mapping[str, Parts]) -> None:
+    """Raise ValueError if there are no tensors."""
     if not modules:
         raise ValueError("it holds no tensors")
-    return modules

@@ -90,8 +90,7 @@ class Targets:
             module.removeprefix(self.prefix),
             module.removeprefix("model."),
         )
-        known = {*self.places, self.embedding}
-        return next((name for name in names if name in known), module)
+        return next((name for name in names if name in self.places or name == self.embedding), module)
 
     def _add_stack(self, stack: DecoderStack) -> None:
         layers = stack.stack.layers

@@ -41,6 +41,7 @@ from ..architectures import VOCAB_SIZE, Architecture
 from ..driver import GREEDY, Driver, load_runner, tokens_of, values
 from ..parity import make_prompts, transformers_tokens
 from ..peft_adapters import peft_logprobs
+from ..random_adapters import load as load_adapter
 from ..random_adapters import make_tensors, write
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96}
@@ -172,9 +173,7 @@ def test_steps_with_adapters_are_no_recorded_ones(
     shapes = {"model.layers.1.self_attn.v_proj": (32, 64), "model.layers.0.mlp.down_proj": (64, 96)}
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 2, "target_modules": list(shapes)}
     folder = write(tmp_path, config, make_tensors(shapes=shapes))
-    assert runner.adapters is not None
-    runner.adapters.load(LoadAdapter(1, str(folder)))
-    assert awake.wait(60) and [message.error for message in runner.adapters.finished()] == [None]
+    assert load_adapter(runner.adapters, LoadAdapter(1, str(folder)), awake).error is None
     prompts = make_prompts(VOCAB_SIZE, (9, 9))
     params = SamplingParams(temperature=0.0, prompt_logprobs=0)
     requests = Driver(runner, 32).run(prompts, 3, params, adapters=[1, 0])

@@ -29,7 +29,7 @@ from pagewire.workers.weight_cache.key import key_of
 from .. import pooled
 from ..architectures import EXPERTS, GPT2_SIZES, GROUPED, Architecture
 from ..driver import Driver
-from ..random_adapters import write
+from ..random_adapters import load, write
 
 PROMPTS = [[5, 9, 77, 3], [8] * 11]
 QWEN = Architecture("qwen3", GROUPED)  # its heads have norms
@@ -81,9 +81,7 @@ def test_adapters_of_a_model_from_packed_weights(model: Path, tmp_path: Path) ->
         ahead = WeightsAhead(config)
         runner = Runner.start(config, lambda *_: None, ahead, wake=awake.set)[0]
         assert len(keep(runner, ahead)) == 1
-        assert runner.adapters is not None
-        runner.adapters.load(LoadAdapter(1, str(adapter)))
-        assert awake.wait(60) and runner.adapters.finished()[0].error is None
+        assert load(runner.adapters, LoadAdapter(1, str(adapter)), awake).error is None
         found.append((ahead.packed is not None, Driver(runner).generate(PROMPTS, 8, adapters=[1, 0])))
     (first, made), (second, again) = found
     assert (first, second) == (False, True) and made == again
