@@ -148,8 +148,8 @@ class EngineArgs:
     speculative_config: dict[str, Any] = option(
         None, "Speculation", "JSON of method (ngram, suffix, draft_model, mlp_speculator, eagle3, mtp), model, "
         "num_speculative_tokens, prompt_lookup_max, prompt_lookup_min, disable_by_batch_size, max_model_len, "
-        "quantization, revision, draft_tensor_parallel_size, acceptance_method, posterior_threshold, posterior_alpha",
-        make=dict)
+        "quantization, revision, draft_tensor_parallel_size, acceptance_method, posterior_threshold, "
+        "posterior_alpha", make=dict)
     speculative_model: str | None = option(
         None, "Speculation", "model folder, file or id that proposes tokens, or '[ngram]': look up in the sequence "
         "what followed its last tokens before; outputs stay the same, see spec_decoding_acceptance_method")

@@ -14,7 +14,6 @@ from pagewire.engine_core.speculative_model import resolve_speculation
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.speculative import SpeculativeConfig, method_of
 
-
 TYPICAL_NGRAMS = {"method": "ngram", "acceptance_method": "typical_acceptance_sampler"}
 
 

@@ -1,10 +1,10 @@
 """Typical acceptance: a draft may count although another token was drawn in its place.
 
-A draft t counts if p(t) >= min(threshold, alpha * exp(-H)), where p is the distribution that the token was drawn from
-(after penalties, grammar, temperature and truncation) and H its entropy in nats: where the model is sure, a draft must
-be likely, and where it is not, less will do (Cai et al. 2024, "Medusa", section 2.3.1). A draft that is the drawn token
-counts in any case, as without the rule. At temperature 0 p is 1 for the likeliest token and 0 for the others, so the
-rule accepts that token alone, and greedy outputs do not depend on drafts.
+A draft t counts if p(t) >= min(threshold, alpha * exp(-H)), where p is the distribution that the token was drawn
+from (after penalties, grammar, temperature and truncation) and H its entropy in nats: where the model is sure, a
+draft must be likely, and where it is not, less will do (Cai et al. 2024, "Medusa", section 2.3.1). A draft that is
+the drawn token counts in any case, as without the rule. At temperature 0 p is 1 for the likeliest token and 0 for
+the others, so the rule accepts that token alone, and greedy outputs do not depend on drafts.
 
 Probabilities and entropies are sums of integers, see `fixed_point.py`: what is accepted depends on the row alone.
 """
@@ -61,9 +61,9 @@ def accept_typical(
 ) -> None:
     """Put accepted drafts in the place of drawn tokens.
 
-    token_ids: the drawn token of each row [n], changed in place. candidates: [n]. depths: float32 [n, V]. masses:
-    int64 [n, V], 0 for tokens that truncation has removed. ids: the token of each column [n, V], ascending; None: the
-    column itself.
+    token_ids: the drawn token of each row [n], changed in place. candidates: [n]. depths: float32 [n, V].
+    masses: int64 [n, V], 0 for tokens that truncation has removed. ids: the token of each column [n, V], ascending;
+    None: the column itself.
     """
     rows, columns = [], []
     for row, candidate in enumerate(candidates):
