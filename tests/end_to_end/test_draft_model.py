@@ -61,7 +61,7 @@ def test_the_tokens_are_those_without_it_also_after_the_worker_is_killed(llm: LL
 def test_typical_acceptance_loses_and_doubles_no_token_when_the_worker_is_killed(llm: LLM) -> None:
     """Greedy tokens are those without drafts; others may differ from those without the crash, but stay."""
     plain = llm.generate(PROMPTS[:2], PARAMS[:2], use_tqdm=False)
-    long = SamplingParams(temperature=1.0, seed=7, max_tokens=128, ignore_eos=True, logprobs=0)
+    long = SamplingParams(temperature=1.0, seed=7, max_tokens=64, ignore_eos=True, logprobs=0)
     params = [*PARAMS[:2], long, long]
     args = EngineArgs(
         "demo",
