@@ -148,10 +148,11 @@ class EngineArgs:
     speculative_config: dict[str, Any] = option(
         None, "Speculation", "JSON of method (ngram, suffix, draft_model, mlp_speculator, eagle3, mtp), model, "
         "num_speculative_tokens, prompt_lookup_max, prompt_lookup_min, disable_by_batch_size, max_model_len, "
-        "quantization, revision, draft_tensor_parallel_size", make=dict)
+        "quantization, revision, draft_tensor_parallel_size, acceptance_method, posterior_threshold, "
+        "posterior_alpha", make=dict)
     speculative_model: str | None = option(
         None, "Speculation", "model folder, file or id that proposes tokens, or '[ngram]': look up in the sequence "
-        "what followed its last tokens before; outputs stay the same")
+        "what followed its last tokens before; outputs stay the same, see spec_decoding_acceptance_method")
     num_speculative_tokens: int | None = option(
         None, "Speculation", "most tokens that are proposed at a time; how many are is decided by what pays")
     ngram_prompt_lookup_max: int | None = option(
@@ -167,12 +168,17 @@ class EngineArgs:
     speculative_draft_tensor_parallel_size: int | None = option(
         None, "Speculation", "1: the model that proposes tokens runs in one worker", short="-spec-draft-tp")
     spec_decoding_acceptance_method: str | None = option(
-        None, "Speculation", "rejection_sampler (default): a proposed token counts if it is the sampled one",
+        None, "Speculation", "rejection_sampler (default): a proposed token counts if it is the sampled one; "
+        "typical_acceptance_sampler: also if it is likely enough, so that more of them count, but outputs that are "
+        "not greedy depend on what is proposed: the same seed may give other tokens in another batch or after a "
+        "restart",
         choices=("rejection_sampler", "typical_acceptance_sampler"))
     typical_acceptance_sampler_posterior_threshold: float | None = option(
-        None, "Speculation", "of typical_acceptance_sampler, which is not served, since it changes outputs")
+        None, "Speculation", "for typical_acceptance_sampler: a proposed token of at least this probability counts "
+        "(default: 0.09)")
     typical_acceptance_sampler_posterior_alpha: float | None = option(
-        None, "Speculation", "of typical_acceptance_sampler, which is not served, since it changes outputs")
+        None, "Speculation", "for typical_acceptance_sampler: one of at least this, times exp(-entropy of the next "
+        "token), counts as well (default: root of the threshold, 0.3)")
     disable_logprobs_during_spec_decoding: bool | None = option(
         None, "Speculation", "no effect: log probabilities are those without speculation")
     enable_lora: bool = option(False, "Adapters", "serve LoRA adapters beside the model")

@@ -214,7 +214,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
         top_p: smallest set of tokens with this much probability, in (0, 1].
         top_k: sample from the k most likely tokens only; 0 and -1 mean all.
         min_p: only tokens at least this likely, relative to the most likely one; in [0, 1].
-        seed: 64-bit; the same seed gives the same tokens, whatever else runs. None: the engine draws a seed.
+        seed: 64-bit; the same seed gives the same tokens, whatever else runs (but for typical acceptance of drafts:
+            `EngineArgs.spec_decoding_acceptance_method`). None: the engine draws a seed.
         stop: strings that end the output; not part of it unless `include_stop_str_in_output`.
         stop_token_ids: tokens that end the output.
         bad_words: strings that must not be generated.

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
@@ -17,6 +18,7 @@ from pagewire.ipc.quantization import quantization_name
 from pagewire.ipc.quoting import quoted
 
 Method: TypeAlias = Literal["auto", "ngram", "suffix", "draft_model", "mlp_speculator", "eagle3", "mtp"]
+Acceptance: TypeAlias = Literal["rejection_sampler", "typical_acceptance_sampler"]
 NGRAM = "[ngram]"  # as `speculative_model`: the method "ngram"
 CORE_METHODS = ("ngram", "suffix")
 """Methods whose drafts the core finds in text that it knows; the others run a model in the worker."""
@@ -25,6 +27,11 @@ MAX_LOOKUP = 64
 DEFAULT_DRAFTS = {"ngram": 16, "suffix": 32, "draft_model": 5, "eagle3": 5}
 """Drafts at most in a step, by method; of the other methods it is what the checkpoint's config.json says."""
 DEFAULT_LOOKUP = (2, 5)
+TYPICAL: Acceptance = "typical_acceptance_sampler"
+DEFAULT_THRESHOLD = 0.09
+"""Of typical acceptance; the default of alpha is its root."""
+MAX_ALPHA = 1_000_000
+"""More than any vocabulary has tokens: with so large a factor, the other threshold alone counts."""
 
 NOT_SERVED = {
     "eagle": "EAGLE heads of the first two generations are not served: take an EAGLE-3 head (method 'eagle3')",
@@ -53,7 +60,8 @@ class SpeculativeConfig(msgspec.Struct, omit_defaults=True, forbid_unknown_field
     quantization: of the drafter's model, as `EngineArgs.quantization`.
     revision: of the drafter's model on the hub.
     acceptance_method: "rejection_sampler": a draft counts if it is the token that is sampled in its place, so
-        outputs are those without drafts. posterior_threshold, posterior_alpha: of "typical_acceptance_sampler".
+        outputs are those without drafts. "typical_acceptance_sampler": also if its probability is at least
+        min(posterior_threshold, posterior_alpha * exp(-entropy)), so outputs depend on what is proposed.
     """
 
     method: Method = "auto"
@@ -65,9 +73,9 @@ class SpeculativeConfig(msgspec.Struct, omit_defaults=True, forbid_unknown_field
     max_model_len: Positive | None = None
     quantization: str | None = None
     revision: str | None = None
-    acceptance_method: Literal["rejection_sampler", "typical_acceptance_sampler"] = "rejection_sampler"
-    posterior_threshold: Annotated[float, Meta(gt=0, lt=1)] = 0.09
-    posterior_alpha: Annotated[float, Meta(gt=0, lt=1)] = 0.3
+    acceptance_method: Acceptance = "rejection_sampler"
+    posterior_threshold: Annotated[float, Meta(ge=0, le=1)] = DEFAULT_THRESHOLD
+    posterior_alpha: Annotated[float, Meta(ge=0, le=MAX_ALPHA)] = math.sqrt(DEFAULT_THRESHOLD)
 
     @property
     def in_core(self) -> bool:
@@ -122,6 +130,7 @@ def speculative_config(flags: Mapping[str, Any], values: Mapping[str, Any]) -> S
         )
     _name_method(given)
     _complete_lookup(given)
+    _complete_thresholds(given)
     return _checked(given)
 
 
@@ -138,8 +147,9 @@ def _check_logprobs(disabled: Any) -> None:
     if disabled in (None, False):
         return
     raise ValueError(
-        "disable_logprobs_during_spec_decoding=True is not served: drafts never change what a request gets, "
-        "log probabilities included, and a request that asks for none pays for none; leave the option out"
+        "disable_logprobs_during_spec_decoding=True is not served: drafts never change what a request gets with "
+        "its tokens, log probabilities included, and a request that asks for none pays for none; leave the option "
+        "out"
     )
 
 
@@ -179,6 +189,13 @@ def _complete_lookup(given: dict[str, Any]) -> None:
         given["prompt_lookup_max"] = max(DEFAULT_LOOKUP[1], low)
 
 
+def _complete_thresholds(given: dict[str, Any]) -> None:
+    """Where the threshold alone is given, let alpha be its root, as the defaults are."""
+    threshold = given.get("posterior_threshold")
+    if isinstance(threshold, int | float) and threshold >= 0 and "posterior_alpha" not in given:
+        given["posterior_alpha"] = math.sqrt(threshold)
+
+
 def _checked(given: dict[str, Any]) -> SpeculativeConfig:
     """The configuration of checked keys, with what depends on several of them."""
     try:
@@ -200,15 +217,11 @@ def _checked(given: dict[str, Any]) -> SpeculativeConfig:
         raise ValueError(f"speculative method {config.method!r} needs a model")
     if config.quantization is not None:
         quantization_name(config.quantization)
-    if config.acceptance_method == "typical_acceptance_sampler":
-        raise ValueError(
-            "spec_decoding_acceptance_method='typical_acceptance_sampler' is not served: it keeps drafts that are "
-            "not the sampled token, so outputs would depend on the drafter and on what else runs; "
-            "'rejection_sampler' keeps the drafts that are the sampled tokens, at any temperature"
-        )
     for name in ("posterior_threshold", "posterior_alpha"):
-        if name in given:
-            raise ValueError(f"{name} belongs to the typical_acceptance_sampler, which is not served")
+        if name in given and config.acceptance_method != TYPICAL:
+            raise ValueError(
+                f"{name} belongs to acceptance_method {TYPICAL!r}, not to {config.acceptance_method!r}"
+            )
     if not config.num_speculative_tokens and config.method in DEFAULT_DRAFTS:
         return msgspec.structs.replace(config, num_speculative_tokens=DEFAULT_DRAFTS[config.method])
     return config

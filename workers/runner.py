@@ -30,6 +30,7 @@ from pagewire.workers.errors import LoadError
 from pagewire.workers.model.attention import StepContext
 from pagewire.workers.model.encoder import EncoderModel
 from pagewire.workers.model.loading import LoadedModel, Phases
+from pagewire.workers.sample.typical import TypicalAcceptance
 from pagewire.workers.slots import Slots
 from pagewire.workers.speculation.open import open_drafter
 from pagewire.workers.step import RunningStep
@@ -55,7 +56,7 @@ class Runner:
     wake: called by other threads when `adapters` has messages.
     adapters: None where they are not served.
     loaded: None while the weights are dropped. caches: K and V of each layer; empty while their memory is released.
-    drafter: proposes tokens.
+    drafter: proposes tokens. typical: accepts proposed tokens that were not drawn; None: none is accepted.
     spare_work: optional work for idle moments, a few milliseconds with each `next`.
     embedding_size: numbers of an embedding that may take the place of a token's; 0: none may.
     """
@@ -84,6 +85,7 @@ class Runner:
         )
         self.block_bytes = sum(shape.block_bytes(config.block_size) for shape in self.loaded.kv_shapes)
         self.block_bytes += self.drafter.block_bytes
+        self.typical = TypicalAcceptance.of(config.speculative)
         self.relay = Relay(config.max_num_seqs, self.device.torch_device)
         self.caches: list[tuple[Tensor, Tensor]] = []
         self.graphs: DecodeGraphs | None = None

@@ -30,6 +30,7 @@ from pagewire.workers.model.loading import LoadedModel
 from pagewire.workers.model.pooler import PoolingSlot
 from pagewire.workers.sample.masks import TokenMasks
 from pagewire.workers.sample.sampler import NO_TOKEN_POSSIBLE, SampleOutput, SamplingSlot, logprob_rows
+from pagewire.workers.sample.typical import Candidate, TypicalAcceptance
 from pagewire.workers.slots import Slots
 from pagewire.workers.speculation.interface import Drafter, RowOver
 
@@ -41,6 +42,7 @@ class ModelOnDevice(Protocol):
     device: Device
     sampler: TokenSampler
     drafter: Drafter
+    typical: TypicalAcceptance | None
 
     @property
     def model(self) -> LoadedModel:
@@ -185,9 +187,11 @@ class RunningStep:
         """The sampler's state at each sample: that of its slot, with the drafts before the sample appended."""
         if self._batch is None or not self._batch.drafted:
             return self._slots
-        sampling = self._runner.slots.sampling
+        sampling, rule = self._runner.slots.sampling, self._runner.typical
         return [
-            sampling[row.slot].ahead(row.drafts[:n]) for row in self.plan.rows for n in range(row.num_samples)
+            sampling[row.slot].ahead(row.drafts[:n], candidate(row, n, rule))
+            for row in self.plan.rows
+            for n in range(row.num_samples)
         ]
 
     def _take(self, output: SampleOutput, result: StepResult) -> None:
@@ -250,8 +254,16 @@ class RunningStep:
         return rows
 
 
+def candidate(row: Row, sample: int, rule: TypicalAcceptance | None) -> Candidate | None:
+    """The draft in the place of one of a row's samples, if it may count without being drawn."""
+    return Candidate(row.drafts[sample], rule) if rule is not None and sample < len(row.drafts) else None
+
+
 def row_result(row: Row, output: SampleOutput, first: int) -> RowResult:
-    """The result of a row whose samples begin at `first`; they count up to the first that is not the draft."""
+    """The result of a row whose samples begin at `first`; they count up to the first that is not the draft.
+
+    A draft that typical acceptance has accepted is the sample in its place (`sample/typical.py`).
+    """
     if (error := output.errors.get(first)) is not None:  # a mistake of the request, or of the model
         return RowResult(error=error, error_type="ValueError" if error == NO_TOKEN_POSSIBLE else None)
     if not row.drafts:

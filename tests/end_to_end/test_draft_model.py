@@ -60,6 +60,52 @@ def test_the_tokens_are_those_without_it_also_after_the_worker_is_killed(llm: LL
     asyncio.run(main())
 
 
+def test_typical_acceptance_loses_and_doubles_no_token_when_the_worker_is_killed(llm: LLM) -> None:
+    """Greedy tokens are those without drafts; others may differ from those without the crash, but stay."""
+    plain = llm.generate(PROMPTS[:2], PARAMS[:2], use_tqdm=False)
+    long = SamplingParams(temperature=1.0, seed=7, max_tokens=64, ignore_eos=True, logprobs=0)
+    params = [*PARAMS[:2], long, long]
+    args = EngineArgs(
+        "demo",
+        speculative_model=str(FOLDER),
+        num_speculative_tokens=3,
+        spec_decoding_acceptance_method="typical_acceptance_sampler",
+        typical_acceptance_sampler_posterior_threshold=0.01,
+        **OPTIONS,
+    )
+
+    async def main() -> None:
+        async with AsyncLLM.from_engine_args(args) as engine:
+            begun = asyncio.Event()
+
+            async def stream(index: int) -> list[int]:
+                tokens: list[int] = []
+                async for output in engine.generate(PROMPTS[index], params[index], f"r{index}"):
+                    found = output.outputs[0]
+                    assert found.token_ids[: len(tokens)] == tokens and len(found.token_ids) == len(
+                        found.logprobs
+                    )
+                    assert all(
+                        token_id in each
+                        for token_id, each in zip(found.token_ids, found.logprobs, strict=True)
+                    )
+                    tokens = list(found.token_ids)
+                    if index >= 2:
+                        begun.set()
+                return tokens
+
+            tasks = [asyncio.create_task(stream(index)) for index in range(len(PROMPTS))]
+            await begun.wait()
+            status = await asyncio.wrap_future(engine.session.call("status"))
+            os.kill(status["worker_pid"], signal.SIGKILL)
+            outputs = await asyncio.gather(*tasks)
+            assert [len(tokens) for tokens in outputs] == [each.max_tokens for each in params]
+            assert outputs[:2] == [output.outputs[0].token_ids for output in plain]
+            assert (await asyncio.wrap_future(engine.session.call("status")))["worker_starts"] == 2
+
+    asyncio.run(main())
+
+
 def test_a_drafter_that_the_model_does_not_have_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="num_nextn_predict_layers"):
         LLM("demo", speculative_config={"method": "mtp"}, **OPTIONS)

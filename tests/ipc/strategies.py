@@ -16,7 +16,7 @@ from pagewire.ipc.adapters import MAX_ADAPTER_ID, AdapterSource
 from pagewire.ipc.codec import INLINE_BYTES, ITEM_SIZES, Tensor
 from pagewire.ipc.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from pagewire.ipc.pooling import POOLING_TYPES, TASKS, PoolerConfig, PoolingParams
-from pagewire.ipc.speculative import MAX_DRAFTS, MAX_LOOKUP, Method, SpeculativeConfig
+from pagewire.ipc.speculative import MAX_ALPHA, MAX_DRAFTS, MAX_LOOKUP, Acceptance, Method, SpeculativeConfig
 
 UNIONS = {
     "ToCore": messages.ToCore,
@@ -136,6 +136,9 @@ speculative_configs = st.builds(
     max_model_len=sizes,
     quantization=st.none() | words,
     revision=st.none() | words,
+    acceptance_method=st.sampled_from(get_args(Acceptance)),
+    posterior_threshold=st.floats(0, 1),
+    posterior_alpha=st.floats(0, MAX_ALPHA),
 )
 
 adapters = st.builds(

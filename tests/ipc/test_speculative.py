@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pagewire.engine_core.speculative_model import resolve_speculation
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.speculative import SpeculativeConfig, method_of
+
+TYPICAL_NGRAMS = {"method": "ngram", "acceptance_method": "typical_acceptance_sampler"}
 
 
 def resolved(**options: Any) -> SpeculativeConfig | None:
@@ -71,6 +75,21 @@ def test_methods_and_their_defaults(values: dict[str, Any], expected: tuple[obje
     assert found == expected
 
 
+def test_typical_acceptance_and_its_thresholds() -> None:
+    """The root of the threshold is the default of alpha."""
+    values = [{}, {"posterior_threshold": 0.25}, {"posterior_alpha": 2}, {"posterior_threshold": 0}]
+    configs = [resolved(speculative_config=TYPICAL_NGRAMS | each) for each in values]
+    found = [(config.posterior_threshold, config.posterior_alpha) for config in configs if config is not None]
+    assert found == [(0.09, pytest.approx(0.3)), (0.25, 0.5), (0.09, 2.0), (0.0, 0.0)]
+    flags = resolved(
+        speculative_model="[ngram]",
+        spec_decoding_acceptance_method="typical_acceptance_sampler",
+        typical_acceptance_sampler_posterior_threshold=0.25,
+    )
+    assert flags == configs[1] and flags is not None
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(flags), type=SpeculativeConfig) == flags
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
@@ -102,10 +121,32 @@ def test_methods_and_their_defaults(values: dict[str, Any], expected: tuple[obje
             "never change what a request",
         ),
         (
-            {"speculative_model": "x", "spec_decoding_acceptance_method": "typical_acceptance_sampler"},
-            "'rejection_sampler' keeps the drafts",
+            {"speculative_model": "x", "typical_acceptance_sampler_posterior_alpha": 0.3},
+            "posterior_alpha belongs to acceptance_method 'typical_acceptance_sampler', not to 'rejection",
         ),
-        ({"speculative_model": "x", "typical_acceptance_sampler_posterior_alpha": 0.3}, "not served"),
+        (
+            {"speculative_config": {"model": "x", "posterior_threshold": 0.1}},
+            "posterior_threshold belongs to",
+        ),
+        (
+            {"speculative_config": TYPICAL_NGRAMS | {"posterior_threshold": 1.1}},
+            "<= 1.0 - at `..posterior_thre",
+        ),
+        (
+            {"speculative_config": TYPICAL_NGRAMS | {"posterior_threshold": -0.1}},
+            ">= 0.0 - at `..posterior_thre",
+        ),
+        ({"speculative_config": TYPICAL_NGRAMS | {"posterior_alpha": -1}}, ">= 0.0 - at `..posterior_alpha"),
+        (
+            {"speculative_config": TYPICAL_NGRAMS | {"posterior_alpha": math.nan}},
+            ">= 0.0 - at `..posterior_al",
+        ),
+        (
+            {"speculative_config": TYPICAL_NGRAMS | {"posterior_alpha": "much"}},
+            "got `str` - at `..posterior_al",
+        ),
+        ({"speculative_config": {"method": "ngram", "acceptance_method": "typical"}}, "acceptance_method"),
+        ({"spec_decoding_acceptance_method": "typical_acceptance_sampler"}, "speculative_model is missing"),
         ({"speculative_model": "x", "spec_decoding_acceptance_method": "other"}, "must be one of"),
     ],
 )

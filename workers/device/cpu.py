@@ -48,7 +48,7 @@ class CpuEvent:
 
 @dataclass(frozen=True)
 class CpuPendingTokens:
-    """Sampled tokens as `interface.PendingTokens`; they are never pending."""
+    """Tokens as `interface.PendingTokens` that are known already; they are never pending."""
 
     output: SampleOutput
 

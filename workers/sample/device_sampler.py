@@ -31,10 +31,11 @@ from pagewire.kernels.cuda.sampling import (
     sampling_request,
     sampling_rows,
 )
-from pagewire.workers.device.interface import Event
+from pagewire.workers.device.cpu import CpuPendingTokens
+from pagewire.workers.device.interface import Event, PendingTokens
 from pagewire.workers.sample.logprobs import Logprobs, logprob_rows
 from pagewire.workers.sample.masks import TokenMasks
-from pagewire.workers.sample.sampler import NO_TOKEN_POSSIBLE, SampleOutput, SamplingSlot, unusable
+from pagewire.workers.sample.sampler import NO_TOKEN_POSSIBLE, SampleOutput, SamplingSlot, sample, unusable
 
 
 def row_sampling(slot: SamplingSlot, mask: int = -1, max_most_likely: int = MOST_TOKENS) -> RowSampling:
@@ -106,9 +107,15 @@ class CudaTokenSampler:
 
     def launch(
         self, logits: Tensor, slots: Sequence[SamplingSlot], masks: TokenMasks | None = None
-    ) -> CudaPendingTokens:
+    ) -> PendingTokens:
         """Start to sample one token per row; arguments as for `sampler.sample`. The logits must not change until
-        `finish` has returned."""
+        `finish` has returned.
+
+        The kernels know no typical acceptance: a step that verifies drafts by it is sampled by PyTorch on the
+        device, and is over when this returns.
+        """
+        if any(slot.candidate is not None and slot.params.temperature > 0 for slot in slots):
+            return CpuPendingTokens(sample(logits, slots, masks))
         request = self._request(slots, masks or TokenMasks())
         request = request.with_tensors(self._device.upload(request.tensors))
         result = self._sampler.sample(logits, request)

@@ -3,6 +3,7 @@
     logits -> grammar                                                  (masks.py)
            -> allowed tokens, bias, bad words, penalties, min_tokens   (logit_edits.py)
            -> temperature -> min_p -> top_k -> top_p -> draw           (fixed_point.py, random.py)
+           -> a draft in the place of the drawn token, if it is typical (typical.py)
 
 Rows that need the same stages are processed together, a few at a time to limit scratch memory; stages that no
 row needs are skipped. A row's token depends on its logits, parameters, seed and history alone, not on the rest of
@@ -40,10 +41,12 @@ from pagewire.workers.sample.logprobs import logprob_rows, logprobs_of
 from pagewire.workers.sample.masks import TokenMasks
 from pagewire.workers.sample.random import uniform
 from pagewire.workers.sample.token_tables import TABLED
+from pagewire.workers.sample.typical import Candidate, accept_typical
 
 __all__ = ["SampleOutput", "SamplingSlot", "logprob_rows", "sample"]
 
 CHUNK = 2**20  # logits processed at a time
+PART = 2**24  # logits whose maxima are found at a time
 FEW = 32  # a top_k of at most 1 / FEW of the vocabulary is small
 
 NO_TOKEN_POSSIBLE = (
@@ -89,6 +92,8 @@ class SamplingSlot:
     num_prompt_tokens are the prompt; the others were generated before a preemption or restart. `NO_TOKEN` in the
     prompt is no token: no penalty applies to it, and it is in no bad word. vocab_size: V.
 
+    candidate: a draft of the next token, which may count without being drawn; only in a state `ahead`.
+
     `tokens` is only read in the constructor; no reference is kept.
     A slot that is rebuilt from the same history continues with the same tokens.
     """
@@ -105,6 +110,7 @@ class SamplingSlot:
     ) -> None:
         self.params, self.seed, self.num_tokens = without(params, TABLED), seed, num_tokens
         self.temperature = bounded(params.temperature)
+        self.candidate: Candidate | None = None
         self.edits = LogitEdits(params, stop_ids, tokens, num_prompt_tokens, num_tokens, vocab_size)
         random = params.temperature > 0
         self._stages = Stages(
@@ -121,12 +127,17 @@ class SamplingSlot:
         self.num_tokens += 1
         self.edits.add(token_id)
 
-    def ahead(self, token_ids: Sequence[int]) -> SamplingSlot:
-        """The state after these tokens, as a copy; this one does not change."""
-        if not token_ids:
+    def ahead(self, token_ids: Sequence[int], candidate: Candidate | None = None) -> SamplingSlot:
+        """The state after these tokens, as a copy; this one does not change.
+
+        candidate: the draft of the token that follows, if it may count without being drawn.
+        """
+        if not token_ids and candidate is None:
             return self
         state = copy(self)
-        state.edits = self.edits.copy()
+        state.candidate = candidate
+        if token_ids:
+            state.edits = self.edits.copy()
         for token_id in token_ids:
             state.append(token_id)
         return state
@@ -151,7 +162,9 @@ def sample(
         return output
     masks = masks or TokenMasks()
     allowed = masks.of_rows(len(slots))
-    peaks, firsts = largest(logits, allowed)
+    if allowed is not None:
+        allowed = allowed.to(logits.device)
+    peaks, firsts = _largest(logits, allowed)
     groups: dict[tuple[Stages, bool], list[int]] = {}
     for row, (peak, first, slot) in enumerate(zip(peaks.tolist(), firsts.tolist(), slots, strict=True)):
         masked = row in masks
@@ -172,6 +185,16 @@ def sample(
             _sample_rows(_take(logits, rows), _take(peaks, rows), slots, bits, rows, stages, output)
     _add_logprobs(logits, slots, output)
     return output
+
+
+def _largest(logits: torch.Tensor, allowed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `kernels.sampling.largest`, a part of the rows at a time: on a GPU each takes scratch memory."""
+    step = max(1, PART // logits.shape[1])
+    parts = [
+        largest(logits[start : start + step], None if allowed is None else allowed[start : start + step])
+        for start in range(0, len(logits), step)
+    ]
+    return torch.cat([values for values, _ in parts]), torch.cat([columns for _, columns in parts])
 
 
 def _sample_rows(
@@ -227,7 +250,9 @@ def _draw(x: torch.Tensor, peaks: torch.Tensor, slots: Sequence[SamplingSlot], s
     if stages.top_p:
         keep_top_p(x, bins, masses, [slot.params.top_p for slot in slots])
     drawn = draw(masses, uniform([slot.seed for slot in slots], [slot.num_tokens for slot in slots]))
-    return drawn if ids is None else [int(row[i]) for row, i in zip(ids, drawn, strict=True)]
+    token_ids = drawn if ids is None else [int(row[i]) for row, i in zip(ids, drawn, strict=True)]
+    accept_typical(token_ids, [slot.candidate for slot in slots], depths, masses, ids)
+    return token_ids
 
 
 def _add_logprobs(logits: torch.Tensor, slots: Sequence[SamplingSlot], output: SampleOutput) -> None:

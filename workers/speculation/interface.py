@@ -1,7 +1,8 @@
 """The interface of a drafter: a part of the worker that proposes tokens to follow those that were sampled.
 
-Drafts never change an output. The core puts them into the sequence's next row, where each counts only if it is the
-token that is sampled in its place. So a drafter may round, lag behind or be wrong; only speed depends on it.
+The core puts them into the sequence's next row, where each counts only if it is the token that is sampled in its
+place. So drafts never change an output, and a drafter may round, lag behind or be wrong; only speed depends on it.
+(Where typical acceptance is chosen, outputs depend on drafts: `sample/typical.py`.)
 """
 
 from __future__ import annotations
