@@ -137,13 +137,14 @@ def check_present(prefixes: Sequence[str], names: Sequence[str]) -> None:
 
 def is_copy(name: str, source: WeightSource, names: Sequence[str], dtype: torch.dtype) -> bool:
     """True for an embedding or output layer of an MTP layer that is, to the bit, the model's own."""
+    originals: tuple[str, ...]
     if name.endswith(".shared_head.head.weight"):
         originals = ("lm_head.weight", "model.embed_tokens.weight")  # the second one where they are tied
     elif name.endswith(".embed_tokens.weight"):
         originals = ("model.embed_tokens.weight",)
     else:
         return False
-    original = next((other for other in originals if other in names), None)
+    original = next((full for full in originals if full in names), None)
     if original is None:
         return False
     one, other = source.weight(name, dtype), source.weight(original, dtype)
