@@ -11,8 +11,11 @@ from pagewire.ipc.hub import model_folder, read_configs
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.speculative import DEFAULT_DRAFTS, MAX_DRAFTS, SpeculativeConfig, method_of
 
-# Where a checkpoint says how many tokens it proposes at a time, by method.
-NUM_DRAFTS_KEYS = {"mlp_speculator": "n_predict", "mtp": "num_nextn_predict_layers"}
+# Where a checkpoint says how many tokens it proposes at a time, by method: the first name, or those after it.
+NUM_DRAFTS_KEYS = {
+    "mlp_speculator": ("n_predict",),
+    "mtp": ("num_nextn_predict_layers", "num_mtp_layers"),  # transformers 5 writes the second
+}
 
 
 def resolve_speculation(args: EngineArgs, served: Mapping[str, Any]) -> SpeculativeConfig | None:
@@ -21,8 +24,8 @@ def resolve_speculation(args: EngineArgs, served: Mapping[str, Any]) -> Speculat
     served: the content of config.json of the model that is served.
 
     Raises:
-        ValueError: a bad option, or a model that says not how many tokens it proposes. ModelNotFoundError: no such
-            model.
+        ValueError: a bad option, a model that is none by itself, or one that says not how many tokens it proposes.
+        ModelNotFoundError: no such model.
     """
     config = args.resolved_speculation()
     if config is None or config.in_core:
@@ -36,6 +39,11 @@ def resolve_speculation(args: EngineArgs, served: Mapping[str, Any]) -> Speculat
         config = msgspec.structs.replace(config, model=str(path))
     if config.method == "auto":
         config = msgspec.structs.replace(config, method=method_of(own))
+        if config.method == "mtp":
+            raise ValueError(
+                f"{config.model} holds multi-token-prediction layers alone, which are not served: with the method "
+                "'mtp', and without a model, those in the checkpoint of the model that is served are"
+            )
     if config.num_speculative_tokens:
         return config
     return msgspec.structs.replace(config, num_speculative_tokens=num_drafts(config, own))
@@ -49,7 +57,8 @@ def num_drafts(config: SpeculativeConfig, own: Mapping[str, Any]) -> int:
     """
     if config.method in DEFAULT_DRAFTS:
         return DEFAULT_DRAFTS[config.method]
-    key = NUM_DRAFTS_KEYS[config.method]
+    keys = NUM_DRAFTS_KEYS[config.method]
+    key = next((key for key in keys if key in own), keys[0])
     number = own.get(key)
     if not isinstance(number, int) or not 1 <= number <= MAX_DRAFTS:
         raise ValueError(

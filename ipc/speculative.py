@@ -209,11 +209,12 @@ def _checked(given: dict[str, Any]) -> SpeculativeConfig:
         )
     if "prompt_lookup_max" in given and config.method != "ngram":
         raise ValueError(f"ngram_prompt_lookup_max and -min belong to {NGRAM!r}, not to {config.method!r}")
-    if config.in_core:
+    if config.in_core or config.method == "mtp":
+        what = "has no model" if config.in_core else "runs layers of the model that is served"
         for name in ("model", "quantization", "revision"):
             if name in given:
-                raise ValueError(f"speculative method {config.method!r} has no model: leave {name} out")
-    elif config.method != "mtp" and config.model is None:
+                raise ValueError(f"speculative method {config.method!r} {what}: leave {name} out")
+    elif config.model is None:
         raise ValueError(f"speculative method {config.method!r} needs a model")
     if config.quantization is not None:
         quantization_name(config.quantization)

@@ -97,7 +97,7 @@ class RunningStep:
         self._slots = [slots.sampling[self.plan.rows[i].slot] for i in batch.sample_rows]
         if self._runner.drafter.follows or any(row.num_drafts for row in self.plan.rows):
             self._sequences = [slots.sampling.get(row.slot) for row in self.plan.rows]
-            self._features = self._runner.drafter.features
+            self._features = self._runner.drafter.features(hidden)
         self._pooled = [(i, slots.pooling[row.slot]) for i, row in enumerate(self.plan.rows) if row.pool]
         for i, row in enumerate(self.plan.rows):
             if row.num_prompt_logprobs:

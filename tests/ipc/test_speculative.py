@@ -65,6 +65,7 @@ def test_the_documented_flags_and_the_dict_say_the_same() -> None:
         ({"model": "a/b"}, ("auto", 0, 2, 5)),
         ({"method": "mtp"}, ("mtp", 0, 2, 5)),
         ({"method": "deepseek_mtp", "num_speculative_tokens": 1}, ("mtp", 1, 2, 5)),
+        ({"method": "glm4_moe_mtp", "num_speculative_tokens": 3}, ("mtp", 3, 2, 5)),
         ({"method": "eagle3", "model": "a/b"}, ("eagle3", 5, 2, 5)),
     ],
 )
@@ -101,6 +102,10 @@ def test_typical_acceptance_and_its_thresholds() -> None:
         ({"speculative_config": {"method": 3}}, "unknown speculative method 3"),
         ({"speculative_config": {"method": "ngram", "model": "x"}}, "has no model: leave model out"),
         ({"speculative_config": {"method": "suffix", "prompt_lookup_max": 3}}, "belong to '.ngram.'"),
+        (
+            {"speculative_config": {"method": "mtp", "model": "x"}},
+            "layers of the model that is served: leave model",
+        ),
         ({"speculative_config": {"method": "draft_model"}}, "needs a model"),
         ({"speculative_config": {"method": "suffix", "model": "[ngram]"}}, "contradicts"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 1000}}, "<= 128"),
@@ -195,6 +200,10 @@ def test_a_model_is_found_and_says_how_many_tokens_it_proposes(tmp_path: Path) -
     )
     own = EngineArgs(speculative_config={"method": "mtp"})
     assert resolve_speculation(own, {"num_nextn_predict_layers": 1}) == SpeculativeConfig("mtp", None, 1)
+    assert resolve_speculation(own, {"num_mtp_layers": 2}) == SpeculativeConfig("mtp", None, 2)
     with pytest.raises(ValueError, match="no num_nextn_predict_layers"):
         resolve_speculation(own, {})
+    layers = model(tmp_path / "layers", model_type="deepseek_mtp")
+    with pytest.raises(ValueError, match=r"layers alone.*without a model"):
+        resolve_speculation(EngineArgs(speculative_model=layers), {})
     assert resolve_speculation(EngineArgs(), {}) is None

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.model.kv_scales import NAME as KV_SCALE
+from pagewire.workers.model.mtp_layers import without_mtp
 
 UNUSED = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.inv_freq$|(^|\.)mtp\.|\.[qkv]_scale$")
 """Names of causal masks and rotary frequencies in old checkpoints, of layers that draft tokens (MTP), and of scales
@@ -149,6 +150,7 @@ def check_report(model_type: str, missing: Iterable[str], unexpected: Iterable[s
     """Raise LoadError if weights are missing, or if there are tensors that belong to no weight."""
     if names := sorted(missing):
         raise LoadError(f"the checkpoint lacks {len(names)} weights of {model_type}: {_some(names)}")
+    unexpected = without_mtp(unexpected)
     if names := sorted(name for name in unexpected if not (UNUSED.search(name) or KV_SCALE.search(name))):
         raise LoadError(
             f"the checkpoint holds {len(names)} tensors that {model_type} has no use for: {_some(names)}; "

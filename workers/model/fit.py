@@ -16,6 +16,7 @@ from pagewire.workers.errors import MemoryShortageError
 from pagewire.workers.model.checkpoint_headers import read_headers
 from pagewire.workers.model.footprint import Footprint, footprint, of_rank
 from pagewire.workers.model.headers import CheckpointHeaders
+from pagewire.workers.model.mtp_layers import divided
 from pagewire.workers.weight_cache import folder
 from pagewire.workers.weight_cache.key import key_of
 
@@ -209,14 +210,17 @@ def sizes_of(headers: CheckpointHeaders, config: WorkerConfig, isa: str) -> Foot
     Raises:
         LoadError: see `footprint`, and `read_headers` for the model that proposes tokens.
     """
+    speculative = config.speculative
+    layers, quantization = None, config.quantization  # of the drafter
+    if speculative is not None and speculative.method == "mtp":
+        headers, layers = divided(headers)
+    elif speculative is not None and speculative.model is not None:
+        layers, quantization = read_headers(speculative.model), speculative.quantization
     whole = footprint(headers, isa, config.dtype, config.quantization, config.kv_cache_dtype)
     own = of_rank(whole, config.parallel)
-    speculative = config.speculative
-    if speculative is None or speculative.model is None:
+    if layers is None:
         return own
-    drafter = footprint(
-        *(read_headers(speculative.model), isa, own.dtype, speculative.quantization, config.kv_cache_dtype)
-    )
+    drafter = footprint(layers, isa, own.dtype, quantization, config.kv_cache_dtype)
     return replace(own, drafter=drafter)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -283,8 +283,13 @@ def transform_parts(module: torch.nn.Module, weights: Weights, device: torch.dev
 
 def weight_bytes(model: Model) -> int:
     """Bytes of all weights, including packed ones."""
+    return module_bytes([model.base, model.causal])
+
+
+def module_bytes(modules: Iterable[nn.Module]) -> int:
+    """Bytes of all weights of modules, including packed ones."""
     total, seen = 0, set()
-    for module in (model.base, model.causal):
+    for module in modules:
         if isinstance(module, DecoderStack | EncoderStack):
             total += module.num_bytes
         for child in module.modules():

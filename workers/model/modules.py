@@ -67,7 +67,7 @@ def build_module(
             return _merged(worker_config, config, dtype, form, quantise, kind)
         if worker_config.load_format == "dummy":
             return _random(worker_config, config, dtype, device, quantise, kind)
-        reason = _read_by_transformers(worker_config, config)
+        reason = read_by_transformers(worker_config, config)
         if reason is None:
             try:
                 return _on_meta(worker_config, config, dtype, form, quantise, kind)
@@ -97,7 +97,7 @@ def _merged(
             "an adapter cannot be merged into quantised weights, whose numbers would be rounded anew; serve it "
             "with enable_lora instead"
         )
-    reason = _read_by_transformers(worker_config, config)
+    reason = read_by_transformers(worker_config, config)
     if reason is not None or worker_config.load_format == "dummy":
         raise LoadError(f"an adapter cannot be merged: {reason or 'the weights are random'}")
     merge = Merge.of(worker_config.merged_adapter)
@@ -141,7 +141,7 @@ def _random(
         return Weights(_from_config(worker_config, config, dtype, kind), quantise)
 
 
-def _read_by_transformers(worker_config: WorkerConfig, config: Any) -> str | None:
+def read_by_transformers(worker_config: WorkerConfig, config: Any) -> str | None:
     """Why the weights are not read one by one; None if they are."""
     if worker_config.load_format == "pt":
         return "load_format is 'pt'"
@@ -179,12 +179,20 @@ def _on_meta(
     Raises:
         ImportError, AttributeError, TypeError: transformers' tables are not those of the versions tested.
     """
-    path = worker_config.model_path
-    source: WeightSource = GgufCheckpoint(path, config) if is_gguf(path) else Checkpoint(path)
-    if form is not None:
-        source = QuantisedCheckpoint(source, form)
+    source = weight_source(worker_config, config, form)
     causal = module_on_meta(worker_config, config, dtype, kind)
     return CheckpointWeights(causal, source, dtype, quantise, with_heads=not kind.has_head)
+
+
+def weight_source(worker_config: WorkerConfig, config: Any, form: Format | None) -> WeightSource:
+    """The weights of the checkpoint that a configuration names. form: in which it is quantised.
+
+    Raises:
+        LoadError: a file is missing or broken, or the format refuses the checkpoint.
+    """
+    path = worker_config.model_path
+    source: WeightSource = GgufCheckpoint(path, config) if is_gguf(path) else Checkpoint(path)
+    return source if form is None else QuantisedCheckpoint(source, form)
 
 
 def module_on_meta(

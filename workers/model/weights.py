@@ -186,11 +186,13 @@ class CheckpointWeights(Weights):
         dtype: torch.dtype,
         quantise: Quantise = keep,
         with_heads: bool = False,
+        names: Iterable[str] | None = None,
     ) -> None:
         """Find the tensors of each weight, and make the buffers that no checkpoint holds.
 
         dtype: of the weights, but for those that transformers keeps in float32.
         with_heads: the checkpoint may also hold what lies behind this module, such as an output layer.
+        names: of the tensors that belong to this module; None: all.
 
         Raises:
             ImportError: this version of transformers has no tables for converting checkpoints.
@@ -198,7 +200,8 @@ class CheckpointWeights(Weights):
         """
         super().__init__(causal, quantise)
         self._source = source
-        self._conversions, unexpected = conversions(causal, source.names, source.on_meta)
+        names = source.names if names is None else names
+        self._conversions, unexpected = conversions(causal, names, source.on_meta)
         plan = causal._get_dtype_plan(dtype)
         self._dtypes = {
             re.compile(pattern.replace("*", ".*")): exception for pattern, exception in plan.items()

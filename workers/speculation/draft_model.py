@@ -49,7 +49,6 @@ class DraftModel:
     """A drafter that is a language model; methods as in `interface.Drafter`."""
 
     follows = False
-    features = None
 
     def __init__(
         self,
@@ -97,6 +96,10 @@ class DraftModel:
     def weight_bytes(self) -> int:
         """See `Drafter.weight_bytes`."""
         return 0 if self._loaded is None else self._loaded.weight_bytes
+
+    def features(self, hidden: Tensor) -> Tensor | None:
+        """Nothing: it starts from tokens."""
+        return None
 
     def load(self, target: LoadedModel) -> None:
         """See `Drafter.load`."""

@@ -52,9 +52,11 @@ class Drafter(Protocol):
     def caches(self) -> Sequence[tuple[Tensor, Tensor]]:
         """K and V of each of its layers; empty while their memory is released."""
 
-    @property
-    def features(self) -> Tensor | None:
-        """What it takes from inside the model for each token [T, F] of the step that was just launched."""
+    def features(self, hidden: Tensor) -> Tensor | None:
+        """What it takes from the model for each token [T, F] of the step that was just launched.
+
+        hidden: the model's final hidden states [T or more, H].
+        """
 
     def load(self, target: LoadedModel) -> None:
         """Load the weights, if they are dropped. target: the model, whose weights are loaded.
@@ -93,7 +95,10 @@ class NoDrafter:
     follows = False
     block_bytes = spare_bytes = weight_bytes = 0
     caches: Sequence[tuple[Tensor, Tensor]] = ()
-    features = None
+
+    def features(self, hidden: Tensor) -> Tensor | None:
+        """Nothing."""
+        return None
 
     def load(self, target: LoadedModel) -> None:
         """Nothing to do."""

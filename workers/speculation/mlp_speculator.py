@@ -98,7 +98,6 @@ class MlpSpeculator:
 
     name: str | None = "MLPSpeculator"
     follows = False
-    features = None
     block_bytes = spare_bytes = 0
     caches: Sequence[tuple[Tensor, Tensor]] = ()
 
@@ -130,6 +129,10 @@ class MlpSpeculator:
         self._steps: list[Step] = []
         self.weight_bytes = 0
         self.load(target)
+
+    def features(self, hidden: Tensor) -> Tensor | None:
+        """Nothing: `RowOver.hidden` is all that it starts from."""
+        return None
 
     def load(self, target: LoadedModel) -> None:
         """See `Drafter.load`."""

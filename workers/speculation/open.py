@@ -20,14 +20,14 @@ from pagewire.workers.speculation.draft_model import DraftModel
 from pagewire.workers.speculation.eagle3 import Eagle3
 from pagewire.workers.speculation.interface import Drafter, NoDrafter
 from pagewire.workers.speculation.mlp_speculator import MlpSpeculator
+from pagewire.workers.speculation.mtp import Mtp
+from pagewire.workers.speculation.state_drafter import StateDrafter
 from pagewire.workers.speculation.vocabulary import MAX_SHARE, share_of_others
 
 logger = logging.getLogger("pagewire.worker")
 
 WITHOUT_MODEL = "; the methods 'ngram' and 'suffix' need no model and work with any"
-NOT_SERVED = {
-    "mtp": "the multi-token-prediction layers of a checkpoint are not served",
-}
+SERVED = ("draft_model", "mlp_speculator", "eagle3", "mtp")
 
 
 def open_drafter(
@@ -50,25 +50,24 @@ def open_drafter(
     if speculative is None or speculative.in_core:
         return NoDrafter()
     check_target(speculative, target, collective.size)
-    path = speculative.model
-    if path is None:
-        raise LoadError(f"the speculative method {speculative.method!r} needs a model{WITHOUT_MODEL}")
+    path, num_drafts = speculative.model, speculative.num_speculative_tokens
     drafter: Drafter
-    if speculative.method == "mlp_speculator":
+    if speculative.method == "mtp":
+        drafter = StateDrafter(Mtp(config, target, device), config, num_drafts, slots, device, sampler)
+    elif path is None:
+        raise LoadError(f"the speculative method {speculative.method!r} needs a model{WITHOUT_MODEL}")
+    elif speculative.method == "mlp_speculator":
         quantization = speculative.quantization
         drafter = speculator = MlpSpeculator(path, quantization, slots, target, device, sampler)
         check_mlp(speculator, speculative, config)
     elif speculative.method == "eagle3":
-        num_drafts = speculative.num_speculative_tokens
-        drafter = Eagle3(
-            *(config, target, path, num_drafts, speculative.quantization, slots, device, sampler)
-        )
+        head = Eagle3(config, target, path, speculative.quantization, device)
+        drafter = StateDrafter(head, config, num_drafts, slots, device, sampler)
     else:
         own = draft_config(config, speculative, path, target)
-        num_drafts = speculative.num_speculative_tokens
         drafter = DraftModel(own, target, num_drafts, slots, device, sampler, collective)
     phases.end("drafter")
-    logger.info("drafts come from %s (%s)", drafter.name, path)
+    logger.info("drafts come from %s (%s)", drafter.name, path or config.model_path)
     return drafter
 
 
@@ -79,9 +78,7 @@ def check_target(speculative: SpeculativeConfig, target: LoadedModel, num_ranks:
         LoadError: says why, and what works instead.
     """
     method = speculative.method
-    if method in NOT_SERVED:
-        raise LoadError(f"{NOT_SERVED[method]}: take a draft model (method 'draft_model'){WITHOUT_MODEL}")
-    if method not in ("draft_model", "mlp_speculator", "eagle3"):
+    if method not in SERVED:
         raise LoadError(f"the worker knows no speculative method {method!r}{WITHOUT_MODEL}")
     if target.pooler is not None:
         raise LoadError(

@@ -31,11 +31,6 @@ def test_the_worker_has_no_drafter_for_methods_of_the_core(llama: Path, method: 
     assert runner.block_bytes == runner_with(llama, None).block_bytes
 
 
-def test_methods_that_are_not_served_are_refused_with_an_alternative(llama: Path) -> None:
-    with pytest.raises(LoadError, match=r"multi-token-prediction.*not served.*draft_model.*ngram"):
-        runner_with(llama, llama, "mtp")
-
-
 def test_several_ranks_and_models_that_pool_are_refused(llama: Path, tmp_path: Path) -> None:
     speculative = SpeculativeConfig("draft_model", str(llama), 5)
     with pytest.raises(LoadError, match=r"needs tensor_parallel_size 1, not 2.*'ngram'"):

@@ -7,15 +7,18 @@ from pathlib import Path
 import pytest
 
 from pagewire.engine_core.schedule.speculation import NoSpeculation
-from pagewire.ipc.speculative import Method
+from pagewire.ipc.speculative import Method, SpeculativeConfig
 
 from ...engine_core.schedule.simulation import drafting
+from ..driver import load_runner
 from ..test_drafts import WAYS, Output, Way, generate
 from . import test_eagle3, test_mlp_speculator
+from .mtp_models import write_mtp
 from .speculating import runner_with
 
 SIZES = {"max_num_seqs": 32, "num_blocks": 320}
 BY_NAME = {way.name: way for way in WAYS}
+PREEMPTED = BY_NAME["preempted"]
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +64,15 @@ def test_drafts_of_the_worker_change_nothing(
     num_drafts = sum(output.num_drafts for output in outputs.values())
     assert num_drafts > 20
     assert sum(output.num_accepted for output in outputs.values()) >= least * num_drafts
+
+
+@pytest.mark.parametrize(("name", "num_mtp"), [("deepseek_v3", 1), ("glm4_moe", 2)])
+def test_layers_of_the_models_checkpoint_change_nothing(tmp_path: Path, name: str, num_mtp: int) -> None:
+    folder = write_mtp(tmp_path, name, num_mtp, dtype="bfloat16")
+    plain = load_runner(folder, **SIZES)[0]
+    runner = load_runner(folder, speculative=SpeculativeConfig("mtp", None, 3), **SIZES)[0]
+    expected = generate(plain, PREEMPTED, NoSpeculation())
+    outputs = generate(runner, PREEMPTED, drafting("worker", seed=3, longest=3))
+    for key, output in outputs.items():
+        assert output.content == expected[key].content, key
+    assert sum(output.num_drafts for output in outputs.values()) > 20
