@@ -19,7 +19,8 @@ from ..architectures import SERVED, VOCAB_SIZE, Architecture
 from ..driver import Driver, Request
 from ..parity import NUM_TOKENS, make_prompts, transformers_tokens
 from ..peft_adapters import AdaptedRunner, peft_tokens, targets_of, write_adapter
-from ..random_adapters import CONFIG, DOWN, make_tensors, write
+from ..random_adapters import CONFIG, DOWN, Q, make_tensors, write
+from .test_sharded_state import save
 from .threads import Rank, run_ranks
 
 UNEVEN = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16, "hidden_size": 96}
@@ -126,3 +127,23 @@ def test_what_one_rank_cannot_load_no_rank_has(llama: Path, tmp_path: Path) -> N
     assert loaded.error is None and loaded.rank == 4
     # A of the module with divided outputs is on both ranks, B of that with divided inputs; 64 outputs lie together.
     assert loaded.num_bytes == 4 * 4 * (2 * 64 + 2 * 64 + 100 + 2 * 64)
+
+
+def test_saved_parts_serve_adapters_that_need_no_whole_weights(llama: Path, tmp_path: Path) -> None:
+    save(llama, saved := tmp_path / "saved")
+    adapter = write(tmp_path / "adapter")
+    magnitude = {f"base_model.model.{Q}.lora_magnitude_vector": torch.ones(64)}
+    dora = write(tmp_path / "dora", CONFIG | {"use_dora": True}, make_tensors() | magnitude)
+
+    def work(rank: Rank | None) -> tuple[list[list[int]], str | None]:
+        form = {"load_format": "auto" if rank is None else "sharded_state"}
+        runner = AdaptedRunner(llama if rank is None else saved, collective=rank, **form)
+        error = runner.load(1, dora).error
+        runner.load_all([adapter])
+        return Driver(runner.runner).generate(PROMPTS, NUM_TOKENS, adapters=[1, 0, 1]), error
+
+    expected, error = work(None)
+    assert error is None
+    for tokens, refused in run_ranks(2, work):
+        assert tokens == expected
+        assert refused is not None and "load_format='sharded_state' has parts of them" in refused
