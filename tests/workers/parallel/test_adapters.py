@@ -45,6 +45,8 @@ def test_every_way_to_divide_a_model(name: str, tmp_path: Path) -> None:
     """Fused and transposed projections, heads that do not divide evenly, and layers that every rank has."""
     model = MODELS[name].write(tmp_path / "model")
     targets = targets_of(model)
+    if name == "deepseek_v3":  # PEFT takes names of its feed-forward layers for the experts' parameters
+        targets = [target for target in targets if target.startswith(("q_", "kv_", "o_"))]
     adapter = write_adapter(
         model, tmp_path / "adapter", 1, 1.0, r=4, target_modules=targets, bias="lora_only"
     )
