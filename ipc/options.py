@@ -349,10 +349,10 @@ class EngineArgs:
         check_int("lora_extra_vocab_size", self.lora_extra_vocab_size, 0)
         if self.max_cpu_loras is not None:
             check_int("max_cpu_loras", self.max_cpu_loras, self.max_loras)
-        if self.enable_lora and self.num_workers > 1:
+        if self.enable_lora and self.pipeline_parallel_size > 1:
             raise ValueError(
-                f"enable_lora with {self.parallel_sizes} is not supported yet: a worker would need its part of "
-                "every adapter; one that is merged (lora_path with merge=True) is served by any number of them"
+                f"enable_lora with pipeline_parallel_size={self.pipeline_parallel_size} is not supported yet; use "
+                "tensor_parallel_size, or an adapter that is merged (lora_path with merge=True)"
             )
         if self.merge != (self.lora_path is not None):
             raise ValueError(
@@ -486,5 +486,6 @@ ALTERNATIVES = {
     "data_parallel_size": ": pagewire route --spawn N runs several engines behind one address",
     "long_lora_scaling_factors": ": all requests have the model's rotary embedding; set rope_scaling of "
     "hf_overrides for an adapter that was trained with another one",
-    "fully_sharded_loras": ": adapters are served by one worker, and have no shards",
+    "fully_sharded_loras": ": with tensor_parallel_size a worker has its share of one of an adapter's matrices "
+    "and all of the other, so that no step sends more than without adapters",
 }

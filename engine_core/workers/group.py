@@ -360,14 +360,18 @@ def merged(readies: Sequence[Ready]) -> Ready:
 
 
 def merged_adapter(loaded: Sequence[AdapterLoaded]) -> AdapterLoaded:
-    """What all ranks say of an adapter: the first error, or the sum of the bytes."""
-    for message in loaded:
+    """What all ranks say of an adapter: the first error, with its rank if they differ, or the sum of the bytes."""
+    errors = {message.error for message in loaded}
+    for rank, message in enumerate(loaded):
         if message.error is not None:
-            return message
+            place = f" (rank {rank})" if len(errors) > 1 else ""
+            return msgspec.structs.replace(message, error=message.error + place)
     first = loaded[0]
     if any(message.content != first.content for message in loaded):
         return AdapterLoaded(
-            first.index, error="its files were replaced while the workers read them", error_type="ValueError"
+            first.index,
+            error="its files were replaced while the workers read them, or differ between their machines",
+            error_type="ValueError",
         )
     return msgspec.structs.replace(first, num_bytes=sum(message.num_bytes for message in loaded))
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pagewire import LLM, SamplingParams
+from pagewire import LLM, LoRARequest, SamplingParams
 from pagewire.ipc.group_key import GroupKey
 
 from ..cli.command import start
+from ..workers.random_adapters import make_tensors, write
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 PROMPTS = ["The", "def main():", "Once upon a time"]
@@ -25,6 +26,8 @@ def test_workers_join_and_are_replaced(llm: LLM, tmp_path: Path, monkeypatch: py
     key = tmp_path / "key"
     GroupKey.read_or_make(key)
     options = ["worker", "--join", address, "--key", str(key)]
+    shapes = {"model.layers.0.self_attn.q_proj": (256, 256), "model.layers.1.mlp.down_proj": (256, 704)}
+    adapter = LoRARequest("random", 1, str(write(tmp_path / "adapter", tensors=make_tensors(0, shapes))))
     first = start(*options, "--rank", "1", stderr=None)
     monkeypatch.setenv("RANK", "0")
     second = start(*options, stderr=None, env=dict(os.environ))
@@ -38,13 +41,20 @@ def test_workers_join_and_are_replaced(llm: LLM, tmp_path: Path, monkeypatch: py
         distributed_executor_backend="join",
         join_address=address,
         join_key=str(key),
+        enable_lora=True,
     ) as joined:
+        adapted = []
         for _ in range(2):
-            outputs = joined.generate(PROMPTS, GREEDY, use_tqdm=False)
-            assert [output.outputs[0].token_ids for output in outputs] == expected
+            outputs = joined.generate(
+                [*PROMPTS, PROMPTS[0]], GREEDY, lora_request=[None, None, None, adapter], use_tqdm=False
+            )
+            *plain, last = [output.outputs[0].token_ids for output in outputs]
+            assert plain == expected
+            adapted.append(last)
             assert len(joined.collective_rpc("ping")) == 2
             workers = [child for agent in (first, second) for child in psutil.Process(agent.pid).children()]
             assert len(workers) == 2
             os.kill(workers[0].pid, signal.SIGKILL)
+    assert adapted[0] == adapted[1] != expected[0]  # read by both workers, and again after one was lost
     assert [agent.wait(60) for agent in (first, second)] == [0, 0]
     assert not any(worker.is_running() for worker in workers)

@@ -277,6 +277,8 @@ def main() -> None:
                 for loaded in worker.slow:
                     send(socket, codec.encode(loaded))
                 worker.slow = []
+        elif isinstance(message, LoadAdapter) and [rank, "load_adapter"] in options.fail:
+            send(socket, codec.encode(AdapterLoaded(message.index, error="no such folder")))
         elif isinstance(message, LoadAdapter):
             for loaded in worker.load(message):
                 send(socket, codec.encode(loaded))

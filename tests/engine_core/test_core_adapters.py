@@ -210,6 +210,16 @@ def test_the_bytes_of_all_ranks_count(start: Callable[..., Any], new: Callable[.
     assert frontend.call("collective_rpc", "num_adapters").result == [0, 0]
 
 
+def test_an_adapter_is_on_all_ranks_or_on_none(start: Callable[..., Any], new: Callable[..., Folder]) -> None:
+    _, frontend = start(num_workers=2, worker_options=["--fail", "1", "load_adapter"])
+    frontend.submit(1, [1, 2], adapter=new(1).source())
+    frontend.submit(2, [1, 2])
+    frontend.finish((1, 0), (2, 0))
+    assert str(frontend.ends[1, 0].error).endswith("adapter 'a1': no such folder (rank 1)")
+    assert frontend.outputs[2, 0] == roll_out([1, 2], 8, BASE)
+    assert frontend.call("collective_rpc", "num_adapters").result == [0, 0]
+
+
 def test_the_adapter_that_the_engine_starts_with_is_pinned_or_ends_it(
     start_core: Start, new: Callable[..., Folder]
 ) -> None:

@@ -264,7 +264,7 @@ def test_numbers_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"lora_path": "/adapter"}, "lora_path and merge=True go together"),
         ({"merge": True}, "lora_path and merge=True go together"),
         ({"lora_path": "/a", "merge": True, "enable_lora": True}, "merge=True is for a single adapter"),
-        ({"enable_lora": True, "tensor_parallel_size": 2}, "not supported yet"),
+        ({"enable_lora": True, "pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported yet"),
         ({"qlora_adapter_name_or_path": "/a"}, "needs enable_lora"),
         ({"qlora_adapter_name_or_path": "/a", "enable_lora": True}, "needs quantization='bitsandbytes'"),
         ({"long_lora_scaling_factors": [4.0]}, "not supported yet.*rope_scaling"),

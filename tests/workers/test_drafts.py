@@ -17,9 +17,11 @@ from llguidance import LLTokenizer, TokenizerWrapper
 
 from pagewire.engine_core.grammar.compile import compile_grammar
 from pagewire.engine_core.grammar.matcher import Grammar
+from pagewire.engine_core.schedule.adapter import Adapter
 from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.engine_core.schedule.speculation import NoSpeculation, Speculation
+from pagewire.ipc.adapters import AdapterSource
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.items import LogprobRows, Prompt
 from pagewire.ipc.messages import Request, TokenDelta
@@ -30,6 +32,8 @@ from pagewire.workers.runner import Runner
 from ..engine_core.schedule.simulation import Forced, drafting
 from .architectures import VOCAB_SIZE
 from .driver import load_runner
+from .peft_adapters import LIMITS, AdaptedRunner
+from .random_adapters import write
 
 MAX_MODEL_LEN = 64
 EOS = 7
@@ -159,8 +163,15 @@ def requests(way: Way) -> list[list[Request]]:
     return [made] if way.together else [[each] for each in made]
 
 
-def generate(runner: Runner, way: Way, speculation: Speculation) -> dict[tuple[int, int], Output]:
-    """The outputs by key and index."""
+def has_adapter(key: int) -> bool:
+    """True for every second kind of requests."""
+    return bool(key % len(PARAMS) % 2)
+
+
+def generate(
+    runner: Runner, way: Way, speculation: Speculation, adapter: Adapter | None = None
+) -> dict[tuple[int, int], Output]:
+    """The outputs by key and index. adapter: of the requests that may have one."""
     config = SchedulerConfig(way.num_blocks, 4, MAX_MODEL_LEN, 32, way.budget, "fcfs", way.depth)
     scheduler = Scheduler(config, speculation)
     outputs: dict[tuple[int, int], Output] = {}
@@ -177,6 +188,8 @@ def generate(runner: Runner, way: Way, speculation: Speculation) -> dict[tuple[i
             )
             arrival += len(made)
             for sequence in made:
+                if adapter is not None and has_adapter(sequence.key):
+                    sequence.adapter, sequence.request.prompt.adapter = adapter, adapter.content
                 if sequence.params.structured_outputs is not None:
                     sequence.matcher = grammar().matcher(
                         sequence.output_token_ids, sequence.params.ignore_eos
@@ -268,3 +281,18 @@ def test_drafts_change_nothing(
     assert sum(output.num_drafts for output in outputs.values()) > 8
     if method != "adversary":
         assert sum(output.num_accepted for output in outputs.values()) > 2
+
+
+def test_drafts_change_nothing_beside_adapters(
+    llama: Path, expected: dict[tuple[int, int], Output], tmp_path: Path
+) -> None:
+    adapted = AdaptedRunner(llama, LIMITS, max_num_seqs=32, num_blocks=320)
+    loaded = adapted.load(1, write(tmp_path / "adapter"))
+    adapter = Adapter(AdapterSource("random", 1), index=1, content=loaded.content)
+    alone = generate(adapted.runner, WAYS[0], NoSpeculation(), adapter)
+    changed = {key for key, index in alone if alone[key, index].content != expected[key, index].content}
+    assert changed and all(map(has_adapter, changed))
+    outputs = generate(adapted.runner, WAYS[2], drafting("ngram", seed=5), adapter)
+    for (key, index), output in outputs.items():
+        assert output.content == alone[key % len(PARAMS), index].content, list(PARAMS)[key % len(PARAMS)]
+    assert sum(output.num_accepted for output in outputs.values()) > 2

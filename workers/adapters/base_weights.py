@@ -6,9 +6,12 @@ import torch
 from torch import Tensor
 
 from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.workers.adapters.division import own_rows
 from pagewire.workers.device.interface import Device
+from pagewire.workers.errors import LoadError
 from pagewire.workers.model.model import load_config, resolve_dtype
 from pagewire.workers.model.modules import build_module
+from pagewire.workers.model.shards import Cut
 from pagewire.workers.model.weights import Weights
 
 NORM_ROWS = 512  # rows of a weight whose norms are computed at a time
@@ -21,16 +24,18 @@ class BaseWeights:
         self._config, self._device = config, device
         self._weights: Weights | None = None
 
-    def norms(self, module: str, scale: float, a: Tensor, b: Tensor) -> Tensor:
+    def norms(self, module: str, scale: float, a: Tensor, b: Tensor, cut: Cut | None = None) -> Tensor:
         """The norms float32 [N] of the rows of `W + scale * b @ a`, for the weight W [N, K] of a linear layer.
 
-        a: float32 [rank, K]. b: float32 [N, rank].
+        a: float32 [rank, K]. b: float32 [N, rank]. cut: how the layer is divided over ranks; where its outputs are,
+        the result has those of this rank.
 
         Raises:
             LoadError: the checkpoint cannot be read.
         """
         weights = self._read()
         matrix = weights.matrix(weights.causal.get_submodule(module))
+        matrix, b = matrix if cut is None else cut.rows(matrix), own_rows(b, cut)
         parts = []
         for start in range(0, matrix.shape[0], NORM_ROWS):
             stop = min(start + NORM_ROWS, matrix.shape[0])
@@ -56,6 +61,11 @@ class BaseWeights:
 
     def _read(self) -> Weights:
         if self._weights is None:
+            if self._config.load_format == "sharded_state":
+                raise LoadError(
+                    "it needs the model's whole weights (for DoRA, or for a whole weight that modules_to_save does "
+                    "not name), and load_format='sharded_state' has parts of them: load the whole checkpoint"
+                )
             config = load_config(self._config)
             dtype = resolve_dtype(self._config.dtype, config)
             self._weights = build_module(self._config, config, dtype, self._device)

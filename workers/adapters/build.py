@@ -13,7 +13,8 @@ from pagewire.kernels.cpu.adapters import AdapterMemory, table_of
 from pagewire.kernels.deltas import AdapterWeights, Delta, EmbeddingDelta, panels
 from pagewire.workers.adapters.base_weights import BaseWeights
 from pagewire.workers.adapters.config import AdapterConfig
-from pagewire.workers.adapters.names import Kind, Parts
+from pagewire.workers.adapters.division import own_columns, own_rows, own_shift, own_tokens
+from pagewire.workers.adapters.names import Kind, Parts, by_module
 from pagewire.workers.adapters.pieces import LARGE_BYTES, Piece, Pieces
 from pagewire.workers.adapters.targets import Place, Targets
 
@@ -133,11 +134,12 @@ class _Builder:
 
     def _is_own(self, name: str, parts: Parts) -> bool:
         """True if the tensors are those of the model itself."""
-        own = [self.targets.vectors.get(f"{name}.{kind.value}") for kind in parts]
-        return all(
-            mine is not None and mine.shape == tensor.shape and torch.equal(mine.cpu(), tensor.to(mine.dtype))
-            for mine, tensor in zip(own, parts.values(), strict=True)
-        )
+        for kind, tensor in parts.items():
+            full = f"{name}.{kind.value}"
+            own, part = self.targets.vectors.get(full), own_rows(tensor, self.targets.cuts.get(full))
+            if own is None or own.shape != part.shape or not torch.equal(own.cpu(), part.to(own.dtype)):
+                return False
+        return True
 
     def _add_linear(self, module: str, name: str, place: Place, parts: Parts) -> None:
         if Kind.WEIGHT in parts:
@@ -148,7 +150,8 @@ class _Builder:
             empty = torch.empty(0, place.num_in, dtype=self._dtype())
             shift = self._vector(module, parts[Kind.BIAS], place) - place.bias(self.targets.device)
             second = panels(torch.empty(place.num_out, 0, dtype=self._dtype()))
-            delta = Delta(empty, second, place.first, place.num_out, shift=shift)
+            shifted = own_shift(shift, place.cut)
+            delta = Delta(empty, second, place.first, place.num_out, shift=shifted)
         else:
             raise ValueError(f"{quoted(module)} has {_kinds(parts)}, which is not served for a linear layer")
         self.deltas.setdefault(place.product, []).append(delta.to(self.targets.device))
@@ -168,19 +171,20 @@ class _Builder:
         """A weight that takes the place of the model's own."""
         if not parts.keys() <= {Kind.WEIGHT, Kind.BIAS}:
             raise ValueError(f"{quoted(module)} has {_kinds(parts)}: a whole weight with more is not served")
-        weight = parts[Kind.WEIGHT]
-        if self.config.fields.fan_in_fan_out and weight.shape == (place.num_in, place.num_out):
+        weight, (whole_out, num_in) = parts[Kind.WEIGHT], place.whole
+        if self.config.fields.fan_in_fan_out and weight.shape == (num_in, whole_out):
             weight = weight.T
-        num_out = place.num_out
+        num_out = whole_out
         if place.is_output and weight.dim() == 2:
             self.num_rows[module] = num_out = len(weight)
-        self._check_shape(module, weight, (num_out, place.num_in))
+        self._check_shape(module, weight, (num_out, num_in))
         bias = parts.get(Kind.BIAS)
         shift = place.bias(self.targets.device) if bias is None else self._vector(module, bias, place)
-        if num_out != place.num_out and shift.any():
+        if num_out != whole_out and shift.any():
             raise ValueError(f"{quoted(module)} with a bias for another vocabulary is not served")
-        held = self._held(module, weight, self.targets.dtype)
-        return Delta(held, None, place.first, num_out, shift=shift if shift.any() else None)
+        part = own_columns(own_tokens(weight, whole_out, place.cut), place.cut)
+        held = self._held(module, part, self.targets.dtype)
+        return Delta(held, None, place.first, len(held), shift=own_shift(shift, place.cut))
 
     def _low_rank(self, module: str, name: str, place: Place, parts: Parts) -> Delta:
         if not parts.keys() >= LORA or parts.keys() & EMBEDDING:
@@ -191,8 +195,9 @@ class _Builder:
             raise ValueError(f"{quoted(module)} has low-rank tensors, but target_modules does not name it")
         a, b, scale = parts[Kind.A], parts[Kind.B], self.config.scale(module)
         rank = self._check_rank(module, len(a) if a.dim() == 2 else 0)
-        self._check_shape(module, a, (rank, place.num_in))
-        self._check_shape(module, b, (place.num_out, rank))
+        num_out, num_in = place.whole
+        self._check_shape(module, a, (rank, num_in))
+        self._check_shape(module, b, (num_out, rank))
         shift = torch.zeros(place.num_out)
         if (of_b := parts.get(Kind.B_BIAS)) is not None:
             shift += scale * self._vector(module, of_b, place)
@@ -204,7 +209,7 @@ class _Builder:
             if of_b is not None:
                 raise ValueError(f"{quoted(module)}: DoRA with lora_bias is not served")
             assert own is not None
-            norms = self.base.norms(name, scale, a.float(), b.float())
+            norms = self.base.norms(name, scale, a.float(), b.float(), place.cut)
             gain = self._vector(module, magnitude.reshape(-1), place) / norms
             shift -= gain * own
             shift += own
@@ -212,30 +217,34 @@ class _Builder:
             assert own is not None
             shift += self._vector(module, bias, place) - own
         return Delta(
-            self._held(module, a),
-            panels(self._held(module, b)),
+            self._held(module, own_columns(a, place.cut)),
+            panels(self._held(module, own_rows(b, place.cut))),
             place.first,
             place.num_out,
             scale,
             gain,
-            shift if parts.keys() != LORA and shift.any() else None,
+            own_shift(shift, place.cut) if parts.keys() != LORA else None,
         )
 
     def _add_embedding(self, module: str, parts: Parts) -> None:
         rows, a, b, scale = None, None, None, 1.0
         if not parts.keys() <= EMBEDDING | {Kind.WEIGHT} or len(parts.keys() & EMBEDDING) == 1:
             raise ValueError(f"{quoted(module)} has {_kinds(parts)}, which is not served for an embedding")
-        num_rows, size = self.targets.embedding_shape
+        num_tokens, size = self.targets.embedding_shape
+        num_rows, cut = num_tokens, self.targets.cuts.get(f"{self.targets.embedding}.weight")
         if (weight := parts.get(Kind.WEIGHT)) is not None:
-            self._check_shape(module, weight, (len(weight), size))
-            self.num_rows = {module: len(weight), **self.num_rows}  # it says first how many there are
-            rows = self._held(module, weight, self.targets.dtype).to(self.targets.device, copy=True)
+            num_rows = len(weight)
+            self._check_shape(module, weight, (num_rows, size))
+            self.num_rows = {module: num_rows, **self.num_rows}  # it says first how many there are
+            part = own_tokens(weight, num_tokens, cut)
+            rows = self._held(module, part, self.targets.dtype).to(self.targets.device, copy=True)
         if Kind.EMBEDDING_A in parts:
             first, second = parts[Kind.EMBEDDING_A], parts[Kind.EMBEDDING_B]
             scale, rank = self.config.scale(module), self._check_rank(module, len(first))
             self._check_shape(module, first, (rank, num_rows))
             self._check_shape(module, second, (size, rank))
-            a = self._held(module, first.T).float().to(self.targets.device, copy=True)
+            part = own_tokens(first.T, num_tokens, cut)
+            a = self._held(module, part).float().to(self.targets.device, copy=True)
             b = self._held(module, second).float().to(self.targets.device, copy=True)
         self.embedding = EmbeddingDelta(rows, a, b, scale)
 
@@ -259,12 +268,12 @@ class _Builder:
             )
 
     def _vector(self, module: str, tensor: Tensor, place: Place) -> Tensor:
-        """A vector [num_out] of a module in float32."""
-        if tensor.shape != (place.num_out,):
+        """This rank's part [num_out] of a vector of a module, in float32."""
+        if tensor.shape != place.whole[:1]:
             raise ValueError(
-                f"{quoted(module)} has a vector of shape {tuple(tensor.shape)} for {place.num_out} outputs"
+                f"{quoted(module)} has a vector of shape {tuple(tensor.shape)} for {place.whole[0]} outputs"
             )
-        return self._held(module, tensor, torch.float32)
+        return self._held(module, own_rows(tensor, place.cut), torch.float32)
 
     def _dtype(self) -> torch.dtype:
         """The dtype in which low-rank matrices are held: the model's, or float32 where the limits say another."""

@@ -43,10 +43,10 @@ class Adapters:
         """
         if config.lora is None:
             raise LoadError("adapters need enable_lora")
-        if config.parallel.size > 1:
+        if config.parallel.stages > 1:
             raise LoadError(
-                "enable_lora with tensor_parallel_size over 1 is not served: a rank would need its part of every "
-                "adapter. A merged adapter (lora_path with merge) is served by any number of ranks"
+                "enable_lora with pipeline_parallel_size over 1 is not served: a stage knows the modules of its "
+                "own layers only. Use tensor_parallel_size, or a merged adapter (lora_path with merge)"
             )
         if config.lora.long_lora_scaling_factors:
             raise LoadError(

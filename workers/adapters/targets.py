@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,23 +13,32 @@ from pagewire.kernels.adapted import Adapted
 from pagewire.kernels.deltas import Shapes
 from pagewire.kernels.layer import Layer, product_shapes
 from pagewire.kernels.linear import Linear
+from pagewire.kernels.reduced import Reduced
+from pagewire.workers.adapters.division import whole_shape
 from pagewire.workers.adapters.embedding import AdaptedEmbedding
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.attention import current_adapters
 from pagewire.workers.model.encoder import EncoderModel
 from pagewire.workers.model.loading import LoadedModel
 from pagewire.workers.model.model import Model
+from pagewire.workers.model.parallel_layers import DividedEmbedding, GatheredLinear
 from pagewire.workers.model.pooling_model import Headless
+from pagewire.workers.model.shards import Cut
 from pagewire.workers.model.stack import DecoderStack
 from pagewire.workers.model.transforms import LinearModule, QuantisedEmbedding
 
 BASE, OUTPUT = "model", "lm_head"
 """The names of the base and of the output layer in a model whose layers run as a stack."""
+EMBEDDINGS = (nn.Embedding, QuantisedEmbedding)
+"""Types of embeddings that adapters can change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a module's outputs are: those from `first` on, `num_out` in number, of a product of the model."""
+    """Where a module's outputs are: those from `first` on, `num_out` in number, of a product of the model.
+
+    cut: how the module is divided over the ranks, of which this one has these outputs and `num_in` inputs.
+    """
 
     product: int
     first: int
@@ -35,9 +46,15 @@ class Place:
     num_in: int
     linear: Linear
     is_output: bool = False
+    cut: Cut | None = None
+
+    @property
+    def whole(self) -> tuple[int, int]:
+        """The outputs and inputs of the module on all ranks."""
+        return whole_shape((self.num_out, self.num_in), self.cut)
 
     def bias(self, device: torch.device) -> Tensor:
-        """The module's own bias, float32 [num_out]; zeros if it has none. device: of the model."""
+        """The module's own bias on this rank, float32 [num_out]; zeros if it has none. device: of the model."""
         row = self.linear(torch.zeros(1, self.num_in, dtype=self.linear.dtype, device=device))
         return row[0, self.first : self.first + self.num_out].float().cpu()
 
@@ -48,6 +65,7 @@ class Targets:
 
     places: of linear layers by name. embedding: its name, and its rows and their size (V, H); empty if it cannot be
     adapted. vectors: other parameters that adapters may repeat. dtype: of the model.
+    cuts: how parameters are divided over the ranks, by name.
     """
 
     dtype: torch.dtype
@@ -58,6 +76,7 @@ class Targets:
     embedding_shape: tuple[int, int] = (0, 0)
     vectors: dict[str, Tensor] = field(default_factory=dict)
     shapes: Shapes = ()
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
 
     @classmethod
     def of(cls, loaded: LoadedModel, device: torch.device) -> Targets:
@@ -71,7 +90,7 @@ class Targets:
             raise LoadError(
                 "enable_lora: this encoder runs prompt by prompt, for which adapters are not served"
             )
-        targets = cls(loaded.dtype, device)
+        targets = cls(loaded.dtype, device, cuts=loaded.cuts)
         if model.causal is not None:
             is_headless = isinstance(model.causal, Headless)
             targets.prefix = "" if is_headless else f"{model.causal.base_model_prefix}."
@@ -97,7 +116,8 @@ class Targets:
         self.shapes = product_shapes(layers)
         for number, (place, layer) in enumerate(zip(stack.stack_layers, layers, strict=True)):
             for name, found in stack_places(4 * number, layer).items():
-                self.places[f"{self.prefix}layers.{place.index}.{name}"] = found
+                full = f"{self.prefix}layers.{place.index}.{name}"
+                self.places[full] = replace(found, cut=self.cuts.get(f"{full}.weight"))
         assert stack.embed_tokens is not None, "adapters are served by one stage"
         stack.embed_tokens = self._adapted_embedding("embed_tokens", stack.embed_tokens)
 
@@ -107,7 +127,7 @@ class Targets:
             full = f"{prefix}{name}"
             if isinstance(child, LinearModule):
                 child.product = self._adapted(full, child.product)
-            elif type(child) in (nn.Embedding, QuantisedEmbedding) and not self.embedding:
+            elif type(child) in (*EMBEDDINGS, DividedEmbedding) and not self.embedding:
                 setattr(module, name, self._adapted_embedding(full.removeprefix(self.prefix), child))
             else:
                 for leaf, parameter in child.named_parameters(recurse=False):
@@ -117,7 +137,8 @@ class Targets:
     def _add_head(self, model: Model) -> None:
         if model.causal is None:  # packed weights of an earlier start
             assert model.head is not None
-            model.head = self._adapted(OUTPUT, model.head, is_output=True)  # type: ignore[arg-type]
+            head: Any = model.head
+            model.head = self._adapted(OUTPUT, head, is_output=True)
             return
         for name, child in model.causal.named_modules():
             if isinstance(child, LinearModule):
@@ -126,18 +147,26 @@ class Targets:
                 if model.head is whole:
                     model.head = child.product
 
-    def _adapted(self, name: str, linear: Linear, is_output: bool = False) -> Adapted:
+    def _adapted(self, name: str, linear: Linear, is_output: bool = False) -> Linear:
+        """The layer that asks for adapters; over several ranks it does so before it puts their parts together."""
+        if isinstance(linear, Reduced | GatheredLinear):
+            linear.linear = self._adapted(name, linear.linear, is_output)
+            return linear
         product = len(self.shapes)
         shape = (linear.out_features, linear.in_features)
         self.shapes = (*self.shapes, shape)
-        self.places[name] = Place(product, 0, *shape, linear, is_output)
+        self.places[name] = Place(product, 0, *shape, linear, is_output, self.cuts.get(f"{name}.weight"))
         return Adapted(linear, product, current_adapters)
 
-    def _adapted_embedding(self, name: str, module: nn.Module | None) -> nn.Module | None:
-        if type(module) not in (nn.Embedding, QuantisedEmbedding):
+    def _adapted_embedding(self, name: str, module: nn.Module) -> nn.Module:
+        if isinstance(module, DividedEmbedding):
+            module.rows = self._adapted_embedding(name, module.rows)
+            return module
+        if type(module) not in EMBEDDINGS:
             return module
         adapted = AdaptedEmbedding(module)
-        self.embedding, self.embedding_shape = f"{self.prefix}{name}", adapted.shape
+        self.embedding = f"{self.prefix}{name}"
+        self.embedding_shape = whole_shape(adapted.shape, self.cuts.get(f"{self.embedding}.weight"))
         return adapted
 
 

@@ -41,7 +41,7 @@ from pagewire.workers.model.parallel_layers import fit_modules
 from pagewire.workers.model.pooler import Pooler
 from pagewire.workers.model.proof import DryRun, check_config, expected_logits, prove
 from pagewire.workers.model.sharded_state import ShardedState
-from pagewire.workers.model.shards import Shards
+from pagewire.workers.model.shards import Cut, Shards
 from pagewire.workers.model.shares import stage_layers
 from pagewire.workers.model.stack import DecoderStack, build_stack
 from pagewire.workers.model.stage_cut import CutBase
@@ -81,6 +81,7 @@ class LoadedModel:
 
     kv_scales: see `StepContext`. kv_shapes: of each layer; empty for an encoder.
     pooler: of a model that pools; None: it generates.
+    cuts: how parameters are divided over the ranks, by name; what is not there, every rank has as a whole.
     """
 
     model: Model
@@ -93,6 +94,7 @@ class LoadedModel:
     kv_scales: list[KVScales]
     weight_bytes: int
     pooler: Pooler | None = None
+    cuts: dict[str, Cut] = field(default_factory=dict)
 
     @property
     def is_stack(self) -> bool:
@@ -159,6 +161,7 @@ def load_model(
         kv_shapes=[replace(shape, dtype=kv_dtype) for shape in shapes],
         kv_scales=scales,
         weight_bytes=weight_bytes(model),
+        cuts={} if shards is None else shards.cuts,
     )
 
 

@@ -52,8 +52,14 @@ class GatheredLinear:
         self.dtype, self.num_bytes = linear.dtype, linear.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [..., in_features] to [..., out_features], the same on all ranks."""
-        return self.gather(self.linear(x))
+        """x [..., in_features] to [..., out_features], the same on all ranks.
+
+        What each of them has behind its part (tokens that adapters bring) comes behind all of it.
+        """
+        out = self.linear(x)
+        num_own = self.linear.out_features
+        whole = self.gather(out[..., :num_own])
+        return whole if out.shape[-1] == num_own else torch.cat([whole, out[..., num_own:]], -1)
 
 
 class GatheredNorm(nn.Module):
@@ -72,7 +78,8 @@ class GatheredNorm(nn.Module):
 class DividedEmbedding(nn.Module):
     """An embedding of which each rank has some rows; others are looked up by other ranks.
 
-    rows: the embedding of this rank's tokens, whose ids count from the first of them.
+    rows: the embedding of this rank's tokens, whose ids count from the first of them. Tokens that adapters bring
+    are behind those of the last rank.
     """
 
     def __init__(self, rows: nn.Module, own: range, collective: Collective) -> None:
@@ -83,7 +90,9 @@ class DividedEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Token ids int64 [...] to embeddings [..., H], the same on all ranks."""
         places = ids - self.own.start
-        is_own = (places >= 0) & (places < len(self.own))
+        is_own = places >= 0
+        if self._collective.rank < self._collective.size - 1:
+            is_own &= places < len(self.own)
         states = self.rows(torch.where(is_own, places, 0))
         # All but one of the terms are 0, so the sum has the bits of the row.
         return self._collective.all_reduce(torch.where(is_own[..., None], states, 0).to(states.dtype))

@@ -23,10 +23,11 @@ from pagewire.workers.model.attention import KVShape
 from pagewire.workers.model.loading import LoadedModel
 from pagewire.workers.model.model import Model
 from pagewire.workers.model.parallel_layers import DividedEmbedding, Gather, GatheredLinear
+from pagewire.workers.model.shards import Axis, Cut
 from pagewire.workers.model.shares import width_spans
 from pagewire.workers.model.stack import DecoderStack
 from pagewire.workers.model.stages import Stage
-from pagewire.workers.weight_cache.forms import NotStoredError, add_form, fields_of
+from pagewire.workers.weight_cache.forms import BY_NAME, FORMS, Form, NotStoredError, add_form, fields_of
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,12 @@ class KeptModel:
     """None if a later stage has it, or the model pools (see `pooling.py`)."""
 
 
-for _kind in (KeptLayer, KeptModel):
+for _kind in (KeptLayer, KeptModel, Cut):
     add_form(_kind)
+FORMS[Axis] = BY_NAME[Axis.__name__] = Form(lambda axis: {"value": axis.value}, Axis)
+FORMS[range] = BY_NAME[range.__name__] = Form(
+    lambda span: {"start": span.start, "stop": span.stop}, lambda start, stop: range(start, stop)
+)
 
 
 class RestoredStack(DecoderStack):
@@ -97,7 +102,9 @@ class RestoredModel(Model):
 
 def own_part(linear: Linear | None) -> Linear | None:
     """A linear layer without what adapters add to it; of one over several ranks, this rank's part."""
-    return linear.linear if isinstance(linear, GatheredLinear | Adapted) else linear
+    while isinstance(linear, GatheredLinear | Adapted):
+        linear = linear.linear
+    return linear
 
 
 def kept(loaded: LoadedModel) -> KeptModel:
@@ -114,10 +121,11 @@ def kept(loaded: LoadedModel) -> KeptModel:
     if base.stack.compiled is None or base._angles is None:
         raise NotStoredError("its layers are not compiled as a whole")
     places = zip(base.stack_layers, base.stack.layers, strict=True)
-    head, embedding = loaded.model.head, embedding_of(base.embed_tokens)
+    head, embedding = loaded.model.head, base.embed_tokens
+    rows = embedding.rows if isinstance(embedding, DividedEmbedding) else embedding
     return KeptModel(
         properties=properties_of(loaded),
-        embedding=embedding.rows if isinstance(embedding, DividedEmbedding) else embedding,
+        embedding=embedding_of(rows),
         angles=base._angles,
         input_norm=base.stack.input_norm,
         layers=[

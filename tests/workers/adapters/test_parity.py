@@ -20,12 +20,13 @@ from pagewire.workers.model.stack import DecoderStack
 from .. import pooled
 from ..architectures import GROUPED, SERVED, VOCAB_SIZE, Architecture
 from ..driver import Driver, Request, load_runner
+from ..parallel.threads import Rank, run_ranks
 from ..parity import NUM_TOKENS, make_prompts, transformers_tokens
 from ..peft_adapters import LIMITS, AdaptedRunner, peft_logprobs, peft_tokens, targets_of, write_adapter
 from ..quantised_models import PartsFormat, write_quantised
 from ..random_adapters import make_tensors, write
 
-PROMPTS = make_prompts(VOCAB_SIZE, (23, 5, 17, 1, 9, 12, 6))
+PROMPTS = make_prompts(VOCAB_SIZE, (23, 5, 17, 1, 9, 12, 6, 4))
 KINDS: dict[str, dict[str, Any]] = {
     "rank 1": {"r": 1, "lora_alpha": 3, "target_modules": ["q_proj", "v_proj"]},
     "rank 8": {"r": 8, "lora_alpha": 4, "target_modules": "all-linear", "bias": "all"},
@@ -49,6 +50,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "layers_to_transform": [1],
         "modules_to_save": ["embed_tokens", "lm_head", "up_proj"],
     },
+    "vocabulary": {"r": 3, "target_modules": ["embed_tokens", "lm_head", "k_proj"]},
 }
 QUANTISED = (Integers(8, None, 128), Integers(4, 32, 8))
 LLAMA = Architecture("llama", GROUPED | {"attention_bias": True})
@@ -69,27 +71,50 @@ def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path
 
 
 @pytest.fixture(scope="module")
+def expected(model: Path, adapters: list[Path]) -> list[list[int]]:
+    """What PEFT generates for each prompt: the first without an adapter, the others with one each."""
+    return peft_tokens(model, [None, *adapters], PROMPTS)
+
+
+@pytest.fixture(scope="module")
 def runner(model: Path, adapters: list[Path]) -> AdaptedRunner:
     runner = AdaptedRunner(model)
     messages = runner.load_all(adapters)
-    assert [message.rank for message in messages] == [1, 8, 64, 6, 4, 2]
+    assert [message.rank for message in messages] == [1, 8, 64, 6, 4, 2, 3]
     assert all(message.num_bytes > 0 and len(message.content) == 32 for message in messages)
     return runner
 
 
 def test_adapters_of_all_kinds_beside_the_model_in_one_batch(
-    model: Path, adapters: list[Path], runner: AdaptedRunner
+    model: Path, expected: list[list[int]], runner: AdaptedRunner
 ) -> None:
     assert runner.runner.model.is_stack
     base: Any = runner.runner.model.model.base
     assert isinstance(base, DecoderStack) and base.stack.compiled is not None
-    indices = [0, *range(1, len(adapters) + 1)]
-    actual = Driver(runner.runner).generate(PROMPTS, NUM_TOKENS, adapters=indices)
-    expected = peft_tokens(model, [None, *adapters], PROMPTS)
+    actual = Driver(runner.runner).generate(PROMPTS, NUM_TOKENS, adapters=range(len(PROMPTS)))
     for name, ours, theirs in zip(["none", *KINDS], actual, expected, strict=True):
         assert ours == theirs, name
     plain = transformers_tokens(model, PROMPTS)
-    assert [ours == theirs for ours, theirs in zip(actual, plain, strict=True)] == [True] + [False] * 6
+    assert [ours == theirs for ours, theirs in zip(actual, plain, strict=True)] == [True] + [False] * 7
+
+
+def test_two_ranks_hold_their_parts_of_all_kinds(
+    model: Path, adapters: list[Path], expected: list[list[int]]
+) -> None:
+    def work(rank: Rank) -> tuple[list[list[int]], list[int]]:
+        own = AdaptedRunner(model, collective=rank)
+        sizes = [message.num_bytes for message in own.load_all(adapters)]
+        assert own.runner.model.is_stack
+        return Driver(own.runner).generate(PROMPTS, NUM_TOKENS, adapters=range(len(PROMPTS))), sizes
+
+    results = run_ranks(2, work)
+    for tokens, _ in results:
+        assert dict(zip(["none", *KINDS], tokens, strict=True)) == dict(
+            zip(["none", *KINDS], expected, strict=True)
+        )
+    index = list(KINDS).index("whole modules")
+    whole_modules = 4 * 64 * (2 * VOCAB_SIZE + 2 * 100)  # bytes: most of that adapter
+    assert all(0.4 < sizes[index] / whole_modules < 0.6 for _, sizes in results)
 
 
 def test_bits_are_the_same_among_32_adapters(model: Path, tmp_path: Path) -> None:
@@ -112,7 +137,7 @@ def test_bits_are_the_same_alone_and_among_others(runner: AdaptedRunner) -> None
         of_prompt = [rows.logprobs.tolist() for rows in request.prompt_logprobs]
         return request.output, request.logprobs, list(chain.from_iterable(of_prompt))
 
-    indices = [0, 1, 2, 3, 4, 5, 6]
+    indices = range(len(PROMPTS))
     together = Driver(runner.runner, 64).run(PROMPTS, NUM_TOKENS, params, adapters=indices)
     for prompt, index, request in zip(PROMPTS, indices, together, strict=True):
         (alone,) = Driver(runner.runner, 64).run([prompt], NUM_TOKENS, params, adapters=[index])
@@ -217,7 +242,7 @@ def test_transposed_modules_as_a_whole_and_merged(tmp_path: Path) -> None:
 
 
 def test_an_adapter_brings_tokens_of_its_own(model: Path, adapters: list[Path], tmp_path: Path) -> None:
-    """They are in its prompts and its outputs; rows beside it do not have them."""
+    """They are in its prompts and its outputs, also over two ranks; rows beside it do not have them."""
     from transformers import AutoModelForCausalLM
 
     larger = AutoModelForCausalLM.from_pretrained(model)
@@ -225,13 +250,17 @@ def test_an_adapter_brings_tokens_of_its_own(model: Path, adapters: list[Path], 
     larger.save_pretrained(tmp_path / "larger")
     whole = {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
     adapter = write_adapter(tmp_path / "larger", tmp_path / "adapter", 3, **whole)
-    runner = AdaptedRunner(model, replace(LIMITS, extra_vocab_size=400))
-    messages = runner.load_all([adapter, adapters[0]])
-    assert [message.num_extra_tokens for message in messages] == [400, 0]
     prompts = [[*PROMPTS[1], VOCAB_SIZE + 7, 5, VOCAB_SIZE + 399], PROMPTS[0], PROMPTS[2]]
     params = SamplingParams(temperature=0.0, logprobs=2, repetition_penalty=1.0001)
-    requests = Driver(runner.runner).run(prompts, NUM_TOKENS, params, adapters=[1, 0, 2])
-    (ours, *beside) = [request.output for request in requests]
+
+    def work(rank: Rank | None) -> list[list[int]]:
+        runner = AdaptedRunner(model, replace(LIMITS, extra_vocab_size=400), collective=rank)
+        messages = runner.load_all([adapter, adapters[0]])
+        assert [message.num_extra_tokens for message in messages] == [400, 0]
+        return Driver(runner.runner).generate(prompts, NUM_TOKENS, params, adapters=[1, 0, 2])
+
+    outputs = (ours, *beside) = work(None)
+    assert list(run_ranks(2, work)) == [outputs] * 2
     assert [ours] == peft_tokens(tmp_path / "larger", [adapter], prompts[:1])
     assert max(ours) >= VOCAB_SIZE > max(map(max, beside))
     assert beside == peft_tokens(model, [None, adapters[0]], prompts[1:])

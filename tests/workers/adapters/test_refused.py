@@ -256,9 +256,9 @@ def test_matrices_in_another_dtype(llama: Path, tmp_path: Path) -> None:
     assert len({str(logprobs) for _, logprobs in found.values()}) == 5
 
 
-def test_more_than_one_rank_is_refused(llama: Path) -> None:
-    with pytest.raises(LoadError, match="enable_lora with tensor_parallel_size over 1 is not served"):
-        load_runner(llama, lora=LIMITS, parallel=Parallel(0, 2))
+def test_what_cannot_be_served_with_adapters_is_refused(llama: Path) -> None:
+    with pytest.raises(LoadError, match="enable_lora with pipeline_parallel_size over 1 is not served"):
+        load_runner(llama, lora=LIMITS, parallel=Parallel(0, 2, stages=2))
     with pytest.raises(LoadError, match="long_lora_scaling_factors are not served"):
         load_runner(llama, lora=replace(LIMITS, long_lora_scaling_factors=[4.0]))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 
+from pagewire.ipc.lora import LoadAdapter, LoRAConfig
 from pagewire.ipc.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu import library
 from pagewire.workers.runner import Runner
@@ -17,6 +19,7 @@ from pagewire.workers.weight_cache.folder import weight_folder
 from ..architectures import VOCAB_SIZE
 from ..driver import Driver
 from ..parity import NUM_TOKENS, make_prompts
+from ..random_adapters import write
 from .threads import Rank, run_ranks
 
 PHASE = "packed weights"
@@ -30,10 +33,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder, "cache_root", lambda: tmp_path / "cache")
 
 
-def start(model: Path) -> list[tuple[list[list[int]], bool]]:
-    """What each of two ranks generates, and whether it has started from packed weights."""
+def start(model: Path, adapter: Path | None = None) -> list[tuple[list[list[int]], bool]]:
+    """What each of two ranks generates, and whether it has started from packed weights.
+
+    adapter: of every second prompt.
+    """
 
     def work(rank: Rank) -> tuple[list[list[int]], bool]:
+        awake = threading.Event()
         config = WorkerConfig(
             str(model),
             max_model_len=64,
@@ -44,15 +51,20 @@ def start(model: Path) -> list[tuple[list[list[int]], bool]]:
             weight_cache=True,
             quantization="int8",
             parallel=Parallel(rank.rank, rank.size),
+            lora=None if adapter is None else LoRAConfig(),
         )
         ahead = WeightsAhead(config)
-        runner, ready = Runner.start(config, lambda *_: None, ahead, rank)
+        runner, ready = Runner.start(config, lambda *_: None, ahead, rank, awake.set)
+        if runner.adapters is not None:
+            runner.adapters.load(LoadAdapter(1, str(adapter)))
+            assert awake.wait(60) and runner.adapters.finished()[0].error is None
         if (thread := keep_in_background(runner.model, ahead)) is not None:
             thread.join()
         assert (ahead.packed is None) == (
             PHASE not in ready.startup_seconds
         )  # what is not used takes no memory
-        tokens = Driver(runner).generate(make_prompts(VOCAB_SIZE), NUM_TOKENS)
+        indices = None if adapter is None else [0, 1, 0, 1]
+        tokens = Driver(runner).generate(make_prompts(VOCAB_SIZE), NUM_TOKENS, adapters=indices)
         return tokens, PHASE in ready.startup_seconds
 
     return list(run_ranks(2, work))
@@ -64,6 +76,15 @@ def test_the_second_start_is_from_packed_weights(llama: Path) -> None:
     second = start(llama)
     assert [tokens for tokens, _ in second] == [tokens for tokens, _ in first]
     assert [kept for _, kept in first + second] == [False, False, True, True]
+
+
+def test_adapters_over_packed_weights(llama: Path, tmp_path: Path) -> None:
+    """They are kept without what asks for adapters, and with how they are divided."""
+    adapter = write(tmp_path / "adapter")
+    first = start(llama, adapter)
+    assert start(llama, adapter) == [(tokens, True) for tokens, _ in first]
+    (plain, _), _ = start(llama)
+    assert [ours == theirs for ours, theirs in zip(first[0][0], plain, strict=True)] == [True, False] * 2
 
 
 def test_all_ranks_load_anew_if_one_has_no_packed_weights(llama: Path) -> None:

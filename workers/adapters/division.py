@@ -1,0 +1,54 @@
+"""The part of an adapter that a rank keeps: of each tensor what belongs to the rank's part of the model's weight.
+
+Where the outputs of a layer are divided, so are the rows of an adapter's second matrix B, and every rank has all of
+the first, A. Where the inputs are, so are the columns of A: a rank adds B (A_i x_i) to its part of the product, and
+since B is linear, the sum of these parts, which the ranks form anyway, has B (A x) in it. No rank waits more often
+than without adapters, and a row's bits depend on no other row, as those of the sum do not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagewire.workers.model.shards import Axis, Cut
+
+
+def whole_shape(own: tuple[int, int], cut: Cut | None) -> tuple[int, int]:
+    """The outputs and inputs of a layer of which this rank has `own`."""
+    if cut is None:
+        return own
+    size = max(span.stop for spans in cut.spans for span in spans)
+    return (size, own[1]) if cut.axis is Axis.ROWS else (own[0], size)
+
+
+def own_rows(tensor: Tensor, cut: Cut | None) -> Tensor:
+    """This rank's rows of a tensor [N, ...] with one for each output; all if the inputs are divided."""
+    if cut is None or cut.axis is Axis.COLUMNS:
+        return tensor
+    parts = [tensor[span.start : span.stop] for span in cut.own]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def own_columns(matrix: Tensor, cut: Cut | None) -> Tensor:
+    """This rank's columns of a matrix [n, K] with one for each input; all if the outputs are divided."""
+    if cut is None or cut.axis is Axis.ROWS:
+        return matrix
+    (span,) = cut.own
+    return matrix[:, span.start : span.stop]
+
+
+def own_tokens(matrix: Tensor, num_tokens: int, cut: Cut | None) -> Tensor:
+    """This rank's rows of a matrix with one for each token: of the model's `num_tokens`, and all behind them."""
+    if cut is None or len(matrix) <= num_tokens:
+        return own_rows(matrix, cut)
+    return torch.cat([own_rows(matrix, cut), matrix[num_tokens:]])
+
+
+def own_shift(shift: Tensor, cut: Cut | None) -> Tensor | None:
+    """What this rank adds to a layer's outputs, of which it has these; None for nothing.
+
+    To a sum over the ranks one of them adds it, which is the one that has the model's own bias.
+    """
+    is_elsewhere = cut is not None and cut.is_added_elsewhere
+    return None if is_elsewhere or not shift.any() else shift
