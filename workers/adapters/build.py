@@ -14,7 +14,7 @@ from pagewire.kernels.deltas import AdapterWeights, Delta, EmbeddingDelta, panel
 from pagewire.workers.adapters.base_weights import BaseWeights
 from pagewire.workers.adapters.config import AdapterConfig
 from pagewire.workers.adapters.division import own_columns, own_rows, own_shift, own_tokens
-from pagewire.workers.adapters.names import Kind, Parts, by_module
+from pagewire.workers.adapters.names import Kind, Parts
 from pagewire.workers.adapters.pieces import LARGE_BYTES, Piece, Pieces
 from pagewire.workers.adapters.targets import Place, Targets
 
