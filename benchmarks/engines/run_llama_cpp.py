@@ -1,6 +1,6 @@
 """llama.cpp's `llama-batched-bench`, whose path is in `$LLAMA_BATCHED_BENCH`; the model is a GGUF file. See driver.py.
 
-It makes its own random tokens, and its time of a work is its own too: without the start, which each work has anew.
+It makes its own random tokens. Its time of a work is its own too: without the start, which each work has anew.
 """
 
 from __future__ import annotations
