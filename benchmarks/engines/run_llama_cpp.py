@@ -1,4 +1,4 @@
-"""llama.cpp's `llama-batched-bench`, whose path is in `$LLAMA_BATCHED_BENCH`; the model is a GGUF file. See driver.py.
+"""llama.cpp's `llama-batched-bench`, found in `$LLAMA_BATCHED_BENCH`; the model is a GGUF file. See driver.py.
 
 It makes its own random tokens. Its time of a work is its own too: without the start, which each work has anew.
 """

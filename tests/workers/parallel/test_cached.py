@@ -19,7 +19,7 @@ from pagewire.workers.weight_cache.folder import weight_folder
 from ..architectures import VOCAB_SIZE
 from ..driver import Driver
 from ..parity import NUM_TOKENS, make_prompts
-from ..random_adapters import write
+from ..random_adapters import load, write
 from .threads import Rank, run_ranks
 
 PHASE = "packed weights"
@@ -56,8 +56,7 @@ def start(model: Path, adapter: Path | None = None) -> list[tuple[list[list[int]
         ahead = WeightsAhead(config)
         runner, ready = Runner.start(config, lambda *_: None, ahead, rank, awake.set)
         if runner.adapters is not None:
-            runner.adapters.load(LoadAdapter(1, str(adapter)))
-            assert awake.wait(60) and runner.adapters.finished()[0].error is None
+            assert load(runner.adapters, LoadAdapter(1, str(adapter)), awake).error is None
         if (thread := keep_in_background(runner.model, ahead)) is not None:
             thread.join()
         assert (ahead.packed is None) == (
