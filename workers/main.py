@@ -28,6 +28,7 @@ from pagewire.ipc import logs
 from pagewire.ipc.codec import MAX_MESSAGE_BYTES, Codec
 from pagewire.ipc.errors import error_text, error_type
 from pagewire.ipc.group_key import GroupKey
+from pagewire.ipc.heap import release_spare_memory
 from pagewire.ipc.lifeline import die_with_parent
 from pagewire.ipc.lora import DropAdapter, LoadAdapter
 from pagewire.ipc.sockets import CurveKeys, connect_dealer, receive, send
@@ -64,8 +65,8 @@ LINGER_MS = (
     2000  # how long closing the socket may take to send the last message, such as the cause of a failure
 )
 QUIET_MS = 10  # silence after which spare work begins; the time between two steps is shorter
-_DONE = object()
-_NOTHING: Iterator[object] = iter(())
+IDLE_MS = 10_000  # silence after which freed memory is given back, which the next step has to get again
+_NOTHING: Iterator[int] = iter(())
 # A thread that waits for the others spins this long before it sleeps. The runtime's own default spins for
 # milliseconds, and whenever any other process wants the CPU (the core, a frontend), the spinning threads keep
 # it from the one thread they wait for: steps then take hundreds of times as long.
@@ -104,12 +105,12 @@ class Connection:
         os.eventfd_write(self._alarm, 1)
 
     def receive(
-        self, until: Callable[[], bool] | None = None, spare: Iterator[object] = _NOTHING
+        self, until: Callable[[], bool] | None = None, spare: Iterator[int] = _NOTHING
     ) -> ToWorker | None:
         """The core's next message, or None after `wake`, or once `until` returns true. Runs `spare` work meanwhile.
 
         `until` is polled in a busy loop, as a device cannot wake this thread and a step takes milliseconds. Spare
-        work begins after `QUIET_MS` without a message.
+        work begins after `QUIET_MS` without a message, and goes on after as many milliseconds as it yields.
         """
         quiet: int | None = QUIET_MS if until is None else 0
         while not self._early:
@@ -121,7 +122,7 @@ class Connection:
                 return None
             if until is not None and until():
                 return None
-            quiet = 0 if until is not None or next(spare, _DONE) is not _DONE else None
+            quiet = next(spare, None) if until is None else 0
         return self._early.popleft()
 
     def receive_masks(self, step_id: int) -> Masks | None:
@@ -153,7 +154,7 @@ def serve(connection: Connection) -> None:
         if steps is not None and steps.running:
             message = connection.receive(until=steps.reached)
         else:
-            message = connection.receive(spare=_NOTHING if runner is None else runner.spare_work)
+            message = connection.receive(spare=_NOTHING if runner is None else idle_work(runner.spare_work))
         if runner is not None and runner.adapters is not None:
             take_adapters(connection, runner.adapters, message)
         if isinstance(message, WorkerConfig):
@@ -169,6 +170,18 @@ def serve(connection: Connection) -> None:
             reply(connection, runner, message)
         elif isinstance(message, Shutdown):
             return
+
+
+def idle_work(spare_work: Iterator[None]) -> Iterator[int]:
+    """What a worker does while there is nothing to run; yields the milliseconds to wait for a message meanwhile.
+
+    At last it gives back memory: steps leave what they free with malloc, for the next ones (`keep_memory`), and the
+    largest may have been much larger than the others.
+    """
+    for _ in spare_work:
+        yield 0
+    yield IDLE_MS
+    release_spare_memory()
 
 
 def take_adapters(connection: Connection, adapters: Adapters, message: ToWorker | None) -> None:
