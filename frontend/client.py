@@ -48,12 +48,12 @@ from pagewire.ipc.messages import (
     Goodbye,
     Refused,
     Request,
-    Submit,
     ToFrontend,
     TokenDelta,
     Welcome,
 )
 from pagewire.ipc.sockets import CurveKeys
+from pagewire.ipc.tasks import submission
 
 logger = logging.getLogger("pagewire.frontend")
 
@@ -218,7 +218,7 @@ class CoreClient:
         self, requests: Sequence[Request], refused: list[tuple[Request, ValueError]]
     ) -> Iterator[list[Buffer]]:
         """The messages that submit the requests; too large ones are halved. What none can hold is `refused`."""
-        frames = self._encoder.encode(Submit(list(requests)))
+        frames = self._encoder.encode(submission(requests))
         name = f"request {requests[0].request_id[:100]!r}"
         if (error := too_large(frames, name, self.info.max_message_bytes)) is None:
             yield frames

@@ -19,7 +19,7 @@ from pagewire.ipc.calls import Right
 from pagewire.ipc.errors import EngineBusyError, error_text, error_type
 from pagewire.ipc.messages import PROTOCOL, Request, ToCore, TokenDelta
 from pagewire.ipc.pooling import PoolingParams
-from pagewire.ipc.tasks import share_tasks
+from pagewire.ipc.tasks import submitted
 from pagewire.ipc.version import __version__
 
 # Time for messages before the loop turns to the worker again: a flood of them delays each step by this.
@@ -117,8 +117,11 @@ class Intake:
             cause = "it is not attached, or was silent or read nothing for too long"
             clients.send(identity, messages.Detached(cause))
         elif isinstance(message, messages.Submit):
-            share_tasks(message.requests)
-            self._submitted += [(client, request) for request in message.requests]
+            try:
+                self._submitted += [(client, request) for request in submitted(message)]
+            except ValueError as error:
+                clients.warn("refused a message from %s: %s", client.label, error)
+                clients.refuse(identity, error)
         elif isinstance(message, messages.Abort):
             self._abort(client, message)
         elif isinstance(message, messages.Call):

@@ -8,13 +8,22 @@ import pytest
 
 from pagewire.ipc.codec import Codec
 from pagewire.ipc.items import Prompt, Task
-from pagewire.ipc.messages import Request
+from pagewire.ipc.messages import Request, Submit, ToCore
 from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
 from pagewire.ipc.pooling import PoolingParams
-from pagewire.ipc.tasks import UNREAD_BY_WORKERS, for_workers, name_tasks_once, restore_tasks, share_tasks
+from pagewire.ipc.tasks import (
+    UNREAD_BY_WORKERS,
+    for_workers,
+    name_tasks_once,
+    restore_tasks,
+    share_tasks,
+    submission,
+    submitted,
+)
 from pagewire.ipc.worker_messages import SlotInit, StepPlan, ToWorker
 
 CODEC: Codec[ToWorker] = Codec(ToWorker, trusts=True)
+TO_CORE: Codec[ToCore] = Codec(ToCore)
 
 
 def sent(tasks: list[Task]) -> tuple[list[SlotInit], int]:
@@ -60,6 +69,32 @@ def test_plans_have_nothing_that_workers_do_not_read() -> None:
     } == set(UNREAD_BY_WORKERS)
     short = SamplingParams(top_k=3)
     assert for_workers(short) is short
+
+
+def test_a_task_is_submitted_once() -> None:
+    task, other = long_task(), SamplingParams(top_k=4)
+    tasks: list[Task] = [other, task, task, other, PoolingParams(), task, long_task()]
+    requests = [Request(key, "r", Prompt([key + 1]), each, key) for key, each in enumerate(tasks)]
+    given = copy.deepcopy(requests)
+    frames = TO_CORE.encode(submission(requests))
+    assert requests == given and [request.task is each for request, each in zip(requests, tasks, strict=True)]
+    message = TO_CORE.decode(frames)
+    assert isinstance(message, Submit)
+    received = submitted(message)
+    assert received == requests
+    assert received[1].task is received[2].task is received[5].task
+    assert received[0].task is received[3].task is not received[1].task
+    many = [Request(key, "r", Prompt([1]), task, 0) for key in range(64)]
+    size = len(TO_CORE.encode(submission(many[:1]))[0])
+    assert len(TO_CORE.encode(submission(many))[0]) < 1.2 * size
+    assert submission(requests[:2]) == Submit(requests[:2]), "nothing is said where nothing is shared"
+
+
+@pytest.mark.parametrize("task_of", [[0], [0, 0, 0], [1, 0], [0, -1], [0, 2]])
+def test_a_message_must_name_a_task_for_each_request(task_of: list[int]) -> None:
+    requests = [Request(key, "r", Prompt([1]), SamplingParams(top_k=key + 1), 0) for key in range(2)]
+    with pytest.raises(ValueError, match="task_of"):
+        submitted(Submit(requests, task_of))
 
 
 def test_neighbours_share_what_is_equal_in_their_tasks() -> None:
