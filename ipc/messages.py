@@ -133,12 +133,12 @@ class Request(Item):
 class Submit(Message, tag="submit"):
     """New requests, in order of arrival.
 
-    repeats: indices, ascending, of requests that have the task of the one before them, and in the message a short
-        one in its place (`ipc.tasks`).
+    task_of: for each request, the index of the one whose task it has: its own, or an earlier one's (`ipc.tasks`).
+        Empty: each has its own.
     """
 
     requests: Annotated[list[Request], Meta(max_length=MAX_REQUESTS_PER_MESSAGE)]
-    repeats: Annotated[list[int], Meta(max_length=MAX_REQUESTS_PER_MESSAGE)] = []
+    task_of: Annotated[list[int], Meta(max_length=MAX_REQUESTS_PER_MESSAGE)] = []
 
 
 class Abort(Message, tag="abort"):

@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from pagewire.ipc.items import Task
 from pagewire.ipc.messages import Request, Submit
 from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.worker_messages import SlotInit
+
+if TYPE_CHECKING:
+    from pagewire.ipc.worker_messages import SlotInit
+
+NO_TASK = SamplingParams()  # of a request whose task stands in another one
 
 # Parameters that the core reads for its workers, or the frontend for the core.
 UNREAD_BY_WORKERS = ("stop", "stop_token_ids", "bad_words", "structured_outputs", "extra_args")
@@ -19,26 +22,39 @@ LARGE = (*UNREAD_BY_WORKERS, "logit_bias", "allowed_token_ids", "bad_words_token
 
 
 def submission(requests: Sequence[Request]) -> Submit:
-    """The message that submits requests, in which neighbours with equal tasks have one."""
-    sent, repeats, short = list(requests), [], SamplingParams()
-    for index, (before, request) in enumerate(pairwise(requests), 1):
-        if request.task == before.task:
-            sent[index] = msgspec.structs.replace(request, task=short)
-            repeats.append(index)
-    return Submit(sent, repeats)
+    """The message that submits these requests, with each task once. The requests are not changed."""
+    first: dict[int, int] = {}
+    task_of = [first.setdefault(id(request.task), index) for index, request in enumerate(requests)]
+    if len(first) == len(requests):
+        return Submit(list(requests))
+    return Submit(
+        [
+            request if number == index else without_task(request)
+            for index, (request, number) in enumerate(zip(requests, task_of, strict=True))
+        ],
+        task_of,
+    )
+
+
+def without_task(request: Request) -> Request:
+    """A copy of a request for a message in which another one has its task."""
+    request = copy.copy(request)
+    request.task = NO_TASK
+    return request
 
 
 def submitted(message: Submit) -> list[Request]:
-    """The requests of a message that was received: equal tasks are one object.
+    """The requests of a message that was received, each with its task; what is equal in tasks takes memory once.
 
     Raises:
-        ValueError: it has a request repeat a task of none.
+        ValueError: `task_of` names no task for each request.
     """
-    requests, last = message.requests, 0
-    for index in message.repeats:
-        if not last < index < len(requests):
-            raise ValueError(f"a message of {len(requests)} requests has request {index} repeat a task")
-        requests[index].task, last = requests[index - 1].task, index
+    requests, task_of = message.requests, message.task_of
+    if task_of:
+        if len(task_of) != len(requests) or not all(0 <= first <= i for i, first in enumerate(task_of)):
+            raise ValueError("task_of must name for each request itself or one before it")
+        for request, first in zip(requests, task_of, strict=True):
+            request.task = requests[first].task
     share_tasks(requests)
     return requests
 

@@ -28,6 +28,7 @@ from pagewire.ipc import logs
 from pagewire.ipc.codec import MAX_MESSAGE_BYTES, Codec
 from pagewire.ipc.errors import error_text, error_type
 from pagewire.ipc.group_key import GroupKey
+from pagewire.ipc.heap import release_spare_memory
 from pagewire.ipc.lifeline import die_with_parent
 from pagewire.ipc.lora import DropAdapter, LoadAdapter
 from pagewire.ipc.sockets import CurveKeys, connect_dealer, receive, send
@@ -64,8 +65,8 @@ LINGER_MS = (
     2000  # how long closing the socket may take to send the last message, such as the cause of a failure
 )
 QUIET_MS = 10  # silence after which spare work begins; the time between two steps is shorter
-_DONE = object()
-_NOTHING: Iterator[object] = iter(())
+IDLE_MS = 10_000  # silence after which freed memory is given back, which the next step has to get again
+_NOTHING: Iterator[int] = iter(())
 # A thread that waits for the others spins this long before it sleeps. The runtime's own default spins for
 # milliseconds, and whenever any other process wants the CPU (the core, a frontend), the spinning threads keep
 # it from the one thread they wait for: steps then take hundreds of times as long.
@@ -106,14 +107,15 @@ class Connection:
     def receive(
         self,
         until: Callable[[], bool] | None = None,
-        spare: Iterator[object] = _NOTHING,
+        spare: Iterator[int] = _NOTHING,
         advance: Callable[[], bool] = lambda: False,
     ) -> ToWorker | None:
         """The core's next message, or None after `wake`, or once `until` returns true. Runs `spare` work meanwhile.
 
         `until` is polled in a busy loop, as a device cannot wake this thread and a step takes milliseconds. Spare
-        work begins after `QUIET_MS` without a message. advance: does a few milliseconds of other work, and returns
-        true while there is more; called once before each message, and then until one comes.
+        work begins after `QUIET_MS` without a message, and goes on after as many milliseconds as it yields.
+        advance: does a few milliseconds of other work, and returns true while there is more; called once before each
+        message, and then until one comes.
         """
         more = advance()
         quiet: int | None = QUIET_MS if until is None else 0
@@ -129,7 +131,7 @@ class Connection:
             if more:
                 more = advance()
                 continue
-            quiet = 0 if until is not None or next(spare, _DONE) is not _DONE else None
+            quiet = next(spare, None) if until is None else 0
         return self._early.popleft()
 
     def receive_masks(self, step_id: int) -> Masks | None:
@@ -163,7 +165,7 @@ def serve(connection: Connection) -> None:
         elif steps.running:
             message = connection.receive(until=steps.reached, advance=runner.load_more)
         else:
-            message = connection.receive(spare=runner.spare_work, advance=runner.load_more)
+            message = connection.receive(spare=idle_work(runner.spare_work), advance=runner.load_more)
         if runner is not None and runner.adapters is not None:
             take_adapters(connection, runner.adapters, message)
         if isinstance(message, WorkerConfig):
@@ -179,6 +181,18 @@ def serve(connection: Connection) -> None:
             reply(connection, runner, message)
         elif isinstance(message, Shutdown):
             return
+
+
+def idle_work(spare_work: Iterator[None]) -> Iterator[int]:
+    """What a worker does while there is nothing to run; yields the milliseconds to wait for a message meanwhile.
+
+    At last it gives back memory: steps leave what they free with malloc, for the next ones (`keep_memory`), and the
+    largest may have been much larger than the others.
+    """
+    for _ in spare_work:
+        yield 0
+    yield IDLE_MS
+    release_spare_memory()
 
 
 def take_adapters(connection: Connection, adapters: Adapters, message: ToWorker | None) -> None:

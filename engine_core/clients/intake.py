@@ -117,7 +117,11 @@ class Intake:
             cause = "it is not attached, or was silent or read nothing for too long"
             clients.send(identity, messages.Detached(cause))
         elif isinstance(message, messages.Submit):
-            self._submitted += [(client, request) for request in submitted(message)]
+            try:
+                self._submitted += [(client, request) for request in submitted(message)]
+            except ValueError as error:
+                clients.warn("refused a message from %s: %s", client.label, error)
+                clients.refuse(identity, error)
         elif isinstance(message, messages.Abort):
             self._abort(client, message)
         elif isinstance(message, messages.Call):

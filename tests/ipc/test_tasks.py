@@ -23,6 +23,7 @@ from pagewire.ipc.tasks import (
 from pagewire.ipc.worker_messages import SlotInit, StepPlan, ToWorker
 
 CODEC: Codec[ToWorker] = Codec(ToWorker, trusts=True)
+TO_CORE: Codec[ToCore] = Codec(ToCore)
 
 
 def sent(tasks: list[Task]) -> tuple[list[SlotInit], int]:
@@ -70,6 +71,32 @@ def test_plans_have_nothing_that_workers_do_not_read() -> None:
     assert for_workers(short) is short
 
 
+def test_a_task_is_submitted_once() -> None:
+    task, other = long_task(), SamplingParams(top_k=4)
+    tasks: list[Task] = [other, task, task, other, PoolingParams(), task, long_task()]
+    requests = [Request(key, "r", Prompt([key + 1]), each, key) for key, each in enumerate(tasks)]
+    given = copy.deepcopy(requests)
+    frames = TO_CORE.encode(submission(requests))
+    assert requests == given and [request.task is each for request, each in zip(requests, tasks, strict=True)]
+    message = TO_CORE.decode(frames)
+    assert isinstance(message, Submit)
+    received = submitted(message)
+    assert received == requests
+    assert received[1].task is received[2].task is received[5].task
+    assert received[0].task is received[3].task is not received[1].task
+    many = [Request(key, "r", Prompt([1]), task, 0) for key in range(64)]
+    size = len(TO_CORE.encode(submission(many[:1]))[0])
+    assert len(TO_CORE.encode(submission(many))[0]) < 1.2 * size
+    assert submission(requests[:2]) == Submit(requests[:2]), "nothing is said where nothing is shared"
+
+
+@pytest.mark.parametrize("task_of", [[0], [0, 0, 0], [1, 0], [0, -1], [0, 2]])
+def test_a_message_must_name_a_task_for_each_request(task_of: list[int]) -> None:
+    requests = [Request(key, "r", Prompt([1]), SamplingParams(top_k=key + 1), 0) for key in range(2)]
+    with pytest.raises(ValueError, match="task_of"):
+        submitted(Submit(requests, task_of))
+
+
 def test_neighbours_share_what_is_equal_in_their_tasks() -> None:
     def task(max_tokens: int, bias: float = 1.0) -> SamplingParams:
         return SamplingParams(max_tokens=max_tokens, logit_bias={5: bias, 6: 2.0}, stop=["end"])
@@ -87,23 +114,3 @@ def test_neighbours_share_what_is_equal_in_their_tasks() -> None:
 def test_an_index_of_no_init_is_an_error() -> None:
     with pytest.raises(IndexError):
         restore_tasks([SlotInit(0, [1], 1, [0], 3, 0)])
-
-
-def test_neighbours_submit_equal_tasks_once() -> None:
-    tasks: list[Task] = [long_task(), long_task(), PoolingParams(), PoolingParams(), long_task()]
-    requests = [Request(key, "r", Prompt([key]), task, 0) for key, task in enumerate(tasks)]
-    codec: Codec[ToCore] = Codec(ToCore)
-    frames = codec.encode(submission(requests))
-    assert [request.task for request in requests] == tasks, "those of the sender stay as they are"
-    received = submitted(codec.decode(frames))  # type: ignore[arg-type]
-    assert received == requests
-    assert received[0].task is received[1].task and received[2].task is received[3].task
-    alone, together = (sum(map(len, codec.encode(submission(requests[:1] * count)))) for count in (1, 64))
-    assert together < 1.2 * alone
-
-
-@pytest.mark.parametrize("repeats", [[0], [2], [-1], [1, 1]])
-def test_a_task_of_none_cannot_be_repeated(repeats: list[int]) -> None:
-    requests = [Request(key, "r", Prompt([1]), SamplingParams(), 0) for key in range(2)]
-    with pytest.raises(ValueError, match="a message of 2 requests has request"):
-        submitted(Submit(requests, repeats))

@@ -230,3 +230,33 @@ def test_a_result_that_no_message_holds_is_an_error_of_its_call(
         and reply.error.startswith("odd: the result cannot be sent")
         and text in reply.error
     )
+
+
+def test_an_idle_worker_gives_memory_back_after_its_other_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    socket = bind_router(context, f"ipc://{tmp_path}/core.sock")
+    connection = main.Connection(f"ipc://{tmp_path}/core.sock", "worker")
+    done: list[str] = []
+
+    def populate() -> Iterator[None]:
+        for _ in range(3):
+            done.append("populate")
+            yield
+
+    def release() -> None:
+        done.append("release")
+        connection.wake()
+
+    monkeypatch.setattr(main, "IDLE_MS", 1)
+    monkeypatch.setattr(main, "release_spare_memory", release)
+    spare_work = populate()
+    try:
+        assert connection.receive(spare=main.idle_work(spare_work)) is None
+        assert connection.receive(spare=main.idle_work(spare_work)) is None
+    finally:
+        connection.close()
+        socket.close()
+        context.destroy(0)
+    assert done == ["populate"] * 3 + ["release"] * 2

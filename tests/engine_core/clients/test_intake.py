@@ -15,6 +15,7 @@ from pagewire.engine_core.clients.clients import MAX_FAULTS, Client
 from pagewire.ipc.items import Prompt
 from pagewire.ipc.messages import PROTOCOL, Abort, Deltas, Hello, Refused, Request, Submit, Welcome
 from pagewire.ipc.params import SamplingParams
+from pagewire.ipc.tasks import submission
 
 from ..conftest import RawFrontend, RunningCore
 from ..test_core import roll_out
@@ -269,6 +270,23 @@ def test_equal_tasks_of_one_message_take_memory_once(start_core: Callable[..., R
     held = [requests[key][0].request.task for key in range(5)]
     assert held == tasks and held[0] is held[1] is held[2] and held[4] is not held[0]
     frontend.say(Abort(keys=list(range(5))))
+
+
+def test_a_task_that_is_submitted_once_is_that_of_all(start_core: Callable[..., RunningCore]) -> None:
+    core = start_core()
+    frontend = attached(core, "many")
+    task, other = SamplingParams(max_tokens=5), SamplingParams(max_tokens=3)
+    tasks = [task, other, task, task]
+    requests = [Request(key, "r", Prompt([key + 1, 7]), each, 7, 999) for key, each in enumerate(tasks)]
+    frontend.say(submission(requests))
+    for key, each in enumerate(tasks):
+        frontend.finish((key, 0))
+        assert frontend.outputs[key, 0] == roll_out([key + 1, 7], each.max_tokens or 0)
+    frontend.say(Submit(requests, [0, 0, 3, 0]))
+    while not isinstance(message := frontend.hear(), Refused):
+        pass
+    assert "task_of" in message.error and core.error is None
+    assert frontend.status()["running"] == frontend.status()["waiting"] == 0
 
 
 def test_prompts_have_their_numbers_in_common(start_core: Callable[..., RunningCore]) -> None:
