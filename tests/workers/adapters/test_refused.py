@@ -186,7 +186,7 @@ def test_damaged_headers(tmp_path: Path) -> None:
 def test_an_adapter_is_loaded_dropped_and_loaded_again(
     runner: AdaptedRunner, llama: Path, tmp_path: Path
 ) -> None:
-    """After all that failed. Its content is told apart from any other."""
+    """On the runner whose earlier adapters all failed to load. Other files have another content."""
     folder = write(tmp_path / "adapter")
     loaded = runner.load(3, folder)
     assert loaded.error is None and loaded.rank == 4 and loaded.num_bytes == 4 * 4 * (64 + 64 + 100 + 64)
