@@ -386,7 +386,7 @@ class RandomPolicy:
 def drafting(kind: str, seed: int, longest: int = 5) -> Speculation:
     """A source of drafts of random lengths.
 
-    kind: "random" (right up to a random place), "ngram", "suffix", or "worker" (which the simulated worker proposes).
+    kind: "random" (right up to a random place), "ngram", "suffix", or "worker" (proposed by the simulated worker).
     """
     if kind == "random":
         return RandomDrafter(seed, longest)
