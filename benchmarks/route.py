@@ -30,6 +30,8 @@ from typing import Any
 import aiohttp
 import psutil
 
+from benchmarks.closed_loop import run_requests
+
 ROOT = Path(__file__).parents[1]
 FAKE_CORE = """
 import sys, threading
@@ -337,27 +339,11 @@ def forward(options: argparse.Namespace) -> bool:
     from pagewire.frontend.route.engine import routed as routed_engine
     from pagewire.frontend.route.places import running
     from pagewire.frontend.session import Session
-    from pagewire.ipc.params import RequestOutputKind, SamplingParams
 
     def run(session: Session, length: int) -> tuple[float, float, float]:
-        from pagewire.frontend.mailbox import Inbox
-
-        inbox, total = Inbox(), options.requests
-        params = SamplingParams(max_tokens=length, detokenize=False, output_kind=RequestOutputKind.DELTA)
+        total, sizes = options.requests, {"prompt_tokens": 200, "output_tokens": length}
         began, used = time.perf_counter(), time.process_time()
-        open_states: set[int] = set()
-        number = num_tokens = 0
-        while number < total or open_states:
-            while number < total and len(open_states) < options.open:
-                prompt: Any = {"prompt_token_ids": [number % 900 + 1] * 200}
-                (state,) = session.submit([session.prepare(prompt, params, f"{began}-{number}")], inbox)
-                open_states.add(state.key)
-                number += 1
-            for state in inbox.get():
-                output = session.take(state)
-                num_tokens += 0 if output is None else sum(len(each.token_ids) for each in output.outputs)
-                if state.finished:
-                    open_states.discard(state.key)
+        num_tokens = run_requests(session, total, num_open=options.open, **sizes)
         seconds = time.perf_counter() - began
         return num_tokens / seconds, total / seconds, (time.process_time() - used) / num_tokens * 1e6
 

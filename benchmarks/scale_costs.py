@@ -203,29 +203,15 @@ def request_seconds(seconds: float) -> float:
 
 def router_seconds(requests: int, length: int) -> float:
     """Processor time of a router's process, without HTTP, for each token that it takes from a core and gives on."""
-    from pagewire.frontend.mailbox import Inbox
+    from benchmarks.closed_loop import run_requests
     from pagewire.frontend.route.engine import routed
     from pagewire.frontend.route.places import running
-    from pagewire.ipc.params import RequestOutputKind
 
-    params = SamplingParams(
-        max_tokens=length, detokenize=False, ignore_eos=True, output_kind=RequestOutputKind.DELTA
-    )
+    sizes = {"num_open": RANK_ROWS, "prompt_tokens": PROMPT_TOKENS, "output_tokens": length}
     with core_process() as (address, _):
-        engine, inbox = routed([running(address)]), Inbox()
-        session = engine.session
-        used, open_states, number, num_tokens = time.process_time(), set(), 0, 0
-        while number < requests or open_states:
-            while number < requests and len(open_states) < RANK_ROWS:
-                prompt: Any = {"prompt_token_ids": [number % 900 + 10] * PROMPT_TOKENS}
-                (state,) = session.submit([session.prepare(prompt, params, f"{number}")], inbox)
-                open_states.add(state.key)
-                number += 1
-            for state in inbox.get():
-                output = session.take(state)
-                num_tokens += 0 if output is None else sum(len(each.token_ids) for each in output.outputs)
-                if state.finished:
-                    open_states.discard(state.key)
+        engine = routed([running(address)])
+        used = time.process_time()
+        num_tokens = run_requests(engine.session, requests, **sizes)
         used = time.process_time() - used
         engine.shutdown()
     return used / num_tokens

@@ -73,7 +73,7 @@ FREE = (
 
 
 def prompts(kind: str, count: int) -> list[str]:
-    """Different prompts of a kind."""
+    """`count` different prompts. kind: "free" (text that repeats nothing), or text that repeats the prompt."""
     if kind == "free":
         asked = (FREE[i % len(FREE)].format(n=i + 7) for i in range(count))
         return [f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in asked]

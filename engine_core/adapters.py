@@ -262,7 +262,7 @@ class Adapters:
         """The sequences that may be scheduled from now on, in order; and those that cannot run, with the reason."""
         leaving: list[Sequence] = []
         refused: list[Refusal] = []
-        overdue = self._overdue(now) if self._waiting else []
+        overdue = self._overdue(now) if self._waiting else set()
         closed = set(islice(self._scheduled, len(overdue)))
         for adapter in list(self._waiting):
             if not adapter.resident:
@@ -317,21 +317,21 @@ class Adapters:
         prompt.adapter = adapter.content
         return None
 
-    def _may_run(self, adapter: Adapter, overdue: list[Adapter], closed: set[Adapter]) -> bool:
+    def _may_run(self, adapter: Adapter, overdue: set[Adapter], closed: set[Adapter]) -> bool:
         if adapter in self._scheduled:
             return adapter not in closed
         return (not overdue or adapter in overdue) and len(self._scheduled) < self.limits.max_active
 
-    def _overdue(self, now: float) -> list[Adapter]:
+    def _overdue(self, now: float) -> set[Adapter]:
         """The adapters for which active ones make room: those that have waited long for nothing but that."""
         num_loading = self._num_loading()
-        overdue = []
+        overdue = set()
         for adapter in self._waiting:
             if now - adapter.since < PATIENCE_SECONDS:
                 continue
             is_stuck = adapter.residence is Residence.ABSENT and num_loading < MAX_LOADING
             if (adapter.resident or is_stuck) and adapter not in self._scheduled:
-                overdue.append(adapter)
+                overdue.add(adapter)
         return overdue
 
     def _num_loading(self) -> int:
@@ -384,6 +384,8 @@ class Adapters:
             self._drop(victim)
         if adapter in self._waiting:
             self._leave_queue(adapter)
+        else:
+            self._tidy(adapter)  # those that waited have given up, and it may be retired
         return []
 
     def workers_lost(self, now: float) -> None:

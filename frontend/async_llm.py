@@ -45,9 +45,8 @@ from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.sockets import CurveKeys
 
 T = TypeVar("T")
-Places: TypeAlias = dict[
-    int, tuple[int, RequestState]
-]  # of requests by key: the index of the prompt, the state
+# Requests by key: the index of the prompt, the state.
+Places: TypeAlias = dict[int, tuple[int, RequestState]]
 
 logger = logging.getLogger("pagewire.frontend")
 
@@ -197,8 +196,7 @@ class AsyncLLM(AsyncEngineCalls):
         request id `request_id`-i. `logprob_budget`: of all these outputs; over it comes a ValueError. `admit` sees
         the requests before they are submitted, and may raise. Otherwise as `generate`; the first error ends all.
         """
-        name = request_id or uuid.uuid4().hex
-        names = [name] if len(prompts) == 1 else [f"{name}-{i}" for i in range(len(prompts))]
+        names = request_ids(request_id, len(prompts))
         params = await self._check(sampling_params)
         prepared = []
         for prompt, name in zip(prompts, names, strict=True):
@@ -273,7 +271,8 @@ class AsyncLLM(AsyncEngineCalls):
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         is_long = isinstance(text, str) and len(text) > LONG_PROMPT_CHARACTERS
         is_long = is_long or is_embeds_prompt(prompt)  # which are hashed
-        if is_long or not self.session.adapters.knows(lora_request):
+        reads_files = prompt_adapter_request is not None or not self.session.adapters.knows(lora_request)
+        if is_long or reads_files:
             return await asyncio.to_thread(self.session.prepare, prompt, params, *place)
         return self.session.prepare(prompt, params, *place)
 
@@ -326,8 +325,7 @@ class AsyncLLM(AsyncEngineCalls):
         params: checked (`pooling.batch.complete`). `admit` sees the requests before they are submitted, and may
         raise. Cancelling the task aborts the requests. Otherwise as `generate_all`.
         """
-        name = request_id or uuid.uuid4().hex
-        names = [name] if len(prompts) == 1 else [f"{name}-{i}" for i in range(len(prompts))]
+        names = request_ids(request_id, len(prompts))
         prepared = []
         for start in range(0, len(prompts), PROMPTS_AT_ONCE):
             chunk = slice(start, start + PROMPTS_AT_ONCE)
@@ -474,6 +472,12 @@ class AsyncLLM(AsyncEngineCalls):
 
 
 AsyncLLMEngine = AsyncLLM
+
+
+def request_ids(request_id: str | None, num_prompts: int) -> list[str]:
+    """The ids of the requests for several prompts: `request_id`-i, or for one prompt itself. None: a random one."""
+    name = request_id or uuid.uuid4().hex
+    return [name] if num_prompts == 1 else [f"{name}-{i}" for i in range(num_prompts)]
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:

@@ -25,6 +25,7 @@ from pagewire.ipc.quoting import quoted
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # a folder without any has no tokenizer
 NOT_TOKENIZERS = {"config.json", "generation_config.json"}
 MAX_FOLDERS = 10_000  # adapters of which a session keeps what it has found
+MAX_TOKENIZERS = 32  # in memory, the model's included; each may take tens of megabytes
 
 
 class LoRARequest(msgspec.Struct, frozen=True):
@@ -126,7 +127,8 @@ class AdapterBook:
             return True
         with self._lock:
             folder = self._folders.get(lora_request.lora_path)
-            return folder is not None and (str(folder), adapter_version(folder)) in self._digests
+            digest = None if folder is None else self._digests.get((str(folder), adapter_version(folder)))
+            return digest in self._tokenizers
 
     def source(self, lora_request: LoRARequest) -> AdapterSource:
         """What the core gets to know of an adapter. Raises: as `use`."""
@@ -168,12 +170,18 @@ class AdapterBook:
             digest = self._digests.get(key)
         if digest is None:
             digest = b"" if self._info.skip_tokenizer_init else self._digest(folder)
-            tokenizer = None if digest in self._tokenizers else self._load_tokenizer(folder)
             with self._lock:
                 limit(self._digests)
                 self._digests[key] = digest
-                self._tokenizers.setdefault(digest, tokenizer)
-        return self._tokenizers[digest]
+        with self._lock:
+            if digest in self._tokenizers:
+                return self._tokenizers[digest]
+        tokenizer = self._load_tokenizer(folder)
+        with self._lock:
+            self._tokenizers[digest] = tokenizer
+            if len(self._tokenizers) > MAX_TOKENIZERS:
+                del self._tokenizers[next(filter(None, self._tokenizers))]  # the oldest, but not the model's
+        return tokenizer
 
     def _digest(self, folder: Path) -> bytes:
         """A digest of a folder's tokenizer; empty if it has none, or the model's."""

@@ -257,6 +257,8 @@ class RequestState:
         self._start(request)
         self._lora_request = None if adapter is None else adapter.lora_request
         self._num_virtual_tokens = num_virtual_tokens
+        token_ids = request.prompt.token_ids
+        self._prompt_token_ids = token_ids[num_virtual_tokens:] if num_virtual_tokens else token_ids
         self._prompt_text = prompt_text
         self._budget, self._num_logprobs_kept = logprob_budget, 0
         self._kind = params.output_kind
@@ -390,7 +392,7 @@ class RequestState:
         return RequestOutput(
             self.request_id,
             self._prompt_text,
-            self.request.prompt.token_ids[self._num_virtual_tokens :],
+            self._prompt_token_ids,
             self._take_prompt_logprobs(delta),
             outputs,
             finished,

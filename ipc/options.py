@@ -363,6 +363,10 @@ class EngineArgs:
             raise ValueError(
                 "merge=True is for a single adapter: leave enable_lora out, or lora_path and merge"
             )
+        if self.lora_allow_pickle and not self.enable_lora:
+            raise ValueError(
+                "lora_allow_pickle needs enable_lora: an adapter that is merged is read from safetensors only"
+            )
         if self.qlora_adapter_name_or_path is not None:
             if not self.enable_lora:
                 raise ValueError("qlora_adapter_name_or_path needs enable_lora")

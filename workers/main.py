@@ -114,8 +114,8 @@ class Connection:
 
         `until` is polled in a busy loop, as a device cannot wake this thread and a step takes milliseconds. Spare
         work begins after `QUIET_MS` without a message, and goes on after as many milliseconds as it yields.
-        advance: does a few milliseconds of other work, and returns true while there is more; called once before each
-        message, and then until one comes.
+        advance: does a few milliseconds of other work, and returns true while there is more; called once before
+        each message, and then until one comes.
         """
         more = advance()
         quiet: int | None = QUIET_MS if until is None else 0

@@ -139,7 +139,9 @@ class Client:
         begin = self._begin()
         async with self.connection() as http, http.get("/health") as response:
             self._waited("health", begin)
-            if not (response.status == 503 and self._excused(begin)):  # a worker that starts is not proven to live
+            if not (
+                response.status == 503 and self._excused(begin)
+            ):  # a worker that starts is not proven to live
                 self._same("health", response.status)
 
     async def _stream(self, http: aiohttp.ClientSession, path: str, fields: dict[str, Any]) -> list[int]:

@@ -125,6 +125,7 @@ def merge(first: TokenDelta, second: TokenDelta) -> TokenDelta:
         error_type=second.error_type,
         num_drafts=first.num_drafts + second.num_drafts,
         num_accepted=first.num_accepted + second.num_accepted,
+        adapter=second.adapter or first.adapter,
     )
 
 

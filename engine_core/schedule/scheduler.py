@@ -347,7 +347,7 @@ class Scheduler:
     def _fitting(
         self, drafts: list[int], sequence: Sequence, count: int, missing: int, step: PlannedStep
     ) -> list[int]:
-        """Drafts behind the next `count` tokens, as far as the budget and blocks that no one else needs reach."""
+        """Drafts behind the next `count` tokens, as far as the budget and blocks that no other row needs reach."""
         num_spare = max(0, self.kv.pool.num_free - missing - len(self.running))
         num_places = (len(sequence.blocks) + missing + num_spare) * self.config.block_size
         return drafts[: max(0, min(step.budget - count, num_places - sequence.computed - count))]

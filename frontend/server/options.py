@@ -97,7 +97,7 @@ class ServerOptions:
 
     lora_modules: list[str] = option(None, "Models", "adapters (LoRA) that clients address as models:"
         " name=path, or JSON of name, path and base_model_name", make=list)
-    prompt_adapters: list[str] = option(None, "Adapters", "NAME=FOLDER of a prompt adapter, which requests name as"
+    prompt_adapters: list[str] = option(None, "Models", "NAME=FOLDER of a prompt adapter, which requests name as"
         " their model; the engine needs --enable-prompt-adapter", make=list)
 
     return_tokens_as_token_ids: bool = option(False, "Answers", "write tokens as 'token_id:ID' in log"

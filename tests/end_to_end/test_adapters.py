@@ -151,7 +151,8 @@ def test_no_token_changes_when_the_worker_is_killed(llm: LLM, root: Path) -> Non
         return [tokens[name] for name in sorted(tokens)]
 
     assert run(kills=True) == run(kills=False)
-    assert llm.llm_engine.session.call("status").result()["worker_starts"] == 2
+    while llm.llm_engine.session.call("status").result()["worker_starts"] < 2:
+        pass  # the requests may have ended before the worker
 
 
 def test_a_bad_adapter_is_refused_and_disturbs_nothing(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from ..workers.architectures import GROUPED, VOCAB_SIZE, Architecture
 from ..workers.parity import make_prompts
 from ..workers.quantised_models import write_awq
 from .conftest import KV_BYTES
+from .test_recovery import kill_worker, wait_for_start
 
 PROMPTS = make_prompts(VOCAB_SIZE, tuple(range(3, 35, 2)))
 OPTIONS: dict[str, Any] = {
@@ -53,19 +52,14 @@ def test_alone_in_a_crowd_and_after_the_worker_is_killed(awq: Path) -> None:
             alone = [await outputs(llm, index, "alone") for index in (0, 7, 15)]
             crowd = await asyncio.gather(*(outputs(llm, index, "crowd") for index in range(16)))
             assert [crowd[index] for index in (0, 7, 15)] == alone
-            pid = (await status(llm))["worker_pid"]
             begun = asyncio.Event()
             tasks = [asyncio.create_task(outputs(llm, index, "killed", begun)) for index in range(16)]
             await begun.wait()
-            os.kill(pid, signal.SIGKILL)
+            await kill_worker(llm)
             assert await asyncio.gather(*tasks) == crowd
-            assert (await status(llm))["worker_starts"] == 2
+            await wait_for_start(llm, 2)
 
     asyncio.run(main())
-
-
-async def status(llm: AsyncLLM) -> dict[str, Any]:
-    return await asyncio.wrap_future(llm.session.call("status"))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.sockets import bind_router
 from pagewire.kernels.cpu import library
 
-from .test_recovery import PROMPTS, Progress, collect, mixed, status
+from .test_recovery import PROMPTS, Progress, collect, mixed, status, wait_for_start
 
 FAULTY_WORKER = (sys.executable, str(Path(__file__).with_name("faulty_worker.py")))
 FAULTS = [
@@ -103,7 +103,8 @@ async def check_fault(
     assert await streams == expected
     while order.exists():  # the fault came too late for these
         assert await collect_all(group) == expected
-    assert core.worker.num_starts > num_starts and not any(map(psutil.pid_exists, pids))
+    await wait_for_start(group, num_starts + 1)
+    assert not any(map(psutil.pid_exists, pids))
 
 
 async def check_calls(group: AsyncLLM, order: Path) -> None:

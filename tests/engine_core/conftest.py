@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -120,6 +121,17 @@ class RawFrontend:
         result = self.call("status").result
         assert isinstance(result, dict)
         return result
+
+    def kill_worker(self) -> None:
+        """Kill the worker, or the next one if it is about to be replaced."""
+        while (pid := self.status()["worker_pid"]) is None:
+            pass
+        os.kill(pid, signal.SIGKILL)
+
+    def wait_for_start(self, number: int) -> None:
+        """Wait until the worker was started `number` times; an idle one may be replaced after all requests."""
+        while self.status()["worker_starts"] < number:
+            pass
 
 
 class RunningCore:

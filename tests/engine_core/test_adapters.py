@@ -415,6 +415,17 @@ def test_a_replaced_registration_and_a_removed_one_let_their_requests_finish() -
     assert not world.memory and world.adapters.ids() == []
 
 
+def test_what_was_removed_while_it_was_read_leaves_memory_when_none_waits_for_it() -> None:
+    world = World()
+    (sequence,) = world.submit(source(1))
+    world.obey()
+    assert world.adapters.remove(1)
+    assert world.adapters.drop(sequence)
+    world.load()
+    world.obey()
+    assert not world.memory and world.adapters.ids() == []
+
+
 def test_a_pinned_adapter_stays_and_one_place_is_left_for_others() -> None:
     world = World()
     for number in (1, 2, 3):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -167,11 +166,11 @@ def test_a_killed_worker_loses_no_token(start_core: Callable) -> None:
         count = sum(map(len, frontend.outputs.values()))
         while sum(map(len, frontend.outputs.values())) < count + 20:
             frontend.take(frontend.hear())
-        os.kill(frontend.status()["worker_pid"], signal.SIGKILL)
+        frontend.kill_worker()
     frontend.finish(*[(key, 0) for key in prompts])
     for key, prompt in prompts.items():
         assert frontend.outputs[key, 0] == roll_out(prompt, 100)
-    assert frontend.status()["worker_starts"] >= 2
+    frontend.wait_for_start(2)
 
 
 def test_a_new_worker_may_lack_memory_for_a_while(start_core: Callable, tmp_path: Path) -> None:
@@ -181,9 +180,8 @@ def test_a_new_worker_may_lack_memory_for_a_while(start_core: Callable, tmp_path
     frontend = core.frontend()
     frontend.attach()
     lack.touch()
-    os.kill(frontend.status()["worker_pid"], signal.SIGKILL)
-    while frontend.status()["worker_starts"] < 3:  # the second one found too little
-        pass
+    frontend.kill_worker()
+    frontend.wait_for_start(3)  # the second one found too little
     lack.unlink()
     frontend.submit(1, [1, 2])
     frontend.finish((1, 0))

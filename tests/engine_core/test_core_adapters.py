@@ -157,7 +157,7 @@ def test_a_killed_worker_loads_what_is_needed_again(
     end = frontend.ends[2, 0]
     if end.finish_reason == "error":  # it may have ended before the worker did
         assert end.error_type == "ValueError" and "replaced" in str(end.error)
-    assert frontend.status()["worker_starts"] == 2
+    frontend.wait_for_start(2)
 
 
 def test_an_unloaded_adapter_finishes_its_requests(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 
 import msgspec
@@ -39,7 +37,7 @@ def test_contents_are_held_while_requests_run_also_over_a_workers_death(start_co
     frontend.finish((9, 0))
     assert "is not that of their content" in (frontend.ends[9, 0].error or "")
     assert contents.num_bytes == 2 * NUM_TOKENS * EMBEDDING_SIZE * 2
-    os.kill(frontend.status()["worker_pid"], signal.SIGKILL)
+    frontend.kill_worker()
     frontend.finish(*((key, 0) for key in range(4)))
     assert frontend.outputs[0, 0] == frontend.outputs[2, 0] and len(frontend.outputs[1, 0]) == 80
     status = frontend.status()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import string
 import threading
 from collections.abc import Callable, Iterator
@@ -214,12 +212,12 @@ def test_a_request_goes_on_from_the_tokens_it_has(start_core: Callable, folder: 
 def test_killed_workers_change_nothing(start_core: Callable, folder: Path) -> None:
     expected = run_some(attach(start_core, folder))
     frontend = attach(start_core, folder)
-    os.kill(frontend.status()["worker_pid"], signal.SIGKILL)
+    frontend.kill_worker()
     regex = "([1-9][0-9]*,){60}"
     frontend.submit(9, [1, 2, 3], structured_outputs={"regex": regex}, max_tokens=124)
     while not frontend.outputs.get((9, 0)):
         frontend.take(frontend.hear())
-    os.kill(frontend.status()["worker_pid"], signal.SIGKILL)
+    frontend.kill_worker()
     outputs = run_some(frontend)
     assert {place: outputs[place] for place in expected} == expected
     frontend.finish((9, 0))
@@ -227,4 +225,4 @@ def test_killed_workers_change_nothing(start_core: Callable, folder: Path) -> No
     assert re.fullmatch(regex, found) or (
         frontend.ends[9, 0].finish_reason == "length" and re.fullmatch("([1-9][0-9]*,)+[0-9]*", found)
     )
-    assert frontend.status()["worker_starts"] == 3
+    frontend.wait_for_start(3)

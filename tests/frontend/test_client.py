@@ -224,13 +224,13 @@ def test_the_frontends_own_slowness_is_not_the_cores_silence(
     core: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No message comes for longer than the limit, while the callback waits."""
-    monkeypatch.setenv("PAGEWIRE_HEARTBEAT_TIMEOUT_S", "0.4")
+    monkeypatch.setenv("PAGEWIRE_HEARTBEAT_TIMEOUT_S", "1")
     core.calls = {"add": lambda a, b: a + b}
     slow = SlowCallback(core)
     core.pongs = False
     while not core.pings.empty():
         core.pings.get()
-    for _ in range(12):  # at an interval of 0.05 s
+    for _ in range(25):  # at an interval of 0.05 s
         core.pings.get(timeout=PATIENCE)
     core.pongs = True
     slow.go.set()

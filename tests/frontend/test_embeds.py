@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from pagewire.frontend.async_llm import AsyncLLM
 from pagewire.frontend.embeds import as_tensor
 from pagewire.frontend.inputs import Intake, Prepared
 from pagewire.frontend.outputs import RequestState
@@ -24,6 +27,8 @@ from pagewire.ipc.embeddings import EmbeddingsInfo
 from pagewire.ipc.items import LogprobRows
 from pagewire.ipc.messages import EngineInfo, TokenDelta
 from pagewire.ipc.params import SamplingParams
+
+from .conftest import FakeCore
 
 BOTH = EmbeddingsInfo(size=4, prompts=True, adapters=True, max_adapters=2, max_adapter_tokens=50)
 ROWS = torch.arange(12.0).view(3, 4)
@@ -325,6 +330,26 @@ def test_a_request_may_say_how_many_virtual_tokens_it_expects(tmp_path: Path) ->
         adapters.get(PromptAdapterRequest("a", 1, str(tmp_path), 4))
     with pytest.raises(TypeError, match="must be a PromptAdapterRequest, got str"):
         adapters.get("a")  # type: ignore[arg-type]
+
+
+def test_files_of_adapters_are_not_read_on_the_event_loop(
+    core: FakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, threads = AsyncLLM.attach(core.address), list[threading.Thread]()
+
+    def get(request: PromptAdapterRequest) -> None:
+        threads.append(threading.current_thread())
+        raise ValueError("read")
+
+    async def generate() -> None:
+        async for _ in engine.generate("w2", prompt_adapter_request=PromptAdapterRequest("a", 1, "/a")):
+            pass
+
+    monkeypatch.setattr(engine.session.prompt_adapters, "get", get)
+    with pytest.raises(ValueError, match="read"):
+        asyncio.run(generate())
+    engine.shutdown()
+    assert threads and threading.main_thread() not in threads
 
 
 def test_options_name_the_adapters_of_a_server(tmp_path: Path) -> None:

@@ -167,6 +167,26 @@ def test_adapters_share_the_models_tokenizer_unless_they_have_another(
         book.use(requests["large"])
 
 
+def test_few_tokenizers_are_kept_in_memory(
+    engine_info: EngineInfo, new: Callable[..., Path], word_tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagewire.frontend.lora.MAX_TOKENIZERS", 2)
+    book, requests = AdapterBook(engine_info), []
+    for number in range(2):
+        folder = new(f"adapter {number}", word_tokenizer)
+        tokenizer = json.loads((folder / "tokenizer.json").read_text())
+        tokenizer["model"]["vocab"][f"▁own{number}"] = engine_info.vocab_size
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+        requests.append(LoRARequest(folder.name, 1 + number, str(folder)))
+    for _ in range(2):
+        for number, request in enumerate(requests):
+            used = book.use(request)
+            assert used is not None and used.tokenizer is not None
+            assert used.tokenizer.encode(f"own{number}") == [engine_info.vocab_size]
+            assert [book.knows(each) for each in requests] == [each is request for each in requests]
+    assert book.use(LoRARequest("plain", 3, str(new("plain")))).tokenizer is None  # type: ignore[union-attr]
+
+
 def test_one_adapter_for_all_prompts_or_one_for_each() -> None:
     a, b = LoRARequest("a", 1), LoRARequest("b", 2)
     assert (

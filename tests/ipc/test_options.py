@@ -266,6 +266,7 @@ def test_numbers_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"lora_path": "/a", "merge": True, "enable_lora": True}, "merge=True is for a single adapter"),
         ({"enable_lora": True, "pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported yet"),
         ({"qlora_adapter_name_or_path": "/a"}, "needs enable_lora"),
+        ({"lora_path": "/a", "merge": True, "lora_allow_pickle": True}, "read from safetensors only"),
         ({"qlora_adapter_name_or_path": "/a", "enable_lora": True}, "needs quantization='bitsandbytes'"),
         ({"long_lora_scaling_factors": [4.0]}, "not supported yet.*rope_scaling"),
     ],

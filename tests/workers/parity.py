@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,19 +27,21 @@ def transformers_tokens(
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return [greedy_tokens(model, prompt, num_tokens) for prompt in prompts]
+
+
+def greedy_tokens(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    """What the `generate` of transformers' model, or of PEFT's around it, gives past any end of sequence."""
     model.generation_config.eos_token_id = None
-    outputs = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        found = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=num_tokens,
-            pad_token_id=0,
-        )
-        outputs.append(found[0, len(prompt) :].tolist())
-    return outputs
+    ids = torch.tensor([prompt])
+    found = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=num_tokens,
+        pad_token_id=0,
+    )
+    return found[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
 
 def our_tokens(folder: Path, prompts: list[list[int]], num_tokens: int = NUM_TOKENS) -> list[list[int]]:

@@ -13,7 +13,7 @@ from pagewire.ipc.lora import AdapterLoaded, LoadAdapter, LoRAConfig
 from pagewire.workers.model.matrices import is_linear
 
 from .driver import load_runner
-from .parity import NUM_TOKENS
+from .parity import NUM_TOKENS, greedy_tokens
 from .random_adapters import load
 
 LIMITS = LoRAConfig(max_loras=8, max_lora_rank=64, extra_vocab_size=0)
@@ -51,16 +51,7 @@ def peft_tokens(
     for prompt, adapter in zip(prompts, adapters, strict=True):
         base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         adapted = base if adapter is None else PeftModel.from_pretrained(base, adapter).eval()
-        base.generation_config.eos_token_id = None
-        ids = torch.tensor([prompt])
-        found = adapted.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=num_tokens,
-            pad_token_id=0,
-        )
-        outputs.append(found[0, len(prompt) :].tolist())
+        outputs.append(greedy_tokens(adapted, prompt, num_tokens))
     return outputs
 
 

@@ -335,6 +335,7 @@ def test_refuses_by_name(tmp_path: Path) -> None:
         ("yes", "must be a list of tokens"),
         ([1, 2, 3], "a classifier of 3 tokens by the method"),
         ([1, 128], "none of id 128"),
+        ([-1, 1], "none of id -1"),
     ):
         overrides = {"classifier_from_token": tokens, "method": "from_2_way_softmax"}
         with pytest.raises(LoadError, match=text):

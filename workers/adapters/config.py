@@ -7,20 +7,20 @@ refused by its name, and so is a field that is not known here, unless it is off.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
+import regex
 
 from pagewire.ipc.quoting import quoted
 
 Number = TypeVar("Number", int, float)
 
 NAME = "adapter_config.json"
-MAX_REPEATS = 4
-"""Unbounded repeats in a pattern of names: with more, matching a name may take seconds."""
+MAX_PATTERNS, MAX_PATTERN_CHARS = 2048, 1 << 16  # patterns of names in a configuration, and characters of all
+MATCH_SECONDS = 0.2  # processor time of a thread to match a name; as a rule it takes microseconds
 REFUSED = {
     "layer_replication": "the model would have other layers than its checkpoint",
     "megatron_config": "it is for Megatron's parallel layers",
@@ -63,11 +63,64 @@ class _Fields(msgspec.Struct):
     base_model_name_or_path: str | None = None
 
 
-@dataclass(frozen=True)
+class Names:
+    """The names of modules that match a regular expression as a whole.
+
+    Python's own `re` would do, but it may take hours for a malicious one, and nothing can interrupt it.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        """Compile a pattern.
+
+        Raises:
+            ValueError: it is none.
+        """
+        try:
+            self._pattern = regex.compile(pattern)
+        except (regex.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"{NAME}: the pattern {quoted(pattern)} is none: {error}") from error
+
+    def match(self, name: str) -> Any:
+        """The match of a name, from which groups can be read; None if it does not match.
+
+        Raises:
+            ValueError: that takes too long.
+        """
+        end = time.thread_time() + MATCH_SECONDS
+        while True:
+            try:
+                return self._pattern.fullmatch(name, timeout=MATCH_SECONDS, concurrent=True)
+            except TimeoutError:  # by a clock that counts the time of all threads of the process
+                if time.thread_time() > end:
+                    break
+        raise ValueError(
+            f"{NAME}: to match {quoted(name)} with {quoted(self._pattern.pattern)} takes too long"
+        )
+
+
 class AdapterConfig:
     """What an adapter's configuration says. A module is named as in the model of transformers."""
 
-    fields: _Fields
+    def __init__(self, fields: _Fields) -> None:
+        """Compile the patterns of names.
+
+        Raises:
+            ValueError: one is none, or there are too many.
+        """
+        self.fields = fields
+        ranks, alphas = fields.rank_pattern or {}, fields.alpha_pattern or {}
+        layers = fields.layers_pattern or r"[^.]*"
+        layers = [layers] if isinstance(layers, str) else layers
+        kinds = (kind for kind in (fields.target_modules, fields.exclude_modules) if isinstance(kind, str))
+        patterns = [*ranks, *alphas, *layers, *kinds]
+        if len(patterns) > MAX_PATTERNS or sum(map(len, patterns)) > MAX_PATTERN_CHARS:
+            raise ValueError(
+                f"{NAME}: over {MAX_PATTERNS} patterns of names, or {MAX_PATTERN_CHARS:,} characters in them"
+            )
+        self._ranks, self._alphas = by_end(ranks), by_end(alphas)
+        self._layers = [Names(rf".*\.{pattern}\.(\d+)\..*") for pattern in layers]
+        self._targets, self._excluded = kind_of(fields.target_modules), kind_of(fields.exclude_modules)
+        self._saved = frozenset(fields.modules_to_save or ())
 
     @classmethod
     def parse(cls, content: bytes) -> AdapterConfig:
@@ -89,54 +142,38 @@ class AdapterConfig:
         alphas = (fields.lora_alpha, *(fields.alpha_pattern or {}).values())
         if min(ranks) < 1 or not all(map(math.isfinite, alphas)):
             raise ValueError(f"{NAME}: ranks of at least 1 and finite alphas expected, got {ranks}, {alphas}")
-        for pattern in config.patterns():
-            check_pattern(pattern)
         return config
-
-    def patterns(self) -> list[str]:
-        """All regular expressions in it."""
-        names = [*(self.fields.rank_pattern or ()), *(self.fields.alpha_pattern or ())]
-        kinds = (self.fields.target_modules, self.fields.exclude_modules)
-        layers = self.fields.layers_pattern
-        names += [layers] if isinstance(layers, str) else layers or []
-        return names + [kind for kind in kinds if isinstance(kind, str)]
 
     def rank(self, module: str) -> int:
         """The rank of a module's matrices."""
-        return by_pattern(self.fields.rank_pattern, module, self.fields.r)
+        return first_match(self._ranks, module, self.fields.r)
 
     def scale(self, module: str) -> float:
         """What the product of a module's matrices is multiplied with; Kalajdzievski 2023 ("rsLoRA") for rslora."""
-        rank, alpha = self.rank(module), by_pattern(self.fields.alpha_pattern, module, self.fields.lora_alpha)
+        rank, alpha = self.rank(module), first_match(self._alphas, module, self.fields.lora_alpha)
         return alpha / (math.sqrt(rank) if self.fields.use_rslora else rank)
 
     def targets(self, module: str, is_output: bool) -> bool:
         """True if the module is to have matrices. is_output: it is the output layer, not one of "all-linear"."""
         fields = self.fields
-        if fields.exclude_modules is not None and _names(fields.exclude_modules, module):
+        if self._excluded is not None and named(self._excluded, module):
             return False
         if fields.target_modules == "all-linear":
             return not is_output
-        if fields.target_modules is None or isinstance(fields.target_modules, str):
-            return fields.target_modules is None or bool(re.fullmatch(fields.target_modules, module))
-        return module in fields.target_modules or (
-            _names(fields.target_modules, module) and self._in_layers(module)
-        )
+        if self._targets is None or not named(self._targets, module):
+            return self._targets is None
+        return isinstance(self._targets, Names) or module in self._targets or self._in_layers(module)
 
     def saves(self, module: str) -> bool:
         """True if the adapter has the module's whole weight."""
-        names = self.fields.modules_to_save or ()
-        return any(module == name or module.endswith(f".{name}") for name in names)
+        return named(self._saved, module)
 
     def _in_layers(self, module: str) -> bool:
-        chosen, patterns = self.fields.layers_to_transform, self.fields.layers_pattern
+        chosen = self.fields.layers_to_transform
         if chosen is None:
             return True
-        patterns = ([patterns] if isinstance(patterns, str) else patterns) if patterns else [r"[^.]*"]
-        for pattern in patterns:
-            if found := re.match(rf".*\.{pattern}\.(\d+)\.", module):
-                return int(found[1]) in ([chosen] if isinstance(chosen, int) else chosen)
-        return False
+        found = next((found for names in self._layers if (found := names.match(module))), None)
+        return found is not None and int(found[1]) in ([chosen] if isinstance(chosen, int) else chosen)
 
 
 def refuse_unserved(values: Mapping[str, Any]) -> None:
@@ -158,34 +195,24 @@ def refuse_unserved(values: Mapping[str, Any]) -> None:
         raise ValueError(f"{NAME}: {quoted(unknown[0])} is not known, and is not off")
 
 
-def check_pattern(pattern: str) -> None:
-    """Refuse a regular expression that is none, or that could take long.
-
-    Raises:
-        ValueError: why.
-    """
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{NAME}: the pattern {quoted(pattern)} is none: {error}") from error
-    bare = re.sub(r"\\.", "x", pattern)
-    if len(re.findall(r"[*+{]", bare)) > MAX_REPEATS or re.search(r"\)[*+{]", bare):
-        raise ValueError(
-            f"{NAME}: the pattern {quoted(pattern)} repeats a group, or has more than {MAX_REPEATS} repeats: it "
-            "could take too long"
-        )
+def kind_of(given: str | list[str] | None) -> Names | frozenset[str] | None:
+    """Modules as a configuration names them: by a regular expression, or by the ends of their names."""
+    return Names(given) if isinstance(given, str) else None if given is None else frozenset(given)
 
 
-def by_pattern(patterns: Mapping[str, Number] | None, module: str, default: Number) -> Number:
-    """The value of the first pattern that fits the end of a module's name."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default
+def named(kind: Names | frozenset[str], module: str) -> bool:
+    """True if a regular expression matches a module's name, or one of several names is the end of it."""
+    if isinstance(kind, Names):
+        return kind.match(module) is not None
+    parts = module.split(".")
+    return any(".".join(parts[first:]) in kind for first in range(len(parts)))
 
 
-def _names(kind: str | list[str], module: str) -> bool:
-    """True if a regular expression is the module's name, or one of a list is the end of it."""
-    if isinstance(kind, str):
-        return bool(re.fullmatch(kind, module))
-    return any(module == name or module.endswith(f".{name}") for name in kind)
+def by_end(values: Mapping[str, Number]) -> list[tuple[Names, Number]]:
+    """Values by regular expressions of the end of a module's name."""
+    return [(Names(rf"(.*\.)?({pattern})"), value) for pattern, value in values.items()]
+
+
+def first_match(values: Iterable[tuple[Names, Number]], module: str, default: Number) -> Number:
+    """The value of the first pattern that a module's name matches."""
+    return next((value for names, value in values if names.match(module)), default)

@@ -64,7 +64,11 @@ def build_module(
     try:
         form, quantise = quantisation(worker_config, config)
         if worker_config.merged_adapter:
-            return _merged(worker_config, config, dtype, form, quantise, kind)
+            check_merges(worker_config, config, form)
+            merge = Merge.of(worker_config.merged_adapter)
+            weights = _on_meta(worker_config, config, dtype, None, merge.before(quantise), kind)
+            merge.check(weights.causal)
+            return weights
         if worker_config.load_format == "dummy":
             return _random(worker_config, config, dtype, device, quantise, kind)
         reason = read_by_transformers(worker_config, config)
@@ -83,15 +87,12 @@ def build_module(
         raise LoadError(f"cannot load {worker_config.model_path}: {first_line(error)}") from error
 
 
-def _merged(
-    worker_config: WorkerConfig,
-    config: Any,
-    dtype: torch.dtype,
-    form: Format | None,
-    quantise: Quantise,
-    kind: ModelClass,
-) -> Weights:
-    """The module on the meta device, and its weights with those of an adapter added."""
+def check_merges(worker_config: WorkerConfig, config: Any, form: Format | None) -> None:
+    """Refuse weights to which no adapter can be added. form: of a quantised checkpoint.
+
+    Raises:
+        LoadError: they are quantised, random, or not read one by one.
+    """
     if form is not None or is_gguf(worker_config.model_path):
         raise LoadError(
             "an adapter cannot be merged into quantised weights, whose numbers would be rounded anew; serve it "
@@ -100,10 +101,6 @@ def _merged(
     reason = read_by_transformers(worker_config, config)
     if reason is not None or worker_config.load_format == "dummy":
         raise LoadError(f"an adapter cannot be merged: {reason or 'the weights are random'}")
-    merge = Merge.of(worker_config.merged_adapter)
-    weights = _on_meta(worker_config, config, dtype, None, merge.before(quantise), kind)
-    merge.check(weights.causal)
-    return weights
 
 
 def quantisation(worker_config: WorkerConfig, config: Any) -> tuple[Format | None, Quantise]:

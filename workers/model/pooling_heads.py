@@ -84,8 +84,8 @@ def rows_of(source: Checkpoint, head: TokenHead, folder: Path) -> Tensor:
     if name is None:
         raise LoadError(f"{folder} holds no output layer of plain numbers to make a classifier of")
     matrix = source.read(name)
-    if max(ids) >= len(matrix):
-        raise LoadError(f"the output layer has {len(matrix)} tokens, and none of id {max(ids)}")
+    if wrong := [token_id for token_id in ids if not 0 <= token_id < len(matrix)]:
+        raise LoadError(f"the output layer has {len(matrix)} tokens, and none of id {wrong[0]}")
     rows = matrix[torch.tensor(ids)]
     return rows.float()[1:] - rows.float()[:1] if head.two_way else rows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, TypeAlias
 
 import msgspec
 import torch
@@ -25,25 +25,35 @@ LAYER_NAMES = ("midlayer.", "layers.0.")
 """How checkpoints call the layer."""
 
 
+Size: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class EagleConfig(msgspec.Struct):
+    """The part `eagle_config` of a config.json.
+
+    eagle_aux_hidden_state_layer_ids: the layers after which states of the model are taken, counted from 0.
+    """
+
+    eagle_aux_hidden_state_layer_ids: list[int] | None = None
+
+
 class EagleSettings(msgspec.Struct):
     """The config.json of an EAGLE-3 head. draft_vocab_size: entries of its logits; None: as many as tokens.
 
-    eagle_config: "eagle_aux_hidden_state_layer_ids" are the layers after which states of the model are taken,
-    counted from 0. norm_before_residual: the layer adds to the normed state.
+    norm_before_residual: the layer adds to the normed state.
     """
 
-    hidden_size: int
-    num_attention_heads: int
-    vocab_size: int
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    draft_vocab_size: int | None = None
-    target_hidden_size: int | None = None
+    hidden_size: Size
+    num_attention_heads: Size
+    vocab_size: Size
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    draft_vocab_size: Size | None = None
     num_hidden_layers: int = 1
     rms_norm_eps: float = 1e-6
     hidden_act: str = "silu"
     norm_before_residual: bool = False
-    eagle_config: dict[str, Any] = {}
+    eagle_config: EagleConfig = msgspec.field(default_factory=EagleConfig)
 
     @classmethod
     def read(cls, folder: str) -> EagleSettings:
@@ -84,7 +94,7 @@ class EagleSettings(msgspec.Struct):
         Raises:
             LoadError: the model has too few layers, or the checkpoint names other ones than it has.
         """
-        named = self.eagle_config.get("eagle_aux_hidden_state_layer_ids")
+        named = self.eagle_config.eagle_aux_hidden_state_layer_ids
         found = [2, num_layers // 2, num_layers - 3] if named is None else [i + 1 for i in named]
         if len(found) != 3 or not all(0 < place < num_layers for place in found):
             raise LoadError(

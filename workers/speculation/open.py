@@ -72,10 +72,12 @@ def open_drafter(
 
 
 def check_target(speculative: SpeculativeConfig, target: LoadedModel, num_ranks: int) -> None:
-    """Refuse a drafter in the worker for a model that it cannot serve, or of a kind that is not served.
+    """Check that the worker serves the drafter's method, and that the model can be drafted for.
+
+    num_ranks: workers that run the model.
 
     Raises:
-        LoadError: says why, and what works instead.
+        LoadError: it cannot be drafted for; the text says why, and what works instead.
     """
     method = speculative.method
     if method not in SERVED:

@@ -59,9 +59,8 @@ class Exchange:
         self._stopped: asyncio.Future[APIError] = asyncio.get_running_loop().create_future()
         self._first_token: float | None = None
         self._answered: set[int] = set()
-        self._drafts: dict[
-            int, tuple[int, int]
-        ] = {}  # by prompt: drafts that were verified, those that were right
+        # By prompt: the number of drafts that were verified, and of those that were right.
+        self._drafts: dict[int, tuple[int, int]] = {}
 
     def use_name(self, name: str) -> None:
         """Make the client's name of the request a part of its id."""

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagewire.engine_core.clients.backlog import DELTA_BYTES, PIECE_BYTES, TOKEN_BYTES, Backlog
-from pagewire.ipc.messages import Deltas, TokenDelta
+import numpy as np
+
+from pagewire.engine_core.clients.backlog import DELTA_BYTES, PIECE_BYTES, TOKEN_BYTES, Backlog, merge
+from pagewire.ipc.codec import Tensor
+from pagewire.ipc.items import LogprobRows
+from pagewire.ipc.messages import Deltas, RequestTiming, TokenDelta
 
 NUM_TOKENS = PIECE_BYTES // 4 // TOKEN_BYTES
 
@@ -42,3 +46,37 @@ def test_no_more_than_a_piece_is_encoded_in_vain() -> None:
     assert backlog.num_bytes == before > 100 * (DELTA_BYTES + NUM_TOKENS * TOKEN_BYTES)
     backlog.add(TokenDelta(0, 0, [8], finish_reason="length"))
     assert next(backlog.deltas).token_ids[-1] == 8
+
+
+def test_nothing_is_lost_when_deltas_are_merged() -> None:
+    first = TokenDelta(
+        *(1, 0, [5]),
+        logprobs=rows(5),
+        prompt_logprobs=rows(4),
+        num_cached_tokens=16,
+        timing=RequestTiming(1.0, 2.0, 3.0, 4.0),
+        num_drafts=4,
+        num_accepted=1,
+        adapter=b"content",
+    )
+    second = TokenDelta(*(1, 0, [6, 7]), "stop", 7, logprobs=rows(6, 7), num_drafts=2, num_accepted=1)
+    both = merge(first, second)
+    assert both == TokenDelta(
+        *(1, 0, [5, 6, 7], "stop", 7),
+        logprobs=rows(5, 6, 7),
+        prompt_logprobs=rows(4),
+        num_cached_tokens=16,
+        timing=first.timing,
+        num_drafts=6,
+        num_accepted=2,
+        adapter=b"content",
+    )
+    unset = {name for name in both.__struct_fields__ if getattr(both, name) in (None, 0, b"", [])}
+    assert unset == {"index", "pooled", "error", "error_type"}  # a new field is merged, too
+
+
+def rows(*token_ids: int) -> LogprobRows:
+    """The log probabilities of these tokens alone."""
+    ids = np.array([token_ids], np.int32).T
+    logprobs, ranks = np.zeros(ids.shape, np.float32), np.ones(len(ids), np.int32)
+    return LogprobRows(*(Tensor(str(x.dtype), x.shape, x.tobytes()) for x in (ids, logprobs, ranks)))

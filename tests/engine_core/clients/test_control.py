@@ -108,8 +108,7 @@ def test_a_worker_that_dies_asleep_is_replaced_by_one_that_sleeps(
     if tags is not None:
         assert frontend.call("wake_up", tags).error is None
     os.kill(core.workers.pids[-1], signal.SIGKILL)
-    while frontend.status()["worker_starts"] < 2:
-        pass
+    frontend.wait_for_start(2)
     assert asleep(frontend) == [left] * num_workers
     assert frontend.call("is_sleeping").result is True
     frontend.submit(1, [1, 1])

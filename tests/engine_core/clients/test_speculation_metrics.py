@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from pagewire.engine_core.clients.backlog import merge
 from pagewire.engine_core.clients.metrics import Metrics, Rates, counts, states, summary
 from pagewire.engine_core.schedule.step import SchedulerStats
-from pagewire.ipc.messages import TokenDelta
 from pagewire.ipc.speculative import SpeculativeConfig
 
 
@@ -70,10 +68,3 @@ def test_rates_are_those_of_an_interval() -> None:
     stats.speculation.ran(10, 30, 1.0, 2.5)
     rates.update(stats, 2.0)
     assert (rates.tokens_per_step, rates.gain) == (3.0, 2.5)
-
-
-def test_what_a_frontend_does_not_read_is_added_up() -> None:
-    first = TokenDelta(1, 0, [5], num_drafts=4, num_accepted=0)
-    second = TokenDelta(1, 0, [6, 7, 8], num_drafts=2, num_accepted=2)
-    both = merge(first, second)
-    assert (both.token_ids, both.num_drafts, both.num_accepted) == ([5, 6, 7, 8], 6, 2)

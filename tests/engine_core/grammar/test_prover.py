@@ -194,7 +194,8 @@ class Pool:
 
 def test_slow_grammars_do_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagewire.engine_core.grammar.pool.QUICK_CPU_SECONDS", 0.05)
-    pool = Pool(ConfinedProver(FOLDER, [EOS], VOCAB), seconds=3.0)
+    pool = Pool(ConfinedProver(FOLDER, [EOS], VOCAB))
+    pool.wait(pool.submit(regex="b"))  # with which the process that proves them has started
     slow = [pool.submit(regex="a?" * (12_000 + i)) for i in range(4)]
     assert pool.wait(pool.submit(regex="a")).num_bytes
     assert any(compilation.outcome is None for compilation in slow)  # the short one did not wait for them

@@ -389,7 +389,10 @@ class RandomPolicy:
 
 
 def drafting(kind: str, seed: int, longest: int = 5) -> Speculation:
-    """The drafts of a kind, of random lengths: "random", "ngram", "suffix", or those of a "worker"."""
+    """A source of drafts of random lengths.
+
+    kind: "random" (right up to a random place), "ngram", "suffix", or "worker" (proposed by the simulated worker).
+    """
     if kind == "random":
         return RandomDrafter(seed, longest)
     drafter: Drafter | None = None

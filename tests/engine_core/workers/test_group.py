@@ -157,7 +157,7 @@ def assert_replaced_without_a_change(core: RunningCore, rank: int, number: signa
     frontend.finish(*[(key, 0) for key in range(6)])
     for key in range(6):
         assert frontend.outputs[key, 0] == roll_out([key + 1] * 5, 100)
-    assert core.workers.num_starts >= 2
+    frontend.wait_for_start(2)
     assert len(before) == 2 and not any(psutil.pid_exists(pid) for pid in before)
     assert_both_sampled_the_same(frontend)
 

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,30 @@ def quick_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A file that stops workers at their start while it exists; a second of silence counts as a hang."""
+    """A file that stops workers at their start while it exists."""
     path = tmp_path / "hang"
     monkeypatch.setenv("HANG_WHILE_STARTING", str(path))
-    monkeypatch.setenv("PAGEWIRE_WORKER_START_TIMEOUT_S", "1")
     yield path
     path.unlink(missing_ok=True)
+
+
+def limit_start(core: RunningCore, seconds: float) -> None:
+    """Set the silence of a starting worker that counts as a hang. On a busy machine a start may take long."""
+    core.core._start_limit = seconds
+
+
+def let_start(core: RunningCore, hang: Path) -> None:
+    """Let workers start again, and those go on that were stopped."""
+    limit_start(core, 10.0)
+    hang.unlink()
+    for pid in core.workers.pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def limit_health(core: RunningCore, seconds: float) -> None:
+    """Set the time in which workers must prove that they live."""
+    core.core.control._health._seconds = seconds
 
 
 def limit_call(monkeypatch: pytest.MonkeyPatch, name: str, seconds: float) -> None:
@@ -67,16 +86,16 @@ def test_a_worker_that_hangs_while_it_starts_is_replaced_and_no_call_is_lost(
     core = start_core()
     frontend = attached(core)
     hang.touch()
+    limit_start(core, 1.0)
     os.kill(core.workers.pids[0], signal.SIGKILL)
-    while frontend.status()["worker_starts"] < 2:
-        pass
+    frontend.wait_for_start(2)
     frontend.begin_call(5, "sleep")
     frontend.begin_call(6, "collective_rpc", "echo", [5])
     frontend.submit(1, [1, 1])
     answers = [frontend.answer() for _ in range(2)]
     assert [answer.call_id for answer in answers] == [5, 6]
     assert all("no progress for 1 s" in (answer.error or "") for answer in answers)
-    hang.unlink()
+    let_start(core, hang)
     frontend.finish((1, 0))
     assert frontend.outputs[1, 0] == roll_out([1, 1], 8)
     assert frontend.call("is_sleeping").result is False
@@ -85,9 +104,10 @@ def test_a_worker_that_hangs_while_it_starts_is_replaced_and_no_call_is_lost(
 def test_a_first_worker_that_hangs_is_replaced(start_core: StartCore, hang: Path) -> None:
     hang.touch()
     core = start_core()
+    limit_start(core, 1.0)
     while core.workers.num_starts < 2:
         pass
-    hang.unlink()
+    let_start(core, hang)
     frontend = attached(core)
     assert_runs(frontend, 1)
 
@@ -227,12 +247,13 @@ def test_a_frontend_has_a_limited_number_of_open_calls(
 def test_health_is_proven_by_a_ping_and_a_worker_that_does_not_answer_is_replaced(
     start_core: StartCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PAGEWIRE_HEALTH_TIMEOUT_S", "0.3")
     monkeypatch.setattr("pagewire.engine_core.clients.health.FRESH_SECONDS", 0.0)
     core = start_core()
     frontend = attached(core)
     healthy = {"alive": True, "ready": True, "reason": ""}
+    limit_health(core, 60.0)
     assert frontend.call("check_health").result == healthy
+    limit_health(core, 0.3)
     os.kill(core.workers.pids[0], signal.SIGSTOP)
     frontend.begin_call(1, "check_health")
     frontend.begin_call(2, "check_health")
@@ -241,26 +262,30 @@ def test_health_is_proven_by_a_ping_and_a_worker_that_does_not_answer_is_replace
         assert not health["alive"] and not health["ready"] and "has not answered ping" in health["reason"]
     assert core.core.control._worker_calls.oldest.method == "ping"
     os.kill(core.workers.pids[0], signal.SIGCONT)
+    limit_health(core, 60.0)
     assert frontend.call("collective_rpc", "echo", [1]).result == [[1]]
     assert frontend.call("check_health").result == healthy
     limit_call(monkeypatch, "ping", 0.5)
+    limit_health(core, 0.3)
     os.kill(core.workers.pids[0], signal.SIGSTOP)
     assert frontend.call("check_health").result["alive"] is False
-    while frontend.status()["worker_starts"] < 2:
-        pass
+    frontend.wait_for_start(2)
+    limit_call(monkeypatch, "ping", 60.0)
+    limit_health(core, 60.0)
     assert_runs(frontend, 1)
     assert frontend.call("check_health").result == healthy
 
 
-def test_health_of_a_step_that_hangs(start_core: StartCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PAGEWIRE_HEALTH_TIMEOUT_S", "0.3")
+def test_health_of_a_step_that_hangs(start_core: StartCore) -> None:
     core = start_core()
     frontend = attached(core)
+    limit_health(core, 0.3)
     os.kill(core.workers.pids[0], signal.SIGSTOP)
     frontend.submit(1, [1, 1])
     while (health := frontend.call("check_health").result)["alive"]:
         pass
     assert "a step has been running" in health["reason"]
+    limit_health(core, 60.0)
     os.kill(core.workers.pids[0], signal.SIGCONT)
     frontend.finish((1, 0))
     assert frontend.call("check_health").result["alive"]
@@ -280,7 +305,7 @@ def test_an_engine_that_takes_no_requests_is_alive_and_not_ready(start_core: Sta
         pass
     health = frontend.call("check_health").result
     assert not health["alive"] and "is starting" in health["reason"]
-    hang.unlink()
+    let_start(core, hang)
     while not frontend.call("check_health").result["ready"]:
         pass
 

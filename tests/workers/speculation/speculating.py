@@ -113,7 +113,7 @@ class SpeculativeDriver:
         return Speculated(slot, tokens, length, params, seed, list(cached), computed, content=content)
 
     def run(self, sequences: Sequence[Speculated], num_tokens: int) -> None:
-        """Run sequences until each has so many tokens of output, or a few more."""
+        """Run sequences until each has at least `num_tokens` tokens of output."""
         while active := [s for s in sequences if len(s.output) < num_tokens]:
             self.step(active)
 

@@ -236,6 +236,8 @@ def test_sleep_includes_the_head(model: Path, tmp_path: Path) -> None:
         ({"hidden_act": "relu"}, "the activation 'relu'"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}}, "after the layers 2, 3, 10, and"),
         ({"num_attention_heads": "four"}, "cannot be used"),
+        ({"num_attention_heads": 0}, "cannot be used"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "all"}}, "cannot be used"),
     ],
 )
 def test_what_does_not_fit_is_refused(

@@ -166,7 +166,7 @@ def test_trailers_are_not_headers(listening: Callable[..., Any], core: FakeCore)
 
 def test_silent_and_slow_clients_are_closed(listening: Callable[..., Any]) -> None:
     unfinished = b"content-length: 100\r\n\r\n{"
-    with listening(head_seconds=0.1, body_seconds=0.1) as port:
+    with listening(head_seconds=0.3, body_seconds=0.3) as port:
         sent: dict[str, bytes] = {
             "nothing": b"",
             "half a head": HEAD,
@@ -174,9 +174,10 @@ def test_silent_and_slow_clients_are_closed(listening: Callable[..., Any]) -> No
             "half a body that is not read": POST.replace(b"application/json", b"text/x") + unfinished,
             "a second head": HEAD + b"\r\n" + HEAD,
         }
-        clients = {name: connect(port) for name in sent}
-        for name, client in clients.items():
-            client.sendall(sent[name])
+        clients = {}
+        for name, content in sent.items():
+            clients[name] = connect(port)
+            clients[name].sendall(content)
         answers = {name: read_all(client) for name, client in clients.items()}
         for client in clients.values():
             client.close()
@@ -262,7 +263,7 @@ def test_handshakes_count_and_end(listening: Callable[..., Any], certificate: di
         assert read_all(silent[0]) == b""  # it has been closed for others
         for client in silent:
             client.close()
-    with listening(**certificate, head_seconds=0.2) as port:
+    with listening(**certificate, head_seconds=0.6) as port:
         with connect(port) as client:
             assert read_all(client) == b""
         with connect(port) as client:

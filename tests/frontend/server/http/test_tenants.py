@@ -235,7 +235,7 @@ async def abort(client: Client, core: FakeCore, call: Call, key: int) -> None:
         (leave, {}),
         (leave, {"stream": True}),
         (leave_midway, {"stream": True}),
-        (pass_deadline, {"timeout": 0.05}),
+        (pass_deadline, {"timeout": 1.0}),
         (abort, {}),
     ],
 )
