@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pagewire.demo
 from pagewire import LLM, AsyncLLM, EngineArgs, SamplingParams
 
 from .conftest import KV_BYTES
+from .test_recovery import kill_worker, wait_for_start
 
 FOLDER = Path(pagewire.demo.__path__[0])
 OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": KV_BYTES}
@@ -47,15 +46,14 @@ def test_the_tokens_are_those_without_it_also_after_the_worker_is_killed(llm: LL
             # Whatever the steps took: once a few without drafts were measured, the first with drafts are trials
             # that no measurement forbids (`NUM_TRIALS` of the core's policy). One request is long enough for that.
             assert num_drafts > 0
-            status = await asyncio.wrap_future(engine.session.call("status"))
             [info] = await asyncio.wrap_future(engine.session.call("model_info"))
             assert info["drafter"] == info["architecture"] == "LlamaForCausalLM"
             begun.clear()
             tasks = [asyncio.create_task(tokens(index, "killed")) for index in range(4)]
             await begun.wait()
-            os.kill(status["worker_pid"], signal.SIGKILL)
+            await kill_worker(engine)
             assert await asyncio.gather(*tasks) == expected
-            assert (await asyncio.wrap_future(engine.session.call("status")))["worker_starts"] == 2
+            await wait_for_start(engine, 2)
 
     asyncio.run(main())
 
@@ -96,12 +94,11 @@ def test_typical_acceptance_loses_and_doubles_no_token_when_the_worker_is_killed
 
             tasks = [asyncio.create_task(stream(index)) for index in range(len(PROMPTS))]
             await begun.wait()
-            status = await asyncio.wrap_future(engine.session.call("status"))
-            os.kill(status["worker_pid"], signal.SIGKILL)
+            await kill_worker(engine)
             outputs = await asyncio.gather(*tasks)
             assert [len(tokens) for tokens in outputs] == [each.max_tokens for each in params]
             assert outputs[:2] == [output.outputs[0].token_ids for output in plain]
-            assert (await asyncio.wrap_future(engine.session.call("status")))["worker_starts"] == 2
+            await wait_for_start(engine, 2)
 
     asyncio.run(main())
 

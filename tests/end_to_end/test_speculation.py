@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import Callable
 
 from pagewire import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
 
-from .test_recovery import PROMPTS, Progress, mixed, status
+from .test_recovery import PROMPTS, Progress, kill_worker, mixed, status
 
 LONG = [300, 400, 500] * 8
 
@@ -59,7 +57,7 @@ def test_drafts_and_killed_workers_change_nothing(start_daemon: Callable, llm: L
             tasks = [asyncio.create_task(run(engine, i, progress)) for i in range(len(prompts))]
             for kill in range(1, 3):
                 await progress.reach(kill * 300)
-                os.kill((await status(engine))["worker_pid"], signal.SIGKILL)  # type: ignore[arg-type]
+                await kill_worker(engine)
             outputs = await asyncio.gather(*tasks)
             for found, expected in zip(outputs, alone, strict=True):
                 assert content(found) == content(expected)
