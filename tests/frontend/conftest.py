@@ -37,6 +37,7 @@ from pagewire.ipc.messages import (
 )
 from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.sockets import CurveKeys, bind_router, receive, send
+from pagewire.ipc.tasks import submitted
 
 from . import trained
 
@@ -137,12 +138,13 @@ class FakeCore:
         elif isinstance(message, Call):
             self._reply(self._called(message))
         elif isinstance(message, Submit):
-            self.submitted |= {request.key: request for request in message.requests}
+            requests = submitted(message)
+            self.submitted |= {request.key: request for request in requests}
             if self.auto:
-                pools = [request for request in message.requests if isinstance(request.task, PoolingParams)]
+                pools = [request for request in requests if isinstance(request.task, PoolingParams)]
                 for request in pools:
                     self._reply(Deltas([TokenDelta(request.key, 0, [], "stop", pooled=self.pooled(request))]))
-                self._generate([request for request in message.requests if request not in pools])
+                self._generate([request for request in requests if request not in pools])
         self.seen.put(message)
 
     def _handshake(self, hello: Hello) -> None:

@@ -11,6 +11,7 @@ import zmq
 
 from pagewire.ipc.messages import Abort, Deltas, EngineInfo, Hello, Request, Submit, TokenDelta
 from pagewire.ipc.sockets import receive
+from pagewire.ipc.tasks import submitted
 
 from .conftest import FakeCore
 
@@ -49,8 +50,9 @@ class MortalCore(FakeCore):
 
     def _take(self, message: Any) -> None:
         if isinstance(message, Submit):
-            self.batches.append([request.key for request in message.requests])
-            for request in message.requests:
+            requests = submitted(message)
+            self.batches.append([request.key for request in requests])
+            for request in requests:
                 assert request.key not in self._live, "a request was submitted twice"
                 position = len((request.output_token_ids or [[]])[0])
                 self._live[request.key] = request, position, position
