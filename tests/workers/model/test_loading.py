@@ -229,7 +229,7 @@ def test_weights_read_one_by_one_are_those_that_transformers_reads(
     params = SamplingParams(temperature=1.0, logprobs=3)
     outputs = []
     for reason in (None, "for the test"):
-        monkeypatch.setattr(modules, "_read_by_transformers", lambda *_, reason=reason: reason)
+        monkeypatch.setattr(modules, "read_by_transformers", lambda *_, reason=reason: reason)
         runner, ready = load_runner(folder, dtype=dtype)
         requests = Driver(runner).run(PROMPTS, 4, params)
         outputs.append((ready.weight_bytes, [(request.output, request.logprobs) for request in requests]))
