@@ -20,8 +20,8 @@ from typing import TypeAlias, TypeVar
 T = TypeVar("T")
 
 LARGE_BYTES = 1 << 18  # work on more memory at a time is a long piece
-SHARE = 0.1  # of the time of steps that short pieces take,
-LEAST_SECONDS, MOST_SECONDS = 0.001, 0.005  # but so much between two of them
+SHARE = 0.1  # of the time of steps that short pieces take
+LEAST_SECONDS, MOST_SECONDS = 0.001, 0.005  # of them between two steps, whatever the share is
 NICENESS = 5  # of the thread: where processors are short, steps come first
 
 

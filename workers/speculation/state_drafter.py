@@ -92,7 +92,7 @@ class Span(NamedTuple):
         return self.end - self.start
 
     def token_ids(self, slots: Slots, ahead: int) -> NDArray[np.int64]:
-        """The tokens so many places after each position; 0 where there is neither a token nor a draft yet."""
+        """The token `ahead` places after each position; 0 where there is neither a token nor a draft yet."""
         first, num_tokens = self.start + ahead, int(slots.num_tokens[self.slot])
         known = slots.tokens[self.slot, first : min(self.end + ahead, num_tokens)]
         drafts = np.array(self.draft.token_ids[max(0, first - num_tokens) :], np.int64)
