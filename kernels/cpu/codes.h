@@ -31,16 +31,10 @@ INLINE Ints nearest(Floats v) {
 
 INLINE Floats to_floats(Ints v) { return __builtin_convertvector(v, Floats); }
 
-INLINE Ints max(Ints a, Ints b) { return a > b ? a : b; }
-
 // |v| as an integer of the same order, in which what is not a number is above all numbers.
 INLINE Ints magnitude(Floats v) { return bit_cast<Ints>(v) & 0x7fffffff; }
 
-INLINE float largest_magnitude(Ints magnitudes) {
-  int32_t largest = magnitudes[0];
-  for (int i = 1; i < kLanes; ++i) largest = std::max(largest, int32_t(magnitudes[i]));
-  return bit_cast<float>(largest);
-}
+INLINE float largest_magnitude(Ints magnitudes) { return bit_cast<float>(int32_t(max_lanes(magnitudes))); }
 
 // What multiplies codes, and what multiplies elements to give them. Elements so small that the latter would overflow
 // become 0. If one is infinite or not a number, all of them become the latter.

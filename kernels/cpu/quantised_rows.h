@@ -110,12 +110,10 @@ class RowQuantiser {
     for (int64_t i = start; i < std::min(start + layout_.block, layout_.columns); i += kLanes) {
       const Ints found = magnitude(values + i);
       at = found > most ? broadcast(int32_t(i)) : at;
-      most = found > most ? found : most;
+      most = max(most, found);
     }
-    int best = 0;
-    for (int lane = 1; lane < kLanes; ++lane)
-      if (most[lane] > most[best] || (most[lane] == most[best] && at[lane] < at[best])) best = lane;
-    const int64_t column = at[best] + best;
+    const Ints columns = most == broadcast(int32_t(max_lanes(most))) ? at + lane_numbers() : broadcast(INT32_MAX);
+    const int64_t column = min_lanes(columns);
     const float value = values[column];
     values[column] = 0;
     return {int32_t(column / layout_.group), int32_t(column % layout_.group / 4), 1 << 8 * (column % 4),
@@ -126,13 +124,8 @@ class RowQuantiser {
   void quantise(const float* values, int64_t start, const QuantisedRows& to) const {
     const int64_t end = std::min(start + layout_.shared, layout_.columns);
     Ints most = {};
-    for (int64_t i = start; i < end; i += kLanes) {
-      const Ints found = magnitude(values + i);
-      most = found > most ? found : most;
-    }
-    int32_t bits = 0;
-    for (int lane = 0; lane < kLanes; ++lane) bits = std::max(bits, most[lane]);
-    const float largest = bit_cast<float>(bits);
+    for (int64_t i = start; i < end; i += kLanes) most = max(most, magnitude(values + i));
+    const float largest = bit_cast<float>(int32_t(max_lanes(most)));
     // In a group of tiny numbers the inverse would overflow, and 0 times infinity is NaN.
     const float inverse = largest > 0 ? std::min(kLargestCode / largest, std::numeric_limits<float>::max()) : 0.0f;
     const bool finite = is_finite(largest);
@@ -158,8 +151,7 @@ class RowQuantiser {
       std::memcpy(codes + i, &bytes, sizeof(bytes));
       sums += code;
     }
-    int32_t sum = 0;
-    for (int lane = 0; lane < kLanes; ++lane) sum += sums[lane];
+    const int32_t sum = sum_lanes(sums);
     return {sum, scale, float(sum) * scale};
   }
 

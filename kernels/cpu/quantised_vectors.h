@@ -27,9 +27,8 @@ class VectorBlock {
   // `count` rows, at most kRows, times a panel. kFetch: the panel comes from memory.
   template <bool kFetch>
   void run(const QuantisedRows& rows, int64_t count, const char* panel, PanelSums& sums) const {
-    std::memset(sums.row, 0, size_t(count) * sizeof(sums.row[0]));
-    add<kFetch>(rows, count, panel, sums);
-    if (rows.has_finer()) return add<false>(rows.finer(), count, panel, sums);
+    add<kFetch, true>(rows, count, panel, sums);
+    if (rows.has_finer()) return add<false, false>(rows.finer(), count, panel, sums);
     for (int64_t row = 0; row < count; ++row) add_outliers(rows.from(row), panel, sums.row[row]);
   }
 
@@ -61,24 +60,25 @@ class VectorBlock {
     }
   }
 
-  template <bool kFetch>
+  // kFirst: onto zeros, whatever `sums` holds.
+  template <bool kFetch, bool kFirst>
   void add(const QuantisedRows& rows, int64_t count, const char* panel, PanelSums& sums) const {
     for (int64_t strip = 0; strip < kPanel; strip += kStrip) {
-      if (count == 1) multiply<1, kFetch>(rows, panel, strip, sums);
-      if (count == 2) multiply<2, kFetch>(rows, panel, strip, sums);
+      if (count == 1) multiply<1, kFetch, kFirst>(rows, panel, strip, sums);
+      if (count == 2) multiply<2, kFetch, kFirst>(rows, panel, strip, sums);
       if constexpr (kRows >= 4) {
-        if (count == 3) multiply<3, kFetch>(rows, panel, strip, sums);
-        if (count == 4) multiply<4, kFetch>(rows, panel, strip, sums);
+        if (count == 3) multiply<3, kFetch, kFirst>(rows, panel, strip, sums);
+        if (count == 4) multiply<4, kFetch, kFirst>(rows, panel, strip, sums);
       }
     }
   }
 
-  template <int kCount, bool kFetch>
+  template <int kCount, bool kFetch, bool kFirst>
   void multiply(const QuantisedRows& rows, const char* panel, int64_t strip, PanelSums& to) const {
     const int8_t* x = rows.codes;
     Floats totals[kCount][kVectors];
     for (int r = 0; r < kCount; ++r)
-      for (int v = 0; v < kVectors; ++v) totals[r][v] = load(&to.row[r][strip + v * kLanes]);
+      for (int v = 0; v < kVectors; ++v) totals[r][v] = kFirst ? Floats{} : load(&to.row[r][strip + v * kLanes]);
     for (int64_t g = 0; g < layout_.groups; ++g, panel += layout_.group_bytes(), x += layout_.group) {
       Ints sums[kCount][kVectors];
       for (int r = 0; r < kCount; ++r) {

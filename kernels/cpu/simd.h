@@ -63,6 +63,8 @@ INLINE Ints broadcast(int32_t x) { return x - Ints{}; }
 INLINE Floats select(Ints mask, Floats yes, Floats no) { return mask ? yes : no; }
 INLINE Floats max(Floats a, Floats b) { return select(a > b, a, b); }
 INLINE Floats min(Floats a, Floats b) { return select(a < b, a, b); }
+INLINE Ints max(Ints a, Ints b) { return a > b ? a : b; }
+INLINE Ints min(Ints a, Ints b) { return a < b ? a : b; }
 
 INLINE Floats fma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
@@ -203,20 +205,20 @@ INLINE Ints lane_numbers() {
 }
 
 #if defined(__clang__)
-template <int... L>
-INLINE Floats shuffle(Floats a, Floats b, std::integer_sequence<int, L...>) {
+template <class Vector, int... L>
+INLINE Vector shuffle(Vector a, Vector b, std::integer_sequence<int, L...>) {
   return __builtin_shufflevector(a, b, L...);
 }
 #else
-template <int... L>
-INLINE Floats shuffle(Floats a, Floats b, std::integer_sequence<int, L...>) {
+template <class Vector, int... L>
+INLINE Vector shuffle(Vector a, Vector b, std::integer_sequence<int, L...>) {
   return __builtin_shuffle(a, b, Ints{L...});
 }
 #endif
 
 // In lane L what was in lane L ^ S.
-template <int S, int... L>
-INLINE Floats swapped(Floats v, std::integer_sequence<int, L...>) {
+template <int S, class Vector, int... L>
+INLINE Vector swapped(Vector v, std::integer_sequence<int, L...>) {
   return shuffle(v, v, std::integer_sequence<int, (L ^ S)...>{});
 }
 
@@ -231,18 +233,29 @@ INLINE Floats every_second(Floats low, Floats high) {
   return every_second<First>(low, high, std::make_integer_sequence<int, kLanes>{});
 }
 
-template <int S = kLanes / 2>
-INLINE float sum_lanes(Floats v) {
-  v = v + swapped<S>(v, std::make_integer_sequence<int, kLanes>{});
-  if constexpr (S > 1) return sum_lanes<S / 2>(v);
-  return v[0];
+// op over all lanes: halves of the vector, quarters of the result, and so on.
+template <int S = kLanes / 2, class Vector, class Op>
+INLINE auto across_lanes(Vector v, const Op& op) {
+  v = op(v, swapped<S>(v, std::make_integer_sequence<int, kLanes>{}));
+  if constexpr (S > 1)
+    return across_lanes<S / 2>(v, op);
+  else
+    return v[0];
 }
 
-template <int S = kLanes / 2>
-INLINE float max_lanes(Floats v) {
-  v = max(v, swapped<S>(v, std::make_integer_sequence<int, kLanes>{}));
-  if constexpr (S > 1) return max_lanes<S / 2>(v);
-  return v[0];
+template <class Vector>
+INLINE auto sum_lanes(Vector v) {
+  return across_lanes(v, [](Vector a, Vector b) INLINE_LAMBDA { return a + b; });
+}
+
+template <class Vector>
+INLINE auto max_lanes(Vector v) {
+  return across_lanes(v, [](Vector a, Vector b) INLINE_LAMBDA { return max(a, b); });
+}
+
+template <class Vector>
+INLINE auto min_lanes(Vector v) {
+  return across_lanes(v, [](Vector a, Vector b) INLINE_LAMBDA { return min(a, b); });
 }
 
 // ---- exponentials ----

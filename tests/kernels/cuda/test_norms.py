@@ -13,8 +13,9 @@ from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher, guarded
 
 dtypes = st.sampled_from(list(DTYPES))
 sizes = st.sampled_from([8, 64, 248, 256, 264, 512, 1032, 1600, 2048])
-# The order of the sum and the last place of the square root may differ.
-TOLERANCE = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
+# The order of the sum and the last place of the square root may differ. That may move the normalised number by one
+# place when it is rounded, and so its product with the weight by another one.
+TOLERANCE = {torch.bfloat16: 2**-6, torch.float16: 2**-9}
 
 
 def numbers(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
