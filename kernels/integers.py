@@ -173,7 +173,8 @@ def quantise(weight: Weight, scheme: Integers, scale_dtype: torch.dtype = torch.
         codes = steps.round().clamp(0, most)
     codes = codes.to(torch.uint8).flatten(1)
     if scheme.bits == 4:
-        codes = codes[:, 0::2] | codes[:, 1::2] << 4
+        pairs = codes.view(torch.int16)  # the even column in the low byte
+        codes = (pairs | pairs >> 4).to(torch.uint8)
     return integer_weight(scheme, codes, scales, offsets, weight.dtype)
 
 
