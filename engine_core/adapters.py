@@ -340,7 +340,7 @@ class Adapters:
     # ------------------------------------------------------------ the workers' memory
 
     def commands(self, now: float) -> list[LoadAdapter | DropAdapter]:
-        """What is to be sent to the workers, which must be ready."""
+        """The messages that are due for the workers, which must be ready."""
         num_loading = self._num_loading() if self._waiting else 0
         for adapter in self._waiting:
             if num_loading >= MAX_LOADING:

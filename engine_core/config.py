@@ -223,7 +223,7 @@ class EngineConfig:
         """The embeddings that prompts may bring.
 
         Raises:
-            ValueError: they are to be taken, but the model takes none.
+            ValueError: options say that prompts bring some, but the model takes none.
         """
         args, size = self.args, ready.embedding_size
         if args.enable_prompt_embeds or args.enable_prompt_adapter:

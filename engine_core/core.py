@@ -50,7 +50,7 @@ logger = logging.getLogger("pagewire.core")
 TICK_SECONDS = (
     1.0  # interval of heartbeats, and the longest wait for a message: timeouts are checked this often
 )
-# The longest wait while a frontend has unsent deltas. No event tells when its socket has room again, so sending
+# The longest wait while a frontend has unsent deltas. No event says when its socket has room again, so sending
 # is retried this often.
 BEHIND_SECONDS = 0.02
 
@@ -191,7 +191,7 @@ class EngineCore:
 
     def _advance(self) -> None:
         for client in self.clients.lost():
-            self.drop(client.live_requests())
+            self.drop(client.requests)
         self.admit()
         self.control.advance()
         self._launch()
@@ -450,7 +450,7 @@ class EngineCore:
     def requests(self) -> Iterator[tuple[Client, Sequence]]:
         """Every unfinished sequence and the frontend that submitted it."""
         for client in self.clients.attached.values():
-            for sequence in client.live_requests():
+            for sequence in client.requests:
                 if not sequence.finished:
                     yield client, sequence
 

@@ -24,7 +24,8 @@ def resolve_speculation(args: EngineArgs, served: Mapping[str, Any]) -> Speculat
     served: the content of config.json of the model that is served.
 
     Raises:
-        ValueError: a bad option, a model that is none by itself, or one that says not how many tokens it proposes.
+        ValueError: a bad option, a checkpoint that is not a model by itself, or one whose config.json does not give
+            the number of tokens to propose.
         ModelNotFoundError: no such model.
     """
     config = args.resolved_speculation()
@@ -50,10 +51,10 @@ def resolve_speculation(args: EngineArgs, served: Mapping[str, Any]) -> Speculat
 
 
 def num_drafts(config: SpeculativeConfig, own: Mapping[str, Any]) -> int:
-    """How many tokens are proposed at a time if the options do not say; `own` is the drafter's config.json.
+    """The number of tokens to propose at a time where the options give none. own: the drafter's config.json.
 
     Raises:
-        ValueError: its config.json does not say so either.
+        ValueError: its config.json does not give it either.
     """
     if config.method in DEFAULT_DRAFTS:
         return DEFAULT_DRAFTS[config.method]

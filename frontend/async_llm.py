@@ -28,6 +28,7 @@ from pagewire.frontend.logprob_budget import LogprobBudget
 from pagewire.frontend.loop_mailbox import Listener, LoopMailbox
 from pagewire.frontend.lora import LoRARequest
 from pagewire.frontend.metrics import Metric, read_metrics
+from pagewire.frontend.off_loop import OFF_LOOP_CHARS, num_chars, tokenizing
 from pagewire.frontend.outputs import RequestOutput, RequestState
 from pagewire.frontend.pooling.batch import complete
 from pagewire.frontend.pooling.outputs import PoolingRequestOutput
@@ -50,7 +51,6 @@ Places: TypeAlias = dict[int, tuple[int, RequestState]]
 
 logger = logging.getLogger("pagewire.frontend")
 
-LONG_PROMPT_CHARACTERS = 8192  # a few milliseconds of tokenizing; longer ones must not hold up the event loop
 HEALTH_SECONDS = 8.0  # longer than the core takes to say whether its worker lives
 PROMPTS_AT_ONCE = 32  # tokenized before others have their turn
 
@@ -268,13 +268,11 @@ class AsyncLLM(AsyncEngineCalls):
         prompt_adapter_request: PromptAdapterRequest | None,
     ) -> Prepared:
         place = (request_id, priority, 0.0, lora_request, prompt_adapter_request)
-        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        is_long = isinstance(text, str) and len(text) > LONG_PROMPT_CHARACTERS
-        is_long = is_long or is_embeds_prompt(prompt)  # which are hashed
+        size = num_chars(prompt)
         reads_files = prompt_adapter_request is not None or not self.session.adapters.knows(lora_request)
-        if is_long or reads_files:
-            return await asyncio.to_thread(self.session.prepare, prompt, params, *place)
-        return self.session.prepare(prompt, params, *place)
+        if reads_files or is_embeds_prompt(prompt):  # embeddings are hashed
+            size = max(size, OFF_LOOP_CHARS)
+        return await tokenizing(size, self.session.prepare, prompt, params, *place)
 
     def _mailbox(self) -> LoopMailbox:
         loop = asyncio.get_running_loop()
@@ -329,8 +327,9 @@ class AsyncLLM(AsyncEngineCalls):
         prepared = []
         for start in range(0, len(prompts), PROMPTS_AT_ONCE):
             chunk = slice(start, start + PROMPTS_AT_ONCE)
-            prepared += await asyncio.to_thread(
-                self._prepare_pooling, prompts[chunk], params, names[chunk], priority, lora_request
+            size = max(OFF_LOOP_CHARS, *map(num_chars, prompts[chunk]))  # together they take long in any case
+            prepared += await tokenizing(
+                size, self._prepare_pooling, prompts[chunk], params, names[chunk], priority, lora_request
             )
         if admit is not None:
             admit(prepared)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from pagewire.frontend.gradual_batch import GradualBatch
 from pagewire.frontend.inputs import CheckedParams, PromptType
 from pagewire.frontend.lora import LoRARequest
-from pagewire.frontend.mailbox import Inbox
-from pagewire.frontend.outputs import BatchError, RequestOutput, RequestState
+from pagewire.frontend.outputs import BatchError, RequestOutput
 from pagewire.frontend.progress import Tick
 from pagewire.frontend.prompt_adapters import PromptAdapterRequest
 from pagewire.frontend.session import Session
@@ -35,8 +35,7 @@ def complete(
         ValueError, TypeError: a bad prompt, parameter or adapter. EngineDeadError: the core is lost.
         BatchError: the engine ended requests with an error.
     """
-    inbox = Inbox()
-    states: list[RequestState] = []
+    batch = GradualBatch(session, tick)
     try:
         prepared = []
         checked: dict[int, CheckedParams] = {}  # by identity, since many prompts may share parameters
@@ -47,27 +46,16 @@ def complete(
                 session.prepare(prompt, checked[id(own)], next_id(), rank, 0.0, adapter, prompt_adapter)
             )
             if len(prepared) == SUBMIT_CHUNK:
-                states += session.submit(prepared, inbox)
+                batch.submit(prepared)
                 prepared = []
-        states += session.submit(prepared, inbox)
-        outputs = _wait(session, states, inbox, tick)
+        batch.submit(prepared)
+        outputs = batch.outputs()
     finally:
-        session.abort(states)
-    failed = next((state.error for state in states if state.error is not None), None)
+        session.abort(batch.states)
+    failed = next((state.error for state in batch.states if state.error is not None), None)
     if failed is not None:
         raise BatchError(failed, outputs)
     return outputs
-
-
-def _wait(session: Session, states: list[RequestState], inbox: Inbox, tick: Tick) -> list[RequestOutput]:
-    done: dict[int, RequestOutput] = {}
-    while len(done) < len(states):
-        for state in inbox.get():
-            output = session.take(state)
-            if output is not None:
-                done[state.key] = output
-                tick(output)
-    return [done[state.key] for state in states]
 
 
 def final_only(params: SamplingParams) -> SamplingParams:

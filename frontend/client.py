@@ -325,7 +325,7 @@ class CoreClient:
         return None
 
     def _refused(self, refused: Refused) -> None:
-        """End what the core refused, as far as it says what that was; all else goes on."""
+        """End the requests and the call that the core names as refused; all others go on."""
         error = received_error(refused.error, refused.error_type)
         logger.error("the engine core refused a message: %s", error)
         if refused.call_id is not None and (future := self._calls.pop(refused.call_id, None)) is not None:

@@ -177,7 +177,7 @@ class Connection:
     def _run(self) -> None:
         while (loss := self._losses.get()) is not None and not self._closing.is_set():
             if loss.number != self._number:
-                continue  # of a client that was given up
+                continue  # the report of a client that was given up
             self.dead = loss.error
             try:
                 self._owner.core_lost(loss.error)

@@ -16,7 +16,7 @@ from pagewire.ipc.messages import EngineInfo
 from pagewire.ipc.quoting import quoted
 
 KEY = "prompt_embeds"
-FORMATS = {"f": "float32", "e": "float16", "d": "float64"}  # of the buffer protocol
+FORMATS = {"f": "float32", "e": "float16", "d": "float64"}  # dtypes by the buffer protocol's formats
 NO_TOKENS = "a prompt of embeddings has no tokens"
 
 

@@ -29,7 +29,7 @@ from pagewire.ipc.params import Name, SamplingParams, check_logit_edits
 from pagewire.ipc.quoting import quoted
 
 PRIORITY_LIMIT = 2**31  # priorities lie within plus and minus this value
-MASK = 2**64 - 1  # of the 64-bit arithmetic of seeds
+MASK = 2**64 - 1  # for the 64-bit arithmetic of seeds
 NAME = meta_of(Name)
 
 

@@ -156,7 +156,7 @@ def attach(
                 return welcome
         if child is not None and (lost or (exited and not link.reached)):
             cause = core_exit(child) or "it closed the connection"
-            raise EngineDeadError(f"the engine core did not start: {cause}; its log tells why")
+            raise EngineDeadError(f"the engine core did not start: {cause}; its log says why")
         if link.refusal is not None:
             raise link.refusal
         if lost:

@@ -169,7 +169,7 @@ class LLMEngine(LocalEngine):
         return outputs
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """End one or several requests; `step` returns no more outputs of them. Unknown ids are ignored."""
+        """End one or several requests; `step` returns no further outputs of them. Unknown ids are ignored."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         self.session.abort([self._unfinished.pop(name) for name in ids if name in self._unfinished])
 

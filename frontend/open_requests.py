@@ -154,7 +154,7 @@ class OpenRequests:
     # -------------------------------------------------------------- on the client's thread
 
     def take_deltas(self, deltas: list[TokenDelta]) -> None:
-        """Add new output to its requests, and tell their mailboxes.
+        """Add new output to its requests, and notify their mailboxes.
 
         Log probabilities take long; threads that wait for the lock, such as an event loop, get it in between.
         """
@@ -247,7 +247,7 @@ class OpenRequests:
             self.gone.set_result(error)
 
     def _try_alone(self, client: Client, state: RequestState, give_up: float) -> bool:
-        """Run a request alone until it has brought some tokens, then take it back. Returns False to try no more."""
+        """Run a request alone until it has brought some tokens, then take it back. False: no other can be tried."""
         with self._lock:
             if self._held is None or self._held.pop(state.key, None) is None:
                 return True  # it has been aborted
@@ -298,7 +298,7 @@ class OpenRequests:
         self._fail([(state, error) for state in states])
 
     def _fail(self, failed: Iterable[tuple[RequestState, Exception]]) -> None:
-        """End requests with an error, and tell their mailboxes. Called without the lock."""
+        """End requests with an error, and notify their mailboxes. Called without the lock."""
         with self._lock:
             live = [(state, error) for state, error in failed if self._open.get(state.request_id) is state]
             for state, error in live:

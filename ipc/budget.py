@@ -1,4 +1,4 @@
-"""The budget of one request: the largest sizes that are accepted, each declared here and nowhere else.
+"""The budget of one request, and of all in a core: the largest sizes that are accepted, each declared here only.
 
 Limits of a `Request` hold for every frontend: `ipc.params` and `ipc.items` have them in their annotations, so that
 msgspec checks a list of a message before it is built, and the core refuses what a frontend did not check. Limits of
@@ -40,7 +40,6 @@ MAX_LOGIT_EDITS = 1 << 20
 MAX_REQUESTS_PER_MESSAGE = 1024
 MAX_ABORTS_PER_MESSAGE = 1 << 18  # keys, and sequences, of one `Abort`: more than may wait and run
 MAX_ARGUMENTS = 1 << 10  # of a call
-MAX_HELD_BYTES = 1 << 30  # contents of media of all unfinished requests, each counted once
 MAX_HELLO_BYTES = 1 << 16  # a message before the core is ready, when it only takes greetings
 TEXT_BYTES = 4 << 20  # the strings and short lists of a request, and what surrounds them
 TOKEN_BYTES = 5  # a token id, encoded
@@ -54,6 +53,25 @@ def message_bytes(max_model_len: int, vocab_size: int, max_n: int) -> int:
     submitted again after a core was lost), and parameters that name the whole vocabulary.
     """
     return TEXT_BYTES + EDIT_BYTES * vocab_size + TOKEN_BYTES * max_model_len * (1 + max_n)
+
+
+# ---------------------------------------------------------------- the requests that wait and run in a core
+
+# Memory of all of them. A frontend that is alone may have half of it, a tenant that is alone there half of that.
+MIN_UNFINISHED_BYTES = 4 << 30
+POINTER_BYTES = 8  # a token id in a list, whose object all lists share
+PARAMETER_BYTES = 200  # a token in logit_bias and allowed_token_ids together
+OTHER_BYTES = 1 << 28  # embeddings, bad words, strings
+
+
+def unfinished_bytes(max_model_len: int, vocab_size: int, max_n: int) -> int:
+    """The memory that unfinished requests may take in a core with an engine of these sizes, in bytes.
+
+    A quarter of it, which is what one tenant may take, has room for the largest request: the longest prompt,
+    `max_n` sequences that are all but complete, and parameters that name the whole vocabulary.
+    """
+    tokens = POINTER_BYTES * max_model_len * (1 + 2 * max_n)
+    return max(MIN_UNFINISHED_BYTES, 4 * (tokens + PARAMETER_BYTES * vocab_size + OTHER_BYTES))
 
 
 # ---------------------------------------------------------------- an HTTP body

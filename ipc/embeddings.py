@@ -17,7 +17,7 @@ from pagewire.ipc.quoting import quoted
 
 PLACEHOLDER = 0  # the token id at the place of an embedding
 PIECE = 256  # tokens of a medium
-LIMIT = 1 << 15  # of the size of a number: what overflows in no dtype of a model, and no embedding has
+LIMIT = 1 << 15  # largest absolute value: it overflows in no dtype of a model, and no embedding has it
 
 # By dtype: the bytes of a number, and the last of these bytes in numbers below LIMIT, whose exponents are smaller.
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}

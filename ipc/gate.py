@@ -4,7 +4,7 @@ libzmq asks the gate of a context about every new connection of a guarded socket
 `ipc://` it knows the other process's user id from the kernel (SO_PEERCRED), with CURVE the key that the other side
 has proven to own.
 
-Without a gate, or after its end, a guarded socket connects to nobody.
+Without a gate, or after its end, a guarded socket connects to no peer.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Gate:
             self.socket.close()
 
     def stop(self) -> None:
-        """End the thread and close the socket: from now on nobody can connect. May be called twice."""
+        """End the thread and close the socket: from now on no peer can connect. May be called twice."""
         if self._thread is not None and self._stop_fds is not None:
             os.write(self._stop_fds[1], b"x")
             self._thread.join()
@@ -122,7 +122,7 @@ def described(domain: bytes, address: bytes, identity: bytes, mechanism: bytes, 
     if domain == b"ipc":
         if (found := CREDENTIALS.search(host)) is None:
             raise PermissionError(
-                "this build of ZeroMQ does not tell the user of an ipc peer: use another pyzmq"
+                "this build of ZeroMQ does not report the user of an ipc peer: use another pyzmq"
             )
         user = int(found[1])
     key: Any = z85.encode(credentials[0]) if mechanism == b"CURVE" else None

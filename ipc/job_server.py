@@ -79,7 +79,7 @@ def serve(
 class JobProcess(NamedTuple):
     """A forked process, as its job server sees it.
 
-    connection: takes the sockets of jobs, and tells of their ends.
+    connection: takes the sockets of jobs, and reports their ends.
     """
 
     pid: int

@@ -19,6 +19,7 @@ from pagewire.ipc.budget import (
     MAX_REQUESTS_PER_MESSAGE,
     MAX_RESUMED_SEQUENCES,
     message_bytes,
+    unfinished_bytes,
 )
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.embeddings import EmbeddingsInfo
@@ -77,6 +78,11 @@ class EngineInfo(Message):
     def max_message_bytes(self) -> int:
         """The largest first frame of a message to this engine: of a request that has all it may have."""
         return message_bytes(self.max_model_len, self.vocab_size, self.max_n)
+
+    @property
+    def max_unfinished_bytes(self) -> int:
+        """The memory that the unfinished requests of all frontends may take in the core."""
+        return unfinished_bytes(self.max_model_len, self.vocab_size, self.max_n)
 
 
 # ---------------------------------------------------------------- frontend -> core

@@ -46,7 +46,7 @@ def is_private_group(user_id: int, group_id: int) -> bool:
 def check_folder(folder: Path) -> None:
     """Check that other users can neither replace nor remove this user's files in a folder.
 
-    So the folder belongs to this user or root, and either nobody else may write to it, or (like /tmp) it is sticky:
+    So the folder belongs to this user or root, and either others may not write there, or (like /tmp) it is sticky:
     then everyone may add files, but only their owners may replace them.
 
     Raises:
@@ -106,7 +106,7 @@ def read_owned(path: Path, max_bytes: int) -> bytes:
 
 
 def remove_socket(path: Path) -> None:
-    """Remove the file of a UNIX socket that nobody listens at any more. A path without a file is left as it is.
+    """Remove the file of a UNIX socket at which no process listens. A path without a file is left as it is.
 
     Raises:
         OSError: it is not a socket of this user, or a process listens there.
@@ -125,7 +125,7 @@ def remove_socket(path: Path) -> None:
 
 
 def is_listening(path: Path) -> bool:
-    """True unless the connection to a UNIX socket is refused, as nobody listens there."""
+    """True unless the connection to a UNIX socket is refused, because no process listens there."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:

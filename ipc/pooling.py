@@ -1,4 +1,4 @@
-"""Pooling: what is asked of a prompt's hidden states, and what an engine makes of them."""
+"""Pooling: which result of a prompt's hidden states is requested, and which ones an engine can make."""
 
 from __future__ import annotations
 

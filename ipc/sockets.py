@@ -160,7 +160,7 @@ def bind_router(
 
 
 def guard(socket: zmq.Socket[bytes], address: str) -> None:
-    """Let only those peers connect whom the `Gate` of the socket's context admits; without a gate, nobody."""
+    """Let only those peers connect whom the `Gate` of the socket's context admits; without a gate, none."""
     socket.zap_domain = address.partition("://")[0].encode()
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 

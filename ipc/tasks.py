@@ -14,7 +14,7 @@ from pagewire.ipc.params import SamplingParams
 if TYPE_CHECKING:
     from pagewire.ipc.worker_messages import SlotInit
 
-NO_TASK = SamplingParams()  # of a request whose task stands in another one
+NO_TASK = SamplingParams()  # stands in a request whose task is in another one of the message
 
 # Parameters that the core reads for its workers, or the frontend for the core.
 UNREAD_BY_WORKERS = ("stop", "stop_token_ids", "bad_words", "structured_outputs", "extra_args")
@@ -60,7 +60,7 @@ def submitted(message: Submit) -> list[Request]:
 
 
 def share_tasks(requests: Sequence[Request]) -> None:
-    """Let neighbours with equal tasks have one object, and those with other tasks what is large and equal in them.
+    """Let neighbours with equal tasks have one object; those with different tasks share equal large parameters.
 
     The tasks of a thousand prompts may take a hundred MiB.
     """

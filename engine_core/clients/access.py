@@ -2,7 +2,7 @@
 
 Over `ipc://` a peer is `uid:NUMBER`, its user id; with CURVE `curve:NAME`, after the file of its certificate; over
 TCP without keys, which is open to every user of this machine, `tcp`. Certificates and rights are read again when
-their files change, so a withdrawn certificate lets nobody in, and ends the frontends that came in by it.
+their files change, so a withdrawn certificate admits no frontend, and ends those that it has admitted.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import zmq
 
 from pagewire.engine_core.clients.access import Access
 from pagewire.engine_core.clients.backlog import Backlog
-from pagewire.engine_core.schedule.sequence import Sequence
+from pagewire.engine_core.clients.unfinished import UnfinishedRequests
 from pagewire.ipc.budget import MAX_HELLO_BYTES
 from pagewire.ipc.calls import Right
 from pagewire.ipc.codec import Buffer, Codec
@@ -58,7 +58,7 @@ class Client:
     last_seen: monotonic time of its last message.
     peer, rights: what the gate knows its connection as, and what it may do (`clients.access`).
     backlog: what could not be sent to it yet.
-    requests: its unfinished sequences, by request key and sequence index.
+    requests: its unfinished sequences.
     num_faults: its messages that the core failed to handle.
     """
 
@@ -70,7 +70,7 @@ class Client:
     peer: str
     rights: frozenset[Right]
     backlog: Backlog
-    requests: dict[int, dict[int, Sequence]] = field(default_factory=dict)
+    requests: UnfinishedRequests = field(default_factory=UnfinishedRequests)
     num_faults: int = 0
 
     @property
@@ -88,11 +88,6 @@ class Client:
             raise PermissionError(
                 f"{action} needs the right {right.value!r}, which {self.peer or self.label} does not have"
             )
-
-    def live_requests(self) -> Iterator[Sequence]:
-        """All unfinished sequences of this frontend."""
-        for group in self.requests.values():
-            yield from group.values()
 
 
 class Clients:
@@ -139,6 +134,7 @@ class Clients:
     def detach(self, client: Client, why: str) -> None:
         """Remove a frontend. Its requests are not ended here: the core does that with `lost`."""
         if self.attached.pop(client.identity, None) is not None:
+            client.requests.release()
             logger.info("%s detached: %s", client.label, why)
             self._lost.append(client)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any, Protocol
 
 from pagewire.engine_core.adapters import Adapters
@@ -13,11 +14,14 @@ from pagewire.engine_core.clients.access import may_name_paths
 from pagewire.engine_core.clients.clients import Client
 from pagewire.engine_core.clients.contents import Contents
 from pagewire.engine_core.clients.control import Control, ControlledEngine
+from pagewire.engine_core.clients.footprint import footprint_of
+from pagewire.engine_core.clients.memory import Charge, Memory
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.ipc import messages
 from pagewire.ipc.calls import Right
 from pagewire.ipc.errors import EngineBusyError, error_text, error_type
 from pagewire.ipc.messages import PROTOCOL, Request, ToCore, TokenDelta
+from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.tasks import submitted
 from pagewire.ipc.version import __version__
@@ -90,7 +94,7 @@ class Intake:
                 return
 
     def _guarded(self, identity: bytes, handle: Callable[..., None], *args: Any) -> None:
-        """Call `handle`; an exception, whatever it is, ends no more than this frontend."""
+        """Call `handle`; an exception of any kind ends at most this frontend's attachment."""
         try:
             handle(*args)
         except Exception as error:
@@ -103,7 +107,7 @@ class Intake:
             self._welcome(identity, hello)
 
     def refuse_early(self, cause: BaseException) -> None:
-        """Tell the frontends that wait for the engine why it does not start."""
+        """Answer the frontends that wait for the engine with the reason why it does not start."""
         for identity in self._early_hellos:
             self._core.clients.turn_away(identity, cause)
         self._early_hellos.clear()
@@ -168,34 +172,62 @@ class Intake:
             if core.stopping:
                 raise EngineBusyError("the engine core is shutting down and accepts no new requests")
             check_request(request, core.info)
-            self._share_numbers(request)
-            self._contents.hold(request.prompt)
-            tenant = core.scheduler.tenants.get(request.tenant or client.identity)
-            group = sequences(
-                request,
-                client.identity,
-                self._num_arrivals,
-                now,
-                max_model_len=core.info.max_model_len,
-                share_prefixes=core.config.args.enable_prefix_caching,
-                tenant=tenant,
-                whole=core.info.pooling is not None and core.info.pooling.whole_prompts,
-            )
-            self._name_adapter(client, group)
-            core.lobby.add(group, core.scheduler.waiting.num_before(tenant), now)
+            charge = self._charge(client, request)
+            try:
+                group = self._sequences(client, request, now)
+                core.lobby.add(group, core.scheduler.waiting.num_before(group[0].tenant), now)
+            except BaseException:
+                charge.release()
+                raise
         except (ValueError, TypeError, EngineBusyError, PermissionError) as error:
             self._reject(client, request, error)
             return
         self._num_arrivals += len(group)
         core.metrics.submitted(group)
-        client.requests[request.key] = {sequence.index: sequence for sequence in group}
+        client.requests.add(request.key, group, charge)
         core.admit()
 
+    @cached_property
+    def _memory(self) -> Memory:
+        """The memory of unfinished requests, whose limit follows from the sizes of the engine."""
+        return Memory(self._core.info.max_unfinished_bytes)
+
+    def _charge(self, client: Client, request: Request) -> Charge:
+        """Make a request as small as it can be, and charge its memory to the frontend.
+
+        Raises:
+            ValueError, EngineBusyError: as `Memory.charge`.
+        """
+        self._share_numbers(request)
+        self._contents.hold(request.prompt)
+        if isinstance(request.task, SamplingParams):
+            request.task.extra_args = None  # the core does not read them
+        resumed = request.output_token_ids is not None
+        return self._memory.charge(client.number, request.tenant, footprint_of(request), resumed=resumed)
+
+    def _sequences(self, client: Client, request: Request, now: float) -> list[Sequence]:
+        """The sequences of a request; raises as `_name_adapter`."""
+        core = self._core
+        group = sequences(
+            request,
+            client.identity,
+            self._num_arrivals,
+            now,
+            max_model_len=core.info.max_model_len,
+            share_prefixes=core.config.args.enable_prefix_caching,
+            tenant=core.scheduler.tenants.get(request.tenant or client.identity),
+            whole=core.info.pooling is not None and core.info.pooling.whole_prompts,
+        )
+        self._name_adapter(client, group)
+        return group
+
     def _share_numbers(self, request: Request) -> None:
-        """Make a prompt of the integer objects that all prompts have: those of its own take 32 bytes each."""
+        """Make lists of the integer objects that all requests have: those of its own take 32 bytes each."""
         numbers, prompt = self._numbers, request.prompt
         numbers += range(len(numbers), vocab_size_of(request, self._core.info))
         prompt.token_ids = [numbers[token_id] for token_id in prompt.token_ids]
+        for done in request.output_token_ids or ():
+            done[:] = [numbers[token_id] for token_id in done]
 
     def _name_adapter(self, client: Client, group: list[Sequence]) -> None:
         """Give the sequences of a request the adapter that it names, if it names one.
@@ -228,11 +260,8 @@ class Intake:
 
     def _abort(self, client: Client, abort: messages.Abort) -> None:
         for key in abort.keys:
-            self._core.drop(client.requests.pop(key, {}).values())
+            self._core.drop(client.requests.end_all(key))
             client.backlog.forget(key)
         for key, index in abort.sequences:
-            group = client.requests.get(key, {})
-            if index in group:
-                self._core.drop([group.pop(index)], reason="stop")
-                if not group:
-                    del client.requests[key]
+            if (sequence := client.requests.end(key, index)) is not None:
+                self._core.drop([sequence], reason="stop")

@@ -1,4 +1,4 @@
-"""Publishes what becomes of KV blocks in vLLM's wire format, for routers that understand it (llm-d, Dynamo).
+"""Publishes which KV blocks come and go in vLLM's wire format, for routers that understand it (llm-d, Dynamo).
 
     PUB     [topic, number (8 bytes, big-endian), msgpack of a batch]
     ROUTER  [first number] -> [number, batch] for each that is kept, then [-1, empty]

@@ -46,12 +46,8 @@ class Outbox:
 
     def _is_awaited(self, sequence: Sequence) -> bool:
         client = self._clients.attached.get(sequence.client)
-        group = client.requests.get(sequence.key) if client else None
-        return group is not None and group.get(sequence.index) is sequence
+        return client is not None and client.requests.get(sequence.key, sequence.index) is sequence
 
     def _forget(self, sequence: Sequence) -> None:
         if self._is_awaited(sequence):
-            requests = self._clients.attached[sequence.client].requests
-            del requests[sequence.key][sequence.index]
-            if not requests[sequence.key]:
-                del requests[sequence.key]
+            self._clients.attached[sequence.client].requests.end(sequence.key, sequence.index)

@@ -91,7 +91,7 @@ def phases(core: ReportedEngine) -> dict[int, dict[str, int]]:
     """By `Client.number`, how many sequences are in each phase. Waiting ones are not visited: they may be many."""
     clients = core.clients.attached
     numbers = {
-        client.number: {"waiting": sum(map(len, client.requests.values())), "prefill": 0, "decode": 0}
+        client.number: {"waiting": client.requests.num_sequences, "prefill": 0, "decode": 0}
         for client in clients.values()
     }
     for request in core.scheduler.running:

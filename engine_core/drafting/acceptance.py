@@ -11,7 +11,7 @@ ENGINE_MEMORY = 0.999
 MEMORY_KEPT = 0.98  # at each further step with drafts
 PRIOR_KEPT = 20.0  # tokens
 PRIOR_TOKENS = 3.0  # the engine's own ratio counts as this many tokens of each request
-FIRST_RATIO = 0.7  # of an engine that has seen no drafts yet
+FIRST_RATIO = 0.7  # the ratio that is assumed before any drafts were verified
 MOST_LIKELY = 0.98  # no token is more certain than this
 RECOVERY = 0.002  # how fast an unused ratio returns to `FIRST_RATIO`, so that it is tried again
 

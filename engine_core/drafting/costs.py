@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 FIRST_FEW = 3  # measurements that count as their least: one may be slow by chance, hardly three in succession
-WEIGHT = 0.2  # of a later measurement
-WEIGHT_OF_SLOW = 0.05  # of one that is longer than expected
+WEIGHT = 0.2  # of a new measurement in the running mean
+WEIGHT_OF_SLOW = 0.05  # of a new measurement that is longer than expected
 MOST_AT_ONCE = 2.0  # and it counts as at most this many times what is expected
 KNEE = 16  # tokens up to which a size that was never measured is expected to cost little more than one token
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pagewire.engine_core.drafting.draft import Draft, after_matches
 from pagewire.engine_core.drafting.token_index import TokenIndex, match_length
 
-MOST_PLACES = 32  # of an n-gram that are compared
+MOST_PLACES = 32  # places of an n-gram that are compared
 MOST_COMPARED = 32  # tokens before each of them
 
 
@@ -33,7 +33,7 @@ class NgramSource:
         return self._indexes[0].num_missing
 
     def propose(self, limit: int) -> Draft | None:
-        """What followed; where that reaches the end of the sequence it goes on with what is proposed."""
+        """Propose the tokens that followed there; behind the end of the sequence, the proposal repeats itself."""
         tokens = self._token_ids
         if not min(index.update() for index in self._indexes):  # of all of them, in any case
             return None

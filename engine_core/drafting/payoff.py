@@ -14,7 +14,7 @@ STRETCH = 16  # steps with drafts, or late for some, that are judged together
 FIRST_PENALTY = 0.1  # as a logarithm: drafts must seem to make rows a tenth faster
 MOST_PENALTY = 0.8  # what seems to be better than this is tried all the same
 RECOVERY = 256  # other steps after which a penalty is halved
-MEMORY = 0.98  # of other steps: about 50 of them count
+MEMORY = 0.98  # weight of the past with each further step: about 50 steps count
 MOST_AT_ONCE = 2.0  # a step counts as at most this many times what is expected of it
 
 

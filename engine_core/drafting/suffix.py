@@ -13,7 +13,7 @@ from array import array
 from pagewire.engine_core.drafting.draft import Draft, after_matches
 from pagewire.engine_core.drafting.token_index import TokenIndex, Tokens, match_length
 
-WIDTHS = (6, 2)  # of the n-grams that are looked up; the second if the first has no place
+WIDTHS = (6, 2)  # tokens of the n-grams that are looked up; the second if the first has no place
 MOST_PLACES = 24  # that vote
 LONGEST = 16  # tokens of a match that count
 LEAST_CHANCE = 0.05  # that a whole draft is right

@@ -59,7 +59,7 @@ class Adapter:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What it is found by: one folder with the same files is one adapter, whatever its names."""
+        """Its path and version: one folder with the same files is one adapter, under whatever names."""
         return key_of(self.source)
 
     @property

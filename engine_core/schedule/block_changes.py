@@ -1,4 +1,4 @@
-"""What becomes of the names of KV blocks, for routers that follow where a prefix is cached."""
+"""Which names of KV blocks come and go, for routers that follow where a prefix is cached."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 Both choose the last sequence of the most served tenant, within the worst priority. With one tenant, that is the
 last in order.
 
-Room changes hands so that whoever begins is not kept waiting by one who fills the engine with long outputs: a
-tenant without a running sequence gets the room of one with several, and the beginning of a batch that of the later
+A tenant that begins should not wait for one that fills the engine with long outputs. So room changes hands: a
+tenant without a running sequence gets that of one with several, and the beginning of a batch that of the later
 part of another batch of the same tenant. Only a sequence that never ran gets room that way, so once for each.
 """
 

@@ -33,7 +33,7 @@ class Speculation(Protocol):
     stats: SpeculationStats
 
     def waits(self, step: PlannedStep, running: Collection[Sequence], num_waiting: int) -> bool:
-        """True if no step is to be planned while `step` is in flight."""
+        """True if no step may be planned while `step` is in flight."""
 
     def choose(
         self, running: Collection[Sequence], num_waiting: int, budget: int, *, ahead: bool
@@ -299,7 +299,7 @@ class Drafting:
 
 
 def shared(sequence: Sequence) -> bool:
-    """True if what a sequence generates may serve others: if they share its prefixes, whatever they are."""
+    """True if a sequence shares prefixes with others, so that its output may serve as drafts for them."""
     return not sequence.namespace and not sequence.request.prompt.cache_salt
 
 

@@ -2,7 +2,7 @@
 
 The least served tenant is next. Its measure is the virtual counter of tokens of "Fairness in Serving Large Language
 Models" (Sheng et al., 2024): it grows by each prompt token that an admission has to compute, and by each output
-token. A tenant that begins to wait is raised to the least served of those that wait already, so that nobody saves
+token. A tenant that begins to wait is raised to the least served of those that wait already, so that none saves
 up a share that it did not use.
 
 A request without a tenant belongs to the frontend that submitted it. So with one frontend and no names there is one

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pagewire.frontend.gradual_batch import GradualBatch
 from pagewire.frontend.lora import LoRARequest
-from pagewire.frontend.mailbox import Inbox
-from pagewire.frontend.outputs import RequestState
 from pagewire.frontend.pooling.inputs import completed
 from pagewire.frontend.pooling.outputs import PoolingRequestOutput
 from pagewire.frontend.session import Session
@@ -73,23 +72,20 @@ def pool(
     Raises:
         ValueError, TypeError: a bad prompt. EngineDeadError: the core is lost.
     """
-    inbox = Inbox()
-    states: list[RequestState] = []
-    done: dict[int, Any] = {}
+    batch = GradualBatch(session, tick)
     try:
         for start in range(0, len(prompts), SUBMIT_CHUNK):
             chunk = slice(start, start + SUBMIT_CHUNK)
-            prepared = [
-                session.prepare_pooling(prompt, own, next_id(), lora_request=adapter)
-                for prompt, own, adapter in zip(prompts[chunk], params[chunk], adapters[chunk], strict=True)
-            ]
-            states += session.submit(prepared, inbox)
-        while len(done) < len(states):
-            for state in inbox.get():
-                if (output := session.take(state)) is not None:
-                    done[state.key] = output
-                    tick(done[state.key])
+            batch.submit(
+                [
+                    session.prepare_pooling(prompt, own, next_id(), lora_request=adapter)
+                    for prompt, own, adapter in zip(
+                        prompts[chunk], params[chunk], adapters[chunk], strict=True
+                    )
+                ]
+            )
+        outputs = batch.outputs()
     finally:
-        session.abort(states)
-    failed = next((state.error for state in states if state.error is not None), None)
-    return [done[state.key] for state in states], failed
+        session.abort(batch.states)
+    failed = next((state.error for state in batch.states if state.error is not None), None)
+    return outputs, failed

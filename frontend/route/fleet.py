@@ -21,6 +21,7 @@ from typing import Any
 
 from pagewire.frontend.client import CoreClient
 from pagewire.frontend.connection import Owner
+from pagewire.frontend.route.adapters import RouterAdapters
 from pagewire.frontend.route.engines import check_same
 from pagewire.frontend.route.gathering import REPORT_SECONDS, Answers, gather, merged
 from pagewire.frontend.route.ledger import Ledger, Work
@@ -69,6 +70,7 @@ class Fleet:
         self._owner, self._patience, self._place_at = owner, patience, place_at
         self._lock = self.members.lock  # guards all below
         self._ledger = Ledger(policy)
+        self._adapters = RouterAdapters(self._lock, self.members.up)
         self._dead_since = math.inf
         self._trial: Replica | None = None  # the core on which suspects are tried
         self._closing = threading.Event()
@@ -95,7 +97,7 @@ class Fleet:
         return self.members.add(self._place_at(address))
 
     def drain(self, number: int, move: bool = False) -> Replica:
-        """Send a core no more requests, and leave it once it has none; one that was spawned here is stopped then.
+        """Send a core no further requests, and leave it once it has none; a core that was spawned here stops then.
 
         move: its requests go on elsewhere at once, rather than end there.
 
@@ -139,6 +141,7 @@ class Fleet:
         """Use a core that was reached. Called with the lock."""
         replica.state, replica.problem, self.dead = State.UP, None, None
         replica.follow_blocks()
+        self._adapters.equip(replica)
         self._wake.set()
 
     def num_requests(self, replica: Replica) -> int:
@@ -205,7 +208,8 @@ class Fleet:
                 works = []
                 for number, batch in batches.items():
                     try:
-                        refused += self._send(self.members.get(number).client, batch)
+                        replica = self.members.get(number)
+                        refused += self._send(replica, replica.client, batch)
                     except (EngineDeadError, EngineBusyError) as error:  # another core may take them
                         tried[number] = error
                         works += batch
@@ -213,11 +217,13 @@ class Fleet:
                         sent = [placement for placement in sent if placement.request.key not in keys]
         return refused, sent
 
-    def _send(self, client: CoreClient, works: Sequence[Work]) -> list[tuple[Request, ValueError]]:
+    def _send(
+        self, replica: Replica, client: CoreClient, works: Sequence[Work]
+    ) -> list[tuple[Request, ValueError]]:
         """Send requests that are in the ledger to one core; those that it does not get are taken out again."""
         now = time.monotonic()
         try:
-            refused = client.submit([work.request for work in works])
+            refused = client.submit([self._adapters.addressed(work.request, replica) for work in works])
         except BaseException:
             for work in works:
                 self._ledger.drop(work.request.key, now)
@@ -227,9 +233,14 @@ class Fleet:
         return refused
 
     def _pick(self, work: Work, tried: dict[int, Exception]) -> Replica:
-        """The core for a request, none of the `tried`; one that is busy only if all others are as well."""
+        """The core for a request, none of the `tried`; one that is busy only if all others are as well.
+
+        Raises:
+            EngineBusyError, EngineDeadError: there is none.
+        """
         now = time.monotonic()
         candidates = [replica for replica in self.members.up() if replica.number not in tried]
+        candidates = self._adapters.able(work.request, candidates)
         calm = [replica for replica in candidates if replica.busy_until <= now]
         if not candidates:
             busy = [error for error in tried.values() if isinstance(error, EngineBusyError)]
@@ -244,7 +255,7 @@ class Fleet:
         with self._lock:
             for work in works:
                 self._ledger.put(work, replica, time.monotonic())
-            return self._send(client, works)
+            return self._send(replica, client, works)
 
     def abort(self, keys: Sequence[int] = (), sequences: Sequence[tuple[int, int]] = ()) -> None:
         """Drop requests, or single sequences (key, index) of them, wherever they are."""
@@ -281,7 +292,9 @@ class Fleet:
         if not calls:
             raise error or EngineDeadError("no engine core is up")
         merge = self._all_metrics if method == "metrics" else partial(merged, method)
-        return gather(calls, merge, REPORT_SECONDS.get(method))
+        answer = gather(calls, merge, REPORT_SECONDS.get(method))
+        self._adapters.called(method, args, calls, answer)
+        return answer
 
     def _all_metrics(self, answers: Answers) -> list[dict[str, Any]]:
         rows = [row for number, rows in answers.items() for row in relabelled(rows, number)]

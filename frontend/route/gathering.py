@@ -90,6 +90,8 @@ def merged(method: str, answers: Answers) -> Any:
         return merged_status(answers)
     if method == "list_loras":
         return sorted({adapter_id for value in values for adapter_id in value})
+    if method == "remove_lora":
+        return any(values)
     if all(value is None for value in values):
         return None
     if all(isinstance(value, bool) for value in values):

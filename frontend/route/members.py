@@ -91,7 +91,7 @@ class Members:
             logger.info("core %d (%s) was left", replica.number, replica.place.label)
 
     def give_up(self, replica: Replica) -> None:
-        """Count a core no more."""
+        """Remove a core from those of the router."""
         with self.lock:
             replica.state = State.GONE
             self._replicas.pop(replica.number, None)

@@ -94,6 +94,7 @@ class Replica:
         connection: None until it is reached for the first time.
         num_waiting, num_running: see `placement.Candidate`. num_placed, num_prompt_tokens, num_cached_tokens: of
             the requests that it was sent, as the router saw it. num_moved: requests that went on elsewhere.
+        adapters: those that were registered with it, by name: None, or why it could not load one.
         next_blocks: number of the next message about blocks; None from a call of `follow_blocks` until its
             snapshot, or at the latest its answer, comes. num_gaps: how often messages were missed.
     """
@@ -106,6 +107,7 @@ class Replica:
         self.num_waiting = self.num_running = self.num_placed = self.num_moved = 0
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.busy_until = 0.0
+        self.adapters: dict[str, Exception | None] = {}
         self.next_blocks: int | None = None
         self.num_gaps = 0
         self._listener = listener
@@ -130,7 +132,7 @@ class Replica:
         return Connection(self.place.source, self, self._take_blocks)
 
     def follow_blocks(self) -> None:
-        """Ask the core which blocks it has, and what becomes of them."""
+        """Ask the core which blocks it has, and for all changes from then on."""
         self.next_blocks = None
         try:
             answer = self.client.call("follow_blocks")

@@ -132,7 +132,7 @@ class ServedAdapters:
         return request
 
     async def unload(self, name: str) -> None:
-        """Offer an adapter no more: its requests finish, then it leaves memory.
+        """Withdraw an adapter: its requests finish, then it leaves memory.
 
         Raises:
             APIError: there is none with this name.

@@ -72,7 +72,7 @@ class ServerOptions:
     api_key_file: str | None = option(None, "Access", "file with a line NAME KEY [RIGHTS] per API key, for this"
         " user's eyes only (mode 600); read again when it changes; `pagewire keys --api` adds a line")
     cache_salt_by_key: bool | None = option(None, "Access", "share cached prefixes only between requests with the"
-        " same key's name; if not, clients are not told how much was cached (default: with several keys or a key"
+        " same key's name; if not, clients do not see how much was cached (default: with several keys or a key"
         " file)")
     enable_admin: bool = option(False, "Access", "serve /pause, /resume, /sleep, /wake_up, /abort, ...; without an"
         " API key only on loopback, and to requests with the header X-Pagewire-Admin: 1")

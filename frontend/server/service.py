@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from starlette.requests import Request
 
@@ -18,14 +17,11 @@ from pagewire.frontend.server.adapters import ServedAdapters, modules_of
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.exchange import Exchange
 from pagewire.frontend.server.options import ServerOptions
-from pagewire.frontend.server.slow_work import SlowWork
+from pagewire.frontend.slow_work import SlowWork
 from pagewire.frontend.text.render_process import NUM_PARALLEL
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.quoting import quoted
 
-T = TypeVar("T")
-
-LONG_TEXT = 8192  # characters; tokenizing and templates of longer texts run in a thread, off the event loop
 OF_THE_FIRST: dict[str, Any] = {
     "chat_template": None,
     "chat_template_content_format": "auto",
@@ -165,10 +161,3 @@ def service_of(request: Request) -> Service:
     """Return the service of the application that handles a request."""
     service: Service = request.app.state.service
     return service
-
-
-async def off_loop(size: int, work: Callable[..., T], *args: Any) -> T:
-    """Return `work(*args)`, run in a thread if `size` (in characters) is large enough to block the event loop."""
-    if size >= LONG_TEXT:
-        return await asyncio.to_thread(work, *args)
-    return work(*args)

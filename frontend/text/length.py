@@ -1,7 +1,8 @@
 """Tokenization of texts that may be far too long for the model, in time and memory that depend on the model only.
 
-A tokenizer takes some 250 bytes per character. So a text is refused by its characters, or by the tokens of its
-first pieces, before all of it is tokenized.
+A tokenizer takes some 250 bytes per character, and about a microsecond. So a text is refused by its characters, or
+by the tokens of its first pieces, before all of it is tokenized. A text that is cut to its last tokens is tokenized
+as a whole all the same: where a token begins depends on the text before it, on all of it if there are no words.
 """
 
 from __future__ import annotations

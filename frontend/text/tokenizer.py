@@ -27,7 +27,7 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 LONG_TEXT = 4096  # characters, from which a text is tokenized without holding up other threads
 # Characters, from which texts are tokenized one after the other: each takes hundreds of bytes of memory for a
 # character, and several would take all processors from whatever else runs here.
-VERY_LONG_TEXT = 1 << 16
+LARGE_TEXT = 1 << 15
 CLEAN_UP = (
     (" .", "."),
     (" ?", "?"),
@@ -115,7 +115,7 @@ class FastTokenizer(Tokenizer):
         self.cleans_up = clean_up
         self.decoder = read_decoder(original.decoder)
         self.vocab_size = original.get_vocab_size(with_added_tokens=True)
-        self._long = threading.Lock()
+        self._large = threading.Lock()
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_id = self._id_of("eos_token")
         added = original.get_added_tokens_decoder()
@@ -130,7 +130,7 @@ class FastTokenizer(Tokenizer):
         if (
             len(text) > LONG_TEXT
         ):  # the library's `encode` holds the interpreter's lock, `encode_batch` does not
-            with self._long if len(text) > VERY_LONG_TEXT else nullcontext():
+            with self._large if len(text) >= LARGE_TEXT else nullcontext():
                 return self.encode_batch([text], add_special_tokens)[0]
         ids: list[int] = self.original.encode(text, add_special_tokens=add_special_tokens).ids
         return ids

@@ -106,7 +106,7 @@ class GgufFile:
         """What llama.cpp calls the architecture, such as "llama".
 
         Raises:
-            GgufError: the file does not tell.
+            GgufError: the file does not say.
         """
         name = self.metadata.get("general.architecture")
         if not isinstance(name, str):

@@ -1,6 +1,6 @@
 """How byte-level tokenizers cut a text into words before they merge characters, by llama.cpp's names of the rules.
 
-llama.cpp tells the names and rules apart in `llama-vocab.cpp`; here they are steps of a `tokenizer.json`, with the
+The names and rules are those of llama.cpp's `llama-vocab.cpp`; here they are steps of a `tokenizer.json`, with the
 expressions that the models' own have.
 """
 

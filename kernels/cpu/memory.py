@@ -1,6 +1,5 @@
 """Memory for weights and KV caches: in large pages, where the system gives them, and given back where it can be."""
 
-import ctypes
 import math
 import mmap
 import os
@@ -90,12 +89,6 @@ def populate(tensors: Sequence[Tensor], size: int) -> Iterator[None]:
             if length > 0 and not arena.populate(address, length):
                 return
             yield
-
-
-def give_back_freed() -> None:
-    """Give back what malloc has kept of memory that was freed. Does nothing where the C library cannot."""
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)
 
 
 def forget_mapped_files(folder: str | os.PathLike[str]) -> None:

@@ -145,7 +145,7 @@ def test_with_keys_a_socket_is_guarded_by_itself(new_gate: Gates, tmp_path: Path
 def test_a_library_that_tells_no_user_ids_lets_nobody_in() -> None:
     assert described(b"tcp", b"::1", b"", b"NULL") == Peer("::1")
     assert described(b"ipc", b"localhost:1000:100:42", b"", b"NULL") == Peer("localhost:1000:100:42", 1000)
-    with pytest.raises(PermissionError, match="does not tell the user"):
+    with pytest.raises(PermissionError, match="does not report the user"):
         described(b"ipc", b"localhost", b"", b"NULL")
 
 

@@ -14,7 +14,7 @@ from pagewire.kernels.deltas import AdapterWeights, Delta, EmbeddingDelta, panel
 from pagewire.workers.adapters.base_weights import BaseWeights
 from pagewire.workers.adapters.config import AdapterConfig
 from pagewire.workers.adapters.division import own_columns, own_rows, own_shift, own_tokens
-from pagewire.workers.adapters.names import Kind, Parts
+from pagewire.workers.adapters.names import Kind, Parts, kinds_of
 from pagewire.workers.adapters.pieces import LARGE_BYTES, Piece, Pieces
 from pagewire.workers.adapters.targets import Place, Targets
 
@@ -153,7 +153,9 @@ class _Builder:
             shifted = own_shift(shift, place.cut)
             delta = Delta(empty, second, place.first, place.num_out, shift=shifted)
         else:
-            raise ValueError(f"{quoted(module)} has {_kinds(parts)}, which is not served for a linear layer")
+            raise ValueError(
+                f"{quoted(module)} has {kinds_of(parts)}, which is not served for a linear layer"
+            )
         self.deltas.setdefault(place.product, []).append(delta.to(self.targets.device))
 
     def _without_base(self, module: str, name: str, parts: Parts) -> Parts:
@@ -170,7 +172,9 @@ class _Builder:
     def _whole(self, module: str, place: Place, parts: Parts) -> Delta:
         """A weight that takes the place of the model's own."""
         if not parts.keys() <= {Kind.WEIGHT, Kind.BIAS}:
-            raise ValueError(f"{quoted(module)} has {_kinds(parts)}: a whole weight with more is not served")
+            raise ValueError(
+                f"{quoted(module)} has {kinds_of(parts)}: a whole weight with more is not served"
+            )
         weight, (whole_out, num_in) = parts[Kind.WEIGHT], place.whole
         if self.config.fields.fan_in_fan_out and weight.shape == (num_in, whole_out):
             weight = weight.T
@@ -188,7 +192,7 @@ class _Builder:
 
     def _low_rank(self, module: str, name: str, place: Place, parts: Parts) -> Delta:
         if not parts.keys() >= LORA or parts.keys() & EMBEDDING:
-            raise ValueError(f"{quoted(module)} has {_kinds(parts)}: lora_A and lora_B go together")
+            raise ValueError(f"{quoted(module)} has {kinds_of(parts)}: lora_A and lora_B go together")
         if not self.config.targets(module, place.is_output) and not self.config.targets(
             name, place.is_output
         ):
@@ -229,7 +233,7 @@ class _Builder:
     def _add_embedding(self, module: str, parts: Parts) -> None:
         rows, a, b, scale = None, None, None, 1.0
         if not parts.keys() <= EMBEDDING | {Kind.WEIGHT} or len(parts.keys() & EMBEDDING) == 1:
-            raise ValueError(f"{quoted(module)} has {_kinds(parts)}, which is not served for an embedding")
+            raise ValueError(f"{quoted(module)} has {kinds_of(parts)}, which is not served for an embedding")
         num_tokens, size = self.targets.embedding_shape
         num_rows, cut = num_tokens, self.targets.cuts.get(f"{self.targets.embedding}.weight")
         if (weight := parts.get(Kind.WEIGHT)) is not None:
@@ -291,7 +295,3 @@ class _Builder:
         if not bool(torch.isfinite(held).all()):
             raise ValueError(f"{quoted(module)} has numbers that are not finite in {held.dtype}")
         return held
-
-
-def _kinds(parts: Parts) -> str:
-    return " and ".join(kind.value for kind in parts)

@@ -13,7 +13,7 @@ from pagewire.ipc.quoting import quoted
 from pagewire.kernels.weight import Weight, dense_weight
 from pagewire.workers.adapters.config import AdapterConfig
 from pagewire.workers.adapters.files import read_files
-from pagewire.workers.adapters.names import Kind, Parts, by_module
+from pagewire.workers.adapters.names import Kind, Parts, by_module, kinds_of
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.model.matrices import is_linear, is_transposed
 from pagewire.workers.model.weights import Quantise
@@ -47,10 +47,8 @@ class Merge:
         self._transposed: set[str] = set()
         for module, parts in modules.items():
             if parts.keys() not in (*LOW_RANK, {Kind.WEIGHT}):
-                kinds = " and ".join(kind.value for kind in parts)
-                raise ValueError(
-                    f"{quoted(module)} has {kinds}, which cannot be merged; serve it with enable_lora"
-                )
+                text = f"{quoted(module)} has {kinds_of(parts)}, which cannot be merged; serve it with enable_lora"
+                raise ValueError(text)
             if parts.keys() == {Kind.WEIGHT} and not config.saves(module):
                 raise ValueError(f"{quoted(module)} has a whole weight, but modules_to_save does not name it")
 

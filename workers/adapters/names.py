@@ -66,3 +66,8 @@ def check_any(modules: Mapping[str, Parts]) -> None:
     """Raise ValueError if there are no tensors."""
     if not modules:
         raise ValueError("it holds no tensors")
+
+
+def kinds_of(parts: Parts) -> str:
+    """The kinds of a module's tensors as text, for errors: "lora_A and bias"."""
+    return " and ".join(kind.value for kind in parts)

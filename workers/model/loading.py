@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from pagewire.ipc.heap import release_spare_memory
 from pagewire.ipc.worker_messages import Parallel, WorkerConfig
-from pagewire.kernels.cpu.memory import forget_mapped_files, give_back_freed
+from pagewire.kernels.cpu.memory import forget_mapped_files
 from pagewire.kernels.experts import GroupedExperts
 from pagewire.kernels.paging import KVScales
 from pagewire.workers.collective.agreement import all_have
@@ -147,7 +148,7 @@ def load_model(
     make = partial(Model, stage=stage)
     model, shapes = transform(weights, run, expected, max_model_len, device, collective, turn, make)
     forget_mapped_files(worker_config.model_path)
-    give_back_freed()
+    release_spare_memory()
     for note, count in weights.notes.items():
         logger.info("weights of %d products: %s", count, note)
     phases.end("transform")

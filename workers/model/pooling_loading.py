@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pagewire.ipc.heap import release_spare_memory
 from pagewire.ipc.hub import read_configs
 from pagewire.ipc.pooling import PoolerConfig, PoolingInfo
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels.attention import AttentionBatch
-from pagewire.kernels.cpu.memory import forget_mapped_files, give_back_freed
+from pagewire.kernels.cpu.memory import forget_mapped_files
 from pagewire.workers.collective.interface import Collective
 from pagewire.workers.collective.single import SingleRank
 from pagewire.workers.device.interface import Device
@@ -118,7 +119,7 @@ def load_pooling_model(
         model.shorten_scores()
     phases.end("transform")
     forget_mapped_files(worker_config.model_path)
-    give_back_freed()
+    release_spare_memory()
     text = config.get_text_config()
     dense = load_dense(spec, dtype, device) or load_head(spec, Path(worker_config.model_path), dtype, device)
     size = text.hidden_size if spec.kind == "embed" else config.num_labels

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pagewire.kernels.cpu.memory import give_back_freed
+from pagewire.ipc.heap import release_spare_memory
 from pagewire.kernels.integers import Integers
 from pagewire.kernels.joining import joined
 from pagewire.kernels.weight import Scheme, Weight, dense_weight
@@ -254,7 +254,7 @@ class CheckpointWeights(Weights):
     def let_go(self) -> None:
         """See `Weights.let_go`. What was freed of converted weights is given back as well."""
         self._source.let_go()
-        give_back_freed()
+        release_spare_memory()
 
     @contextmanager
     def streamed(self) -> Iterator[None]:

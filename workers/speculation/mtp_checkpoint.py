@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from pagewire.ipc.gguf.file import is_gguf
+from pagewire.ipc.heap import release_spare_memory
 from pagewire.ipc.worker_messages import WorkerConfig
-from pagewire.kernels.cpu.memory import forget_mapped_files, give_back_freed
+from pagewire.kernels.cpu.memory import forget_mapped_files
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.model import attention
@@ -86,7 +87,7 @@ def read_layers(worker_config: WorkerConfig, target: LoadedModel, device: Device
     for layer in layers:
         transform_parts(layer, weights, device.torch_device)
     forget_mapped_files(worker_config.model_path)
-    give_back_freed()
+    release_spare_memory()
     return MtpLayers(layers, base.rotary_emb, first, module_bytes(layers))
 
 
@@ -155,7 +156,7 @@ def is_copy(name: str, source: WeightSource, names: Sequence[str], dtype: torch.
 
 
 def _with_layers(worker_config: WorkerConfig, config: Any, count: int) -> WorkerConfig:
-    """The same model with so many layers more, all of them with experts where it has any."""
+    """The configuration with `count` further layers, all of which have experts if the model has any."""
     changes: dict[str, Any] = {"num_hidden_layers": config.num_hidden_layers + count}
     if (kinds := getattr(config, "mlp_layer_types", None)) is not None:
         changes["mlp_layer_types"] = [*kinds, *["sparse"] * count]

@@ -50,7 +50,7 @@ logger = logging.getLogger("pagewire.core")
 
 TICK_SECONDS = 1.0  # between two signs of life
 REMIND_SECONDS = 10.0  # between two log lines about ranks that are missing
-FLUSH_MS = 500  # how long closing may take to tell the agents that the core has stopped
+FLUSH_MS = 500  # how long closing may take, so that agents learn that the core has stopped
 MAX_HEAD_BYTES = 1 << 16
 ANY_HOST = ("0.0.0.0", "::", "*")
 

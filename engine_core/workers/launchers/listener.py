@@ -21,7 +21,7 @@ class Listener:
     socket: zmq.Socket[bytes]
     address: str
     lock: AddressLock
-    """Tells others that an ipc address is in use."""
+    """Shows other processes that an ipc address is in use."""
 
     @classmethod
     def local(cls, context: zmq.Context[zmq.Socket[bytes]]) -> Listener:

@@ -66,7 +66,7 @@ class ApiKeys:
     def tenant(self, key: bytes) -> Tenant | None:
         """The tenant that has this key; None if no tenant has it.
 
-        Keys are looked up by their digest: how long that takes tells nothing about a key.
+        Keys are looked up by their digest: the time that this takes reveals nothing about a key.
         """
         if self._path is not None:
             self._refresh(self._path)

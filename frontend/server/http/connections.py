@@ -1,7 +1,7 @@
 """The connections that a server has open: how many, from where, and which of them have no request.
 
 A new connection takes the place of the oldest one without a complete request if there is no other place, so clients
-that connect and send nothing, or send very slowly, keep nobody out.
+that connect and send nothing, or send very slowly, keep no others out.
 """
 
 from __future__ import annotations
@@ -96,6 +96,6 @@ class Connections:
             del self._per_network[connection.network]
 
     def expire(self, now: float) -> None:
-        """Tell the connections whose deadline has passed. now: time of the event loop."""
+        """Notify the connections whose deadline has passed. now: time of the event loop."""
         for connection in [one for one in self._open if one.deadline <= now]:
             connection.peer.expire(now)

@@ -9,7 +9,7 @@ import time
 import uuid
 from asyncio import FIRST_COMPLETED
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.datastructures import Headers
@@ -23,6 +23,8 @@ from pagewire.frontend.server.openai.protocol import CompletionTokensDetails, Pr
 from pagewire.ipc.quoting import MAX_QUOTED, shortened
 
 logger = logging.getLogger("pagewire.server")
+
+T = TypeVar("T")
 
 NOT_IN_IDS = re.compile(r"[^A-Za-z0-9_.-]")  # ids are parts of URLs
 MAX_NAME = 64  # characters of a client's name of a request that become a part of its id
@@ -172,6 +174,26 @@ def check_aborted(output: RequestOutput) -> None:
     """
     if any(completion.finish_reason == "abort" for completion in output.outputs):
         raise APIError(499, "the request was aborted", code="aborted")
+
+
+async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """Return the result of `work`; if the client leaves before, it is cancelled and has cleaned up.
+
+    Raises:
+        ClientLeftError: the client has left. Exceptions of `work`.
+    """
+    task = asyncio.ensure_future(work)
+    left = asyncio.ensure_future(disconnection(receive))
+    try:
+        await asyncio.wait((task, left), return_when=FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientLeftError
+    finally:
+        left.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
 
 
 async def disconnection(receive: Receive) -> None:

@@ -56,7 +56,7 @@ class KeyEntry:
 
 
 def digest_of(key: bytes) -> bytes:
-    """The hash by which keys are compared, so that comparing tells nothing about them."""
+    """The hash by which keys are compared, so that comparing reveals nothing about them."""
     return hashlib.sha256(key).digest()
 
 

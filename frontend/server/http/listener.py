@@ -138,7 +138,7 @@ class Listener:
             )
         except (OSError, asyncio.TimeoutError, asyncio.CancelledError) as error:  # OSError: also of TLS
             self._connections.remove(connection)
-            # Cancelled late, uvloop closes a connection that the protocol already has, and does not tell it.
+            # Cancelled late, uvloop closes a connection that the protocol already has, without notice to it.
             protocol.connection_lost(ConnectionAbortedError())
             logger.debug("a connection ended in its handshake: %r", error)
 

@@ -1,7 +1,7 @@
 """Which web pages may use the server: its own, and those of `--allowed-origins`.
 
 Any page that a user opens can send requests to the user's own machine, and by DNS rebinding (its name made to point
-there) even read the answers. A page cannot choose the headers `Origin` and `Host`, so they tell it apart. Where an
+there) even read the answers. A page cannot choose the headers `Origin` and `Host`, so they identify it. Where an
 API key is required, a page of another origin lacks the key, and nothing more is needed.
 """
 

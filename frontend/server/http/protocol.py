@@ -61,7 +61,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._connection.peer = self
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection, and tell the request that runs: uvicorn would tell the last that has come."""
+        """Forget the connection, and notify the request that runs: uvicorn would notify the one that came last."""
         self._table.remove(self._connection)
         self.pipeline.clear()
         if self._running is not None and not self._running.response_complete:

@@ -30,7 +30,7 @@ class Tenant:
     Attributes:
         name: for logs, metrics and the engine; "" without keys. rights: what it may do.
         salt: keeps its cached prefixes apart from those of others; None: they are shared.
-        shows_cached: whether it is told how much of a prompt was cached, which tells of the prompts of others if
+        shows_cached: whether it sees how much of a prompt was cached, which shows the prompts of others if
             prefixes are shared.
         num_requests, num_tokens: in flight.
     """

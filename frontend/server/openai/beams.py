@@ -16,6 +16,7 @@ from pagewire.frontend.beam_search import (
 )
 from pagewire.frontend.inputs import PromptType, TokensPrompt, truncated
 from pagewire.frontend.lora import LoRARequest
+from pagewire.frontend.off_loop import num_chars, tokenizing
 from pagewire.frontend.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.prompt_adapters import PromptAdapterRequest
 from pagewire.frontend.server.http.errors import APIError
@@ -118,13 +119,10 @@ async def beam_outputs(
     truncates = params.truncate_prompt_tokens is not None
     adapter = service.adapter(request.model)
     tokenizer = session.tokenizer_for(adapter)
-    batch = [
-        tokens_prompt(
-            salted(prompt, request.cache_salt),
-            truncated(session.tokenize(prompt, truncates, adapter), params, limit),
-        )
-        for prompt in prompts
-    ]
+    batch = []
+    for prompt in prompts:
+        token_ids = await tokenizing(num_chars(prompt), session.tokenize, prompt, truncates, adapter)
+        batch.append(tokens_prompt(salted(prompt, request.cache_salt), truncated(token_ids, params, limit)))
     complete = partial(
         complete_all,
         service,

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET
 
 from pagewire.frontend.inputs import TokensPrompt
+from pagewire.frontend.off_loop import tokenizing
 from pagewire.frontend.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.errors import APIError
@@ -48,7 +49,7 @@ from pagewire.frontend.server.parsing.reply import (
     joined,
     read,
 )
-from pagewire.frontend.server.service import Service, off_loop
+from pagewire.frontend.server.service import Service
 from pagewire.frontend.text.chat_template import chat_prompt, check_template
 from pagewire.frontend.text.conversation import as_text
 from pagewire.ipc.params import SamplingParams
@@ -232,7 +233,7 @@ async def prompt_of(
 
     if request.chat_template is not None:
         return await service.request_templates.run(make)
-    return await off_loop(size, make)
+    return await tokenizing(size, make)
 
 
 def reply_parser(request: ChatRequest, tools: ToolUse, prompt: str | None) -> ReplyParser:

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET
 
 from pagewire.frontend.inputs import prompts_of
+from pagewire.frontend.off_loop import tokenizing
 from pagewire.frontend.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.errors import APIError
@@ -32,7 +33,7 @@ from pagewire.frontend.server.openai.sampling import (
     sampling_params,
 )
 from pagewire.frontend.server.openai.size import check_amount, logprob_budget
-from pagewire.frontend.server.service import Service, off_loop
+from pagewire.frontend.server.service import Service
 from pagewire.frontend.text.length import ContextLengthError, check_characters, encode_within
 from pagewire.frontend.text.logprobs import PromptLogprobs
 from pagewire.frontend.text.offsets import TextOffsets, prompt_offsets
@@ -147,7 +148,7 @@ async def without_special_tokens(
         return {"prompt": prompt, "prompt_token_ids": ids}
 
     size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-    return await off_loop(size, lambda: [tokenized(prompt) for prompt in prompts])
+    return await tokenizing(size, lambda: [tokenized(prompt) for prompt in prompts])
 
 
 def completion_params(service: Service, request: CompletionRequest) -> SamplingParams:

@@ -7,10 +7,11 @@ import binascii
 from typing import Any
 
 from pagewire.frontend.embeds import KEY
+from pagewire.frontend.off_loop import off_loop
 from pagewire.frontend.safetensors import read_tensors
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.openai.protocol import CompletionRequest
-from pagewire.frontend.server.service import Service, off_loop
+from pagewire.frontend.server.service import Service
 from pagewire.ipc.budget import MAX_PROMPTS
 from pagewire.ipc.codec import Tensor
 

@@ -7,8 +7,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagewire.frontend.inputs import check_vocabulary
+from pagewire.frontend.off_loop import off_loop, tokenizing
 from pagewire.frontend.server.http.body import Decoder, read_request
 from pagewire.frontend.server.http.errors import APIError
+from pagewire.frontend.server.http.exchange import while_connected
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
 from pagewire.frontend.server.openai.chat import prompt_of
@@ -20,7 +22,7 @@ from pagewire.frontend.server.openai.protocol import (
     TokenizeResponse,
 )
 from pagewire.frontend.server.parsing.choice import ToolUse
-from pagewire.frontend.server.service import Service, off_loop
+from pagewire.frontend.server.service import Service
 from pagewire.frontend.text.length import encode_within
 from pagewire.ipc.budget import MIN_DETOKENIZED
 
@@ -35,7 +37,7 @@ def routes(service: Service) -> list[Operation]:
         fields = await read_request(request, TO_TOKENS, service.options)
         own = service.of(fields.model)
         tokenizer = own.tokenizer_of(fields.model)
-        tokens = await token_ids(own, fields)
+        tokens = await while_connected(token_ids(own, fields), request.receive)
         names = tokenizer.convert_ids_to_tokens(tokens) if fields.return_token_strs else msgspec.UNSET
         return json_response(TokenizeResponse(tokens, len(tokens), own.info.max_model_len, names))
 
@@ -91,4 +93,4 @@ async def token_ids(service: Service, fields: TokenizeRequest) -> list[int]:
     text, special = fields.prompt or "", fields.add_special_tokens is not False
     max_model_len = service.info.max_model_len
     tokenizer = service.tokenizer_of(fields.model)
-    return await off_loop(len(text), encode_within, tokenizer, text, max_model_len, special, True)
+    return await tokenizing(len(text), encode_within, tokenizer, text, max_model_len, special, True)

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from pagewire.frontend.inputs import Prepared, prompts_of
+from pagewire.frontend.off_loop import off_loop
 from pagewire.frontend.pooling.batch import complete
 from pagewire.frontend.pooling.inputs import TextPair, pooling_info
 from pagewire.frontend.pooling.outputs import PoolingOutput, PoolingRequestOutput
@@ -17,7 +18,7 @@ from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.http.exchange import Exchange
 from pagewire.frontend.server.openai.sampling import salted
 from pagewire.frontend.server.pooling.protocol import PoolingFields, PoolingUsage
-from pagewire.frontend.server.service import Service, off_loop
+from pagewire.frontend.server.service import Service
 from pagewire.frontend.text.length import check_characters
 from pagewire.ipc.budget import MAX_HTTP_POOLED_BYTES, MAX_POOLED_INPUTS
 from pagewire.ipc.pooling import TOKEN_TASKS, PoolingInfo, PoolingParams

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pagewire.frontend.off_loop import off_loop
 from pagewire.frontend.pooling.outputs import PoolingRequestOutput
 from pagewire.frontend.pooling.scoring import ScorePlan
 from pagewire.frontend.server.http import sse
@@ -44,7 +45,7 @@ from pagewire.frontend.server.pooling.requests import (
     size_of,
     usage,
 )
-from pagewire.frontend.server.service import Service, off_loop
+from pagewire.frontend.server.service import Service
 
 
 def routes(service: Service) -> list[Operation]:

@@ -17,7 +17,7 @@ from pagewire.frontend.inputs import TokensPrompt
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.body import Decoder, read_request
 from pagewire.frontend.server.http.errors import APIError, api_error
-from pagewire.frontend.server.http.exchange import Exchange
+from pagewire.frontend.server.http.exchange import Exchange, while_connected
 from pagewire.frontend.server.http.generation_endpoint import Events, GenerationEndpoint
 from pagewire.frontend.server.http.json_response import json_response
 from pagewire.frontend.server.http.openapi import Operation
@@ -125,7 +125,8 @@ class StoredResponses:
         owner = tenant_of(request.scope).name
         try:
             service = self._service.of(fields.model)
-            return json_response(InputTokens(await num_input_tokens(service, self._store, fields, owner)))
+            counting = num_input_tokens(service, self._store, fields, owner)
+            return json_response(InputTokens(await while_connected(counting, request.receive)))
         except (APIError, ValueError, TypeError) as error:
             raise in_response_terms(api_error(error, COUNTED.fields)) from error
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from pagewire.engine_core.clients.contents import Contents
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.embeddings import media_of
-from pagewire.ipc.errors import EngineBusyError
 from pagewire.ipc.items import Prompt
 
 
@@ -31,19 +28,3 @@ def test_equal_contents_are_held_once_and_go_with_their_last_prompt() -> None:
     assert contents.num_bytes == 16
     del other
     assert contents.num_bytes == 0
-
-
-def test_all_contents_together_are_bounded() -> None:
-    contents = Contents(max_bytes=40)
-    held = [prompt(1), prompt(2)]
-    for each in held:
-        contents.hold(each)
-    with pytest.raises(EngineBusyError, match="have 48 bytes \\(limit 40\\): wait"):
-        contents.hold(prompt(3))
-    again = prompt(2)
-    contents.hold(again)  # there is room for what is held already
-    assert contents.num_bytes == 32
-    held.pop(0)
-    del each
-    contents.hold(third := prompt(3))
-    assert contents.num_bytes == 32 and third.media

@@ -267,7 +267,7 @@ def test_equal_tasks_of_one_message_take_memory_once(start_core: Callable[..., R
     frontend.say(Submit([Request(key, "r", Prompt([key + 1]), task, 7) for key, task in enumerate(tasks)]))
     frontend.status()
     requests = core.clients.attached[b"many"].requests
-    held = [requests[key][0].request.task for key in range(5)]
+    held = [sequence.request.task for sequence in requests]
     assert held == tasks and held[0] is held[1] is held[2] and held[4] is not held[0]
     frontend.say(Abort(keys=list(range(5))))
 
@@ -296,7 +296,7 @@ def test_prompts_have_their_numbers_in_common(start_core: Callable[..., RunningC
     for key in range(2):
         frontend.submit(key, prompt, max_tokens=10**6)
     frontend.status()
-    first, second = (core.clients.attached[b"long"].requests[key][0] for key in range(2))
+    first, second = core.clients.attached[b"long"].requests
     assert first.request.prompt.token_ids == second.request.prompt.token_ids == prompt
     assert first.request.prompt.token_ids is not second.request.prompt.token_ids
     for sequence in (first, second):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from pagewire.frontend.text.tokenizer import (
-    VERY_LONG_TEXT,
+    LARGE_TEXT,
     FastTokenizer,
     Tokenizer,
     WrappedTokenizer,
@@ -278,7 +278,7 @@ def test_loading_needs_no_heavy_library(folders: dict[str, Path]) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(("length", "together"), [(VERY_LONG_TEXT, True), (VERY_LONG_TEXT + 1, False)])
+@pytest.mark.parametrize(("length", "together"), [(LARGE_TEXT - 1, True), (LARGE_TEXT, False)])
 def test_very_long_texts_are_tokenized_one_after_the_other(
     length: int, together: bool, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

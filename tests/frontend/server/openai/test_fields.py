@@ -16,7 +16,7 @@ from pagewire.frontend.outputs import CompletionOutput
 from pagewire.frontend.server.openai.constraints import demanded
 from pagewire.frontend.server.openai.protocol import ChatRequest, CompletionRequest
 from pagewire.frontend.server.openai.sampling import best_outputs
-from pagewire.frontend.server.slow_work import SlowWork
+from pagewire.frontend.slow_work import SlowWork
 from pagewire.ipc.messages import Submit
 from pagewire.ipc.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
