@@ -19,6 +19,7 @@ from pagewire.workers.model import stage_cut
 from pagewire.workers.model.checkpoint_headers import read_headers
 from pagewire.workers.model.fit import sizes_of
 from pagewire.workers.model.shares import stage_layers
+from pagewire.workers.model.stack import DecoderStack
 from pagewire.workers.runner import Runner
 from pagewire.workers.weight_cache import folder as cache_folder
 from pagewire.workers.weight_cache.ahead import WeightsAhead
@@ -29,6 +30,7 @@ from ..architectures import EXPERTS, GROUPED, SERVED, VOCAB_SIZE, Architecture
 from ..driver import load_runner
 from ..parity import make_prompts
 from ..quantised_models import write_awq
+from ..test_embeddings import embedded, prompt_of
 from .pipelined import Output, generate
 from .threads import Rank, run_ranks
 
@@ -200,7 +202,47 @@ def test_preemption_and_drafts_change_nothing(llama: Path) -> None:
 
     for few, drafted, num_preemptions in run_ranks(2, work):
         assert few == expected and num_preemptions
-        assert [output.tokens for output in drafted] == [output.tokens for output in expected]
+        assert drafted == expected
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("opt", marks=pytest.mark.every_architecture)])
+def test_the_first_stage_lays_embeddings_over(name: str, tmp_path: Path) -> None:
+    folder = SERVED[name].write(tmp_path)
+    rows = embedded(folder, PROMPTS)
+    prompts = [prompt_of(rows[0]), PROMPTS[1], prompt_of(rows[1], PROMPTS[2]), prompt_of(rows[3])]
+    runner, ready = load_runner(folder)
+    expected, _ = generate(runner, prompts)
+
+    def work(rank: Rank) -> tuple[list[Output], int]:
+        part, part_ready = load_runner(folder, rank, parallel=place(rank, 2))
+        return generate(part, prompts, rank)[0], part_ready.embedding_size
+
+    for shards in (1, 2):
+        outputs = run_ranks(2 * shards, work)
+        assert all(size == ready.embedding_size > 0 for _, size in outputs)
+        for found, _ in outputs:
+            if shards == 1:
+                assert found == expected  # to the bit
+            assert [output.tokens for output in found] == [output.tokens for output in expected]
+
+
+def test_stages_agree_that_a_model_takes_no_embeddings(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which the first stage alone finds out, and goes on with the others."""
+    expected, _ = generate(load_runner(llama)[0], PROMPTS[:2])
+    forward = DecoderStack.forward
+
+    def twice(stack: DecoderStack, input_ids: torch.Tensor, *others: Any) -> torch.Tensor:
+        if stack.embed_tokens is not None:
+            stack.embed_tokens(input_ids)
+        return forward(stack, input_ids, *others)
+
+    monkeypatch.setattr(DecoderStack, "forward", twice)
+
+    def work(rank: Rank) -> tuple[list[Output], int]:
+        part, ready = load_runner(llama, rank, parallel=place(rank, 2))
+        return generate(part, PROMPTS[:2], rank)[0], ready.embedding_size
+
+    assert list(run_ranks(2, work)) == [(expected, 0)] * 2
 
 
 # ---------------------------------------------------------------- packed weights
