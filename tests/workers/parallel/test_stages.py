@@ -217,7 +217,7 @@ def test_the_first_stage_lays_embeddings_over(name: str, tmp_path: Path) -> None
         part, part_ready = load_runner(folder, rank, parallel=place(rank, 2))
         return generate(part, prompts, rank)[0], part_ready.embedding_size
 
-    for shards in (1, 2):
+    for shards in (1, 2) if name == "llama" else (1,):
         outputs = run_ranks(2 * shards, work)
         assert all(size == ready.embedding_size > 0 for _, size in outputs)
         for found, _ in outputs:
