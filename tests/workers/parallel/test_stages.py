@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pagewire.ipc.speculative import SpeculativeConfig
 from pagewire.ipc.worker_messages import Parallel, Ready, WorkerConfig
 from pagewire.kernels.cpu import library
 from pagewire.kernels.cpu.packed_size import REFERENCE
@@ -307,3 +308,9 @@ def test_what_the_stages_compute_is_proven(tmp_path: Path, monkeypatch: pytest.M
 def test_models_that_pool_are_refused(llama: Path) -> None:
     with pytest.raises(LoadError, match="leave tensor_parallel_size and pipeline_parallel_size at 1"):
         in_stages(llama, 2, convert="embed")
+
+
+def test_drafts_by_a_model_are_refused(llama: Path) -> None:
+    speculative = SpeculativeConfig("draft_model", str(llama), 5)
+    with pytest.raises(LoadError, match=r"'draft_model' needs pipeline_parallel_size 1, not 2.*'ngram'"):
+        in_stages(llama, 2, speculative=speculative)
