@@ -271,7 +271,8 @@ class EngineCore:
         phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ready.startup_seconds.items())
         logger.info("worker ready: %s", phases)
         if not self.started:
-            speculation = open_speculation(self.config.speculation)
+            pipelined = self.config.args.pipeline_parallel_size > 1
+            speculation = open_speculation(self.config.speculation, pipelined=pipelined)
             self.scheduler = Scheduler(self.config.scheduler_config(ready), speculation)
             self.info = self.config.engine_info(ready)
             self.clients.accept(self.info.max_message_bytes)

@@ -313,6 +313,8 @@ class EngineCalls(Caller):
     def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int = 1 << 30) -> None:
         """Write each worker's part of the weights, for `load_format="sharded_state"` with as many workers.
 
+        They load it in as many stages, too.
+
         path: a folder, on every worker's machine. pattern: the names of files, with {rank} and {part}.
         max_size: bytes of a file.
 

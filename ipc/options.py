@@ -315,16 +315,6 @@ class EngineArgs:
         for name in ("join_address", "join_key"):
             if getattr(self, name) is not None and self.distributed_executor_backend != "join":
                 raise ValueError(f"{name} needs distributed_executor_backend='join'")
-        if self.pipeline_parallel_size > 1 and self.load_format == "sharded_state":
-            raise ValueError(
-                "load_format='sharded_state' has parts of each layer, not stages: use tensor_parallel_size"
-            )
-        for name in ("enable_prompt_embeds", "enable_prompt_adapter"):
-            if self.pipeline_parallel_size > 1 and getattr(self, name):
-                raise ValueError(
-                    f"{name} does not go with pipeline_parallel_size={self.pipeline_parallel_size}: use "
-                    "tensor_parallel_size"
-                )
         if self.num_workers > 1 and self.device.startswith("cuda:"):
             raise ValueError(
                 f"device={self.device!r} is one GPU, and {self.parallel_sizes} takes {self.num_workers}: use "
@@ -349,11 +339,6 @@ class EngineArgs:
         check_int("lora_extra_vocab_size", self.lora_extra_vocab_size, 0)
         if self.max_cpu_loras is not None:
             check_int("max_cpu_loras", self.max_cpu_loras, self.max_loras)
-        if self.enable_lora and self.pipeline_parallel_size > 1:
-            raise ValueError(
-                f"enable_lora with pipeline_parallel_size={self.pipeline_parallel_size} is not supported yet; use "
-                "tensor_parallel_size, or an adapter that is merged (lora_path with merge=True)"
-            )
         if self.merge != (self.lora_path is not None):
             raise ValueError(
                 "lora_path and merge=True go together: the adapter is added to the weights; to keep adapters apart "
@@ -417,11 +402,11 @@ class EngineArgs:
         """
         flags = {name: getattr(self, name) for name in FLAGS}
         config = speculative_config(flags, self.speculative_config)
-        if config is not None and self.pipeline_parallel_size > 1:
+        if config is not None and not config.in_core and self.pipeline_parallel_size > 1:
             raise ValueError(
-                "speculative decoding with pipeline_parallel_size over 1 is not supported yet: a step with drafts "
-                "must be over before the next is planned, and the other stages would be idle; use "
-                "tensor_parallel_size"
+                "a model that proposes tokens is not supported yet with pipeline_parallel_size over 1, since it "
+                "would run in the last stage alone, while the others wait: use the methods 'ngram' or 'suffix', "
+                "which need no model"
             )
         if config is not None and self.enable_lora and not config.in_core:
             raise ValueError(

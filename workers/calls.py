@@ -115,6 +115,7 @@ def save_sharded_state(runner: Runner, path: str, pattern: str | None, max_size:
         *(runner.config, runner.device, runner.collective, length, path),
         pattern or sharded_state.PATTERN,
         max_size,
+        runner.model.model.stage,
     )
 
 

@@ -250,10 +250,9 @@ class Runner:
     def warm_up(self) -> None:
         """Do once what no request shall pay for: run a token, and record graphs. Writes nowhere that matters."""
         self._run_alone([1], SamplingParams(temperature=0.0))
-        staged = self.config.parallel.stages > 1
-        if not staged:  # else stages would have to agree about a run that may fail in the first one
-            self.embedding_size = self._try_embedding(self.model.model.embedding_size)
-        eager = self.config.enforce_eager or staged  # no graph can send and receive
+        self.embedding_size = self._try_embedding(self._of_first_stage(self.model.model.embedding_size))
+        # No graph can send and receive.
+        eager = self.config.enforce_eager or self.config.parallel.stages > 1
         if not eager and self.model.is_stack and self.device.can_record(self.model.dtype):
             self._record_graphs()
         for k, v in self.caches:
@@ -285,7 +284,7 @@ class Runner:
         """Load the model, and make it ask for adapters if they are served."""
         loaded = load(ahead, phases, self.device, self.collective)
         if self.adapters is not None:
-            self.adapters.attach(loaded)
+            self.adapters.attach(loaded, self.collective)
         return loaded
 
     def _allocate(self, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
@@ -335,7 +334,10 @@ class Runner:
         self.step(StepPlan(-1, [], [], list(range(len(lengths)))))
 
     def _try_embedding(self, size: int) -> int:
-        """Run an embedding of this size in the place of a token; returns 0 if the model does not take it."""
+        """Run an embedding of this size in the place of a token; returns 0 if the model does not take it.
+
+        All ranks of a group call this together.
+        """
         data = PlainTensor("float32", (1, size), bytes(4 * size))
         try:
             if size:
@@ -343,8 +345,13 @@ class Runner:
         except RuntimeError as error:
             logger.info("prompts of embeddings are not taken: %s", error)
             self.step(StepPlan(-1, [], [], [0]))
-            return 0
-        return size
+            size = 0
+        return self._of_first_stage(size)
+
+    def _of_first_stage(self, number: int) -> int:
+        """A number of rank 0, whose stage has the embedding; all ranks of a group call this together."""
+        numbers = torch.tensor([number], device=self.device.torch_device)
+        return int(self.collective.broadcast(numbers, 0).item())
 
     def _run_widest(self) -> None:
         """Run the largest steps, by tokens and by rows, with all sampling stages, to measure their memory."""

@@ -256,8 +256,8 @@ class Scheduler:
         """Plan running sequences but `leaving`. False if blocks ran out, so that no waiting one may be admitted."""
         num_preemptions = self.stats.num_preemptions
         batch = micro_batch(self.running, self.config.stages, self.config.depth, len(self.in_flight))
-        ahead = bool(self.in_flight)
-        chosen = self.speculation.choose(batch, len(self.waiting), step.budget, ahead=ahead)
+        others = self.num_unfinished - len(batch)
+        chosen = self.speculation.choose(batch, others, step.budget, ahead=bool(self.in_flight))
         for sequence in batch:
             if step.budget == 0:
                 break

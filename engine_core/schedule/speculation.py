@@ -4,6 +4,10 @@ Drafts can only follow tokens that are known. A step that is planned while anoth
 drafts are expected to pay, the next step is not planned ahead. Elsewhere all is as without a drafter: drafts of
 n-grams and suffixes are compared with the tokens that come, without a step that verifies them, and so it is known
 when they begin to pay.
+
+In a pipeline no step waits for drafts. A sequence is planned there only when all of its tokens are known
+(`micro_batches`), so its rows may always carry some, and the next row of one that does is planned when they have
+been verified, as that of any other. Meanwhile the stages run the other micro-batches.
 """
 
 from __future__ import annotations
@@ -38,7 +42,11 @@ class Speculation(Protocol):
     def choose(
         self, running: Collection[Sequence], num_waiting: int, budget: int, *, ahead: bool
     ) -> dict[Sequence, list[int]]:
-        """The drafts of the next step. ahead: another step is in flight; so there are none."""
+        """The drafts of the next step.
+
+        running: those that it may run. num_waiting: all others. ahead: another step is in flight; so there are
+        none, but for those of a pipeline.
+        """
 
     def num_asked(self, sequence: Sequence) -> int:
         """How many drafts the worker is asked for, to follow the next row of a sequence."""
@@ -111,17 +119,20 @@ class Limits:
 class Drafting:
     """Drafts of one method.
 
-    drafter: proposes them in the core; None: the worker does.
+    drafter: proposes them in the core; None: the worker does. pipelined: steps are those of a pipeline of stages.
     """
 
-    def __init__(self, limits: Limits, drafter: Drafter | None, policy: LengthPolicy) -> None:
+    def __init__(
+        self, limits: Limits, drafter: Drafter | None, policy: LengthPolicy, *, pipelined: bool = False
+    ) -> None:
         self.stats = SpeculationStats()
         self.policy = policy
-        self._limits, self._drafter = limits, drafter
+        self._limits, self._drafter, self._pipelined = limits, drafter, pipelined
         self._acceptance = Acceptance()
         self._asked: dict[Sequence, int] = {}
         self._num_asked_new = 0
-        self._num_expected, self._num_right = 0.0, 0
+        self._expected: dict[Sequence, float] = {}  # of each one's drafts in flight, how many should be right
+        self._num_expected, self._num_right = 0.0, 0  # of the step that is being committed
         self._num_taken_in = 0  # tokens of prompts, in the present call
         self._num_quiet = 0  # times that nothing was worth a wait, in succession
         self._paused = True
@@ -131,11 +142,13 @@ class Drafting:
 
     def waits(self, step: PlannedStep, running: Collection[Sequence], num_waiting: int) -> bool:
         """True if the step in flight carries drafts or asks for some, or if the next one would carry some."""
+        if self._pipelined:
+            return False
         if step.num_drafts or step.num_asked or step.step_id == self._awaited:
             return True
         if self._drafter is None or self._too_many(running, num_waiting):
             return False
-        if self._num_quiet > QUIET_STEPS and step.step_id % SELDOM and len(running) > FEW_ROWS:
+        if self._is_quiet(step.step_id, len(running)):
             return False
         self._num_taken_in = 0
         rows = [s for s in running if s.num_pending == 1 and self._generates(s)]
@@ -144,7 +157,7 @@ class Drafting:
             return False
         found = [ahead for s in rows if (ahead := self._reaches_ahead(s))]
         pays = any(self.policy.lengths(len(rows), found, room)) if found else False
-        self._num_quiet = 0 if pays else self._num_quiet + 1
+        self._note_whether(pays)
         if pays:
             self._awaited = step.step_id  # the core asks again whenever it has received something
         return pays
@@ -154,7 +167,8 @@ class Drafting:
     ) -> dict[Sequence, list[int]]:
         """The drafts that pay."""
         self._asked, self._num_asked_new = {}, 0
-        self._num_expected, self._num_right, self._num_taken_in = 0.0, 0, 0
+        self._num_taken_in = 0
+        ahead = ahead and not self._pipelined
         if self._too_many(running, num_waiting) or (ahead and self._drafter is not None):
             return {}
         rows = [s for s in running if s.num_to_compute == 1 and self._generates(s)]
@@ -167,12 +181,18 @@ class Drafting:
     def _chosen(self, rows: list[Sequence], room: int) -> dict[Sequence, list[int]]:
         if not rows or room <= 0 or (self._drafter is not None and self.policy.hopeless(len(rows), room)):
             return {}
+        if self._pipelined and self._is_quiet(self._num_quiet, len(rows)):
+            self._note_whether(pays=False)
+            return {}
         found = [(s, draft) for s in rows if (draft := self._draft_of(s)) is not None]
         each = [self._state(s).chances_ahead(draft, 0, self._acceptance) for s, draft in found]
         lengths = self.policy.lengths(len(rows), each, room) if found else []
-        expected = (sum(reach[:length]) for reach, length in zip(each, lengths, strict=True))
-        self._num_expected = sum(expected) / self._acceptance.trust
-        if not self._num_expected:
+        if self._pipelined:
+            self._note_whether(any(lengths))
+        for (sequence, _), reach, length in zip(found, each, lengths, strict=True):
+            if length:
+                self._expected[sequence] = sum(reach[:length]) / self._acceptance.trust
+        if not any(lengths):
             self._acceptance.regain_trust()
         return {
             sequence: draft.token_ids[:length]
@@ -201,6 +221,13 @@ class Drafting:
         return max(
             0, min(self._asked.get(sequence, self._num_asked_new), left - 1)
         )  # the last one comes without
+
+    def _is_quiet(self, number: int, num_rows: int) -> bool:
+        """True for most steps while nothing was worth a wait for long. number: of a step in their order."""
+        return self._num_quiet > QUIET_STEPS and bool(number % SELDOM) and num_rows > FEW_ROWS
+
+    def _note_whether(self, pays: bool) -> None:
+        self._num_quiet = 0 if pays else self._num_quiet + 1
 
     def _too_many(self, running: Collection[Sequence], num_waiting: int) -> bool:
         most = self._limits.batch_size
@@ -250,6 +277,7 @@ class Drafting:
         """Compare a row's tokens with what was proposed, and keep what the worker proposes to follow them."""
         num_accepted = min(num_tokens, len(result.token_ids) - 1)
         if row.drafts:
+            self._num_expected += self._expected.pop(sequence, 0.0)
             self._num_right += num_accepted
             self.stats.verified(len(row.drafts), num_accepted, num_tokens)
         if sequence.drafts is not None:
@@ -260,6 +288,7 @@ class Drafting:
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what a sequence's worker has proposed."""
+        self._expected.pop(sequence, None)
         if sequence.drafts is not None:
             sequence.drafts.draft = None
 
@@ -275,18 +304,20 @@ class Drafting:
         A step that also computes prompts says nothing.
         """
         paused, self._paused = self._paused, not goes_on
+        num_expected, num_right = self._num_expected, self._num_right
+        self._num_expected, self._num_right = 0.0, 0
         num_rows = sum(row.num_samples > 0 for row in step.rows)
         if not num_rows or step.num_prompt_tokens or not result.busy_us:
             return
         if step.num_drafts:
-            self._acceptance.verified(self._num_expected, self._num_right)
+            self._acceptance.verified(num_expected, num_right)
         measured = MeasuredStep(
             num_rows,
             num_samples=sum(row.num_samples for row in step.rows),
             num_tokens=sum(len(row.token_ids) for row in result.rows),
             busy=result.busy_us / 1e6,
             idle=0.0 if paused else min(result.idle_us / 1e6, LONGEST_WAIT),
-            late=step.late and not paused,
+            late=step.late and not paused and not self._pipelined,
             drafted=bool(step.num_drafts or step.num_asked),
             verified=bool(step.num_drafts),
         )
@@ -303,8 +334,8 @@ def shared(sequence: Sequence) -> bool:
     return not sequence.namespace and not sequence.request.prompt.cache_salt
 
 
-def open_speculation(config: SpeculativeConfig | None) -> Speculation:
-    """The drafts of an engine, by its options."""
+def open_speculation(config: SpeculativeConfig | None, *, pipelined: bool = False) -> Speculation:
+    """The drafts of an engine, by its options. pipelined: its workers are a pipeline of several stages."""
     if config is None:
         return NoSpeculation()
     drafter: Drafter | None = None
@@ -313,4 +344,4 @@ def open_speculation(config: SpeculativeConfig | None) -> Speculation:
     elif config.method == "suffix":
         drafter = SuffixDrafter()
     limits = Limits(config.num_speculative_tokens, config.disable_by_batch_size, config.max_model_len)
-    return Drafting(limits, drafter, MeasuredPolicy())
+    return Drafting(limits, drafter, MeasuredPolicy(), pipelined=pipelined)

@@ -36,6 +36,7 @@ from pagewire.ipc.worker_messages import (
     Masks,
     Progress,
     Ready,
+    StepPlan,
     StepResult,
     WorkerConfig,
     WorkerFailed,
@@ -222,15 +223,18 @@ class WorkerGroup:
     # ------------------------------------------------------------ messages
 
     def send(self, message: Any) -> None:
-        """Send to all processes, and masks to those that sample: the last stage.
+        """Send to all processes; masks to those that sample, the last stage, and embeddings to the first stage.
 
         For a process that has just ended nothing happens: `exit_fd` reports that.
         """
-        frames = self._codec.encode(message)
+        frames = later = self._codec.encode(message)
+        if self._sampling and isinstance(message, StepPlan) and any(row.media for row in message.rows):
+            later = self._codec.encode(without_embeddings(message))
         first = self._sampling if isinstance(message, Masks) else 0
         for rank in self._ranks.values():
             if rank.process.rank >= first:
-                self._send_to(rank, frames)
+                in_first_stage = rank.process.rank < self._config.parallel.num_shards
+                self._send_to(rank, frames if in_first_stage else later)
 
     def messages(self) -> Iterator[FromGroup]:
         """The messages of the group, from those of its processes that have arrived."""
@@ -332,6 +336,12 @@ class WorkerGroup:
 
     def _label(self, rank: Rank) -> str:
         return f" (rank {rank.process.rank})" if self.size > 1 else ""
+
+
+def without_embeddings(plan: StepPlan) -> StepPlan:
+    """A plan for stages behind the first, which get hidden states in the place of embeddings."""
+    rows = [msgspec.structs.replace(row, media=[]) if row.media else row for row in plan.rows]
+    return msgspec.structs.replace(plan, rows=rows)
 
 
 def merged(readies: Sequence[Ready]) -> Ready:

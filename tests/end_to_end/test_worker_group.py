@@ -12,24 +12,29 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 import zmq
 
-from pagewire import LLM, AsyncLLM
+from pagewire import LLM, AsyncLLM, LoRARequest, SamplingParams
+from pagewire.engine_core.clients.access import Access
 from pagewire.engine_core.clients.clients import Clients
 from pagewire.engine_core.config import EngineConfig
 from pagewire.engine_core.core import EngineCore
 from pagewire.engine_core.workers.group import WorkerGroup
 from pagewire.engine_core.workers.launchers.local import LocalLauncher
+from pagewire.ipc.gate import Gate
 from pagewire.ipc.options import EngineArgs
 from pagewire.ipc.sockets import bind_router
 from pagewire.kernels.cpu import library
 
+from .test_embeddings import lora, table  # noqa: F401 - fixtures
 from .test_recovery import PROMPTS, Progress, collect, mixed, status, wait_for_start
 
 FAULTY_WORKER = (sys.executable, str(Path(__file__).with_name("faulty_worker.py")))
@@ -40,6 +45,12 @@ FAULTS = [
     (0, "in", signal.SIGSTOP),
 ]
 STAGE_FAULTS = [(1, "in", signal.SIGKILL)]
+STAGED: dict[str, Any] = {
+    "enable_lora": True,
+    "enable_prompt_embeds": True,
+    "speculative_config": {"method": "suffix"},
+}
+Collect = Callable[[AsyncLLM, Progress | None], Awaitable[list[list[int]]]]
 if os.environ.get("PAGEWIRE_TEST_ALL_FAULTS"):
     signals = (signal.SIGKILL, signal.SIGSTOP)
     FAULTS = [(rank, phase, n) for rank in (0, 1) for phase in ("before", "in", "after") for n in signals]
@@ -62,15 +73,19 @@ def core(
 ) -> Iterator[EngineCore]:
     """A core in a thread, with a group of two, for which a step that takes longer than five seconds is a hang.
 
-    The parameter is the option that makes it a group.
+    The parameter is the option that makes it a group. Stages serve adapters and embeddings, and propose tokens.
     """
     monkeypatch.setenv("PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S", "5")
     monkeypatch.setattr("pagewire.engine_core.workers.restarts.FIRST_PAUSE_SECONDS", 0.02)
     context: zmq.Context[Any] = zmq.Context()
-    clients = Clients(bind_router(context, f"ipc://{tmp_path}/core.sock"), silence_seconds=60.0)
-    args = EngineArgs(
-        "demo", dtype="float32", num_threads=1, kv_cache_memory_bytes=32 << 20, **{request.param: 2}
-    )
+    access = Access()
+    gate = Gate(context, access.admit)
+    gate.start()
+    socket = bind_router(context, f"ipc://{tmp_path}/core.sock", guarded=True)
+    clients = Clients(socket, 60.0, access)
+    sizes = {"num_threads": 1, "kv_cache_memory_bytes": 32 << 20, request.param: 2}
+    more = STAGED if request.param == "pipeline_parallel_size" else {}
+    args = EngineArgs("demo", dtype="float32", **sizes, **more)
     config = EngineConfig.resolve(args)
     workers = WorkerGroup(config.worker_config(), LocalLauncher(context, FAULTY_WORKER))
     core = EngineCore(config, workers, clients)
@@ -81,6 +96,7 @@ def core(
     core.stop(0.0)
     thread.join(60)
     assert not thread.is_alive()
+    gate.stop()
     context.destroy(0)
 
 
@@ -89,20 +105,41 @@ async def collect_all(group: AsyncLLM, progress: Progress | None = None) -> list
     return await asyncio.gather(*(collect(group, i, progress, mixed) for i in range(len(PROMPTS))))
 
 
+async def collect_with(
+    group: AsyncLLM, progress: Progress | None, adapter: LoRARequest, rows: torch.Tensor
+) -> list[list[int]]:
+    """The same, and the tokens of the first prompt with an adapter, and as embeddings, at the same time."""
+
+    async def stream(prompt: Any, name: str, lora_request: LoRARequest | None) -> list[int]:
+        tokens: list[int] = []
+        async for output in group.generate(prompt, mixed(0), name, lora_request=lora_request):
+            tokens += output.outputs[0].token_ids
+        return tokens
+
+    others = stream(PROMPTS[0], "adapter", adapter), stream({"prompt_embeds": rows}, "embeddings", None)
+    streams, *more = await asyncio.gather(collect_all(group, progress), *others)
+    return [*streams, *more]
+
+
 async def check_fault(
-    group: AsyncLLM, core: EngineCore, order: Path, expected: list[list[int]], fault: tuple[int, str, int]
+    group: AsyncLLM,
+    core: EngineCore,
+    order: Path,
+    expected: list[list[int]],
+    fault: tuple[int, str, int],
+    collect_all: Collect = collect_all,
 ) -> None:
     """Run the prompts while a fault happens; none of the workers that it ends is left."""
     rank, phase, number = fault
     progress = Progress()
-    streams = asyncio.create_task(collect_all(group, progress))
+    streams = asyncio.ensure_future(collect_all(group, progress))
     await progress.reach(100)
     num_starts, pids = core.worker.num_starts, core.worker.pids
     order.with_suffix(".new").write_text(f"{rank} {phase} {int(number)}")
     order.with_suffix(".new").rename(order)
     assert await streams == expected
     while order.exists():  # the fault came too late for these
-        assert await collect_all(group) == expected
+        assert await collect_all(group, None) == expected
     await wait_for_start(group, num_starts + 1)
     assert not any(map(psutil.pid_exists, pids))
 
@@ -136,15 +173,27 @@ def tokens_of_one_worker(llm: LLM) -> list[list[int]]:
 
 @pytest.mark.parametrize("core", ["pipeline_parallel_size"], indirect=True)
 def test_streams_outlive_the_death_of_a_stage(
-    core: EngineCore, order: Path, llm: LLM, tmp_path: Path
+    core: EngineCore,
+    order: Path,
+    llm: LLM,
+    tmp_path: Path,
+    lora: LoRARequest,  # noqa: F811
+    table: torch.Tensor,  # noqa: F811
 ) -> None:
-    expected = tokens_of_one_worker(llm)
+    alone = tokens_of_one_worker(llm)
+    collect = partial(collect_with, adapter=lora, rows=table[PROMPTS[0]])
 
     async def main() -> None:
         async with AsyncLLM.attach(f"ipc://{tmp_path}/core.sock", timeout=None) as group:
-            assert await collect_all(group) == expected
+            # The first drafts that are likely right are trials, whatever the steps took.
+            params = SamplingParams(max_tokens=12, allowed_token_ids=[300], ignore_eos=True)
+            async for _ in group.generate([300], params, "one"):
+                pass
+            assert (await status(group))["num_accepted_tokens"] > 0  # type: ignore[operator]
+            *plain, adapted, embedded = expected = await collect(group, None)
+            assert plain == alone and embedded == alone[0] != adapted
             for fault in STAGE_FAULTS:
-                await check_fault(group, core, order, expected, fault)
+                await check_fault(group, core, order, expected, fault, collect)
             first, second = await group.collective_rpc("model_info")
             assert (first["num_layers"], second["num_layers"]) == (2, 2)
 

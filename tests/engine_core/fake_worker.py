@@ -101,6 +101,7 @@ class FakeWorker:
         self.seeds: dict[int, int] = {}
         self.num_logprobs: dict[int, int | None] = {}
         self.sampled: list[int] = []
+        self.num_embeddings = 0
         self.asleep: set[str] = set()
         self.doomed = False  # the next step ends this process
         self.passes_on = False  # it is a stage before the last
@@ -138,6 +139,8 @@ class FakeWorker:
             return len(self.slow)
         if method == "sampled":
             return self.sampled
+        if method == "num_embeddings":
+            return self.num_embeddings
         if method == "num_adapters":
             return len(self.adapters) - 1
         if method == "asleep":
@@ -164,6 +167,7 @@ class FakeWorker:
             assert init.adapter in self.adapters
             self.adapter_of[init.slot] = init.adapter
             self.num_logprobs[init.slot] = getattr(init.task, "logprobs", None)
+        self.num_embeddings += sum(medium.data.shape[0] for row in plan.rows for medium in row.media)
         result = StepResult(plan.step_id, [])
         if self.passes_on:
             for row in plan.rows:

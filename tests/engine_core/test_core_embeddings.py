@@ -44,3 +44,11 @@ def test_contents_are_held_while_requests_run_also_over_a_workers_death(start_co
     assert status["num_free_blocks"] == status["num_blocks"]
     del requests, bad
     assert contents.num_bytes == 0
+
+
+def test_only_the_first_stage_gets_embeddings(start_core: Callable) -> None:
+    frontend = start_core(pipeline_parallel_size=3, enable_prompt_embeds=True).frontend()
+    frontend.attach()
+    frontend.say(Submit([Request(1, "r1", prompt(1), SamplingParams(max_tokens=4), 7)]))
+    frontend.finish((1, 0))
+    assert frontend.call("collective_rpc", "num_embeddings").result == [NUM_TOKENS, 0, 0]

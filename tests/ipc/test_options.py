@@ -106,17 +106,8 @@ def test_later_features_take_their_defaults_and_nothing_else(name: str) -> None:
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size must be in"),
         ({"pipeline_parallel_size": 2, "device": "cuda:1"}, "and pipeline_parallel_size=2 takes 2"),
         (
-            {"pipeline_parallel_size": 2, "enable_prompt_embeds": True},
-            "enable_prompt_embeds does not go with pipeline_parallel_size=2: use tensor_parallel_size",
-        ),
-        ({"pipeline_parallel_size": 2, "enable_prompt_adapter": True}, "enable_prompt_adapter does not go"),
-        (
             {"tensor_parallel_size": 64, "pipeline_parallel_size": 32},
             r"tensor_parallel_size \* pipeline_parallel_size must be in \[1, 1024\], got 2048",
-        ),
-        (
-            {"pipeline_parallel_size": 2, "load_format": "sharded_state"},
-            "not stages: use tensor_parallel_size",
         ),
         ({"data_parallel_size": 2}, "data_parallel_size=2 is not supported yet: pagewire route --spawn N"),
     ],
@@ -264,7 +255,6 @@ def test_numbers_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"lora_path": "/adapter"}, "lora_path and merge=True go together"),
         ({"merge": True}, "lora_path and merge=True go together"),
         ({"lora_path": "/a", "merge": True, "enable_lora": True}, "merge=True is for a single adapter"),
-        ({"enable_lora": True, "pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported yet"),
         ({"qlora_adapter_name_or_path": "/a"}, "needs enable_lora"),
         ({"lora_path": "/a", "merge": True, "lora_allow_pickle": True}, "read from safetensors only"),
         ({"qlora_adapter_name_or_path": "/a", "enable_lora": True}, "needs quantization='bitsandbytes'"),

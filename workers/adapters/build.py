@@ -136,8 +136,14 @@ class _Builder:
         """True if the tensors are those of the model itself."""
         for kind, tensor in parts.items():
             full = f"{name}.{kind.value}"
-            own, part = self.targets.vectors.get(full), own_rows(tensor, self.targets.cuts.get(full))
-            if own is None or own.shape != part.shape or not torch.equal(own.cpu(), part.to(own.dtype)):
+            if (own := self.targets.vectors.get(full)) is None:
+                return False
+            if own.is_meta:  # another stage has it, and compares the numbers
+                same = own.shape == tensor.shape
+            else:
+                part = own_rows(tensor, self.targets.cuts.get(full))
+                same = own.shape == part.shape and torch.equal(own.cpu(), part.to(own.dtype))
+            if not same:
                 return False
         return True
 
@@ -156,7 +162,8 @@ class _Builder:
             raise ValueError(
                 f"{quoted(module)} has {kinds_of(parts)}, which is not served for a linear layer"
             )
-        self.deltas.setdefault(place.product, []).append(delta.to(self.targets.device))
+        if not place.is_elsewhere:
+            self.deltas.setdefault(place.product, []).append(delta.to(self.targets.device))
 
     def _without_base(self, module: str, name: str, parts: Parts) -> Parts:
         """The tensors but for a weight that is the model's own: PEFT may save embedding and output layer as is."""
@@ -213,7 +220,8 @@ class _Builder:
             if of_b is not None:
                 raise ValueError(f"{quoted(module)}: DoRA with lora_bias is not served")
             assert own is not None
-            norms = self.base.norms(name, scale, a.float(), b.float(), place.cut)
+            factors = (name, scale, a.float(), b.float(), place.cut)
+            norms = 1.0 if place.is_elsewhere else self.base.norms(*factors)
             gain = self._vector(module, magnitude.reshape(-1), place) / norms
             shift -= gain * own
             shift += own
@@ -250,7 +258,8 @@ class _Builder:
             part = own_tokens(first.T, num_tokens, cut)
             a = self._held(module, part).float().to(self.targets.device, copy=True)
             b = self._held(module, second).float().to(self.targets.device, copy=True)
-        self.embedding = EmbeddingDelta(rows, a, b, scale)
+        if self.targets.has_embedding:
+            self.embedding = EmbeddingDelta(rows, a, b, scale)
 
     def _check_rank(self, module: str, rank: int) -> int:
         if rank != self.config.rank(module):

@@ -17,9 +17,11 @@ from pagewire.workers.adapters.build import build
 from pagewire.workers.adapters.config import AdapterConfig
 from pagewire.workers.adapters.files import read_files
 from pagewire.workers.adapters.names import Parts, add_tensor, check_any
+from pagewire.workers.adapters.other_stages import add_other_stages
 from pagewire.workers.adapters.pieces import LARGE_BYTES, Piece, PieceRunner, Pieces
 from pagewire.workers.adapters.targets import Targets
 from pagewire.workers.batch import AdapterOrder
+from pagewire.workers.collective.interface import Collective
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.loading import LoadedModel
@@ -43,11 +45,6 @@ class Adapters:
         """
         if config.lora is None:
             raise LoadError("adapters need enable_lora")
-        if config.parallel.stages > 1:
-            raise LoadError(
-                "enable_lora with pipeline_parallel_size over 1 is not served: a stage knows the modules of its "
-                "own layers only. Use tensor_parallel_size, or a merged adapter (lora_path with merge)"
-            )
         if config.lora.long_lora_scaling_factors:
             raise LoadError(
                 "long_lora_scaling_factors are not served: the rotary angles of a model are the same in all rows. "
@@ -61,13 +58,17 @@ class Adapters:
         self._pieces = PieceRunner(wake)
         self._targets: Targets | None = None
 
-    def attach(self, loaded: LoadedModel) -> None:
+    def attach(self, loaded: LoadedModel, ranks: Collective) -> None:
         """Make a model that was just loaded ask for adapters. Those that are loaded stay so: it is the same model.
+
+        ranks: of the group, which call this together.
 
         Raises:
             LoadError: it cannot have adapters.
         """
         self._targets = Targets.of(loaded, self._device.torch_device)
+        if self._config.parallel.stages > 1:
+            add_other_stages(self._targets, ranks, self._config.parallel)
 
     def load(self, message: LoadAdapter) -> None:
         """Begin to load an adapter. An index that is loaded already gets the new one, once it is there."""

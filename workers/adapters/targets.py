@@ -38,15 +38,21 @@ class Place:
     """Where a module's outputs are: those from `first` on, `num_out` in number, of a product of the model.
 
     cut: how the module is divided over the ranks, of which this one has these outputs and `num_in` inputs.
+    linear: None for a module of another stage, which is in no product of this one.
     """
 
     product: int
     first: int
     num_out: int
     num_in: int
-    linear: Linear
+    linear: Linear | None
     is_output: bool = False
     cut: Cut | None = None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True if another stage of the pipeline has the module: what an adapter has for it is checked only."""
+        return self.linear is None
 
     @property
     def whole(self) -> tuple[int, int]:
@@ -55,6 +61,8 @@ class Place:
 
     def bias(self, device: torch.device) -> Tensor:
         """The module's own bias on this rank, float32 [num_out]; zeros if it has none. device: of the model."""
+        if self.linear is None:
+            return torch.zeros(self.num_out)
         row = self.linear(torch.zeros(1, self.num_in, dtype=self.linear.dtype, device=device))
         return row[0, self.first : self.first + self.num_out].float().cpu()
 
@@ -66,6 +74,7 @@ class Targets:
     places: of linear layers by name. embedding: its name, and its rows and their size (V, H); empty if it cannot be
     adapted. vectors: other parameters that adapters may repeat. dtype: of the model.
     cuts: how parameters are divided over the ranks, by name.
+    has_embedding: False if another stage has it. Vectors of other stages are on the meta device.
     """
 
     dtype: torch.dtype
@@ -77,6 +86,7 @@ class Targets:
     vectors: dict[str, Tensor] = field(default_factory=dict)
     shapes: Shapes = ()
     cuts: Mapping[str, Cut] = field(default_factory=dict)
+    has_embedding: bool = True
 
     @classmethod
     def of(cls, loaded: LoadedModel, device: torch.device) -> Targets:
@@ -118,8 +128,8 @@ class Targets:
             for name, found in stack_places(4 * number, layer).items():
                 full = f"{self.prefix}layers.{place.index}.{name}"
                 self.places[full] = replace(found, cut=self.cuts.get(f"{full}.weight"))
-        assert stack.embed_tokens is not None, "adapters are served by one stage"
-        stack.embed_tokens = self._adapted_embedding("embed_tokens", stack.embed_tokens)
+        if stack.embed_tokens is not None:
+            stack.embed_tokens = self._adapted_embedding("embed_tokens", stack.embed_tokens)
 
     def _add_modules(self, module: nn.Module, prefix: str) -> None:
         """Wrap the linear layers within a module, and its embedding of tokens."""
@@ -136,9 +146,9 @@ class Targets:
 
     def _add_head(self, model: Model) -> None:
         if model.causal is None:  # packed weights of an earlier start
-            assert model.head is not None
             head: Any = model.head
-            model.head = self._adapted(OUTPUT, head, is_output=True)
+            if model.makes_logits:
+                model.head = self._adapted(OUTPUT, head, is_output=True)
             return
         for name, child in model.causal.named_modules():
             if isinstance(child, LinearModule):

@@ -126,11 +126,11 @@ def load_model(
     max_model_len = resolve_max_model_len(worker_config.max_model_len, config)
     phases.end("config")
     is_saved = worker_config.load_format == "sharded_state"
-    saved = ShardedState(worker_config, config, collective) if is_saved else None
+    stage = own_stage(worker_config.parallel, collective, config, dtype, device)
+    saved = ShardedState(worker_config, config, collective, stage) if is_saved else None
     weights = build_module(worker_config, config, dtype, device) if saved is None else saved.weights(dtype)
     causal = weights.causal
     architecture = type(causal).__name__
-    stage = own_stage(worker_config.parallel, collective, config, dtype, device)
     shards = weights.shards or own_shards(causal, collective, worker_config.parallel)
     phases.end("weights")
     vocab_size = causal.get_output_embeddings().weight.shape[0] if causal.get_output_embeddings() else 0

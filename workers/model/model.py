@@ -181,10 +181,11 @@ class Model:
 
         received: what `received` has returned for this step.
         """
-        with step, laid_over(self.base, step.overlay):
+        overlay = step.overlay if self.stage is None or self.stage.is_first else None
+        with step, laid_over(self.base, overlay):
             states = self._base_states(input_ids, step, received)
-        if self.stage is not None:
-            self.stage.send(states)
+            if self.stage is not None:  # the next stage waits, also where embeddings turn out not to be taken
+                self.stage.send(states)
         return states
 
     def _base_states(self, input_ids: Tensor, step: StepContext, received: Tensor | None) -> Tensor:

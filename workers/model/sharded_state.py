@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels.integers import Integers
 from pagewire.kernels.weight import DENSE, Weight, dense_weight
 from pagewire.workers.collective.interface import Collective
+from pagewire.workers.collective.parts import shards_of
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.model.checkpoint import Checkpoint
@@ -29,6 +30,8 @@ from pagewire.workers.model.model import load_config, resolve_dtype
 from pagewire.workers.model.modules import build_module, module_on_meta
 from pagewire.workers.model.proof import DryRun, reference_logits
 from pagewire.workers.model.shards import Cut, Shards
+from pagewire.workers.model.stage_cut import cut_down
+from pagewire.workers.model.stages import Stage
 from pagewire.workers.model.weights import CheckpointWeights, Weights, tied_names
 
 logger = logging.getLogger("pagewire.worker")
@@ -45,6 +48,7 @@ class Manifest(msgspec.Struct):
     dtype: of products' inputs and outputs. quantization: the option with which the model was loaded.
     files: names in the same folder. schemes: of quantised matrices, by name. stacks: numbers of matrices, by name.
     offsets: positions of the first tokens of the dry run's requests.
+    stages: of the pipeline. layers: the first layer of the rank's stage and the one behind its last; empty for all.
     """
 
     dtype: str
@@ -54,6 +58,8 @@ class Manifest(msgspec.Struct):
     schemes: dict[str, Integers] = {}
     stacks: dict[str, int] = {}
     format: int = 1
+    stages: int = 1
+    layers: list[int] = []
 
 
 def save_sharded_state(
@@ -64,21 +70,19 @@ def save_sharded_state(
     path: str,
     pattern: str = PATTERN,
     max_bytes: int = 1 << 30,
+    stage: Stage | None = None,
 ) -> None:
     """Write this rank's part of the model that `config` names; rank 0 also writes what all ranks need.
+
+    stage: of a pipeline that this rank is in.
 
     The checkpoint is read anew, a weight at a time. A file has at most `max_bytes` or one tensor, and is in memory
     while it is written.
 
     Raises:
         ValueError: the pattern names no file for each rank and part, the model is no folder of safetensors files,
-            the folder holds this rank's part of a model already, or the group is a pipeline of several stages.
+            or the folder holds this rank's part of a model already.
     """
-    if config.parallel.stages > 1:
-        raise ValueError(
-            "save_sharded_state does not save the stages of a pipeline: save with pipeline_parallel_size=1, and "
-            "with as many workers in tensor_parallel_size as are to load it"
-        )
     source, folder = Path(config.model_path), Path(path)
     if not source.is_dir() or config.load_format == "sharded_state":
         raise ValueError(f"{source} is no checkpoint of safetensors files that could be divided and saved")
@@ -94,13 +98,15 @@ def save_sharded_state(
     weights = build_module(config, model_config, dtype, device)
     run = DryRun.make(model_config.get_text_config().vocab_size, max_model_len)
     manifest = Manifest(str(dtype).removeprefix("torch."), config.quantization, run.offsets)
+    manifest.stages, manifest.layers = config.parallel.stages, ends(stage)
     if collective.rank == 0:
         _write_reference(weights, run, folder / REFERENCE)
         _copy_others(source, folder)
-    if collective.size > 1:
-        weights.divide(Shards(weights.causal, collective))
+    shards = shards_of(collective, config.parallel)
+    if shards.size > 1:
+        weights.divide(Shards(weights.causal, shards))
     _write(
-        _stored(weights, manifest),
+        _stored(weights, manifest, stage),
         manifest,
         folder,
         pattern.replace("{rank}", str(collective.rank)),
@@ -123,15 +129,27 @@ def _copy_others(source: Path, folder: Path) -> None:
             shutil.copyfile(child, folder / child.name)
 
 
-def _stored(weights: Weights, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of this rank's part, one by one; fills in the manifest."""
+def ends(stage: Stage | None) -> list[int]:
+    """`Manifest.layers` of a stage."""
+    return [] if stage is None else [stage.layers.start, stage.layers.stop]
+
+
+def _stored(weights: Weights, manifest: Manifest, stage: Stage | None) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of this rank's part, one by one; fills in the manifest.
+
+    stage: to which the module is cut down.
+    """
     causal = weights.causal
     tied = tied_names(causal)
+    if stage is not None:
+        cut_down(causal, stage)
     modules: dict[str, Any] = dict(causal.named_modules())
-    for name in causal.state_dict():
-        owner, _, leaf = name.rpartition(".")
+    names = causal.state_dict().keys()
+    for place in names:
+        name = tied.get(place, place)
+        owner, _, leaf = place.rpartition(".")
         module = modules[owner]
-        if name in tied:
+        if name != place and name in names:
             continue
         if is_stack(module, leaf):
             count = 0
@@ -183,8 +201,10 @@ def _bytes(tensor: Tensor) -> int:
 class ShardedState:
     """A rank's part of a model as `save_sharded_state` has written it."""
 
-    def __init__(self, config: WorkerConfig, model_config: Any, collective: Collective) -> None:
-        """Read the rank's manifest.
+    def __init__(
+        self, config: WorkerConfig, model_config: Any, collective: Collective, stage: Stage | None = None
+    ) -> None:
+        """Read the rank's manifest. stage: of a pipeline that this rank is in.
 
         Raises:
             LoadError: the folder holds no such model, one for another number of ranks, or one with other options.
@@ -211,10 +231,16 @@ class ShardedState:
         saved = self.manifest.quantization
         self._check("dtype", dtype, self.manifest.dtype)
         self._check("quantization", config.quantization or saved, saved)
+        self._check("pipeline_parallel_size", config.parallel.stages, self.manifest.stages)
+        if self.manifest.layers != ends(stage):
+            raise LoadError(
+                f"{self._folder} was saved with other layers in the stage of rank {collective.rank}: set "
+                "PAGEWIRE_PP_LAYER_PARTITION as it was, or save it anew"
+            )
         self._config, self._model_config = config, model_config
-        self._collective = collective
+        self._shards, self._stage = shards_of(collective, config.parallel), stage
 
-    def _check(self, option: str, own: str | None, saved: str | None) -> None:
+    def _check(self, option: str, own: object, saved: object) -> None:
         if own != saved:
             raise LoadError(f"{self._folder} was saved with {option}={saved!r}, not {own!r}: save it anew")
 
@@ -225,10 +251,12 @@ class ShardedState:
             LoadError: files are missing or broken, or hold another model.
         """
         vars(self._model_config).pop("quantization_config", None)
-        causal = module_on_meta(self._config, self._model_config, dtype)
-        shards = Shards(causal, self._collective) if self._collective.size > 1 else None
+        causal = own = module_on_meta(self._config, self._model_config, dtype)
+        shards = Shards(causal, self._shards) if self._shards.size > 1 else None
+        if self._stage is not None:
+            cut_down(own := module_on_meta(self._config, self._model_config, dtype), self._stage)
         source = Checkpoint(self._folder, [self._folder / name for name in self.manifest.files])
-        return ShardedWeights(causal, source, self.manifest, shards)
+        return ShardedWeights(causal, source, self.manifest, shards, own.state_dict().keys())
 
     def reference(self) -> tuple[DryRun, list[Tensor]]:
         """The dry run with which the model was saved, and the whole model's logits [n, V] of each request.
@@ -246,8 +274,17 @@ class ShardedState:
 class ShardedWeights(CheckpointWeights):
     """This rank's part of a module's weights, from files that hold nothing else."""
 
-    def __init__(self, causal: Any, source: Checkpoint, manifest: Manifest, shards: Shards | None) -> None:
+    def __init__(
+        self,
+        causal: Any,
+        source: Checkpoint,
+        manifest: Manifest,
+        shards: Shards | None,
+        own_names: Iterable[str],
+    ) -> None:
         """Find the tensors of each weight, and make the buffers that no checkpoint holds.
+
+        own_names: the weights of this rank's stage.
 
         Raises:
             LoadError: weights are missing.
@@ -261,7 +298,8 @@ class ShardedWeights(CheckpointWeights):
         without_part = (
             set() if shards is None else {n for n, cut in shards.cuts.items() if cut.is_added_elsewhere}
         )
-        if missing := set(causal.state_dict()) - stored - self._ties.keys() - without_part:
+        own = {self._ties.get(name, name) for name in own_names}
+        if missing := own - stored - without_part:
             raise LoadError(f"the saved parts lack {len(missing)} weights, such as {min(missing)}")
         self._initialize(set())
 

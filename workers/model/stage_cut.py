@@ -64,6 +64,20 @@ class CutBase:
         raise _LeftError(states[0])
 
 
+def cut_down(causal: Any, stage: Stage) -> None:
+    """Take all out of a causal module that this stage does not have, also behind its base.
+
+    Raises:
+        LoadError: it is not known where the layers are.
+    """
+    base = getattr(causal, causal.base_model_prefix)
+    CutBase(base, base.get_input_embeddings(), stage)
+    if not stage.is_last:
+        for name, child in list(causal.named_children()):
+            if child is not base:
+                setattr(causal, name, nn.Identity())
+
+
 class _LeftError(Exception):
     """Ends a forward behind the last layer of a stage. states: [T, H] there."""
 

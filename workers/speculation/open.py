@@ -49,6 +49,11 @@ def open_drafter(
     speculative = config.speculative
     if speculative is None or speculative.in_core:
         return NoDrafter()
+    if config.parallel.stages > 1:
+        raise LoadError(
+            f"the speculative method {speculative.method!r} needs pipeline_parallel_size 1, not "
+            f"{config.parallel.stages}{WITHOUT_MODEL}"
+        )
     check_target(speculative, target, collective.size)
     path, num_drafts = speculative.model, speculative.num_speculative_tokens
     drafter: Drafter

@@ -388,8 +388,8 @@ class RandomPolicy:
         return 0.0
 
 
-def drafting(kind: str, seed: int, longest: int = 5) -> Speculation:
-    """A source of drafts of random lengths.
+def drafting(kind: str, seed: int, longest: int = 5, *, pipelined: bool = False) -> Speculation:
+    """A source of drafts of random lengths. pipelined: for several stages.
 
     kind: "random" (right up to a random place), "ngram", "suffix", or "worker" (proposed by the simulated worker).
     """
@@ -398,7 +398,7 @@ def drafting(kind: str, seed: int, longest: int = 5) -> Speculation:
     drafter: Drafter | None = None
     if kind != "worker":
         drafter = NgramDrafter(1, 3) if kind == "ngram" else SuffixDrafter(History(40))
-    return Drafting(Limits(longest), drafter, RandomPolicy(seed))
+    return Drafting(Limits(longest), drafter, RandomPolicy(seed), pipelined=pipelined)
 
 
 class RandomDrafter(Forced):

@@ -87,7 +87,7 @@ class SchedulerLife(RuleBasedStateMachine):
         block_size = config["block_size"]
         assert isinstance(block_size, int)
         num_blocks = (32 + spare_tokens) // block_size
-        drafter = drafting(*drafts) if drafts else None
+        drafter = drafting(*drafts, pipelined=config["stages"] != 1) if drafts else None
         self.simulation = Simulation(
             **config, num_blocks=num_blocks, share_prefixes=share_prefixes, drafter=drafter
         )

@@ -66,9 +66,10 @@ class TimedSimulation(Simulation):
         self.made: list[StepPlan] = []
 
     def _new_worker(self) -> ModelWorker:
+        sizes = self.config.num_blocks, self.config.block_size, self.config.stages
         if self._seed is not None:
-            return ErraticWorker(self._seed, self.config.num_blocks, self.config.block_size)
-        worker = TimedWorker(self.scheduler.in_flight, self.config.num_blocks, self.config.block_size)
+            return ErraticWorker(self._seed, *sizes)
+        worker = TimedWorker(self.scheduler.in_flight, *sizes)
         worker.base = self._base
         return worker
 
@@ -92,8 +93,8 @@ class TimedSimulation(Simulation):
         ]
 
 
-def ngrams(**limits: int) -> Drafting:
-    return Drafting(Limits(8, **limits), NgramDrafter(2, 5), MeasuredPolicy())
+def ngrams(*, pipelined: bool = False, **limits: int) -> Drafting:
+    return Drafting(Limits(8, **limits), NgramDrafter(2, 5), MeasuredPolicy(), pipelined=pipelined)
 
 
 def worker_drafts() -> Drafting:
@@ -115,6 +116,40 @@ def test_output_that_repeats_itself_takes_few_steps(
     assert stats.num_emitted == stats.num_accepted + stats.num_rows
     assert sum(stats.drafted_at) == stats.num_drafts and sum(stats.accepted_at) == stats.num_accepted
     assert stats.seconds_without > 1.5 * stats.seconds > 0
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_stages_run_other_steps_while_drafts_are_verified(count: int) -> None:
+    drafter = ngrams(pipelined=True)
+    simulation = TimedSimulation(FLAT, depth=2, stages=2, drafter=drafter)
+    simulation.loop(count)
+    both = 0  # times that two steps are in flight, each with drafts
+    while simulation.scheduler.num_unfinished:
+        while len(simulation.scheduler.in_flight) < 2 and simulation.plan() is not None:
+            pass
+        in_flight = [step for step in simulation.scheduler.in_flight if step.num_drafts]
+        both += len(in_flight) == 2
+        sequences = [sequence for step in in_flight for sequence in step.sequences]
+        assert len(set(sequences)) == len(sequences)  # one with drafts in flight waits for its result
+        simulation.commit()
+    simulation.drain()
+    stats = simulation.scheduler.stats.speculation
+    assert len(simulation.made) < (45 if count == 1 else 90)
+    assert (both > 0) == (count > 1)
+    assert stats.acceptance_rate > 0.9
+    # Each step is measured by its own drafts.
+    assert drafter._acceptance.trust > 0.9 and not drafter._expected
+
+
+def test_the_sequences_of_all_stages_count_for_the_largest_batch_with_drafts() -> None:
+    for most, has_drafts in ((3, False), (4, True)):
+        drafter = ngrams(pipelined=True, batch_size=most)
+        simulation = TimedSimulation(FLAT, depth=2, stages=2, drafter=drafter)
+        simulation.loop(4)
+        while len(simulation.made) < 60 and simulation.scheduler.num_unfinished == 4:
+            simulation.step()
+        assert bool(simulation.num_drafts) == has_drafts
+        simulation.drain()
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.pooling import PoolingParams
+from pagewire.ipc.worker_messages import Parallel
 from pagewire.kernels.integers import Integers
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model import modules
@@ -20,6 +21,7 @@ from pagewire.workers.model.stack import DecoderStack
 from .. import pooled
 from ..architectures import GROUPED, SERVED, VOCAB_SIZE, Architecture
 from ..driver import Driver, Request, load_runner
+from ..parallel import pipelined
 from ..parallel.threads import Rank, run_ranks
 from ..parity import NUM_TOKENS, make_prompts, transformers_tokens
 from ..peft_adapters import LIMITS, AdaptedRunner, peft_logprobs, peft_tokens, targets_of, write_adapter
@@ -115,6 +117,30 @@ def test_two_ranks_hold_their_parts_of_all_kinds(
     index = list(KINDS).index("whole modules")
     whole_modules = 4 * 64 * (2 * VOCAB_SIZE + 2 * 100)  # bytes: most of that adapter
     assert all(0.4 < sizes[index] / whole_modules < 0.6 for _, sizes in results)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_each_stage_holds_the_parts_of_its_own_layers(
+    model: Path, adapters: list[Path], expected: list[list[int]], runner: AdaptedRunner, shards: int
+) -> None:
+    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+    def work(rank: Rank) -> tuple[list[list[int]], list[int]]:
+        own = AdaptedRunner(model, collective=rank, parallel=Parallel(rank.rank, rank.size, stages=2))
+        sizes = [message.num_bytes for message in own.load_all(adapters)]
+        assert own.runner.model.is_stack
+        indices = range(len(PROMPTS))
+        outputs, _ = pipelined.generate(own.runner, PROMPTS, rank, greedy, adapters=indices)
+        return [output.tokens for output in outputs], sizes
+
+    results = run_ranks(2 * shards, work)
+    for tokens, _ in results:
+        assert dict(zip(["none", *KINDS], tokens, strict=True)) == dict(
+            zip(["none", *KINDS], expected, strict=True)
+        )
+    if shards == 1:
+        own, held = runner.runner.adapters, [sum(sizes) for _, sizes in results]
+        assert own is not None and sum(held) == own.num_bytes and min(held) > own.num_bytes / 3
 
 
 def test_bits_are_the_same_among_32_adapters(model: Path, tmp_path: Path) -> None:
@@ -242,7 +268,7 @@ def test_transposed_modules_as_a_whole_and_merged(tmp_path: Path) -> None:
 
 
 def test_an_adapter_brings_tokens_of_its_own(model: Path, adapters: list[Path], tmp_path: Path) -> None:
-    """They are in its prompts and its outputs, also over two ranks; rows beside it do not have them."""
+    """They are in its prompts and its outputs, also over two ranks or stages; rows beside it do not have them."""
     from transformers import AutoModelForCausalLM
 
     larger = AutoModelForCausalLM.from_pretrained(model)
@@ -253,14 +279,24 @@ def test_an_adapter_brings_tokens_of_its_own(model: Path, adapters: list[Path], 
     prompts = [[*PROMPTS[1], VOCAB_SIZE + 7, 5, VOCAB_SIZE + 399], PROMPTS[0], PROMPTS[2]]
     params = SamplingParams(temperature=0.0, logprobs=2, repetition_penalty=1.0001)
 
-    def work(rank: Rank | None) -> list[list[int]]:
-        runner = AdaptedRunner(model, replace(LIMITS, extra_vocab_size=400), collective=rank)
+    def loaded(**fields: Any) -> AdaptedRunner:
+        runner = AdaptedRunner(model, replace(LIMITS, extra_vocab_size=400), **fields)
         messages = runner.load_all([adapter, adapters[0]])
         assert [message.num_extra_tokens for message in messages] == [400, 0]
-        return Driver(runner.runner).generate(prompts, NUM_TOKENS, params, adapters=[1, 0, 2])
+        return runner
+
+    def work(rank: Rank | None) -> list[list[int]]:
+        runner = loaded(collective=rank).runner
+        return Driver(runner).generate(prompts, NUM_TOKENS, params, adapters=[1, 0, 2])
+
+    def stage(rank: Rank) -> list[list[int]]:
+        runner = loaded(collective=rank, parallel=Parallel(rank.rank, 2, stages=2)).runner
+        until = replace(params, max_tokens=NUM_TOKENS, ignore_eos=True)
+        found, _ = pipelined.generate(runner, prompts, rank, until, adapters=[1, 0, 2])
+        return [output.tokens for output in found]
 
     outputs = (ours, *beside) = work(None)
-    assert list(run_ranks(2, work)) == [outputs] * 2
+    assert [*run_ranks(2, work), *run_ranks(2, stage)] == [outputs] * 4
     assert [ours] == peft_tokens(tmp_path / "larger", [adapter], prompts[:1])
     assert max(ours) >= VOCAB_SIZE > max(map(max, beside))
     assert beside == peft_tokens(model, [None, adapters[0]], prompts[1:])

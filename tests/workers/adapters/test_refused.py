@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 
 from pagewire.ipc.lora import DropAdapter, LoadAdapter, LoRAConfig
 from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.worker_messages import Parallel
 from pagewire.workers.adapters.config import AdapterConfig
 from pagewire.workers.adapters.files import TENSORS, read_files
 from pagewire.workers.errors import LoadError
@@ -259,8 +258,6 @@ def test_matrices_in_another_dtype(llama: Path, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_served_with_adapters_is_refused(llama: Path) -> None:
-    with pytest.raises(LoadError, match="enable_lora with pipeline_parallel_size over 1 is not served"):
-        load_runner(llama, lora=LIMITS, parallel=Parallel(0, 2, stages=2))
     with pytest.raises(LoadError, match="long_lora_scaling_factors are not served"):
         load_runner(llama, lora=replace(LIMITS, long_lora_scaling_factors=[4.0]))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pagewire.workers.collective.agreement import from_rank
 from pagewire.workers.collective.interface import Collective
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
@@ -38,6 +39,9 @@ def run(group: Collective) -> int:
     parts = [contribution(rank, (64, 48), torch.bfloat16) for rank in range(group.size)]
     assert_same(group.all_reduce(parts[group.rank].T), ordered_sum(parts).T)
     assert group.all_gather(torch.empty(0, 5)).shape == (0, 5 * group.size)
+    contents = [bytes([rank]) * (1 + 100 * rank) for rank in range(group.size)]
+    for source, content in enumerate(contents):
+        assert from_rank(source, contents[group.rank], group, torch.device("cpu")) == content
     for _ in range(200):
         group.barrier()
     return count

@@ -11,9 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
+from pagewire.engine_core.schedule.adapter import Adapter
 from pagewire.engine_core.schedule.scheduler import Scheduler, SchedulerConfig
 from pagewire.engine_core.schedule.sequence import sequences
 from pagewire.engine_core.schedule.speculation import Speculation
+from pagewire.ipc.adapters import AdapterSource
 from pagewire.ipc.items import Prompt
 from pagewire.ipc.messages import Request, TokenDelta
 from pagewire.ipc.params import SamplingParams
@@ -77,14 +81,18 @@ class Steps:
 
 def generate(
     runner: Runner,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[list[int] | Prompt],
     rank: Rank | None = None,
     params: SamplingParams = SAMPLED,
     budget: int = 24,
     num_blocks: int | None = None,
     speculation: Speculation | None = None,
+    adapters: Sequence[int] = (),
 ) -> tuple[list[Output], Scheduler]:
-    """What becomes of prompts that are submitted together. budget: tokens of all steps in flight."""
+    """What becomes of prompts that are submitted together.
+
+    budget: tokens of all steps in flight. adapters: the index of each one's; none: no prompt has any.
+    """
     stages = runner.config.parallel.stages
     scheduler = Scheduler(
         SchedulerConfig(
@@ -100,10 +108,15 @@ def generate(
     )
     outputs = [Output() for _ in prompts]
     for key, prompt in enumerate(prompts):
-        request = Request(key, str(key), Prompt(prompt), params, seed=key)
+        content = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
+        index = adapters[key] if adapters else 0
+        if index:
+            content = msgspec.structs.replace(content, adapter=bytes([index]))
+        request = Request(key, str(key), content, params, seed=key)
         for sequence in sequences(
             request, b"test", key, 0.0, max_model_len=MAX_MODEL_LEN, share_prefixes=True
         ):
+            sequence.adapter = Adapter(AdapterSource(f"a{index}", index), index=index) if index else None
             scheduler.add(sequence)
     steps, num_in_flight = Steps(runner, rank), 0
     while scheduler.num_unfinished or num_in_flight:

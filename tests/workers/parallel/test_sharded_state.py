@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
+from pagewire.ipc.worker_messages import Parallel
 from pagewire.workers.calls import call
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model import sharded_state
@@ -15,6 +17,7 @@ from pagewire.workers.model import sharded_state
 from ..architectures import ARCHITECTURES, VOCAB_SIZE, Architecture
 from ..driver import Driver, load_runner
 from ..parity import NUM_TOKENS, make_prompts
+from . import pipelined
 from .test_ranks import MOE, WIDE, generate_over_ranks
 from .threads import Rank, run_ranks
 
@@ -59,6 +62,74 @@ def test_saved_models_are_what_they_were(
         file.unlink()  # nothing is read from there any more
     assert len(list(saved.glob("model-rank-1-part-*.safetensors"))) > 1
     assert load(saved) == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "shards", "quantization"),
+    [
+        (Architecture("llama", WIDE | {"tie_word_embeddings": True}), 2, None),
+        (next(a for a in ARCHITECTURES if a.name == "gpt2"), 1, None),
+        pytest.param(
+            *(Architecture("llama", WIDE | {"num_hidden_layers": 5}), 2, "int4"),
+            marks=pytest.mark.every_architecture,
+        ),
+        pytest.param(
+            *(next(a for a in ARCHITECTURES if a.name == "gpt_oss"), 2, None),
+            marks=pytest.mark.every_architecture,
+        ),
+    ],
+    ids=["llama", "gpt2", "llama-int4", "gpt_oss"],
+)
+def test_saved_stages_are_what_they_were(
+    architecture: Architecture, shards: int, quantization: str | None, tmp_path: Path
+) -> None:
+    folder, saved = architecture.write(tmp_path / "whole"), tmp_path / "saved"
+    prompts = make_prompts(VOCAB_SIZE)
+
+    def work(rank: Rank) -> Any:
+        parallel = Parallel(rank.rank, rank.size, stages=2)
+        if saved.exists() and not list(folder.glob("*.safetensors")):
+            runner, _ = load_runner(saved, rank, parallel=parallel, load_format="sharded_state")
+        else:
+            runner, _ = load_runner(folder, rank, parallel=parallel, quantization=quantization)
+            call(runner, "save_sharded_state", (str(saved),), {"max_size": 50_000})
+        return pipelined.generate(runner, prompts, rank)[0]
+
+    expected = run_ranks(2 * shards, work)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()  # nothing is read from there any more
+    assert run_ranks(2 * shards, work) == expected
+    layers = [
+        {name.partition("layers.")[2].partition(".")[0] for name in names_in(saved, rank)} - {""}
+        for rank in range(2 * shards)
+    ]
+    if architecture.name == "llama":  # each file holds the layers of its stage
+        assert not layers[0] & layers[-1] and layers[0] == layers[shards - 1]
+
+
+def names_in(folder: Path, rank: int) -> list[str]:
+    """The names of all tensors of a rank."""
+    files = folder.glob(f"model-rank-{rank}-part-*.safetensors")
+    return [name for file in files for name in load_file(file)]
+
+
+def test_stages_are_loaded_as_they_were_saved(tmp_path: Path) -> None:
+    deep = WIDE | {"num_hidden_layers": 3}
+    folder, saved = Architecture("llama", deep).write(tmp_path / "whole"), tmp_path / "saved"
+
+    def start(rank: Rank, stages: int, layers: tuple[int, ...] = (), saves: bool = False) -> None:
+        parallel = Parallel(rank.rank, rank.size, stages=stages, layers=layers)
+        form = "auto" if saves else "sharded_state"
+        runner, _ = load_runner(folder if saves else saved, rank, parallel=parallel, load_format=form)
+        if saves:
+            call(runner, "save_sharded_state", (str(saved),), {})
+
+    run_ranks(2, lambda rank: start(rank, 2, saves=True))
+    with pytest.raises(LoadError, match="was saved with pipeline_parallel_size=2, not 1: save it anew"):
+        run_ranks(2, lambda rank: start(rank, 1))
+    with pytest.raises(LoadError, match=r"with other layers in the stage of rank [01]: .*PP_LAYER_PARTITION"):
+        run_ranks(2, lambda rank: start(rank, 2, (1, 2)))
+    run_ranks(2, lambda rank: start(rank, 2, (2, 1)))
 
 
 def test_a_rank_reads_no_file_of_another(tmp_path: Path) -> None:

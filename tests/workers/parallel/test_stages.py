@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pagewire.ipc.speculative import SpeculativeConfig
 from pagewire.ipc.worker_messages import Parallel, Ready, WorkerConfig
 from pagewire.kernels.cpu import library
 from pagewire.kernels.cpu.packed_size import REFERENCE
@@ -19,6 +20,7 @@ from pagewire.workers.model import stage_cut
 from pagewire.workers.model.checkpoint_headers import read_headers
 from pagewire.workers.model.fit import sizes_of
 from pagewire.workers.model.shares import stage_layers
+from pagewire.workers.model.stack import DecoderStack
 from pagewire.workers.runner import Runner
 from pagewire.workers.weight_cache import folder as cache_folder
 from pagewire.workers.weight_cache.ahead import WeightsAhead
@@ -29,6 +31,7 @@ from ..architectures import EXPERTS, GROUPED, SERVED, VOCAB_SIZE, Architecture
 from ..driver import load_runner
 from ..parity import make_prompts
 from ..quantised_models import write_awq
+from ..test_embeddings import embedded, prompt_of
 from .pipelined import Output, generate
 from .threads import Rank, run_ranks
 
@@ -200,7 +203,47 @@ def test_preemption_and_drafts_change_nothing(llama: Path) -> None:
 
     for few, drafted, num_preemptions in run_ranks(2, work):
         assert few == expected and num_preemptions
-        assert [output.tokens for output in drafted] == [output.tokens for output in expected]
+        assert drafted == expected
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("opt", marks=pytest.mark.every_architecture)])
+def test_the_first_stage_lays_embeddings_over(name: str, tmp_path: Path) -> None:
+    folder = SERVED[name].write(tmp_path)
+    rows = embedded(folder, PROMPTS)
+    prompts = [prompt_of(rows[0]), PROMPTS[1], prompt_of(rows[1], PROMPTS[2]), prompt_of(rows[3])]
+    runner, ready = load_runner(folder)
+    expected, _ = generate(runner, prompts)
+
+    def work(rank: Rank) -> tuple[list[Output], int]:
+        part, part_ready = load_runner(folder, rank, parallel=place(rank, 2))
+        return generate(part, prompts, rank)[0], part_ready.embedding_size
+
+    for shards in (1, 2) if name == "llama" else (1,):
+        outputs = run_ranks(2 * shards, work)
+        assert all(size == ready.embedding_size > 0 for _, size in outputs)
+        for found, _ in outputs:
+            if shards == 1:
+                assert found == expected  # to the bit
+            assert [output.tokens for output in found] == [output.tokens for output in expected]
+
+
+def test_stages_agree_that_a_model_takes_no_embeddings(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which the first stage alone finds out, and goes on with the others."""
+    expected, _ = generate(load_runner(llama)[0], PROMPTS[:2])
+    forward = DecoderStack.forward
+
+    def twice(stack: DecoderStack, input_ids: torch.Tensor, *others: Any) -> torch.Tensor:
+        if stack.embed_tokens is not None:
+            stack.embed_tokens(input_ids)
+        return forward(stack, input_ids, *others)
+
+    monkeypatch.setattr(DecoderStack, "forward", twice)
+
+    def work(rank: Rank) -> tuple[list[Output], int]:
+        part, ready = load_runner(llama, rank, parallel=place(rank, 2))
+        return generate(part, PROMPTS[:2], rank)[0], ready.embedding_size
+
+    assert list(run_ranks(2, work)) == [(expected, 0)] * 2
 
 
 # ---------------------------------------------------------------- packed weights
@@ -265,3 +308,9 @@ def test_what_the_stages_compute_is_proven(tmp_path: Path, monkeypatch: pytest.M
 def test_models_that_pool_are_refused(llama: Path) -> None:
     with pytest.raises(LoadError, match="leave tensor_parallel_size and pipeline_parallel_size at 1"):
         in_stages(llama, 2, convert="embed")
+
+
+def test_drafts_by_a_model_are_refused(llama: Path) -> None:
+    speculative = SpeculativeConfig("draft_model", str(llama), 5)
+    with pytest.raises(LoadError, match=r"'draft_model' needs pipeline_parallel_size 1, not 2.*'ngram'"):
+        in_stages(llama, 2, speculative=speculative)

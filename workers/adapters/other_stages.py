@@ -1,0 +1,67 @@
+"""The modules that other stages of a pipeline have, by which every rank checks a whole adapter.
+
+Each stage finds the modules of its own layers in what it has loaded, and sends their names and sizes to the others.
+So all ranks refuse what one worker would refuse, in the same words, and each keeps what belongs to its own layers.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+from pagewire.ipc.worker_messages import Parallel
+from pagewire.workers.adapters.division import whole_shape
+from pagewire.workers.adapters.targets import Place, Targets
+from pagewire.workers.collective.agreement import from_rank
+from pagewire.workers.collective.interface import Collective
+
+
+class Linear(msgspec.Struct, array_like=True):
+    """The outputs and inputs of a linear layer, on all ranks of its stage together."""
+
+    num_out: int
+    num_in: int
+    is_output: bool
+
+
+class StageModules(msgspec.Struct):
+    """What adapters may change in a stage, by name: see `Targets`; all sizes are those of whole modules."""
+
+    linears: dict[str, Linear]
+    embedding: str
+    embedding_shape: tuple[int, int]
+    vectors: dict[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, targets: Targets) -> StageModules:
+        """Those of this rank's stage."""
+        linears = {name: Linear(*place.whole, place.is_output) for name, place in targets.places.items()}
+        vectors = {name: whole_vector(name, targets) for name in targets.vectors}
+        return cls(linears, targets.embedding, targets.embedding_shape, vectors)
+
+
+def whole_vector(name: str, targets: Targets) -> tuple[int, ...]:
+    """The shape of a parameter on all ranks of its stage together."""
+    shape = tuple(targets.vectors[name].shape)
+    return (whole_shape((shape[0], 1), targets.cuts.get(name))[0], *shape[1:]) if shape else shape
+
+
+def add_other_stages(targets: Targets, ranks: Collective, parallel: Parallel) -> None:
+    """Add the modules of the other stages to those of this one, in the order of the stages.
+
+    ranks: of all stages, which call this together.
+    """
+    own = msgspec.msgpack.encode(StageModules.of(targets))
+    places: dict[str, Place] = {}
+    for first in range(0, parallel.size, parallel.num_shards):
+        content = from_rank(first, own, ranks, targets.device)
+        stage = msgspec.msgpack.decode(content, type=StageModules)
+        for name, linear in stage.linears.items():
+            elsewhere = Place(-1, 0, linear.num_out, linear.num_in, None, linear.is_output)
+            places.setdefault(name, targets.places.get(name, elsewhere))
+        for name, shape in stage.vectors.items():
+            targets.vectors.setdefault(name, torch.empty(shape, device="meta"))
+        if stage.embedding and not targets.embedding:
+            targets.embedding, targets.embedding_shape = stage.embedding, stage.embedding_shape
+            targets.has_embedding = False
+    targets.places = places
