@@ -2,10 +2,10 @@
 
     python -m benchmarks.lora MODEL [--rank 16] [--requests 32] [--turns 40] [--busy]
 
-MODEL is a folder of a Llama-like model; its adapters are random. Two workers without a core are in one process, one
-of which serves adapters. They take steps in turn, so that whatever else the machine does slows all; the medians of
-the ratios to the step beside count. A ratio is of tokens per second with a prompt of `LENGTH` tokens and as many
-after it. On a machine that is busy, processor time of one thread says more than time.
+MODEL is a folder of a Llama-like model or a Mixtral; its adapters are random. Two workers without a core are in one
+process, one of which serves adapters. They take steps in turn, so that whatever else the machine does slows all;
+the medians of the ratios to the step beside count. A ratio is of tokens per second with a prompt of `LENGTH` tokens
+and as many after it. On a machine that is busy, processor time of one thread says more than time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KINDS = ("enabled, none used", "one adapter", "an adapter each")
 
 
 def write_adapter(model: Path, folder: Path, rank: int, seed: int) -> Path:
-    """A random adapter of all linear layers of a Llama."""
+    """A random adapter of all linear layers of a Llama, or of a Mixtral with those of its experts."""
     config = json.loads((model / "config.json").read_text())
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     size = config.get("head_dim") or hidden // config["num_attention_heads"]
@@ -47,9 +47,14 @@ def write_adapter(model: Path, folder: Path, rank: int, seed: int) -> Path:
         "self_attn.q_proj": (heads, hidden),
         "self_attn.o_proj": (hidden, heads),
         **dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (kv_heads, hidden)),
-        **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (inner, hidden)),
-        "mlp.down_proj": (hidden, inner),
     }
+    if num_experts := config.get("num_local_experts", 0):
+        experts = [f"block_sparse_moe.experts.{expert}" for expert in range(num_experts)]
+        shapes |= {f"{expert}.{leaf}": (inner, hidden) for expert in experts for leaf in ("w1", "w3")}
+        shapes |= {f"{expert}.w2": (hidden, inner) for expert in experts}
+    else:
+        shapes |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (inner, hidden))
+        shapes["mlp.down_proj"] = hidden, inner
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for layer in range(config["num_hidden_layers"]):
@@ -61,7 +66,7 @@ def write_adapter(model: Path, folder: Path, rank: int, seed: int) -> Path:
     save_file(
         {name: tensor.bfloat16() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors"
     )
-    targets = sorted({name.partition(".")[2] for name in shapes})
+    targets = sorted({name.rpartition(".")[2] for name in shapes})
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     return folder

@@ -18,7 +18,7 @@ from pagewire.kernels.adapted import adapt
 from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.dispatch import implementation_for
 from pagewire.kernels.experts import ACTIVATIONS, GroupedExperts, add_gated, route
-from pagewire.kernels.layer import Activation, Layer, Norm
+from pagewire.kernels.layer import Activation, Layer, Norm, mixture_products
 from pagewire.kernels.layers import add_rms_norm, rms_norm
 from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales
 from pagewire.kernels.reduced import Sum
@@ -37,6 +37,7 @@ class Stack:
             None if layer.mixture is None else GroupedExperts(layer.mixture.experts, input_norm.weight.device)
             for layer in layers
         ]
+        self._numbers = mixture_products(layers)
 
     def __call__(
         self,
@@ -57,8 +58,7 @@ class Stack:
             batch: see `AttentionBatch`.
             caches: K and V of each layer.
             scales: of each layer's keys and values, in caches of 8-bit floats; empty for 1.
-            adapters: the rows that have adapters, whose products 4 i to 4 i + 3 are `qkv`, `out`, `gate_up` and
-                `down` of layer i.
+            adapters: the rows that have adapters, whose products have the numbers of `layer.product_shapes`.
 
         Returns:
             [T, H], normed by the last layer's `next_norm`.
@@ -70,38 +70,52 @@ class Stack:
         scales = scales or [UNSCALED] * len(self.layers)
         parts = zip(self.layers, self._experts, caches, scales, strict=True)
         for i, (layer, experts, cache, of_cache) in enumerate(parts):
-            products = Products(layer, 4 * i, adapters)
+            products = Products(layer, 4 * i, self._numbers[i], adapters)
             attended = _attend(layer, products.qkv(x), cos, sin, batch, cache, of_cache)
             x = _add(_add_up(products.out(attended), layer.ranks), residual, layer.attention_norm)
-            x = products.feed_forward(x) if experts is None else _mixture(layer, products, experts, x)
+            x = products.feed_forward(x) if experts is None else products.mixture(x, experts)
             x = _add(_add_up(x, layer.ranks), residual, layer.next_norm)
         return x
 
 
 class Products:
-    """The products of a layer, with what adapters change in them; the first has the number `first`."""
+    """The products of a layer, with what adapters change in them.
 
-    def __init__(self, layer: Layer, first: int, adapters: AdapterRows | None) -> None:
-        self._layer, self._first, self._adapters = layer, first, adapters
+    first: the number of the layer's first product. of_mixture: of its mixture's first one.
+    """
+
+    def __init__(self, layer: Layer, first: int, of_mixture: int, adapters: AdapterRows | None) -> None:
+        self._layer, self._first, self._of_mixture, self._adapters = layer, first, of_mixture, adapters
 
     def qkv(self, x: Tensor) -> Tensor:
         """See `Layer.qkv`."""
-        return self._product(self._layer.qkv, 0, x)
+        return self._product(self._layer.qkv, self._first, x)
 
     def out(self, x: Tensor) -> Tensor:
         """See `Layer.out`."""
-        return self._product(self._layer.out, 1, x)
+        return self._product(self._layer.out, self._first + 1, x)
 
     def feed_forward(self, x: Tensor) -> Tensor:
         """The gated feed-forward half [T, H] of x [T, H]."""
         layer = self._layer
         assert layer.gate_up is not None and layer.down is not None
-        return self._product(layer.down, 3, ACTIVATIONS[layer.activation](self._product(layer.gate_up, 2, x)))
+        gated = ACTIVATIONS[layer.activation](self._product(layer.gate_up, self._first + 2, x))
+        return self._product(layer.down, self._first + 3, gated)
+
+    def mixture(self, x: Tensor, experts: GroupedExperts) -> Tensor:
+        """The feed-forward half [T, H] of the experts that the layer's router chooses for x [T, H]."""
+        mixture, number = self._layer.mixture, self._of_mixture
+        assert mixture is not None
+        chosen = route(self._product(mixture.router.linear, number, x), mixture.router)
+        out = experts(x, *chosen, self._adapters, number + 2)
+        if mixture.shared_gate is not None:
+            add_gated(out, self.feed_forward(x), self._product(mixture.shared_gate, number + 1, x))
+        return out
 
     def _product(self, linear: Linear, number: int, x: Tensor) -> Tensor:
         out = linear(x)
         if self._adapters is not None:
-            adapt(x, out, self._adapters, self._first + number)
+            adapt(x, out, self._adapters, number)
         return out
 
 
@@ -111,15 +125,6 @@ def _add_up(x: Tensor, ranks: Sum | None) -> Tensor:
 
 def _add(x: Tensor, residual: Tensor, norm: Norm) -> Tensor:
     return add_rms_norm(x, residual, norm.weight, norm.eps, offset=norm.offset)
-
-
-def _mixture(layer: Layer, products: Products, experts: GroupedExperts, x: Tensor) -> Tensor:
-    assert layer.mixture is not None
-    router, shared_gate = layer.mixture.router, layer.mixture.shared_gate
-    out = experts(x, *route(router.linear(x), router))
-    if shared_gate is not None:
-        add_gated(out, products.feed_forward(x), shared_gate(x))
-    return out
 
 
 def _attend(

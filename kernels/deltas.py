@@ -105,7 +105,7 @@ class AdapterWeights:
     """A loaded adapter: what it changes in each product of a model, and in its embedding.
 
     products: the changes of each product, in the order of `shapes`; most have one or none, joined ones several.
-    native: the same as the compiled kernels take it; None without them.
+    num_bytes: of all its tensors. native: the same as the compiled kernels take it; None without them.
     """
 
     def __init__(
@@ -127,38 +127,72 @@ class AdapterWeights:
         if len(products) != len(shapes):
             raise ValueError(f"changes of {len(products)} products for {len(shapes)}")
         self.num_extra_outputs = 0
-        for number, (deltas, (num_out, num_in)) in enumerate(zip(products, shapes, strict=True)):
-            for delta in deltas:
-                is_wide = number == len(shapes) - 1 and delta.num_out == num_out + num_extra_tokens
-                self.num_extra_outputs = num_extra_tokens if is_wide else self.num_extra_outputs
-                delta.check((num_out + num_extra_tokens if is_wide else num_out, num_in), dtype)
-        self.products, self.shapes, self.dtype = products, shapes, dtype
+        self.products: list[Sequence[Delta]] = [()] * len(shapes)
+        self.shapes, self.dtype = shapes, dtype
         self.embedding, self.num_extra_tokens = embedding, num_extra_tokens
+        self.num_bytes = 0 if embedding is None else sum(tensor.nbytes for tensor in embedding.tensors)
         self.native: Any = None
+        for number, deltas in enumerate(products):
+            if deltas:
+                self.add(number, deltas)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all its tensors."""
-        tensors = [tensor for deltas in self.products for delta in deltas for tensor in delta.tensors]
-        tensors += self.embedding.tensors if self.embedding is not None else []
-        return sum(tensor.nbytes for tensor in tensors)
+    def add(self, product: int, deltas: Sequence[Delta]) -> None:
+        """Set the changes of a product that has none.
+
+        Raises:
+            ValueError: one does not fit the product.
+        """
+        num_out, num_in = self.shapes[product]
+        for delta in deltas:
+            is_wide = product == len(self.shapes) - 1 and delta.num_out == num_out + self.num_extra_tokens
+            self.num_extra_outputs = self.num_extra_tokens if is_wide else self.num_extra_outputs
+            delta.check((num_out + self.num_extra_tokens if is_wide else num_out, num_in), self.dtype)
+        self.products[product] = deltas
+        self.num_bytes += sum(tensor.nbytes for delta in deltas for tensor in delta.tensors)
 
 
 class AdapterRows:
     """The rows of a batch that have adapters, in order of the adapter: each adapter's stand together.
 
-    rows: int64 [n], indices of rows in the batch, on the host. starts: int64 [len(adapters) + 1], where in `rows`
-    those of each adapter begin, and the end. adapters: at least one. num_rows: of the batch.
+    rows: int64 [n], indices of rows in the batch, on the host. starts: int64 [num_matrices * len(adapters) + 1],
+    where in `rows` those of each adapter begin, and the end. adapters: at least one. num_rows: of the batch.
+    num_matrices: of a grouped product, whose rows are in order of the matrix, and each matrix's in order of the
+    adapter; matrix m is then the m-th product behind the one that is named.
     native: the same as the compiled kernels take it, once they have.
     """
 
-    __slots__ = ("adapters", "native", "num_rows", "rows", "starts")
+    __slots__ = ("adapters", "native", "num_matrices", "num_rows", "rows", "starts")
 
     def __init__(
-        self, rows: Tensor, starts: Tensor, adapters: Sequence[AdapterWeights], num_rows: int
+        self,
+        rows: Tensor,
+        starts: Tensor,
+        adapters: Sequence[AdapterWeights],
+        num_rows: int,
+        num_matrices: int = 1,
     ) -> None:
         self.rows, self.starts, self.adapters, self.num_rows = rows, starts, adapters, num_rows
+        self.num_matrices = num_matrices
         self.native: Any = None
+
+    def grouped(self, sources: Tensor, counts: Sequence[int]) -> AdapterRows:
+        """The same for a grouped product of these rows.
+
+        Args:
+            sources: int64 [R], for each row of the product the row of the batch that it is.
+            counts: how many rows each matrix has, one behind the other.
+        """
+        adapter_of = torch.full((self.num_rows,), -1)
+        for number, (_, index) in enumerate(self.groups()):
+            adapter_of[index] = number
+        adapter = adapter_of[sources.cpu()]
+        matrix = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        rows = (adapter >= 0).nonzero().flatten()
+        group = (matrix * len(self.adapters) + adapter)[rows]
+        sizes = torch.bincount(group, minlength=len(counts) * len(self.adapters))
+        starts = functional.pad(sizes.cumsum(0), (1, 0))
+        ordered = rows[group.argsort(stable=True)]
+        return AdapterRows(ordered, starts, self.adapters, len(sources), len(counts))
 
     def check(self, product: int, x: Tensor, out: Tensor) -> None:
         """Refuse tensors that are not the input [T, K] and output [T, N] of a product of these adapters.
@@ -166,7 +200,10 @@ class AdapterRows:
         Raises:
             ValueError: they are not.
         """
-        num_out, num_in = self.adapters[0].shapes[product]
+        shapes = self.adapters[0].shapes[product : product + self.num_matrices]
+        if len(shapes) != self.num_matrices or len(set(shapes)) != 1:
+            raise ValueError(f"{self.num_matrices} products of one shape expected")
+        num_out, num_in = shapes[0]
         num_out += self.num_extra(product)
         if x.shape != (self.num_rows, num_in) or out.shape != (self.num_rows, num_out):
             raise ValueError(
@@ -193,11 +230,12 @@ class AdapterRows:
         logits.masked_fill_(behind, -torch.inf)
 
     def groups(self) -> list[tuple[AdapterWeights, Tensor]]:
-        """Each adapter, and the indices int64 of its rows."""
+        """Each adapter, and the indices int64 of its rows; of a grouped product, for each matrix."""
         starts = self.starts.tolist()
+        adapters = [*self.adapters] * self.num_matrices
         return [
             (adapter, self.rows[start:stop])
-            for adapter, start, stop in zip(self.adapters, starts, starts[1:], strict=False)
+            for adapter, start, stop in zip(adapters, starts, starts[1:], strict=False)
         ]
 
 
@@ -206,9 +244,9 @@ def adapt_with(
 ) -> None:
     """See `pagewire.kernels.adapted.adapt`, in plain PyTorch; linear: gives `x @ weight.T`."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    for adapter, index in rows.groups():
-        at = index.to(x.device)
-        for delta in adapter.products[product]:
+    for number, (adapter, index) in enumerate(rows.groups()):
+        at, matrix = index.to(x.device), number // len(rows.adapters)
+        for delta in adapter.products[product + matrix] if len(index) else ():
             places = slice(delta.first, delta.first + delta.num_out)
             value = out[at, places].to(dtype)
             if len(delta.a):

@@ -18,7 +18,9 @@ from pagewire.kernels.weight import Linear, Weight
 class ExpertProducts(Protocol):
     """The products of a layer's experts, packed by an implementation."""
 
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, ids: Tensor, weights: Tensor, adapters: AdapterRows | None = None, first: int = 0
+    ) -> Tensor:
         """See `pagewire.kernels.experts.GroupedExperts`; the experts' activation is one that the kernels have."""
 
     def up(self, rows: Tensor, counts: Sequence[int]) -> Tensor:

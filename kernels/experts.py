@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from pagewire.kernels.adapted import adapt
+from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.dispatch import implementation_for
 from pagewire.kernels.layer import Activation, Experts, Router
 from pagewire.kernels.layers import clamped_swiglu, gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
@@ -16,6 +18,8 @@ Between = Callable[[Tensor], Tensor]
 """A function of rows [R, N] to rows [R, I], each computed on its own."""
 GroupedProduct = Callable[[Tensor, Sequence[int]], Tensor]
 """Rows in order of the expert, and how many each expert has, to the rows of the result."""
+RoutedProduct = Callable[[Tensor, Sequence[int], Tensor], Tensor]
+"""The same, with the token int64 [R] that each row is of."""
 ACTIVATIONS: dict[Activation, Between] = {
     Activation.SILU: silu_and_mul,
     Activation.GELU_TANH: gelu_tanh_and_mul,
@@ -53,28 +57,36 @@ class GroupedExperts:
         self._between = between if experts.activation is None else ACTIVATIONS[experts.activation]
         self._after = after
 
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, ids: Tensor, weights: Tensor, adapters: AdapterRows | None = None, first: int = 0
+    ) -> Tensor:
         """The weighted sum [T, H].
+
+        adapters: the rows of x that have adapters. first: the number of the first expert's `up` among the products
+        that they change; those of the others follow, and then the `down`s.
 
         Raises:
             ValueError: shapes or dtypes do not fit, or an id is of no expert.
         """
         if self.compiled is None:
-            return self.one_by_one(x, ids, weights)
+            return self.one_by_one(x, ids, weights, adapters, first)
         if self.is_one_call:
-            return self.compiled(x, ids, weights)
-        return self._weighted(x, ids, weights, self.compiled.up, self.compiled.down)
+            return self.compiled(x, ids, weights, adapters, first)
+        products = adapted_products(self.compiled.up, self.compiled.down, adapters, first)
+        return self._weighted(x, ids, weights, *products)
 
-    def one_by_one(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def one_by_one(
+        self, x: Tensor, ids: Tensor, weights: Tensor, adapters: AdapterRows | None = None, first: int = 0
+    ) -> Tensor:
         """The same, to the same bits, by a product for each expert."""
         up, down = (one_by_one(linears) for linears in (self.experts.up, self.experts.down))
-        return self._weighted(x, ids, weights, up, down)
+        return self._weighted(x, ids, weights, *adapted_products(up, down, adapters, first))
 
     def _weighted(
-        self, x: Tensor, ids: Tensor, weights: Tensor, up: GroupedProduct, down: GroupedProduct
+        self, x: Tensor, ids: Tensor, weights: Tensor, up: RoutedProduct, down: RoutedProduct
     ) -> Tensor:
-        def last(rows: Tensor, counts: Sequence[int]) -> Tensor:
-            rows = down(rows, counts)
+        def last(rows: Tensor, counts: Sequence[int], sources: Tensor) -> Tensor:
+            rows = down(rows, counts, sources)
             return rows if self._after is None else self._after(rows)
 
         assert self._between is not None
@@ -92,14 +104,31 @@ def one_by_one(linears: Sequence[Linear]) -> GroupedProduct:
     return product
 
 
+def adapted_products(
+    up: GroupedProduct, down: GroupedProduct, adapters: AdapterRows | None, first: int
+) -> tuple[RoutedProduct, RoutedProduct]:
+    """The experts' products, with what the adapters of the batch's rows change in them."""
+
+    def adapted(product: GroupedProduct, is_down: bool) -> RoutedProduct:
+        def run(rows: Tensor, counts: Sequence[int], sources: Tensor) -> Tensor:
+            out = product(rows, counts)
+            if adapters is not None and len(rows):
+                adapt(rows, out, adapters.grouped(sources, counts), first + is_down * len(counts))
+            return out
+
+        return run
+
+    return adapted(up, False), adapted(down, True)
+
+
 def weighted_experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
     num_experts: int,
-    up: GroupedProduct,
+    up: RoutedProduct,
     between: Callable[[Tensor], Tensor],
-    down: GroupedProduct,
+    down: RoutedProduct,
 ) -> Tensor:
     """See `GroupedExperts`; `between` is the activation.
 
@@ -110,7 +139,8 @@ def weighted_experts(
     counts = torch.bincount(ids.flatten(), minlength=num_experts).tolist()
     if len(counts) > num_experts:
         raise ValueError(f"an id is of none of {num_experts} experts")
-    rows = down(between(up(x[order // ids.shape[1]], counts)), counts)
+    sources = order // ids.shape[1]
+    rows = down(between(up(x[sources], counts, sources)), counts, sources)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
     total = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)

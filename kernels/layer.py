@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -150,7 +151,24 @@ class EncoderLayer:
         )
 
 
+def mixture_linears(mixture: Mixture) -> list[Linear | None]:
+    """The router, the gate of the shared expert, the first layers of all experts, and then their second ones."""
+    experts = mixture.experts
+    return [mixture.router.linear, mixture.shared_gate, *experts.up, *experts.down]
+
+
+def mixture_products(layers: Sequence[Layer]) -> list[int]:
+    """For each layer, the number of the first product of its mixture: they are behind those of all layers."""
+    sizes = [0 if layer.mixture is None else len(mixture_linears(layer.mixture)) for layer in layers]
+    return list(accumulate(sizes, initial=len(PRODUCTS) * len(layers)))[:-1]
+
+
 def product_shapes(layers: Sequence[Layer]) -> Shapes:
-    """The products that adapters may change, four for each layer; (0, 0) for one that a layer does not have."""
+    """The products that adapters may change; (0, 0) for one that a layer does not have.
+
+    First four for each layer, see `PRODUCTS`, and then those of the layers' mixtures, see `mixture_linears`.
+    """
     linears = [getattr(layer, name) for layer in layers for name in PRODUCTS]
+    for layer in layers:
+        linears += [] if layer.mixture is None else mixture_linears(layer.mixture)
     return tuple((0, 0) if x is None else (x.out_features, x.in_features) for x in linears)

@@ -75,10 +75,11 @@ class Adaptation {
     const AdapterRows& adapters = *call.adapters;
     const auto* const tables = static_cast<const Deltas* const*>(adapters.tables);
     int64_t width = 0;
-    for (int64_t i = 0; i < adapters.count; ++i) {
-      const Deltas& deltas = tables[i][call.product];
+    for (int64_t i = 0; i < adapters.matrices * adapters.count; ++i) {
       const int64_t first = adapters.starts[i], count = adapters.starts[i + 1] - first;
-      for (int64_t part = 0; count && part < deltas.count; ++part) {
+      if (!count) continue;
+      const Deltas& deltas = tables[i % adapters.count][call.product + i / adapters.count];
+      for (int64_t part = 0; part < deltas.count; ++part) {
         const Delta& delta = deltas.parts[part];
         jobs_.push_back({&delta, adapters.rows + first, count, nullptr});
         width += count * delta.rank;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -21,13 +21,16 @@ DeltaStruct, Deltas, RowsStruct, AdaptCall = map(structure, ("Delta", "Deltas", 
 class _Table:
     """The changes of all products by an adapter. They, and this object, must live as long as it is used."""
 
-    def __init__(self, products: Sequence[Sequence[Delta]], dtype: torch.dtype) -> None:
-        parts = [(DeltaStruct * len(deltas))(*(_struct(d, dtype) for d in deltas)) for deltas in products]
-        self._parts = parts
-        self._deltas = (Deltas * len(parts))(
-            *(Deltas(ctypes.addressof(part) if len(part) else None, len(part)) for part in parts)
-        )
+    def __init__(self, num_products: int) -> None:
+        self._parts: list[ctypes.Array[ctypes.Structure]] = []
+        self._deltas = (Deltas * num_products)()
         self.address = ctypes.addressof(self._deltas)
+
+    def add(self, product: int, deltas: Sequence[Delta], dtype: torch.dtype) -> None:
+        """Set the changes of a product of this dtype."""
+        part = (DeltaStruct * len(deltas))(*(_struct(delta, dtype) for delta in deltas))
+        self._parts.append(part)
+        self._deltas[product] = Deltas(ctypes.addressof(part), len(part))
 
 
 def _struct(delta: Delta, dtype: torch.dtype) -> ctypes.Structure:
@@ -51,9 +54,12 @@ def _address(tensor: Tensor | None) -> int | None:
 class AdapterMemory:
     """One piece of memory for all changes by an adapter, in large pages unless it is small."""
 
-    def __init__(self, deltas: Iterable[Delta]) -> None:
-        """Raises OSError if there is not enough memory."""
-        size = sum(_room(tensor) for delta in deltas for tensor in delta.tensors)
+    def __init__(self, size: int) -> None:
+        """Memory for changes that take `size` bytes in all, see `room_of`.
+
+        Raises:
+            OSError: there is not enough.
+        """
         if size < LARGE_PAGE // 2:
             self._left = torch.empty(size, dtype=torch.uint8)
             return
@@ -82,6 +88,11 @@ def _room(tensor: Tensor) -> int:
     return tensor.nbytes + -tensor.nbytes % ALIGNMENT
 
 
+def room_of(delta: Delta) -> int:
+    """Bytes that a change takes in an `AdapterMemory`."""
+    return sum(_room(tensor) for tensor in delta.tensors)
+
+
 class _Rows:
     """The struct of an `AdapterRows`, with what it points to."""
 
@@ -93,15 +104,30 @@ class _Rows:
             starts=rows.starts.data_ptr(),
             tables=ctypes.addressof(self._tables),
             count=len(tables),
+            matrices=rows.num_matrices,
         )
 
 
 def table_of(adapter: AdapterWeights) -> _Table:
     """The table of an adapter, made when it is first used."""
     if adapter.native is None:
-        adapter.native = _Table(adapter.products, adapter.dtype)
+        adapter.native = _Table(len(adapter.products))
+        for product, deltas in enumerate(adapter.products):
+            if deltas:
+                adapter.native.add(product, deltas, adapter.dtype)
     table: _Table = adapter.native
     return table
+
+
+def add_changes(adapter: AdapterWeights, product: int, deltas: Sequence[Delta]) -> None:
+    """Set the changes of a product that has none, also in the table, so that no step has to make it.
+
+    Raises:
+        ValueError: one does not fit the product.
+    """
+    table = table_of(adapter)
+    adapter.add(product, deltas)
+    table.add(product, deltas, adapter.dtype)
 
 
 def native_rows(rows: AdapterRows) -> ctypes.Structure:
@@ -114,7 +140,7 @@ def native_rows(rows: AdapterRows) -> ctypes.Structure:
         first, int64 = rows.adapters[0], torch.int64
         if rows.rows.dtype != int64 or rows.starts.dtype != int64 or rows.starts[-1] != len(rows.rows):
             raise ValueError("indices of rows and of their beginnings are int64, and agree")
-        if len(rows.starts) != len(rows.adapters) + 1 or not rows.rows.is_contiguous():
+        if len(rows.starts) != rows.num_matrices * len(rows.adapters) + 1 or not rows.rows.is_contiguous():
             raise ValueError(f"{len(rows.starts)} beginnings for the rows of {len(rows.adapters)} adapters")
         if len(rows.rows) and not 0 <= int(rows.rows.min()) <= int(rows.rows.max()) < rows.num_rows:
             raise ValueError(f"rows outside of a batch of {rows.num_rows}")

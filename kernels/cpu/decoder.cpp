@@ -36,7 +36,7 @@ class Stack {
 
  private:
   int attend(const Layer& layer) const {
-    multiply(layer, 0, layer.qkv, call_.x, call_.qkv);
+    multiply(first_product(layer), layer.qkv, call_.x, call_.qkv);
     char* q = static_cast<char*>(call_.qkv);
     char* k = q + batch_.num_heads * batch_.head_dim * element_;
     char* v = k + batch_.num_kv_heads * batch_.head_dim * element_;
@@ -54,7 +54,7 @@ class Stack {
         keep(v, layer.v_cache, batch_.v_block_stride, batch_.v_head_stride, true))
       return 2;
     if (const int failure = pagewire_attention(&attention)) return failure;
-    multiply(layer, 1, layer.out, call_.attended, call_.x);
+    multiply(first_product(layer) + 1, layer.out, call_.attended, call_.x);
     return 0;
   }
 
@@ -65,38 +65,38 @@ class Stack {
   }
 
   void run_feed_forward(const Layer& layer, void* out) const {
-    multiply(layer, 2, layer.gate_up, call_.x, call_.gate_up);
+    multiply(first_product(layer) + 2, layer.gate_up, call_.x, call_.gate_up);
     pagewire_activate(call_.gate_up, call_.gated, tokens_, layer.down.k, layer.gate_up.n, layer.down.k, layer.activation,
                       batch_.dtype, batch_.num_threads);
-    multiply(layer, 3, layer.down, call_.gated, out);
+    multiply(first_product(layer) + 3, layer.down, call_.gated, out);
   }
 
   int run_mixture(const Layer& layer, const Mixture& mixture) const {
     const bool is_shared = mixture.shared_gate.packed;
     if (is_shared) run_feed_forward(layer, call_.shared);
-    multiply(mixture.router, call_.x, call_.logits);
+    multiply(mixture.first_product, mixture.router, call_.x, call_.logits);
     pagewire_route(call_.logits, call_.ids, call_.weights, tokens_, mixture.experts.count, mixture.num_chosen,
                    mixture.normalised, mixture.rounded, batch_.dtype);
-    if (is_shared) multiply(mixture.shared_gate, call_.x, call_.logits);
+    if (is_shared) multiply(mixture.first_product + 1, mixture.shared_gate, call_.x, call_.logits);
     const ExpertsCall experts{call_.x, call_.ids, call_.weights, call_.x, call_.of_experts,
-                              tokens_, mixture.num_chosen, batch_.dtype, batch_.num_threads};
+                              tokens_, mixture.num_chosen, batch_.dtype, batch_.num_threads,
+                              call_.adapters, mixture.first_product + 2};
     const int failure = pagewire_experts(&mixture.experts, &experts);
     if (is_shared)
       pagewire_add_gated(call_.x, call_.shared, call_.logits, tokens_, layer.down.n, batch_.dtype, batch_.num_threads);
     return failure;
   }
 
-  // A product of a layer, of four, with what adapters change in it.
-  void multiply(const Layer& layer, int64_t product, const Matrix& matrix, const void* x, void* out) const {
-    multiply(matrix, x, out);
-    if (!call_.adapters) return;
-    const AdaptCall adapt{call_.adapters, x,        out,      4 * (&layer - call_.layers) + product, matrix.k, matrix.n,
-                          matrix.k, batch_.dtype, batch_.num_threads};
-    pagewire_adapt(&adapt);
-  }
+  // The number of a layer's first product, `qkv`.
+  int64_t first_product(const Layer& layer) const { return 4 * (&layer - call_.layers); }
 
-  void multiply(const Matrix& matrix, const void* x, void* out) const {
+  // A product, with what adapters change in it.
+  void multiply(int64_t product, const Matrix& matrix, const void* x, void* out) const {
     ::multiply(matrix, x, matrix.k, out, tokens_, batch_.dtype, batch_.num_threads);
+    if (!call_.adapters) return;
+    const AdaptCall adapt{call_.adapters, x, out, product, matrix.k, matrix.n, matrix.k, batch_.dtype,
+                          batch_.num_threads};
+    pagewire_adapt(&adapt);
   }
 
   // x[tokens, size] of this rank becomes the sum of all ranks'.

@@ -16,10 +16,10 @@ from pagewire.kernels.cpu.library import AttentionCall, structure
 from pagewire.kernels.cpu.linear import PackedLinear
 from pagewire.kernels.cpu.quantised import QuantisedLinear
 from pagewire.kernels.cpu.tensors import DTYPES, cache_fields
-from pagewire.kernels.deltas import AdapterRows
+from pagewire.kernels.deltas import AdapterRows, Shapes
 from pagewire.kernels.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.kv_codes import head_size
-from pagewire.kernels.layer import PRODUCTS, Layer, Mixture, Norm, product_shapes
+from pagewire.kernels.layer import PRODUCTS, Layer, Mixture, Norm, mixture_products, product_shapes
 from pagewire.kernels.paging import AttentionBatch
 from pagewire.kernels.weight import Linear
 
@@ -100,8 +100,10 @@ class CompiledStack:
         self._num_chosen = max(
             0 if layer.mixture is None else layer.mixture.router.num_chosen for layer in layers
         )
-        self._structs = (LayerParameters * len(layers))(*map(self._struct, layers, self._experts))
+        numbers = mixture_products(layers)
+        self._structs = (LayerParameters * len(layers))(*map(self._struct, layers, self._experts, numbers))
         self.shapes = product_shapes(layers)
+        self._fitting: Shapes | None = None  # shapes of adapters that begin with these
         self._known_caches: list[weakref.ref[Tensor]] = []
         self._call = self._form(_norm(input_norm, self._hidden_size, self._dtype))
         self._sum = AllReduce.of(first.ranks)
@@ -141,7 +143,7 @@ class CompiledStack:
         )
         return self._qkv_size, self._attended_size, 2 * widest, widest, shared, logits, of_experts
 
-    def _struct(self, layer: Layer, experts: CompiledExperts | None) -> ctypes.Structure:
+    def _struct(self, layer: Layer, experts: CompiledExperts | None, number: int) -> ctypes.Structure:
         linears = _linears(layer)
         hidden = linears["out"].out_features
         shapes = {"qkv": (self._qkv_size, hidden), "out": (hidden, self._attended_size)}
@@ -157,7 +159,7 @@ class CompiledStack:
                 raise ValueError(f"{name}: a weight {shape} expected")
         matrices = {name: matrix(linears[name]) for name in PRODUCTS if name in linears}
         if layer.mixture is not None and experts is not None:
-            matrices["mixture"] = self._mixture(layer.mixture, experts, linears)
+            matrices["mixture"] = self._mixture(layer.mixture, experts, linears, number)
         norms = {"attention_norm": (layer.attention_norm, hidden), "next_norm": (layer.next_norm, hidden)}
         for name, norm in zip(("query_norm", "key_norm"), layer.head_norms or (), strict=False):
             norms[name] = norm, self._head_dim
@@ -170,7 +172,7 @@ class CompiledStack:
         )
 
     def _mixture(
-        self, mixture: Mixture, experts: CompiledExperts, linears: dict[str, Packed]
+        self, mixture: Mixture, experts: CompiledExperts, linears: dict[str, Packed], first_product: int
     ) -> ctypes.Structure:
         router = mixture.router
         if experts.hidden_size != self._hidden_size or not 0 < router.num_chosen <= len(mixture.experts.up):
@@ -185,6 +187,7 @@ class CompiledStack:
             num_chosen=router.num_chosen,
             normalised=router.normalised,
             rounded=router.rounded,
+            first_product=first_product,
         )
 
     def __call__(
@@ -265,6 +268,10 @@ class CompiledStack:
             self._call.adapters = None
             return
         shapes, dtype = adapters.adapters[0].shapes, adapters.adapters[0].dtype
-        if (shapes[: len(self.shapes)], dtype, adapters.num_rows) != (self.shapes, self._dtype, num_tokens):
+        if (
+            shapes is not self._fitting and shapes[: len(self.shapes)] == self.shapes
+        ):  # thousands with experts
+            self._fitting = shapes
+        if shapes is not self._fitting or (dtype, adapters.num_rows) != (self._dtype, num_tokens):
             raise ValueError(f"adapters of another model, or of {adapters.num_rows} rows for {num_tokens}")
         self._call.adapters = ctypes.addressof(native_rows(adapters))

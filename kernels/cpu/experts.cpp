@@ -2,7 +2,8 @@
 //
 // Rows are ordered by expert once, so those of an expert stand together, and each product is one call for all experts:
 // threads share out (expert, chunk of rows, panels), whatever expert they belong to. The products are those of linear.cpp
-// and quantised.cpp. A token's results are added in ascending order of the experts, in float32, and rounded once: its
+// and quantised.cpp. What adapters change in a product is a call for all experts, too: their rows are ordered by expert and
+// adapter. A token's results are added in ascending order of the experts, in float32, and rounded once: its
 // bits depend on nothing but the token.
 
 #include <algorithm>
@@ -21,10 +22,14 @@ class ExpertRows {
   ExpertRows(const Experts& experts, const ExpertsCall& call)
       : experts_(experts), call_(call), rows_(call.num_tokens * call.num_chosen) {
     thread_local Scratch scratch;
-    scratch.reserve(Scratch::bytes_for<int64_t>(experts.count + 1) + 2 * Scratch::bytes_for<int64_t>(rows_));
+    const int64_t groups = call.adapters ? experts.count * call.adapters->count : 0;
+    scratch.reserve(Scratch::bytes_for<int64_t>(experts.count + 1) + Scratch::bytes_for<int64_t>(groups + 1) +
+                    3 * Scratch::bytes_for<int64_t>(rows_));
     starts_ = scratch.take<int64_t>(experts.count + 1);
     order_ = scratch.take<int64_t>(rows_);
     places_ = scratch.take<int64_t>(rows_);
+    adapted_starts_ = scratch.take<int64_t>(groups + 1);
+    adapted_ = scratch.take<int64_t>(rows_);
   }
 
   // 1: there is no such expert.
@@ -33,6 +38,7 @@ class ExpertRows {
       if (call_.ids[i] < 0 || call_.ids[i] >= experts_.count) return 1;
     if (!rows_) return 0;
     order();
+    if (call_.adapters) order_adapted();
     dispatch(call_.dtype, [&](auto element) {
       using T = decltype(element);
       const int64_t hidden = experts_.up->k, width = experts_.up->n, size = experts_.down->k;
@@ -44,8 +50,10 @@ class ExpertRows {
         std::memcpy(states + place * hidden, x, size_t(hidden) * sizeof(T));
       });
       multiply(experts_.up, states, hidden, between);
+      adapt(0, states, hidden, hidden, between, width);
       pagewire_activate(between, between, rows_, size, width, width, experts_.activation, call_.dtype, call_.num_threads);
       multiply(experts_.down, between, width, states);
+      adapt(experts_.count, between, size, width, states, hidden);
       parallel_for(call_.num_tokens, num_threads, [&](int64_t token) { add(states, hidden, token); });
     });
     return 0;
@@ -62,6 +70,34 @@ class ExpertRows {
     for (int64_t e = experts_.count; e > 0; --e) starts_[e] = starts_[e - 1];  // each has moved to the next one's
     starts_[0] = 0;
     for (int64_t i = 0; i < rows_; i += call_.num_chosen) std::sort(places_ + i, places_ + i + call_.num_chosen);
+  }
+
+  // Counts and sorts the places of tokens that have adapters, by expert and then by adapter.
+  void order_adapted() {
+    const AdapterRows& adapters = *call_.adapters;
+    const auto for_places = [&](const auto& body) {
+      for (int64_t i = 0; i < adapters.count; ++i)
+        for (int64_t row = adapters.starts[i]; row < adapters.starts[i + 1]; ++row)
+          for (int64_t c = 0; c < call_.num_chosen; ++c) {
+            const int64_t place = places_[adapters.rows[row] * call_.num_chosen + c];
+            body(call_.ids[order_[place]] * adapters.count + i, place);
+          }
+    };
+    const int64_t groups = experts_.count * adapters.count;
+    std::fill(adapted_starts_, adapted_starts_ + groups + 1, 0);
+    for_places([&](int64_t group, int64_t) { ++adapted_starts_[group + 1]; });
+    for (int64_t g = 0; g < groups; ++g) adapted_starts_[g + 1] += adapted_starts_[g];
+    for_places([&](int64_t group, int64_t place) { adapted_[adapted_starts_[group]++] = place; });
+    for (int64_t g = groups; g > 0; --g) adapted_starts_[g] = adapted_starts_[g - 1];  // as above
+    adapted_starts_[0] = 0;
+  }
+
+  // What adapters change in the products of all experts, whose first one has the number `product` of the experts'.
+  void adapt(int64_t product, const void* x, int64_t k, int64_t x_stride, void* out, int64_t n) const {
+    if (!call_.adapters) return;
+    const AdapterRows rows{adapted_, adapted_starts_, call_.adapters->tables, call_.adapters->count, experts_.count};
+    const AdaptCall adapt{&rows, x, out, call_.first_product + product, k, n, x_stride, call_.dtype, call_.num_threads};
+    pagewire_adapt(&adapt);
   }
 
   void multiply(const Matrix* matrices, const void* x, int64_t x_stride, void* out) const {
@@ -85,6 +121,7 @@ class ExpertRows {
   const ExpertsCall& call_;
   const int64_t rows_;
   int64_t *starts_, *order_, *places_;
+  int64_t *adapted_starts_, *adapted_;  // rows with adapters, see AdapterRows
 };
 
 // The softmax of a row's logits, in float32.

@@ -9,10 +9,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from pagewire.kernels.cpu.adapters import native_rows
 from pagewire.kernels.cpu.library import structure
 from pagewire.kernels.cpu.linear import PackedLinear, as_rows
 from pagewire.kernels.cpu.quantised import QuantisedLinear
 from pagewire.kernels.cpu.tensors import DTYPES
+from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.layer import Activation, Experts
 from pagewire.kernels.weight import Linear, check_rows
 
@@ -111,12 +113,15 @@ class CompiledExperts:
             activation=-1 if activation is None else ACTIVATION_CODES[activation],
         )
 
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, ids: Tensor, weights: Tensor, adapters: AdapterRows | None = None, first: int = 0
+    ) -> Tensor:
         """x [T, H], ids int64 [T, C] and weights [T, C] to [T, H].
 
         Raises:
             ValueError: shapes or dtypes do not fit, or an id is of no expert.
         """
+        self._check_adapters(adapters, len(x), first)
         check_rows(x, self.hidden_size, self._dtype)
         if (
             ids.dim() != 2
@@ -140,10 +145,24 @@ class CompiledExperts:
             num_chosen=ids.shape[1],
             dtype=DTYPES[self._dtype],
             num_threads=torch.get_num_threads(),
+            adapters=None if adapters is None else ctypes.addressof(native_rows(adapters)),
+            first_product=first,
         )
         if self._library.pagewire_experts(ctypes.byref(self.struct), ctypes.byref(call)):
             raise ValueError(f"an id is of none of {self.struct.count} experts")
         return out
+
+    def _check_adapters(self, adapters: AdapterRows | None, num_tokens: int, first: int) -> None:
+        if adapters is None:
+            return
+        expected = [(m.out_features, m.in_features) for m in (self.up, self.down) for _ in m.structs]
+        shapes = adapters.adapters[0].shapes[first : first + len(expected)]
+        if (adapters.num_rows, adapters.adapters[0].dtype, list(shapes)) != (
+            num_tokens,
+            self._dtype,
+            expected,
+        ):
+            raise ValueError(f"adapters of another model, or of {adapters.num_rows} rows for {num_tokens}")
 
 
 def _packed(linears: Sequence[Linear]) -> list[Packed]:

@@ -170,6 +170,8 @@ struct Experts {
   int32_t activation;
 };
 
+struct AdapterRows;
+
 struct ExpertsCall {
   const void* x;         // [tokens, hidden], contiguous; may be `out`
   const int64_t* ids;    // [tokens, chosen]
@@ -178,6 +180,8 @@ struct ExpertsCall {
   void* scratch;         // [tokens * chosen, hidden + up.n]
   int64_t num_tokens, num_chosen;
   int32_t dtype, num_threads;
+  const AdapterRows* adapters;  // null: no token has one
+  int64_t first_product;        // the number of the first expert's `up`; behind those of all experts follow the `down`s
 };
 
 EXPORT int pagewire_experts(const Experts* experts, const ExpertsCall* call);
@@ -207,12 +211,13 @@ struct Deltas {
   int64_t count;
 };
 
-// The rows of a batch that have adapters, ordered by adapter.
+// The rows of a batch that have adapters, ordered by adapter. Those of a grouped product are ordered by matrix, and those
+// of a matrix by adapter; matrix m has then the number `AdaptCall::product` + m.
 struct AdapterRows {
-  const int64_t* rows;    // [starts[count]]
-  const int64_t* starts;  // [count + 1]
+  const int64_t* rows;    // [starts[matrices * count]]
+  const int64_t* starts;  // [matrices * count + 1]
   const void* tables;     // [count], for each adapter a pointer to the Deltas of all products
-  int64_t count;
+  int64_t count, matrices;
 };
 
 struct AdaptCall {
@@ -239,6 +244,7 @@ struct Mixture {
   Experts experts;
   int64_t num_chosen;
   int32_t normalised, rounded;
+  int64_t first_product;  // the router's number; that of the shared gate follows, and those of the experts
 };
 
 struct Layer {
@@ -271,7 +277,7 @@ struct StackCall {
   const int64_t* slots;
   const void* all_reduce;  // adds up the ranks' outputs of `out` and `down`, see `AllReduce`; null: they are whole
   const void* ranks;       // its first argument
-  const AdapterRows* adapters;  // null: no row has one. Products 4 i to 4 i + 3 are those of layer i, in order
+  const AdapterRows* adapters;  // null: no row has one. Products 4 i to 4 i + 3 are the first four of layer i, in order
   int64_t num_layers, rotary_half;
   AttentionCall attention;  // but for what differs between layers
 };

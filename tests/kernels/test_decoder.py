@@ -13,8 +13,9 @@ from pagewire.kernels.cpu.all_reduce import AllReduce
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.decoder import Activation, Layer, Norm, Stack
+from pagewire.kernels.deltas import AdapterRows, AdapterWeights, Delta, panels
 from pagewire.kernels.integers import Integers, quantise
-from pagewire.kernels.layer import Experts, Mixture, Router
+from pagewire.kernels.layer import Experts, Mixture, Router, product_shapes
 from pagewire.kernels.linear import Linear, dense_weight, pack
 from pagewire.kernels.reduced import Sum
 
@@ -133,14 +134,32 @@ def test_one_call_over_keys_and_values_of_8_bits(dtype: torch.dtype) -> None:
     check_one_call(dtype, torch.int8, {"window": 5})
 
 
+def make_adapters(stack: Stack, dtype: torch.dtype) -> AdapterRows:
+    """Rows of which some have an adapter of every product, and two have another."""
+    shapes = product_shapes(stack.layers)
+    generator = torch.Generator().manual_seed(2)
+
+    def delta(rank: int, n: int, k: int) -> Delta:
+        a, b = torch.randn(rank, k, generator=generator), torch.randn(n, rank, generator=generator)
+        return Delta((a / k**0.5).to(dtype), panels(b.to(dtype)), 0, n, 0.25)
+
+    adapters = [
+        AdapterWeights([[delta(rank, *shape)] if shape[0] else [] for shape in shapes], shapes, dtype)
+        for rank in (3, 8)
+    ]
+    return AdapterRows(torch.tensor([0, 1, 2, 5, 20, 7, 19]), torch.tensor([0, 5, 7]), adapters, 22)
+
+
 def check_one_call(dtype: torch.dtype, cache_dtype: torch.dtype, options: dict[str, object]) -> None:
     stack = make_stack(dtype, **options)  # type: ignore[arg-type]
     assert stack.compiled is not None
+    adapters = make_adapters(stack, dtype) if options.get("experts") else None
     found, wanted = [], []
     for results in (found, wanted):
         residual, cos, sin, batch = make_step(dtype)
         caches = make_caches(cache_dtype)
-        results += [stack(residual, cos, sin, batch, caches), residual, *(x for pair in caches for x in pair)]
+        normed = stack(residual, cos, sin, batch, caches, adapters=adapters)
+        results += [normed, residual, *(x for pair in caches for x in pair)]
         stack.compiled = None
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert found[0].isfinite().all() and found[0].std() > 0.1 and found[2].any()

@@ -12,6 +12,7 @@ from pagewire.kernels import reference
 from pagewire.kernels.cpu.experts import CompiledExperts
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.tensors import DTYPES
+from pagewire.kernels.deltas import AdapterRows, AdapterWeights, Delta, panels
 from pagewire.kernels.experts import ACTIVATIONS, GroupedExperts, add_gated, one_by_one, route
 from pagewire.kernels.integers import Integers, integer_weight, quantise
 from pagewire.kernels.layer import Activation, Experts, Router
@@ -135,6 +136,95 @@ def test_a_row_has_the_same_bits_alone_and_among_others(scheme: str, dtype: torc
             assert torch.equal(experts(alone[0], alone[1].flip(1), alone[2].flip(1))[0], whole[row])
         picked = torch.tensor([5, 5, 60, 1, 33])
         assert torch.equal(experts(x[picked], ids[picked], weights[picked]), whole[picked])
+
+
+FIRST = 2  # the number of the first expert's first product
+SHAPES = ((7, 5), (9, 3), *[(2 * WIDTH, HIDDEN)] * NUM_EXPERTS, *[(HIDDEN, WIDTH)] * NUM_EXPERTS, (11, 4))
+OF_ROWS = [2, -1, 0, 1, 1, 2, 0]  # adapters, -1: none
+
+
+def make_adapters(dtype: torch.dtype) -> list[AdapterWeights]:
+    """Adapters of several ranks, of halves of the first products, and of some experts only."""
+    generator = torch.Generator().manual_seed(4)
+
+    def delta(rank: int, n: int, k: int, first: int = 0) -> Delta:
+        a, b = torch.randn(rank, k, generator=generator), torch.randn(n, rank, generator=generator) / 4
+        return Delta((a / k**0.5).to(dtype), panels(b.to(dtype)), first, n, 0.5)
+
+    def up(expert: int, rank: int) -> list[Delta]:
+        if rank == 5:
+            return [delta(rank, WIDTH, HIDDEN), delta(3, WIDTH, HIDDEN, WIDTH)]
+        return [delta(rank, 2 * WIDTH, HIDDEN)] if expert % 2 or rank == 1 else []
+
+    return [
+        AdapterWeights(
+            [
+                *([], []),
+                *(up(expert, rank) for expert in range(NUM_EXPERTS)),
+                *([delta(rank, HIDDEN, WIDTH)] for _ in range(NUM_EXPERTS)),
+                [],
+            ],
+            SHAPES,
+            dtype,
+        )
+        for rank in (1, 5, 18)
+    ]
+
+
+def adapter_rows(adapters: list[AdapterWeights], of_rows: list[int]) -> AdapterRows | None:
+    used = sorted(set(of_rows) - {-1})
+    if not used:
+        return None
+    groups = [[row for row, adapter in enumerate(of_rows) if adapter == index] for index in used]
+    starts = torch.tensor([0, *map(len, groups)]).cumsum(0)
+    rows = torch.tensor([row for group in groups for row in group])
+    return AdapterRows(rows, starts, [adapters[index] for index in used], len(of_rows))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("served_kernels", "threads")
+def test_adapters_on_experts_in_one_call_and_expert_by_expert(dtype: torch.dtype) -> None:
+    """To the same bits, which do not depend on the other rows and their adapters."""
+    experts, other = make_experts(dtype), make_experts(dtype, activation=None)
+    adapters, of_rows = make_adapters(dtype), (OF_ROWS * 6)[:40]
+    x, ids, weights = make_rows(len(of_rows), dtype, 3)
+    rows = adapter_rows(adapters, of_rows)
+    found = experts(x, ids, weights, rows, FIRST)
+    assert torch.equal(found, experts.one_by_one(x, ids, weights, rows, FIRST))
+    assert torch.equal(other(x, ids, weights, rows, FIRST), other.one_by_one(x, ids, weights, rows, FIRST))
+    plain = experts(x, ids, weights)
+    for row, adapter in enumerate(of_rows):
+        assert torch.equal(found[row], plain[row]) == (adapter < 0)
+    for row in range(7):
+        torch.set_num_threads(1 + row % 3)
+        alone = (x[row : row + 1], ids[row : row + 1], weights[row : row + 1])
+        assert torch.equal(experts(*alone, adapter_rows(adapters, [of_rows[row]]), FIRST)[0], found[row])
+
+
+@pytest.mark.usefixtures("served_kernels")
+def test_adapted_experts_are_those_with_other_weights() -> None:
+    up, down = random_weights(torch.float32, None)
+    adapters = make_adapters(torch.float32)
+    x, ids, weights = make_rows(6, torch.float32)
+    plain = make_experts(torch.float32)
+    for index, adapter in enumerate(adapters):
+        changed: list[Tensor] = []
+        for matrix, deltas in zip([*up, *down], adapter.products[FIRST:], strict=False):
+            dense = matrix.dense().clone()
+            for delta in deltas:
+                dense[delta.first : delta.first + delta.num_out] += delta.scale * delta.second @ delta.a
+            changed.append(dense)
+        biases = [torch.full((2 * WIDTH,), 0.25), torch.full((HIDDEN,), -0.5)]
+        linears = [
+            pack(dense_weight(matrix), biases[number >= NUM_EXPERTS]) for number, matrix in enumerate(changed)
+        ]
+        merged = GroupedExperts(Experts(linears[:NUM_EXPERTS], linears[NUM_EXPERTS:], Activation.SILU), CPU)
+        found = plain(x, ids, weights, adapter_rows(adapters, [index] * 6), FIRST)
+        torch.testing.assert_close(found, merged(x, ids, weights), rtol=1e-4, atol=1e-4)
+    wrong = adapter_rows(adapters, [0] * 5)
+    for rows, first in ((wrong, FIRST), (adapter_rows(adapters, [0] * 6), FIRST + 1)):
+        with pytest.raises(ValueError, match=r"adapters of another model"):
+            plain(x, ids, weights, rows, first)
 
 
 @pytest.mark.usefixtures("served_kernels")

@@ -9,14 +9,16 @@ from torch import Tensor
 
 from pagewire.ipc.lora import LoRAConfig
 from pagewire.ipc.quoting import quoted
-from pagewire.kernels.cpu.adapters import AdapterMemory, table_of
+from pagewire.kernels.cpu.adapters import AdapterMemory, add_changes, room_of
 from pagewire.kernels.deltas import AdapterWeights, Delta, EmbeddingDelta, panels
 from pagewire.workers.adapters.base_weights import BaseWeights
 from pagewire.workers.adapters.config import AdapterConfig
 from pagewire.workers.adapters.division import own_columns, own_rows, own_shift, own_tokens
+from pagewire.workers.adapters.experts import ExpertParts, FoundExperts, missing_experts
 from pagewire.workers.adapters.names import Kind, Parts, kinds_of
 from pagewire.workers.adapters.pieces import LARGE_BYTES, Piece, Pieces
-from pagewire.workers.adapters.targets import Place, Targets
+from pagewire.workers.adapters.place import Place
+from pagewire.workers.adapters.targets import Targets
 
 LORA = {Kind.A, Kind.B}
 EMBEDDING = {Kind.EMBEDDING_A, Kind.EMBEDDING_B}
@@ -43,19 +45,16 @@ def build(
         yield Piece.LONG if module in long else Piece.SHORT
         builder.add(module, modules.pop(module))
     builder.check_whole()
-    deltas = [builder.deltas.pop(product, []) for product in range(len(targets.shapes))]
-    if on_cpu:
-        memory = AdapterMemory(delta for product in deltas for delta in product)
-        for product, own in enumerate(deltas):
-            if own:
-                yield Piece.LONG if long else Piece.SHORT
-                deltas[product] = memory.copies(own)
-    yield Piece.SHORT
-    extra = builder.num_extra_tokens()
-    weights = AdapterWeights(deltas, targets.shapes, targets.dtype, builder.embedding, extra)
-    yield Piece.SHORT
-    if on_cpu:
-        table_of(weights)  # now, so that no step has to make it
+    extra, unchanged = builder.num_extra_tokens(), [()] * len(targets.shapes)
+    weights = AdapterWeights(unchanged, targets.shapes, targets.dtype, builder.embedding, extra)
+    memory = AdapterMemory(builder.room) if on_cpu else None
+    for product in sorted(builder.deltas):  # nearly the order in which a step reads them
+        yield Piece.LONG if long else Piece.SHORT
+        own = builder.deltas.pop(product)
+        if memory is None:
+            weights.add(product, own)
+        else:
+            add_changes(weights, product, memory.copies(own))
     return weights, builder.rank
 
 
@@ -72,13 +71,19 @@ class _Builder:
     base: BaseWeights
     deltas: dict[int, list[Delta]] = field(default_factory=dict)
     embedding: EmbeddingDelta | None = None
+    room: int = 0
+    """Bytes that all changes take in memory."""
     rank: int = 0
     num_rows: dict[str, int] = field(default_factory=dict)
     """Rows of the whole embedding and output layer, where the adapter has them."""
     seen: set[str] = field(default_factory=set)
+    expert_parts: ExpertParts = field(default_factory=ExpertParts)
 
     def add(self, module: str, parts: Parts) -> None:
         """Take the tensors of a module in."""
+        if (found := self.targets.find_experts(module)) is not None:
+            self._add_experts(module, found, parts)
+            return
         name = self.targets.find(module)
         self.seen.add(name)
         if name == self.targets.embedding or name in self.targets.places:
@@ -103,9 +108,13 @@ class _Builder:
         for name, place in self.targets.places.items():
             if name in self.seen:
                 continue
-            saved = self.config.saves(name)
-            if saved or (fields.target_modules is not None and self.config.targets(name, place.is_output)):
+            is_named = fields.target_modules is not None or fields.target_parameters is not None
+            is_left_out = place.is_output or place.is_optional  # by "all-linear"
+            if self.config.saves(name) or (is_named and self.config.targets(name, is_left_out)):
                 raise ValueError(f"its tensors of {quoted(name)} are missing")
+        for name, places in self.targets.experts.items():
+            for expected in missing_experts(self.config, name, places, self.expert_parts):
+                raise ValueError(f"its tensors of {quoted(expected)} are missing")
         for saved_name in fields.modules_to_save or ():
             if not any(name == saved_name or name.endswith(f".{saved_name}") for name in self.seen):
                 raise ValueError(f"modules_to_save: the tensors of {quoted(saved_name)} are missing")
@@ -147,6 +156,41 @@ class _Builder:
                 return False
         return True
 
+    def _add_experts(self, module: str, found: FoundExperts, parts: Parts) -> None:
+        if parts.keys() != LORA:
+            raise ValueError(
+                f"{quoted(module)} has {kinds_of(parts)}: of experts only lora_A and lora_B are served; PEFT's "
+                "merge_and_unload makes a model of the adapter"
+            )
+        places = found.places
+        if found.expert is not None:
+            place = places.separate(found.leaf, found.expert)
+            if place is None:
+                raise ValueError(f"{quoted(module)} is no linear layer of this model's {len(places)} experts")
+            self.expert_parts.add_separate(found)
+            self._add_linear(module, module, place, parts)
+            return
+        parameter = found.parameter(self.config)
+        self.expert_parts.add_stacked(found.name, parameter)
+        name, (a, b) = f"{found.module}.{parameter}", (parts[Kind.A], parts[Kind.B])
+        of_all = places.stacked(parameter, 0)
+        count, (num_out, num_in) = len(places), of_all.whole
+        rank, scale = self._check_rank(name, len(a) // count if a.dim() == 2 else 0), self.config.scale(name)
+        self._check_shape(name, a, (count * rank, num_in))
+        self._check_shape(name, b, (num_out, rank * count))
+        a = self._held(name, own_columns(a, of_all.cut)).view(count, rank, -1)
+        b = self._held(name, own_rows(b, of_all.cut)).view(-1, rank, count)
+        for expert in range(count):
+            place = places.stacked(parameter, expert)
+            delta = Delta(a[expert], panels(b[:, :, expert]), place.first, place.num_out, scale)
+            self._keep(place, delta)
+
+    def _keep(self, place: Place, delta: Delta) -> None:
+        if place.is_elsewhere:
+            return
+        self.room += room_of(delta)
+        self.deltas.setdefault(place.product, []).append(delta.to(self.targets.device))
+
     def _add_linear(self, module: str, name: str, place: Place, parts: Parts) -> None:
         if Kind.WEIGHT in parts:
             delta = self._whole(module, place, parts)
@@ -162,8 +206,7 @@ class _Builder:
             raise ValueError(
                 f"{quoted(module)} has {kinds_of(parts)}, which is not served for a linear layer"
             )
-        if not place.is_elsewhere:
-            self.deltas.setdefault(place.product, []).append(delta.to(self.targets.device))
+        self._keep(place, delta)
 
     def _without_base(self, module: str, name: str, parts: Parts) -> Parts:
         """The tensors but for a weight that is the model's own: PEFT may save embedding and output layer as is."""

@@ -21,11 +21,11 @@ Number = TypeVar("Number", int, float)
 NAME = "adapter_config.json"
 MAX_PATTERNS, MAX_PATTERN_CHARS = 2048, 1 << 16  # patterns of names in a configuration, and characters of all
 MATCH_SECONDS = 0.2  # processor time of a thread to match a name; as a rule it takes microseconds
+ALL_SECONDS = 5.0  # to match all names of modules with all patterns of a configuration
 REFUSED = {
     "layer_replication": "the model would have other layers than its checkpoint",
     "megatron_config": "it is for Megatron's parallel layers",
     "trainable_token_indices": "save the whole embedding with modules_to_save instead",
-    "target_parameters": "only linear layers and the embedding of tokens are adapted, no other parameters",
     "use_qalora": "its first matrix has groups of inputs",
     "alora_invocation_tokens": "it would apply from some token of a prompt on",
     "arrow_config": "it chooses among several adapters",
@@ -56,11 +56,20 @@ class _Fields(msgspec.Struct):
     lora_bias: bool = False
     fan_in_fan_out: bool = False
     target_modules: str | list[str] | None = None
+    target_parameters: list[str] | None = None
     exclude_modules: str | list[str] | None = None
     layers_to_transform: int | list[int] | None = None
     layers_pattern: str | list[str] | None = None
     modules_to_save: list[str] | None = None
+    context_length: int = 0
     base_model_name_or_path: str | None = None
+
+
+class MatchTime:
+    """The processor time, in seconds, that the patterns of a configuration may still take."""
+
+    def __init__(self, seconds: float = ALL_SECONDS) -> None:
+        self.left = seconds
 
 
 class Names:
@@ -69,12 +78,13 @@ class Names:
     Python's own `re` would do, but it may take hours for a malicious one, and nothing can interrupt it.
     """
 
-    def __init__(self, pattern: str) -> None:
-        """Compile a pattern.
+    def __init__(self, pattern: str, match_time: MatchTime) -> None:
+        """Compile a pattern. match_time: what all patterns of the configuration have together.
 
         Raises:
             ValueError: it is none.
         """
+        self._time = match_time
         try:
             self._pattern = regex.compile(pattern)
         except (regex.error, RecursionError, OverflowError) as error:
@@ -84,15 +94,20 @@ class Names:
         """The match of a name, from which groups can be read; None if it does not match.
 
         Raises:
-            ValueError: that takes too long.
+            ValueError: that takes too long, or all matches until now have.
         """
-        end = time.thread_time() + MATCH_SECONDS
-        while True:
-            try:
-                return self._pattern.fullmatch(name, timeout=MATCH_SECONDS, concurrent=True)
-            except TimeoutError:  # by a clock that counts the time of all threads of the process
-                if time.thread_time() > end:
-                    break
+        begin = now = time.thread_time()
+        end = begin + min(MATCH_SECONDS, self._time.left)
+        try:
+            while now < end:
+                try:
+                    return self._pattern.fullmatch(name, timeout=MATCH_SECONDS, concurrent=True)
+                except TimeoutError:  # by a clock that counts the time of all threads of the process
+                    now = time.thread_time()
+        finally:
+            self._time.left -= time.thread_time() - begin
+        if self._time.left <= 0:
+            raise ValueError(f"{NAME}: to match the names of modules with its patterns takes too long in all")
         raise ValueError(
             f"{NAME}: to match {quoted(name)} with {quoted(self._pattern.pattern)} takes too long"
         )
@@ -117,9 +132,12 @@ class AdapterConfig:
             raise ValueError(
                 f"{NAME}: over {MAX_PATTERNS} patterns of names, or {MAX_PATTERN_CHARS:,} characters in them"
             )
-        self._ranks, self._alphas = by_end(ranks), by_end(alphas)
-        self._layers = [Names(rf".*\.{pattern}\.(\d+)\..*") for pattern in layers]
-        self._targets, self._excluded = kind_of(fields.target_modules), kind_of(fields.exclude_modules)
+        match_time = MatchTime()
+        self._ranks, self._alphas = by_end(ranks, match_time), by_end(alphas, match_time)
+        self._layers = [Names(rf".*\.{pattern}\.(\d+)\..*", match_time) for pattern in layers]
+        self._targets = kind_of(fields.target_modules, match_time)
+        self._excluded = kind_of(fields.exclude_modules, match_time)
+        self._parameters = frozenset(fields.target_parameters or ())
         self._saved = frozenset(fields.modules_to_save or ())
 
     @classmethod
@@ -144,24 +162,41 @@ class AdapterConfig:
             raise ValueError(f"{NAME}: ranks of at least 1 and finite alphas expected, got {ranks}, {alphas}")
         return config
 
+    @property
+    def max_rank(self) -> int:
+        """The largest rank that it names."""
+        return max(self.fields.r, *(self.fields.rank_pattern or {}).values(), 1)
+
     def rank(self, module: str) -> int:
-        """The rank of a module's matrices."""
-        return first_match(self._ranks, module, self.fields.r)
+        """The rank of the matrices of a module or a parameter."""
+        return first_match(self._ranks, self._pattern_name(module), self.fields.r)
 
     def scale(self, module: str) -> float:
         """What the product of a module's matrices is multiplied with; Kalajdzievski 2023 ("rsLoRA") for rslora."""
-        rank, alpha = self.rank(module), first_match(self._alphas, module, self.fields.lora_alpha)
+        alpha = first_match(self._alphas, self._pattern_name(module), self.fields.lora_alpha)
+        rank = self.rank(module)
         return alpha / (math.sqrt(rank) if self.fields.use_rslora else rank)
+
+    def adapts(self, parameter: str) -> bool:
+        """True if a parameter is one of `target_parameters`."""
+        return named(self._parameters, parameter)
+
+    def _pattern_name(self, module: str) -> str:
+        """What patterns of ranks and alphas are matched with: the parameter, where that is what is named."""
+        parameter = f"{module}.weight"
+        return parameter if self.adapts(parameter) else module
 
     def targets(self, module: str, is_output: bool) -> bool:
         """True if the module is to have matrices. is_output: it is the output layer, not one of "all-linear"."""
         fields = self.fields
+        if self.adapts(f"{module}.weight"):
+            return True
         if self._excluded is not None and named(self._excluded, module):
             return False
         if fields.target_modules == "all-linear":
             return not is_output
         if self._targets is None or not named(self._targets, module):
-            return self._targets is None
+            return self._targets is None and not self._parameters
         return isinstance(self._targets, Names) or module in self._targets or self._in_layers(module)
 
     def saves(self, module: str) -> bool:
@@ -195,9 +230,11 @@ def refuse_unserved(values: Mapping[str, Any]) -> None:
         raise ValueError(f"{NAME}: {quoted(unknown[0])} is not known, and is not off")
 
 
-def kind_of(given: str | list[str] | None) -> Names | frozenset[str] | None:
+def kind_of(given: str | list[str] | None, match_time: MatchTime) -> Names | frozenset[str] | None:
     """Modules as a configuration names them: by a regular expression, or by the ends of their names."""
-    return Names(given) if isinstance(given, str) else None if given is None else frozenset(given)
+    if isinstance(given, str):
+        return Names(given, match_time)
+    return None if given is None else frozenset(given)
 
 
 def named(kind: Names | frozenset[str], module: str) -> bool:
@@ -208,9 +245,9 @@ def named(kind: Names | frozenset[str], module: str) -> bool:
     return any(".".join(parts[first:]) in kind for first in range(len(parts)))
 
 
-def by_end(values: Mapping[str, Number]) -> list[tuple[Names, Number]]:
+def by_end(values: Mapping[str, Number], match_time: MatchTime) -> list[tuple[Names, Number]]:
     """Values by regular expressions of the end of a module's name."""
-    return [(Names(rf"(.*\.)?({pattern})"), value) for pattern, value in values.items()]
+    return [(Names(rf"(.*\.)?({pattern})", match_time), value) for pattern, value in values.items()]
 
 
 def first_match(values: Iterable[tuple[Names, Number]], module: str, default: Number) -> Number:

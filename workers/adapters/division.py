@@ -8,6 +8,8 @@ than without adapters, and a row's bits depend on no other row, as those of the 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,22 @@ def whole_shape(own: tuple[int, int], cut: Cut | None) -> tuple[int, int]:
         return own
     size = max(span.stop for spans in cut.spans for span in spans)
     return (size, own[1]) if cut.axis is Axis.ROWS else (own[0], size)
+
+
+def part_of(cut: Cut | None, first: int, size: int) -> Cut | None:
+    """How the `size` outputs from `first` on are divided, of a layer that is divided so by its outputs."""
+    if cut is None or cut.axis is Axis.COLUMNS:
+        return cut
+    within = range(first, first + size)
+    spans = (
+        tuple(
+            range(max(span.start, first) - first, min(span.stop, within.stop) - first)
+            for span in own
+            if span.start < within.stop and span.stop > first
+        )
+        for own in cut.spans
+    )
+    return replace(cut, spans=tuple(spans))
 
 
 def own_rows(tensor: Tensor, cut: Cut | None) -> Tensor:

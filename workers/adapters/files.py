@@ -35,9 +35,8 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """What a folder holds: the bytes of its configuration and of its tensors' file, and the sha256 of both."""
+    """What a folder holds: the bytes of its tensors' file, and the sha256 of that and of its configuration."""
 
-    config: bytes
     data: bytearray
     is_pickle: bool
     content: bytes
@@ -59,24 +58,34 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
-def read_files(folder: Path, allow_pickle: bool) -> AdapterFiles:
-    """The files of an adapter's folder.
+def read_config(folder: Path) -> bytes:
+    """The configuration in an adapter's folder.
 
-    allow_pickle: read `adapter_model.bin` where there is no safetensors file.
+    Raises:
+        FileNotFoundError: it is missing. OSError: it cannot be read. ValueError: it is no regular file, or too
+            large.
+    """
+    return bytes(_read(folder / config.NAME, hashlib.sha256(), MAX_CONFIG_BYTES))
+
+
+def read_files(folder: Path, settings: bytes, allow_pickle: bool, max_bytes: int) -> AdapterFiles:
+    """The tensors' file in an adapter's folder.
+
+    settings: its configuration. allow_pickle: read `adapter_model.bin` where there is no safetensors file.
+    max_bytes: of the file; of a larger one nothing is read.
 
     Raises:
         FileNotFoundError: a file is missing. OSError: it cannot be read. ValueError: it is no regular file, or too
             large, or a pickle.
     """
-    digest = hashlib.sha256()
-    settings = _read(folder / config.NAME, digest, MAX_CONFIG_BYTES)
+    digest = hashlib.sha256(settings)
     digest.update(len(settings).to_bytes(LENGTH_BYTES, "little"))
     if (folder / NEW_ROWS).exists():
         raise ValueError(
             f"{NEW_ROWS} is not served: name embed_tokens and lm_head in modules_to_save instead"
         )
     try:
-        data, is_pickle = _read(folder / TENSORS, digest), False
+        data, is_pickle = _read(folder / TENSORS, digest, max_bytes), False
     except FileNotFoundError:
         if not (folder / PICKLE).exists():
             raise
@@ -85,11 +94,11 @@ def read_files(folder: Path, allow_pickle: bool) -> AdapterFiles:
                 f"{quoted(str(folder))} has {PICKLE} and no {TENSORS}: pickled tensors are read only if the "
                 "engine's option for them is on; PEFT saves safetensors by default"
             ) from None
-        data, is_pickle = _read(folder / PICKLE, digest), True
-    return AdapterFiles(bytes(settings), data, is_pickle, digest.digest())
+        data, is_pickle = _read(folder / PICKLE, digest, max_bytes), True
+    return AdapterFiles(data, is_pickle, digest.digest())
 
 
-def _read(path: Path, digest: Any, most: int | None = None) -> bytearray:
+def _read(path: Path, digest: Any, max_bytes: int) -> bytearray:
     """The content of a regular file, which is added to a hash."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -100,8 +109,9 @@ def _read(path: Path, digest: Any, most: int | None = None) -> bytearray:
         info = os.fstat(descriptor)
         if not stat.S_ISREG(info.st_mode):
             raise ValueError(f"{path.name} is no regular file")
-        if most is not None and info.st_size > most:
-            raise ValueError(f"{path.name} has {info.st_size:,} bytes, more than {most:,}")
+        if info.st_size > max_bytes:
+            of_model = "" if path.name == config.NAME else " that its configuration and this model explain"
+            raise ValueError(f"{path.name} has {info.st_size:,} bytes, over the {max_bytes:,}{of_model}")
         content = bytearray(info.st_size)
         view, done = memoryview(content), 0
         while done < len(view):

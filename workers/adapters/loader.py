@@ -15,7 +15,8 @@ from pagewire.kernels.deltas import AdapterRows, AdapterWeights
 from pagewire.workers.adapters.base_weights import BaseWeights
 from pagewire.workers.adapters.build import build
 from pagewire.workers.adapters.config import AdapterConfig
-from pagewire.workers.adapters.files import read_files
+from pagewire.workers.adapters.context import check_context_length
+from pagewire.workers.adapters.files import read_config, read_files
 from pagewire.workers.adapters.names import Parts, add_tensor, check_any
 from pagewire.workers.adapters.other_stages import add_other_stages
 from pagewire.workers.adapters.pieces import LARGE_BYTES, Piece, PieceRunner, Pieces
@@ -47,8 +48,9 @@ class Adapters:
             raise LoadError("adapters need enable_lora")
         if config.lora.long_lora_scaling_factors:
             raise LoadError(
-                "long_lora_scaling_factors are not served: the rotary angles of a model are the same in all rows. "
-                "Load the model with an adapter's factor (hf_overrides) and serve the adapter there"
+                "long_lora_scaling_factors are not served: all requests of an engine have one rotary embedding "
+                "and one max_model_len. Serve such an adapter in an engine of its own, with rope_scaling of "
+                "hf_overrides"
             )
         self._config, self._device, self._limits, self._wake = config, device, config.lora, wake
         self._base = BaseWeights(config, device)
@@ -140,13 +142,19 @@ class Adapters:
     def _read(self, order: LoadAdapter) -> Pieces[tuple[AdapterWeights, AdapterLoaded]]:
         yield Piece.LONG
         limits: LoRAConfig = self._limits
-        files = read_files(Path(order.path), limits.allow_pickle)
+        settings = read_config(Path(order.path))
+        yield Piece.SHORT
+        if self._targets is None:
+            raise RuntimeError("no model is loaded")
+        config, modules = AdapterConfig.parse(settings), dict[str, Parts]()
+        if config.fields.context_length > 0:
+            check_context_length(config.fields.context_length, self._config)
+        max_bytes = self._targets.max_file_bytes(config, limits)
+        yield Piece.LONG
+        files = read_files(Path(order.path), settings, limits.allow_pickle, max_bytes)
         if order.content and files.content != order.content:
             raise ValueError("its files are not those that were loaded under this name before")
         yield Piece.LONG if files.is_pickle else Piece.SHORT
-        if self._targets is None:
-            raise RuntimeError("no model is loaded")
-        config, modules = AdapterConfig.parse(files.config), dict[str, Parts]()
         for name, tensor in files.tensors():
             add_tensor(modules, name, tensor)
             yield Piece.SHORT

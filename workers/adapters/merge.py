@@ -12,8 +12,9 @@ from torch import Tensor
 from pagewire.ipc.quoting import quoted
 from pagewire.kernels.weight import Weight, dense_weight
 from pagewire.workers.adapters.config import AdapterConfig
-from pagewire.workers.adapters.files import read_files
+from pagewire.workers.adapters.files import read_config, read_files
 from pagewire.workers.adapters.names import Kind, Parts, by_module, kinds_of
+from pagewire.workers.adapters.size_limit import file_bytes, low_rank_numbers, whole_numbers
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.model.matrices import is_linear, is_transposed
 from pagewire.workers.model.weights import Quantise
@@ -29,43 +30,56 @@ class Merge:
         """The adapter in a folder.
 
         Raises:
-            LoadError: it cannot be read, or changes more than weights.
+            LoadError: its configuration cannot be read.
         """
         try:
-            files = read_files(Path(path), allow_pickle=False)
-            return cls(AdapterConfig.parse(files.config), by_module(files.tensors()), path)
+            settings = read_config(Path(path))
+            return cls(settings, AdapterConfig.parse(settings), path)
         except (ValueError, OSError) as error:
             raise LoadError(f"cannot merge the adapter {quoted(path)}: {error}") from error
 
-    def __init__(self, config: AdapterConfig, modules: Mapping[str, Parts], path: str) -> None:
-        """An adapter to be merged.
+    def __init__(self, settings: bytes, config: AdapterConfig, path: str) -> None:
+        self._settings, self._config, self._path = settings, config, path
+        self._modules: Mapping[str, Parts] = {}
+        self._transposed: set[str] = set()
+
+    def _read(self, max_bytes: int) -> Mapping[str, Parts]:
+        """The tensors of each module.
 
         Raises:
-            ValueError: it changes more than weights.
+            OSError: they cannot be read. ValueError: likewise, or they change more than weights.
         """
-        self._config, self._modules, self._path = config, modules, path
-        self._transposed: set[str] = set()
+        files = read_files(Path(self._path), self._settings, allow_pickle=False, max_bytes=max_bytes)
+        modules, config = by_module(files.tensors()), self._config
         for module, parts in modules.items():
             if parts.keys() not in (*LOW_RANK, {Kind.WEIGHT}):
                 text = f"{quoted(module)} has {kinds_of(parts)}, which cannot be merged; serve it with enable_lora"
                 raise ValueError(text)
             if parts.keys() == {Kind.WEIGHT} and not config.saves(module):
                 raise ValueError(f"{quoted(module)} has a whole weight, but modules_to_save does not name it")
+        return modules
 
     def check(self, causal: Any) -> None:
-        """Refuse an adapter of modules that a model does not have, before its weights are read.
+        """Read the adapter, and refuse one of modules that a model does not have, before its weights are read.
 
         Raises:
-            LoadError: it is of another model.
+            LoadError: it cannot be read, is of another model, or changes more than weights.
         """
         linears = {name: module for name, module in causal.named_modules() if is_linear(module)}
         self._transposed = {name for name, module in linears.items() if is_transposed(module)}
+        shapes = [*(tuple(module.weight.shape) for module in linears.values())]
+        shapes.append(tuple(causal.get_input_embeddings().weight.shape))
+        numbers = low_rank_numbers(self._config.max_rank, shapes) + whole_numbers(shapes)
+        try:
+            self._modules = self._read(file_bytes(numbers))
+        except (ValueError, OSError) as error:
+            raise LoadError(f"cannot merge the adapter {quoted(self._path)}: {error}") from error
         served = set(linears)
         served |= {name for name, module in causal.named_modules() if module is causal.get_input_embeddings()}
         if unknown := sorted(set(self._modules) - served):
             raise LoadError(
                 f"cannot merge the adapter {quoted(self._path)}: {quoted(unknown[0])} is no linear layer of this "
-                "model"
+                "model; what changes experts is served with enable_lora"
             )
 
     def before(self, quantise: Quantise) -> Quantise:

@@ -13,6 +13,9 @@ from pagewire.ipc.quoting import quoted
 PREFIX = "base_model.model."
 INNER = re.compile(r"\.(base_layer|modules_to_save|default)(?=\.|$)")
 """Parts of names that PEFT's wrappers of a module add."""
+WRAPPED = ".base_layer"
+LOW_RANK = re.compile(r"((?:\.base_layer)*)\.lora_[AB](\.default)?\.weight$")
+"""The end of a low-rank matrix's name, with its wrappers: a module is wrapped for each adapted parameter."""
 
 
 class Kind(Enum):
@@ -56,7 +59,9 @@ def add_tensor(modules: dict[str, Parts], name: str, tensor: Tensor) -> None:
     end = next((end for end in LONGEST_FIRST if plain.endswith(end)), None)
     if end is None or not plain.startswith(PREFIX):
         raise ValueError(f"its tensor {quoted(name)} is not served")
-    parts = modules.setdefault(plain[len(PREFIX) : -len(end)], {})
+    wrapped = LOW_RANK.search(name)
+    module = plain[len(PREFIX) : -len(end)] + ("" if wrapped is None else wrapped[1])
+    parts = modules.setdefault(module, {})
     if ENDS[end] in parts:
         raise ValueError(f"its tensor {quoted(name)} stands there twice")
     parts[ENDS[end]] = tensor

@@ -11,7 +11,9 @@ import torch
 
 from pagewire.ipc.worker_messages import Parallel
 from pagewire.workers.adapters.division import whole_shape
-from pagewire.workers.adapters.targets import Place, Targets
+from pagewire.workers.adapters.experts import ExpertPlaces, LinearElsewhere
+from pagewire.workers.adapters.place import Place
+from pagewire.workers.adapters.targets import Targets
 from pagewire.workers.collective.agreement import from_rank
 from pagewire.workers.collective.interface import Collective
 
@@ -22,12 +24,35 @@ class Linear(msgspec.Struct, array_like=True):
     num_out: int
     num_in: int
     is_output: bool
+    is_optional: bool
+
+
+class Experts(msgspec.Struct, array_like=True):
+    """The experts of a layer, on all ranks of its stage together; see `ExpertPlaces`."""
+
+    number: int
+    up_shape: tuple[int, int]
+    down_shape: tuple[int, int]
+    up_name: str
+    is_joined: bool
+
+    @classmethod
+    def of(cls, places: ExpertPlaces) -> Experts:
+        """Those of this rank's stage."""
+        up, down = (places.stacked(parameter, 0).whole for parameter in places.parameters)
+        return cls(len(places), up, down, places.up_name, places.is_joined)
+
+    def elsewhere(self) -> ExpertPlaces:
+        """Their places for a rank of another stage."""
+        up, down = ([LinearElsewhere(*shape)] * self.number for shape in (self.up_shape, self.down_shape))
+        return ExpertPlaces(-1, up, down, self.up_name, self.is_joined)
 
 
 class StageModules(msgspec.Struct):
     """What adapters may change in a stage, by name: see `Targets`; all sizes are those of whole modules."""
 
     linears: dict[str, Linear]
+    experts: dict[str, Experts]
     embedding: str
     embedding_shape: tuple[int, int]
     vectors: dict[str, tuple[int, ...]]
@@ -35,9 +60,13 @@ class StageModules(msgspec.Struct):
     @classmethod
     def of(cls, targets: Targets) -> StageModules:
         """Those of this rank's stage."""
-        linears = {name: Linear(*place.whole, place.is_output) for name, place in targets.places.items()}
+        linears = {
+            name: Linear(*place.whole, place.is_output, place.is_optional)
+            for name, place in targets.places.items()
+        }
+        experts = {name: Experts.of(places) for name, places in targets.experts.items()}
         vectors = {name: whole_vector(name, targets) for name in targets.vectors}
-        return cls(linears, targets.embedding, targets.embedding_shape, vectors)
+        return cls(linears, experts, targets.embedding, targets.embedding_shape, vectors)
 
 
 def whole_vector(name: str, targets: Targets) -> tuple[int, ...]:
@@ -53,15 +82,19 @@ def add_other_stages(targets: Targets, ranks: Collective, parallel: Parallel) ->
     """
     own = msgspec.msgpack.encode(StageModules.of(targets))
     places: dict[str, Place] = {}
+    experts: dict[str, ExpertPlaces] = {}
     for first in range(0, parallel.size, parallel.num_shards):
         content = from_rank(first, own, ranks, targets.device)
         stage = msgspec.msgpack.decode(content, type=StageModules)
         for name, linear in stage.linears.items():
-            elsewhere = Place(-1, 0, linear.num_out, linear.num_in, None, linear.is_output)
+            sizes, optional = (linear.num_out, linear.num_in), linear.is_optional
+            elsewhere = Place(-1, 0, *sizes, None, linear.is_output, is_optional=optional)
             places.setdefault(name, targets.places.get(name, elsewhere))
+        for name, of_layer in stage.experts.items():
+            experts.setdefault(name, targets.experts.get(name) or of_layer.elsewhere())
         for name, shape in stage.vectors.items():
             targets.vectors.setdefault(name, torch.empty(shape, device="meta"))
         if stage.embedding and not targets.embedding:
             targets.embedding, targets.embedding_shape = stage.embedding, stage.embedding_shape
             targets.has_embedding = False
-    targets.places = places
+    targets.places, targets.experts = places, experts

@@ -9,16 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pagewire.ipc.lora import LoRAConfig
 from pagewire.kernels.adapted import Adapted
 from pagewire.kernels.deltas import Shapes
-from pagewire.kernels.layer import Layer, product_shapes
+from pagewire.kernels.experts import GroupedExperts
+from pagewire.kernels.layer import Layer, Mixture, mixture_products, product_shapes
 from pagewire.kernels.linear import Linear
 from pagewire.kernels.reduced import Reduced
+from pagewire.workers.adapters.config import AdapterConfig
 from pagewire.workers.adapters.division import whole_shape
 from pagewire.workers.adapters.embedding import AdaptedEmbedding
+from pagewire.workers.adapters.experts import ExpertPlaces, FoundExperts, later_name, split_experts
+from pagewire.workers.adapters.place import Place
+from pagewire.workers.adapters.size_limit import file_bytes, low_rank_numbers, whole_numbers
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.attention import current_adapters
 from pagewire.workers.model.encoder import EncoderModel
+from pagewire.workers.model.experts import up_name
 from pagewire.workers.model.loading import LoadedModel
 from pagewire.workers.model.model import Model
 from pagewire.workers.model.parallel_layers import DividedEmbedding, GatheredLinear
@@ -33,46 +40,13 @@ EMBEDDINGS = (nn.Embedding, QuantisedEmbedding)
 """Types of embeddings that adapters can change."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a module's outputs are: those from `first` on, `num_out` in number, of a product of the model.
-
-    cut: how the module is divided over the ranks, of which this one has these outputs and `num_in` inputs.
-    linear: None for a module of another stage, which is in no product of this one.
-    """
-
-    product: int
-    first: int
-    num_out: int
-    num_in: int
-    linear: Linear | None
-    is_output: bool = False
-    cut: Cut | None = None
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """True if another stage of the pipeline has the module: what an adapter has for it is checked only."""
-        return self.linear is None
-
-    @property
-    def whole(self) -> tuple[int, int]:
-        """The outputs and inputs of the module on all ranks."""
-        return whole_shape((self.num_out, self.num_in), self.cut)
-
-    def bias(self, device: torch.device) -> Tensor:
-        """The module's own bias on this rank, float32 [num_out]; zeros if it has none. device: of the model."""
-        if self.linear is None:
-            return torch.zeros(self.num_out)
-        row = self.linear(torch.zeros(1, self.num_in, dtype=self.linear.dtype, device=device))
-        return row[0, self.first : self.first + self.num_out].float().cpu()
-
-
 @dataclass
 class Targets:
     """The linear layers and the embedding of a model, and where their products are.
 
-    places: of linear layers by name. embedding: its name, and its rows and their size (V, H); empty if it cannot be
-    adapted. vectors: other parameters that adapters may repeat. dtype: of the model.
+    places: of linear layers by name. experts: of mixtures, by the name of the module of all of a layer's.
+    embedding: its name, and its rows and their size (V, H); empty if it cannot be adapted.
+    vectors: other parameters that adapters may repeat. dtype: of the model.
     cuts: how parameters are divided over the ranks, by name.
     has_embedding: False if another stage has it. Vectors of other stages are on the meta device.
     """
@@ -81,6 +55,7 @@ class Targets:
     device: torch.device
     prefix: str = f"{BASE}."
     places: dict[str, Place] = field(default_factory=dict)
+    experts: dict[str, ExpertPlaces] = field(default_factory=dict)
     embedding: str = ""
     embedding_shape: tuple[int, int] = (0, 0)
     vectors: dict[str, Tensor] = field(default_factory=dict)
@@ -113,23 +88,80 @@ class Targets:
 
     def find(self, module: str) -> str:
         """The name under which a module is known here: with or without the prefix of the base model."""
+        names = self._names(module)
+        return next((name for name in names if name in self.places or name == self.embedding), module)
+
+    def find_experts(self, module: str) -> FoundExperts | None:
+        """The experts that a module belongs to, or is; None if it does not."""
+        if not self.experts:
+            return None
+        owner, rest = split_experts(module)
+        name = next((name for name in self._names(owner) if name in self.experts), None)
+        return None if name is None else FoundExperts.of(owner, name, rest, self.experts[name])
+
+    def max_file_bytes(self, config: AdapterConfig, limits: LoRAConfig) -> int:
+        """The most bytes that the tensors of an adapter that is served can have in a file."""
+        rank, extra = min(config.max_rank, limits.max_lora_rank), limits.extra_vocab_size
+        num_tokens, size = self.embedding_shape
+        table = (num_tokens + extra, size)
+        shapes = [table, *(place.whole for place in self.places.values())]
+        for places in self.experts.values():
+            shapes += places.whole_shapes()
+        whole = [place.whole for name, place in self.places.items() if config.saves(name)]
+        # Embedding and output layer may be there as a whole, also where the configuration does not say so.
+        outputs = (place.whole for place in self.places.values() if place.is_output)
+        whole += [table, *((num_out + extra, num_in) for num_out, num_in in outputs)]
+        vectors = sum(vector.numel() for vector in self.vectors.values())
+        return file_bytes(low_rank_numbers(rank, shapes) + whole_numbers(whole) + vectors)
+
+    def _names(self, module: str) -> tuple[str, ...]:
+        """The names under which a module may be known here."""
+        later = later_name(module)
         names = (
             module,
             f"{self.prefix}{module}",
             module.removeprefix(self.prefix),
             module.removeprefix("model."),
         )
-        return next((name for name in names if name in self.places or name == self.embedding), module)
+        return names if later == module else (*names, later, f"{self.prefix}{later}")
 
     def _add_stack(self, stack: DecoderStack) -> None:
         layers = stack.stack.layers
         self.shapes = product_shapes(layers)
+        of_mixtures = mixture_products(layers)
         for number, (place, layer) in enumerate(zip(stack.stack_layers, layers, strict=True)):
+            if layer.mixture is not None:
+                mlp = f"{self.prefix}layers.{place.index}.mlp"
+                self._add_mixture(mlp, of_mixtures[number], layer.mixture)
             for name, found in stack_places(4 * number, layer).items():
                 full = f"{self.prefix}layers.{place.index}.{name}"
                 self.places[full] = replace(found, cut=self.cuts.get(f"{full}.weight"))
         if stack.embed_tokens is not None:
             stack.embed_tokens = self._adapted_embedding("embed_tokens", stack.embed_tokens)
+
+    def _add_mixture(self, mlp: str, product: int, mixture: Mixture) -> None:
+        """Add a stack's mixture, whose products have the numbers from `product` on."""
+        gates = {"gate": mixture.router.linear, "shared_expert_gate": mixture.shared_gate}
+        for number, (name, linear) in enumerate(gates.items(), product):
+            if linear is not None:
+                shape = (linear.out_features, linear.in_features)
+                self.places[f"{mlp}.{name}"] = Place(number, 0, *shape, linear, is_optional=True)
+        experts = ExpertPlaces(product + len(gates), mixture.experts.up, mixture.experts.down)
+        self._add_experts(f"{mlp}.experts", experts)
+
+    def _add_experts(self, name: str, places: ExpertPlaces) -> None:
+        up_cut, down_cut = (self.cuts.get(f"{name}.{parameter}") for parameter in places.parameters)
+        self.experts[name] = replace(places, up_cut=up_cut, down_cut=down_cut)
+
+    def _add_module_of_experts(self, name: str, module: Any) -> None:
+        """Add experts of a module of transformers."""
+        experts = module.grouped.experts
+        module.first_product = len(self.shapes)
+        linears = (*experts.up, *experts.down)
+        self.shapes = (*self.shapes, *((linear.out_features, linear.in_features) for linear in linears))
+        is_joined = module.has_gate and module.is_concatenated
+        places = ExpertPlaces(module.first_product, experts.up, experts.down, up_name(module), is_joined)
+        self._add_experts(name, places)
 
     def _add_modules(self, module: nn.Module, prefix: str) -> None:
         """Wrap the linear layers within a module, and its embedding of tokens."""
@@ -140,6 +172,8 @@ class Targets:
             elif type(child) in (*EMBEDDINGS, DividedEmbedding) and not self.embedding:
                 setattr(module, name, self._adapted_embedding(full.removeprefix(self.prefix), child))
             else:
+                if isinstance(getattr(child, "grouped", None), GroupedExperts):
+                    self._add_module_of_experts(full, child)
                 for leaf, parameter in child.named_parameters(recurse=False):
                     self.vectors[f"{full}.{leaf}"] = parameter.detach()
                 self._add_modules(child, f"{full}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,28 @@ def test_architectures(name: str, tmp_path: Path) -> None:
     actual = Driver(runner.runner).generate(prompts, NUM_TOKENS, adapters=[1, 0, 1])
     assert actual == peft_tokens(model, [adapter, None, adapter], prompts)
     assert actual != transformers_tokens(model, prompts)
+
+
+def test_a_longer_context_than_the_models(tmp_path: Path) -> None:
+    """It is refused, and is served where the model is loaded with the options that the refusal names."""
+    theta = {"rope_theta": 500.0}
+    scaling = {"rope_type": "linear", "factor": 4.0, **theta}
+    unscaled = LLAMA.fields | {"rope_parameters": {"rope_type": "default", **theta}}
+    plain = Architecture("llama", unscaled).write(tmp_path / "plain")
+    longer = Architecture("llama", LLAMA.fields | {"rope_parameters": scaling}).write(tmp_path / "longer")
+    adapter = write_adapter(plain, tmp_path / "adapter", 1, 1.0, r=4, target_modules=["q_proj", "v_proj"])
+    settings = adapter / "adapter_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"context_length": 500}))
+    error = AdaptedRunner(plain).load(1, adapter).error
+    assert error is not None
+    overrides = json.loads(error[error.index("{") :])
+    assert overrides == {"rope_scaling": scaling, "max_position_embeddings": 512}
+    runner = AdaptedRunner(plain, hf_overrides=overrides, max_model_len=512, num_blocks=256)
+    runner.load_all([adapter])
+    prompts = make_prompts(VOCAB_SIZE, (300, 9))
+    expected = peft_tokens(longer, [adapter] * 2, prompts)
+    assert Driver(runner.runner, 64).generate(prompts, NUM_TOKENS, adapters=[1, 1]) == expected
+    assert expected != peft_tokens(plain, [adapter] * 2, prompts)
 
 
 def test_transposed_modules_as_a_whole_and_merged(tmp_path: Path) -> None:

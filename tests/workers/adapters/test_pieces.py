@@ -111,16 +111,16 @@ def test_steps_run_while_the_disk_is_waited_for_and_between_all_pieces(
     before = bits(runner, [1, 0])
 
     begun, may_end, awake = threading.Event(), threading.Event(), threading.Event()
-    read_files = loader.read_files
+    read_config = loader.read_config
 
-    def slow(*arguments: Any) -> Any:
+    def slow(folder: Path) -> bytes:
         begun.set()
         assert may_end.wait(60)
-        files = read_files(*arguments)
+        settings = read_config(folder)
         awake.set()
-        return files
+        return settings
 
-    monkeypatch.setattr(loader, "read_files", slow)
+    monkeypatch.setattr(loader, "read_config", slow)
     adapters = runner.runner.adapters
     assert adapters is not None
     adapters.load(LoadAdapter(2, str(folder)))
@@ -204,6 +204,9 @@ def test_a_dropped_adapter_is_read_no_further(
     adapters = runner.adapters
     assert adapters is not None
     adapters.load(LoadAdapter(1, str(write(tmp_path))))
+    assert awake.wait(60)
+    awake.clear()
+    assert not adapters.advance()  # it knows the configuration, and waits for the tensors
     assert awake.wait(60) and adapters.advance()
     adapters.drop(1)
     assert not adapters.advance() and adapters.finished() == [] and adapters.num_bytes == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -91,7 +92,6 @@ WRONG_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "no type": ({"peft_type": None}, "peft_type 'None'"),
     "replication": ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication is not served: the model"),
     "single tokens": ({"trainable_token_indices": [1]}, "trainable_token_indices is not served"),
-    "parameters": ({"target_parameters": ["experts.down_proj"]}, "target_parameters is not served"),
     "PiSSA": ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4.* changes the base model"),
     "unknown": ({"use_the_newest": True}, "'use_the_newest' is not known"),
     "rank": ({"r": 0}, "ranks of at least 1"),
@@ -104,6 +104,10 @@ WRONG_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "a slow rank pattern": ({"rank_pattern": {"(.|..)*[A-Z]": 2}}, "takes too long"),
     "many patterns": ({"rank_pattern": {f"x{i}": 2 for i in range(3000)}}, "over 2048 patterns"),
     "a long pattern": ({"target_modules": "x" * 70_000}, "65,536 characters"),
+    "a longer context": (
+        {"context_length": 300},
+        r'300 tokens, and this model has positions for \d+.*hf_overrides={"rope_scaling": ',
+    ),
     "a missing whole module": ({"modules_to_save": ["lm_head"]}, "'lm_head' are missing"),
     "an unknown whole module": ({"modules_to_save": ["score"]}, "'score' are missing"),
 }
@@ -143,6 +147,35 @@ def test_missing_files_and_other_than_files(runner: AdaptedRunner, tmp_path: Pat
     assert runner.load(1, folder).error == f"'{folder}' has no adapter_config.json"
 
 
+def test_a_file_of_a_terabyte_is_refused_at_once(runner: AdaptedRunner, llama: Path, tmp_path: Path) -> None:
+    """By what the configuration and the model explain, before anything of it is read; also one to be merged."""
+    folder = write(tmp_path / "adapter", CONFIG | {"modules_to_save": ["lm_head"]})
+    for size in (1 << 40, 32 << 20):
+        os.truncate(folder / TENSORS, size)
+        text = rf"{TENSORS} has {size:,} bytes, over the 1\d,\d{{3}},\d{{3}} that its configuration and this model"
+        message = runner.load(1, folder)
+        assert message.error is not None and message.error_type == "ValueError"
+        with pytest.raises(ValueError, match=text):
+            raise ValueError(message.error)
+        with pytest.raises(LoadError, match=text):
+            load_runner(llama, merged_adapter=str(folder))
+    os.truncate(folder / "adapter_config.json", 1 << 40)
+    assert "over the 1,048,576" in str(runner.load(1, folder).error)
+
+
+def test_the_limit_of_a_file_follows_from_configuration_and_model(llama: Path) -> None:
+    adapters = AdaptedRunner(llama, LIMITS).runner.adapters
+    assert adapters is not None and adapters._targets is not None
+
+    def most(**fields: Any) -> int:
+        config = AdapterConfig.parse(json.dumps({"peft_type": "LORA", **fields}).encode())
+        return adapters._targets.max_file_bytes(config, LIMITS)
+
+    small, large = most(r=1), most(r=8)
+    assert small < most(r=1, rank_pattern={"q_proj": 8}) == large == most(r=1000)  # max_lora_rank is 8
+    assert most(r=1, modules_to_save=["layers.0.mlp.up_proj"]) == small + 8 * 64 * 100
+
+
 def test_a_hundred_truncated_files(runner: AdaptedRunner, tmp_path: Path) -> None:
     content = (write(tmp_path / "whole") / TENSORS).read_bytes()
     settings = (tmp_path / "whole" / "adapter_config.json").read_bytes()
@@ -169,7 +202,7 @@ def test_damaged_headers(tmp_path: Path) -> None:
         text = json.dumps(altered).encode()
         (folder / TENSORS).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
         with pytest.raises(ValueError, match=TENSORS.replace(".", r"\.") + "|does not take"):
-            dict(read_files(folder, allow_pickle=False).tensors())
+            dict(read_files(folder, b"{}", allow_pickle=False, max_bytes=1 << 20).tensors())
 
     for change in (
         {"shape": [4, -64]},
@@ -260,6 +293,22 @@ def test_matrices_in_another_dtype(llama: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_served_with_adapters_is_refused(llama: Path) -> None:
     with pytest.raises(LoadError, match="long_lora_scaling_factors are not served"):
         load_runner(llama, lora=replace(LIMITS, long_lora_scaling_factors=[4.0]))
+
+
+def test_all_names_together_have_a_limit_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each match takes a tenth of a second by this clock, which is not too long by itself."""
+    ticks = itertools.count()
+    config = AdapterConfig.parse(
+        json.dumps({"peft_type": "LORA", "target_modules": "x.*", "rank_pattern": {"y": 2, "z": 4}}).encode()
+    )
+    monkeypatch.setattr("pagewire.workers.adapters.config.time.thread_time", lambda: next(ticks) / 10)
+    ranks = []
+    with pytest.raises(ValueError, match="patterns takes too long in all"):
+        for number in range(100):
+            ranks.append(config.rank(f"x{number}.z"))
+    assert ranks == [4] * len(ranks) and len(ranks) > 20
+    with pytest.raises(ValueError, match="patterns takes too long in all"):
+        config.targets("x", False)
 
 
 def test_patterns_are_those_of_peft() -> None:

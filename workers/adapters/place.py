@@ -1,0 +1,49 @@
+"""Where a module's outputs are among those of a model's products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pagewire.kernels.linear import Linear
+from pagewire.workers.adapters.division import whole_shape
+from pagewire.workers.model.shards import Cut
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a module's outputs are: those from `first` on, `num_out` in number, of a product of the model.
+
+    is_output: it is the output layer, which is not one of "all-linear". is_optional: "all-linear" may mean it or
+    not, as it is a linear layer in some versions of transformers only.
+    cut: how the module is divided over the ranks, of which this one has these outputs and `num_in` inputs.
+    linear: None for a module of another stage, which is in no product of this one.
+    """
+
+    product: int
+    first: int
+    num_out: int
+    num_in: int
+    linear: Linear | None
+    is_output: bool = False
+    cut: Cut | None = None
+    is_optional: bool = False
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True if another stage of the pipeline has the module: what an adapter has for it is checked only."""
+        return self.linear is None
+
+    @property
+    def whole(self) -> tuple[int, int]:
+        """The outputs and inputs of the module on all ranks."""
+        return whole_shape((self.num_out, self.num_in), self.cut)
+
+    def bias(self, device: torch.device) -> Tensor:
+        """The module's own bias on this rank, float32 [num_out]; zeros if it has none. device: of the model."""
+        if self.linear is None:
+            return torch.zeros(self.num_out)
+        row = self.linear(torch.zeros(1, self.num_in, dtype=self.linear.dtype, device=device))
+        return row[0, self.first : self.first + self.num_out].float().cpu()
