@@ -29,7 +29,7 @@ from pagewire.workers.weight_cache.key import key_of
 from .. import pooled
 from ..architectures import EXPERTS, GPT2_SIZES, GROUPED, Architecture
 from ..driver import Driver
-from ..random_adapters import load, write
+from ..random_adapters import CONFIG, load, make_tensors, write
 
 PROMPTS = [[5, 9, 77, 3], [8] * 11]
 QWEN = Architecture("qwen3", GROUPED)  # its heads have norms
@@ -71,8 +71,14 @@ def outputs(runner: Runner) -> Any:
     return [(request.output, request.logprobs) for request in requests], prompts
 
 
-def test_adapters_of_a_model_from_packed_weights(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_adapters_of_a_model_from_packed_weights(model: Path, tmp_path: Path, has_experts: bool) -> None:
     adapter = write(tmp_path / "adapter")
+    if has_experts:
+        model = Architecture("qwen3_moe", GROUPED | EXPERTS).write(tmp_path / "mixture")
+        shapes = {f"model.layers.0.mlp.experts.{expert}.down_proj": (64, 36) for expert in range(4)}
+        shapes["model.layers.1.mlp.gate"] = 4, 64
+        write(adapter, CONFIG | {"target_modules": list(shapes)}, make_tensors(0, shapes))
     found = []
     for _ in range(2):
         awake = threading.Event()
