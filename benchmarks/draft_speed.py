@@ -1,9 +1,11 @@
-"""What a draft model is worth: one request with drafts and without them in turn, in one process.
+"""What a drafter is worth: one request with drafts and without them in turn, in one process.
 
     python -m benchmarks.draft_speed MODEL DRAFT [--quantization int4] [--drafts 2 3 4] [--temperature 0]
 
-Prints for each number of drafts how many tokens a step yields, and how much faster the request is, by the clock and
-by the processor's time, which says more on a machine that others use. The outputs are compared: they are the same.
+DRAFT is a draft model, an EAGLE-3 head or an MLP speculator, as its config.json says. Prints for each number of
+drafts how many of them count, by position, how many tokens a step yields and what it costs, and how much faster the
+request is, by the clock and by the processor's time, which says more on a machine that others use. The outputs are
+compared: they are the same.
 """
 
 from __future__ import annotations
@@ -17,15 +19,15 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 from benchmarks.limits import processor
-from benchmarks.make_draft import texts
+from benchmarks.target_text import NUM_PROMPT_TOKENS, texts
+from pagewire.ipc.hub import read_configs
 from pagewire.ipc.params import SamplingParams
-from pagewire.ipc.speculative import SpeculativeConfig
+from pagewire.ipc.speculative import SpeculativeConfig, method_of
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.workers.runner import Runner
 from tests.workers.speculation.speculating import Speculated, SpeculativeDriver
 
 MAX_MODEL_LEN = 512
-NUM_PROMPT_TOKENS = 48
 
 
 class Seconds(NamedTuple):
@@ -61,10 +63,10 @@ class Requests:
 
 def main() -> None:
     """Measure, and print a line for each number of drafts."""
-    parser = argparse.ArgumentParser(description="Measure what a draft model is worth.")
+    parser = argparse.ArgumentParser(description="Measure what a drafter is worth.")
     parser.add_argument("model")
     parser.add_argument("draft")
-    parser.add_argument("--quantization", help="of the draft model, while it is loaded")
+    parser.add_argument("--quantization", help="of the drafter, while it is loaded")
     parser.add_argument("--model-quantization", help="of the model, while it is loaded")
     parser.add_argument("--drafts", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -72,8 +74,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--threads", type=int)
     options = parser.parse_args()
+    method = method_of(read_configs(Path(options.draft))[0])
     speculative = SpeculativeConfig(
-        "draft_model", options.draft, max(options.drafts), quantization=options.quantization
+        method, options.draft, max(options.drafts), quantization=options.quantization
     )
     config = WorkerConfig(
         options.model,
@@ -101,24 +104,39 @@ def main() -> None:
 def measure(requests: Requests, prompts: list[list[int]], num_drafts: int, num_tokens: int) -> None:
     """Run each prompt without drafts and with them, and print what that gives."""
     plain = with_drafts = Seconds(0.0, 0.0)
-    num_accepted = num_drafted = num_steps = 0
+    drafted: list[Speculated] = []
     for seed, prompt in enumerate(prompts):
         alone, seconds = requests.run(prompt, seed, 0)
-        drafted, other = requests.run(prompt, seed, num_drafts)
-        if alone.output[:num_tokens] != drafted.output[:num_tokens]:
+        request, other = requests.run(prompt, seed, num_drafts)
+        if alone.output[:num_tokens] != request.output[:num_tokens]:
             raise SystemExit("drafts have changed an output")
         plain, with_drafts = plain + seconds, with_drafts + other
-        num_accepted += drafted.num_accepted
-        num_drafted += sum(len(p.drafts) for p in drafted.proposals)
-        num_steps += len(drafted.proposals)
+        drafted.append(request)
+    num_steps = sum(len(request.proposals) for request in drafted)
+    yielded = 1 + sum(request.num_accepted for request in drafted) / num_steps
+    shares = ", ".join(f"{share:.0%}" for share in counts(drafted, num_drafts))
     print(
-        f"{num_drafts} drafts: {num_accepted / num_drafted:.0%} count, "
-        f"{1 + num_accepted / num_steps:.2f} tokens a step, "
+        f"{num_drafts} drafts: {shares} count, {yielded:.2f} tokens a step, which takes "
+        f"{yielded * with_drafts.processor / plain.processor:.2f} x the processor's time of one without; "
         f"{1000 * plain.clock / len(prompts):.2f} -> {1000 * with_drafts.clock / len(prompts):.2f} ms a token: "
         f"{plain.clock / with_drafts.clock:.2f} x; {plain.processor / with_drafts.processor:.2f} x "
         "by the processor's time",
         flush=True,
     )
+
+
+def counts(requests: list[Speculated], num_drafts: int) -> list[float]:
+    """The share of drafts that are right at each position, if all before it are."""
+    right, tried = [0] * num_drafts, [0] * num_drafts
+    for request in requests:
+        for proposal in request.proposals:
+            found = request.tokens[len(proposal.before) :]
+            for place, (draft, token) in enumerate(zip(proposal.drafts, found, strict=False)):
+                tried[place] += 1
+                if draft != token:
+                    break
+                right[place] += 1
+    return [share / max(1, count) for share, count in zip(right, tried, strict=True)]
 
 
 if __name__ == "__main__":

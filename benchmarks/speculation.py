@@ -1,12 +1,16 @@
 """Speculative decoding on and off, in turn, in one process: seconds, and the factor between them.
 
     python -m benchmarks.speculation MODEL [--method ngram suffix] [--requests 1 4 16 64] [--runs 3]
+    python -m benchmarks.speculation MODEL --method --drafter DRAFTER [--drafter-quantization int8]
 
 Two kinds of prompts: "repeats" has its own code edited or its own text corrected, most of which is copied;
 "free" has nothing to repeat. Both engines live at once, and their runs alternate, so what else the machine does
 slows both down; where that is much, the factor between processor seconds of core and worker tells more. The
 outputs must be equal to the token. Prompts are run several times, so "suffix" has seen their outputs before, as
 it has with requests that come again; "ngram" has not.
+
+For each engine: microseconds for which the worker waits for a step, on average. With drafts a step cannot be
+planned before the one before it is over, since its plan depends on how many drafts have counted.
 """
 
 from __future__ import annotations
@@ -102,6 +106,11 @@ class Engine:
         outputs = self.llm.generate(texts, params, use_tqdm=False)
         return time.perf_counter() - begin, self._used() - used, outputs
 
+    def waited(self) -> tuple[int, float]:
+        """Steps so far, and seconds for which the worker has waited for them while there was something to do."""
+        status = self.llm.session.call("status").result()
+        return status["num_steps"], status["worker_idle_s"]
+
     def _used(self) -> float:
         times = [process.cpu_times() for process in self._processes]
         return sum(time.user + time.system for time in times)
@@ -113,6 +122,7 @@ def compare(off: Engine, on: Engine, kind: str, count: int, options: argparse.Na
     seconds: list[tuple[float, float]] = []
     for engine in (off, on):
         engine.run(texts, options.num_tokens)  # costs and prefixes are known from then on
+    begins = [engine.waited() for engine in (off, on)]
     for number in range(options.runs):
         order = (off, on) if number % 2 == 0 else (on, off)
         found = {engine: engine.run(texts, options.num_tokens) for engine in order}
@@ -122,6 +132,10 @@ def compare(off: Engine, on: Engine, kind: str, count: int, options: argparse.Na
         factors.append(seconds[-1][0] / seconds[-1][1])
         used.append(found[off][1] / found[on][1])
     metrics = [output.metrics for output in found[on][2] if output.metrics is not None]
+    waits = [
+        1e6 * (engine.waited()[1] - begin[1]) / (engine.waited()[0] - begin[0])
+        for engine, begin in zip((off, on), begins, strict=True)
+    ]
     return {
         "kind": kind,
         "requests": count,
@@ -131,6 +145,7 @@ def compare(off: Engine, on: Engine, kind: str, count: int, options: argparse.Na
         "factors": [round(factor, 2) for factor in factors],
         "processor_factor": round(statistics.median(used), 3),
         "processor_factors": [round(factor, 2) for factor in used],
+        "waits_us": [round(wait) for wait in waits],
         "drafted": sum(m.num_draft_tokens for m in metrics),
         "accepted": sum(m.num_accepted_tokens for m in metrics),
         "tokens": count * options.num_tokens,
@@ -142,7 +157,9 @@ def main() -> None:
     """Measure, and print one line for each method, kind of prompts and number of requests."""
     parser = argparse.ArgumentParser(description="Compare generation with and without speculation.")
     parser.add_argument("model", type=Path)
-    parser.add_argument("--method", nargs="+", default=["ngram", "suffix"])
+    parser.add_argument("--method", nargs="*", default=["ngram", "suffix"])
+    parser.add_argument("--drafter", help="a model that proposes tokens, as one more method")
+    parser.add_argument("--drafter-quantization", help="of it, while it is loaded")
     parser.add_argument("--kind", nargs="+", default=["repeats", "free"])
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 4, 16, 64])
     parser.add_argument("--num-tokens", type=int, default=160)
@@ -151,12 +168,15 @@ def main() -> None:
     options = parser.parse_args()
     common = {"model": str(options.model), "num_threads": options.threads}
     off = Engine(**common)
-    for method in options.method:
-        on = Engine(**common, speculative_config={"method": method})
+    ways: list[dict[str, Any]] = [{"method": method} for method in options.method]
+    if options.drafter is not None:
+        ways.append({"model": options.drafter, "quantization": options.drafter_quantization})
+    for way in ways:
+        on = Engine(**common, speculative_config=way)
         for kind in options.kind:
             for count in options.requests:
                 figures = compare(off, on, kind, count, options)
-                print(json.dumps({"method": method, **figures}), flush=True)
+                print(json.dumps({**way, **figures}), flush=True)
         on.llm.shutdown()
     off.llm.shutdown()
 

@@ -166,7 +166,8 @@ class EngineArgs:
     speculative_model_quantization: str | None = option(
         None, "Speculation", "as quantization, of the model that proposes tokens")
     speculative_draft_tensor_parallel_size: int | None = option(
-        None, "Speculation", "1: the model that proposes tokens runs in one worker", short="-spec-draft-tp")
+        None, "Speculation", "workers over which the model that proposes tokens is divided: tensor_parallel_size "
+        "(the default, where it can be divided), or 1: every worker has the whole of it", short="-spec-draft-tp")
     spec_decoding_acceptance_method: str | None = option(
         None, "Speculation", "rejection_sampler (default): a proposed token counts if it is the sampled one; "
         "typical_acceptance_sampler: also if it is likely enough, so that more of them count, but outputs that are "
@@ -401,7 +402,7 @@ class EngineArgs:
             ValueError: a bad option.
         """
         flags = {name: getattr(self, name) for name in FLAGS}
-        config = speculative_config(flags, self.speculative_config)
+        config = speculative_config(flags, self.speculative_config, self.tensor_parallel_size)
         if config is not None and not config.in_core and self.pipeline_parallel_size > 1:
             raise ValueError(
                 "a model that proposes tokens is not supported yet with pipeline_parallel_size over 1, since it "

@@ -15,7 +15,6 @@ from msgspec import Meta
 
 from pagewire.ipc.bounds import unknown_name
 from pagewire.ipc.quantization import quantization_name
-from pagewire.ipc.quoting import quoted
 
 Method: TypeAlias = Literal["auto", "ngram", "suffix", "draft_model", "mlp_speculator", "eagle3", "mtp"]
 Acceptance: TypeAlias = Literal["rejection_sampler", "typical_acceptance_sampler"]
@@ -59,6 +58,8 @@ class SpeculativeConfig(msgspec.Struct, omit_defaults=True, forbid_unknown_field
     max_model_len: no drafts for a sequence beyond this many tokens; None: the drafter's own limit.
     quantization: of the drafter's model, as `EngineArgs.quantization`.
     revision: of the drafter's model on the hub.
+    draft_tensor_parallel_size: workers over which the drafter's model is divided: all of them, or 1, so that each
+        has the whole of it. None: all of them where it can be divided so, else 1.
     acceptance_method: "rejection_sampler": a draft counts if it is the token that is sampled in its place, so
         outputs are those without drafts. "typical_acceptance_sampler": also if its probability is at least
         min(posterior_threshold, posterior_alpha * exp(-entropy)), so outputs depend on what is proposed.
@@ -76,6 +77,7 @@ class SpeculativeConfig(msgspec.Struct, omit_defaults=True, forbid_unknown_field
     acceptance_method: Acceptance = "rejection_sampler"
     posterior_threshold: Annotated[float, Meta(ge=0, le=1)] = DEFAULT_THRESHOLD
     posterior_alpha: Annotated[float, Meta(ge=0, le=MAX_ALPHA)] = math.sqrt(DEFAULT_THRESHOLD)
+    draft_tensor_parallel_size: Positive | None = None
 
     @property
     def in_core(self) -> bool:
@@ -98,13 +100,16 @@ FLAGS = {
     "typical_acceptance_sampler_posterior_alpha": "posterior_alpha",
     "disable_logprobs_during_spec_decoding": "disable_logprobs",
 }
-KEYS = {*SpeculativeConfig.__struct_fields__, "draft_tensor_parallel_size", "disable_logprobs"}
+KEYS = {*SpeculativeConfig.__struct_fields__, "disable_logprobs"}
 
 
-def speculative_config(flags: Mapping[str, Any], values: Mapping[str, Any]) -> SpeculativeConfig | None:
+def speculative_config(
+    flags: Mapping[str, Any], values: Mapping[str, Any], num_ranks: int = 1
+) -> SpeculativeConfig | None:
     """The checked options; None if nothing is to be proposed.
 
     flags: the options named in `FLAGS`, None where they are not given. values: `speculative_config`.
+    num_ranks: workers over which each layer of the model that is served is divided.
 
     Raises:
         ValueError: an option is unknown, has a bad value, is given twice, contradicts another one, or is not
@@ -120,7 +125,6 @@ def speculative_config(flags: Mapping[str, Any], values: Mapping[str, Any]) -> S
     for name in given:
         if name not in KEYS:
             raise ValueError(f"speculative_config: {unknown_name('key', name, KEYS)}")
-    _check_draft_ranks(given.pop("draft_tensor_parallel_size", None))
     _check_logprobs(given.pop("disable_logprobs", None))
     if not given:
         return None
@@ -131,16 +135,21 @@ def speculative_config(flags: Mapping[str, Any], values: Mapping[str, Any]) -> S
     _name_method(given)
     _complete_lookup(given)
     _complete_thresholds(given)
-    return _checked(given)
+    config = _checked(given)
+    _check_draft_ranks(config, num_ranks)
+    return config
 
 
-def _check_draft_ranks(size: Any) -> None:
-    if size is None or (isinstance(size, int) and size == 1):
+def _check_draft_ranks(config: SpeculativeConfig, num_ranks: int) -> None:
+    """Refuse numbers of workers over which the drafter's model is not divided."""
+    size = config.draft_tensor_parallel_size
+    if size is None or size == num_ranks or (size == 1 and config.method != "mtp"):
         return
-    raise ValueError(
-        f"speculative_draft_tensor_parallel_size={quoted(size)} is not served: a model that proposes tokens is "
-        "small and runs in one worker; leave the option out"
-    )
+    if config.method == "mtp":
+        advice = "the layers are divided as the model is that they belong to: leave the option out"
+    else:
+        advice = f"give tensor_parallel_size, {num_ranks}, or 1, for the whole drafter in every worker"
+    raise ValueError(f"speculative_draft_tensor_parallel_size={size} is not served: {advice}")
 
 
 def _check_logprobs(disabled: Any) -> None:
@@ -216,6 +225,10 @@ def _checked(given: dict[str, Any]) -> SpeculativeConfig:
                 raise ValueError(f"speculative method {config.method!r} {what}: leave {name} out")
     elif config.model is None:
         raise ValueError(f"speculative method {config.method!r} needs a model")
+    if config.in_core and config.draft_tensor_parallel_size not in (None, 1):
+        raise ValueError(
+            f"speculative method {config.method!r} has no model: leave draft_tensor_parallel_size out"
+        )
     if config.quantization is not None:
         quantization_name(config.quantization)
     for name in ("posterior_threshold", "posterior_alpha"):

@@ -13,6 +13,10 @@ class DisprovenError(LoadError):
     """The model as it was transformed has other logits, which all ranks of the group have found."""
 
 
+class IndivisibleError(LoadError):
+    """A model cannot be divided over the ranks of a group, which all of them find by its configuration."""
+
+
 class LostRankError(RuntimeError):
     """This rank has failed while the others of its group wait for it. Its worker ends, and so all are replaced."""
 

@@ -4,8 +4,9 @@ On an asynchronous device the next step is launched before this one is finished,
 device (`relay.py`). The next step is sampled after this one is finished: penalties and grammars need its tokens on
 the host.
 
-What takes the other ranks of a group is launched by `Runner.launch` and `sample`, never by `finish`: when a step is
-found to be over, before the next one is launched or after it, differs between ranks.
+What takes the other ranks of a group is launched by `Runner.launch` and `sample`, not when a step is found to be
+over: whether that is before the next one is launched or after it differs between ranks. So a step of a group that
+drafts is finished at once, behind its sampling.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pagewire.ipc.items import LogprobRows
 from pagewire.ipc.worker_messages import Masks, Row, RowResult, StepPlan, StepResult
 from pagewire.kernels.deltas import AdapterRows
 from pagewire.workers.batch import AdapterOrder, Batch
+from pagewire.workers.collective.interface import Collective
 from pagewire.workers.device.interface import Device, Event, PendingTokens, TokenSampler
 from pagewire.workers.device.kv_size import LOGIT_CHUNK
 from pagewire.workers.model.loading import LoadedModel
@@ -43,6 +45,7 @@ class ModelOnDevice(Protocol):
     sampler: TokenSampler
     drafter: Drafter
     typical: TypicalAcceptance | None
+    collective: Collective
 
     @property
     def model(self) -> LoadedModel:
@@ -135,7 +138,9 @@ class RunningStep:
         self._end = runner.device.record_event()
 
     def reached(self) -> bool:
-        """True if `finish` would not have to wait."""
+        """True if `finish` is to be called now: it would not have to wait, or it drafts with other ranks."""
+        if self._sequences and self._runner.collective.size > 1:
+            return True
         return self._end.reached() and (self._sampled is None or self._sampled.reached())
 
     def finish(self, since: Event | None = None) -> StepResult:

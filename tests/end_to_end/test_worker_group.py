@@ -1,6 +1,6 @@
 """A core with a group of two real workers, which die and hang before, in and after a collective.
 
-The workers divide each layer, or are the stages of a pipeline.
+The workers divide each layer, of the model and of a draft model, or are the stages of a pipeline.
 
 The streams go on, and are those of the group that nothing happens to.
 """
@@ -38,6 +38,8 @@ from .test_embeddings import lora, table  # noqa: F401 - fixtures
 from .test_recovery import PROMPTS, Progress, collect, mixed, status, wait_for_start
 
 FAULTY_WORKER = (sys.executable, str(Path(__file__).with_name("faulty_worker.py")))
+DRAFTER = {"model": "demo", "num_speculative_tokens": 3, "quantization": "int8"}
+DIVIDED: dict[str, Any] = {"tensor_parallel_size": 2, "speculative_config": DRAFTER}
 FAULTS = [
     (1, "before", signal.SIGKILL),
     (0, "in", signal.SIGKILL),
@@ -46,6 +48,7 @@ FAULTS = [
 ]
 STAGE_FAULTS = [(1, "in", signal.SIGKILL)]
 STAGED: dict[str, Any] = {
+    "pipeline_parallel_size": 2,
     "enable_lora": True,
     "enable_prompt_embeds": True,
     "speculative_config": {"method": "suffix"},
@@ -67,13 +70,13 @@ def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "order"
 
 
-@pytest.fixture(params=["tensor_parallel_size"])
+@pytest.fixture(params=[DIVIDED])
 def core(
     request: pytest.FixtureRequest, tmp_path: Path, order: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[EngineCore]:
     """A core in a thread, with a group of two, for which a step that takes longer than five seconds is a hang.
 
-    The parameter is the option that makes it a group. Stages serve adapters and embeddings, and propose tokens.
+    The parameter is the options that make it a group.
     """
     monkeypatch.setenv("PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S", "5")
     monkeypatch.setattr("pagewire.engine_core.workers.restarts.FIRST_PAUSE_SECONDS", 0.02)
@@ -83,9 +86,7 @@ def core(
     gate.start()
     socket = bind_router(context, f"ipc://{tmp_path}/core.sock", guarded=True)
     clients = Clients(socket, 60.0, access)
-    sizes = {"num_threads": 1, "kv_cache_memory_bytes": 32 << 20, request.param: 2}
-    more = STAGED if request.param == "pipeline_parallel_size" else {}
-    args = EngineArgs("demo", dtype="float32", **sizes, **more)
+    args = EngineArgs("demo", dtype="float32", num_threads=1, kv_cache_memory_bytes=32 << 20, **request.param)
     config = EngineConfig.resolve(args)
     workers = WorkerGroup(config.worker_config(), LocalLauncher(context, FAULTY_WORKER))
     core = EngineCore(config, workers, clients)
@@ -171,7 +172,7 @@ def tokens_of_one_worker(llm: LLM) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("core", ["pipeline_parallel_size"], indirect=True)
+@pytest.mark.parametrize("core", [STAGED], indirect=True)
 def test_streams_outlive_the_death_of_a_stage(
     core: EngineCore,
     order: Path,
@@ -212,6 +213,10 @@ def test_streams_outlive_the_death_and_hang_of_a_rank_in_each_phase(
             for fault in FAULTS:
                 await check_fault(group, core, order, expected, fault)
             await check_calls(group, order)
+            # One request alone is long enough for steps with drafts that no measurement forbids (`NUM_TRIALS`).
             assert await collect(group, 0, None, mixed) == expected[0]
+            assert core.scheduler.stats.speculation.num_drafts > 0
+            drafters = [info["drafter"] for info in await group.collective_rpc("model_info")]
+            assert drafters == ["LlamaForCausalLM"] * 2
 
     asyncio.run(main())

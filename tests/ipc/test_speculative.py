@@ -48,7 +48,7 @@ def test_the_documented_flags_and_the_dict_say_the_same() -> None:
         "max_model_len": 100,
         "draft_tensor_parallel_size": 1,
     }
-    expected = SpeculativeConfig("ngram", None, 5, 2, 4, 8, 100)
+    expected = SpeculativeConfig("ngram", None, 5, 2, 4, 8, 100, draft_tensor_parallel_size=1)
     assert flags == resolved(speculative_config=values) == expected
     assert flags is not None and flags.in_core
 
@@ -74,6 +74,16 @@ def test_methods_and_their_defaults(values: dict[str, Any], expected: tuple[obje
     assert config is not None
     found = (config.method, config.num_speculative_tokens, config.prompt_lookup_min, config.prompt_lookup_max)
     assert found == expected
+
+
+def test_a_drafter_over_several_workers() -> None:
+    for size in (1, 2):
+        config = resolved(
+            speculative_model="a/b", speculative_draft_tensor_parallel_size=size, tensor_parallel_size=2
+        )
+        assert config is not None and config.draft_tensor_parallel_size == size
+    config = resolved(speculative_config={"method": "mtp"}, tensor_parallel_size=2)
+    assert config is not None and config.draft_tensor_parallel_size is None
 
 
 def test_typical_acceptance_and_its_thresholds() -> None:
@@ -118,7 +128,34 @@ def test_typical_acceptance_and_its_thresholds() -> None:
         ),
         ({"speculative_model": "x", "speculative_config": {"model": "x"}}, "not both"),
         ({"speculative_model": "x", "speculative_model_quantization": "nothing"}, "unknown quantization"),
-        ({"speculative_model": "x", "speculative_draft_tensor_parallel_size": 2}, "runs in one worker"),
+        (
+            {"speculative_model": "x", "speculative_draft_tensor_parallel_size": 2},
+            "give tensor_parallel_size, 1, or",
+        ),
+        (
+            {
+                "speculative_model": "x",
+                "speculative_draft_tensor_parallel_size": 3,
+                "tensor_parallel_size": 4,
+            },
+            "give tensor_parallel_size, 4, or 1, for the whole drafter in every worker",
+        ),
+        ({"speculative_model": "x", "speculative_draft_tensor_parallel_size": 0}, ">= 1"),
+        ({"speculative_draft_tensor_parallel_size": 1}, "speculative_model is missing"),
+        (
+            {
+                "speculative_config": {"method": "mtp", "draft_tensor_parallel_size": 1},
+                "tensor_parallel_size": 2,
+            },
+            "divided as the model is that they belong to",
+        ),
+        (
+            {
+                "speculative_config": {"method": "ngram", "draft_tensor_parallel_size": 2},
+                "tensor_parallel_size": 2,
+            },
+            "has no model: leave draft_tensor_parallel_size out",
+        ),
         (
             {"speculative_model": "x", "pipeline_parallel_size": 2},
             "not supported yet with pipeline_parallel_size over 1, .* 'ngram' or 'suffix'",

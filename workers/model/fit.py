@@ -221,7 +221,15 @@ def sizes_of(headers: CheckpointHeaders, config: WorkerConfig, isa: str) -> Foot
     if layers is None:
         return own
     drafter = footprint(layers, isa, own.dtype, quantization, config.kv_cache_dtype)
-    return replace(own, drafter=drafter)
+    return replace(own, drafter=drafter_of_rank(drafter, config))
+
+
+def drafter_of_rank(whole: Footprint, config: WorkerConfig) -> Footprint:
+    """The footprint of the drafter in a rank of a group: of its part, or of the whole where that is what it has."""
+    size, speculative = config.parallel.num_shards, config.speculative
+    asked = None if speculative is None else speculative.draft_tensor_parallel_size
+    divisible = size <= whole.kv_heads or size % whole.kv_heads == 0
+    return of_rank(whole, config.parallel) if asked != 1 and divisible else whole
 
 
 def check_fit(

@@ -112,6 +112,11 @@ class Footprint:
         return sum(part.packed_bytes for part in self.parts if part.part not in unpacked)
 
     @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values of a layer."""
+        return max(1, self.dimensions.kv_scales // max(1, 2 * self.dimensions.num_layers))
+
+    @property
     def read_bytes(self) -> int:
         """Of weights that a token reads, alone in its step."""
         return sum(part.read_bytes for part in self.parts)
@@ -175,9 +180,7 @@ def of_rank(whole: Footprint, parallel: Parallel) -> Footprint:
         whole = _of_stage(whole, parallel)
     if size == 1:
         return whole
-    dimensions = whole.dimensions
-    kv_heads = max(1, dimensions.kv_scales // max(1, 2 * dimensions.num_layers))
-    kv_share = min(1.0, -(-kv_heads // size) / kv_heads)
+    kv_share = min(1.0, -(-whole.kv_heads // size) / whole.kv_heads)
     parts = [
         part
         if part.part in (Part.NORMS.value, Part.OTHER.value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pagewire.kernels.joining import column_slice
 from pagewire.kernels.weight import Weight
 from pagewire.workers.collective.interface import Collective
-from pagewire.workers.errors import LoadError
+from pagewire.workers.errors import IndivisibleError, LoadError
 from pagewire.workers.model.matrices import is_experts, is_linear, is_stack, is_transposed
 from pagewire.workers.model.parallel_plan import plan_of, style_of
 from pagewire.workers.model.shares import Heads, scaled, width_spans
@@ -101,7 +101,7 @@ class Shards:
         """Divide the module, which may be on the meta device.
 
         Raises:
-            LoadError: it has no plan, or its sizes cannot be divided over the group; the text says what can.
+            IndivisibleError: it has no plan, or its sizes cannot be divided over the group; the text says what can.
         """
         self.collective = collective
         self.cuts: dict[str, Cut] = {}
@@ -113,13 +113,20 @@ class Shards:
             self._divide_vocabulary(causal)
             self._divide_layers(causal)
         except LoadError as error:
-            raise LoadError(
+            raise IndivisibleError(
                 f"{type(causal).__name__} cannot be divided over {collective.size} ranks: {error}"
             ) from error
 
     def cut(self, name: str) -> Cut | None:
         """How the parameter of this name is divided; None if this rank holds all of it."""
         return self.cuts.get(name)
+
+    def keep_only(self, prefixes: tuple[str, ...]) -> None:
+        """Forget how everything is divided whose name begins with none of these."""
+        parts: tuple[dict[str, Any], ...] = (self.cuts, self.heads, self.gathered)
+        for part in parts:
+            for name in [name for name in part if not name.startswith(prefixes)]:
+                del part[name]
 
     def _divide_vocabulary(self, causal: Any) -> None:
         output, embedding = causal.get_output_embeddings(), causal.get_input_embeddings()
@@ -242,6 +249,15 @@ class Shards:
 
     def _cut(self, axis: Axis, spans: tuple[tuple[range, ...], ...], dim: int = 0) -> Cut:
         return Cut(axis, spans, self.collective.rank, dim)
+
+
+def own_part(matrix: Weight, cut: Cut | None, quantise: Callable[[Weight], Weight]) -> Weight:
+    """This rank's part of a matrix, quantised as the whole would be: its scales are those of whole rows.
+
+    cut: None: every rank has all of it.
+    """
+    own = quantise(matrix if cut is None else cut.rows(matrix))
+    return own if cut is None else cut.columns(own)
 
 
 def is_attention(module: Any) -> bool:

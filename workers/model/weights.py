@@ -29,7 +29,7 @@ from pagewire.workers.model.matrices import (
     is_stack,
     is_transposed,
 )
-from pagewire.workers.model.shards import Cut, Shards
+from pagewire.workers.model.shards import Cut, Shards, own_part
 
 Quantise = Callable[[str, Weight], Weight]
 """A function of a matrix's name (of its module, or of a stack) and the matrix to what is packed in its place."""
@@ -119,13 +119,8 @@ class Weights:
             yield weight
 
     def _part(self, matrix: Weight, name: str | None, cut: Cut | None) -> Weight:
-        """This rank's part of a matrix, quantised as the whole would be: its scales are those of whole rows.
-
-        name: for `Quantise`; None: it is not quantised.
-        """
-        weight = matrix if cut is None else cut.rows(matrix)
-        weight = weight if name is None else self._quantise(name, weight)
-        return weight if cut is None else cut.columns(weight)
+        """See `own_part`. name: for `Quantise`; None: it is not quantised."""
+        return own_part(matrix, cut, lambda rows: rows if name is None else self._quantise(name, rows))
 
     def note_joining(self, parts: Sequence[Weight], whole: Weight) -> None:
         """Remember matrices that had to be brought to another scheme to be joined, for `notes`."""

@@ -7,7 +7,8 @@ that were wrong, tokens of steps without drafts), then over one draft after anot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,17 +60,19 @@ class DraftModel:
         device: Device,
         sampler: TokenSampler,
         collective: Collective,
+        turn: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Load it.
 
         config: of the draft model. target: the model, whose vocabulary this one must have. num_drafts: that are
-        wanted at most. slots, sampler: the model's own.
+        wanted at most. slots, sampler: the model's own. collective: of the ranks that divide it, as
+        `config.parallel` says. turn: a context for loading it.
 
         Raises:
-            LoadError: it cannot be loaded, or has another vocabulary.
+            LoadError: it cannot be loaded, or has another vocabulary. IndivisibleError: see `Shards`.
         """
         self._config, self._num_drafts, self._slots = config, num_drafts, slots
-        self._device, self._sampler, self._collective = device, sampler, collective
+        self._device, self._sampler, self._collective, self._turn = device, sampler, collective, turn
         self._loaded: LoadedModel | None = None
         self._num_blocks = 0
         self._coverage = Coverage(slots, 0)
@@ -106,7 +109,8 @@ class DraftModel:
         if self._loaded is not None:
             return
         ahead = WeightsAhead(self._config)
-        loaded = load(ahead, Phases(lambda name, seconds: None), self._device, self._collective)
+        with self._turn():
+            loaded = load(ahead, Phases(lambda name, seconds: None), self._device, self._collective)
         if loaded.vocab_size != target.vocab_size:
             raise LoadError(
                 f"the draft model {self._config.model_path} has a vocabulary of {loaded.vocab_size} tokens, and "

@@ -29,6 +29,7 @@ from pagewire.kernels.attention import UNSCALED, AttentionBatch, paged_attention
 from pagewire.kernels.dispatch import implementation_for
 from pagewire.kernels.experts import ACTIVATIONS
 from pagewire.kernels.layers import add_rms_norm, rms_norm
+from pagewire.workers.collective.interface import Collective
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.attention import KVShape
@@ -37,6 +38,7 @@ from pagewire.workers.model.online import online
 from pagewire.workers.model.stack import DecoderStack
 from pagewire.workers.model.weights import keep
 from pagewire.workers.speculation.eagle3_checkpoint import EagleLayer, EagleSettings, read_layer
+from pagewire.workers.speculation.eagle3_division import EagleDivision
 from pagewire.workers.speculation.state_drafter import Caches
 from pagewire.workers.speculation.taps import TappedStack, features_of
 
@@ -62,11 +64,12 @@ class Eagle3:
         path: str,
         quantization: str | None,
         device: Device,
+        ranks: Collective,
     ) -> None:
-        """Load it. config, target: of the model.
+        """Load it. config, target: of the model. ranks: that divide it.
 
         Raises:
-            LoadError: it cannot be loaded, or has another vocabulary.
+            LoadError: it cannot be loaded, or has another vocabulary. IndivisibleError: see `EagleDivision.of`.
         """
         self._path, self._vocab_size, self._device = path, target.vocab_size, device
         self._quantise = keep if quantization is None else online(quantization)
@@ -80,10 +83,12 @@ class Eagle3:
             raise LoadError(
                 "an EAGLE-3 head takes states from within the model, so it needs --enforce-eager on a GPU"
             )
+        size = self.settings.size_of_head
+        self._division = EagleDivision.of(path, self.settings.heads, size, ranks)
+        self._heads = self._division.own_heads
         self._parts: Parts | None = None
         self.load(target)
-        num_heads, size = self.settings.num_kv_heads, self.settings.size_of_head
-        self.shapes = [KVShape(num_heads, size, size, target.dtype)]
+        self.shapes = [KVShape(self._heads.num_kv, size, size, target.dtype)]
 
     @property
     def weight_bytes(self) -> int:
@@ -105,8 +110,12 @@ class Eagle3:
                 f"an EAGLE-3 head needs a model whose layers run in one call, and those of {target.architecture} "
                 "run one by one: take a draft model (method 'draft_model')"
             )
-        layer = read_layer(self._path, target.dtype, self._device.torch_device, self._quantise)
         hidden_size = len(base.stack.input_norm.weight)
+        layer = read_layer(
+            *(self._path, target.dtype, self._device.torch_device, self._quantise),
+            settings.shapes(hidden_size),
+            self._division,
+        )
         check_sizes(self._path, layer, settings, hidden_size)
         stack = TappedStack(base.stack, settings.places(len(base.stack.layers)))
         angles = rotary_angles(self._path, target.max_model_len, base.stack.input_norm.weight)
@@ -160,10 +169,9 @@ class Eagle3:
         self, qkv: Tensor, positions: Tensor, batch: AttentionBatch, cache: tuple[Tensor, Tensor]
     ) -> Tensor:
         """Attention over the layer's own KV cache, and the product behind it."""
-        settings, (cos, sin) = self.settings, self._loaded.angles
-        head_dim, num_heads = settings.size_of_head, settings.num_attention_heads
+        head_dim, own, (cos, sin) = self.settings.size_of_head, self._heads, self._loaded.angles
         heads = qkv.view(len(qkv), -1, head_dim)
-        q, k, v = torch.split(heads, [num_heads, settings.num_kv_heads, settings.num_kv_heads], 1)
+        q, k, v = torch.split(heads, [own.num, own.num_kv, own.num_kv], 1)
         kernels = implementation_for(q, k, v)
         angles = cos.index_select(0, positions), sin.index_select(0, positions)
         q = kernels.rotate_and_store(q, k, v, *angles, None, *cache, batch.slot_mapping, UNSCALED)
@@ -172,27 +180,12 @@ class Eagle3:
 
 
 def check_sizes(path: str, layer: EagleLayer, settings: EagleSettings, hidden_size: int) -> None:
-    """Refuse a head of another model, or whose weights are not of the sizes of its configuration.
+    """Refuse a head of another model, or whose logits stand for no tokens.
 
     Raises:
         LoadError: says which.
     """
-    size = settings.hidden_size
-    num_logits = settings.draft_vocab_size or settings.vocab_size
-    num_heads = settings.num_attention_heads + 2 * settings.num_kv_heads
-    wanted = {
-        "fc": (size, 3 * hidden_size),
-        "qkv": (num_heads * settings.size_of_head, 2 * size),
-        "out": (size, settings.num_attention_heads * settings.size_of_head),
-        "head": (num_logits, size),
-    }
-    for name, shape in wanted.items():
-        product = getattr(layer, name)
-        if (found := (product.out_features, product.in_features)) != shape:
-            raise LoadError(
-                f"{name} of the EAGLE-3 head {path} has the shape {found}, not {shape}: it was made for another "
-                "model"
-            )
+    size, (num_logits, _) = settings.hidden_size, settings.shapes(hidden_size)["head"]
     if size != hidden_size:
         raise LoadError(
             f"the EAGLE-3 head {path} has states of {size} numbers, and the model of {hidden_size}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -18,8 +19,19 @@ from pagewire.kernels.weight import Linear, dense_weight
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.model.checkpoint import Checkpoint
 from pagewire.workers.model.products import packed
+from pagewire.workers.model.shards import Cut, own_part
+from pagewire.workers.model.shares import Heads
 from pagewire.workers.model.stack import ACTIVATION_NAMES
 from pagewire.workers.model.weights import Quantise
+from pagewire.workers.speculation.eagle3_division import (
+    KEY_VALUE,
+    LOGITS,
+    NARROW,
+    OUT,
+    QUERY,
+    WIDE,
+    EagleDivision,
+)
 
 LAYER_NAMES = ("midlayer.", "layers.0.")
 """How checkpoints call the layer."""
@@ -79,14 +91,24 @@ class EagleSettings(msgspec.Struct):
         return ACTIVATION_NAMES[self.hidden_act]
 
     @property
-    def num_kv_heads(self) -> int:
-        """Heads of keys and values."""
-        return self.num_key_value_heads or self.num_attention_heads
+    def heads(self) -> Heads:
+        """Its attention heads."""
+        return Heads(self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads)
 
     @property
     def size_of_head(self) -> int:
         """Numbers of a head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    def shapes(self, hidden_size: int) -> dict[str, tuple[int, int]]:
+        """The shapes [N, K] of the products, by name. hidden_size: of the model."""
+        size, width = self.hidden_size, self.num_attention_heads * self.size_of_head
+        return {
+            "fc": (size, 3 * hidden_size),
+            "qkv": (width + 2 * self.heads.num_kv * self.size_of_head, 2 * size),
+            "out": (size, width),
+            "head": (self.draft_vocab_size or self.vocab_size, size),
+        }
 
     def places(self, num_layers: int) -> list[int]:
         """The numbers of the model's layers after which its states are taken.
@@ -106,7 +128,9 @@ class EagleSettings(msgspec.Struct):
 
 @dataclass(frozen=True)
 class EagleLayer:
-    """The weights of a head, in the model's dtype. Norms are [H]; products are packed.
+    """The weights of a head, in the model's dtype, or the part of them that a rank has.
+
+    Norms are [H]; products are packed.
 
     embedding: [V, H]; None: the model's own. target_ids: int64, the token of each logit; None: in order.
     """
@@ -131,28 +155,26 @@ class EagleLayer:
         return sum(part.nbytes if isinstance(part, Tensor) else part.num_bytes for part in parts)
 
 
-def read_layer(folder: str, dtype: torch.dtype, device: torch.device, quantise: Quantise) -> EagleLayer:
-    """The weights of a head. dtype: of the model. quantise: applied to matrices before they are packed.
+def read_layer(
+    folder: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantise: Quantise,
+    shapes: Mapping[str, tuple[int, int]],
+    division: EagleDivision,
+) -> EagleLayer:
+    """The weights of a head, or a rank's part of them.
+
+    dtype: of the model. quantise: applied to matrices before they are packed. shapes: of products, by name.
 
     Raises:
-        LoadError: weights are missing, or do not fit each other.
+        LoadError: weights are missing, have another shape, or do not fit each other.
     """
-    checkpoint = Checkpoint(folder)
-    names = {_own_name(name): name for name in checkpoint.names}
-
-    def vector(name: str) -> Tensor:
-        return checkpoint.read(names[f"{name}.weight"]).to(device, dtype)
-
-    def product(*parts: str) -> Linear:
-        matrices = [
-            quantise(f"layers.0.{part}", dense_weight(checkpoint.read(names[f"{part}.weight"]), dtype))
-            for part in parts
-        ]
-        biases = [checkpoint.read(names[f"{part}.bias"]) for part in parts if f"{part}.bias" in names]
-        return packed(joined(matrices), torch.cat(biases) if biases else None, device)
-
+    reader = _Reader(folder, Checkpoint(folder), dtype, device, quantise, shapes, division)
     try:
-        return _layer(vector, product, checkpoint, names, device)
+        return reader.layer()
+    except LoadError:
+        raise
     except KeyError as error:
         raise LoadError(f"the EAGLE-3 head {folder} lacks the weight {error.args[0]}") from error
     except (ValueError, RuntimeError) as error:
@@ -161,35 +183,81 @@ def read_layer(folder: str, dtype: torch.dtype, device: torch.device, quantise: 
         ) from error
 
 
+class _Reader:
+    """Reads the parts of a layer; `KeyError` names one that is missing."""
+
+    def __init__(
+        self,
+        folder: str,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantise: Quantise,
+        shapes: Mapping[str, tuple[int, int]],
+        division: EagleDivision,
+    ) -> None:
+        self._folder, self._checkpoint, self._dtype, self._device = folder, checkpoint, dtype, device
+        self._quantise, self._shapes, self._division = quantise, shapes, division
+        self._names = {_own_name(name): name for name in checkpoint.names}
+
+    def layer(self) -> EagleLayer:
+        """All of them."""
+        embedding = self._vector("embed_tokens") if "embed_tokens.weight" in self._names else None
+        target_ids = None
+        if "d2t" in self._names:
+            offsets = self._tensor("d2t").long()
+            target_ids = (offsets + torch.arange(len(offsets))).to(self._device)
+        return EagleLayer(
+            fc=self._product("fc", "fc"),
+            qkv=self._product("qkv", QUERY, *KEY_VALUE),
+            out=self._product("out", OUT),
+            gate_up=self._product("gate_up", *WIDE),
+            down=self._product("down", NARROW),
+            head=self._product("head", LOGITS),
+            input_norm=self._vector("input_layernorm"),
+            hidden_norm=self._vector("hidden_norm"),
+            attention_norm=self._vector("post_attention_layernorm"),
+            norm=self._vector("norm"),
+            embedding=embedding,
+            target_ids=target_ids,
+        )
+
+    def _tensor(self, name: str) -> Tensor:
+        return self._checkpoint.read(self._names[name])
+
+    def _vector(self, name: str) -> Tensor:
+        return self._tensor(f"{name}.weight").to(self._device, self._dtype)
+
+    def _product(self, name: str, *parts: str) -> Linear:
+        """The product with matrices one below the other, or this rank's part of it."""
+        whole = [dense_weight(self._tensor(f"{part}.weight"), self._dtype) for part in parts]
+        found = sum(matrix.shape[0] for matrix in whole), whole[0].shape[1]
+        if found != (shape := self._shapes.get(name, found)):
+            raise LoadError(
+                f"{name} of the EAGLE-3 head {self._folder} has the shape {found}, not {shape}: it was made for "
+                "another model"
+            )
+        cuts = [self._division.cut(part, matrix.shape) for part, matrix in zip(parts, whole, strict=True)]
+        own = [
+            own_part(matrix, cut, partial(self._quantise, f"layers.0.{part}"))
+            for part, matrix, cut in zip(parts, whole, cuts, strict=True)
+        ]
+        biases = [
+            bias
+            for part, cut in zip(parts, cuts, strict=True)
+            if f"{part}.bias" in self._names and (bias := self._bias(part, cut)) is not None
+        ]
+        product = packed(joined(own), torch.cat(biases) if biases else None, self._device)
+        return self._division.over_ranks(product, parts[0], cuts[0])
+
+    def _bias(self, part: str, cut: Cut | None) -> Tensor | None:
+        """This rank's part of a bias; None if another rank adds it."""
+        bias = self._tensor(f"{part}.bias")
+        return bias if cut is None else cut.vector(bias)
+
+
 def _own_name(name: str) -> str:
     """A weight's name without what only some checkpoints put before it."""
     for prefix in ("model.", *LAYER_NAMES):
         name = name.removeprefix(prefix)
     return name
-
-
-def _layer(
-    vector: Callable[[str], Tensor],
-    product: Callable[..., Linear],
-    checkpoint: Checkpoint,
-    names: dict[str, str],
-    device: torch.device,
-) -> EagleLayer:
-    target_ids = None
-    if "d2t" in names:
-        offsets = checkpoint.read(names["d2t"]).long()
-        target_ids = (offsets + torch.arange(len(offsets))).to(device)
-    return EagleLayer(
-        fc=product("fc"),
-        qkv=product("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        out=product("self_attn.o_proj"),
-        gate_up=product("mlp.gate_proj", "mlp.up_proj"),
-        down=product("mlp.down_proj"),
-        head=product("lm_head"),
-        input_norm=vector("input_layernorm"),
-        hidden_norm=vector("hidden_norm"),
-        attention_norm=vector("post_attention_layernorm"),
-        norm=vector("norm"),
-        embedding=vector("embed_tokens") if "embed_tokens.weight" in names else None,
-        target_ids=target_ids,
-    )

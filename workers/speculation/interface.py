@@ -3,6 +3,9 @@
 The core puts them into the sequence's next row, where each counts only if it is the token that is sampled in its
 place. So drafts never change an output, and a drafter may round, lag behind or be wrong; only speed depends on it.
 (Where typical acceptance is chosen, outputs depend on drafts: `sample/typical.py`.)
+
+In a group of ranks each has a drafter, and all of them propose the same: what the ranks compute together in
+`propose`, they compute in the same order.
 """
 
 from __future__ import annotations

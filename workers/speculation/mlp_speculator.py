@@ -8,6 +8,9 @@ The first state is the model's final hidden state from which the last token was 
 With p = 0.5 ** (0.5 / n_predict) the weight is w = sqrt((1 - p * p) * inner_dim / 2) / p, so that the state keeps
 its size. A norm divides by the root mean square, then scales and shifts.
 
+Over several ranks, each computes the logits of some tokens. Projections are small, and embeddings only looked up:
+every rank has them as a whole.
+
 Source: Wertheimer et al., "Accelerating Production LLMs with Combined Token/Embedding Speculators" (2024), and the
 layout of its published checkpoints, `model_type` "mlp_speculator".
 """
@@ -28,6 +31,8 @@ from pagewire.ipc.hub import read_json
 from pagewire.ipc.worker_messages import StepPlan
 from pagewire.kernels.layers import rms_norm
 from pagewire.kernels.weight import Linear, dense_weight
+from pagewire.workers.collective.interface import Collective
+from pagewire.workers.collective.single import SingleRank
 from pagewire.workers.device.interface import Device, TokenSampler
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.checkpoint import Checkpoint
@@ -37,6 +42,7 @@ from pagewire.workers.model.products import packed
 from pagewire.workers.model.weights import keep
 from pagewire.workers.slots import Slots
 from pagewire.workers.speculation.interface import RowOver
+from pagewire.workers.speculation.ranks import gathered_product
 from pagewire.workers.speculation.sampling import Draft, extend_drafts
 
 EPS = 1e-6
@@ -109,14 +115,15 @@ class MlpSpeculator:
         target: LoadedModel,
         device: Device,
         sampler: TokenSampler,
+        ranks: Collective,
     ) -> None:
-        """Load it. target: the model. slots, sampler: the model's own.
+        """Load it. target: the model. slots, sampler: the model's own. ranks: that divide its output layers.
 
         Raises:
             LoadError: it cannot be loaded, or has another vocabulary.
         """
         self._path, self._slots, self._dtype = path, slots, target.dtype
-        self._device, self._sampler = device, sampler
+        self._device, self._sampler, self._ranks = device, sampler, ranks
         self._quantise = keep if quantization is None else online(quantization)
         self.settings = Settings.read(path)
         if self.settings.vocab_size != slots.vocab_size:
@@ -147,13 +154,13 @@ class MlpSpeculator:
             if is_shared and index > 1:
                 projection = steps[1].projection
             else:
-                projection = self._linear(checkpoint, tensors, f"proj.{index}")
+                projection = self._linear(checkpoint, tensors, f"proj.{index}", SingleRank())
             if is_shared:
                 steps.append(replace(steps[0], projection=projection))
                 continue
             scale, shift = (self._tensor(checkpoint, tensors, f"ln.{index}.{n}") for n in ("weight", "bias"))
             embedding = self._tensor(checkpoint, tensors, f"emb.{index}.weight")
-            head = self._linear(checkpoint, tensors, f"head.{index}")
+            head = self._linear(checkpoint, tensors, f"head.{index}", self._ranks)
             steps.append(Step(embedding, projection, scale, shift, head))
         self._check(steps)
         self._steps = steps
@@ -165,11 +172,16 @@ class MlpSpeculator:
             raise LoadError(f"the MLP speculator {self._path} lacks the weight {name}")
         return checkpoint.read(names[name]).to(self._device.torch_device, self._dtype)
 
-    def _linear(self, checkpoint: Checkpoint, names: dict[str, str], name: str) -> Linear:
+    def _linear(self, checkpoint: Checkpoint, names: dict[str, str], name: str, ranks: Collective) -> Linear:
+        """A product, of which each of `ranks` has some outputs."""
         if f"{name}.weight" not in names:
             raise LoadError(f"the MLP speculator {self._path} lacks the weight {name}.weight")
         matrix = dense_weight(checkpoint.read(names[f"{name}.weight"]), self._dtype)
-        return packed(self._quantise(f"{name}.weight", matrix), None, self._device.torch_device)
+        return gathered_product(
+            matrix,
+            ranks,
+            lambda rows: packed(self._quantise(f"{name}.weight", rows), None, self._device.torch_device),
+        )
 
     def _check(self, steps: Sequence[Step]) -> None:
         """Raises LoadError if the sizes of weights are not those of the configuration."""

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels.attention import AttentionBatch
+from pagewire.workers.collective.interface import Collective
 from pagewire.workers.device.interface import Device
 from pagewire.workers.model.attention import StepContext
 from pagewire.workers.model.invariant import Invariant
@@ -41,13 +42,15 @@ class Mtp:
 
     name = "MTP"
 
-    def __init__(self, config: WorkerConfig, target: LoadedModel, device: Device) -> None:
-        """Load them. config, target: of the model.
+    def __init__(
+        self, config: WorkerConfig, target: LoadedModel, device: Device, collective: Collective
+    ) -> None:
+        """Load them. config, target: of the model. collective: of the ranks that divide it, and these layers.
 
         Raises:
             LoadError: see `read_layers`.
         """
-        self._config, self._device = config, device
+        self._config, self._device, self._collective = config, device, collective
         self._arithmetic = Invariant if device.batch_invariant else nullcontext
         self._parts: tuple[MtpLayers, Model] | None = None
         self.load(target)
@@ -68,7 +71,8 @@ class Mtp:
     def load(self, target: LoadedModel) -> None:
         """See `Drafter.load`."""
         if self._parts is None:
-            self._parts = read_layers(self._config, target, self._device), target.model
+            layers = read_layers(self._config, target, self._device, self._collective)
+            self._parts = layers, target.model
 
     def unload(self) -> None:
         """See `Drafter.unload`."""

@@ -18,6 +18,8 @@ from pagewire.ipc.gguf.file import is_gguf
 from pagewire.ipc.heap import release_spare_memory
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels.cpu.memory import forget_mapped_files
+from pagewire.workers.collective.interface import Collective
+from pagewire.workers.collective.turns import own_turn
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.model import attention
@@ -27,6 +29,8 @@ from pagewire.workers.model.loading import LoadedModel, module_bytes, transform_
 from pagewire.workers.model.model import load_config
 from pagewire.workers.model.modules import module_on_meta, quantisation, read_by_transformers, weight_source
 from pagewire.workers.model.mtp_layers import mtp_prefixes
+from pagewire.workers.model.parallel_layers import fit_modules
+from pagewire.workers.model.shards import Shards
 from pagewire.workers.model.transforms import tabulate_rotary
 from pagewire.workers.model.weights import CheckpointWeights
 
@@ -51,8 +55,12 @@ class MtpLayers(NamedTuple):
 
 
 @torch.inference_mode()
-def read_layers(worker_config: WorkerConfig, target: LoadedModel, device: Device) -> MtpLayers:
-    """The MTP layers of the model that is served.
+def read_layers(
+    worker_config: WorkerConfig, target: LoadedModel, device: Device, collective: Collective
+) -> MtpLayers:
+    """The MTP layers of the model that is served, or a rank's part of them.
+
+    collective: of the ranks that divide the model.
 
     Raises:
         LoadError: there are none, weights are missing or broken, or they cannot be read from such a checkpoint.
@@ -70,6 +78,7 @@ def read_layers(worker_config: WorkerConfig, target: LoadedModel, device: Device
         check_present(prefixes, names)
         own = [name for name in names if name.startswith(tuple(prefixes))]
         own = [name for name in own if not is_copy(name, source, names, target.dtype)]
+        shards = None if collective.size == 1 else Shards(causal, collective)
         layers = _parts_alone(causal, first)
         for layer, prefix in zip(layers, prefixes, strict=True):
             _add_parts(layer, prefix, own, larger, target.dtype)
@@ -82,10 +91,15 @@ def read_layers(worker_config: WorkerConfig, target: LoadedModel, device: Device
     attention.register()
     causal.set_attn_implementation(attention.NAME)
     base = getattr(causal, causal.base_model_prefix)
+    if shards is not None:
+        shards.keep_only(tuple(prefixes))
+        weights.divide(shards)
+        fit_modules(base, causal.base_model_prefix, shards)
     base.rotary_emb.to(device.torch_device)
     tabulate_rotary(base, target.max_model_len)
-    for layer in layers:
-        transform_parts(layer, weights, device.torch_device)
+    with own_turn(collective, worker_config.parallel):
+        for layer in layers:
+            transform_parts(layer, weights, device.torch_device)
     forget_mapped_files(worker_config.model_path)
     release_spare_memory()
     return MtpLayers(layers, base.rotary_emb, first, module_bytes(layers))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from pagewire.ipc.hub import read_configs
 from pagewire.ipc.speculative import SpeculativeConfig
-from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.ipc.worker_messages import Parallel, WorkerConfig
 from pagewire.workers.collective.interface import Collective
+from pagewire.workers.collective.turns import own_turn
 from pagewire.workers.device.interface import Device, TokenSampler
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.dimensions import Dimensions
@@ -21,6 +23,7 @@ from pagewire.workers.speculation.eagle3 import Eagle3
 from pagewire.workers.speculation.interface import Drafter, NoDrafter
 from pagewire.workers.speculation.mlp_speculator import MlpSpeculator
 from pagewire.workers.speculation.mtp import Mtp
+from pagewire.workers.speculation.ranks import over_ranks
 from pagewire.workers.speculation.state_drafter import StateDrafter
 from pagewire.workers.speculation.vocabulary import MAX_SHARE, share_of_others
 
@@ -41,7 +44,7 @@ def open_drafter(
 ) -> Drafter:
     """The drafter of a model that is loaded; `NoDrafter` if the configuration has none in the worker.
 
-    slots, sampler: of the model.
+    slots, sampler: of the model. collective: of the ranks that run it.
 
     Raises:
         LoadError: it cannot be loaded, does not fit the model, or is not served; the text says why.
@@ -49,37 +52,41 @@ def open_drafter(
     speculative = config.speculative
     if speculative is None or speculative.in_core:
         return NoDrafter()
-    if config.parallel.stages > 1:
-        raise LoadError(
-            f"the speculative method {speculative.method!r} needs pipeline_parallel_size 1, not "
-            f"{config.parallel.stages}{WITHOUT_MODEL}"
-        )
-    check_target(speculative, target, collective.size)
+    check_target(speculative, target, config.parallel.stages)
     path, num_drafts = speculative.model, speculative.num_speculative_tokens
-    drafter: Drafter
-    if speculative.method == "mtp":
-        drafter = StateDrafter(Mtp(config, target, device), config, num_drafts, slots, device, sampler)
-    elif path is None:
-        raise LoadError(f"the speculative method {speculative.method!r} needs a model{WITHOUT_MODEL}")
-    elif speculative.method == "mlp_speculator":
-        quantization = speculative.quantization
-        drafter = speculator = MlpSpeculator(path, quantization, slots, target, device, sampler)
-        check_mlp(speculator, speculative, config)
-    elif speculative.method == "eagle3":
-        head = Eagle3(config, target, path, speculative.quantization, device)
-        drafter = StateDrafter(head, config, num_drafts, slots, device, sampler)
-    else:
+    quantization = speculative.quantization
+    shared = (slots, device, sampler)
+
+    def make(ranks: Collective) -> Drafter:
+        """The drafter, divided over these ranks."""
+        if speculative.method == "mtp":
+            return StateDrafter(Mtp(config, target, device, ranks), config, num_drafts, *shared)
+        if path is None:
+            raise LoadError(f"the speculative method {speculative.method!r} needs a model{WITHOUT_MODEL}")
+        if speculative.method == "mlp_speculator":
+            speculator = MlpSpeculator(path, quantization, slots, target, device, sampler, ranks)
+            check_mlp(speculator, speculative, config)
+            return speculator
+        if speculative.method == "eagle3":
+            head = Eagle3(config, target, path, quantization, device, ranks)
+            return StateDrafter(head, config, num_drafts, *shared)
         own = draft_config(config, speculative, path, target)
-        drafter = DraftModel(own, target, num_drafts, slots, device, sampler, collective)
+        if ranks.size == collective.size:
+            return DraftModel(own, target, num_drafts, *shared, ranks)
+        turn = partial(own_turn, collective, config.parallel)
+        own = msgspec.structs.replace(own, parallel=Parallel())
+        return DraftModel(own, target, num_drafts, *shared, ranks, turn)
+
+    drafter = over_ranks(speculative.draft_tensor_parallel_size, collective, make)
     phases.end("drafter")
     logger.info("drafts come from %s (%s)", drafter.name, path or config.model_path)
     return drafter
 
 
-def check_target(speculative: SpeculativeConfig, target: LoadedModel, num_ranks: int) -> None:
+def check_target(speculative: SpeculativeConfig, target: LoadedModel, num_stages: int) -> None:
     """Check that the worker serves the drafter's method, and that the model can be drafted for.
 
-    num_ranks: workers that run the model.
+    num_stages: of the pipeline that runs the model.
 
     Raises:
         LoadError: it cannot be drafted for; the text says why, and what works instead.
@@ -92,9 +99,9 @@ def check_target(speculative: SpeculativeConfig, target: LoadedModel, num_ranks:
             f"the speculative method {method!r} is for models that generate, and {target.architecture} pools: "
             "leave the speculative options out"
         )
-    if num_ranks > 1:
+    if num_stages > 1:
         raise LoadError(
-            f"the speculative method {method!r} needs tensor_parallel_size 1, not {num_ranks}{WITHOUT_MODEL}"
+            f"the speculative method {method!r} needs pipeline_parallel_size 1, not {num_stages}{WITHOUT_MODEL}"
         )
 
 

@@ -117,7 +117,8 @@ def test_models_without_such_layers_are_refused(tmp_path: Path, llama: Path) -> 
     plain = load_runner(folder)[0]
 
     def read(**changes: Any) -> None:
-        read_layers(msgspec.structs.replace(plain.config, **changes), plain.model, plain.device)
+        config = msgspec.structs.replace(plain.config, **changes)
+        read_layers(config, plain.model, plain.device, plain.collective)
 
     with pytest.raises(LoadError, match=r"of ernie4_5_moe are not served: .* another layout"):
         read(hf_overrides={"model_type": "ernie4_5_moe"})

@@ -10,7 +10,6 @@ import pytest
 
 from pagewire.ipc.speculative import Method, SpeculativeConfig
 from pagewire.ipc.worker_messages import WorkerConfig
-from pagewire.workers.collective.single import SingleRank
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.checkpoint_headers import read_headers
 from pagewire.workers.model.fit import fit, model_figures, sizes_of
@@ -31,13 +30,12 @@ def test_the_worker_has_no_drafter_for_methods_of_the_core(llama: Path, method: 
     assert runner.block_bytes == runner_with(llama, None).block_bytes
 
 
-def test_several_ranks_and_models_that_pool_are_refused(llama: Path, tmp_path: Path) -> None:
+def test_pipelines_and_models_that_pool_are_refused(llama: Path, tmp_path: Path) -> None:
     speculative = SpeculativeConfig("draft_model", str(llama), 5)
-    with pytest.raises(LoadError, match=r"needs tensor_parallel_size 1, not 2.*'ngram'"):
+    with pytest.raises(LoadError, match=r"needs pipeline_parallel_size 1, not 2: use tensor_parallel_size"):
         check_target(speculative, runner_with(llama, None).model, 2)
     with pytest.raises(LoadError, match="for models that generate, and LlamaModel pools"):
         runner_with(llama, llama, runner="pooling", convert="embed")
-    assert SingleRank().size == 1
 
 
 def test_another_vocabulary_is_refused(llama: Path, tmp_path: Path) -> None:
