@@ -72,7 +72,7 @@ test-cuda-faults: $(STAMP)
 
 # Every architecture over 2 and 4 ranks, token for token, and in 2 stages: for changes of how models are divided.
 test-ranks: $(STAMP)
-	$(BIN)/pytest -n auto -m every_architecture tests/workers
+	$(BIN)/pytest -n auto -m every_architecture tests/workers tests/end_to_end
 
 # Workers in a Ray cluster, and the examples for Ray: for changes of these. Ray and what the examples need are 170 MB.
 $(VENV)/.ray: $(STAMP)

@@ -129,6 +129,15 @@ class CheckedParams:
     params: SamplingParams
 
 
+def check_generates(info: EngineInfo) -> None:
+    """Refuse to generate with a model that pools; raises ValueError."""
+    if info.pooling is not None:
+        raise ValueError(
+            f"{info.served_model_names[0]} pools and does not generate: use encode, embed, classify, "
+            "score or reward, or start the engine with runner='generate'"
+        )
+
+
 class Intake:
     """Converts prompts and parameters to requests for the core. Thread-safe.
 
@@ -276,11 +285,7 @@ class Intake:
         Raises:
             ValueError, TypeError: a parameter is invalid or not supported.
         """
-        if self.info.pooling is not None:
-            raise ValueError(
-                f"{self.info.served_model_names[0]} pools and does not generate: use encode, embed, classify, "
-                "score or reward, or start the engine with runner='generate'"
-            )
+        check_generates(self.info)
         if params is None:
             params = default_sampling_params(self.info)
         elif isinstance(params, SamplingParams):

@@ -36,6 +36,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     scales: KVScales = UNSCALED,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -43,7 +44,7 @@ def paged_attention(
 
     Query i of a request with `query_len` tokens sits at position `seq_len - query_len + i` and sees the keys at
     positions 0 to its own, and `future` keys after it, as far as the request has them. The logit of a key is
-    `q . k * scale`, then softcapped, then biased by ALiBi. The bits of a token's output depend on its request
+    `q . k * scale`, then softcapped, then biased by distance. The bits of a token's output depend on its request
     alone, not on the batch, the chunking or the threads.
 
     Args:
@@ -58,6 +59,8 @@ def paged_attention(
         softcap: logits become `softcap * tanh(logit / softcap)`.
         sinks: [Hq], one more logit per head in the softmax's denominator, with no value.
         alibi: [Hq], slopes of the bias `slope * (key position - query position)`.
+        relative_bias: [Hq, 2 R], the bias of distances from -R on: `[:, R + key position - query position]`. CPUs
+            only. R is at least a request's length, rounded up to a multiple of 256.
         scales: of keys and values in caches of 8-bit floats.
         out: [T, Hq, Dv], contiguous, in q's dtype; made if not given.
 
@@ -65,7 +68,7 @@ def paged_attention(
         out: [T, Hq, Dv] in q's dtype. Padding rows are 0.
 
     Raises:
-        NotImplementedError: the device is not served, or not with `future`.
+        NotImplementedError: the device is not served, or not with `future` or `relative_bias`.
         TypeError: an index tensor of the batch is not int32.
         ValueError: shapes disagree, the batch points outside its tensors, or the caches take no scales.
     """
@@ -77,6 +80,7 @@ def paged_attention(
         softcap=softcap,
         sinks=sinks,
         alibi=alibi,
+        relative_bias=relative_bias,
         scales=scales,
         out=out,
     )

@@ -10,7 +10,7 @@ from pagewire.kernels.cpu import kernels as cpu_kernels
 from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.kv_codes import DTYPE as KV_CODES
-from pagewire.kernels.layer import Activation, EncoderLayer, Experts, HeadNorms, Layer, Norm
+from pagewire.kernels.layer import Activation, EncoderLayer, Experts, HeadNorms, Layer, LayerNorm, Norm
 from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales
 from pagewire.kernels.weight import Linear, Weight
 
@@ -46,6 +46,7 @@ class Kernels(Protocol):
         softcap: float | None = None,
         sinks: Tensor | None = None,
         alibi: Tensor | None = None,
+        relative_bias: Tensor | None = None,
         scales: KVScales = UNSCALED,
         out: Tensor | None = None,
     ) -> Tensor: ...
@@ -109,7 +110,9 @@ class Kernels(Protocol):
 
     def stack(self, input_norm: Norm, layers: Sequence[Layer]) -> Callable[..., Tensor] | None: ...
 
-    def encoder(self, layers: Sequence[EncoderLayer], scale: float) -> Callable[..., Tensor] | None: ...
+    def encoder(
+        self, layers: Sequence[EncoderLayer], input_norm: LayerNorm | None, *, norm_first: bool
+    ) -> Callable[..., Tensor] | None: ...
 
     def experts(self, experts: Experts) -> ExpertProducts | None:
         """The products of all experts in one call each; None if they are called one by one."""

@@ -1,7 +1,10 @@
-"""A stack of an encoder's layers, as BERT's: each half is added to its input, and the sum is normed.
+"""A stack of an encoder's layers: each half is added to its input, and the sum is normed.
 
-x -> QKV in one product -> (rotary) -> attention to all tokens of the prompt -> output product -> add and norm
+x -> QKV in one product -> (rotary) -> attention to later tokens, too -> output product -> add and norm
   -> up product (and gate) -> activation -> down product -> add and norm -> next layer
+
+As in BERT, the normed sum is what goes on; or, with norms first, it is what the next product takes, and the sum
+itself goes on.
 
 The loop over the layers is here; `cpu/encoder.cpp` is the same loop compiled, and is used if all linear layers are
 packed weights, dense or quantised.
@@ -27,19 +30,27 @@ __all__ = ["EncoderLayer", "EncoderStack", "LayerNorm"]
 class EncoderStack:
     """A stack of an encoder's layers; a single call where the device's kernels allow it.
 
-    scale: of the dot products of queries and keys.
+    norm_first: the sums themselves go on from layer to layer, and each half begins with a norm: a layer's
+        `attention_norm` is that of its feed-forward half, `output_norm` the next layer's first, or that of the
+        stack's output. Otherwise the normed sums go on.
+    input_norm: before the first layer's attention, with `norm_first`; None: there is none.
     """
 
-    def __init__(self, layers: Sequence[EncoderLayer], scale: float) -> None:
-        self.layers, self.scale = layers, scale
-        self.compiled = implementation_for(layers[0].output_norm.weight).encoder(layers, scale)
+    def __init__(
+        self, layers: Sequence[EncoderLayer], input_norm: LayerNorm | None = None, *, norm_first: bool = False
+    ) -> None:
+        if input_norm is not None and not norm_first:
+            raise ValueError("a norm before the first layer is one of layers that begin with a norm")
+        self.layers, self.input_norm, self.norm_first = layers, input_norm, norm_first
+        kernels = implementation_for(layers[0].output_norm.weight)
+        self.compiled = kernels.encoder(layers, input_norm, norm_first=norm_first)
 
     def __call__(
         self,
         x: Tensor,
         batch: AttentionBatch,
         cache: tuple[Tensor, Tensor],
-        angles: tuple[Tensor, Tensor] | None = None,
+        angles: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> Tensor:
         """Run whole prompts through all layers.
 
@@ -47,36 +58,54 @@ class EncoderStack:
             x: [T, H], contiguous; may be overwritten.
             batch: see `AttentionBatch`; of whole prompts, without padding.
             cache: K and V, which every layer overwrites.
-            angles: cosines and sines [T, rot_dim], see `layers.rotary`; None: x holds the positions.
+            angles: tables of cosines and sines [T, rot_dim], see `layers.rotary`; a layer says which is its own.
 
         Returns:
             [T, H].
         """
         if self.compiled is not None:
             return self.compiled(x, batch, cache, angles)
+        residual = x
+        if self.input_norm is not None:
+            x = _norm(x, self.input_norm)
         for layer in self.layers:
-            x = _normed(layer.out(self._attend(layer, x, batch, cache, angles)), x, layer.attention_norm)
+            x, residual = self._add(
+                layer.out(_attend(layer, x, batch, cache, angles)), residual, layer.attention_norm
+            )
             up = layer.up(x)
             inner = ACTIVATIONS[layer.activation](up) if layer.gated else activate_each(up, layer.activation)
-            x = _normed(layer.down(inner), x, layer.output_norm)
+            x, residual = self._add(layer.down(inner), residual, layer.output_norm)
         return x
 
-    def _attend(
-        self,
-        layer: EncoderLayer,
-        x: Tensor,
-        batch: AttentionBatch,
-        cache: tuple[Tensor, Tensor],
-        angles: tuple[Tensor, Tensor] | None,
-    ) -> Tensor:
-        num_tokens = len(x)
-        qkv = layer.qkv(x).view(num_tokens, -1, layer.head_dim)
-        q, k, v = torch.split(qkv, [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], 1)
-        if angles is not None:
-            rotary(q, k, *angles)
-        store_kv(k, v, *cache, batch.slot_mapping)
-        return paged_attention(q, *cache, batch, self.scale, future=WHOLE).view(num_tokens, -1)
+    def _add(self, x: Tensor, residual: Tensor, norm: LayerNorm) -> tuple[Tensor, Tensor]:
+        """What the next product takes, and what the next sum begins with."""
+        total = residual + x
+        normed = _norm(total, norm)
+        return normed, total if self.norm_first else normed
 
 
-def _normed(x: Tensor, residual: Tensor, norm: LayerNorm) -> Tensor:
-    return layer_norm(x, norm.weight, norm.bias, norm.eps, residual=residual)
+def _norm(x: Tensor, norm: LayerNorm) -> Tensor:
+    return layer_norm(x, norm.weight, norm.bias, norm.eps)
+
+
+def _attend(
+    layer: EncoderLayer,
+    x: Tensor,
+    batch: AttentionBatch,
+    cache: tuple[Tensor, Tensor],
+    angles: Sequence[tuple[Tensor, Tensor]],
+) -> Tensor:
+    num_tokens = len(x)
+    qkv = layer.qkv(x).view(num_tokens, -1, layer.head_dim)
+    q, k, v = torch.split(qkv, [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], 1)
+    if layer.angles is not None:
+        rotary(q, k, *angles[layer.angles])
+    store_kv(k, v, *cache, batch.slot_mapping)
+    future = WHOLE if layer.window is None else layer.window - 1
+    attended = paged_attention(
+        *(q, *cache, batch, layer.scale),
+        window=layer.window,
+        future=future,
+        relative_bias=layer.relative_bias,
+    )
+    return attended.view(num_tokens, -1)

@@ -120,34 +120,48 @@ class LayerNorm:
     bias: Tensor | None
     eps: float
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weight and bias."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
 
 @dataclass(frozen=True, slots=True)
 class EncoderLayer:
-    """One layer of an encoder, whose norms come after the residual sums."""
+    """One layer of an encoder. Each norm is of a residual sum; `encoder.EncoderStack` says what it is for."""
 
     qkv: Linear
     """[T, H] to [T, (Hq + 2 Hkv) D]."""
     out: Linear
     """[T, Hq D] to [T, H]."""
     attention_norm: LayerNorm
+    """After attention."""
     up: Linear
     """[T, H] to [T, I]; gated: to [T, 2 I], gate and up together."""
     down: Linear
     """[T, I] to [T, H]."""
     output_norm: LayerNorm
+    """After the feed-forward half."""
     activation: Activation
     gated: bool
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    scale: float
+    """Of the dot products of queries and keys."""
+    window: int | None = None
+    """Keys to each side that a query sees, its own among them; None: all."""
+    angles: int | None = None
+    """Which of the call's tables of angles turns queries and keys; None: none does."""
+    relative_bias: Tensor | None = None
+    """float32 [Hq, 2 R], added to logits by distance: see `attention.paged_attention`."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the packed weights, and of the norms."""
-        norms = (self.attention_norm, self.output_norm)
-        vectors = [vector for norm in norms for vector in (norm.weight, norm.bias) if vector is not None]
-        return sum(part.num_bytes for part in (self.qkv, self.out, self.up, self.down)) + sum(
-            vector.nbytes for vector in vectors
+        products = (self.qkv, self.out, self.up, self.down)
+        return sum(part.num_bytes for part in products) + sum(
+            norm.num_bytes for norm in (self.attention_norm, self.output_norm)
         )
 
 

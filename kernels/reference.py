@@ -6,7 +6,7 @@ Attention and norms accumulate in float32 (float64 for float64 tensors).
 import sys
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from pagewire.kernels.elementwise import elementwise
 from pagewire.kernels.integers import Integers
 from pagewire.kernels.layer import HeadNorms
 from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales, check_scales, token_view
+from pagewire.kernels.reference_bias import Bias
 from pagewire.kernels.reference_encoder import activate_each as activate_each
 from pagewire.kernels.reference_encoder import encoder as encoder
 from pagewire.kernels.reference_encoder import gelu_and_mul as gelu_and_mul
@@ -51,6 +52,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     scales: KVScales = UNSCALED,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -80,7 +82,7 @@ def paged_attention(
             v[:, : max(0, first - window + 1)] = (
                 0  # seen by no query, it may hold anything, and 0 x NaN is NaN
             )
-        bias = _Bias(window, future, seq_len, softcap, alibi)
+        bias = Bias(window, future, seq_len, softcap, alibi, relative_bias)
         tiles = list(zip(_tiles(k), _tiles(v), strict=True))
         queries = q[rows].to(dtype).transpose(0, 1) * scale
         for begin in range(first // QUERIES * QUERIES, seq_len, QUERIES):
@@ -95,29 +97,8 @@ def paged_attention(
     return out
 
 
-class _Bias(NamedTuple):
-    """The changes to attention's logits before the softmax."""
-
-    window: int | None
-    future: int
-    seq_len: int
-    softcap: float | None
-    alibi: Tensor | None
-
-    def apply(self, logits: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-        """Logits [heads, Q, K] of queries at positions [Q, 1] and keys at [K]; -inf where a key is hidden."""
-        if self.softcap:
-            logits = self.softcap * elementwise(torch.tanh, logits / self.softcap)
-        if self.alibi is not None:
-            logits = logits + self.alibi[:, None, None] * (keys - queries)
-        hidden = (keys > queries + self.future) | (keys >= self.seq_len)
-        if self.window is not None:
-            hidden |= keys <= queries - self.window
-        return logits.masked_fill(hidden, float("-inf"))
-
-
 def _attend(
-    q: Tensor, tiles: list[tuple[Tensor, Tensor]], positions: Tensor, bias: _Bias, sinks: Tensor | None
+    q: Tensor, tiles: list[tuple[Tensor, Tensor]], positions: Tensor, bias: Bias, sinks: Tensor | None
 ) -> Tensor:
     """The outputs [heads, QUERIES, Dv] of queries at positions [QUERIES, 1]; tiles: keys and values, from 0 on."""
     logits = []

@@ -31,5 +31,5 @@ def activate_each(x: Tensor, activation: Activation) -> Tensor:
     return elementwise(functional.gelu, x, approximate=form)
 
 
-def encoder(layers: object, scale: float) -> None:
+def encoder(layers: object, input_norm: object, *, norm_first: bool) -> None:
     """None: the layers run kernel by kernel."""

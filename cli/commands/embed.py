@@ -82,8 +82,9 @@ def check_output(options: argparse.Namespace) -> None:
         return
     if not target.parent.is_dir():
         raise UsageError(f"there is no folder {target.parent}")
-    if options.file not in (None, "-") and target.exists() and target.samefile(options.file):
-        raise UsageError(f"the output would overwrite the input, {options.file}")
+    source = None if options.file in (None, "-") else Path(options.file)
+    if source is not None and source.exists() and target.exists() and target.samefile(source):
+        raise UsageError(f"the output would overwrite the input, {source}")
 
 
 def embed_lines(

@@ -112,6 +112,8 @@ bool valid(const AttentionCall& call) {
     if (length == 0) continue;
     const int64_t num_blocks = (seq_len + call.block_size - 1) / call.block_size;
     if (seq_len < length || num_blocks > call.max_blocks) return false;
+    // Logits are computed for whole steps of keys, up to the end of the last KV tile.
+    if (call.relative_bias && (seq_len + kKvTileKeys - 1) / kKvTileKeys * kKvTileKeys > call.bias_radius) return false;
     const int32_t* blocks = call.block_table + request * call.block_table_stride;
     for (int64_t i = window_begin(call, seq_len - length) / call.block_size; i < num_blocks; ++i)
       if (blocks[i] < 0 || blocks[i] >= call.num_blocks) return false;

@@ -29,7 +29,8 @@ class Softmax {
   Softmax(const QueryRows& rows, int64_t kv_tile, int begin, int end)
       : rows_(rows), call_(rows.call), kv_tile_(kv_tile), begin_(begin), end_(end),
         // A plain scale needs no pass of its own: it goes into the exponent.
-        plain_(!call_.softcap && !call_.alibi && call_.scale > 0.0f), factor_(plain_ ? call_.scale * kLog2E : kLog2E) {}
+        plain_(!call_.softcap && !call_.alibi && !call_.relative_bias && call_.scale > 0.0f),
+        factor_(plain_ ? call_.scale * kLog2E : kLog2E) {}
 
   // Rows [first, first + count); scores [count, kScoreStride]; their maxima and sums go to the partial result.
   void run(int64_t first, int64_t count, float* scores, const Partial& result) const {
@@ -66,11 +67,14 @@ class Softmax {
     const float softcap_inverse = call_.softcap ? 1.0f / call_.softcap : 0.0f;
     const float slope = call_.alibi ? call_.alibi[rows_.head(row)] : 0.0f;
     const int64_t distance = kv_tile_ * kKvTileKeys - rows_.position(row);  // from the query to key 0
+    const float* const bias =
+        call_.relative_bias ? call_.relative_bias + (2 * rows_.head(row) + 1) * call_.bias_radius + distance : nullptr;
     for (int key = begin_; key < end_; key += kLanes) {
       Floats s = load(scores + key) * broadcast(call_.scale);
       if (call_.softcap) s = call_.softcap * tanh(s * softcap_inverse);
       const Ints keys = lane_numbers() + (key + int32_t(distance));
       if (call_.alibi) s = s + slope * __builtin_convertvector(keys, Floats);
+      if (bias) s = s + load(bias + key);
       store(scores + key, s);
     }
   }

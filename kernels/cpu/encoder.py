@@ -22,7 +22,9 @@ GROUP_TOKENS = 768
 """Tokens that pass through all layers together, for each thread: two chunks of rows in linear.cpp. What lies
 between two kernels then stays in the processor's caches."""
 
-NormParameters, LayerParameters, EncoderCall = map(structure, ("LayerNorm", "EncoderLayer", "EncoderCall"))
+NormParameters, LayerParameters, Angles, EncoderCall = map(
+    structure, ("LayerNorm", "EncoderLayer", "Angles", "EncoderCall")
+)
 
 
 def _products(layer: EncoderLayer) -> dict[str, Packed]:
@@ -50,38 +52,70 @@ class CompiledEncoder:
     """A stack of an encoder's layers in one call; see `pagewire.kernels.encoder.EncoderStack`."""
 
     @classmethod
-    def of(cls, library: ctypes.CDLL, layers: Sequence[EncoderLayer], scale: float) -> CompiledEncoder | None:
+    def of(
+        cls,
+        library: ctypes.CDLL,
+        layers: Sequence[EncoderLayer],
+        input_norm: LayerNorm | None,
+        *,
+        norm_first: bool,
+    ) -> CompiledEncoder | None:
         """None if the layers differ in shape, or their linear layers are not packed weights, dense or quantised."""
         forms = {(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers}
+        radii = {layer.relative_bias.shape for layer in layers if layer.relative_bias is not None}
         dtypes = {norm.weight.dtype for layer in layers for norm in (layer.attention_norm, layer.output_norm)}
         for layer in layers:
             products = _products(layer)
             dtypes |= {product.dtype for product in products.values()}
             if len(products) < 4 or layer.activation not in ACTIVATION_CODES:
                 return None
-        return cls(library, layers, scale) if len(forms) == len(dtypes) == 1 else None
+        if len(forms) > 1 or len(dtypes) > 1 or len(radii) > 1:
+            return None
+        return cls(library, layers, input_norm, norm_first=norm_first)
 
-    def __init__(self, library: ctypes.CDLL, layers: Sequence[EncoderLayer], scale: float) -> None:
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        layers: Sequence[EncoderLayer],
+        input_norm: LayerNorm | None,
+        *,
+        norm_first: bool,
+    ) -> None:
         self._library = library
-        self._owners = layers  # the structs point to their memory
+        self._owners = (layers, input_norm)  # the structs point to their memory
         first = layers[0]
         self._dtype, self._hidden_size = first.attention_norm.weight.dtype, first.qkv.in_features
         self._num_kv_heads, self._head_dim = first.num_kv_heads, first.head_dim
         self._attended_size = first.num_heads * first.head_dim
         self._qkv_size = self._attended_size + 2 * first.num_kv_heads * first.head_dim
+        self._num_tables = 1 + max(-1 if layer.angles is None else layer.angles for layer in layers)
         self._structs = (LayerParameters * len(layers))(*map(self._struct, layers))
         up = max(layer.up.out_features for layer in layers)
-        self._scratch_widths = (max(self._qkv_size, self._hidden_size), self._attended_size, up)
+        self._scratch = {
+            "qkv": max(self._qkv_size, self._hidden_size),
+            "attended": self._attended_size,
+            "up": up,
+            **({"normed": self._hidden_size} if norm_first else {}),
+        }
+        biases = [layer.relative_bias for layer in layers if layer.relative_bias is not None]
         attention = AttentionCall(
             q_token_stride=self._qkv_size,
             q_head_stride=self._head_dim,
             num_heads=first.num_heads,
             head_dim=self._head_dim,
             future=WHOLE,
+            bias_radius=biases[0].shape[1] // 2 if biases else 0,
             dtype=DTYPES[self._dtype],
         )
         self._call = EncoderCall(
-            layers=ctypes.addressof(self._structs), num_layers=len(layers), scale=scale, attention=attention
+            layers=ctypes.addressof(self._structs),
+            num_layers=len(layers),
+            attention=attention,
+            **(
+                {}
+                if input_norm is None
+                else {"input_norm": _norm(input_norm, self._hidden_size, self._dtype)}
+            ),
         )
 
     def _struct(self, layer: EncoderLayer) -> ctypes.Structure:
@@ -95,10 +129,23 @@ class CompiledEncoder:
         for name, shape in shapes.items():
             if (products[name].out_features, products[name].in_features) != shape:
                 raise ValueError(f"{name}: a weight {shape} expected")
+        bias = layer.relative_bias
+        if bias is not None and not (
+            bias.dtype == torch.float32
+            and bias.dim() == 2
+            and len(bias) == layer.num_heads
+            and bias.shape[1] % 2 == 0
+            and bias.is_contiguous()
+        ):
+            raise ValueError(f"a contiguous bias [{layer.num_heads}, 2 R] of float32 expected")
         return LayerParameters(
             **{name: matrix(product) for name, product in products.items()},
             attention_norm=_norm(layer.attention_norm, hidden, self._dtype),
             output_norm=_norm(layer.output_norm, hidden, self._dtype),
+            relative_bias=None if bias is None else bias.data_ptr(),
+            window=layer.window or 0,
+            angles=-1 if layer.angles is None else layer.angles,
+            scale=layer.scale,
             activation=ACTIVATION_CODES[layer.activation],
             gated=layer.gated,
         )
@@ -108,7 +155,7 @@ class CompiledEncoder:
         x: Tensor,
         batch: AttentionBatch,
         cache: tuple[Tensor, Tensor],
-        angles: tuple[Tensor, Tensor] | None = None,
+        angles: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> Tensor:
         """x [T, H], overwritten by the result.
 
@@ -124,30 +171,30 @@ class CompiledEncoder:
         call.slots = set_batch(call.attention, batch, num_tokens)
         most = max(GROUP_TOKENS * torch.get_num_threads(), batch.max_query_len)
         call.group_tokens, size = most, min(most, num_tokens)
-        buffers = [x.new_empty(size * width) for width in self._scratch_widths]
+        buffers = {name: x.new_empty(size * width) for name, width in self._scratch.items()}
         call.x = x.data_ptr()
-        call.qkv, call.attended, call.up = (buffer.data_ptr() for buffer in buffers)
+        for name, buffer in buffers.items():
+            setattr(call, name, buffer.data_ptr())
         failed = self._library.pagewire_encoder(ctypes.byref(call))
         del held
         if failed:
             raise ValueError("lengths, slots or block numbers of the batch do not fit its tensors")
         return x
 
-    def _take_angles(self, angles: tuple[Tensor, Tensor] | None, num_tokens: int) -> object:
-        """Point the call to cosines and sines; returns what must live until it is over."""
-        call = self._call
-        call.cos = call.sin = None
-        call.rotary_half = 0
-        if angles is None:
-            return None
-        cos, sin = (table.contiguous() for table in angles)
-        size = cos.shape[-1]
-        if cos.shape != (num_tokens, size) or sin.shape != cos.shape or size > self._head_dim or size % 2:
-            raise ValueError(f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} for {num_tokens} tokens")
-        if not cos.dtype == sin.dtype == self._dtype:
-            raise ValueError(f"angles of {self._dtype} expected")
-        call.cos, call.sin, call.rotary_half = cos.data_ptr(), sin.data_ptr(), size // 2
-        return cos, sin
+    def _take_angles(self, angles: Sequence[tuple[Tensor, Tensor]], num_tokens: int) -> object:
+        """Point the call to tables of cosines and sines; returns what must live until it is over."""
+        if len(angles) < self._num_tables:
+            raise ValueError(f"{len(angles)} tables of angles for layers that use {self._num_tables}")
+        tables = [(cos.contiguous(), sin.contiguous()) for cos, sin in angles]
+        size = tables[0][0].shape[-1] if tables else 0
+        for cos, sin in tables:
+            if cos.shape != (num_tokens, size) or sin.shape != cos.shape or size > self._head_dim or size % 2:
+                raise ValueError(f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} for {num_tokens} tokens")
+            if not cos.dtype == sin.dtype == self._dtype:
+                raise ValueError(f"angles of {self._dtype} expected")
+        structs = (Angles * len(tables))(*(Angles(cos.data_ptr(), sin.data_ptr()) for cos, sin in tables))
+        self._call.angles, self._call.rotary_half = ctypes.addressof(structs), size // 2
+        return tables, structs
 
     def _take_cache(self, k: Tensor, v: Tensor) -> None:
         expected = (self._num_kv_heads, self._head_dim)

@@ -18,6 +18,7 @@ struct AttentionCall {
   const int32_t* block_table;
   const float* sinks;  // [heads] or null
   const float* alibi;  // [heads] or null
+  const float* relative_bias;  // [heads, 2 bias_radius] or null: added to logits, by bias_radius + key - query
   int64_t q_token_stride, q_head_stride;
   int64_t k_block_stride, k_head_stride;
   int64_t v_block_stride, v_head_stride;
@@ -26,6 +27,7 @@ struct AttentionCall {
   int64_t num_blocks, block_size, max_blocks;
   int64_t window;  // 0: none
   int64_t future;  // keys after its own position that a query sees; 0: causal
+  int64_t bias_radius;
   float scale;
   float softcap;  // 0: none
   int32_t dtype;        // 0 float32, 1 bfloat16, 2 float16
@@ -52,8 +54,8 @@ EXPORT void pagewire_rms_norm(const void* x, const void* weight, void* out, int6
 EXPORT void pagewire_add_rms_norm(const void* x, void* residual, const void* weight, void* out, int64_t rows,
                                   int64_t size, float eps, float offset, int32_t dtype, int32_t num_threads);
 
-EXPORT void pagewire_layer_norm(const void* x, const void* residual, const void* weight, const void* bias, void* out,
-                                int64_t rows, int64_t size, float eps, int32_t dtype, int32_t num_threads);
+EXPORT void pagewire_layer_norm(const void* x, const void* residual, const void* weight, const void* bias, void* sum,
+                                void* out, int64_t rows, int64_t size, float eps, int32_t dtype, int32_t num_threads);
 
 EXPORT void pagewire_activate_each(const void* x, void* out, int64_t rows, int64_t size, int32_t activation,
                                    int32_t dtype, int32_t num_threads);
@@ -287,29 +289,40 @@ EXPORT int pagewire_decoder(const StackCall* call);
 // ---- encoder.cpp: a stack of layers whose tokens attend to later ones, too ----
 
 struct LayerNorm {
-  const void* weight;
+  const void* weight;  // null: there is no norm
   const void* bias;  // null: there is none
   float eps;
+};
+
+// Cosines and sines of the tokens of a call.
+struct Angles {
+  const void* cos;  // [tokens, 2 rotary_half]
+  const void* sin;
 };
 
 struct EncoderLayer {
   Matrix qkv, out, up, down;
   LayerNorm attention_norm, output_norm;  // each after the residual sum
+  const float* relative_bias;  // see AttentionCall
+  int64_t window;              // keys to each side that a query sees, its own among them; 0: all
+  int64_t angles;              // the number of those that turn queries and keys; -1: none do
+  float scale;
   int32_t activation;  // of up; see layers.cpp
   int32_t gated;       // up holds gates and then what they are multiplied with
 };
 
 struct EncoderCall {
   const EncoderLayer* layers;
+  LayerNorm input_norm;  // before the first layer
   void* x;  // [tokens, hidden], overwritten by the output
-  void* qkv;  // scratch, of [group_tokens, ...]: [(heads + 2 kv_heads) head_dim], and then [hidden]
-  void* attended;  // scratch: [heads head_dim]
-  void* up;        // scratch: [up.n]
-  const void* cos;  // [tokens, 2 rotary_half], or null: positions are in x
-  const void* sin;
+  // Scratch, [group_tokens, ...].
+  void* normed;    // [hidden]: norms of the sums, which stay as they are in x; null: their norms take their place
+  void* qkv;       // [(heads + 2 kv_heads) head_dim], and then [hidden]
+  void* attended;  // [heads head_dim]
+  void* up;        // [up.n]
+  const Angles* angles;  // by number
   const int64_t* slots;
   int64_t num_layers, rotary_half, group_tokens;
-  float scale;
   AttentionCall attention;  // the caches hold one layer at a time
 };
 

@@ -27,7 +27,7 @@ from pagewire.kernels.deltas import AdapterRows
 from pagewire.kernels.integers import Integers
 from pagewire.kernels.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.kv_codes import head_size, row_width
-from pagewire.kernels.layer import Activation, EncoderLayer, Experts, Layer, Norm
+from pagewire.kernels.layer import Activation, EncoderLayer, Experts, Layer, LayerNorm, Norm
 from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales, check_scales
 from pagewire.kernels.reference import rotate_and_store_with
 from pagewire.kernels.weight import Linear, Weight
@@ -59,6 +59,7 @@ class CpuKernels:
         softcap: float | None = None,
         sinks: Tensor | None = None,
         alibi: Tensor | None = None,
+        relative_bias: Tensor | None = None,
         scales: KVScales = UNSCALED,
         out: Tensor | None = None,
         num_threads: int | None = None,
@@ -72,7 +73,7 @@ class CpuKernels:
         _check_attention(q, k_cache, v_cache, batch, out)
         query_start_loc, seq_lens = batch.query_start_loc.contiguous(), batch.seq_lens.contiguous()
         block_table = last_contiguous(batch.block_table)
-        sinks, alibi = _per_head(sinks, num_heads), _per_head(alibi, num_heads)
+        terms = _logit_terms(num_heads, sinks, alibi, relative_bias)  # they live until the call is over
         call = AttentionCall(
             q=q.data_ptr(),
             k_cache=k_cache.data_ptr(),
@@ -81,8 +82,8 @@ class CpuKernels:
             query_start_loc=query_start_loc.data_ptr(),
             seq_lens=seq_lens.data_ptr(),
             block_table=block_table.data_ptr(),
-            sinks=None if sinks is None else sinks.data_ptr(),
-            alibi=None if alibi is None else alibi.data_ptr(),
+            **{name: term.data_ptr() for name, term in terms.items()},
+            bias_radius=0 if relative_bias is None else relative_bias.shape[1] // 2,
             q_token_stride=q.stride(0),
             q_head_stride=q.stride(1),
             **cache_fields(self._library, k_cache, v_cache),
@@ -204,6 +205,7 @@ class CpuKernels:
             None if residual is None else residual.data_ptr(),
             weight.data_ptr(),
             None if bias is None else bias.data_ptr(),
+            None,
             out.data_ptr(),
             x.numel() // max(1, x.shape[-1]),
             x.shape[-1],
@@ -317,9 +319,11 @@ class CpuKernels:
         """A compiled call for all layers; None if they differ in shape, or are not packed by this library."""
         return CompiledStack.of(self._library, input_norm, layers)
 
-    def encoder(self, layers: Sequence[EncoderLayer], scale: float) -> CompiledEncoder | None:
+    def encoder(
+        self, layers: Sequence[EncoderLayer], input_norm: LayerNorm | None, *, norm_first: bool
+    ) -> CompiledEncoder | None:
         """A compiled call for all layers; None if they differ in shape, or are not packed by this library."""
-        return CompiledEncoder.of(self._library, layers, scale)
+        return CompiledEncoder.of(self._library, layers, input_norm, norm_first=norm_first)
 
     def experts(self, experts: Experts) -> CompiledExperts | None:
         """The experts in one call; None if they are not packed by this library."""
@@ -440,7 +444,14 @@ def _contiguous_like(x: Tensor, other: Tensor) -> Tensor:
     return other
 
 
-def _per_head(x: Tensor | None, num_heads: int) -> Tensor | None:
-    if x is not None and x.shape != (num_heads,):
-        raise ValueError(f"one number per head expected: {num_heads}, not {tuple(x.shape)}")
-    return None if x is None else x.to(torch.float32).contiguous()
+def _logit_terms(
+    num_heads: int, sinks: Tensor | None, alibi: Tensor | None, relative_bias: Tensor | None
+) -> dict[str, Tensor]:
+    """Those that are given, as the library takes them."""
+    given = {"sinks": sinks, "alibi": alibi, "relative_bias": relative_bias}
+    terms = {name: x.to(torch.float32).contiguous() for name, x in given.items() if x is not None}
+    for name, x in terms.items():
+        by_distance = name == "relative_bias" and x.dim() == 2 and len(x) == num_heads and x.shape[1] % 2 == 0
+        if x.shape != (num_heads,) and not by_distance:
+            raise ValueError(f"{name} for each of {num_heads} heads expected, not {tuple(x.shape)}")
+    return terms

@@ -48,13 +48,15 @@ INLINE Floats first_lanes(Floats v, int64_t count) {
   return count >= kLanes ? v : select(lane_numbers() < int32_t(count), v, Floats{});
 }
 
-// residual and bias may be null; out may be x or residual.
+// residual, bias and sum may be null; out may be x, residual or sum, and sum may be residual.
 template <class T>
-void layer_norm_row(const T* x, const T* residual, const T* weight, const T* bias, T* out, int64_t size, float eps) {
+void layer_norm_row(const T* x, const T* residual, const T* weight, const T* bias, T* sum, T* out, int64_t size,
+                    float eps) {
   Floats sums = {}, squares = {};
   for (int64_t i = 0; i < size; i += kLanes) {
     Floats v = load(x + i, size - i);
     if (residual) v = rounded_to<T>(v + load(residual + i, size - i));
+    if (sum) store(sum + i, v, size - i);
     store(out + i, v, size - i);
     sums = sums + v;
   }
@@ -258,15 +260,17 @@ EXPORT void pagewire_add_rms_norm(const void* x, void* residual, const void* wei
   });
 }
 
-// x, residual (or null), out [rows, size], contiguous: out = norm of x + residual. Any of them may be the same.
-EXPORT void pagewire_layer_norm(const void* x, const void* residual, const void* weight, const void* bias, void* out,
-                                int64_t rows, int64_t size, float eps, int32_t dtype, int32_t num_threads) {
+// x, residual (or null), sum (or null), out [rows, size], contiguous: sum = x + residual, out = its norm. Any of them may
+// be the same.
+EXPORT void pagewire_layer_norm(const void* x, const void* residual, const void* weight, const void* bias, void* sum,
+                                void* out, int64_t rows, int64_t size, float eps, int32_t dtype, int32_t num_threads) {
   dispatch(dtype, [&](auto element) {
     using T = decltype(element);
     for_rows(rows, size, num_threads, [&](int64_t row) {
       const int64_t first = row * size;
       layer_norm_row(static_cast<const T*>(x) + first, residual ? static_cast<const T*>(residual) + first : nullptr,
-                     static_cast<const T*>(weight), static_cast<const T*>(bias), static_cast<T*>(out) + first, size, eps);
+                     static_cast<const T*>(weight), static_cast<const T*>(bias),
+                     sum ? static_cast<T*>(sum) + first : nullptr, static_cast<T*>(out) + first, size, eps);
     });
   });
 }

@@ -12,7 +12,7 @@ from pagewire.kernels.cuda import attention, gates, kv, norms, sampling
 from pagewire.kernels.cuda.launch import CudaLauncher, KernelLauncher
 from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.deltas import AdapterRows
-from pagewire.kernels.layer import Activation, EncoderLayer, Experts, HeadNorms, Layer, Norm
+from pagewire.kernels.layer import Activation, EncoderLayer, Experts, HeadNorms, Layer, LayerNorm, Norm
 from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales
 from pagewire.kernels.weight import Linear, UnpackedLinear, Weight
 
@@ -72,13 +72,14 @@ class CudaKernels:
         softcap: float | None = None,
         sinks: Tensor | None = None,
         alibi: Tensor | None = None,
+        relative_bias: Tensor | None = None,
         scales: KVScales = UNSCALED,
         out: Tensor | None = None,
     ) -> Tensor:
         """See `pagewire.kernels.attention.paged_attention`."""
-        if future:
+        if future or relative_bias is not None:
             raise NotImplementedError(
-                "attention to later tokens has no CUDA kernel yet: encoders run on CPUs"
+                "attention to later tokens and biases by distance have no CUDA kernel yet: encoders run on CPUs"
             )
         return attention.paged_attention(
             self.launcher,
@@ -162,7 +163,9 @@ class CudaKernels:
     def stack(self, input_norm: Norm, layers: Sequence[Layer]) -> None:
         """None: a stack's kernels are launched one by one, ten for a layer."""
 
-    def encoder(self, layers: Sequence[EncoderLayer], scale: float) -> None:
+    def encoder(
+        self, layers: Sequence[EncoderLayer], input_norm: LayerNorm | None, *, norm_first: bool
+    ) -> None:
         """None: encoders run on CPUs."""
 
     def experts(self, experts: Experts) -> None:

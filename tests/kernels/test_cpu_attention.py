@@ -28,6 +28,12 @@ class Options:
     softcap: float | None = None
     sinks: Tensor | None = None
     alibi: Tensor | None = None
+    relative_bias: Tensor | None = None
+
+
+def by_distance(num_heads: int) -> Tensor:
+    """Random biases of all distances within `LENGTH`."""
+    return torch.randn(num_heads, 2 * 768, generator=torch.Generator().manual_seed(0))
 
 
 def everything(num_heads: int) -> Options:
@@ -36,6 +42,7 @@ def everything(num_heads: int) -> Options:
         softcap=5.0,
         sinks=torch.linspace(-1, 3, num_heads),
         alibi=torch.logspace(-3, -1, num_heads),
+        relative_bias=by_distance(num_heads),
     )
 
 
@@ -107,6 +114,7 @@ def test_ragged_batches(kernels: CpuKernels, data: st.DataObject) -> None:
         softcap=data.draw(st.none() | st.just(5.0)),
         sinks=data.draw(st.none() | st.just(torch.linspace(-2, 2, num_heads))),
         alibi=data.draw(st.none() | st.just(torch.logspace(-3, -1, num_heads))),
+        relative_bias=data.draw(st.none() | st.just(by_distance(num_heads))),
     )
     length = st.integers(1, LENGTH) | st.sampled_from([16, 255, 256, 257, 512])
     ends = data.draw(st.lists(length, min_size=1, max_size=4))
@@ -214,6 +222,13 @@ def test_refuses_what_does_not_fit(best_kernels: CpuKernels) -> None:
     ):
         with pytest.raises(ValueError):
             run(best_kernels, wrong, Options())
+    for shape_of_bias in ((4, 510), (3, 512), (4, 513), (2, 4, 512)):
+        with pytest.raises(ValueError):
+            run(best_kernels, paged, Options(relative_bias=torch.zeros(shape_of_bias)))
+    with pytest.raises(ValueError, match="too small for 20 tokens"):
+        paged_on = page(shape, [random_request(shape, 20, torch.float64, 0)], [(0, 20)])
+        arguments = (paged_on.q, paged_on.k_cache, paged_on.v_cache, paged_on.batch, 0.1)
+        attention.paged_attention(*arguments, relative_bias=torch.zeros(4, 32))
     with pytest.raises(TypeError):
         run(best_kernels, changed(seq_lens=torch.tensor([20])), Options())
     with pytest.raises(NotImplementedError):

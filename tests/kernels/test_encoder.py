@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,16 @@ from .batches import allocate_kv
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, PAGE = 48, 4, 2, 16, 72, 16
 LENGTHS = (20, 1, 33, 5, 17)
+RADIUS = 256  # of distances that have a bias
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"activation": Activation.GELU_TANH, "bias": False},
+    {"activation": Activation.SILU, "gated": True, "rotary": True},
+    {"gated": True, "quantised": True, "rotary": True},
+    {"norm_first": True, "bias": False, "gated": True, "windowed": True, "rotary": True},
+    {"norm_first": True, "input_norm": True, "quantised": True},
+    {"relative": True},
+]
 
 
 def make_stack(
@@ -29,8 +40,16 @@ def make_stack(
     gated: bool = False,
     bias: bool = True,
     quantised: bool = False,
+    rotary: bool = False,
+    windowed: bool = False,
+    relative: bool = False,
+    **form: bool,
 ) -> EncoderStack:
-    """Two random layers; with `quantised` some matrices of the first are quantised."""
+    """Two random layers; with `quantised` some matrices of the first are quantised.
+
+    windowed: the first sees the keys within 7 of a query, and has angles of its own. form: `norm_first`, and
+    whether the first layer begins with an `input_norm`.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -43,7 +62,9 @@ def make_stack(
     def norm() -> LayerNorm:
         return LayerNorm(1 + random(HIDDEN), random(HIDDEN) if bias else None, 1e-6)
 
-    def layer(scheme: Integers | None) -> EncoderLayer:
+    distances = random(HEADS, 2 * RADIUS).float() * RADIUS**0.5
+
+    def layer(scheme: Integers | None, window: int | None = None) -> EncoderLayer:
         return EncoderLayer(
             qkv=linear((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN, scheme),
             out=linear(HIDDEN, HEADS * HEAD_DIM),
@@ -56,13 +77,19 @@ def make_stack(
             num_heads=HEADS,
             num_kv_heads=KV_HEADS,
             head_dim=HEAD_DIM,
+            scale=HEAD_DIM**-0.5,
+            window=window,
+            angles=int(window is None) if rotary else None,
+            relative_bias=distances if relative else None,
         )
 
-    return EncoderStack([layer(Integers(8, None, 128) if quantised else None), layer(None)], HEAD_DIM**-0.5)
+    layers = [layer(Integers(8, None, 128) if quantised else None, 8 if windowed else None), layer(None)]
+    input_norm = norm() if form.pop("input_norm", False) else None
+    return EncoderStack(layers, input_norm, **form)
 
 
-def make_step(dtype: torch.dtype) -> tuple[Tensor, AttentionBatch, tuple[Tensor, Tensor]]:
-    """States, batch, and angles of prompts of `LENGTHS` tokens, each in pages of its own."""
+def make_step(dtype: torch.dtype) -> tuple[Tensor, AttentionBatch, list[tuple[Tensor, Tensor]]]:
+    """States, batch, and two tables of angles of prompts of `LENGTHS` tokens, each in pages of its own."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.tensor(LENGTHS)
     pages = -(-lengths // PAGE)
@@ -77,9 +104,9 @@ def make_step(dtype: torch.dtype) -> tuple[Tensor, AttentionBatch, tuple[Tensor,
         max_query_len=max(LENGTHS),
         max_seq_len=max(LENGTHS),
     )
-    angles = torch.rand(sum(LENGTHS), HEAD_DIM // 2, generator=generator).repeat(1, 2)
+    tables = torch.rand(2, sum(LENGTHS), HEAD_DIM // 2, generator=generator).repeat(1, 1, 2)
     x = torch.randn(sum(LENGTHS), HIDDEN, generator=generator).to(dtype)
-    return x, batch, (angles.cos().to(dtype), angles.sin().to(dtype))
+    return x, batch, [(angles.cos().to(dtype), angles.sin().to(dtype)) for angles in tables]
 
 
 def make_cache(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -87,52 +114,58 @@ def make_cache(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"activation": Activation.GELU_TANH, "bias": False},
-        {"activation": Activation.SILU, "gated": True},
-        {"gated": True, "quantised": True},
-    ],
-    ids=lambda options: " ".join(options) or "plain",
-)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(options) or "plain")
 @pytest.mark.usefixtures("served_kernels")
 def test_one_call_is_all_the_kernels(
-    dtype: torch.dtype, options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However the prompts are grouped, and each prompt's bits are those that it has alone."""
-    stack = make_stack(dtype, **options)  # type: ignore[arg-type]
+    """However the prompts are grouped; and it computes what plain PyTorch does in float64."""
+    stack = make_stack(dtype, **options)
     assert stack.compiled is not None
     x, batch, angles = make_step(dtype)
-    rotated = angles if options.get("gated") else None
-    whole = stack(x.clone(), batch, make_cache(dtype), rotated)
+    whole = stack(x.clone(), batch, make_cache(dtype), angles)
     monkeypatch.setattr(compiled_encoder, "GROUP_TOKENS", 1)
-    assert torch.equal(stack(x.clone(), batch, make_cache(dtype), rotated), whole)
+    assert torch.equal(stack(x.clone(), batch, make_cache(dtype), angles), whole)
     stack.compiled = None
-    assert torch.equal(stack(x.clone(), batch, make_cache(dtype), rotated), whole)
+    assert torch.equal(stack(x.clone(), batch, make_cache(dtype), angles), whole)
     assert whole.isfinite().all() and whole.float().std() > 0.1
+    if dtype == torch.float32 and "quantised" not in options:
+        x, batch, angles = make_step(torch.float64)
+        exact = make_stack(torch.float64, **options)
+        assert exact.compiled is None
+        expected = exact(x, batch, make_cache(torch.float64), angles)
+        torch.testing.assert_close(whole.double(), expected, atol=2e-5, rtol=0)
 
 
 def test_layers_of_two_forms_run_kernel_by_kernel(served_kernels: CpuKernels) -> None:
     first, second = make_stack(torch.float32).layers
     for other in (dataclasses.replace(second, head_dim=8), dataclasses.replace(second, down=lambda x: x)):
-        assert served_kernels.encoder([first, other], 0.25) is None
+        assert served_kernels.encoder([first, other], None, norm_first=False) is None
 
 
 @pytest.mark.usefixtures("served_kernels")
 def test_what_does_not_fit_is_refused() -> None:
-    stack = make_stack(torch.float32)
+    stack = make_stack(torch.float32, rotary=True, relative=True)
     x, batch, angles = make_step(torch.float32)
+    (cos, sin), other = angles
     cache = make_cache(torch.float32)
     with pytest.raises(ValueError, match="states"):
-        stack(x[:, :-1].contiguous(), batch, cache)
+        stack(x[:, :-1].contiguous(), batch, cache, angles)
     with pytest.raises(ValueError, match="cache"):
-        stack(x, batch, make_cache(torch.bfloat16))
+        stack(x, batch, make_cache(torch.bfloat16), angles)
     with pytest.raises(ValueError, match="cos"):
-        stack(x, batch, cache, (angles[0][:5], angles[1][:5]))
+        stack(x, batch, cache, [(cos[:5], sin[:5]), other])
     with pytest.raises(ValueError, match="angles of"):
-        stack(x, batch, cache, (angles[0].double(), angles[1].double()))
+        stack(x, batch, cache, [(cos.double(), sin.double()), other])
+    with pytest.raises(ValueError, match="1 tables of angles for layers that use 2"):
+        stack(x, batch, cache, angles[:1])
+    layers = [dataclasses.replace(layer, relative_bias=torch.zeros(HEADS, 64)) for layer in stack.layers]
+    with pytest.raises(ValueError, match="fit"):  # of fewer distances than a KV tile has
+        EncoderStack(layers)(x, batch, cache, angles)
+    with pytest.raises(ValueError, match=r"a contiguous bias \[4, 2 R\]"):
+        EncoderStack([dataclasses.replace(layer, relative_bias=torch.zeros(3, 512)) for layer in layers])
+    with pytest.raises(ValueError, match="layers that begin with a norm"):
+        EncoderStack(layers, layers[0].output_norm)
     for name, value in (
         ("slot_mapping", batch.slot_mapping[:-1]),
         ("slot_mapping", batch.slot_mapping + 1000),
@@ -142,4 +175,4 @@ def test_what_does_not_fit_is_refused() -> None:
         ("query_start_loc", batch.query_start_loc.flip(0).contiguous()),
     ):
         with pytest.raises(ValueError, match="fit"):
-            stack(x, dataclasses.replace(batch, **{name: value}), cache)
+            stack(x, dataclasses.replace(batch, **{name: value}), cache, angles)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from pagewire.ipc.pooling import PoolerConfig, PoolingParams
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model.encoder_stack import STRUCTURES, EncoderStack
+from pagewire.workers.model.encoder_stack import EncoderStack
+from pagewire.workers.model.encoder_structures import STRUCTURES
 from pagewire.workers.model.pooler import PoolingSlot
 
 from ..frontend.word_pieces import write_tokenizer
@@ -91,9 +92,26 @@ def test_every_encoder_embeds(model_type: str, tmp_path: Path) -> None:
     folder = write(tmp_path, model_type)
     prompts = make_prompts(128, LENGTHS)
     runner, _ = load_runner(folder, pooler_config=PoolerConfig(pooling_type="MEAN"))
+    is_stack = model_type in STRUCTURES and model_type != "electra"  # whose embeddings are smaller here
+    assert isinstance(runner.model.model.base, EncoderStack) == is_stack
     crowd = pool(runner, prompts, MEAN)
     for prompt, vector, hidden in zip(prompts, crowd, states(folder, prompts), strict=True):
         assert cosine(vector, hidden.mean(0)) > 0.999999
+        assert torch.equal(pool(runner, [prompt], MEAN)[0], vector)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "nomic_bert", "modernbert", "mpnet"])
+def test_encoders_are_quantised_while_they_are_loaded(model_type: str, tmp_path: Path) -> None:
+    """In 8 bits, in the same call; to the bits of each prompt alone."""
+    folder = write(tmp_path, model_type)
+    prompts = make_prompts(128, LENGTHS)
+    mean = PoolerConfig(pooling_type="MEAN")
+    runner, _ = load_runner(folder, pooler_config=mean, quantization="int8", dtype="bfloat16")
+    base = runner.model.model.base
+    assert isinstance(base, EncoderStack) and base.stack.layers[1].down.scheme.bits == 8
+    crowd = pool(runner, prompts, MEAN)
+    for prompt, vector, hidden in zip(prompts, crowd, states(folder, prompts), strict=True):
+        assert cosine(vector, hidden.mean(0)) > 0.995
         assert torch.equal(pool(runner, [prompt], MEAN)[0], vector)
 
 
@@ -139,7 +157,11 @@ def test_what_is_not_finite_is_no_result(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "dtype"),
-    [*((name, "float32") for name in (*CAUSAL, *ENCODERS)), ("llama", "bfloat16"), ("bert", "float16")],
+    [
+        *((name, "float32") for name in (*CAUSAL, *ENCODERS)),
+        *((name, "bfloat16") for name in ("llama", "modernbert", "mpnet")),
+        ("bert", "float16"),
+    ],
 )
 def test_bits_are_those_of_a_prompt_alone(model_type: str, dtype: str, tmp_path: Path) -> None:
     folder = write(tmp_path, model_type, dtype=dtype)

@@ -1,8 +1,9 @@
 """Encoders: models whose tokens attend to later ones, too, and which keep no keys and values.
 
 All prompts of a step run as one packed sequence, without padding: one call of attention over all of them. The
-keys and values of a layer lie in pages that the next layer overwrites. A model with attention of its own (MPNet's
-and DeBERTa's position biases) runs prompt by prompt instead; its products use our kernels all the same.
+keys and values of a layer lie in pages that the next layer overwrites. A model with attention of its own
+(DeBERTa's, and MPNet's where its layers are no stack) runs prompt by prompt instead; its products use our kernels
+all the same.
 """
 
 from __future__ import annotations

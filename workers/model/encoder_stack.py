@@ -1,13 +1,12 @@
 """Builds the fast stack of encoders like BERT from a transformers module.
 
-A stack is built if the module has one of the known structures, and used only if it then computes the same hidden
-states (`pooling_loading.py`). Other encoders keep their own forward.
+A stack is built if the module has one of the known structures (`encoder_structures.py`), and used only if it then
+computes the same hidden states (`pooling_loading.py`). Other encoders keep their own forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from pagewire.kernels.layer import Activation
 from pagewire.kernels.layers import layer_norm
 from pagewire.kernels.linear import Linear
 from pagewire.workers.model.attention import KVShape, current_step
+from pagewire.workers.model.encoder_structures import STRUCTURES, LayerParts, Structure
 from pagewire.workers.model.transforms import RotaryTable, embedding, pack_joined
 from pagewire.workers.model.weights import Weights
 
@@ -29,7 +29,7 @@ ACTIVATION_NAMES = {
     "silu": Activation.SILU,
     "swish": Activation.SILU,
 }
-TABLES = ("word_embeddings", "position_embeddings", "token_type_embeddings")
+TABLES = ("position_embeddings", "token_type_embeddings")
 
 
 class _OtherStructureError(Exception):
@@ -41,115 +41,88 @@ def _require(condition: bool) -> None:
         raise _OtherStructureError
 
 
-@dataclass(frozen=True)
-class LayerParts:
-    """The modules of a layer. up: what takes the normed sum: one layer, or gate and up."""
-
-    qkv: Sequence[Any]
-    out: Any
-    attention_norm: Any
-    up: Sequence[Any]
-    down: Any
-    output_norm: Any
-    head_dim: int
-    scale: float
-
-
-def of_bert(layer: Any) -> LayerParts:
-    """BERT's, RoBERTa's, XLM-RoBERTa's and CamemBERT's layer."""
-    attention = layer.attention.self
-    return LayerParts(
-        (attention.query, attention.key, attention.value),
-        layer.attention.output.dense,
-        layer.attention.output.LayerNorm,
-        (layer.intermediate.dense,),
-        layer.output.dense,
-        layer.output.LayerNorm,
-        attention.attention_head_size,
-        attention.scaling,
-    )
-
-
-def of_distilbert(layer: Any) -> LayerParts:
-    """DistilBERT's layer."""
-    attention = layer.attention
-    return LayerParts(
-        (attention.q_lin, attention.k_lin, attention.v_lin),
-        attention.out_lin,
-        layer.sa_layer_norm,
-        (layer.ffn.lin1,),
-        layer.ffn.lin2,
-        layer.output_layer_norm,
-        attention.attention_head_size,
-        attention.scaling,
-    )
-
-
-def of_gated(layer: Any) -> LayerParts:
-    """NomicBERT's and GTE's layer."""
-    attention = layer.self_attn
-    return LayerParts(
-        (attention.q_proj, attention.k_proj, attention.v_proj),
-        attention.o_proj,
-        layer.post_attention_layernorm,
-        (layer.mlp.gate_proj, layer.mlp.up_proj),
-        layer.mlp.down_proj,
-        layer.post_mlp_layernorm,
-        attention.head_dim,
-        attention.scaling,
-    )
-
-
-STRUCTURES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], LayerParts]]] = {
-    **dict.fromkeys(
-        ("bert", "roberta", "xlm-roberta", "camembert"), (lambda base: base.encoder.layer, of_bert)
-    ),
-    "distilbert": (lambda base: base.transformer.layer, of_distilbert),
-    **dict.fromkeys(("nomic_bert", "gte"), (lambda base: base.layers, of_gated)),
-}
-"""By model type: the layers of a base, and the parts of one."""
-
-
 def build_encoder_stack(base: Any, weights: Weights, device: torch.device) -> EncoderStack | None:
     """The stack of `base`, with its weights packed; None if `base` has another structure."""
-    if base.config.model_type not in STRUCTURES:
+    if (structure := STRUCTURES.get(base.config.model_type)) is None:
         return None
-    layers_of, parts_of = STRUCTURES[base.config.model_type]
     try:
-        parts = [parts_of(layer) for layer in layers_of(base)]
-        _require(len(parts) > 0 and len({part.scale for part in parts}) == 1)
-        name = getattr(base.config, "hidden_act", None) or getattr(base.config, "activation", None)
-        _require(name in ACTIVATION_NAMES)
+        _require(getattr(base, "embeddings_project", None) is None)  # Electra's, if its embeddings are small
         rotary = getattr(base, "rotary_emb", None)
         _require(rotary is None or isinstance(rotary, RotaryTable))
-        embeddings = EncoderEmbeddings.of(base.embeddings, weights, device)
-        layers = [_packed(part, ACTIVATION_NAMES[str(name)], weights, device) for part in parts]
+        parts = list(structure.layers(base))
+        _require(len(parts) > 0)
+        embeddings = EncoderEmbeddings.of(base.embeddings, structure, weights, device)
+        kinds = list(dict.fromkeys(part.kind for part in parts)) if rotary is not None else []
+        stack = _stack(base, structure, parts, kinds, weights, device)
     except (_OtherStructureError, AttributeError):
         return None
-    pooler = getattr(base, "pooler", None)
-    stack = EncoderStack(embeddings, Stack(layers, parts[0].scale), rotary, pooler)
-    stack.config, stack.base_model_prefix = base.config, base.base_model_prefix
-    return stack
+    whole = EncoderStack(embeddings, stack, rotary, kinds, getattr(base, "pooler", None))
+    whole.config, whole.base_model_prefix = base.config, base.base_model_prefix
+    return whole
+
+
+def _stack(
+    base: Any,
+    structure: Structure,
+    parts: Sequence[LayerParts],
+    kinds: Sequence[str | None],
+    weights: Weights,
+    device: torch.device,
+) -> Stack:
+    """The layers of a base, of these parts. kinds: of angles, in the order of their numbers."""
+    activation = activation_of(base.config)
+    bias = None if structure.relative_bias is None else structure.relative_bias(base, weights)
+    norms = [norm for part in parts for norm in part.norms]
+    first = None
+    if structure.final_norm is not None:
+        first, *norms = *norms, structure.final_norm(base)
+    layers = []
+    for part, pair in zip(parts, zip(norms[::2], norms[1::2], strict=True), strict=True):
+        angles = kinds.index(part.kind) if kinds else None
+        layers.append(_packed(part, pair, activation, angles, bias, weights, device))
+    # ModernBERT's first layer has no norm of its own: its input is normed already.
+    input_norm = None if first is None or isinstance(first, nn.Identity) else _norm(first, weights)
+    return Stack(layers, input_norm, norm_first=structure.final_norm is not None)
+
+
+def activation_of(config: Any) -> Activation:
+    """The activation that a configuration names."""
+    names = ("hidden_act", "activation", "hidden_activation")
+    name = next((found for name in names if (found := getattr(config, name, None)) is not None), None)
+    _require(name in ACTIVATION_NAMES)
+    return ACTIVATION_NAMES[str(name)]
 
 
 def _packed(
-    parts: LayerParts, activation: Activation, weights: Weights, device: torch.device
+    parts: LayerParts,
+    norms: tuple[Any, Any],
+    activation: Activation,
+    angles: int | None,
+    bias: Tensor | None,
+    weights: Weights,
+    device: torch.device,
 ) -> EncoderLayer:
-    """A layer of the stack, with joined and packed linear layers."""
+    """A layer of the stack, with joined and packed linear layers. norms: of the sums in it."""
     heads = [weights.num_rows(linear) // parts.head_dim for linear in parts.qkv]
+    if len(heads) == 1:
+        heads = [heads[0] // 3] * 3
     _require(heads[1] == heads[2])
     return EncoderLayer(
         qkv=_joined(parts.qkv, weights, device),
         out=_joined([parts.out], weights, device),
-        attention_norm=_norm(parts.attention_norm, weights),
+        attention_norm=_norm(norms[0], weights),
         up=_joined(parts.up, weights, device),
         down=_joined([parts.down], weights, device),
-        output_norm=_norm(parts.output_norm, weights),
+        output_norm=_norm(norms[1], weights),
         activation=activation,
-        gated=len(parts.up) == 2,
+        gated=parts.gated,
         num_heads=heads[0],
         num_kv_heads=heads[1],
         head_dim=parts.head_dim,
+        scale=parts.head_dim**-0.5,
+        window=parts.window,
+        angles=angles,
+        relative_bias=bias,
     )
 
 
@@ -168,11 +141,14 @@ def _norm(module: Any, weights: Weights) -> LayerNorm:
 
 
 class EncoderEmbeddings(nn.Module):
-    """The sum of a token's embeddings: of the word, and where there are any, of its type and position; normed."""
+    """The sum of a token's embeddings: of the word, and where there are any, of its type and position.
+
+    norm: of the sum; None: it is not normed.
+    """
 
     def __init__(
         self,
-        norm: LayerNorm,
+        norm: LayerNorm | None,
         word_embeddings: nn.Module,
         position_embeddings: nn.Module | None,
         token_type_embeddings: nn.Module | None,
@@ -183,19 +159,20 @@ class EncoderEmbeddings(nn.Module):
         self.position_embeddings, self.token_type_embeddings = position_embeddings, token_type_embeddings
 
     @classmethod
-    def of(cls, embeddings: Any, weights: Weights, device: torch.device) -> EncoderEmbeddings:
+    def of(
+        cls, embeddings: Any, structure: Structure, weights: Weights, device: torch.device
+    ) -> EncoderEmbeddings:
         """Those of a transformers module.
 
         Raises:
             AttributeError: it has no words or no norm.
         """
-        tables = {name: getattr(embeddings, name, None) for name in TABLES}
-        _require({name for name, _ in embeddings.named_children()} <= {*TABLES, "LayerNorm", "dropout"})
-        made: dict[str, Any] = {
-            name: None if table is None else embedding(table, weights, device)
-            for name, table in tables.items()
-        }
-        return cls(_norm(embeddings.LayerNorm, weights), **made)
+        known = {*TABLES, structure.words, structure.norm, "dropout", "drop"}
+        _require({name for name, _ in embeddings.named_children()} <= known)
+        norm = None if structure.norm is None else _norm(getattr(embeddings, structure.norm), weights)
+        words: Any = embedding(getattr(embeddings, structure.words), weights, device)
+        tables = (getattr(embeddings, name, None) for name in TABLES)
+        return cls(norm, words, *(x if x is None else embedding(x, weights, device) for x in tables))
 
     def forward(self, ids: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
         """ids, positions and types int64 [T] to states [T, H]; types: None for all 0."""
@@ -204,14 +181,14 @@ class EncoderEmbeddings(nn.Module):
             x = x + self.token_type_embeddings(torch.zeros(1, dtype=torch.int64) if types is None else types)
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(positions)
-        return layer_norm(x, self.norm.weight, self.norm.bias, self.norm.eps)
+        return x if self.norm is None else layer_norm(x, self.norm.weight, self.norm.bias, self.norm.eps)
 
 
 class EncoderStack(nn.Module):
     """Replaces the base of an encoder: embeddings and layers.
 
-    config, base_model_prefix, pooler: the base's own. angles: cosines and sines by position; None until the first
-    step, and where there is no rotary embedding.
+    config, base_model_prefix, pooler: the base's own. kinds: of angles, as the rotary module is asked for them; the
+    layers number them. angles: cosines and sines by position, of each kind; None until the first step.
     """
 
     config: Any = None
@@ -222,11 +199,13 @@ class EncoderStack(nn.Module):
         embeddings: EncoderEmbeddings,
         stack: Stack,
         rotary: RotaryTable | None,
+        kinds: Sequence[str | None] = (),
         pooler: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.embeddings, self.stack, self.rotary, self.pooler = embeddings, stack, rotary, pooler
-        self.angles: list[Tensor] | None = None
+        self.embeddings, self.stack, self.pooler = embeddings, stack, pooler
+        self.rotary, self._kinds = rotary, kinds
+        self.angles: list[tuple[Tensor, Tensor]] | None = None
         first = stack.layers[0]
         self.kv_shape = KVShape(first.num_kv_heads, first.head_dim, first.head_dim, first.qkv.dtype)
 
@@ -236,12 +215,10 @@ class EncoderStack(nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the layers' weights, and of the embeddings' norm."""
-        norm = self.embeddings.norm
-        vectors = (norm.weight, norm.bias)
-        return sum(layer.num_bytes for layer in self.stack.layers) + sum(
-            vector.nbytes for vector in vectors if vector is not None
-        )
+        """Bytes of the layers' weights, and of the norms before them."""
+        norms = [norm for norm in (self.embeddings.norm, self.stack.input_norm) if norm is not None]
+        of_layers = sum(layer.num_bytes for layer in self.stack.layers)
+        return of_layers + sum(norm.num_bytes for norm in norms)
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, token_type_ids: Tensor | None = None
@@ -250,10 +227,15 @@ class EncoderStack(nn.Module):
         step, positions = current_step(), position_ids[0]
         types = None if token_type_ids is None else token_type_ids[0]
         x = self.embeddings(input_ids[0], positions, types)
-        if self.angles is None and self.rotary is not None:
-            self.angles = [table[0] for table in self.rotary.table(x[None])]
-        angles = None
-        if self.angles is not None:
-            cos, sin = (table.index_select(0, positions) for table in self.angles)
-            angles = cos, sin
+        if self.angles is None:
+            self.angles = [self._tables(x, kind) for kind in self._kinds]
+        angles = [
+            (cos.index_select(0, positions), sin.index_select(0, positions)) for cos, sin in self.angles
+        ]
         return (self.stack(x, step.batch, step.cache(0, self.kv_shape, None), angles)[None],)
+
+    def _tables(self, x: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [P, rot_dim] of all positions for states like x [T, H]."""
+        assert self.rotary is not None
+        cos, sin = self.rotary.table(x[None], *([] if kind is None else [kind]))
+        return cos[0], sin[0]

@@ -267,7 +267,7 @@ def transform_base(model: Model, weights: Weights, device: torch.device) -> None
 
 def transform_head(model: Model, weights: Weights, device: torch.device) -> None:
     """Transform what makes logits of hidden states; a stage before the last drops it."""
-    causal = weights.causal
+    causal = model.causal  # without its base
     if model.makes_logits:
         transform_parts(causal, weights, device)
         return

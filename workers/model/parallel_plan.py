@@ -103,9 +103,11 @@ def plan_of(causal: Any) -> Plan:
         LoadError: transformers' plan divides something in a way that is not served.
     """
     config = causal.config.get_text_config()
-    prefix = causal.base_model_prefix
+    prefix = (
+        f"{causal.base_model_prefix}." if hasattr(causal, causal.base_model_prefix) else ""
+    )  # or it is a base
     plan = dict(getattr(causal, "_tp_plan", None) or {})
-    plan |= {f"{prefix}.{name}": style for name, style in TABLE.get(config.model_type, {}).items()}
+    plan |= {f"{prefix}{name}": style for name, style in TABLE.get(config.model_type, {}).items()}
     for name, style in plan.items():
         outside = "*" not in name and style in BY_VOCABULARY
         if style not in STYLES | WHOLE and not outside:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +15,24 @@ from torch import Tensor
 from pagewire.ipc.heap import release_spare_memory
 from pagewire.ipc.hub import read_configs
 from pagewire.ipc.pooling import PoolerConfig, PoolingInfo
-from pagewire.ipc.worker_messages import WorkerConfig
+from pagewire.ipc.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.attention import AttentionBatch
 from pagewire.kernels.cpu.memory import forget_mapped_files
+from pagewire.kernels.weight import Scheme
 from pagewire.workers.collective.interface import Collective
-from pagewire.workers.collective.single import SingleRank
+from pagewire.workers.collective.turns import own_turn
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.model import attention
 from pagewire.workers.model.attention import KVShape
 from pagewire.workers.model.encoder import EncoderModel, max_positions, takes_token_types
-from pagewire.workers.model.encoder_stack import build_encoder_stack
+from pagewire.workers.model.encoder_stack import EncoderStack, build_encoder_stack
 from pagewire.workers.model.kv_scales import kv_scales
 from pagewire.workers.model.loading import (
     LoadedModel,
     Phases,
     end_of_sequence,
+    own_shards,
     transform,
     transform_parts,
     weight_bytes,
@@ -53,10 +57,12 @@ from pagewire.workers.model.proof import (
     refuse,
     relative_difference,
 )
+from pagewire.workers.model.shards import Shards
 from pagewire.workers.model.transforms import tabulate_rotary
 from pagewire.workers.model.weights import Weights
 
 LENGTHS = (20, 9)  # tokens of the prompts by which an encoder is proven
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 CLASSES: dict[str, ModelClass] = {
     "embed": BASE,
     "classify": CLASSIFIER,
@@ -91,14 +97,11 @@ def load_pooling_model(
     Raises:
         LoadError: the model cannot be loaded or is not supported; the text says why.
     """
-    if collective.size > 1:
-        raise LoadError(
-            "a model that pools runs in one worker: leave tensor_parallel_size and pipeline_parallel_size at 1"
-        )
     import transformers.modeling_utils  # noqa: F401 - slow, so imported within this phase
 
     phases.end("import")
     spec = read_spec(worker_config, settings_of(worker_config))
+    check_ranks(spec, worker_config.parallel)
     config = load_config(worker_config)
     check_config(config)
     dtype = resolve_dtype(worker_config.dtype, config)
@@ -108,13 +111,15 @@ def load_pooling_model(
     kind = BASE if spec.head or spec.token_head else CLASSES[spec.kind]
     weights = build_module(worker_config, config, dtype, device, kind)
     module, base = weights.causal, base_of(weights.causal)
+    shards = own_shards(module, collective, worker_config.parallel)
     phases.end("weights")
     max_len = max_length(worker_config, config, spec, base)
     tabulate_rotary(module, max_len)
     if spec.encoder:
         model, shapes = load_encoder(weights, spec, device, max_len, adapted=worker_config.lora is not None)
     else:
-        model, shapes = load_causal(weights, spec, device, max_len)
+        turn = partial(own_turn, collective, worker_config.parallel)
+        model, shapes = load_causal(weights, spec, device, max_len, collective, shards, turn)
     if device.torch_device.type == "cpu":
         model.shorten_scores()
     phases.end("transform")
@@ -137,7 +142,26 @@ def load_pooling_model(
         kv_scales=[] if spec.encoder else kv_scales(worker_config, kv_dtype, text.num_hidden_layers),
         weight_bytes=weight_bytes(model),
         pooler=Pooler(spec, info, model, dense, dtype),
+        cuts={} if shards is None else shards.cuts,
     )
+
+
+def check_ranks(spec: PoolingSpec, parallel: Parallel) -> None:
+    """Refuse ranks over which a model that pools cannot be divided.
+
+    Raises:
+        LoadError: stages of a pipeline, or an encoder over several ranks.
+    """
+    if parallel.stages > 1:
+        raise LoadError(
+            "a model that pools is not divided into stages, of which only the last has the states that are pooled: "
+            "leave pipeline_parallel_size at 1 and use tensor_parallel_size"
+        )
+    if spec.encoder and parallel.num_shards > 1:
+        raise LoadError(
+            "an encoder runs in one worker, for there is no plan of how its layers are divided: leave "
+            "tensor_parallel_size at 1, and start several engines behind `pagewire route`"
+        )
 
 
 def max_length(worker_config: WorkerConfig, config: Any, spec: PoolingSpec, base: Any) -> int:
@@ -156,19 +180,45 @@ def max_length(worker_config: WorkerConfig, config: Any, spec: PoolingSpec, base
 
 
 def load_causal(
-    weights: Weights, spec: PoolingSpec, device: Device, max_len: int
+    weights: Weights,
+    spec: PoolingSpec,
+    device: Device,
+    max_len: int,
+    collective: Collective,
+    shards: Shards | None,
+    turn: Callable[[], AbstractContextManager[None]],
 ) -> tuple[PoolingModel, list[KVShape]]:
     """A causal model that is transformed and proven, and the shapes of its KV cache.
+
+    shards: what this rank has of it; None: all. turn: see `transform`.
 
     Raises:
         LoadError: it is not served; the text says why.
     """
     run = DryRun.make(weights.causal.config.get_text_config().vocab_size, max_len)
-    expected, scores = reference_states(weights, run)
-    model, shapes = transform(weights, run, expected, max_len, device, SingleRank(), make=PoolingModel)
+    expected, scores = reference_states(weights, run) if collective.rank == 0 else ([], [])
+    expected, scores = (from_first(tensors, collective, device) for tensors in (expected, scores))
+    if shards is not None:
+        weights.divide(shards)
+    model, shapes = transform(weights, run, expected, max_len, device, collective, turn, PoolingModel)
     assert isinstance(model, PoolingModel)
-    check_scores(model, spec, expected, scores)
+    check_scores(model, spec, expected, scores, weights.schemes)
     return model, shapes
+
+
+def from_first(tensors: list[Tensor], collective: Collective, device: Device) -> list[Tensor]:
+    """The matrices that rank 0 has, on all ranks: on the host, and of rank 0's dtypes."""
+    if collective.size == 1:
+        return tensors
+    is_first, own = collective.rank == 0, device.torch_device
+    count = collective.broadcast(torch.tensor([len(tensors)], device=own), 0).item()
+    shared = []
+    for index in range(int(count)):
+        form = [*tensors[index].shape, FLOATS.index(tensors[index].dtype)] if is_first else [0, 0, 0]
+        rows, columns, dtype = collective.broadcast(torch.tensor(form, device=own), 0).tolist()
+        values = tensors[index].float() if is_first else torch.zeros(rows, columns)
+        shared.append(collective.broadcast(values.to(own).contiguous(), 0).cpu().to(FLOATS[dtype]))
+    return shared
 
 
 def reference_states(weights: Weights, run: DryRun) -> tuple[list[Tensor], list[Tensor]]:
@@ -198,8 +248,16 @@ def reference_states(weights: Weights, run: DryRun) -> tuple[list[Tensor], list[
     return hidden, scores[-len(hidden) :]
 
 
-def check_scores(model: PoolingModel, spec: PoolingSpec, hidden: list[Tensor], scores: list[Tensor]) -> None:
+def check_scores(
+    model: PoolingModel,
+    spec: PoolingSpec,
+    hidden: list[Tensor],
+    scores: list[Tensor],
+    schemes: Iterable[Scheme],
+) -> None:
     """Compare the classifier's logits with those of the untouched module, given its hidden states.
+
+    schemes: of the weights, see `prove`.
 
     Raises:
         LoadError: they differ.
@@ -214,7 +272,7 @@ def check_scores(model: PoolingModel, spec: PoolingSpec, hidden: list[Tensor], s
             pooled = {"LAST": states[-1], "CLS": states[0], "MEAN": states.float().mean(0)}[spec.pooling_type]
             found.append(model.scores(pooled.to(states.dtype)[None]))
     difference = relative_difference(found, scores)
-    if difference > permitted_difference(hidden[0].dtype, ()):
+    if difference > permitted_difference(hidden[0].dtype, schemes):
         raise refuse(model.config, f"its scores are wrong (by {difference:.1%})")
 
 
@@ -254,10 +312,11 @@ def load_encoder(
             whole = used
         else:
             setattr(module, module.base_model_prefix, used)
-        model = EncoderModel(whole, device.batch_invariant, offset, packed=not own_attention)
+        packed = isinstance(used, EncoderStack) or not own_attention
+        model = EncoderModel(whole, device.batch_invariant, offset, packed)
         transform_parts(model.causal, weights, device.torch_device)
         prove_encoder(model, run, expected, weights)
-        check_scores(model, spec, expected, scores)
+        check_scores(model, spec, expected, scores, weights.schemes)
         return model
 
     stack = None if adapted else build_encoder_stack(base, weights, device.torch_device)

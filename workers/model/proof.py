@@ -134,7 +134,10 @@ def expected_logits(
     expected = reference_logits(weights, run) if collective.rank == 0 else []
     if collective.size == 1:
         return expected
-    vocab_size = weights.causal.get_output_embeddings().weight.shape[0]
+    output = weights.causal.get_output_embeddings()
+    if output is None:
+        raise refuse(weights.causal.config, "it has no output layer that could be divided over several ranks")
+    vocab_size = output.weight.shape[0]
     shared = []
     for index, ids in enumerate(run.token_ids):
         own = expected[index] if expected else torch.zeros(len(ids), vocab_size)

@@ -94,7 +94,8 @@ class Shards:
 
     cuts: by the names of parameters; what is not there, every rank holds as a whole.
     heads: of each attention module that is divided, by its name. gathered: how the inputs of norms are divided that
-        are over all of them, and lists of modules for each head. output: the layer that computes logits.
+        are over all of them, and lists of modules for each head. output: the layer that computes logits; None for a
+        model that pools, whose classifier every rank has as a whole.
     """
 
     def __init__(self, causal: Any, collective: Collective) -> None:
@@ -131,10 +132,11 @@ class Shards:
     def _divide_vocabulary(self, causal: Any) -> None:
         output, embedding = causal.get_output_embeddings(), causal.get_input_embeddings()
         names = {module: name for name, module in self._modules.items()}
-        if not isinstance(output, nn.Linear) or not isinstance(embedding, nn.Embedding):
+        if not isinstance(output, nn.Linear | None) or not isinstance(embedding, nn.Embedding):
             raise LoadError("its embedding or output layer is of a kind that is not served")
         self.output = output
-        self._add_linear(names[output], self._widths(output.out_features))
+        if output is not None:
+            self._add_linear(names[output], self._widths(output.out_features))
         self._add(f"{names[embedding]}.weight", self._widths(embedding.num_embeddings))
 
     def _divide_layers(self, causal: Any) -> None:

@@ -59,7 +59,7 @@ def from_packed(packed: PackedFile, collective: Collective, config: WorkerConfig
         model = restored(packed.header.description, tensors_of(packed))
         if isinstance(model, KeptPooling):
             adapted = config.lora is not None and isinstance(model.base, KeptEncoder)
-            return None if adapted else pooling_loaded_again(model)
+            return None if adapted else pooling_loaded_again(model, collective)
         if not isinstance(model, KeptModel):
             raise ValueError("it describes no model")
         return loaded_again(model, collective, config.parallel)

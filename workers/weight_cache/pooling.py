@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pagewire.ipc.pooling import PoolingInfo
 from pagewire.kernels.encoder import EncoderLayer, LayerNorm
 from pagewire.kernels.encoder import EncoderStack as Stack
+from pagewire.workers.collective.interface import Collective
 from pagewire.workers.model.dense import Dense
 from pagewire.workers.model.encoder import EncoderModel
 from pagewire.workers.model.encoder_stack import EncoderEmbeddings, EncoderStack
@@ -21,20 +22,27 @@ from pagewire.workers.model.pooling_model import PoolingModel
 from pagewire.workers.model.pooling_spec import PoolingSpec, TokenHead
 from pagewire.workers.model.stack import DecoderStack
 from pagewire.workers.weight_cache.forms import BY_NAME, FORMS, Form, NotStoredError, add_form
-from pagewire.workers.weight_cache.stack import KeptModel, RestoredStack, kept, properties_of
+from pagewire.workers.weight_cache.stack import (
+    KeptModel,
+    RestoredStack,
+    kept,
+    properties_of,
+    vocabulary_of,
+)
 
 
 @dataclass(frozen=True)
 class KeptEncoder:
     """An encoder's stack. offset: the position of a prompt's first token. angles: see `EncoderStack`."""
 
-    norm: LayerNorm
+    norm: LayerNorm | None
     words: nn.Module
     positions: nn.Module | None
     token_types: nn.Module | None
     layers: list[EncoderLayer]
-    scale: float
-    angles: list[Tensor] | None
+    input_norm: LayerNorm | None
+    norm_first: bool
+    angles: list[tuple[Tensor, Tensor]] | None
     offset: int
 
 
@@ -59,8 +67,8 @@ FORMS[PoolingInfo] = BY_NAME[PoolingInfo.__name__] = Form(msgspec.structs.asdict
 class RestoredPooling(PoolingModel):
     """A causal stack whose hidden states are pooled, without transformers' module."""
 
-    def __init__(self, kept: KeptModel, classifier: list[Dense] | None) -> None:
-        restore(self, RestoredStack(kept), classifier)
+    def __init__(self, kept: KeptModel, classifier: list[Dense] | None, ranks: Collective) -> None:
+        restore(self, RestoredStack(kept, vocabulary_of(kept, ranks)), classifier)
 
 
 class RestoredEncoder(EncoderModel):
@@ -68,7 +76,8 @@ class RestoredEncoder(EncoderModel):
 
     def __init__(self, kept: KeptEncoder, classifier: list[Dense] | None) -> None:
         embeddings = EncoderEmbeddings(kept.norm, kept.words, kept.positions, kept.token_types)
-        base = EncoderStack(embeddings, Stack(kept.layers, kept.scale), None)
+        stack = Stack(kept.layers, kept.input_norm, norm_first=kept.norm_first)
+        base = EncoderStack(embeddings, stack, None)
         base.angles = kept.angles
         restore(self, base, classifier)
         self.use(kept.offset, packed=True)
@@ -120,19 +129,23 @@ def kept_encoder(model: EncoderModel, base: EncoderStack) -> KeptEncoder:
         positions=tables.position_embeddings,
         token_types=tables.token_type_embeddings,
         layers=list(base.stack.layers),
-        scale=base.stack.scale,
+        input_norm=base.stack.input_norm,
+        norm_first=base.stack.norm_first,
         angles=base.angles,
         offset=model.offset,
     )
 
 
-def pooling_loaded_again(kept: KeptPooling) -> LoadedModel:
-    """The loaded model of which this was kept.
+def pooling_loaded_again(kept: KeptPooling, ranks: Collective) -> LoadedModel:
+    """The loaded model of which this was kept, by the same rank of a group of the same size.
 
     Raises:
         ValueError, TypeError: its parts do not fit each other.
     """
-    restored = RestoredEncoder if isinstance(kept.base, KeptEncoder) else RestoredPooling
-    model: PoolingModel = restored(kept.base, kept.classifier)  # type: ignore[arg-type]
+    model: PoolingModel
+    if isinstance(kept.base, KeptEncoder):
+        model = RestoredEncoder(kept.base, kept.classifier)
+    else:
+        model = RestoredPooling(kept.base, kept.classifier, ranks)
     pooler = Pooler(kept.spec, kept.info, model, kept.dense, kept.properties["dtype"])
     return LoadedModel(model=model, pooler=pooler, **kept.properties)

@@ -87,9 +87,7 @@ class RestoredModel(Model):
     """A stack and an output layer, without transformers' module."""
 
     def __init__(self, kept: KeptModel, shards: Collective, stage: Stage | None) -> None:
-        vocabulary = None
-        if shards.size > 1:
-            vocabulary = Gather(width_spans(kept.properties["vocab_size"], shards.size), shards)
+        vocabulary = vocabulary_of(kept, shards)
         self.config = self.causal = None
         self.arithmetic = nullcontext
         self.guarded = False
@@ -98,6 +96,13 @@ class RestoredModel(Model):
         self.head = kept.head
         if kept.head is not None and vocabulary is not None:
             self.head = GatheredLinear(kept.head, vocabulary)
+
+
+def vocabulary_of(kept: KeptModel, shards: Collective) -> Gather | None:
+    """How the embedding and the output layer are divided over the ranks of a stage; None if they are whole."""
+    if shards.size == 1:
+        return None
+    return Gather(width_spans(kept.properties["vocab_size"], shards.size), shards)
 
 
 def own_part(linear: Linear | None) -> Linear | None:

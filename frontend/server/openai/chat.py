@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec import UNSET
 
-from pagewire.frontend.inputs import TokensPrompt
+from pagewire.frontend.inputs import TokensPrompt, check_generates
 from pagewire.frontend.off_loop import tokenizing
 from pagewire.frontend.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.server.http import sse
@@ -92,6 +92,7 @@ async def answer(service: Service, request: ChatRequest, exchange: Exchange) -> 
     writer = ChatWriter(service, request, exchange, tools)
     check_chat(request)
     check_beam_fields(request)
+    check_generates(service.info)
     prompt = await prompt_of(service, request, tools)
     params = params_of(service, request, tools, prompt)
     exchange.prompt = prompt.get("prompt", "")

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response as HTTPResponse
 from starlette.responses import StreamingResponse
 
-from pagewire.frontend.inputs import TokensPrompt
+from pagewire.frontend.inputs import TokensPrompt, check_generates
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.body import Decoder, read_request
 from pagewire.frontend.server.http.errors import APIError, api_error
@@ -185,6 +185,7 @@ async def answer(
     model = service.model(request.model)
     tools = tools_of(service, chat)
     check_chat(chat)
+    check_generates(service.info)
     prompt = await fitting_prompt(service, request, chat, tools)
     params = params_of(service, chat, tools, prompt)
     response = new_response(model, request, exchange, params)

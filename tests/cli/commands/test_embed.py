@@ -117,6 +117,17 @@ def test_mistakes(
     assert text in message and len(message.splitlines()) == 1
 
 
+def test_an_output_is_kept_where_there_is_no_input(
+    pooling_address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "vectors.npy"
+    target.write_text("of another run")
+    missing = str(tmp_path / "texts.txt")
+    assert main(["embed", missing, "--attach", pooling_address, "-o", str(target)]) == 2
+    assert f"there is no file {missing}" in capsys.readouterr().err
+    assert target.read_text() == "of another run"
+
+
 def test_the_batches_before_an_error_are_kept(
     pooling_address: str, expected: np.ndarray, tmp_path: Path
 ) -> None:

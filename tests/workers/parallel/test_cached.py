@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pagewire.ipc.lora import LoadAdapter, LoRAConfig
+from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.worker_messages import Parallel, WorkerConfig
 from pagewire.kernels.cpu import library
 from pagewire.workers.runner import Runner
@@ -19,6 +21,8 @@ from pagewire.workers.weight_cache.folder import weight_folder
 from ..architectures import VOCAB_SIZE
 from ..driver import Driver
 from ..parity import NUM_TOKENS, make_prompts
+from ..pooled import pool
+from ..pooled import write as write_pooled
 from ..random_adapters import load, write
 from .threads import Rank, run_ranks
 
@@ -75,6 +79,25 @@ def test_the_second_start_is_from_packed_weights(llama: Path) -> None:
     second = start(llama)
     assert [tokens for tokens, _ in second] == [tokens for tokens, _ in first]
     assert [kept for _, kept in first + second] == [False, False, True, True]
+
+
+def test_what_pools_starts_from_packed_weights_too(tmp_path: Path) -> None:
+    folder = write_pooled(tmp_path, "llama")
+
+    def work(rank: Rank) -> tuple[list[list[float]], bool]:
+        fields: dict[str, Any] = {"num_blocks": 64, "max_num_seqs": 8, "num_threads": 1, "weight_cache": True}
+        parallel = Parallel(rank.rank, rank.size)
+        config = WorkerConfig(str(folder), runner="pooling", parallel=parallel, **fields)
+        ahead = WeightsAhead(config)
+        runner, ready = Runner.start(config, lambda *_: None, ahead, rank)
+        if (thread := keep_in_background(runner.model, ahead)) is not None:
+            thread.join()
+        vectors = pool(runner, make_prompts(128), PoolingParams(task="embed"))
+        return [vector.tolist() for vector in vectors], PHASE in ready.startup_seconds
+
+    first = list(run_ranks(2, work))
+    assert list(run_ranks(2, work)) == [(vectors, True) for vectors, _ in first]
+    assert [kept for _, kept in first] == [False, False]
 
 
 def test_adapters_over_packed_weights(llama: Path, tmp_path: Path) -> None:

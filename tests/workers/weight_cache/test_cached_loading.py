@@ -217,6 +217,8 @@ def test_other_models_start_as_ever(
 POOLED = {  # the heads of a checkpoint, and the task that they are for
     "bert": ("AutoModel", "embed"),
     "nomic_bert": ("AutoModel", "token_embed"),
+    "modernbert": ("AutoModel", "embed"),
+    "mpnet": ("AutoModelForTokenClassification", "token_classify"),
     "roberta": ("AutoModelForSequenceClassification", "classify"),
     "qwen3": ("AutoModelForSequenceClassification", "classify"),
 }
