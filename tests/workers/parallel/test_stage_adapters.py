@@ -18,6 +18,7 @@ from pagewire.engine_core.workers.group import merged_adapter
 from pagewire.ipc.params import SamplingParams
 from pagewire.ipc.worker_messages import Parallel
 
+from ..adapters.test_experts import KINDS, separate
 from ..adapters.test_refused import LIMITS, WRONG_TENSORS, changed
 from ..architectures import SERVED, VOCAB_SIZE
 from ..parity import NUM_TOKENS, make_prompts, transformers_tokens
@@ -59,6 +60,31 @@ def test_models_that_keep_their_own_forward(name: str, tmp_path: Path) -> None:
         return tokens(runner, rank, [1, 0, 1])
 
     expected = peft_tokens(model, [adapter, None, adapter], PROMPTS)
+    assert [*run_ranks(2, work), *run_ranks(4, work)] == [expected] * 6
+    assert expected != transformers_tokens(model, PROMPTS)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mixtral",
+        *(pytest.param(name, marks=pytest.mark.every_architecture) for name in ("qwen2_moe", "gpt_oss")),
+    ],
+)
+def test_experts_of_either_stage(name: str, tmp_path: Path) -> None:
+    """Stacked ones, and for Mixtral the linear layers of each expert, too."""
+    model = SERVED[name].write(tmp_path / "model")
+    folders: list[Path | None] = [write_adapter(model, tmp_path / "stacked", 1, 0.5, r=4, **KINDS[name])]
+    if name == "mixtral":
+        folders.append(separate(name, tmp_path / "separate"))
+    folders = [folders[0], None, folders[-1]]
+
+    def work(rank: Rank) -> list[list[int]]:
+        runner = staged(model, rank)
+        runner.load_all([folder for folder in dict.fromkeys(folders) if folder is not None])
+        return tokens(runner, rank, [1, 0, 1 if folders[0] == folders[2] else 2])
+
+    expected = peft_tokens(model, folders, PROMPTS)
     assert [*run_ranks(2, work), *run_ranks(4, work)] == [expected] * 6
     assert expected != transformers_tokens(model, PROMPTS)
 
