@@ -93,11 +93,12 @@ class Integers:
 
     def dense(self, parts: Parts, dtype: torch.dtype) -> Tensor:
         """See `Scheme.dense`. Computed in float32."""
-        values = self.values(parts).float() - self.zero
-        groups = torch.unflatten(values, 1, (parts[1].shape[1], -1)) * parts[1].float()[..., None]
+        values = self.values(parts).float().sub_(self.zero)
+        groups = torch.unflatten(values, 1, (parts[1].shape[1], -1))
+        groups.mul_(parts[1].float()[..., None])
         if len(parts) > 2:
-            groups += parts[2].float()[..., None]
-        return groups.flatten(1).to(dtype)
+            groups.add_(parts[2].float()[..., None])
+        return values.to(dtype)
 
 
 INT8 = Integers(8, None, 128)

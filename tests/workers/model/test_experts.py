@@ -128,8 +128,8 @@ def test_a_wrong_grouped_product_is_noticed(
     """One that gives the last expert's rows to the first."""
     right = CompiledExperts.__call__
 
-    def wrong(self: CompiledExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return right(self, x, ids % 3, weights)
+    def wrong(self: CompiledExperts, x: Tensor, ids: Tensor, *others: Any) -> Tensor:
+        return right(self, x, ids % 3, *others)
 
     monkeypatch.setattr(CompiledExperts, "__call__", wrong)
     with pytest.raises(LoadError, match="grouped product of 4 experts"):

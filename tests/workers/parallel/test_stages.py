@@ -306,7 +306,7 @@ def test_what_the_stages_compute_is_proven(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_models_that_pool_are_refused(llama: Path) -> None:
-    with pytest.raises(LoadError, match="leave tensor_parallel_size and pipeline_parallel_size at 1"):
+    with pytest.raises(LoadError, match="leave pipeline_parallel_size at 1 and use tensor_parallel_size"):
         in_stages(llama, 2, convert="embed")
 
 

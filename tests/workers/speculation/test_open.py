@@ -32,7 +32,7 @@ def test_the_worker_has_no_drafter_for_methods_of_the_core(llama: Path, method: 
 
 def test_pipelines_and_models_that_pool_are_refused(llama: Path, tmp_path: Path) -> None:
     speculative = SpeculativeConfig("draft_model", str(llama), 5)
-    with pytest.raises(LoadError, match=r"needs pipeline_parallel_size 1, not 2: use tensor_parallel_size"):
+    with pytest.raises(LoadError, match=r"needs pipeline_parallel_size 1, not 2; the methods 'ngram'"):
         check_target(speculative, runner_with(llama, None).model, 2)
     with pytest.raises(LoadError, match="for models that generate, and LlamaModel pools"):
         runner_with(llama, llama, runner="pooling", convert="embed")
