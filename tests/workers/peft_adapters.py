@@ -83,6 +83,16 @@ def targets_of(model: Path) -> list[str]:
     )
 
 
+def write_adapter_of_all(model: Path, folder: Path) -> Path:
+    """A random adapter of rank 4 of all of `targets_of`, with biases."""
+    targets = targets_of(model)
+    if (
+        "kv_a_proj_with_mqa" in targets
+    ):  # PEFT takes DeepSeek's feed-forward layers for the experts' parameters
+        targets = [target for target in targets if target.startswith(("q_", "kv_", "o_"))]
+    return write_adapter(model, folder, 1, 1.0, r=4, target_modules=targets, bias="lora_only")
+
+
 class AdaptedRunner:
     """A runner that serves adapters, which it loads one after the other."""
 

@@ -18,7 +18,7 @@ from pagewire.ipc.params import SamplingParams
 from ..architectures import SERVED, VOCAB_SIZE, Architecture
 from ..driver import Driver, Request
 from ..parity import NUM_TOKENS, make_prompts, transformers_tokens
-from ..peft_adapters import AdaptedRunner, peft_tokens, targets_of, write_adapter
+from ..peft_adapters import AdaptedRunner, peft_tokens, write_adapter_of_all
 from ..random_adapters import CONFIG, DOWN, Q, make_tensors, write
 from .test_sharded_state import save
 from .threads import Rank, run_ranks
@@ -44,12 +44,7 @@ PROMPTS = make_prompts(VOCAB_SIZE, (23, 5, 9))
 def test_every_way_to_divide_a_model(name: str, tmp_path: Path) -> None:
     """Fused and transposed projections, heads that do not divide evenly, and layers that every rank has."""
     model = MODELS[name].write(tmp_path / "model")
-    targets = targets_of(model)
-    if name == "deepseek_v3":  # PEFT takes names of its feed-forward layers for the experts' parameters
-        targets = [target for target in targets if target.startswith(("q_", "kv_", "o_"))]
-    adapter = write_adapter(
-        model, tmp_path / "adapter", 1, 1.0, r=4, target_modules=targets, bias="lora_only"
-    )
+    adapter = write_adapter_of_all(model, tmp_path / "adapter")
 
     def work(rank: Rank) -> list[list[int]]:
         runner = AdaptedRunner(model, collective=rank)

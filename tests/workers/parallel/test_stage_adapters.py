@@ -22,7 +22,7 @@ from ..adapters.test_experts import KINDS, separate
 from ..adapters.test_refused import LIMITS, WRONG_TENSORS, changed
 from ..architectures import SERVED, VOCAB_SIZE
 from ..parity import NUM_TOKENS, make_prompts, transformers_tokens
-from ..peft_adapters import AdaptedRunner, peft_tokens, targets_of, write_adapter
+from ..peft_adapters import AdaptedRunner, peft_tokens, write_adapter, write_adapter_of_all
 from ..random_adapters import CONFIG, Tensors, make_tensors, write
 from .pipelined import generate
 from .threads import Rank, run_ranks
@@ -47,12 +47,7 @@ def tokens(runner: AdaptedRunner, rank: Rank, adapters: Sequence[int]) -> list[l
 )
 def test_models_that_keep_their_own_forward(name: str, tmp_path: Path) -> None:
     model = SERVED[name].write(tmp_path / "model")
-    targets = targets_of(model)
-    if name == "deepseek_v3":  # PEFT takes names of its feed-forward layers for the experts' parameters
-        targets = [target for target in targets if target.startswith(("q_", "kv_", "o_"))]
-    adapter = write_adapter(
-        model, tmp_path / "adapter", 1, 1.0, r=4, target_modules=targets, bias="lora_only"
-    )
+    adapter = write_adapter_of_all(model, tmp_path / "adapter")
 
     def work(rank: Rank) -> list[list[int]]:
         runner = staged(model, rank)
