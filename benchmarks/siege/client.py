@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
 
 from .fortress import GOOD_KEY
 
@@ -18,7 +19,7 @@ RESTART_SECONDS = 60.0  # likewise where the wait began before a killed worker w
 HANG_SECONDS = 120.0  # an answer that takes longer does not come
 STUCK_SECONDS = 30.0  # over the limit of a wait: the siege is called off, for it has failed
 PAUSE_SECONDS = 0.1
-READY_SECONDS = 0.05  # between two looks whether a new worker serves
+READY_SECONDS = 0.1  # between two looks whether a new worker serves
 NUM_TOKENS = 12
 COMPLETION = {
     "prompt": 'The "with" statement is used to',
@@ -71,6 +72,7 @@ class Client:
         0.0  # by the present worker; None: one was killed, and the next is not ready
     )
     _killed: asyncio.Event = field(default_factory=asyncio.Event)
+    _num_killed: int = 0
     _number: int = 0
     _waiting_since: float | None = None
 
@@ -83,27 +85,36 @@ class Client:
     def worker_killed(self) -> None:
         """Excuse waits that begin before the next worker is ready."""
         self._served_since = None
+        self._num_killed += 1
         self._killed.set()
 
     async def follow_restarts(self) -> None:
-        """See by `/ready`, after each kill, when the next worker serves; until cancelled."""
+        """See by `/metrics`, after each kill, when the next worker serves; until cancelled.
+
+        `/ready` would not do: its answer may be a second old, and a worker may start in less.
+        """
         async with self.connection() as http:
             while True:
                 await self._killed.wait()
                 self._killed.clear()
-                for ready in (False, True):
-                    while await self._ready(http) is not ready:
-                        await asyncio.sleep(READY_SECONDS)
+                while not await self._replaced(http):
+                    await asyncio.sleep(READY_SECONDS)
                 if not self._killed.is_set():
                     self._served_since = time.monotonic()
 
-    async def _ready(self, http: aiohttp.ClientSession) -> bool:
-        """Whether the server says that it takes requests; one that does not answer does not."""
+    async def _replaced(self, http: aiohttp.ClientSession) -> bool:
+        """Whether the server says that a worker serves in the place of the last one killed."""
         try:
-            async with http.get("/ready") as response:
-                return response.status == 200
+            async with http.get("/metrics") as response:
+                if response.status != 200:
+                    return False
+                text = await response.text()
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError):
             return False
+        families = text_string_to_metric_families(text)
+        values = {sample.name: sample.value for family in families for sample in family.samples}
+        restarts = values["pagewire:worker_restarts_total"]
+        return restarts >= self._num_killed and values["pagewire:workers_ready"] == 1
 
     async def learn(self) -> None:
         """See what undisturbed answers are; they must be the same twice."""

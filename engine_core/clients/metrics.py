@@ -399,6 +399,8 @@ def own(core: MeasuredEngine) -> Iterator[Row]:
     yield histogram("pagewire:grammar_time_seconds", text, metrics.grammar)
     text = "Worker processes started to replace a lost one."
     yield counter("pagewire:worker_restarts_total", text, core.worker.num_starts - 1)
+    text = "1 while the workers take steps; 0 while one of them starts."
+    yield gauge("pagewire:workers_ready", text, int(core.worker.ready is not None))
     text = "Time the worker spent on computing steps."
     yield counter("pagewire:worker_busy_seconds_total", text, core.worker_busy_us / 1e6)
     text = "Time the worker waited for its next step while requests were unfinished."

@@ -308,16 +308,23 @@ def test_a_wait_without_an_end_counts() -> None:
 
 def test_a_restart_excuses_what_begins_before_the_next_worker_is_ready() -> None:
     """An answer that comes late from the killed worker is not one of the next worker."""
-    states = iter([200, 503, 503, 200])  # the kill is noticed, and the next worker starts
+    states = iter(
+        [(0, 1), None, (1, 0), (1, 1)]
+    )  # the kill is noticed, no answer, and the next worker starts
 
-    async def ready(request: web.Request) -> web.Response:
-        status = next(states)
+    async def metrics(request: web.Request) -> web.Response:
+        state = next(states)
         made._waited("token", made._begin())
-        return web.Response(status=status)
+        if state is None:
+            return web.Response(status=503)
+        restarts, ready = state
+        return web.Response(
+            text=f"pagewire:worker_restarts_total {restarts}\npagewire:workers_ready {ready}\n"
+        )
 
     async def restarted() -> None:
         app = web.Application()
-        app.router.add_get("/ready", ready)
+        app.router.add_get("/metrics", metrics)
         runner = web.AppRunner(app)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)

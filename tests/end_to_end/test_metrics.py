@@ -46,6 +46,7 @@ GAUGES: dict[str, set[str]] = {
     "pagewire:frontend_requests": {"frontend", "pid", "number", "phase"},
     "pagewire:paused": set(),
     "pagewire:asleep": set(),
+    "pagewire:workers_ready": set(),
     "pagewire:grammars_cached": set(),
 }
 COUNTERS: dict[str, set[str]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,6 +140,27 @@ def test_latencies_count_from_the_arrival_of_a_request(frontend: RawFrontend) ->
     for name in ("e2e_request_latency", "time_to_first_token", "request_queue_time"):
         assert 1000 <= metrics[f"vllm:{name}_seconds"]["sum"] < 1100, name
     assert metrics["vllm:request_inference_time_seconds"]["sum"] < 100
+
+
+def test_workers_are_not_ready_while_one_starts(
+    start_core: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def state() -> tuple[float, float]:
+        metrics = metrics_of(frontend)
+        return metrics["pagewire:worker_restarts_total"], metrics["pagewire:workers_ready"]
+
+    monkeypatch.setenv("HANG_WHILE_STARTING", str(tmp_path / "hang"))
+    frontend = start_core().frontend()
+    frontend.attach()
+    assert state() == (0, 1)
+    (tmp_path / "hang").touch()
+    frontend.kill_worker()
+    frontend.wait_for_start(2)
+    assert state() == (1, 0)
+    (tmp_path / "hang").unlink()
+    frontend.kill_worker()
+    while state() != (2, 1):
+        pass
 
 
 @pytest.mark.parametrize("age", [-1.0, math.nan, math.inf])
