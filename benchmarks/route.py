@@ -40,7 +40,7 @@ from tests.engine_core.conftest import RunningCore
 from pagewire.ipc.options import EngineArgs
 folder = Path(sys.argv[2])
 args = EngineArgs(model=str(folder), max_model_len=4096, max_num_seqs=256, skip_tokenizer_init=True)
-core = RunningCore(sys.argv[1], args, ["--num-blocks", "8192"], 60.0, folder, 1, None, 1 << 27)
+core = RunningCore(sys.argv[1], args, ["--num-blocks", "8192"], 60.0, folder, None, 1 << 27)
 print("ready", flush=True)
 sys.stdin.read()
 core.stop()

@@ -57,8 +57,9 @@ class AttackLog:
     def note_failure(self) -> None:
         """Keep the attacks that came before the first failure: those still open, then the latest."""
         if not self.at_failure:
-            latest = [attack["attack"] for attack in self.recent][-LAST:]
-            self.at_failure = [name for name in self.open if name not in latest] + latest
+            # Copied at once: a thread adds lines meanwhile.
+            still_open, latest = list(self.open), [attack["attack"] for attack in list(self.recent)[-LAST:]]
+            self.at_failure = [name for name in still_open if name not in latest] + latest
 
 
 @dataclass

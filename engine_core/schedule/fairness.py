@@ -16,9 +16,8 @@ from typing import TypeAlias
 
 from pagewire.engine_core.schedule.sequence import Sequence
 
-PATIENCE_SECONDS = (
-    0.5  # that a sequence waits for a slot to get free, and between two slots that change hands
-)
+PATIENCE_SECONDS = 0.5  # that a sequence waits for a slot to get free
+HANDOVER_SECONDS = 0.1  # between two slots that change hands: what was preempted is computed again
 
 Order: TypeAlias = Callable[[Sequence], tuple[int, int]]
 

@@ -31,7 +31,7 @@ from typing import Literal, TypeAlias
 
 from pagewire.engine_core.grammar.matcher import GrammarError
 from pagewire.engine_core.schedule.deltas import error_delta, pooled_delta
-from pagewire.engine_core.schedule.fairness import PATIENCE_SECONDS, gives_room, gives_way
+from pagewire.engine_core.schedule.fairness import HANDOVER_SECONDS, gives_room, gives_way
 from pagewire.engine_core.schedule.kv_cache import KVCache
 from pagewire.engine_core.schedule.micro_batches import micro_batch
 from pagewire.engine_core.schedule.sequence import Sequence, State
@@ -239,11 +239,10 @@ class Scheduler:
 
         Returns the sequence that gets the room, or else the one that gives it once its step in flight is over.
         """
-        newcomer = None if self.waiting.suspects else self.waiting.first()
-        if newcomer is None or now < self._next_handover:
+        if now < self._next_handover:
             return None, None
-        leaving = gives_room(newcomer, self.running, self._order, now)
-        if leaving is None:
+        newcomer, leaving = self._newcomer(now)
+        if newcomer is None or leaving is None:
             return None, None
         if self._free_slots and self.kv.fits(newcomer, 0):
             return newcomer, None
@@ -251,6 +250,22 @@ class Scheduler:
             return None, leaving
         self._preempt(leaving)
         return newcomer, None
+
+    def _newcomer(self, now: float) -> tuple[Sequence | None, Sequence | None]:
+        """The sequence that gets room now, and the one that gives it; None: no room changes hands.
+
+        It is the next that waits, or else the next of a tenant without any room: that must not wait until tenants
+        that have some, and were served less, have caught up with it.
+        """
+        first = None if self.waiting.suspects else self.waiting.first()
+        if first is None:
+            return None, None
+        for newcomer in (first, self.waiting.first(of_idle=True)):
+            if newcomer is not None and self._order(newcomer)[0] == self._order(first)[0]:
+                leaving = gives_room(newcomer, self.running, self._order, now)
+                if leaving is not None:
+                    return newcomer, leaving
+        return None, None
 
     def _plan_running(self, step: PlannedStep, leaving: Sequence | None) -> bool:
         """Plan running sequences but `leaving`. False if blocks ran out, so that no waiting one may be admitted."""
@@ -289,12 +304,12 @@ class Scheduler:
             return
         if len(self.running) == 1 and self.running[0].suspect:
             return
+        if newcomer is not None:
+            if step.budget and self._free_slots and self._admit(step, newcomer, 0, now):
+                self._next_handover = now + HANDOVER_SECONDS
+            return
         while step.budget and self._free_slots and (sequence := self.waiting.first()) is not None:
-            watermark = self._watermark if self.running and sequence is not newcomer else 0
-            if not self._admit(step, sequence, watermark, now):
-                break
-            if sequence is newcomer:
-                self._next_handover = now + PATIENCE_SECONDS
+            if not self._admit(step, sequence, self._watermark if self.running else 0, now):
                 break
 
     def _admit(self, step: PlannedStep, sequence: Sequence, watermark: int, now: float) -> bool:

@@ -53,10 +53,15 @@ class WaitingQueue:
         tenant.num_waiting += 1
         self._num_live += 1
 
-    def first(self) -> Sequence | None:
-        """The next sequence that is no suspect; None if there is none."""
+    def first(self, *, of_idle: bool = False) -> Sequence | None:
+        """The next sequence that is no suspect; None if there is none.
+
+        of_idle: of the tenants without a running one.
+        """
         best, best_key = None, None
         for tenant, heap in self._heaps.items():
+            if of_idle and tenant.num_running:
+                continue
             while heap[0][-1].state is not State.WAITING:
                 heapq.heappop(heap)
             priority, _, arrival, sequence = heap[0]

@@ -779,7 +779,7 @@ class Snapshot:
         assert len({row.slot for row in plan.rows}) == len(plan.rows) <= config.max_num_seqs
         preempted = [sequence for sequence in self.running if sequence.state is not State.RUNNING]
         assert not self.in_flight.intersection(preempted)
-        givers = self._givers(now)
+        newcomer, givers = self._change(now)
         self._check_preempted(scheduler, preempted, givers)
         self._check_suspects(planned)
         admitted = [sequence for sequence in planned if sequence not in self.running]
@@ -789,7 +789,7 @@ class Snapshot:
             assert any(sequence in preempted for sequence in givers)
         num_before = len(scheduler.in_flight) - 1
         resting = self._check_stages(config, planned, num_before) if config.stages > 1 else set()
-        self._check_order(scheduler, planned, admitted, givers, resting)
+        self._check_order(scheduler, planned, admitted, newcomer, givers, resting)
         if admitted and len(scheduler.running) > 1 and not givers:
             assert scheduler.kv.pool.num_free >= int(config.watermark * config.num_blocks)
 
@@ -812,11 +812,24 @@ class Snapshot:
         )
         return self.sampling | (ready if num_planned >= share else set())
 
-    def _givers(self, now: float) -> list[Sequence]:
-        """The sequences one of which has to give its room to the next that waits."""
-        newcomer = self._next()
-        if self.suspects or now < self.handover or newcomer not in self.new:
-            return []
+    def _change(self, now: float) -> tuple[Sequence | None, list[Sequence]]:
+        """The sequence that gets the room of another, and those one of which has to give it.
+
+        It is the next that waits, or if that has no right to it, the next of a tenant that has none running.
+        """
+        if self.suspects or now < self.handover:
+            return None, []
+        busy = {sequence.tenant for sequence in self.running}
+        first, starting = self._next(), self._next(without=busy)
+        for newcomer in (first, starting):
+            if newcomer not in self.new or self.order(newcomer)[0] != self.order(first)[0]:
+                continue
+            if givers := self._givers(newcomer, now):
+                return newcomer, givers
+        return None, []
+
+    def _givers(self, newcomer: Sequence, now: float) -> list[Sequence]:
+        """The sequences one of which has to give its room to `newcomer`."""
         if now - newcomer.arrival_time < PATIENCE_SECONDS:
             return []
         num_running = Counter(sequence.tenant for sequence in self.running)
@@ -829,9 +842,9 @@ class Snapshot:
                 givers.append(sequence)
         return givers
 
-    def _next(self) -> Sequence | None:
-        """The head of the queue of the least served tenant."""
-        heads = [queue[0] for queue in self.queues.values() if queue]
+    def _next(self, without: Collection[Tenant] = ()) -> Sequence | None:
+        """The head of the queue of the least served tenant that is not in `without`."""
+        heads = [queue[0] for tenant, queue in self.queues.items() if queue and tenant not in without]
 
         def key(head: Sequence) -> tuple[int, int, int]:
             return (self.order(head)[0], self.served[head.tenant], head.arrival)
@@ -861,6 +874,7 @@ class Snapshot:
         scheduler: Scheduler,
         planned: list[Sequence],
         admitted: list[Sequence],
+        newcomer: Sequence | None,
         givers: Collection[Sequence],
         resting: Collection[Sequence],
     ) -> None:
@@ -868,7 +882,7 @@ class Snapshot:
         if admitted and not admitted[0].suspect:
             assert not scheduler.waiting.suspects
             for sequence in admitted:
-                assert sequence is self._next()
+                assert sequence is (newcomer or self._next())
                 self.queues[sequence.tenant].remove(sequence)
                 if sequence in self.new:
                     self.served[sequence.tenant] += len(sequence.token_ids) - (

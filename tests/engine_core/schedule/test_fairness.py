@@ -137,6 +137,33 @@ def test_a_tenant_without_a_slot_gets_one_of_a_tenant_with_several() -> None:
     simulation.drain()
 
 
+def test_a_tenant_without_a_slot_does_not_wait_behind_one_that_has_got_its_own() -> None:
+    """A tenant that was served less is before it in the queue, with all that it waits for beyond its own slot."""
+    simulation = Simulation(max_num_seqs=4, num_blocks=256, max_model_len=200)
+
+    def served(tenant: str) -> int:
+        return simulation.scheduler.tenants.get(tenant).served
+
+    def submit(tenant: str, number: int, max_tokens: int) -> list[Sequence]:
+        return [simulation.submit([5, i + 2], tenant=tenant, max_tokens=max_tokens)[0] for i in range(number)]
+
+    submit("modest", 1, 60)
+    simulation.drain()
+    greedy = submit("greedy", 9, 150)
+    while served("greedy") < 30:
+        simulation.step()
+    late = submit("late", 9, 150)
+    while late[0].state is State.WAITING:
+        simulation.step()
+    (small,) = submit("modest", 1, SHORT)
+    while served("greedy") <= served("modest"):
+        simulation.step()
+    for _ in range(3):
+        simulation.step()
+    assert small.state is not State.WAITING
+    assert served("late") < served("modest") and not any(sequence.finished for sequence in [*greedy, *late])
+
+
 def test_the_beginning_of_a_request_gets_a_slot_of_a_batch() -> None:
     simulation = Simulation(max_num_seqs=3, num_blocks=64)
     batch = [simulation.submit([5, rank + 2], max_tokens=LONG, rank=rank)[0] for rank in range(3)]
