@@ -72,15 +72,13 @@ class Fortress:
         return found
 
     def memory(self) -> dict[str, float]:
-        """Resident memory in MiB by role: the sum over its processes."""
-        sizes: dict[str, float] = {}
-        for role, pids in self.roles().items():
-            for pid in pids:
-                try:
-                    sizes[role] = sizes.get(role, 0.0) + psutil.Process(pid).memory_info().rss / 2**20
-                except psutil.Error:
-                    pass
-        return sizes
+        """Resident memory in MiB by role: of jobs their sum.
+
+        Server, core and worker are one process each; a second one is a fork that is about to run another program, and
+        shares its memory.
+        """
+        sizes = {role: [resident(pid) for pid in pids] for role, pids in self.roles().items()}
+        return {role: sum(held) if role == JOB else max(held) for role, held in sizes.items()}
 
     def stop(self) -> list[str]:
         """Ask the server to end, then the core. Returns what went wrong."""
@@ -153,6 +151,14 @@ class Fortress:
         if ready != "ready":
             raise RuntimeError(f"the {role} did not start:\n{self.logs[role].read_text()[-2000:]}")
         return where
+
+
+def resident(pid: int) -> float:
+    """Resident memory of a process in MiB; 0 if it has ended."""
+    try:
+        return float(psutil.Process(pid).memory_info().rss) / 2**20
+    except psutil.Error:
+        return 0.0
 
 
 def _confine() -> None:

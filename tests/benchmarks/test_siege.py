@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -31,7 +32,7 @@ def load(name: str) -> Any:
 
 
 attack, attackers, bodies, client = map(load, ("attack", "attackers", "bodies", "client"))
-report, values, watcher = map(load, ("report", "values", "watcher"))
+fortress, report, values, watcher = map(load, ("fortress", "report", "values", "watcher"))
 
 
 # ------------------------------------------------------------ attacks
@@ -150,6 +151,13 @@ class Processes:
         """End one."""
         self.started[role].kill()
         self.started[role].wait()
+
+
+def test_a_fork_that_shares_the_memory_of_its_parent_counts_once() -> None:
+    made = object.__new__(fortress.Fortress)
+    made.roles = lambda: {"core": [os.getpid()] * 2, fortress.JOB: [os.getpid()] * 2}
+    sizes = made.memory()
+    assert sizes[fortress.JOB] > 1.9 * sizes["core"] > 0
 
 
 @pytest.fixture
