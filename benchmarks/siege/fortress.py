@@ -74,8 +74,8 @@ class Fortress:
     def memory(self) -> dict[str, float]:
         """Resident memory in MiB by role: of jobs their sum.
 
-        Server, core and worker are one process each; a second one is a fork that is about to run another program, and
-        shares its memory.
+        Server, core and worker are one process each; a second one is a fork that is about to run another program,
+        and shares its memory.
         """
         sizes = {role: [resident(pid) for pid in pids] for role, pids in self.roles().items()}
         return {role: sum(held) if role == JOB else max(held) for role, held in sizes.items()}
