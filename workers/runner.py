@@ -226,9 +226,7 @@ class Runner:
             return None
         return self.graphs.size_for(len(plan.rows))
 
-    def _forward(
-        self, batch: Batch, adapters: AdapterRows | None, received: Tensor | None = None
-    ) -> Tensor:
+    def _forward(self, batch: Batch, adapters: AdapterRows | None, received: Tensor | None = None) -> Tensor:
         input_ids = self.relay.fill(batch.input_ids) if batch.needs_relay else batch.input_ids
         model = self.model.model
         if isinstance(model, EncoderModel):

@@ -55,9 +55,7 @@ class Table:
             number for number in changed if _serves(adapter.products[number], adapter.shapes[number][1])
         )
         self.others = frozenset(changed) - self.products
-        served = [
-            deltas if number in self.products else () for number, deltas in enumerate(adapter.products)
-        ]
+        served = [deltas if number in self.products else () for number, deltas in enumerate(adapter.products)]
         self.width = max([1, *(sum(len(delta.a) for delta in deltas) for deltas in served)])
         starts = np.cumsum([0, *(len(deltas) for deltas in served)])
         deltas = [_fields(delta, adapter.dtype) for own in served for delta in own]

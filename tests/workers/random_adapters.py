@@ -28,9 +28,7 @@ CONFIG: dict[str, Any] = {
 Tensors = dict[str, Tensor]
 
 
-def make_tensors(
-    seed: int = 0, shapes: Mapping[str, tuple[int, int]] = SHAPES, rank: int = 4
-) -> Tensors:
+def make_tensors(seed: int = 0, shapes: Mapping[str, tuple[int, int]] = SHAPES, rank: int = 4) -> Tensors:
     """Random matrices for modules of these shapes."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}

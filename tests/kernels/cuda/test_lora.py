@@ -187,7 +187,7 @@ def test_the_public_function_with_strided_rows() -> None:
 def test_unsupported_arguments_are_refused() -> None:
     adapters = make_adapters(torch.bfloat16, torch.bfloat16)
     x, out = make_tensors(2, torch.bfloat16)
-    with pytest.raises(TypeError, match="bfloat16 or float16, not torch.float32"):
+    with pytest.raises(TypeError, match=r"bfloat16 or float16, not torch\.float32"):
         lora.adapt(EmulatedLauncher(), x.float(), out.float(), make_rows(adapters, [0, 1]), PRODUCT)
     grouped = make_rows(adapters, [0, 1]).grouped(torch.tensor([0, 1]), [1, 1])
     with pytest.raises(ValueError, match="no kernel for grouped products"):

@@ -276,7 +276,9 @@ def test_adapters_that_recorded_steps_cannot_have(
                 adapted.load(index, folder)
             found.append([adapted.run(adapters) for adapters in ([1, 2], [3, 0, 1], [1, 4])])
     assert found[0] == found[1]
-    check_recorded(ahead.runner, num_recorded=8, num_replayed=3)  # the output layer is outside of recorded steps
+    check_recorded(
+        ahead.runner, num_recorded=8, num_replayed=3
+    )  # the output layer is outside of recorded steps
     messages = [record.getMessage() for record in caplog.records if "kernel by kernel" in record.getMessage()]
     assert messages == [
         "steps with adapter 2 are launched kernel by kernel: it has weights in the place of the model's "
