@@ -1,10 +1,13 @@
 """pagewire end to end on a GPU, with random bfloat16 weights of the shapes of real models.
 
-    python -m benchmarks.gpu_models [--model llama-3-8b] [--quick] [--out benchmarks/results]
+    python -m benchmarks.gpu_models [--model llama-3-8b] [--quick] [--adapters] [--out benchmarks/results]
 
 For each model: output tokens per second and their share of the floor (weights and KV cache streamed at the rate of
 a large copy, prompts multiplied at the rate of a large product, both measured here), the time to the first token,
 and how long the GPU waited between steps; with and without CUDA graphs; transformers' `generate` beside it.
+
+With --adapters: what LoRA adapters cost if none is used, one for all requests, or 8 in turn, with and without CUDA
+graphs, and how many of the first tokens are the same with both. If these are too few, this ends with an error.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import torch
 from benchmarks.engines.driver import prompts
 from benchmarks.kernels import floors
 from benchmarks.limits import Limits, floor_seconds
+from benchmarks.lora import write_adapter
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -68,6 +72,9 @@ MODELS = {
     "qwen3-8b": LLAMA | QWEN,
 }
 RUNS = 2
+NUM_ADAPTERS, RANK = 8, 16
+ADAPTED_WORK = (32, 128, 128)
+"""Requests, tokens of each prompt and of each output where adapters are measured."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ QUICK_WORKS = [Work(1, 128, 128), Work(256, 128, 128)]
 class Pagewire:
     """Our engine, as a program would use it."""
 
-    def __init__(self, folder: Path, graphs: bool) -> None:
+    def __init__(self, folder: Path, graphs: bool, **options: Any) -> None:
         from pagewire import LLM
 
         begin = time.perf_counter()
@@ -103,23 +110,27 @@ class Pagewire:
             max_model_len=4096,
             max_num_batched_tokens=8192,
             enforce_eager=not graphs,
+            **options,
         )
         self.start_s = time.perf_counter() - begin
 
-    def run(self, work: Work, seed: int) -> dict[str, float]:
-        """Seconds, and what the worker says of them."""
+    def run(self, work: Work, seed: int, adapters: list[Any] | None = None) -> dict[str, Any]:
+        """Seconds, what the worker says of them, and the tokens. adapters: of each request."""
         from pagewire import SamplingParams
 
         batch = prompts({"count": work.count, "input": work.input, "shared": 0, "seed": seed})
         params = SamplingParams(temperature=0.0, max_tokens=work.output, ignore_eos=True, detokenize=False)
         before = self._worker()
         begin = time.perf_counter()
-        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in batch], params, use_tqdm=False)
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": ids} for ids in batch], params, use_tqdm=False, lora_request=adapters
+        )
         seconds = time.perf_counter() - begin
-        if [len(output.outputs[0].token_ids) for output in outputs] != [work.output] * work.count:
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        if [len(ids) for ids in tokens] != [work.output] * work.count:
             raise RuntimeError(f"{work.label}: not every request got its tokens")
         busy, idle = (now - then for now, then in zip(self._worker(), before, strict=True))
-        return {"seconds": seconds, "idle": idle / (busy + idle)}
+        return {"seconds": seconds, "idle": idle / (busy + idle), "tokens": tokens}
 
     def _worker(self) -> tuple[float, float]:
         status = self.llm.llm_engine.session.call("status").result()
@@ -147,6 +158,55 @@ def measure(engine: Pagewire, works: list[Work], folder: Path, limits: Limits) -
         runs = [engine.run(Work(1, length, 1), seed=10 + run)["seconds"] for run in range(5)]
         report[f"ttft {length}"] = {"ms": 1e3 * statistics.median(runs)}
     return report
+
+
+def measure_adapters(folder: Path) -> dict[str, Any]:
+    """Tokens per second of an engine that serves adapters, and whether recorded steps make the tokens of others.
+
+    Raises:
+        RuntimeError: fewer than half as many tokens are the same as without adapters, or adapters change no token.
+    """
+    from pagewire import LoRARequest
+
+    work, report = Work(*ADAPTED_WORK), dict[str, Any]()
+    loras = [
+        LoRARequest(f"adapter {n}", n, str(write_adapter(folder, folder / f"adapter-{n}", RANK, seed=n)))
+        for n in range(1, NUM_ADAPTERS + 1)
+    ]
+    kinds = {
+        "none used": [None] * work.count,
+        "one adapter": [loras[0]] * work.count,
+        f"{NUM_ADAPTERS} adapters": [loras[i % NUM_ADAPTERS] for i in range(work.count)],
+    }
+    tokens: dict[tuple[str, bool], list[list[int]]] = {}
+    for graphs in (True, False):
+        limits = {"max_loras": NUM_ADAPTERS, "max_lora_rank": RANK}
+        engine = Pagewire(folder, graphs, enable_lora=True, **limits)
+        for kind, adapters in kinds.items():
+            engine.run(work, 0, adapters)
+            runs = [engine.run(work, 1 + run, adapters) for run in range(RUNS)]
+            seconds = statistics.median(run["seconds"] for run in runs)
+            name = f"{kind}, {'graphs' if graphs else 'eager'}"
+            report[name] = {"tokens_per_s": work.count * work.output / seconds}
+            tokens[kind, graphs] = runs[0]["tokens"]
+        engine.close()
+    for kind in kinds:
+        report[f"{kind}, same tokens"] = same = same_share(tokens[kind, True], tokens[kind, False])
+        if same < report["none used, same tokens"] / 2:
+            raise RuntimeError(f"{kind}: recorded steps make {same:.0%} of the tokens of others: {report}")
+        if kind != "none used" and tokens[kind, True] == tokens["none used", True]:
+            raise RuntimeError(f"{kind}: the adapters change no token")
+    return report
+
+
+def same_share(ours: list[list[int]], theirs: list[list[int]], first: int = 8) -> float:
+    """The share of equal tokens among the first of each output, before the first that differs.
+
+    Random weights make many tokens nearly as likely, so a last bit changes one in some dozens, and all behind it.
+    """
+    pairs = [list(zip(a[:first], b[:first], strict=True)) for a, b in zip(ours, theirs, strict=True)]
+    same = [next((i for i, (a, b) in enumerate(pair) if a != b), len(pair)) for pair in pairs]
+    return sum(same) / sum(len(pair) for pair in pairs)
 
 
 def measure_transformers(folder: Path, works: list[Work]) -> dict[str, Any]:
@@ -187,6 +247,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure whole models on a GPU.")
     parser.add_argument("--model", choices=MODELS, action="append", help="may be given again")
     parser.add_argument("--quick", action="store_true", help="fewer works, and no peer")
+    parser.add_argument("--adapters", action="store_true", help="LoRA adapters, and nothing else")
     parser.add_argument("--out", type=Path, help="folder of a JSON file of all figures")
     options = parser.parse_args()
     copy, rate = floors("cuda:0")
@@ -198,6 +259,10 @@ def main() -> None:
             folder = Path(directory)
             (folder / "config.json").write_text(json.dumps(MODELS[name]))
             found = report["models"][name] = {}
+            if options.adapters:
+                found["adapters"] = measure_adapters(folder)
+                print(name, "adapters", json.dumps(found["adapters"], indent=1), flush=True)
+                continue
             for kind, graphs in (("graphs", True), ("eager", False)):
                 engine = Pagewire(folder, graphs)
                 works = WORKS if graphs and not options.quick else QUICK_WORKS
@@ -209,7 +274,8 @@ def main() -> None:
                 print(name, "transformers", json.dumps(found["transformers"], indent=1), flush=True)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
-        file = options.out / f"models-{report['device'].replace(' ', '-')}-{datetime.date.today()}.json"
+        kind = "adapters" if options.adapters else "models"
+        file = options.out / f"{kind}-{report['device'].replace(' ', '-')}-{datetime.date.today()}.json"
         file.write_text(json.dumps(report, indent=1) + "\n")
 
 

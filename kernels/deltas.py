@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,7 +105,8 @@ class AdapterWeights:
     """A loaded adapter: what it changes in each product of a model, and in its embedding.
 
     products: the changes of each product, in the order of `shapes`; most have one or none, joined ones several.
-    num_bytes: of all its tensors. native: the same as the compiled kernels take it; None without them.
+    num_bytes: of all its tensors. native: the same as the CPU's compiled kernels take it; None without them.
+    table: the same as the GPU's kernels take it (`cuda.lora.Table`), once they have.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class AdapterWeights:
         self.embedding, self.num_extra_tokens = embedding, num_extra_tokens
         self.num_bytes = 0 if embedding is None else sum(tensor.nbytes for tensor in embedding.tensors)
         self.native: Any = None
+        self.table: Any = None
         for number, deltas in enumerate(products):
             if deltas:
                 self.add(number, deltas)
@@ -158,7 +160,7 @@ class AdapterRows:
     where in `rows` those of each adapter begin, and the end. adapters: at least one. num_rows: of the batch.
     num_matrices: of a grouped product, whose rows are in order of the matrix, and each matrix's in order of the
     adapter; matrix m is then the m-th product behind the one that is named.
-    native: the same as the compiled kernels take it, once they have.
+    native: the same as the device's kernels take it, once they have.
     """
 
     __slots__ = ("adapters", "native", "num_matrices", "num_rows", "rows", "starts")
@@ -194,6 +196,22 @@ class AdapterRows:
         ordered = rows[group.argsort(stable=True)]
         return AdapterRows(ordered, starts, self.adapters, len(sources), len(counts))
 
+    def check_indices(self) -> None:
+        """Refuse indices that would make a kernel read other memory.
+
+        Raises:
+            ValueError: an index lies outside the batch, or the adapters are not of one model.
+        """
+        first, int64 = self.adapters[0], torch.int64
+        if self.rows.dtype != int64 or self.starts.dtype != int64 or self.starts[-1] != len(self.rows):
+            raise ValueError("indices of rows and of their beginnings are int64, and agree")
+        if len(self.starts) != self.num_matrices * len(self.adapters) + 1 or not self.rows.is_contiguous():
+            raise ValueError(f"{len(self.starts)} beginnings for the rows of {len(self.adapters)} adapters")
+        if len(self.rows) and not 0 <= int(self.rows.min()) <= int(self.rows.max()) < self.num_rows:
+            raise ValueError(f"rows outside of a batch of {self.num_rows}")
+        if any((a.shapes, a.dtype) != (first.shapes, first.dtype) for a in self.adapters):
+            raise ValueError("adapters of several models")
+
     def check(self, product: int, x: Tensor, out: Tensor) -> None:
         """Refuse tensors that are not the input [T, K] and output [T, N] of a product of these adapters.
 
@@ -228,6 +246,13 @@ class AdapterRows:
             ends[index] += adapter.num_extra_outputs
         behind = torch.arange(logits.shape[1], device=logits.device) >= ends.to(logits.device)
         logits.masked_fill_(behind, -torch.inf)
+
+    def of(self, adapters: Collection[AdapterWeights]) -> AdapterRows:
+        """The rows of some of the adapters; not of a grouped product."""
+        groups = [(adapter, index) for adapter, index in self.groups() if adapter in adapters]
+        sizes = torch.tensor([0, *(len(index) for _, index in groups)])
+        ordered = torch.cat([index for _, index in groups])
+        return AdapterRows(ordered, sizes.cumsum(0), [adapter for adapter, _ in groups], self.num_rows)
 
     def groups(self) -> list[tuple[AdapterWeights, Tensor]]:
         """Each adapter, and the indices int64 of its rows; of a grouped product, for each matrix."""

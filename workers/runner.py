@@ -205,23 +205,28 @@ class Runner:
 
         received: see `Model.hidden_states`.
         """
-        size = None
-        # What is pooled is read when the step finishes; by then the next replay may have overwritten the hidden
-        # states of a graph. A graph looks up tokens only.
-        if self.graphs is not None and all(
-            row.num_tokens == 1 and not row.pool and not row.media for row in plan.rows
-        ):
-            adapters = self.slots.adapters[[row.slot for row in plan.rows]]
-            size = None if adapters.any() else self.graphs.size_for(len(plan.rows))
+        size = self._recorded_size(plan)
         batch = build_batch(plan.rows, self.slots, size or 0)
         if self.device.asynchronous:
             batch = batch.with_tensors(self.device.upload(batch.tensors))
+        adapters = self.adapter_rows(batch.adapters)
         with self.span("model"):
             if size is not None and self.graphs is not None:
-                return batch, self.graphs.replay(batch)
-            return batch, self._forward(batch, received)
+                return batch, self.graphs.replay(batch, adapters)
+            return batch, self._forward(batch, adapters, received)
 
-    def _forward(self, batch: Batch, received: Tensor | None = None) -> Tensor:
+    def _recorded_size(self, plan: StepPlan) -> int | None:
+        """The number of requests of the recorded step that can run a plan; None if none can."""
+        # What is pooled is read when the step finishes; by then the next replay may have overwritten the hidden
+        # states of a graph. A graph looks up tokens only.
+        if self.graphs is None or any(row.num_tokens != 1 or row.pool or row.media for row in plan.rows):
+            return None
+        adapters = self.slots.adapters[[row.slot for row in plan.rows]]
+        if adapters.any() and (self.adapters is None or not self.adapters.can_replay(adapters)):
+            return None
+        return self.graphs.size_for(len(plan.rows))
+
+    def _forward(self, batch: Batch, adapters: AdapterRows | None, received: Tensor | None = None) -> Tensor:
         input_ids = self.relay.fill(batch.input_ids) if batch.needs_relay else batch.input_ids
         model = self.model.model
         if isinstance(model, EncoderModel):
@@ -229,7 +234,7 @@ class Runner:
         else:
             first = 0 if model.stage is None else model.stage.layers.start
             context = StepContext(batch.attention, batch.positions, self.caches, self.model.kv_scales, first)
-        context.adapters, context.overlay = self.adapter_rows(batch.adapters), batch.overlay
+        context.adapters, context.overlay = adapters, batch.overlay
         return model.hidden_states(input_ids, context, received)
 
     def keep_tokens(self, slots: Tensor, sampled: PendingTokens) -> None:
@@ -304,7 +309,8 @@ class Runner:
         config = self.config
         max_blocks = -(-self.model.max_model_len // config.block_size)
         sizes = recorded_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
-        self.graphs = DecodeGraphs(self.device, self._forward, sizes, max_blocks, config.block_size)
+        adapted = None if self.adapters is None else self.adapters.recorded_rows(sizes[-1])
+        self.graphs = DecodeGraphs(self.device, self._forward, sizes, max_blocks, config.block_size, adapted)
         self.graphs.record()
         logger.info("recorded CUDA graphs for batches of %s requests", ", ".join(map(str, sizes)))
 

@@ -134,18 +134,10 @@ def native_rows(rows: AdapterRows) -> ctypes.Structure:
     """The rows as the library takes them; valid as long as `rows`.
 
     Raises:
-        ValueError: an index lies outside the batch, or the adapters are not of one model.
+        ValueError: see `AdapterRows.check_indices`.
     """
     if rows.native is None:
-        first, int64 = rows.adapters[0], torch.int64
-        if rows.rows.dtype != int64 or rows.starts.dtype != int64 or rows.starts[-1] != len(rows.rows):
-            raise ValueError("indices of rows and of their beginnings are int64, and agree")
-        if len(rows.starts) != rows.num_matrices * len(rows.adapters) + 1 or not rows.rows.is_contiguous():
-            raise ValueError(f"{len(rows.starts)} beginnings for the rows of {len(rows.adapters)} adapters")
-        if len(rows.rows) and not 0 <= int(rows.rows.min()) <= int(rows.rows.max()) < rows.num_rows:
-            raise ValueError(f"rows outside of a batch of {rows.num_rows}")
-        if any((a.shapes, a.dtype) != (first.shapes, first.dtype) for a in rows.adapters):
-            raise ValueError("adapters of several models")
+        rows.check_indices()
         rows.native = _Rows(rows)
     struct: ctypes.Structure = rows.native.struct
     return struct

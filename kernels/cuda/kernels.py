@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pagewire.kernels import reference
-from pagewire.kernels.cuda import attention, gates, kv, norms, sampling
+from pagewire.kernels.cuda import attention, gates, kv, lora, norms, sampling
 from pagewire.kernels.cuda.launch import CudaLauncher, KernelLauncher
 from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.deltas import AdapterRows
@@ -40,6 +40,7 @@ def variants(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> list[V
         return result
     result += [gates.variant(dtype, activation) for activation in Activation]
     result += [norms.variant(dtype, shape, add) for shape in norms.SHAPES for add in (False, True)]
+    result += lora.variants(dtype)
     for cache_dtype in dict.fromkeys((dtype, kv_dtype)):
         result.append(kv.variant(dtype, cache_dtype))
         if head_dim in attention.HEAD_DIMS:
@@ -153,8 +154,16 @@ class CudaKernels:
         return UnpackedLinear(functional.linear, weight, bias)
 
     def adapt(self, x: Tensor, out: Tensor, rows: AdapterRows, product: int) -> None:
-        """See `pagewire.kernels.adapted.adapt`. A row's bits may depend on the batch."""
-        reference.adapt(x, out, rows, product)
+        """See `pagewire.kernels.adapted.adapt`.
+
+        PyTorch adapts grouped products, and puts weights in the place of the model's: there a row's bits may depend
+        on the batch.
+        """
+        others: AdapterRows | None = rows
+        if rows.num_matrices == 1:
+            others = lora.adapt(self.launcher, x, out, rows, product)
+        if others is not None:
+            reference.adapt(x, out, others, product)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `pagewire.kernels.linear.linear`. A row's bits may depend on the batch."""

@@ -28,13 +28,13 @@ CONFIG: dict[str, Any] = {
 Tensors = dict[str, Tensor]
 
 
-def make_tensors(seed: int = 0, shapes: Mapping[str, tuple[int, int]] = SHAPES) -> Tensors:
-    """Random matrices of rank 4 for modules of these shapes."""
+def make_tensors(seed: int = 0, shapes: Mapping[str, tuple[int, int]] = SHAPES, rank: int = 4) -> Tensors:
+    """Random matrices for modules of these shapes."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for module, (num_out, num_in) in shapes.items():
-        tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(4, num_in, generator=generator)
-        tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(num_out, 4, generator=generator)
+        tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(rank, num_in, generator=generator)
+        tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(num_out, rank, generator=generator)
     return tensors
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from pagewire.ipc.lora import LoRAConfig
 from pagewire.ipc.quoting import quoted
 from pagewire.kernels.cpu.adapters import AdapterMemory, add_changes, room_of
+from pagewire.kernels.cuda.lora import table_of
 from pagewire.kernels.deltas import AdapterWeights, Delta, EmbeddingDelta, panels
 from pagewire.workers.adapters.base_weights import BaseWeights
 from pagewire.workers.adapters.config import AdapterConfig
@@ -55,6 +56,9 @@ def build(
             weights.add(product, own)
         else:
             add_changes(weights, product, memory.copies(own))
+    if not on_cpu:
+        yield Piece.LONG
+        table_of(weights, targets.device)  # here, so that no step waits for the copy
     return weights, builder.rank
 
 

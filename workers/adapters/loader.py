@@ -6,7 +6,9 @@ import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pagewire.ipc.errors import error_text, error_type
 from pagewire.ipc.lora import AdapterLoaded, LoadAdapter, LoRAConfig
@@ -20,6 +22,7 @@ from pagewire.workers.adapters.files import read_config, read_files
 from pagewire.workers.adapters.names import Parts, add_tensor, check_any
 from pagewire.workers.adapters.other_stages import add_other_stages
 from pagewire.workers.adapters.pieces import LARGE_BYTES, Piece, PieceRunner, Pieces
+from pagewire.workers.adapters.recorded import RecordedRows, max_width, why_not_recorded
 from pagewire.workers.adapters.targets import Targets
 from pagewire.workers.batch import AdapterOrder
 from pagewire.workers.collective.interface import Collective
@@ -59,6 +62,7 @@ class Adapters:
         self._finished: list[AdapterLoaded] = []
         self._pieces = PieceRunner(wake)
         self._targets: Targets | None = None
+        self._replayed: dict[int, bool] = {}  # adapters whose steps may be recorded ones, or not
 
     def attach(self, loaded: LoadedModel, ranks: Collective) -> None:
         """Make a model that was just loaded ask for adapters. Those that are loaded stay so: it is the same model.
@@ -84,6 +88,7 @@ class Adapters:
     def drop(self, index: int) -> None:
         """Free an adapter, loaded or not."""
         self._pending.pop(index, None)
+        self._replayed.pop(index, None)
         if (weights := self._loaded.pop(index, None)) is not None and weights.num_bytes > LARGE_BYTES:
             self._pieces.start(let_go(weights))
         self._finished = [message for message in self._finished if message.index != index]
@@ -106,6 +111,16 @@ class Adapters:
         adapters = [self._loaded[index] for index in order.adapters]
         return AdapterRows(order.rows, order.starts, adapters, order.num_rows)
 
+    def recorded_rows(self, num_rows: int) -> RecordedRows:
+        """Memory for the rows with adapters of recorded steps of up to `num_rows` rows."""
+        targets = self._attached
+        none = AdapterWeights([()] * len(targets.shapes), targets.shapes, targets.dtype)
+        return RecordedRows(none, num_rows, max_width(self._limits), self._device.torch_device)
+
+    def can_replay(self, indices: NDArray[np.int64]) -> bool:
+        """True if a recorded step can have rows of these adapters; 0 stands for none."""
+        return all(self._can_replay(index) for index in set(indices.tolist()) - {0})
+
     def num_extra_tokens(self, index: int) -> int:
         """How many tokens an adapter brings behind the model's vocabulary; 0 if it is none that is loaded."""
         adapter = self._loaded.get(index)
@@ -115,6 +130,23 @@ class Adapters:
     def num_bytes(self) -> int:
         """Bytes of all loaded adapters."""
         return sum(adapter.num_bytes for adapter in self._loaded.values())
+
+    def _can_replay(self, index: int) -> bool:
+        if (known := self._replayed.get(index)) is not None:
+            return known
+        if (adapter := self._loaded.get(index)) is None:
+            return False
+        reason = why_not_recorded(adapter, self._attached, max_width(self._limits))
+        if reason is not None:
+            logger.info("steps with adapter %d are launched kernel by kernel: %s", index, reason)
+        self._replayed[index] = reason is None
+        return reason is None
+
+    @property
+    def _attached(self) -> Targets:
+        if self._targets is None:
+            raise RuntimeError("no model is loaded")
+        return self._targets
 
     def _load(self, order: LoadAdapter) -> Iterator[Piece]:
         """Load an adapter, unless it is dropped meanwhile."""
@@ -136,6 +168,7 @@ class Adapters:
             del self._pending[order.index]
             if weights is not None:
                 self._loaded[order.index] = weights
+                self._replayed.pop(order.index, None)
             self._finished.append(message)
             self._wake()
 
@@ -144,12 +177,11 @@ class Adapters:
         limits: LoRAConfig = self._limits
         settings = read_config(Path(order.path))
         yield Piece.SHORT
-        if self._targets is None:
-            raise RuntimeError("no model is loaded")
+        targets = self._attached
         config, modules = AdapterConfig.parse(settings), dict[str, Parts]()
         if config.fields.context_length > 0:
             check_context_length(config.fields.context_length, self._config)
-        max_bytes = self._targets.max_file_bytes(config, limits)
+        max_bytes = targets.max_file_bytes(config, limits)
         yield Piece.LONG
         files = read_files(Path(order.path), settings, limits.allow_pickle, max_bytes)
         if order.content and files.content != order.content:
@@ -159,7 +191,7 @@ class Adapters:
             add_tensor(modules, name, tensor)
             yield Piece.SHORT
         check_any(modules)
-        weights, rank = yield from build(config, modules, self._targets, limits, self._base)
+        weights, rank = yield from build(config, modules, targets, limits, self._base)
         loaded = AdapterLoaded(
             order.index, files.content, weights.num_bytes, rank, num_extra_tokens=weights.num_extra_tokens
         )

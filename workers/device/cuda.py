@@ -27,7 +27,7 @@ logger = logging.getLogger("pagewire.worker")
 
 ALIGNMENT = 256  # bytes between tensors that are copied together
 CONTEXT_BYTES = 512 << 20  # estimate of what the driver takes for a process; there is no API for it
-GRAPH_BYTES = 256 << 20  # estimate of what graphs take beside the memory of one step
+GRAPH_BYTES = 256 << 20  # estimate of what graphs of a model take beside the memory of one step
 
 
 class CudaEvent:
@@ -186,7 +186,7 @@ class CudaDevice:
             return config.kv_cache_memory_bytes
         beside = max(0, self._used_beside_torch() - self._others) + CONTEXT_BYTES
         free, total = torch.cuda.mem_get_info(self.torch_device)
-        graphs = 0 if config.enforce_eager else GRAPH_BYTES
+        graphs = 0 if config.enforce_eager else GRAPH_BYTES * (1 if config.lora is None else 2)
         share = int(config.gpu_memory_utilization * total) - peak - beside - graphs
         left = free - self._activations - graphs
         if left < share:

@@ -1,7 +1,9 @@
 """CUDA graphs of decode steps, in which every request runs one token.
 
 A replay works on the memory that it was recorded with, so the batch is copied to `_static` first. Graphs are
-recorded for a few batch sizes; a batch is padded to the next one (see `build_batch`).
+recorded for a few batch sizes; a batch is padded to the next one (see `build_batch`). Where adapters are served,
+every size is recorded twice: a graph with their kernels would cost steps without adapters two launches for each
+product.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import torch
 from torch import Tensor
 
 from pagewire.kernels.attention import AttentionBatch
+from pagewire.kernels.deltas import AdapterRows
+from pagewire.workers.adapters.recorded import RecordedRows
 from pagewire.workers.batch import Batch
 from pagewire.workers.device.interface import Device
 
@@ -33,36 +37,46 @@ def recorded_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Recorded decode steps of a model, one for each batch size.
+    """Recorded decode steps of a model, one for each batch size, or two where rows may have adapters.
 
-    forward: launches the model for a batch on the device; returns final hidden states [T, H].
+    forward: launches the model for a batch on the device, and those of its rows that have adapters, if any; returns
+    final hidden states [T, H].
     sizes: batch sizes, ascending. max_blocks: KV blocks of the longest request.
+    adapted: the memory of rows with adapters; None: no row of a recorded step has one.
     """
 
     def __init__(
         self,
         device: Device,
-        forward: Callable[[Batch], Tensor],
+        forward: Callable[[Batch, AdapterRows | None], Tensor],
         sizes: Sequence[int],
         max_blocks: int,
         block_size: int,
+        adapted: RecordedRows | None = None,
     ) -> None:
-        self._device, self._forward, self.sizes = device, forward, list(sizes)
+        self._device, self._forward, self.sizes, self._adapted = device, forward, list(sizes), adapted
         self._static = _empty_batch(self.sizes[-1], max_blocks, max_blocks * block_size, device.torch_device)
-        self._replays: dict[int, Callable[[], Tensor]] = {}
+        self._replays: dict[tuple[int, bool], Callable[[], Tensor]] = {}
 
     def record(self) -> None:
         """Record all sizes, the largest first, so that the others reuse its memory."""
         for size in reversed(self.sizes):
-            self._replays[size] = self._device.record(partial(self._forward, _first(self._static, size)))
+            batch = _first(self._static, size)
+            self._replays[size, False] = self._device.record(partial(self._forward, batch, None))
+            if self._adapted is not None:
+                rows = self._adapted.first(size)
+                self._replays[size, True] = self._device.record(partial(self._forward, batch, rows))
 
     def size_for(self, num_requests: int) -> int | None:
         """The recorded size to which `num_requests` are padded; None if all are smaller."""
         place = bisect_left(self.sizes, num_requests)
         return self.sizes[place] if place < len(self.sizes) else None
 
-    def replay(self, batch: Batch) -> Tensor:
-        """Hidden states [size, H] of a batch that is padded to a recorded size. The next replay overwrites them."""
+    def replay(self, batch: Batch, adapters: AdapterRows | None = None) -> Tensor:
+        """Hidden states [size, H] of a batch that is padded to a recorded size. The next replay overwrites them.
+
+        adapters: the rows of the batch that have adapters, of which `RecordedRows` can hold each; None: none has.
+        """
         size = len(batch.input_ids)
         given, static = batch.attention, self._static.attention
         self._static.input_ids[:size].copy_(batch.input_ids)
@@ -71,7 +85,10 @@ class DecodeGraphs:
         static.seq_lens[:size].copy_(given.seq_lens)
         static.slot_mapping[:size].copy_(given.slot_mapping)
         static.block_table[:size, : given.block_table.shape[1]].copy_(given.block_table)
-        return self._replays[size]()
+        if adapters is not None:
+            assert self._adapted is not None, "no rows with adapters were recorded"
+            self._adapted.fill(adapters)
+        return self._replays[size, adapters is not None]()
 
 
 def _empty_batch(size: int, max_blocks: int, max_seq_len: int, device: torch.device) -> Batch:

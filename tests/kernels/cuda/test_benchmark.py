@@ -61,6 +61,7 @@ def test_writes_rows_and_sampling() -> None:
     for kept, normed in ((torch.bfloat16, True), (torch.float8_e4m3fn, False)):
         check(iter([kernels._write_case(launcher, "cpu", 24, kept, normed, SMALL)]))
     check(kernels.row_cases(launcher, "cpu", False, tokens=3))
+    check(kernels.lora_cases(launcher, "cpu", False, size=72, rows=(1, 33)))
     check(kernels.sampling_cases(launcher, "cpu", False, rows=3, vocab_sizes=(2048,)))
 
 

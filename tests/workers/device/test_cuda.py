@@ -164,26 +164,127 @@ def test_tokens_are_those_of_transformers(llama: Path, load: Callable[..., Runne
         torch.testing.assert_close(torch.tensor(found, dtype=torch.float32), chosen, rtol=0, atol=0.1)
 
 
-def test_steps_with_adapters_are_no_recorded_ones(
+LAYERS = {
+    "model.layers.0.self_attn.q_proj": (64, 64),
+    "model.layers.0.self_attn.v_proj": (32, 64),
+    "model.layers.1.self_attn.o_proj": (64, 64),
+    "model.layers.1.mlp.gate_proj": (96, 64),
+    "model.layers.0.mlp.down_proj": (64, 96),
+}
+HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
+
+
+class Adapted:
+    """A runner that serves adapters."""
+
+    def __init__(self, load: Callable[..., Runner], **fields: Any) -> None:
+        self._awake = threading.Event()
+        self.runner = load(lora=LoRAConfig(max_loras=4, max_lora_rank=8), wake=self._awake.set, **fields)
+
+    def load(self, index: int, folder: Path) -> None:
+        """Load an adapter, in the place of another one or in none."""
+        assert self.runner.adapters is not None
+        self.runner.adapters.drop(index)
+        message = load_adapter(self.runner.adapters, LoadAdapter(index, str(folder)), self._awake)
+        assert message.error is None
+
+    def run(self, adapters: Sequence[int], num_steps: int = 4) -> list[tuple[object, ...]]:
+        """What requests with these adapters come to, of which each step is launched before the last is finished."""
+        prompts = make_prompts(VOCAB_SIZE, (9, 2, 5)[: len(adapters)])
+        plans = make_plans(prompts, num_steps, [PLAIN] * len(prompts))
+        for init, adapter in zip(plans[0].inits, adapters, strict=True):
+            init.adapter = adapter
+        outcomes = [outcome(result) for result in Core(self.runner).run(plans)]
+        self.runner.step(StepPlan(num_steps, [], freed_slots=list(range(len(prompts)))))
+        return outcomes
+
+
+def low_rank(folder: Path, seed: int, rank: int, modules: Sequence[str] = tuple(LAYERS)) -> Path:
+    """An adapter of some modules."""
+    shapes = {module: (LAYERS | {HEAD: (VOCAB_SIZE, 64)})[module] for module in modules}
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank / 4, "target_modules": list(shapes)}
+    return write(folder, config, make_tensors(seed, shapes, rank))
+
+
+def test_steps_with_adapters_give_what_peft_does(
     llama: Path, load: Callable[..., Runner], tmp_path: Path
 ) -> None:
-    """They run kernel by kernel, and give what PEFT does."""
-    awake = threading.Event()
-    runner = load(lora=LoRAConfig(), wake=awake.set)
-    shapes = {"model.layers.1.self_attn.v_proj": (32, 64), "model.layers.0.mlp.down_proj": (64, 96)}
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 2, "target_modules": list(shapes)}
-    folder = write(tmp_path, config, make_tensors(shapes=shapes))
-    assert load_adapter(runner.adapters, LoadAdapter(1, str(folder)), awake).error is None
+    """Also recorded ones, which are others than those without adapters."""
+    adapted, folder = Adapted(load), low_rank(tmp_path, 0, 4)
+    adapted.load(1, folder)
     prompts = make_prompts(VOCAB_SIZE, (9, 9))
     params = SamplingParams(temperature=0.0, prompt_logprobs=0)
-    requests = Driver(runner, 32).run(prompts, 3, params, adapters=[1, 0])
-    check_recorded(runner, num_recorded=4, num_replayed=0)
+    requests = Driver(adapted.runner, 32).run(prompts, 3, params, adapters=[1, 0])
+    check_recorded(adapted.runner, num_recorded=8, num_replayed=2)
     for request, adapter in zip(requests, (folder, None), strict=True):
         (rows,) = request.prompt_logprobs
         ours, theirs = torch.tensor(values(rows)[1]), peft_logprobs(llama, adapter, request.prompt)
         torch.testing.assert_close(ours.flatten(), torch.tensor(theirs), rtol=0, atol=0.2)
-    Driver(runner, 32).generate(prompts, 3, adapters=[0, 0])
-    check_recorded(runner, num_recorded=4, num_replayed=2)
+    Driver(adapted.runner, 32).generate(prompts, 3, adapters=[0, 0])
+    check_recorded(adapted.runner, num_recorded=8, num_replayed=4)
+
+
+def test_replaying_steps_with_adapters_changes_nothing(load: Callable[..., Runner], tmp_path: Path) -> None:
+    """Whichever adapters come and go, of any rank, in batches that are padded."""
+    folders = [low_rank(tmp_path / str(rank), rank, rank) for rank in (1, 8)]
+    folders.append(low_rank(tmp_path / "some", 3, 5, ["model.layers.1.mlp.gate_proj", HEAD]))
+    plain, ahead = Adapted(load, enforce_eager=True), Adapted(load)
+    found = []
+    for adapted in (plain, ahead):
+        for index in (1, 2):
+            adapted.load(index, folders[index - 1])
+        outcomes = [adapted.run(adapters) for adapters in ([1, 0, 2], [2, 2, 2], [0, 1], [0, 0])]
+        adapted.load(1, folders[2])
+        outcomes.append(adapted.run([1, 0, 2]))
+        found.append(outcomes)
+    assert found[0] == found[1]
+    assert len({str(outcomes) for outcomes in found[0]}) == 5  # adapters change what comes
+    check_recorded(ahead.runner, num_recorded=8, num_replayed=5 * 3)
+
+
+def whole(folder: Path, module: str, shape: tuple[int, int]) -> Path:
+    """An adapter with a weight in the place of a module's."""
+    shapes = {"model.layers.0.self_attn.v_proj": (32, 64)}
+    config = {"peft_type": "LORA", "r": 2, "target_modules": list(shapes), "modules_to_save": [module]}
+    weight = {f"base_model.model.{module}.weight": torch.randn(shape)}
+    return write(folder, config, make_tensors(5, shapes, 2) | weight)
+
+
+def embedding(folder: Path) -> Path:
+    """An adapter of the embedding of tokens."""
+    names = [f"base_model.model.{EMBEDDING}.lora_embedding_{matrix}" for matrix in "AB"]
+    config = {"peft_type": "LORA", "r": 2, "target_modules": ["embed_tokens"]}
+    tensors = (torch.randn(2, VOCAB_SIZE), torch.randn(64, 2))
+    return write(folder, config, dict(zip(names, tensors, strict=True)))
+
+
+def test_adapters_that_recorded_steps_cannot_have(
+    load: Callable[..., Runner], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps with them are launched kernel by kernel, for a reason that is logged once."""
+    folders = [
+        low_rank(tmp_path / "low", 0, 4),
+        whole(tmp_path / "layer", "model.layers.1.self_attn.o_proj", (64, 64)),
+        embedding(tmp_path / "embedding"),
+        whole(tmp_path / "head", HEAD, (VOCAB_SIZE, 64)),
+    ]
+    plain, ahead = Adapted(load, enforce_eager=True), Adapted(load)
+    found = []
+    with caplog.at_level("INFO", "pagewire.worker"):
+        for adapted in (plain, ahead):
+            for index, folder in enumerate(folders, 1):
+                adapted.load(index, folder)
+            found.append([adapted.run(adapters) for adapters in ([1, 2], [3, 0, 1], [1, 4])])
+    assert found[0] == found[1]
+    check_recorded(
+        ahead.runner, num_recorded=8, num_replayed=3
+    )  # the output layer is outside of recorded steps
+    messages = [record.getMessage() for record in caplog.records if "kernel by kernel" in record.getMessage()]
+    assert messages == [
+        "steps with adapter 2 are launched kernel by kernel: it has weights in the place of the model's "
+        "(modules_to_save)",
+        "steps with adapter 3 are launched kernel by kernel: it changes the embedding of tokens",
+    ]
 
 
 @pytest.mark.parametrize("kept", ["fp8", "fp8_e5m2"])
