@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu_encoders [--model all-MiniLM-L6-v2] [--quick] [--out benchmarks/results]
 
-Embeddings of prompts of many lengths are compared with those of transformers in float32 on the CPU: exit status 1 if a
-cosine is below that of `LEAST`. For one of them, in every dtype, also texts per second, of 128 tokens each;
+Embeddings of prompts of many lengths are compared with those of transformers in float32 on the CPU: exit status 1
+if a cosine is below that of `LEAST`. For one of them, in every dtype, also texts per second, of 128 tokens each;
 transformers' module on the same device beside it. `--device cpu` tries the script itself.
 """
 
@@ -103,7 +103,7 @@ def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def check(llm: LLM, prompts: list[list[int]], truth: np.ndarray) -> dict[str, float]:
-    """How near the embeddings are to transformers', and for comparison how near different ones are to each other."""
+    """How near embeddings are to transformers', and for comparison how near different ones are to each other."""
     own = cosines(embeddings(llm, prompts), truth)
     others = own[~np.eye(len(own), dtype=bool)]
     return {"cosine": float(np.diag(own).min()), "cosine_of_others": float(np.median(others))}
@@ -165,7 +165,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder of a JSON file of all figures")
     options = parser.parse_args()
     is_gpu = options.device != "cpu"
-    report: dict[str, Any] = {"device": torch.cuda.get_device_name(0) if is_gpu else processor(), "models": {}}
+    report: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(0) if is_gpu else processor(),
+        "models": {},
+    }
     for name in options.model or MODELS:
         with tempfile.TemporaryDirectory() as folder:
             report["models"][name] = run_model(Path(folder), name, options.device, options.quick)

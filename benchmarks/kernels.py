@@ -87,7 +87,7 @@ def attention_case(
     shape: Shape,
     whole: bool = False,
 ) -> Case:
-    """Requests of so many new tokens each, after so many that are in the cache. whole: they see later tokens, too."""
+    """Requests of so many new tokens each, after so many that are in the cache. whole: they see later ones."""
     length = queries + contexts
     pages = -(-length // BLOCK_SIZE)
     cache_bytes = 2 * requests * length * shape.kv_heads * shape.size * kept.itemsize

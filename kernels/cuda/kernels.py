@@ -38,7 +38,7 @@ def variants(
 ) -> list[Variant]:
     """The kernels that a model may launch. Float32 models have sampling kernels only.
 
-    kv_dtype: of its KV cache. encodes: it is an encoder, which keeps keys and values for a layer only, in its dtype.
+    kv_dtype: of its KV cache. encodes: it is an encoder, which keeps keys and values for a layer only.
     """
     result = [sampling.variant(kernel, dtype) for kernel in sampling.SHARED_BYTES if dtype in sampling.DTYPES]
     if dtype not in norms.DTYPES:

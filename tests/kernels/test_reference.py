@@ -132,7 +132,12 @@ def test_layers_equal_hugging_face(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"future": WHOLE}, {"future": 4, "window": 5}, {"future": WHOLE, "relative": True}, {"future": 3, "alibi": True}],
+    [
+        {"future": WHOLE},
+        {"future": 4, "window": 5},
+        {"future": WHOLE, "relative": True},
+        {"future": 3, "alibi": True},
+    ],
     ids=str,
 )
 def test_attention_at_once_equals_attention_by_tiles(options: dict[str, Any]) -> None:

@@ -46,7 +46,7 @@ class Pages:
 
 
 def in_pages(batch: AttentionBatch, positions: Tensor) -> AttentionBatch:
-    """A batch of whole prompts with pages for the keys and values of each, one prompt behind the other; on the host.
+    """A batch of whole prompts with pages for the keys and values of each, one behind the other; on the host.
 
     positions: int64 [T], from 0 on in each prompt.
     """

@@ -100,7 +100,10 @@ FAULTS = [
     ("two_sided", Edit(SHARED, "min(position + a.future, ", "min(position + a.future + 1, ")),
     ("two_sided", Edit(SHARED, "last_key<S>(a, queries, position) - here", "position - here")),
     ("two_sided", Edit(PREFILL, "key + STEP > last_key<S>(a, task.queries, first) + 1 || ", "")),
-    ("two_sided", Edit(PREFILL, "-1 : last_key<S>(a, queries, queries.position_of(last_row));", "-1 : last_row;")),
+    (
+        "two_sided",
+        Edit(PREFILL, "-1 : last_key<S>(a, queries, queries.position_of(last_row));", "-1 : last_row;"),
+    ),
     ("two_sided", Edit(PREFILL, "|| key <= last - a.window;", ";")),
     ("two_sided", Edit(SHARED, "(2 * head + 1) * a.bias_radius", "2 * head * a.bias_radius")),
     ("two_sided", Edit(SHARED, "__ldg(biases + 8 * n + column)", "__ldg(biases + 8 * n)")),

@@ -47,7 +47,9 @@ def test_variants(dtype: torch.dtype, head_dim: int) -> None:
         TwoSided(future=WHOLE),
         TwoSided(future=7, window=8),
         TwoSided(future=WHOLE, relative_bias=biases(2)),
-        TwoSided(future=90, window=20, softcap=5.0, sinks=sinks, alibi=sinks.exp() / 99, relative_bias=biases(2)),
+        TwoSided(
+            future=90, window=20, softcap=5.0, sinks=sinks, alibi=sinks.exp() / 99, relative_bias=biases(2)
+        ),
     ):
         check(launcher, paged, options, dtype)
 
@@ -75,7 +77,9 @@ def test_batches(launcher: EmulatedLauncher, batch: tuple[Paged, Options, torch.
     check(launcher, *batch)
 
 
-@pytest.mark.parametrize("options", [TwoSided(future=WHOLE), TwoSided(future=7, window=8)], ids=["all", "window"])
+@pytest.mark.parametrize(
+    "options", [TwoSided(future=WHOLE), TwoSided(future=7, window=8)], ids=["all", "window"]
+)
 def test_bits_are_those_of_a_prompt_alone(options: TwoSided) -> None:
     """Whatever the number of multiprocessors, by which causal attention decides where to split its sums."""
     shape = Shape(4, 2, 64, 64)
@@ -88,9 +92,7 @@ def test_bits_are_those_of_a_prompt_alone(options: TwoSided) -> None:
 def test_only_one_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short prompts do not go to decode, which sees no later keys."""
     launched: list[str] = []
-    monkeypatch.setattr(
-        EmulatedLauncher, "launch", lambda self, variant, *_: launched.append(variant.name)
-    )
+    monkeypatch.setattr(EmulatedLauncher, "launch", lambda self, variant, *_: launched.append(variant.name))
     shape = Shape(2, 2, 64, 64)
     for lengths in ((1,), (1, 1, 1), (40, 1)):
         paged = prompts(lengths, shape, FP16)
@@ -106,7 +108,9 @@ def test_refusals() -> None:
     """Before a launch, by name, with what can be done."""
     large, paged = Shape(2, 2, 160, 160), prompts((5,), Shape(2, 2, 64, 64), FP16)
     launcher, whole = EmulatedLauncher(), TwoSided(future=WHOLE)
-    with pytest.raises(ValueError, match=r"no kernel for heads of 160.*32, 64, .*128.*CPUs serve it.*float32"):
+    with pytest.raises(
+        ValueError, match=r"no kernel for heads of 160.*32, 64, .*128.*CPUs serve it.*float32"
+    ):
         run(launcher, prompts((5,), large, FP16), whole, FP16)
     with pytest.raises(ValueError, match=r"no kernel for heads of 64 and keys of torch.float8_e4m3fn"):
         run(launcher, paged, whole, E4M3)

@@ -51,7 +51,7 @@ def test_encoders_embed(
     launched: list[str],
     tmp_path: Path,
 ) -> None:
-    """As a stack, layer by layer, and prompt by prompt: to the bits of each prompt alone where prompts are packed."""
+    """As a stack, layer by layer, and prompt by prompt: a stack to the bits of each prompt alone."""
     folder = write(tmp_path, model_type, dtype="float16", **SIZES)
     prompts = make_prompts(128, LENGTHS)
     runner = load(folder, pooler_config=POOLER)
