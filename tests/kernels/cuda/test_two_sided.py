@@ -17,7 +17,7 @@ from tests.kernels.cuda.emulate import ORDERS, EmulatedLauncher
 from tests.kernels.cuda.test_attention import BF16, E4M3, FP16, Options, batch_of, check, launchers, run
 
 RADIUS = 256  # of distances that have a bias
-LENGTHS = (1, 130, 17, 64, 200)  # tokens: of less than a step of keys, and of several tiles of rows
+LENGTHS = (1, 130, 17, 64)  # tokens: of less than a step of keys, and of several tiles of rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ def batches(draw: st.DrawFn) -> tuple[Paged, Options, torch.dtype]:
     kv_heads, group = draw(st.sampled_from([(4, 1), (2, 3), (1, 7)]))
     spans = []
     for _ in range(draw(st.integers(1, 3))):
-        end = draw(st.integers(0, 180))
+        end = draw(st.integers(0, 140))
         spans.append((draw(st.just(0) | st.integers(0, end)), end))
     options = TwoSided(
         future=draw(st.just(WHOLE) | st.integers(1, 100)),
@@ -71,7 +71,7 @@ def batches(draw: st.DrawFn) -> tuple[Paged, Options, torch.dtype]:
     return batch_of(spans, shape, FP16, draw(st.integers(0, 3)), draw(st.integers(0, 1000))), options, FP16
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(launchers, batches())
 def test_batches(launcher: EmulatedLauncher, batch: tuple[Paged, Options, torch.dtype]) -> None:
     check(launcher, *batch)
