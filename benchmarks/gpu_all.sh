@@ -46,14 +46,15 @@ if [ $# -gt 0 ]; then
 fi
 step 60 "$python" -m pagewire.cli.main doctor
 step 90 "$python" -m pagewire.cli.main kernels build
-step 120 "$python" -m pytest -q -p no:cacheprovider tests/workers/device/test_cuda.py -k "gpu or sizes"
-for kernel in copy rows lora write sampling decode prefill; do # a kernel that fails takes the context with it, not the rest
+step 150 "$python" -m pytest -q -p no:cacheprovider tests/workers/device -k "gpu or sizes"
+for kernel in rows lora write sampling decode prefill encoder; do # a kernel that fails takes the context with it, not the rest
     step 60 "$python" -m benchmarks.kernels --only $kernel --out benchmarks/results/$kernel
 done
 step 120 "$python" -m benchmarks.gpu_models --model llama-3.2-1b --adapters --out benchmarks/results/adapters
 for model in llama-3.2-1b llama-3-8b qwen3-8b; do
     step 150 "$python" -m benchmarks.gpu_models --model $model --out benchmarks/results/$model
 done
+step 150 "$python" -m benchmarks.gpu_encoders --out benchmarks/results/encoders
 sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -1)
 if [ -n "$sanitizer" ]; then
     for tool in memcheck racecheck; do

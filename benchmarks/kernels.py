@@ -30,7 +30,7 @@ from pagewire.kernels.cuda.launch import CudaLauncher, KernelLauncher
 from pagewire.kernels.cuda.layout import exchange_chunks
 from pagewire.kernels.deltas import AdapterRows, AdapterWeights, Delta, panels
 from pagewire.kernels.layer import Activation
-from pagewire.kernels.paging import AttentionBatch, token_view
+from pagewire.kernels.paging import WHOLE, AttentionBatch, token_view
 
 ROTATED_BYTES = 256 << 20
 """Buffers of a case take at least this together: several times any L2 cache."""
@@ -86,13 +86,14 @@ def attention_case(
     requests: int,
     kept: torch.dtype,
     shape: Shape,
+    whole: bool = False,
 ) -> Case:
-    """Requests of so many new tokens each, after so many that are in the cache."""
+    """Requests of so many new tokens each, after so many that are in the cache. whole: they see later ones."""
     length = queries + contexts
     pages = -(-length // BLOCK_SIZE)
     cache_bytes = 2 * requests * length * shape.kv_heads * shape.size * kept.itemsize
     io_bytes = 2 * requests * queries * shape.heads * shape.size * 2
-    pairs = requests * (queries * contexts + queries * (queries + 1) // 2)
+    pairs = requests * (queries * contexts + (queries**2 if whole else queries * (queries + 1) // 2))
     copies = num_copies(cache_bytes)
     pool = (copies, requests * pages, shape.kv_heads, BLOCK_SIZE, shape.size)
     k, v = (torch.empty(pool, dtype=torch.bfloat16, device=on).normal_().to(kept) for _ in range(2))
@@ -107,10 +108,11 @@ def attention_case(
         length,
     )
     workspace = attention.Workspace.allocate(launcher.multiprocessors, on)
-    out, scale = torch.empty_like(q[0]), shape.size**-0.5
+    out, scale, future = torch.empty_like(q[0]), shape.size**-0.5, WHOLE if whole else 0
 
     def run(i: int) -> Tensor:
-        return attention.paged_attention(launcher, workspace, q[i], k[i], v[i], batch, scale, out=out)
+        tensors = (q[i], k[i], v[i], batch)
+        return attention.paged_attention(launcher, workspace, *tensors, scale, future=future, out=out)
 
     def error() -> float:
         found, worst = run(0).clone(), 0.0
@@ -127,7 +129,7 @@ def attention_case(
             for head in range(shape.heads):
                 of = head * shape.kv_heads // shape.heads
                 logits = q[0, row][some, head].double() @ keys[of].T * scale
-                hidden = torch.arange(length, device=on) > (contexts + some)[:, None]
+                hidden = torch.arange(length, device=on) > (contexts + some)[:, None] + future
                 truth = torch.softmax(logits.masked_fill(hidden, -torch.inf), 1) @ values[of]
                 worst = max(worst, distance(found[row][some, head], truth))
         return worst
@@ -139,7 +141,9 @@ def attention_case(
         def torch_attention(i: int) -> Tensor:
             heads = q[i].view(requests, queries, shape.heads, shape.size).transpose(1, 2)
             return functional.scaled_dot_product_attention(
-                heads, k.view(dense)[i], v.view(dense)[i], is_causal=contexts == 0, enable_gqa=True
+                *(heads, k.view(dense)[i], v.view(dense)[i]),
+                is_causal=contexts == 0 and not whole,
+                enable_gqa=True,
             )
 
         peers["torch"] = torch_attention
@@ -194,6 +198,15 @@ def prefill_cases(launcher: KernelLauncher, on: str, quick: bool, shape: Shape =
         for context in (0, 30720):
             name = f"prefill {queries} after {context}"
             yield attention_case(launcher, on, name, queries, context, 1, torch.bfloat16, shape)
+
+
+def encoder_cases(launcher: KernelLauncher, on: str, quick: bool) -> Iterator[Case]:
+    """Whole prompts of an encoder with the heads of BERT-base."""
+    for requests, length in ((64, 128),) if quick else ((64, 128), (256, 128), (32, 512), (1, 8192)):
+        name = f"encoder {requests} x {length}"
+        yield attention_case(
+            *(launcher, on, name, length, 0, requests, torch.bfloat16, Shape(12, 12, 64)), whole=True
+        )
 
 
 def write_cases(launcher: KernelLauncher, on: str, quick: bool, shape: Shape = Shape()) -> Iterator[Case]:
@@ -400,6 +413,7 @@ def _sampling_case(launcher: KernelLauncher, on: str, logits: Tensor, greedy: bo
 CASES: dict[str, Callable[[KernelLauncher, str, bool], Iterator[Case]]] = {
     "decode": decode_cases,
     "prefill": prefill_cases,
+    "encoder": encoder_cases,
     "write": write_cases,
     "rows": row_cases,
     "lora": lora_cases,

@@ -55,12 +55,12 @@ def paged_attention(
         batch: which rows of q belong to which request.
         scale: factor of the dot products, usually D ** -0.5.
         window: how many keys up to its own a query sees, that included; None is all.
-        future: how many keys after its own position a query sees; `WHOLE` is all, as in encoders. CPUs only.
+        future: how many keys after its own position a query sees; `WHOLE` is all, as in encoders.
         softcap: logits become `softcap * tanh(logit / softcap)`.
         sinks: [Hq], one more logit per head in the softmax's denominator, with no value.
         alibi: [Hq], slopes of the bias `slope * (key position - query position)`.
-        relative_bias: [Hq, 2 R], the bias of distances from -R on: `[:, R + key position - query position]`. CPUs
-            only. R is at least a request's length, rounded up to a multiple of 256.
+        relative_bias: [Hq, 2 R], the bias of distances from -R on: `[:, R + key position - query position]`. R is
+            at least a request's length, rounded up to a multiple of 256.
         scales: of keys and values in caches of 8-bit floats.
         out: [T, Hq, Dv], contiguous, in q's dtype; made if not given.
 
@@ -68,7 +68,7 @@ def paged_attention(
         out: [T, Hq, Dv] in q's dtype. Padding rows are 0.
 
     Raises:
-        NotImplementedError: the device is not served, or not with `future` or `relative_bias`.
+        NotImplementedError: the device is not served.
         TypeError: an index tensor of the batch is not int32.
         ValueError: shapes disagree, the batch points outside its tensors, or the caches take no scales.
     """

@@ -1,7 +1,7 @@
 """PyTorch's elementwise functions, batch-invariant: the bits of an element depend on nothing but its value.
 
-PyTorch computes the elements after the last full vector, and those where two threads meet, by other code than the
-rest. Here inputs are padded, so that every thread has full vectors only.
+On a CPU PyTorch computes the elements after the last full vector, and those where two threads meet, by other code
+than the rest. Here inputs are padded, so that every thread has full vectors only.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ def padded_size(size: int, num_threads: int) -> int:
 
 def elementwise(function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """`function(x, ...)`, batch-invariant; the result has the shape of x."""
+    if x.device.type != "cpu":
+        return function(x, *args, **kwargs)
     size = x.numel()
     padded = padded_size(size, torch.get_num_threads())
     if padded == size and x.is_contiguous():

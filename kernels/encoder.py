@@ -7,7 +7,7 @@ As in BERT, the normed sum is what goes on; or, with norms first, it is what the
 itself goes on.
 
 The loop over the layers is here; `cpu/encoder.cpp` is the same loop compiled, and is used if all linear layers are
-packed weights, dense or quantised.
+packed weights, dense or quantised. On GPUs the kernels are launched one by one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pagewire.kernels.attention import paged_attention, store_kv
 from pagewire.kernels.dispatch import implementation_for
 from pagewire.kernels.experts import ACTIVATIONS
 from pagewire.kernels.layer import EncoderLayer, LayerNorm
-from pagewire.kernels.layers import activate_each, layer_norm, rotary
+from pagewire.kernels.layers import activate_each, layer_norm
 from pagewire.kernels.paging import WHOLE, AttentionBatch
 
 __all__ = ["EncoderLayer", "EncoderStack", "LayerNorm"]
@@ -98,9 +98,11 @@ def _attend(
     num_tokens = len(x)
     qkv = layer.qkv(x).view(num_tokens, -1, layer.head_dim)
     q, k, v = torch.split(qkv, [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], 1)
-    if layer.angles is not None:
-        rotary(q, k, *angles[layer.angles])
-    store_kv(k, v, *cache, batch.slot_mapping)
+    if layer.angles is None:
+        store_kv(k, v, *cache, batch.slot_mapping)
+    else:
+        kernels = implementation_for(q, k, v)
+        q = kernels.rotate_and_store(q, k, v, *angles[layer.angles], None, *cache, batch.slot_mapping)
     future = WHOLE if layer.window is None else layer.window - 1
     attended = paged_attention(
         *(q, *cache, batch, layer.scale),

@@ -18,7 +18,7 @@ from pagewire.kernels.elementwise import elementwise
 from pagewire.kernels.integers import Integers
 from pagewire.kernels.layer import HeadNorms
 from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales, check_scales, token_view
-from pagewire.kernels.reference_bias import Bias
+from pagewire.kernels.reference_bias import Bias, attend_at_once
 from pagewire.kernels.reference_encoder import activate_each as activate_each
 from pagewire.kernels.reference_encoder import encoder as encoder
 from pagewire.kernels.reference_encoder import gelu_and_mul as gelu_and_mul
@@ -59,8 +59,10 @@ def paged_attention(
     """See `pagewire.kernels.attention.paged_attention`.
 
     PyTorch's products and sums may have other bits for other shapes. So all are of one shape, 16 queries by 256
-    keys, with zeros where a request has none.
+    keys, with zeros where a request has none. On a GPU so small products take long; there an encoder's prompts are
+    attended to at once, each by itself.
     """
+    at_once = future > 0 and q.device.type != "cpu" and softcap is None and sinks is None
     check_scales(k_cache.dtype, scales)
     dtype = _accumulation_dtype(q)
     num_heads, block_size = q.shape[1], k_cache.shape[2]
@@ -83,6 +85,9 @@ def paged_attention(
                 0  # seen by no query, it may hold anything, and 0 x NaN is NaN
             )
         bias = Bias(window, future, seq_len, softcap, alibi, relative_bias)
+        if at_once:
+            out[rows] = attend_at_once(q[rows].to(dtype), k, v, scale, bias).to(out.dtype)
+            continue
         tiles = list(zip(_tiles(k), _tiles(v), strict=True))
         queries = q[rows].to(dtype).transpose(0, 1) * scale
         for begin in range(first // QUERIES * QUERIES, seq_len, QUERIES):

@@ -63,7 +63,7 @@ class Batch:
     drafted: bool
     """True if some rows have drafts."""
     token_types: Tensor | None = None
-    """int64 [T]: 1 in the second texts of pairs; None if no row has one. On the host."""
+    """int64 [T]: 1 in the second texts of pairs; None if no row has one."""
     adapters: AdapterOrder | None = None
     """The tokens that have adapters; None: none has."""
     sample_adapters: AdapterOrder | None = None
@@ -77,14 +77,14 @@ class Batch:
         a = self.attention
         about_attention = (a.query_start_loc, a.seq_lens, a.block_table, a.slot_mapping)
         about_tokens = (self.input_ids, self.positions, self.sample_indices, self.sample_slots)
+        token_types = () if self.token_types is None else (self.token_types,)
         embeddings = () if self.overlay is None else (self.overlay.places, self.overlay.rows)
-        return (*about_tokens, *about_attention, *embeddings)
+        return (*about_tokens, *about_attention, *token_types, *embeddings)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Batch:
         """A copy with other `tensors`, such as their copies on the device."""
-        input_ids, positions, sample_indices, sample_slots, starts, lens, table, kv_slots, *embeddings = (
-            tensors
-        )
+        input_ids, positions, sample_indices, sample_slots, starts, lens, table, kv_slots, *others = tensors
+        token_types = None if self.token_types is None else others.pop(0)
         attention = replace(
             self.attention, query_start_loc=starts, seq_lens=lens, block_table=table, slot_mapping=kv_slots
         )
@@ -95,7 +95,8 @@ class Batch:
             sample_indices=sample_indices,
             sample_slots=sample_slots,
             attention=attention,
-            overlay=Overlay(*embeddings) if embeddings else None,
+            token_types=token_types,
+            overlay=Overlay(*others) if others else None,
         )
 
 

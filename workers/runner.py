@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from pagewire.workers.device.open import open_device
 from pagewire.workers.device.relay import Relay
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.attention import StepContext
-from pagewire.workers.model.encoder import EncoderModel
+from pagewire.workers.model.encoder import EncoderModel, in_pages
 from pagewire.workers.model.loading import LoadedModel, Phases
 from pagewire.workers.sample.typical import TypicalAcceptance
 from pagewire.workers.slots import Slots
@@ -207,6 +208,8 @@ class Runner:
         """
         size = self._recorded_size(plan)
         batch = build_batch(plan.rows, self.slots, size or 0)
+        if isinstance(self.model.model, EncoderModel):
+            batch = replace(batch, attention=in_pages(batch.attention, batch.positions))
         if self.device.asynchronous:
             batch = batch.with_tensors(self.device.upload(batch.tensors))
         adapters = self.adapter_rows(batch.adapters)
@@ -230,7 +233,9 @@ class Runner:
         input_ids = self.relay.fill(batch.input_ids) if batch.needs_relay else batch.input_ids
         model = self.model.model
         if isinstance(model, EncoderModel):
-            context: StepContext = model.context(batch.attention, batch.positions, batch.token_types)
+            context: StepContext = model.context(
+                batch.attention, batch.positions, batch.starts, batch.token_types
+            )
         else:
             first = 0 if model.stage is None else model.stage.layers.start
             context = StepContext(batch.attention, batch.positions, self.caches, self.model.kv_scales, first)
@@ -363,7 +368,10 @@ class Runner:
         """Run the largest steps, by tokens and by rows, with all sampling stages, to measure their memory."""
         config, longest = self.config, self.model.max_model_len
         self.caches = self._allocate(1)
-        num_long, rest = divmod(config.max_num_batched_tokens, longest)
+        most = config.max_num_batched_tokens
+        if isinstance(self.model.model, EncoderModel):  # whose longest prompt runs in one step in any case
+            most = max(most, longest)
+        num_long, rest = divmod(most, longest)
         prompts = [*[longest] * num_long, *([rest] if rest else [])][: config.max_num_seqs]
         params = SamplingParams(top_k=2, top_p=0.5, logprobs=MOST_LIKELY)
         self._run_alone(prompts, params)
@@ -374,8 +382,27 @@ class Runner:
         """A named part of a step for the profiler, which cannot see into compiled kernels."""
         return nullcontext() if self.profile is None else record_function(f"pagewire.{name}")
 
+    def _check_room(self, loaded: LoadedModel) -> None:
+        """Run the largest steps of an encoder on a GPU: what they take is all that it needs beside its weights.
+
+        Raises:
+            LoadError: there is not enough memory for them.
+        """
+        try:
+            room = self.device.kv_budget(self.config, loaded.vocab_size, self._run_widest)
+        except torch.OutOfMemoryError:
+            room = 0
+        if room <= 0:
+            raise LoadError(
+                f"steps of {self.config.max_num_batched_tokens} tokens (max_num_batched_tokens) do not fit into "
+                f"the memory of {self.device.name} beside the weights: lower it, or max_model_len, or raise "
+                "gpu_memory_utilization"
+            )
+
     def _size_kv(self, loaded: LoadedModel) -> int:
         if not loaded.kv_shapes:  # an encoder: a block of the core stands for a prompt
+            if self.device.asynchronous:
+                self._check_room(loaded)
             return self.config.max_num_seqs
         budget = self.device.kv_budget(self.config, loaded.vocab_size, self._run_widest)
         budget -= self.drafter.spare_bytes

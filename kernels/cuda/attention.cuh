@@ -19,6 +19,7 @@ struct AttentionParameters {
     const int* block_table;    // [requests, table_width]
     const void* sinks;         // [heads] or null
     const void* alibi;         // [heads] or null
+    const float* relative_bias;  // [heads, 2 bias_radius], of distances from -bias_radius on, or null; if TWO_SIDED
     float* partial_out;        // decode: [requests, row tiles, splits, 16, D]
     float2* partial_sums;      // decode: [requests, row tiles, splits, 16], maximum and sum
     u32* arrivals;             // decode: [requests, row tiles], all 0 before and after
@@ -30,7 +31,9 @@ struct AttentionParameters {
     int kv_heads;
     int block_shift;           // log2 of block_size
     int table_width;
-    int window;                // keys that a query attends to, including its own
+    int window;                // keys up to its own that a query attends to, including its own
+    int future;                // keys after its own that a query attends to; if TWO_SIDED
+    int bias_radius;
     int short_queries;         // requests with more query tokens than this go to prefill, the others to decode
     int sinks_are_float;       // otherwise they have q's type
     int alibi_is_float;
@@ -42,13 +45,14 @@ struct AttentionParameters {
 #define MINUS_INFINITY __uint_as_float(0xff800000u)
 constexpr int PAGE_ROWS = 16;  // rows per copy: every block size is a multiple
 
-// The compile-time sizes of a kernel: M tiles of 16 rows per warp, KEYS keys at each step.
-template <class Type, class Cache, int HEAD_DIM, int TILES, int STEP>
+// The compile-time sizes of a kernel: M tiles of 16 rows per warp, KEYS keys at each step. TWO_SIDED: queries attend to
+// later keys, too.
+template <class Type, class Cache, int HEAD_DIM, int TILES, int STEP, bool BOTH_SIDES = false>
 struct Shape {
     using T = Type;
     using KV = Cache;
     static constexpr int D = HEAD_DIM, M = TILES, KEYS = STEP;
-    static constexpr bool NARROW = is_fp8<KV>;
+    static constexpr bool NARROW = is_fp8<KV>, TWO_SIDED = BOTH_SIDES;
     static constexpr int GROUP = NARROW ? 32 : 16;  // keys whose fragments one ldmatrix loads
     static constexpr int Q_CHUNKS = D * 2 / CHUNK_BYTES, CHUNKS = D * int(sizeof(KV)) / CHUNK_BYTES;
     static constexpr int ROW_BYTES = CHUNKS * CHUNK_BYTES;
@@ -114,6 +118,12 @@ struct Queries {
     DEVICE int head_of(int row) const { return kv_head * group + row % group; }
     DEVICE int token_of(int row) const { return start + row / group; }
 };
+
+// The last key that the query at `position` attends to.
+template <class S> DEVICE int last_key(const AttentionParameters& a, const Queries& queries, int position) {
+    if constexpr (S::TWO_SIDED) return min(position + a.future, queries.length - 1);
+    return position;
+}
 
 // Copies rows `first` to `first + count` into shared memory, swizzled; rows after the last become zeros. For fp8 keys,
 // each 16 elements are permuted as widen_word permutes the keys' elements, so the dot product is the same.
@@ -233,8 +243,12 @@ template <class T> DEVICE float head_number(const void* array, int is_float, int
 }
 
 // Logits with a softcap or a bias are scaled immediately; others when they become exponents of 2.
-DEVICE bool is_biased(const AttentionParameters& a) { return a.softcap > 0.0f || a.alibi; }
-DEVICE float exponent_scale(const AttentionParameters& a) { return is_biased(a) ? LOG2_E : a.scale * LOG2_E; }
+template <class S> DEVICE bool is_biased(const AttentionParameters& a) {
+    return a.softcap > 0.0f || a.alibi || (S::TWO_SIDED && a.relative_bias);
+}
+template <class S> DEVICE float exponent_scale(const AttentionParameters& a) {
+    return is_biased<S>(a) ? LOG2_E : a.scale * LOG2_E;
+}
 
 // softcap * tanh(x / softcap), to about 1e-6 of softcap.
 DEVICE float soft_cap(float x, float softcap) {
@@ -267,7 +281,16 @@ DEVICE void multiply_keys(float (&logits)[S::M][S::KEYS / 8][4], Query query, co
     }
 }
 
-// Applies softcap and ALiBi.
+// The bias of a distance and of those after it; null without. The keys of a step may lie beyond the request's end, where
+// the table still has numbers: see `bias_radius` in attention.py.
+template <class S>
+DEVICE const float* biases_from(const AttentionParameters& a, int head, int distance) {
+    if constexpr (S::TWO_SIDED)
+        if (a.relative_bias) return a.relative_bias + (2 * head + 1) * a.bias_radius + distance;
+    return nullptr;
+}
+
+// Applies softcap, ALiBi, and the biases of distances.
 template <class S>
 DEVICE void bias_logits(float (&logits)[S::M][S::KEYS / 8][4], const AttentionParameters& a, const Queries& queries,
                         int first_row, int first_key, int lane) {
@@ -277,10 +300,12 @@ DEVICE void bias_logits(float (&logits)[S::M][S::KEYS / 8][4], const AttentionPa
         for (int i = 0; i < 2; i++) {
             float slope = 0.0f;
             int distance = 0;
-            if (a.alibi) {
+            const float* biases = nullptr;
+            if (a.alibi || S::TWO_SIDED) {
                 const int row = lane_row(queries, first_row, m, i, lane);
-                slope = head_number<typename S::T>(a.alibi, a.alibi_is_float, queries.head_of(row));
                 distance = first_key + 2 * (lane & 3) - queries.position_of(row);
+                if (a.alibi) slope = head_number<typename S::T>(a.alibi, a.alibi_is_float, queries.head_of(row));
+                biases = biases_from<S>(a, queries.head_of(row), distance);
             }
 #pragma unroll
             for (int n = 0; n < S::KEYS / 8; n++)
@@ -290,20 +315,22 @@ DEVICE void bias_logits(float (&logits)[S::M][S::KEYS / 8][4], const AttentionPa
                     logit *= a.scale;
                     if (a.softcap > 0.0f) logit = soft_cap(logit, a.softcap);
                     logit += slope * float(distance + 8 * n + column);
+                    if (S::TWO_SIDED && biases) logit += __ldg(biases + 8 * n + column);
                 }
         }
 }
 
-// Masks the keys after the query and those before its window.
+// Masks the keys after the last that the query attends to, and those before its window.
 template <class S>
-DEVICE void mask_logits(float (&logits)[S::M][S::KEYS / 8][4], int window, const Queries& queries, int first_row,
-                        int first_key, int lane) {
+DEVICE void mask_logits(float (&logits)[S::M][S::KEYS / 8][4], const AttentionParameters& a, const Queries& queries,
+                        int first_row, int first_key, int lane) {
 #pragma unroll
     for (int m = 0; m < S::M; m++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int row = lane_row(queries, first_row, m, i, lane);
-            const int last = queries.position_of(row) - first_key - 2 * (lane & 3), first = last - window + 1;
+            const int position = queries.position_of(row), here = first_key + 2 * (lane & 3);
+            const int last = last_key<S>(a, queries, position) - here, first = position - here - a.window + 1;
 #pragma unroll
             for (int n = 0; n < S::KEYS / 8; n++)
 #pragma unroll
@@ -380,9 +407,9 @@ DEVICE void attend(Rows<S>& rows, Query query, const u8* keys, const u8* values,
                    const Queries& queries, int first_row, int first_key, bool partly, int lane) {
     float logits[S::M][S::KEYS / 8][4];
     multiply_keys<S>(logits, query, keys, opaque(lane));
-    if (is_biased(a)) bias_logits<S>(logits, a, queries, first_row, first_key, opaque(lane));
-    if (partly) mask_logits<S>(logits, a.window, queries, first_row, first_key, opaque(lane));
-    fold_logits<S>(logits, rows, exponent_scale(a));
+    if (is_biased<S>(a)) bias_logits<S>(logits, a, queries, first_row, first_key, opaque(lane));
+    if (partly) mask_logits<S>(logits, a, queries, first_row, first_key, opaque(lane));
+    fold_logits<S>(logits, rows, exponent_scale<S>(a));
     add_values<S>(rows, logits, values, opaque(lane));
 }
 

@@ -9,13 +9,15 @@ from torch import Tensor
 
 from pagewire.kernels.cuda.launch import KernelLauncher, pack
 from pagewire.kernels.cuda.source import Variant
-from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales, check_scales
+from pagewire.kernels.paging import UNSCALED, WHOLE, AttentionBatch, KVScales, check_scales
 
 __all__ = ["Workspace", "choose_splits", "paged_attention", "variants"]
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 256)
+TWO_SIDED_HEAD_DIMS = tuple(size for size in HEAD_DIMS if size <= 128)
+"""Of kernels that attend to later keys: no encoder has larger heads."""
 BLOCK_SIZES = (16, 32, 64)
 TILE_ROWS = 16
 """Rows of a tile. A row is a query token of one query head; the query heads of a KV head share tiles."""
@@ -26,6 +28,8 @@ RESIDENT = 2
 PART_KEYS = 256
 """Minimum number of keys in a part (`LEAST_GROUPS` in decode_attention.cu)."""
 NO_WINDOW = 2**30
+STEP_KEYS = 64
+"""Maximum number of keys in a step of prefill, for all of which a bias by distance is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +80,17 @@ def decode_instance(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int)
 
 
 @functools.cache
-def prefill_instance(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> Instance:
-    """The prefill kernel. Registers limit rows and keys: an H200's multiprocessor runs two, an sm_89's one."""
-    tiles, keys = (2, 64) if head_dim <= 128 else (1, 32)
-    step = 64 if head_dim <= 64 else 32
-    variant = _variant("prefill_attention", dtype, cache_dtype, f"{head_dim}, {tiles}, {keys}, {step}")
+def prefill_instance(
+    dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, *, two_sided: bool = False
+) -> Instance:
+    """The prefill kernel. Registers limit rows and keys: an H200's multiprocessor runs two, an sm_89's one.
+
+    two_sided: it attends to later keys, too.
+    """
+    tiles, keys = (2, STEP_KEYS) if head_dim <= 128 else (1, 32)
+    step = STEP_KEYS if head_dim <= 64 else 32
+    numbers = f"{head_dim}, {tiles}, {keys}, {step}{', true' if two_sided else ''}"
+    variant = _variant("prefill_attention", dtype, cache_dtype, numbers)
     rows, buffer = 4 * tiles * TILE_ROWS, 2 * keys * head_dim * cache_dtype.itemsize
     return Instance(variant, 128, rows * head_dim * dtype.itemsize + 2 * buffer + 128, rows)
 
@@ -91,13 +101,18 @@ def _variant(kernel: str, dtype: torch.dtype, cache_dtype: torch.dtype, numbers:
 
 
 def variants() -> list[Variant]:
-    """The decode and the prefill kernel for each dtype, cache dtype and head size."""
-    return [
+    """The decode and the prefill kernel for each dtype, cache dtype and head size, and the two-sided ones."""
+    causal = [
         instance(dtype, cache_dtype, head_dim).variant
         for instance in (decode_instance, prefill_instance)
         for dtype in DTYPES
         for cache_dtype in (dtype, *FP8)
         for head_dim in HEAD_DIMS
+    ]
+    return causal + [
+        prefill_instance(dtype, dtype, head_dim, two_sided=True).variant
+        for dtype in DTYPES
+        for head_dim in TWO_SIDED_HEAD_DIMS
     ]
 
 
@@ -132,16 +147,19 @@ def paged_attention(
     scale: float,
     *,
     window: int | None = None,
+    future: int = 0,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     alibi: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     scales: KVScales = UNSCALED,
     out: Tensor | None = None,
 ) -> Tensor:
     """See `pagewire.kernels.attention.paged_attention`; the caches have the layout of `layout.cuh`.
 
     Lengths, starts and block tables are on the device and are not checked. The padded batch decides where sums
-    are split, so the last bits of a token's output depend on the batch.
+    are split, so the last bits of a token's output depend on the batch; with `future` keys or a `relative_bias`
+    nothing is split, and they depend on the request alone.
 
     Args:
         q: bfloat16 or float16, aligned to 16 bytes, strides multiples of 8.
@@ -150,6 +168,7 @@ def paged_attention(
         scale: above 0.
         sinks: float32 or q's dtype.
         alibi: float32 or q's dtype.
+        relative_bias: float32, contiguous.
         scales: of keys and values in caches of 8-bit floats.
 
     Raises:
@@ -159,6 +178,8 @@ def paged_attention(
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     check_scales(k_cache.dtype, scales)
+    if two_sided := future != 0 or relative_bias is not None:
+        _check_two_sided(q, k_cache, batch, future, relative_bias)
     _check(q, k_cache, v_cache, batch, scale, window, sinks, alibi, out)
     tokens, heads, head_dim = q.shape
     kv_heads = k_cache.shape[1]
@@ -167,15 +188,17 @@ def paged_attention(
         return out
     if requests == 0:
         return out.zero_()
-    window, short_queries = window or NO_WINDOW, max(1, TILE_ROWS // group)
+    window = window or NO_WINDOW
+    short_queries = 0 if two_sided else max(1, TILE_ROWS // group)  # decode has no two-sided kernel
     fields = _fields(workspace, q, k_cache, v_cache, batch, out) | _head_fields(sinks, alibi)
     fields |= {"scale": scale * scales.k, "v_scale": scales.v}
-    fields |= {"softcap": softcap or 0.0, "window": window, "short_queries": short_queries}
-    if batch.max_query_len > short_queries:
-        prefill = prefill_instance(q.dtype, k_cache.dtype, head_dim)
+    fields |= {"softcap": softcap or 0.0, "window": window, "future": future, "short_queries": short_queries}
+    fields |= {"relative_bias": relative_bias, "bias_radius": _radius(relative_bias)}
+    if two_sided or batch.max_query_len > short_queries:
+        prefill = prefill_instance(q.dtype, k_cache.dtype, head_dim, two_sided=two_sided)
         row_tiles = tokens * group // prefill.rows + requests + 1  # see prefill_attention.cu
         _launch(launcher, prefill, (row_tiles, kv_heads), fields)
-    if batch.max_query_len <= short_queries or requests > 1:  # a longer batch may have short requests, too
+    if short_queries and (batch.max_query_len <= short_queries or requests > 1):  # some may be short, too
         row_tiles = kv_heads * -(-short_queries * group // TILE_ROWS)
         longest = min(batch.max_seq_len, window + short_queries)
         splits = choose_splits(requests * row_tiles, launcher.multiprocessors, longest)
@@ -276,3 +299,34 @@ def _check(
             )
     if scale <= 0 or (window is not None and window < 1):
         raise ValueError(f"attention: scale {scale} and window {window} must be above 0")
+
+
+def _radius(relative_bias: Tensor | None) -> int:
+    """The largest distance that has a bias, see `kernels.attention.paged_attention`."""
+    return 0 if relative_bias is None else relative_bias.shape[1] // 2
+
+
+def _check_two_sided(
+    q: Tensor, k_cache: Tensor, batch: AttentionBatch, future: int, relative_bias: Tensor | None
+) -> None:
+    heads, head_dim = q.shape[1:]
+    if head_dim not in TWO_SIDED_HEAD_DIMS or k_cache.dtype != q.dtype:
+        sizes = ", ".join(map(str, TWO_SIDED_HEAD_DIMS))
+        raise ValueError(
+            f"attention to later keys: no kernel for heads of {head_dim} and keys of {k_cache.dtype}, only for "
+            f"heads of {sizes} and keys of q's dtype; CPUs serve it, and so does float32 without kernels"
+        )
+    if not 0 <= future <= WHOLE:
+        raise ValueError(f"attention: future {future} must be from 0 to {WHOLE}")
+    if relative_bias is None:
+        return
+    if relative_bias.dtype != torch.float32:
+        raise TypeError(f"attention: biases by distance must be float32, not {relative_bias.dtype}")
+    if relative_bias.dim() != 2 or relative_bias.shape[1] % 2 or not relative_bias.is_contiguous():
+        raise ValueError("attention: biases by distance must be [heads, 2 R], contiguous")
+    longest, radius = -(-batch.max_seq_len // STEP_KEYS) * STEP_KEYS, _radius(relative_bias)
+    if len(relative_bias) != heads or radius < longest:
+        raise ValueError(
+            f"attention: biases of {len(relative_bias)} heads and distances up to {radius} for {heads} heads and "
+            f"{batch.max_seq_len} keys (rounded up to {longest})"
+        )

@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(WARPS * 32, WARPS == 4 ? 3 : 1)
     for (int i = 0; i < 2; i++) {
         const int row = warp * 16 + 8 * i + lane / 4;
         const float sum = sum_lanes<4>(rows.sum[0][i]);
-        if (lane % 4 == 0) sums[row] = make_float2(rows.top[0][i] * exponent_scale(a), sum);
+        if (lane % 4 == 0) sums[row] = make_float2(rows.top[0][i] * exponent_scale<S>(a), sum);
 #pragma unroll
         for (int j = 0; j < D / 16; j++)
 #pragma unroll

@@ -33,13 +33,23 @@ def serves(tensors: Sequence[Tensor]) -> bool:
     return dtype in norms.DTYPES and all(tensor.dtype in (dtype, *kv.FP8) for tensor in tensors)
 
 
-def variants(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> list[Variant]:
-    """The kernels that a model may launch. kv_dtype: of its KV cache. Float32 models have sampling kernels only."""
+def variants(
+    dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, *, encodes: bool = False
+) -> list[Variant]:
+    """The kernels that a model may launch. Float32 models have sampling kernels only.
+
+    kv_dtype: of its KV cache. encodes: it is an encoder, which keeps keys and values for a layer only.
+    """
     result = [sampling.variant(kernel, dtype) for kernel in sampling.SHARED_BYTES if dtype in sampling.DTYPES]
     if dtype not in norms.DTYPES:
         return result
-    result += [gates.variant(dtype, activation) for activation in Activation]
+    result += [gates.variant(dtype, activation) for activation in gates.ACTIVATIONS]
     result += [norms.variant(dtype, shape, add) for shape in norms.SHAPES for add in (False, True)]
+    if encodes:
+        result.append(kv.variant(dtype, dtype))
+        if head_dim in attention.TWO_SIDED_HEAD_DIMS:
+            result.append(attention.prefill_instance(dtype, dtype, head_dim, two_sided=True).variant)
+        return result
     result += lora.variants(dtype)
     for cache_dtype in dict.fromkeys((dtype, kv_dtype)):
         result.append(kv.variant(dtype, cache_dtype))
@@ -78,18 +88,16 @@ class CudaKernels:
         out: Tensor | None = None,
     ) -> Tensor:
         """See `pagewire.kernels.attention.paged_attention`."""
-        if future or relative_bias is not None:
-            raise NotImplementedError(
-                "attention to later tokens and biases by distance have no CUDA kernel yet: encoders run on CPUs"
-            )
         return attention.paged_attention(
             self.launcher,
             self._workspace,
             *(q, k_cache, v_cache, batch, scale),
             window=window,
+            future=future,
             softcap=softcap,
             sinks=sinks,
             alibi=alibi,
+            relative_bias=relative_bias,
             scales=scales,
             out=out,
         )
@@ -175,7 +183,7 @@ class CudaKernels:
     def encoder(
         self, layers: Sequence[EncoderLayer], input_norm: LayerNorm | None, *, norm_first: bool
     ) -> None:
-        """None: encoders run on CPUs."""
+        """None: an encoder's kernels are launched one by one."""
 
     def experts(self, experts: Experts) -> None:
         """None: experts are called one by one."""

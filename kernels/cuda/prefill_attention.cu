@@ -4,6 +4,9 @@
 // keys, STEP at a time, while the next keys are copied to the other buffer. Keys that no row of the block attends to are
 // never read, and a warp skips the keys that none of its own rows attends to.
 //
+// TWO_SIDED kernels are those of encoders: queries attend to `future` keys after their own as well. Their sums depend on
+// the request alone, as no keys are split.
+//
 // There is no list of work. Request r begins at tile `starts[r] * group / ROWS + r`, which gives it at least the tiles
 // that it needs; a block finds its request by bisection. Tiles after the last request are padding.
 #include "attention.cuh"
@@ -13,8 +16,9 @@ constexpr int WARPS = 4;
 // Values that all threads of a block use: in shared memory, to save registers.
 struct Task {
     Queries queries;
-    int begin, end;                                     // keys that some row attends to
-    int first_positions[WARPS], last_positions[WARPS];  // of each warp's rows; last is -1 for a warp without rows
+    int begin, end;  // keys that some row attends to
+    // Of each warp: the position of its first row, and the last key that its last row attends to; -1 without rows.
+    int first_positions[WARPS], last_keys[WARPS];
 };
 
 DEVICE int first_tile(const AttentionParameters& a, int request, int tile_rows) {
@@ -45,7 +49,7 @@ DEVICE void write_rows(u8* staged, Rows<S>& rows, const AttentionParameters& a, 
         for (int i = 0; i < 2; i++) {
             const int row = 16 * m + 8 * i + lane / 4;
             const float sink = sink_exponent<T>(a, queries.head_of(lane_row(queries, first_row, m, i, lane)));
-            const float sum = sum_lanes<4>(rows.sum[m][i]), top = rows.top[m][i] * exponent_scale(a);
+            const float sum = sum_lanes<4>(rows.sum[m][i]), top = rows.top[m][i] * exponent_scale<S>(a);
             const float larger = fmaxf(top, sink), weight = exp2_approx(top - larger);
             const float factor = a.v_scale * weight / (sum * weight + exp2_approx(sink - larger));
 #pragma unroll
@@ -70,9 +74,9 @@ DEVICE void write_rows(u8* staged, Rows<S>& rows, const AttentionParameters& a, 
     }
 }
 
-template <class T, class KV, int D, int M, int KEYS, int STEP>
+template <class T, class KV, int D, int M, int KEYS, int STEP, bool TWO_SIDED = false>
 __global__ void __launch_bounds__(WARPS * 32) prefill_attention(const __grid_constant__ AttentionParameters a) {
-    using S = Shape<T, KV, D, M, STEP>;
+    using S = Shape<T, KV, D, M, STEP, TWO_SIDED>;
     constexpr int WARP_ROWS = 16 * M, ROWS = WARPS * WARP_ROWS, PAGES = KEYS / PAGE_ROWS, HALF = KEYS * S::ROW_BYTES;
     constexpr bool COPIES_BOTH = PAGES == WARPS;  // a warp copies a page of keys and one of values, not only one
     static_assert(COPIES_BOTH || 2 * PAGES == WARPS);
@@ -95,13 +99,13 @@ __global__ void __launch_bounds__(WARPS * 32) prefill_attention(const __grid_con
     Task& task = *reinterpret_cast<Task*>(buffers + 4 * HALF);
     if (lane == 0) {
         task.first_positions[warp] = queries.position_of(min(warp_row, queries.rows - 1));
-        task.last_positions[warp] =
-            warp_row < queries.rows ? queries.position_of(min(warp_row + WARP_ROWS, queries.rows) - 1) : -1;
+        const int last_row = min(warp_row + WARP_ROWS, queries.rows) - 1;
+        task.last_keys[warp] = warp_row > last_row ? -1 : last_key<S>(a, queries, queries.position_of(last_row));
     }
     if (thread == 0) {
         task.queries = queries;
         task.begin = max(queries.position_of(first_row) - a.window + 1, 0);
-        task.end = queries.position_of(min(first_row + ROWS, queries.rows) - 1) + 1;
+        task.end = last_key<S>(a, queries, queries.position_of(min(first_row + ROWS, queries.rows) - 1)) + 1;
     }
     __syncthreads();
 
@@ -138,9 +142,9 @@ __global__ void __launch_bounds__(WARPS * 32) prefill_attention(const __grid_con
         const u8* keys = buffers + buffer * 2 * HALF;
 #pragma unroll 1
         for (int key = first_key; key < first_key + KEYS; key += STEP, keys += STEP * S::ROW_BYTES) {
-            const int first = task.first_positions[warp], last = task.last_positions[warp];
+            const int first = task.first_positions[warp], last = task.last_keys[warp];
             const bool attends = key <= last && key + STEP > first - a.window + 1;
-            const bool partly = key + STEP > first + 1 || key <= last - a.window;
+            const bool partly = key + STEP > last_key<S>(a, task.queries, first) + 1 || key <= last - a.window;
             if (attends) attend<S>(rows, query, keys, keys + HALF, a, task.queries, warp_row, key, partly, lane);
         }
     }

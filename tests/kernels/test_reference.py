@@ -8,6 +8,8 @@ import torch
 from torch.nn import functional
 
 from pagewire.kernels import reference
+from pagewire.kernels.paging import WHOLE
+from pagewire.kernels.reference_bias import Bias, attend_at_once
 from pagewire.kernels.weight import dense_weight
 
 from .batches import TOLERANCE, Request, Shape, page, random_request
@@ -126,3 +128,31 @@ def test_layers_equal_hugging_face(dtype: torch.dtype) -> None:
     reference.rotary(q, k, cos, sin)
     for got, want in zip((q, k), expected, strict=True):
         assert torch.equal(got, want[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"future": WHOLE},
+        {"future": 4, "window": 5},
+        {"future": WHOLE, "relative": True},
+        {"future": 3, "alibi": True},
+    ],
+    ids=str,
+)
+def test_attention_at_once_equals_attention_by_tiles(options: dict[str, Any]) -> None:
+    """What a GPU runs in float32, which has no kernels: of whole prompts, and of the last tokens of one."""
+    shape = Shape(num_heads=6, num_kv_heads=6, head_dim=24, v_head_dim=24)
+    per_head = torch.linspace(0.01, 0.2, 6)
+    given = {"window": None, **options}
+    alibi = per_head if given.pop("alibi", False) else None
+    relative = torch.randn(6, 512) if given.pop("relative", False) else None
+    for length, first in ((300 if relative is None else 200, 0), (40, 33)):
+        request = random_request(shape, length, torch.float32, length)
+        paged = page(shape, [request], [(first, length)])
+        expected = reference.paged_attention(
+            *(paged.q, *paged.plain_caches, paged.batch, 0.2), **given, alibi=alibi, relative_bias=relative
+        )
+        bias = Bias(seq_len=length, softcap=None, alibi=alibi, relative=relative, **given)
+        found = attend_at_once(paged.q, request.k.transpose(0, 1), request.v.transpose(0, 1), 0.2, bias)
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)

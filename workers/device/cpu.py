@@ -110,7 +110,9 @@ class CpuDevice:
         """See `Device.kv_dtypes`."""
         return (dtype, KV_CODES) if dtype in DTYPES else (dtype,)
 
-    def prepare(self, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> None:
+    def prepare(
+        self, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, *, encodes: bool = False
+    ) -> None:
         """Nothing to do: the CPU's kernels are compiled at first use."""
 
     def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:

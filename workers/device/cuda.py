@@ -100,9 +100,11 @@ class CudaDevice:
         """See `Device.kv_dtypes`."""
         return (dtype, *FP8) if dtype in KERNEL_DTYPES else (dtype,)
 
-    def prepare(self, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> None:
+    def prepare(
+        self, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, *, encodes: bool = False
+    ) -> None:
         """See `Device.prepare`."""
-        variants = cuda_kernels.variants(dtype, kv_dtype, head_dim)
+        variants = cuda_kernels.variants(dtype, kv_dtype, head_dim, encodes=encodes)
 
         def progress(done: int, total: int, variant: Variant) -> None:
             if done % 8 == 0 or done == total:

@@ -81,8 +81,12 @@ class Device(Protocol):
     def kv_dtypes(self, dtype: torch.dtype) -> Sequence[torch.dtype]:
         """The dtypes that the KV cache of a model of this dtype may have."""
 
-    def prepare(self, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> None:
+    def prepare(
+        self, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, *, encodes: bool = False
+    ) -> None:
         """Compile the kernels that a model of these dtypes needs, with progress in the log.
+
+        encodes: it is an encoder.
 
         Raises:
             LoadError: they cannot be compiled.

@@ -3,13 +3,15 @@
 All prompts of a step run as one packed sequence, without padding: one call of attention over all of them. The
 keys and values of a layer lie in pages that the next layer overwrites. A model with attention of its own
 (DeBERTa's, and MPNet's where its layers are no stack) runs prompt by prompt instead; its products use our kernels
-all the same.
+all the same. Which pages a prompt has is decided on the host (`in_pages`), so that on a GPU nothing waits.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,44 +32,61 @@ class Pages:
     def __init__(self) -> None:
         self._caches: dict[KVShape, tuple[Tensor, Tensor]] = {}
 
-    def of(self, shape: KVShape, num_pages: int) -> tuple[Tensor, Tensor]:
-        """K and V of at least `num_pages` pages, on the CPU."""
+    def of(self, shape: KVShape, num_pages: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """K and V of at least `num_pages` pages on a device, which is always the same one."""
         caches = self._caches.get(shape)
         if caches is None or len(caches[0]) < num_pages:
             sizes = (shape.head_dim, shape.v_head_dim)
-            k, v = (torch.zeros(num_pages, shape.num_kv_heads, PAGE, n, dtype=shape.dtype) for n in sizes)
+            k, v = (
+                torch.zeros(num_pages, shape.num_kv_heads, PAGE, size, dtype=shape.dtype, device=device)
+                for size in sizes
+            )
             caches = self._caches[shape] = k, v
         return caches
 
 
+def in_pages(batch: AttentionBatch, positions: Tensor) -> AttentionBatch:
+    """A batch of whole prompts with pages for the keys and values of each, one behind the other; on the host.
+
+    positions: int64 [T], from 0 on in each prompt.
+    """
+    lengths = batch.query_start_loc.diff().long()
+    counts = -(-lengths // PAGE)
+    firsts, num_pages = counts.cumsum(0) - counts, int(counts.sum())
+    table = firsts[:, None] + torch.arange(int(counts.max()))
+    return AttentionBatch(
+        query_start_loc=batch.query_start_loc,
+        seq_lens=lengths.int(),
+        block_table=table.clamp(max=num_pages - 1).int(),
+        slot_mapping=torch.repeat_interleave(firsts * PAGE, lengths) + positions,
+        max_query_len=batch.max_query_len,
+        max_seq_len=batch.max_query_len,
+    )
+
+
 class EncoderStep(StepContext):
-    """A step of an encoder. batch: of whole prompts. token_types: int64 [T]; None: all 0."""
+    """A step of an encoder.
+
+    batch: of whole prompts `in_pages`. lengths: of the prompts. token_types: int64 [T]; None: all 0.
+    """
 
     __slots__ = ("lengths", "num_pages", "pages", "token_types")
 
     def __init__(
-        self, batch: AttentionBatch, positions: Tensor, pages: Pages, token_types: Tensor | None = None
+        self,
+        batch: AttentionBatch,
+        positions: Tensor,
+        pages: Pages,
+        lengths: Sequence[int],
+        token_types: Tensor | None = None,
     ) -> None:
-        self.lengths: list[int] = batch.query_start_loc.diff().tolist()
-        self.pages, self.token_types = pages, token_types
-        counts = torch.tensor([-(-length // PAGE) for length in self.lengths], dtype=torch.int64)
-        self.num_pages = int(counts.sum())
-        firsts = counts.cumsum(0) - counts
-        table = firsts[:, None] + torch.arange(int(counts.max()))
-        slots = torch.repeat_interleave(firsts * PAGE, torch.tensor(self.lengths)) + positions
-        own = AttentionBatch(
-            query_start_loc=batch.query_start_loc,
-            seq_lens=torch.tensor(self.lengths, dtype=torch.int32),
-            block_table=table.clamp(max=self.num_pages - 1).int(),
-            slot_mapping=slots,
-            max_query_len=batch.max_query_len,
-            max_seq_len=batch.max_query_len,
-        )
-        super().__init__(own, positions, [])
+        super().__init__(batch, positions, [])
+        self.pages, self.lengths, self.token_types = pages, list(lengths), token_types
+        self.num_pages = sum(-(-length // PAGE) for length in lengths)
 
     def cache(self, layer: int, shape: KVShape, window: int | None) -> tuple[Tensor, Tensor]:
         """Pages for the keys and values of a layer, until the next one takes them."""
-        return self.pages.of(shape, self.num_pages)
+        return self.pages.of(shape, self.num_pages, self.positions.device)
 
     def future(self, window: int | None) -> int:
         """All keys, or those of a window to each side that has the query's own in it."""
@@ -99,10 +118,19 @@ class EncoderModel(PoolingModel):
         return super().embedding_size if self.packed else 0
 
     def context(
-        self, batch: AttentionBatch, positions: Tensor, token_types: Tensor | None = None
+        self,
+        batch: AttentionBatch,
+        positions: Tensor,
+        starts: Sequence[int],
+        token_types: Tensor | None = None,
     ) -> EncoderStep:
-        """The context of a step. positions: int64 [T], from 0 on in each prompt."""
-        return EncoderStep(batch, positions, self._pages, token_types)
+        """The context of a step.
+
+        batch: `in_pages`. positions: int64 [T], from 0 on in each prompt. starts: of the prompts in the batch.
+        token_types: see `EncoderStep`.
+        """
+        lengths = [end - start for start, end in pairwise([*starts, len(positions)])]
+        return EncoderStep(batch, positions, self._pages, lengths, token_types)
 
     def hidden_states(self, input_ids: Tensor, step: StepContext, received: Tensor | None = None) -> Tensor:
         """See `Model.hidden_states`. It has no stages, so nothing is received."""

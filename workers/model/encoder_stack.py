@@ -56,6 +56,8 @@ def build_encoder_stack(base: Any, weights: Weights, device: torch.device) -> En
         stack = _stack(base, structure, parts, kinds, weights, device)
     except (_OtherStructureError, AttributeError):
         return None
+    if rotary is not None:
+        rotary.to(device)
     whole = EncoderStack(embeddings, stack, rotary, kinds, getattr(base, "pooler", None))
     whole.config, whole.base_model_prefix = base.config, base.base_model_prefix
     return whole
@@ -71,7 +73,7 @@ def _stack(
 ) -> Stack:
     """The layers of a base, of these parts. kinds: of angles, in the order of their numbers."""
     activation = activation_of(base.config)
-    bias = None if structure.relative_bias is None else structure.relative_bias(base, weights)
+    bias = None if structure.relative_bias is None else structure.relative_bias(base, weights).to(device)
     norms = [norm for part in parts for norm in part.norms]
     first = None
     if structure.final_norm is not None:
@@ -81,7 +83,7 @@ def _stack(
         angles = kinds.index(part.kind) if kinds else None
         layers.append(_packed(part, pair, activation, angles, bias, weights, device))
     # ModernBERT's first layer has no norm of its own: its input is normed already.
-    input_norm = None if first is None or isinstance(first, nn.Identity) else _norm(first, weights)
+    input_norm = None if first is None or isinstance(first, nn.Identity) else _norm(first, weights, device)
     return Stack(layers, input_norm, norm_first=structure.final_norm is not None)
 
 
@@ -110,10 +112,10 @@ def _packed(
     return EncoderLayer(
         qkv=_joined(parts.qkv, weights, device),
         out=_joined([parts.out], weights, device),
-        attention_norm=_norm(norms[0], weights),
+        attention_norm=_norm(norms[0], weights, device),
         up=_joined(parts.up, weights, device),
         down=_joined([parts.down], weights, device),
-        output_norm=_norm(norms[1], weights),
+        output_norm=_norm(norms[1], weights, device),
         activation=activation,
         gated=parts.gated,
         num_heads=heads[0],
@@ -132,12 +134,11 @@ def _joined(linears: Sequence[Any], weights: Weights, device: torch.device) -> L
     return pack_joined(linears, weights, device)
 
 
-def _norm(module: Any, weights: Weights) -> LayerNorm:
+def _norm(module: Any, weights: Weights, device: torch.device) -> LayerNorm:
     _require(type(module) is nn.LayerNorm)
     weights.fill(module)
-    return LayerNorm(
-        module.weight.detach(), None if module.bias is None else module.bias.detach(), module.eps
-    )
+    bias = None if module.bias is None else module.bias.detach().to(device)
+    return LayerNorm(module.weight.detach().to(device), bias, module.eps)
 
 
 class EncoderEmbeddings(nn.Module):
@@ -169,16 +170,17 @@ class EncoderEmbeddings(nn.Module):
         """
         known = {*TABLES, structure.words, structure.norm, "dropout", "drop"}
         _require({name for name, _ in embeddings.named_children()} <= known)
-        norm = None if structure.norm is None else _norm(getattr(embeddings, structure.norm), weights)
+        norm = None if structure.norm is None else _norm(getattr(embeddings, structure.norm), weights, device)
         words: Any = embedding(getattr(embeddings, structure.words), weights, device)
         tables = (getattr(embeddings, name, None) for name in TABLES)
-        return cls(norm, words, *(x if x is None else embedding(x, weights, device) for x in tables))
+        found = (x if x is None else embedding(x, weights, device) for x in tables)
+        return cls(norm, words, *found).to(device)
 
     def forward(self, ids: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
         """ids, positions and types int64 [T] to states [T, H]; types: None for all 0."""
         x = self.word_embeddings(ids)
         if self.token_type_embeddings is not None:
-            x = x + self.token_type_embeddings(torch.zeros(1, dtype=torch.int64) if types is None else types)
+            x = x + self.token_type_embeddings(torch.zeros_like(ids[:1]) if types is None else types)
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(positions)
         return x if self.norm is None else layer_norm(x, self.norm.weight, self.norm.bias, self.norm.eps)

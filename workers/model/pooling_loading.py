@@ -25,7 +25,7 @@ from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.model import attention
 from pagewire.workers.model.attention import KVShape
-from pagewire.workers.model.encoder import EncoderModel, max_positions, takes_token_types
+from pagewire.workers.model.encoder import EncoderModel, in_pages, max_positions, takes_token_types
 from pagewire.workers.model.encoder_stack import EncoderStack, build_encoder_stack
 from pagewire.workers.model.kv_scales import kv_scales
 from pagewire.workers.model.loading import (
@@ -106,7 +106,7 @@ def load_pooling_model(
     check_config(config)
     dtype = resolve_dtype(worker_config.dtype, config)
     kv_dtype = resolve_kv_dtype(worker_config.kv_cache_dtype, dtype, device)
-    device.prepare(dtype, kv_dtype, head_dim(config))
+    device.prepare(dtype, kv_dtype, head_dim(config), encodes=spec.encoder)
     phases.end("config")
     kind = BASE if spec.head or spec.token_head else CLASSES[spec.kind]
     weights = build_module(worker_config, config, dtype, device, kind)
@@ -202,7 +202,7 @@ def load_causal(
         weights.divide(shards)
     model, shapes = transform(weights, run, expected, max_len, device, collective, turn, PoolingModel)
     assert isinstance(model, PoolingModel)
-    check_scores(model, spec, expected, scores, weights.schemes)
+    check_scores(model, spec, expected, scores, weights.schemes, device)
     return model, shapes
 
 
@@ -254,8 +254,9 @@ def check_scores(
     hidden: list[Tensor],
     scores: list[Tensor],
     schemes: Iterable[Scheme],
+    device: Device,
 ) -> None:
-    """Compare the classifier's logits with those of the untouched module, given its hidden states.
+    """Compare the classifier's logits with those of the untouched module, given its hidden states on the host.
 
     schemes: of the weights, see `prove`.
 
@@ -266,11 +267,10 @@ def check_scores(
         return
     found = []
     for states in hidden:
-        if spec.kind == "token_classify":
-            found.append(model.scores(states))
-        else:
+        if spec.kind != "token_classify":
             pooled = {"LAST": states[-1], "CLS": states[0], "MEAN": states.float().mean(0)}[spec.pooling_type]
-            found.append(model.scores(pooled.to(states.dtype)[None]))
+            states = pooled.to(states.dtype)[None]
+        found.append(model.scores(states.to(device.torch_device)).cpu())
     difference = relative_difference(found, scores)
     if difference > permitted_difference(hidden[0].dtype, schemes):
         raise refuse(model.config, f"its scores are wrong (by {difference:.1%})")
@@ -286,10 +286,6 @@ def load_encoder(
     Raises:
         LoadError: it is not served; the text says why.
     """
-    if device.torch_device.type != "cpu":
-        raise refuse(
-            weights.causal.config, "encoders run on CPUs only: attention to later tokens has no CUDA kernel"
-        )
     module = weights.causal
     if getattr(module.config, "is_decoder", False):
         raise refuse(module.config, "is_decoder is set: as a decoder it is not served")
@@ -315,8 +311,8 @@ def load_encoder(
         packed = isinstance(used, EncoderStack) or not own_attention
         model = EncoderModel(whole, device.batch_invariant, offset, packed)
         transform_parts(model.causal, weights, device.torch_device)
-        prove_encoder(model, run, expected, weights)
-        check_scores(model, spec, expected, scores, weights.schemes)
+        prove_encoder(model, run, expected, weights, device)
+        check_scores(model, spec, expected, scores, weights.schemes, device)
         return model
 
     stack = None if adapted else build_encoder_stack(base, weights, device.torch_device)
@@ -329,14 +325,16 @@ def load_encoder(
     return proven(base), []
 
 
-def prove_encoder(model: EncoderModel, run: DryRun, expected: list[Tensor], weights: Weights) -> None:
+def prove_encoder(
+    model: EncoderModel, run: DryRun, expected: list[Tensor], weights: Weights, device: Device
+) -> None:
     """Compare the hidden states of packed prompts with those of the untouched module.
 
     Raises:
         LoadError: they differ, or the model fails.
     """
     try:
-        actual = encoded(model, run)
+        actual = encoded(model, run, device)
     except Exception as error:
         raise refuse(model.config, f"packed prompts do not fit it: {first_line(error)}") from error
     difference = relative_difference(actual, expected)
@@ -349,15 +347,17 @@ def replaces_attention(base: Any) -> bool:
     return bool(getattr(base, "_supports_sdpa", False) or getattr(base, "_supports_attention_backend", False))
 
 
-def encoded(model: EncoderModel, run: DryRun) -> list[Tensor]:
-    """Hidden states [n, H] of each request of a dry run, all in one step."""
+def encoded(model: EncoderModel, run: DryRun, device: Device) -> list[Tensor]:
+    """Hidden states [n, H] of each request of a dry run on the host; all have run in one step."""
     lengths = [len(ids) for ids in run.token_ids]
-    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    longest, starts = max(lengths), torch.tensor([0, *lengths]).cumsum(0).int()
     none = torch.zeros(0, dtype=torch.int32)
-    batch = AttentionBatch(starts, none, none, none, max(lengths), max(lengths))
     positions = torch.cat([torch.arange(n) for n in lengths])
-    hidden = model.hidden_states(torch.cat(run.token_ids), model.context(batch, positions))
-    return list(torch.split(hidden, lengths))
+    batch = in_pages(AttentionBatch(starts, none, none, none, longest, longest), positions)
+    about_attention = (batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping)
+    ids, positions, *places = device.upload([torch.cat(run.token_ids), positions, *about_attention])
+    step = model.context(AttentionBatch(*places, longest, longest), positions, starts[:-1].tolist())
+    return list(torch.split(model.hidden_states(ids, step).cpu(), lengths))
 
 
 def pooling_info(

@@ -132,4 +132,4 @@ def normalized_rows(x: Tensor) -> Tensor:
     from pagewire.kernels.layers import rms_norm
 
     size = x.shape[-1]
-    return rms_norm(x.contiguous(), torch.full((size,), size**-0.5), 1e-24)
+    return rms_norm(x.contiguous(), torch.full((size,), size**-0.5, device=x.device), 1e-24)

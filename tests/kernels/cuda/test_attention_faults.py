@@ -12,10 +12,12 @@ from torch import Tensor
 
 from pagewire.kernels.cuda import attention
 from pagewire.kernels.cuda.source import read_source
+from pagewire.kernels.paging import WHOLE
 from tests.kernels.batches import TOLERANCE, Paged, Shape
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher
 from tests.kernels.cuda.emulate.library import load
 from tests.kernels.cuda.test_attention import BF16, E4M3, Options, batch_of, everything, expect, run
+from tests.kernels.cuda.test_two_sided import TwoSided, biases
 
 HEADS = 6
 SHAPE = Shape(num_heads=HEADS, num_kv_heads=2, head_dim=64, v_head_dim=64, block_size=16)
@@ -23,6 +25,7 @@ SHAPE = Shape(num_heads=HEADS, num_kv_heads=2, head_dim=64, v_head_dim=64, block
 
 DECODED = batch_of([(0, 1), (40, 41), (0, 0), (1100, 1101)], SHAPE, padding=2)
 MIXED = batch_of([(0, 65), (0, 0), (20, 21), (130, 200)], SHAPE, padding=2)
+WHOLE_PROMPTS = batch_of([(0, 65), (0, 1), (0, 130), (0, 17)], SHAPE, padding=2)
 Case = tuple[Paged, Options, torch.dtype]
 decode: list[Case] = [
     (DECODED, Options(), BF16),
@@ -35,6 +38,11 @@ prefill: list[Case] = [
     (MIXED, Options(window=50, sinks=torch.full((HEADS,), 3.0)), BF16),
 ]
 prefill_fp8: list[Case] = [(MIXED, Options(), E4M3)]
+two_sided: list[Case] = [
+    (WHOLE_PROMPTS, TwoSided(future=WHOLE), BF16),
+    (WHOLE_PROMPTS, TwoSided(future=4, window=5), BF16),
+    (WHOLE_PROMPTS, TwoSided(future=WHOLE, relative_bias=biases(HEADS)), BF16),
+]
 
 
 @functools.cache
@@ -80,13 +88,26 @@ FAULTS = [
     ("decode", Edit(DECODE, "first_position - a.window + 1, 0)", "first_position - a.window + 2, 0)")),
     ("decode", Edit(DECODE, "first_key + S::GROUP > first_position + 1 || ", "")),
     ("prefill", Edit(SHARED, "8 * n + column > last)", "8 * n + column > last + 1)")),
-    ("prefill", Edit(SHARED, "last - window + 1;", "last - window;")),
-    ("prefill", Edit(PREFILL, "key + STEP > first + 1 || ", "")),
+    ("prefill", Edit(SHARED, "here - a.window + 1;", "here - a.window;")),
+    ("prefill", Edit(PREFILL, "key + STEP > last_key<S>(a, task.queries, first) + 1 || ", "")),
     ("prefill", Edit(PREFILL, "key <= last && key", "key < last && key")),
     (
         "prefill",
-        Edit(PREFILL, "first_row + ROWS, queries.rows) - 1) + 1", "first_row + ROWS, queries.rows) - 1)"),
+        Edit(PREFILL, "first_row + ROWS, queries.rows) - 1)) + 1", "first_row + ROWS, queries.rows) - 1))"),
     ),
+    # Later keys.
+    ("two_sided", Edit(SHARED, "queries.length - 1);", "queries.length);")),
+    ("two_sided", Edit(SHARED, "min(position + a.future, ", "min(position + a.future + 1, ")),
+    ("two_sided", Edit(SHARED, "last_key<S>(a, queries, position) - here", "position - here")),
+    ("two_sided", Edit(PREFILL, "key + STEP > last_key<S>(a, task.queries, first) + 1 || ", "")),
+    (
+        "two_sided",
+        Edit(PREFILL, "-1 : last_key<S>(a, queries, queries.position_of(last_row));", "-1 : last_row;"),
+    ),
+    ("two_sided", Edit(PREFILL, "|| key <= last - a.window;", ";")),
+    ("two_sided", Edit(SHARED, "(2 * head + 1) * a.bias_radius", "2 * head * a.bias_radius")),
+    ("two_sided", Edit(SHARED, "__ldg(biases + 8 * n + column)", "__ldg(biases + 8 * n)")),
+    ("two_sided", Edit(SHARED, "|| (S::TWO_SIDED && a.relative_bias)", "")),
     # Softmax.
     ("decode", Edit(SHARED, "            rows.sum[m][i] *= shrink[i];\n", "")),
     ("prefill", Edit(SHARED, "rows.out[m][j][i] *= shrink[i >> 1];", "rows.out[m][j][i] *= shrink[0];")),
@@ -132,7 +153,7 @@ FAULTS = [
 @pytest.fixture(scope="module")
 def right() -> None:
     """Without a fault every check passes, in every order of threads."""
-    for which in ("decode", "decode_fp8", "prefill", "prefill_fp8"):
+    for which in ("decode", "decode_fp8", "prefill", "prefill_fp8", "two_sided"):
         for order in ORDERS:
             check_all(which, EmulatedLauncher(order))
 
@@ -143,11 +164,12 @@ def compiled() -> None:
     faulty = []
     for which, edit in FAULTS:
         cache_dtype = E4M3 if which.endswith("fp8") else BF16
-        instances = [attention.decode_instance]
+        instances = [attention.decode_instance(BF16, cache_dtype, SHAPE.head_dim)]
         if which.startswith("prefill"):  # some requests of these batches have one token: they go to decode
-            instances.append(attention.prefill_instance)
-        for instance in instances:
-            variant = instance(BF16, cache_dtype, SHAPE.head_dim).variant
+            instances.append(attention.prefill_instance(BF16, cache_dtype, SHAPE.head_dim))
+        if which == "two_sided":
+            instances = [attention.prefill_instance(BF16, BF16, SHAPE.head_dim, two_sided=True)]
+        for variant in (instance.variant for instance in instances):
             if edit.file in dict(read_source(variant.source)):
                 faulty.append((variant, edit))
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

@@ -36,6 +36,9 @@ def small_attention(launcher: KernelLauncher) -> Iterator[Any]:
         ("prefill after", 32, 50, 1, torch.bfloat16),
     ):
         yield kernels.attention_case(launcher, "cpu", name, queries, context, requests, kept, SMALL)
+    yield kernels.attention_case(
+        *(launcher, "cpu", "encoder", 48, 0, 2, torch.bfloat16, kernels.Shape(2, 2, 64)), whole=True
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from pagewire.kernels import decoder, reference
 from pagewire.kernels.cuda import kernels as cuda_kernels
 from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.layout import exchange_chunks
+from pagewire.kernels.cuda.variants import all_variants
 from pagewire.kernels.dispatch import Kernels
 from pagewire.kernels.layer import Activation, Layer, Norm
 from pagewire.kernels.paging import AttentionBatch
@@ -178,3 +179,16 @@ def test_head_norms_of_two_eps_are_refused() -> None:
     x = torch.zeros(len(positions), HIDDEN).bfloat16()
     with pytest.raises(ValueError, match="equal eps"):
         run(CudaKernels(EmulatedLauncher(), "cpu"), [layer], x, batch, positions, caches)
+
+
+@pytest.mark.parametrize("encodes", [False, True], ids=["generates", "encodes"])
+def test_what_is_compiled_ahead_exists(encodes: bool) -> None:
+    """Whatever a model may launch is among the variants that tests compile; an encoder's attention is two-sided."""
+    known = set(all_variants())
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for size in (24, 64, 128, 256):
+            ahead = cuda_kernels.variants(dtype, torch.float8_e4m3fn, size, encodes=encodes)
+            assert set(ahead) <= known
+            attention = [variant.name for variant in ahead if "attention" in variant.name]
+            two_sided = [name for name in attention if name.endswith(", true>")]
+            assert bool(two_sided) == (encodes and dtype != torch.float32 and size in (64, 128))

@@ -50,3 +50,10 @@ def test_elementwise_functions_do_not_depend_on_the_number_of_rows(
                     assert torch.equal(elementwise(function, x[-n:]), whole[-n:])
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_gpu_gets_elements_as_they_are() -> None:
+    """Its threads run the same code for every element, so nothing is padded."""
+    x, given = torch.empty(3, 5, device="meta"), []
+    elementwise(lambda y: given.append(y) or y, x)
+    assert given[0] is x

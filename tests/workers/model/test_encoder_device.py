@@ -1,0 +1,106 @@
+"""An encoder's step has all its tensors on the step's device: here PyTorch's "meta", which has no numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pagewire.kernels import reference
+from pagewire.kernels.attention import AttentionBatch
+from pagewire.workers.model.encoder import EncoderModel, in_pages
+from pagewire.workers.model.encoder_stack import build_encoder_stack
+from pagewire.workers.model.pooling_model import normalized_rows
+from pagewire.workers.model.transforms import tabulate_rotary
+from pagewire.workers.model.weights import Weights
+
+from ..pooled import ENCODERS
+
+META = torch.device("meta")
+LENGTHS = [20, 1, 33]
+
+
+class MetaKernels:
+    """The reference's kernels; those that read numbers only note where what they get is."""
+
+    def __init__(self) -> None:
+        self.devices: set[str] = set()
+        self.num_attended = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(reference, name)
+
+    def note(self, *values: object) -> None:
+        self.devices |= {value.device.type for value in values if isinstance(value, Tensor)}
+
+    def store_kv(self, *tensors: Tensor, **_: object) -> None:
+        self.note(*tensors)
+
+    def rotate_and_store(self, q: Tensor, *others: Any) -> Tensor:
+        self.note(q, *others)
+        return q
+
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, *_: Any, **options: Any
+    ) -> Tensor:
+        places = (batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping)
+        self.note(q, k_cache, v_cache, *places, *options.values())
+        self.num_attended += 1
+        return torch.empty_like(q)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> MetaKernels:
+    """Kernels that take tensors without numbers."""
+    made = MetaKernels()
+    for module in ("attention", "encoder", "layers", "linear"):
+        monkeypatch.setattr(f"pagewire.kernels.{module}.implementation_for", lambda *_: made)
+    return made
+
+
+def whole_prompts() -> tuple[AttentionBatch, Tensor, list[int]]:
+    """A batch on the host, positions, and where prompts start."""
+    starts = torch.tensor([0, *LENGTHS]).cumsum(0)
+    none = torch.zeros(0, dtype=torch.int32)
+    batch = AttentionBatch(starts.int(), none, none, none, max(LENGTHS), max(LENGTHS))
+    return batch, torch.cat([torch.arange(n) for n in LENGTHS]), starts[:-1].tolist()
+
+
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "nomic_bert", "modernbert", "mpnet"])
+@torch.inference_mode()
+def test_a_step_stays_on_its_device(model_type: str, kernels: MetaKernels) -> None:
+    """Weights, tables of angles and biases, token types, pages."""
+    from transformers import AutoConfig, AutoModel
+
+    base = AutoModel.from_config(AutoConfig.for_model(model_type, **ENCODERS[model_type])).eval()
+    base.pooler = None
+    tabulate_rotary(base, 128)
+    stack = build_encoder_stack(base, Weights(base), META)
+    assert stack is not None
+    model = EncoderModel(stack, batch_invariant=False, offset=0, packed=True)
+    batch, positions, starts = whole_prompts()
+    paged = in_pages(batch, positions)
+    names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
+    paged = replace(paged, **{name: getattr(paged, name).to(META) for name in names})
+    ids = torch.zeros(sum(LENGTHS), dtype=torch.int64, device=META)
+    for types in (None, torch.zeros_like(ids)):
+        step = model.context(paged, positions.to(META), starts, types)
+        assert model.hidden_states(ids, step).device == META
+        assert step.lengths == LENGTHS and step.num_pages == 2 + 1 + 3
+    assert kernels.devices == {"meta"} and kernels.num_attended == 2 * len(stack.stack.layers)
+
+
+def test_prompts_lie_in_pages_one_behind_the_other() -> None:
+    batch, positions, _ = whole_prompts()
+    paged = in_pages(batch, positions)
+    assert paged.seq_lens.tolist() == LENGTHS and paged.max_seq_len == paged.max_query_len == 33
+    assert paged.block_table.tolist() == [[0, 1, 2], [2, 3, 4], [3, 4, 5]]
+    assert paged.slot_mapping.tolist() == [*range(20), 32, *range(48, 81)]
+
+
+@torch.inference_mode()
+def test_embeddings_are_normalized_on_their_device(kernels: MetaKernels) -> None:
+    assert normalized_rows(torch.empty(3, 8, device=META)).device == META
