@@ -132,7 +132,7 @@ class RowTiles:
     @property
     def parts(self) -> dict[str, Tensor]:
         """The parts of the memory, by their names in lora.cu."""
-        tables, starts, rows = self.memory.split([self.capacity, self.capacity + 1, self.capacity])
+        tables, starts, rows = torch.split(self.memory, [self.capacity, self.capacity + 1, self.capacity])
         return {"tables": tables, "starts": starts, "rows": rows}
 
 

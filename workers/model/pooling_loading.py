@@ -355,8 +355,10 @@ def encoded(model: EncoderModel, run: DryRun, device: Device) -> list[Tensor]:
     positions = torch.cat([torch.arange(n) for n in lengths])
     batch = in_pages(AttentionBatch(starts, none, none, none, longest, longest), positions)
     about_attention = (batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping)
-    ids, positions, *places = device.upload([torch.cat(run.token_ids), positions, *about_attention])
-    step = model.context(AttentionBatch(*places, longest, longest), positions, starts[:-1].tolist())
+    uploaded = device.upload([torch.cat(run.token_ids), positions, *about_attention])
+    ids, positions, query_start_loc, seq_lens, block_table, slot_mapping = uploaded
+    placed = AttentionBatch(query_start_loc, seq_lens, block_table, slot_mapping, longest, longest)
+    step = model.context(placed, positions, starts[:-1].tolist())
     return list(torch.split(model.hidden_states(ids, step).cpu(), lengths))
 
 
