@@ -3,12 +3,14 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from pagewire.kernels import reference
 from pagewire.kernels.cpu import kernels as cpu_kernels
 from pagewire.kernels.cpu.tensors import DTYPES
 from pagewire.kernels.deltas import AdapterRows
+from pagewire.kernels.integers import Integers
 from pagewire.kernels.kv_codes import DTYPE as KV_CODES
 from pagewire.kernels.layer import Activation, EncoderLayer, Experts, HeadNorms, Layer, LayerNorm, Norm
 from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales
@@ -104,6 +106,12 @@ class Kernels(Protocol):
     def pack(self, weight: Weight, bias: Tensor | None = None) -> Linear: ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
+
+    def quantise(self, weight: Weight, scheme: Integers, scale_dtype: torch.dtype) -> Weight:
+        """See `pagewire.kernels.quantising.quantise`; scheme and shape are checked."""
+
+    def dense(self, weight: Weight) -> Tensor:
+        """See `pagewire.kernels.quantising.dense`; the scheme is `Integers`."""
 
     def adapt(self, x: Tensor, out: Tensor, rows: AdapterRows, product: int) -> None:
         """See `pagewire.kernels.adapted.adapt`; x [T, K] and out [T, N] are checked."""

@@ -16,6 +16,7 @@ from pagewire.kernels import kv_codes
 from pagewire.kernels.deltas import adapt_with
 from pagewire.kernels.elementwise import elementwise
 from pagewire.kernels.integers import Integers
+from pagewire.kernels.integers import quantise as quantise
 from pagewire.kernels.layer import HeadNorms
 from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales, check_scales, token_view
 from pagewire.kernels.reference_bias import Bias, attend_at_once
@@ -458,6 +459,11 @@ def pack(weight: Weight, bias: Tensor | None = None) -> Linear:
     if isinstance(weight.scheme, Integers):
         return UnpackedQuantisedLinear(weight, bias)
     return UnpackedLinear(linear, weight, bias)
+
+
+def dense(weight: Weight) -> Tensor:
+    """See `pagewire.kernels.quantising.dense`."""
+    return weight.dense()
 
 
 def experts(experts: object) -> None:

@@ -4,7 +4,6 @@
 // Products are summed in int32, which is exact: the sums have the same bits in any order and with any instructions.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <limits>
 

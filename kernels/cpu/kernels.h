@@ -107,6 +107,14 @@ EXPORT void pagewire_quantised_linear(const void* x, const void* packed, const v
                                       int64_t k, int64_t n, int64_t x_stride, const Integers* form, int32_t dtype,
                                       int32_t num_threads);
 
+// ---- integers.cpp ----
+
+EXPORT int pagewire_quantise(const void* numbers, uint8_t* codes, void* scales, void* offsets, int64_t n, int64_t k,
+                             int64_t row_stride, const Integers* form, int32_t dtype, int32_t num_threads);
+
+EXPORT void pagewire_dequantise(const uint8_t* codes, const void* scales, const void* offsets, void* out, int64_t n,
+                                int64_t k, const Integers* form, int32_t dtype, int32_t num_threads);
+
 // ---- collective.cpp ----
 
 // A rank's view of the memory that it shares with the other ranks of its group.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pagewire.kernels.cpu import adapters
+from pagewire.kernels.cpu import adapters, integers
 from pagewire.kernels.cpu.build import InstructionSet
 from pagewire.kernels.cpu.decoder import CompiledStack
 from pagewire.kernels.cpu.encoder import CompiledEncoder
@@ -306,6 +306,14 @@ class CpuKernels:
     def quantised_linear(self, packed: Tensor, form: PackedForm, bias: Tensor | None) -> QuantisedLinear:
         """See `QuantisedLinear.of_packed`."""
         return QuantisedLinear.of_packed(self._library, packed, form, bias)
+
+    def quantise(self, weight: Weight, scheme: Integers, scale_dtype: torch.dtype) -> Weight:
+        """See `pagewire.kernels.quantising.quantise`."""
+        return integers.quantise(self._library, weight, scheme, scale_dtype)
+
+    def dense(self, weight: Weight) -> Tensor:
+        """See `pagewire.kernels.quantising.dense`."""
+        return integers.dense(self._library, weight)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `pagewire.kernels.linear.linear`."""

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagewire.kernels.cpu.library import structure
+from pagewire.kernels.cpu.integers import SchemeStruct
 from pagewire.kernels.cpu.linear import PACKED_ROWS, as_rows
 from pagewire.kernels.cpu.memory import zeros
 from pagewire.kernels.cpu.tensors import DTYPES, of_size
 from pagewire.kernels.integers import Integers
 from pagewire.kernels.weight import Weight, check_rows
-
-IntegersStruct = structure("Integers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,21 +77,13 @@ class QuantisedLinear:
         self.out_features, self.in_features = form.shape
         self.dtype, self._code = form.dtype, DTYPES[form.dtype]
         self.bias = None if bias is None else of_size(bias, self.out_features)
-        self._table = None if form.scheme.table is None else (ctypes.c_uint8 * 16)(*form.scheme.table)
-        self._struct = IntegersStruct(
-            table=None if self._table is None else ctypes.addressof(self._table),
-            group=form.scheme.group or 0,
-            bits=form.scheme.bits,
-            zero=form.scheme.zero,
-            scale_dtype=DTYPES[form.scale_dtype],
-            offsets=form.has_offsets,
-        )
+        self._struct = SchemeStruct(form.scheme, form.scale_dtype, form.has_offsets)
         self.num_bytes = self._packed_size(self.out_features) + (0 if bias is None else bias.nbytes)
 
     @property
     def struct_address(self) -> int:
         """Where the scheme lies, as the library reads it; valid as long as this layer."""
-        return ctypes.addressof(self._struct)
+        return self._struct.address
 
     def _packed_size(self, num_rows: int) -> int:
         """The number of bytes that this many rows take when they are packed."""

@@ -31,21 +31,33 @@ struct QuantisedWeight {
 
  private:
   void pack_bytes(int64_t first, int64_t columns, int64_t begin, int64_t end, char* to) const {
-    for (int64_t i = begin; i < end; i += 4, to += 4 * kPanel)
-      for (int64_t column = 0; column < columns; ++column)
-        std::memcpy(to + 4 * column, codes + (first + column) * k + i, size_t(std::min<int64_t>(4, end - i)));
+    for (int64_t column = 0; column < columns; ++column) {
+      const uint8_t* const row = codes + (first + column) * k;
+      for (int64_t i = begin; i < end; i += 4) {
+        char* const at = to + (i - begin) * kPanel + 4 * column;
+        if (end - i >= 4)
+          std::memcpy(at, row + i, 4);
+        else
+          std::memcpy(at, row + i, size_t(end - i));
+      }
+    }
   }
 
   void pack_nibbles(int64_t first, int64_t columns, int64_t begin, int64_t end, char* to) const {
-    for (int64_t i = begin; i < end; i += 8, to += 4 * kPanel)
-      for (int64_t column = 0; column < columns; ++column) {
+    for (int64_t column = 0; column < columns; ++column) {
+      const uint8_t* const row = codes + (first + column) * k / 2;
+      for (int64_t i = begin; i < end; i += 8) {
         uint32_t pairs = 0;  // the even column of k in the low half of each byte
-        std::memcpy(&pairs, codes + ((first + column) * k + i) / 2, size_t(std::min<int64_t>(8, end - i) + 1) / 2);
+        if (end - i >= 8)
+          std::memcpy(&pairs, row + i / 2, 4);
+        else
+          std::memcpy(&pairs, row + i / 2, size_t(end - i + 1) / 2);
         const uint32_t even = pairs & 0x0f0f0f0f, odd = pairs >> 4 & 0x0f0f0f0f;
         const uint32_t e = even | even >> 12, o = odd | odd >> 12;  // columns 0 and 4, and 2 and 6, meet in a byte
         const uint32_t packed = (e & 0xff) | (o & 0xff) << 8 | (e >> 8 & 0xff) << 16 | (o >> 8 & 0xff) << 24;
-        std::memcpy(to + 4 * column, &packed, sizeof(packed));
+        std::memcpy(to + (i - begin) / 2 * kPanel + 4 * column, &packed, sizeof(packed));
       }
+    }
   }
 
   void pack_scales(const char* from, const PanelLayout& layout, int64_t first, int64_t columns, int64_t g,

@@ -12,6 +12,7 @@ from pagewire.kernels.cuda import attention, gates, kv, lora, norms, sampling
 from pagewire.kernels.cuda.launch import CudaLauncher, KernelLauncher
 from pagewire.kernels.cuda.source import Variant
 from pagewire.kernels.deltas import AdapterRows
+from pagewire.kernels.integers import Integers
 from pagewire.kernels.layer import Activation, EncoderLayer, Experts, HeadNorms, Layer, LayerNorm, Norm
 from pagewire.kernels.paging import UNSCALED, AttentionBatch, KVScales
 from pagewire.kernels.weight import Linear, UnpackedLinear, Weight
@@ -160,6 +161,14 @@ class CudaKernels:
     def pack(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """See `pagewire.kernels.linear.pack`. The weight is made dense; a row's bits may depend on the batch."""
         return UnpackedLinear(functional.linear, weight, bias)
+
+    def quantise(self, weight: Weight, scheme: Integers, scale_dtype: torch.dtype) -> Weight:
+        """See `pagewire.kernels.quantising.quantise`. Computed by PyTorch."""
+        return reference.quantise(weight, scheme, scale_dtype)
+
+    def dense(self, weight: Weight) -> Tensor:
+        """See `pagewire.kernels.quantising.dense`. Computed by PyTorch."""
+        return weight.dense()
 
     def adapt(self, x: Tensor, out: Tensor, rows: AdapterRows, product: int) -> None:
         """See `pagewire.kernels.adapted.adapt`.

@@ -1,4 +1,4 @@
-"""Products whose arguments end where memory ends that may be touched. A mistake ends the process.
+"""Kernels whose arguments end where memory ends that may be touched. A mistake ends the process.
 
 python -m tests.kernels.guarded INSTRUCTION_SET
 """
@@ -6,6 +6,7 @@ python -m tests.kernels.guarded INSTRUCTION_SET
 import ctypes
 import mmap
 import sys
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.cpu.library import open_library
 from pagewire.kernels.cpu.quantised import QuantisedLinear
+from pagewire.kernels.integers import Integers
 from pagewire.kernels.weight import dense_weight
 from tests.kernels.instruction_sets import TESTED
 from tests.kernels.test_cpu_quantised import SCHEMES, random_rows, random_weight
@@ -57,13 +59,28 @@ def multiply_quantised(kernels: CpuKernels) -> None:
                 assert torch.equal(linear(guarded(x)), plain(x))
 
 
+def quantise_and_back(kernels: CpuKernels) -> None:
+    """Numbers, and the parts of what they become."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for scheme, k in (
+            (Integers(8, 32, 128), 64),
+            (Integers(8, None, 128), 51),
+            (Integers(4, None, 0), 54),
+        ):
+            numbers = torch.randn(5, k).to(dtype)
+            made = kernels.quantise(dense_weight(guarded(numbers)), scheme, torch.bfloat16)
+            copy = replace(made, parts=tuple(map(guarded, made.parts)))
+            assert torch.equal(kernels.dense(copy), made.dense())
+
+
 def main() -> None:
-    """Run both on one instruction set."""
+    """Run all of them on one instruction set."""
     isa = TESTED[sys.argv[1]]
     kernels = CpuKernels(isa, open_library(isa))
     torch.manual_seed(0)
     multiply_dense(kernels)
     multiply_quantised(kernels)
+    quantise_and_back(kernels)
     print("done")
 
 

@@ -16,6 +16,7 @@ from pagewire.workers.errors import MemoryShortageError
 from pagewire.workers.model.checkpoint_headers import read_headers
 from pagewire.workers.model.footprint import Footprint, footprint, of_rank
 from pagewire.workers.model.headers import CheckpointHeaders
+from pagewire.workers.model.inventory import Part
 from pagewire.workers.model.mtp_layers import divided
 from pagewire.workers.weight_cache import folder
 from pagewire.workers.weight_cache.key import key_of
@@ -229,7 +230,11 @@ def drafter_of_rank(whole: Footprint, config: WorkerConfig) -> Footprint:
     size, speculative = config.parallel.num_shards, config.speculative
     asked = None if speculative is None else speculative.draft_tensor_parallel_size
     divisible = size <= whole.kv_heads or size % whole.kv_heads == 0
-    return of_rank(whole, config.parallel) if asked != 1 and divisible else whole
+    if asked == 1 or not divisible:
+        return whole
+    # An EAGLE-3 head may have an embedding of its own, which every rank has as a whole (`eagle3_division.py`).
+    is_eagle3 = speculative is not None and speculative.method == "eagle3"
+    return of_rank(whole, config.parallel, (Part.EMBEDDING,) if is_eagle3 else ())
 
 
 def check_fit(

@@ -167,10 +167,12 @@ def footprint(
     )
 
 
-def of_rank(whole: Footprint, parallel: Parallel) -> Footprint:
+def of_rank(whole: Footprint, parallel: Parallel, undivided: Sequence[Part] = ()) -> Footprint:
     """The footprint of a rank that has its part of a model, the largest in its stage.
 
     While loading it may take as much as alone: rank 0 runs a layer of the whole model at a time.
+
+    undivided: parts that every rank has as a whole, beside norms and what is of no part.
 
     Raises:
         LoadError: the layers cannot be divided into so many stages.
@@ -181,9 +183,10 @@ def of_rank(whole: Footprint, parallel: Parallel) -> Footprint:
     if size == 1:
         return whole
     kv_share = min(1.0, -(-whole.kv_heads // size) / whole.kv_heads)
+    everywhere = {part.value for part in (Part.NORMS, Part.OTHER, *undivided)}
     parts = [
         part
-        if part.part in (Part.NORMS.value, Part.OTHER.value)
+        if part.part in everywhere
         else replace(part, packed_bytes=-(-part.packed_bytes // size), read_bytes=-(-part.read_bytes // size))
         for part in whole.parts
     ]

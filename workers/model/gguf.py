@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pagewire.ipc.gguf.file import BLOCKS, GgufError, TensorInfo, read_gguf
 from pagewire.kernels.cpu import arena
+from pagewire.kernels.quantising import dense
 from pagewire.kernels.weight import Weight, dense_weight
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.gguf_blocks import BLOCK_TYPES, quantised
@@ -84,7 +85,7 @@ class GgufCheckpoint:
             if place.heads:
                 tensor = tensor[_order(len(tensor), place.heads)]
         else:
-            tensor = self.weight(name, torch.float32).dense()
+            tensor = dense(self.weight(name, torch.float32))
         if place.plus:
             tensor = tensor.float() - place.plus
         return tensor[None] if place.is_row else tensor.T if place.transposed else tensor

@@ -10,14 +10,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from pagewire.kernels.integers import Integers
+from pagewire.kernels.integers import Integers, row_blocks
 from pagewire.kernels.weight import DENSE, Weight
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.formats.bitsandbytes import nf4
 from pagewire.workers.model.formats.fp8 import fp8_weight
-from pagewire.workers.model.formats.reexpress import reexpressed, row_blocks, wider
+from pagewire.workers.model.formats.reexpress import as_integers, wider
 
 INT4 = Integers(4, 32, 0)
 ROUTERS = {"gate", "router", "shared_expert_gate"}
@@ -80,7 +79,7 @@ def _fp8(name: str, weight: Weight) -> Weight:
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=device)
     scales = torch.empty(weight.shape[0], 1, device=device)
     for start, stop in row_blocks(*weight.shape):
-        rows = _rows(weight, start, stop)
+        rows = replace(weight.slice(start, stop), dtype=torch.float32).dense()
         reach = rows.abs().amax(1, keepdim=True)
         scales[start:stop] = torch.where(reach > 0, reach / most, 1.0)
         values[start:stop] = (rows / scales[start:stop]).to(torch.float8_e4m3fn)
@@ -88,13 +87,7 @@ def _fp8(name: str, weight: Weight) -> Weight:
 
 
 def _integers(kind: str, weight: Weight, scheme: Integers) -> Weight:
-    blocks = (_rows(weight, start, stop) for start, stop in row_blocks(*weight.shape))
-    return reexpressed(f"weights quantised by {kind}", blocks, weight.dtype, scheme)
-
-
-def _rows(weight: Weight, start: int, stop: int) -> Tensor:
-    """Rows in float32."""
-    return replace(weight.slice(start, stop), dtype=torch.float32).dense()
+    return as_integers(f"weights quantised by {kind}", weight, scheme)
 
 
 ONLINE: dict[str, Callable[[str, Weight], Weight]] = {

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from pagewire.workers.collective.interface import Collective
 from pagewire.workers.device.interface import Device
 from pagewire.workers.errors import DisprovenError, LoadError, first_line
 from pagewire.workers.model.attention import DryRunRecorder, KVShape
+from pagewire.workers.model.lockstep import Lockstep
 from pagewire.workers.model.model import Model
 from pagewire.workers.model.transforms import tolerance
 from pagewire.workers.model.weights import Weights
@@ -91,32 +93,36 @@ def reference_logits(weights: Weights, run: DryRun) -> list[Tensor]:
 
 
 def reference(weights: Weights, run: DryRun, forward: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
-    """What the original module makes of each request, one at a time.
+    """What the original module makes of each request.
 
-    The module's weights are read layer by layer, so it never needs to be in memory as a whole.
+    The module's weights are read layer by layer, so it never needs to be in memory as a whole; both requests run a
+    layer before the next one is read.
 
-    forward: of the module, with token ids and positions int64 [1, n]; gives a tensor [n, ...].
+    forward: of the module, with token ids and positions int64 [1, n]; gives a tensor [n, ...]. It is called in
+    threads, of which one runs at a time.
 
     Raises:
         LoadError: the module's forward pass fails.
     """
     causal = weights.causal
 
+    @torch.inference_mode()
     def logits(ids: Tensor, offset: int) -> Tensor:
         device = causal.get_input_embeddings().weight.device
         positions = torch.arange(offset, offset + len(ids), device=device)[None]
         return forward(ids[None].to(device), positions).cpu()
 
-    requests = list(zip(run.token_ids, run.offsets, strict=True))
+    passes = [partial(logits, *request) for request in zip(run.token_ids, run.offsets, strict=True)]
+    lockstep = Lockstep()
     try:
-        with weights.streamed():
-            return [logits(ids, offset) for ids, offset in requests]
+        with weights.streamed(lockstep):
+            return lockstep.run(passes)
     except Exception as error:
         name, reason = type(causal).__name__, first_line(error)
         logger.info("%s does not run with one layer at a time, so it is read as a whole: %s", name, reason)
     weights.fill(causal)
     try:
-        return [logits(ids, offset) for ids, offset in requests]
+        return [one_pass() for one_pass in passes]
     except Exception as error:
         raise refuse(causal.config, f"its forward pass fails: {first_line(error)}") from error
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from pagewire.kernels.quantising import dense
 from pagewire.kernels.weight import Weight
 from pagewire.workers.errors import LoadError, first_line
 from pagewire.workers.model.checkpoint import WeightSource
@@ -63,9 +64,9 @@ class QuantisedCheckpoint:
             return self._files.read(name)
         if self._is_stack(name):
             transposed = isinstance(self._form, StackFormat) and self._form.transposed
-            matrices = [matrix.dense() for matrix in self.stacked(name, torch.float32, transposed)]
+            matrices = [dense(matrix) for matrix in self.stacked(name, torch.float32, transposed)]
             return torch.stack([matrix.T for matrix in matrices] if transposed else matrices)
-        return self.weight(name, torch.float32).dense()
+        return dense(self.weight(name, torch.float32))
 
     def weight(self, name: str, dtype: torch.dtype) -> Weight:
         """See `WeightSource.weight`."""

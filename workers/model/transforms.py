@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pagewire.kernels.joining import joined
 from pagewire.kernels.layers import rms_norm
 from pagewire.kernels.linear import Linear, Weight
+from pagewire.kernels.quantising import dense
 from pagewire.kernels.reduced import Reduced
 from pagewire.kernels.weight import DENSE
 from pagewire.workers.model.matrices import is_linear, is_plain_embedding
@@ -100,7 +101,7 @@ class QuantisedEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Token ids int64 [...] to embeddings [..., H]."""
-        return self.rows.take(ids.flatten()).dense().view(*ids.shape, self.embedding_dim)
+        return dense(self.rows.take(ids.flatten())).view(*ids.shape, self.embedding_dim)
 
 
 def embedding(module: nn.Module, weights: Weights, device: torch.device) -> nn.Module:

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from pagewire.ipc.heap import release_spare_memory
 from pagewire.kernels.integers import Integers
 from pagewire.kernels.joining import joined
+from pagewire.kernels.quantising import dense
 from pagewire.kernels.weight import Scheme, Weight, dense_weight
 from pagewire.workers.model.checkpoint import WeightSource
 from pagewire.workers.model.conversion import check_names, conversions
+from pagewire.workers.model.lockstep import Lockstep
 from pagewire.workers.model.matrices import (
     is_experts,
     is_linear,
@@ -66,10 +68,10 @@ class Weights:
         A matrix is what its product multiplies with, dequantised. It is whole, also where weights are divided.
         """
         if self._quantise is not keep and name == "weight" and self._is_packed(module):
-            matrix = self.matrix(module).dense()
+            matrix = dense(self.matrix(module))
             return matrix.T if is_transposed(module) else matrix
         if self._quantise is not keep and is_stack(module, name):
-            matrices = [matrix.dense() for matrix in self.stacked(module, name)]
+            matrices = [dense(matrix) for matrix in self.stacked(module, name)]
             return torch.stack([matrix.T for matrix in matrices] if is_transposed(module) else matrices)
         return self._read(module, name)
 
@@ -136,8 +138,11 @@ class Weights:
         """Give back the memory of mapped files. A weight that is still in use comes from its file again."""
 
     @contextmanager
-    def streamed(self) -> Iterator[None]:
-        """A context in which the causal module runs as it is, with a single layer's weights in memory at a time."""
+    def streamed(self, lockstep: Lockstep | None = None) -> Iterator[None]:
+        """A context in which the causal module runs as it is, with a single layer's weights in memory at a time.
+
+        lockstep: runs several passes of the module, which meet behind each layer, so that it is read once for all.
+        """
         yield
 
     def _full(self, module: nn.Module, name: str) -> str:
@@ -213,6 +218,9 @@ class CheckpointWeights(Weights):
         own = getattr(module, name)
         if own is None or own.device.type != "meta":
             return super()._read(module, name)
+        if name == "weight" and self._is_packed(module):  # without plain numbers of another dtype in between
+            matrix = dense(self._matrix(module))
+            return matrix.T if is_transposed(module) else matrix
         target, holder = self._target(module, name)
         if holder.device.type != "meta":
             return holder.detach()
@@ -252,7 +260,7 @@ class CheckpointWeights(Weights):
         release_spare_memory()
 
     @contextmanager
-    def streamed(self) -> Iterator[None]:
+    def streamed(self, lockstep: Lockstep | None = None) -> Iterator[None]:
         """See `Weights.streamed`. Weights outside of the layers are held until the end."""
         layers = list(_layers(self.causal))
         within = {module for layer in layers for module in layer.modules()}
@@ -261,18 +269,20 @@ class CheckpointWeights(Weights):
             stack.callback(self._empty, outside)
             self._fill(outside)
             for layer in layers:
-                self._stream(layer, stack)
+                self._stream(layer, stack, lockstep or Lockstep())
             yield
 
-    def _stream(self, layer: nn.Module, stack: ExitStack) -> None:
+    def _stream(self, layer: nn.Module, stack: ExitStack, lockstep: Lockstep) -> None:
         """Fill a layer whenever it is called, and empty it after, until the stack is closed."""
         places = list(_empty_places(layer))
 
         def before(*_: Any) -> None:
-            self._fill(places)
+            self._fill(place for place in places if place.is_empty)
 
         def after(*_: Any) -> None:
-            self._empty(places)
+            lockstep.meet()  # other passes run the layer meanwhile
+            if not all(place.is_empty for place in places):
+                self._empty(places)
 
         stack.callback(layer.register_forward_pre_hook(before).remove)
         stack.callback(layer.register_forward_hook(after).remove)
@@ -332,6 +342,11 @@ class _Place(NamedTuple):
     name: str
     empty: Tensor
     """The empty tensor that it holds there at first."""
+
+    @property
+    def is_empty(self) -> bool:
+        """True while nothing was put there."""
+        return self.tensors[self.name] is self.empty
 
     def put(self, tensor: Tensor) -> None:
         is_parameter = isinstance(self.empty, nn.Parameter)

@@ -8,13 +8,15 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from pathlib import Path
 
 from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.kernels.cpu.arena import Reserve
-from pagewire.workers.device.machine import runs_on_cpu
+from pagewire.workers.device.machine import machine_memory, runs_on_cpu
+from pagewire.workers.model.headers import weight_files
 from pagewire.workers.weight_cache import file, folder
 from pagewire.workers.weight_cache.file import DamagedError, PackedFile
-from pagewire.workers.weight_cache.key import key_of
+from pagewire.workers.weight_cache.key import checkpoint_files, key_of
 
 logger = logging.getLogger("pagewire.worker")
 
@@ -24,7 +26,8 @@ MAX_THREADS = 4  # that read a file; more do not read faster than memory takes i
 class WeightsAhead:
     """Looks for the packed weights of a configuration in a thread, and reads them.
 
-    Where there are none, the thread reserves memory for weights that will be packed on the CPU.
+    Where there are none, the thread reserves memory for weights that will be packed on the CPU, and lets the system
+    read the checkpoint.
 
     num_bytes: of the packed weights, if it is known.
 
@@ -55,6 +58,7 @@ class WeightsAhead:
             logger.debug("no packed weights: %s", error)  # loading will fail, with a better message
         if self.packed is None:
             self.reserve = reserve_weights(self._num_bytes)
+            threading.Thread(target=read_ahead, args=(self.config,), name="read-ahead", daemon=True).start()
 
 
 def read_packed(key: str) -> PackedFile | None:
@@ -71,6 +75,24 @@ def read_packed(key: str) -> PackedFile | None:
         return None
     finally:
         os.close(descriptor)
+
+
+def read_ahead(config: WorkerConfig) -> None:
+    """Let the system read the files of weights into its cache, if they leave half of the available memory free.
+
+    Loading maps them, and would otherwise wait for the disk page by page.
+    """
+    try:
+        path = Path(config.model_path)
+        paths = weight_files(path) if path.is_dir() else list(checkpoint_files(path))
+        _, available = machine_memory(config.parallel.local_size)
+        if 2 * sum(path.stat().st_size for path in paths) > available:
+            return
+        for path in paths:
+            with path.open("rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+    except (OSError, ValueError) as error:
+        logger.debug("the files of weights are not read ahead: %s", error)
 
 
 def num_threads() -> int:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from pagewire.kernels import integers
 from pagewire.kernels.weight import Weight
-from pagewire.workers.model.formats import aqlm, reexpress
+from pagewire.workers.model.formats import aqlm
 
 FORM = aqlm.of({"quant_method": "aqlm", "in_group_size": 8})
 
@@ -41,7 +42,7 @@ def test_sums_of_codebooks(
     tensors, dense = saved(bits, books, outs, dtype)
     assert tensors.keys() == FORM.suffixes and FORM.shape("a", tensors) == dense.shape
     assert 0 < error(FORM.weight("a", tensors, torch.bfloat16), dense) < 0.007
-    monkeypatch.setattr(reexpress, "BLOCK", 64 * 10)
+    monkeypatch.setattr(integers, "BLOCK", 64 * 10)
     assert 0 < error(FORM.weight("a", tensors, torch.bfloat16), dense) < 0.007
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pagewire.kernels import integers
 from pagewire.kernels.integers import Integers
 from pagewire.kernels.weight import Weight
 from pagewire.workers.model.formats import fp8, reexpress
@@ -66,7 +67,7 @@ def test_scales_of_rows_and_of_the_matrix_have_several_shapes() -> None:
 def test_rows_converted_a_few_at_a_time_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     values, scales, _ = quantised(128, 128, torch.float8_e4m3fn)
     expected = fp8_weight(values, scales, torch.float32, (128, 128)).dense()
-    monkeypatch.setattr(reexpress, "BLOCK", 100 * COLUMNS)  # blocks of rows end within a block of scales
+    monkeypatch.setattr(integers, "BLOCK", 100 * COLUMNS)  # blocks of rows end within a block of scales
     assert torch.equal(fp8_weight(values, scales, torch.float32, (128, 128)).dense(), expected)
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from pagewire.kernels import integers
 from pagewire.kernels.weight import Weight
-from pagewire.workers.model.formats import reexpress, squeezellm
+from pagewire.workers.model.formats import squeezellm
 
 FORM = squeezellm.of({"quant_method": "squeezellm", "wbits": 4})
 ROWS, COLUMNS = 12, 96
@@ -65,7 +66,7 @@ def test_tables_of_rows(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, dense = with_outliers(tensors, dense)
     assert tensors.keys() == FORM.suffixes
     assert 0 < error(FORM.weight("a", tensors, torch.bfloat16), dense) < 0.007
-    monkeypatch.setattr(reexpress, "BLOCK", COLUMNS * 5)
+    monkeypatch.setattr(integers, "BLOCK", COLUMNS * 5)
     assert 0 < error(FORM.weight("a", tensors, torch.bfloat16), dense) < 0.007
 
 

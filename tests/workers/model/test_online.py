@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pagewire.ipc import quantization as names
+from pagewire.kernels.cpu import kernels as cpu_kernels
 from pagewire.kernels.integers import Integers, quantise, relative_error
 from pagewire.kernels.weight import DENSE, Weight, dense_weight
 from pagewire.workers.errors import LoadError
@@ -75,6 +76,20 @@ def test_fp8_rounds_to_8_bit_floats_first() -> None:
     scales = dense.abs().amax(1, keepdim=True) / 448
     rounded = dense_weight((dense / scales).to(torch.float8_e4m3fn).float() * scales)
     assert relative_error(online("fp8")(LINEAR, weight), rounded) < 0.006
+
+
+@pytest.mark.parametrize("quantization", ONLINE)
+def test_the_bits_are_those_of_plain_torch(quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the kernels of this machine: codes, scales and offsets of every matrix."""
+    for name in (LINEAR, OUTPUT, EXPERT):
+        for columns in (128, 80, 100):
+            weight = random_weight(columns, seed=columns)
+            with monkeypatch.context() as patch:
+                patch.setattr(cpu_kernels, "load", lambda: None)
+                expected = online(quantization)(name, weight)
+            found = online(quantization)(name, weight)
+            assert found.scheme == expected.scheme
+            assert all(map(torch.equal, found.parts, expected.parts))
 
 
 def test_rows_of_zeros_stay_zeros() -> None:

@@ -16,12 +16,12 @@ from pagewire.kernels.integers import INT8, Integers, integer_weight
 from pagewire.kernels.linear import Linear, pack
 from pagewire.kernels.weight import Weight
 from pagewire.workers.errors import LoadError
-from pagewire.workers.model import modules, products
+from pagewire.workers.model import modules, products, stack
 from pagewire.workers.model.checkpoint import Checkpoint
 from pagewire.workers.model.formats.registry import READERS
 from pagewire.workers.model.quantised import QuantisedCheckpoint
 from pagewire.workers.model.stack import DecoderStack
-from pagewire.workers.model.transforms import QuantisedEmbedding
+from pagewire.workers.model.transforms import QuantisedEmbedding, pack_joined
 
 from ..architectures import EXPERTS, GROUPED, VOCAB_SIZE, Architecture
 from ..driver import Driver, Request, load_runner, values
@@ -219,6 +219,38 @@ def test_a_wrong_model_is_refused(
         if fault is not wrong_zero or scheme.bits == 4:
             with pytest.raises(LoadError, match="its logits with paged attention are wrong"):
                 load_with(fault, folder, monkeypatch, False)
+
+
+def wrong_scales(weight: Weight) -> Weight:
+    """The scales of two neighbouring rows in each other's place."""
+    codes, scales, *offsets = weight.parts
+    swapped = scales.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)  # type: ignore[no-untyped-call]
+    return replace(weight, parts=(codes, swapped, *offsets))
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_wrong_model_of_weights_quantised_while_loading_is_refused(
+    quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference quantises the checkpoint's numbers itself, so that it does not share a fault of packing."""
+    folder = LLAMA.write(tmp_path, dtype="bfloat16")
+    load_with(None, folder, monkeypatch, False, quantization=quantization)
+    for fault in (wrong_zero, wrong_scales, swapped_halves, swapped_heads):
+        with pytest.raises(LoadError, match=r"the product with a weight .* is wrong"):
+            load_with(fault, folder, monkeypatch, True, quantization=quantization)
+    for fault in (swapped_halves, swapped_heads):
+        with pytest.raises(LoadError, match="its logits with paged attention are wrong"):
+            load_with(fault, folder, monkeypatch, False, quantization=quantization)
+
+
+def test_a_weight_in_anothers_place_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each product is right by itself then; the logits are not, and the layers are packed one by one."""
+    folder = LLAMA.write(tmp_path)
+    runner, _ = load_runner(folder, quantization="int8")
+    assert runner.model.is_stack
+    monkeypatch.setattr(stack, "pack_joined", lambda linears, *rest: pack_joined(linears[::-1], *rest))
+    runner, _ = load_runner(folder, quantization="int8")
+    assert not runner.model.is_stack
 
 
 def test_the_door_knows_every_format_that_is_read() -> None:

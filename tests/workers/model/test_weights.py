@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from pagewire.ipc.worker_messages import WorkerConfig
 from pagewire.workers.device.cpu import CpuDevice
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.checkpoint import Checkpoint
+from pagewire.workers.model.lockstep import Lockstep
 from pagewire.workers.model.model import load_config
 from pagewire.workers.model.modules import build_module
 from pagewire.workers.model.weights import CheckpointWeights
@@ -54,6 +56,60 @@ def test_a_module_is_streamed_layer_by_layer(tmp_path: Path) -> None:
     assert torch.equal(logits[0], expected) and torch.equal(logits[1], expected)
     assert len(filled) == 6
     assert causal(input_ids=IDS).logits.device.type == "meta", "the weights are read within the context only"
+
+
+def test_passes_in_lockstep_read_each_layer_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And have the bits of passes one after the other."""
+    weights, names = build(Architecture("llama", TIED).write(tmp_path)), list[str]()
+    layers, held = list(weights.causal.model.layers), list[list[bool]]()
+    read = Checkpoint.read
+    monkeypatch.setattr(Checkpoint, "read", lambda self, name: (names.append(name), read(self, name))[1])
+    for layer in layers:
+        layer.mlp.register_forward_hook(lambda *_: held.append([not is_empty(one) for one in layers]))
+
+    @torch.inference_mode()
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        return weights.causal(input_ids=ids).logits  # type: ignore[no-any-return]
+
+    inputs = [IDS, IDS[:, :3] + 5, IDS + 1]
+    with weights.streamed():
+        expected = [logits(ids) for ids in inputs]
+    alone = sorted(name for name in names if ".layers." in name)
+    names.clear()
+    held.clear()
+    lockstep = Lockstep()
+    with weights.streamed(lockstep):
+        together = lockstep.run([partial(logits, ids) for ids in inputs])
+    assert all(map(torch.equal, together, expected))
+    assert held == [[index == layer for index in range(3)] for layer in range(3) for _ in inputs]
+    assert alone == sorted([name for name in names if ".layers." in name] * 3)
+    assert is_empty(weights.causal)
+
+
+def test_calls_in_lockstep_take_turns() -> None:
+    """One that ends or fails does not hold up the others; the first error is raised at the end."""
+    lockstep, order = Lockstep(), list[str]()
+
+    def call(name: str, meetings: int, fails: bool = False) -> str:
+        for meeting in range(meetings):
+            order.append(f"{name}{meeting}")
+            lockstep.meet()
+        if fails:
+            raise ValueError(name)
+        return name
+
+    assert lockstep.run([partial(call, "a", 3), partial(call, "b", 1), partial(call, "c", 2)]) == [
+        "a",
+        "b",
+        "c",
+    ]
+    assert order == ["a0", "b0", "c0", "a1", "c1", "a2"]
+    order.clear()
+    with pytest.raises(ValueError, match="b"):
+        lockstep.run([partial(call, "a", 2), partial(call, "b", 1, True), partial(call, "c", 0, True)])
+    assert order == ["a0", "b0", "a1"]
+    lockstep.meet()  # alone
+    assert lockstep.run([partial(call, "a", 2)]) == ["a"]
 
 
 @torch.inference_mode()

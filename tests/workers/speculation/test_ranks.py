@@ -12,7 +12,7 @@ import pytest
 
 from pagewire.engine_core.schedule.speculation import NoSpeculation
 from pagewire.ipc.speculative import Method, SpeculativeConfig
-from pagewire.ipc.worker_messages import Row, SlotInit, StepPlan, StepResult
+from pagewire.ipc.worker_messages import Parallel, Row, SlotInit, StepPlan, StepResult, WorkerConfig
 from pagewire.workers.calls import call
 from pagewire.workers.device.cpu import CpuEvent
 from pagewire.workers.errors import LoadError
@@ -160,6 +160,26 @@ def test_an_eagle3_head_proposes_what_its_formula_says(
     alone = load_runner(llama, speculative=speculative)[0].drafter.block_bytes
     own = over_ranks(llama, speculative, lambda runner: runner.drafter.block_bytes)
     assert [num_bytes * (1 if changes else 2) for num_bytes in own] == [alone] * 2
+
+
+def test_every_rank_needs_memory_for_the_whole_embedding_of_an_eagle3_head(
+    llama: Path, tmp_path: Path
+) -> None:
+    """One of its own, in another dtype than the model's, so that it has to be converted."""
+    test_eagle3.write(tmp_path, own_embedding=True, **EAGLE_LAYERS)
+    speculative = SpeculativeConfig("eagle3", str(tmp_path), NUM_DRAFTS)
+
+    def parts(num_ranks: int) -> dict[str, int]:
+        config = WorkerConfig(
+            str(llama), dtype="bfloat16", parallel=Parallel(size=num_ranks), speculative=speculative
+        )
+        drafter = sizes_of(read_headers(llama), config, "avx2").drafter
+        assert drafter is not None
+        return {part.part: part.packed_bytes for part in drafter.parts}
+
+    alone, own = parts(1), parts(2)
+    assert own["embedding"] == alone["embedding"] == VOCAB_SIZE * test_eagle3.HIDDEN * 2
+    assert own["attention"] * 2 == alone["attention"]
 
 
 def test_layers_of_the_models_checkpoint_propose_what_their_formula_says(tmp_path: Path) -> None:

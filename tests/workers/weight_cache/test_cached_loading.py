@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import queue
 import shutil
 import sys
 import threading
@@ -20,6 +22,7 @@ from pagewire.kernels.cpu import library
 from pagewire.workers import calls
 from pagewire.workers.collective.single import SingleRank
 from pagewire.workers.runner import Runner
+from pagewire.workers.weight_cache import ahead as ahead_module
 from pagewire.workers.weight_cache import cached_loading, file, folder
 from pagewire.workers.weight_cache.ahead import WeightsAhead
 from pagewire.workers.weight_cache.cached_loading import keep_in_background
@@ -91,6 +94,33 @@ def test_adapters_of_a_model_from_packed_weights(model: Path, tmp_path: Path, ha
         found.append((ahead.packed is not None, Driver(runner).generate(PROMPTS, 8, adapters=[1, 0])))
     (first, made), (second, again) = found
     assert (first, second) == (False, True) and made == again
+
+
+def test_the_system_reads_a_checkpoint_that_leaves_half_of_the_memory(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, read = model / "model.safetensors", list[str]()
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda opened, *_: read.append(str(Path(f"/proc/self/fd/{opened}").readlink()))
+    )
+    for available, expected in ((1, []), (0, [str(weights.resolve())])):
+        memory = 2 * weights.stat().st_size - available
+        monkeypatch.setattr(ahead_module, "machine_memory", lambda _, memory=memory: (1 << 40, memory))
+        ahead_module.read_ahead(WorkerConfig(str(model)))
+        assert read == expected
+    ahead_module.read_ahead(WorkerConfig(str(model / "missing")))
+    assert len(read) == 1
+
+
+def test_only_a_first_start_lets_the_system_read_the_checkpoint(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: queue.SimpleQueue[WorkerConfig] = queue.SimpleQueue()
+    monkeypatch.setattr(ahead_module, "read_ahead", asked.put)
+    keep(*start(model))
+    assert asked.get(timeout=60).model_path == str(model)
+    _, ahead = start(model)
+    assert ahead.packed is not None and asked.empty()
 
 
 def without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pagewire.kernels.integers import row_blocks
 from pagewire.kernels.weight import Weight
-from pagewire.workers.model.formats.reexpress import reexpressed, row_blocks
+from pagewire.workers.model.formats.reexpress import reexpressed
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pagewire.kernels.integers import row_blocks
 from pagewire.kernels.weight import Weight
-from pagewire.workers.model.formats.reexpress import log_once, reexpressed, row_blocks
+from pagewire.workers.model.formats.reexpress import log_once, reexpressed
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 WEIGHT_SCALES = ("weight_scale", "weight_scale_inv")

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagewire.kernels.integers import Integers, integer_weight
+from pagewire.kernels.integers import Integers, integer_weight, row_blocks
 from pagewire.kernels.weight import Weight
 from pagewire.workers.errors import LoadError
 from pagewire.workers.model.formats.packing import pairs, split_pairs
-from pagewire.workers.model.formats.reexpress import reexpressed, row_blocks
+from pagewire.workers.model.formats.reexpress import reexpressed
 
 GROUPS = (128, 64, 32, 16)
 """The numbers of columns with a scale that kernels know."""
