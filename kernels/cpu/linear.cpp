@@ -22,7 +22,6 @@ namespace {
 
 constexpr int64_t kParallelWork = 1 << 18;  // multiply-adds below which one thread is faster
 constexpr int64_t kItemWork = 1 << 16;      // multiply-adds of an item: with less, threads get into each other's way
-constexpr int64_t kLineBytes = 64;          // of a cache line
 
 #if defined(PAGEWIRE_TILES)
 template <class T>
@@ -43,17 +42,9 @@ struct Weight {
     const T* from = elements + p * panel * row_stride;
     const int64_t columns = std::min(panel, n - p * panel), size = Product<T>::panel_elements(k);
     if (columns < panel || k * panel < size) std::memset(to, 0, size_t(size) * sizeof(T));
-    constexpr int64_t line = std::max<int64_t>(depth, kLineBytes / sizeof(T));  // of a column, read once and as a whole
-    for (int64_t first = 0; first < k; first += line)
+    for (int64_t i = 0; i < k; i += depth, to += panel * depth)
       for (int64_t column = 0; column < columns; ++column)
-        for (int64_t i = first; i < std::min(first + line, k); i += depth) {
-          T* const step = to + i * panel + column * depth;
-          const T* const read = from + column * row_stride + i;
-          if (k - i >= depth)
-            std::memcpy(step, read, depth * sizeof(T));
-          else
-            std::memcpy(step, read, size_t(k - i) * sizeof(T));
-        }
+        for (int64_t d = 0; d < std::min(depth, k - i); ++d) to[column * depth + d] = from[column * row_stride + i + d];
   }
 };
 
