@@ -23,15 +23,8 @@ logger = logging.getLogger("pagewire.kernels")
 
 SOURCES = (  # the slowest to compile first
     *("attention.cpp", "quantised.cpp", "linear.cpp", "layers.cpp", "sampling.cpp", "adapters.cpp"),
-    *(
-        "experts.cpp",
-        "decoder.cpp",
-        "encoder.cpp",
-        "integers.cpp",
-        "collective.cpp",
-        "team.cpp",
-        "prepare.cpp",
-    ),
+    *("experts.cpp", "decoder.cpp", "encoder.cpp", "integers.cpp"),
+    *("collective.cpp", "team.cpp", "prepare.cpp"),
 )
 HEADERS = tuple(sorted(path.name for path in Path(__file__).parent.glob("*.h")))
 # Contracting a * b + c is left to explicit fused multiply-adds: the bits must not depend on inlining.
