@@ -77,6 +77,19 @@ def distance(found: Tensor, truth: Tensor) -> float:
     return float((found.double() - truth).norm() / truth.norm())
 
 
+def equal_requests(queries: int, length: int, table: Tensor) -> AttentionBatch:
+    """A batch of requests with as many new tokens and as many tokens in all. table: int32 [R, pages]."""
+    on, requests = table.device, len(table)
+    return AttentionBatch(
+        torch.arange(0, requests * queries + 1, queries, dtype=torch.int32, device=on),
+        torch.full((requests,), length, dtype=torch.int32, device=on),
+        table,
+        torch.full((requests * queries,), -1, dtype=torch.int64, device=on),
+        queries,
+        length,
+    )
+
+
 def attention_case(
     launcher: KernelLauncher,
     on: str,
@@ -88,7 +101,10 @@ def attention_case(
     shape: Shape,
     whole: bool = False,
 ) -> Case:
-    """Requests of so many new tokens each, after so many that are in the cache. whole: they see later ones."""
+    """Requests with `queries` new tokens each, behind `contexts` tokens in the cache.
+
+    whole: a token sees those behind it, too.
+    """
     length = queries + contexts
     pages = -(-length // BLOCK_SIZE)
     cache_bytes = 2 * requests * length * shape.kv_heads * shape.size * kept.itemsize
@@ -99,14 +115,7 @@ def attention_case(
     k, v = (torch.empty(pool, dtype=torch.bfloat16, device=on).normal_().to(kept) for _ in range(2))
     q = torch.randn(copies, requests * queries, shape.heads, shape.size, device=on).bfloat16()
     table = torch.randperm(requests * pages, device=on).int().view(requests, pages)
-    batch = AttentionBatch(
-        torch.arange(0, requests * queries + 1, queries, dtype=torch.int32, device=on),
-        torch.full((requests,), length, dtype=torch.int32, device=on),
-        table,
-        torch.full((requests * queries,), -1, dtype=torch.int64, device=on),
-        queries,
-        length,
-    )
+    batch = equal_requests(queries, length, table)
     workspace = attention.Workspace.allocate(launcher.multiprocessors, on)
     out, scale, future = torch.empty_like(q[0]), shape.size**-0.5, WHOLE if whole else 0
 

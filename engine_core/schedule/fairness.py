@@ -6,20 +6,19 @@ last in order.
 A tenant that begins should not wait for one that fills the engine with long outputs. So room changes hands: a
 tenant without a running sequence gets that of one with several, and the beginning of a batch that of the later
 part of another batch of the same tenant. Only a sequence that never ran gets room that way, so once for each.
+A tenant without room does not wait for those before it in the queue that have some: they were served less, and it
+would wait until they had caught up.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
-from typing import TypeAlias
 
 from pagewire.engine_core.schedule.sequence import Sequence
+from pagewire.engine_core.schedule.waiting import Order, WaitingQueue
 
 PATIENCE_SECONDS = 0.5  # that a sequence waits for a slot to get free
 HANDOVER_SECONDS = 0.1  # between two slots that change hands: what was preempted is computed again
-
-Order: TypeAlias = Callable[[Sequence], tuple[int, int]]
 
 
 def gives_way(sequence: Sequence, running: list[Sequence], order: Order) -> Sequence:
@@ -29,6 +28,24 @@ def gives_way(sequence: Sequence, running: list[Sequence], order: Order) -> Sequ
     """
     behind = running[bisect_left(running, order(sequence), key=order) :]
     return max(behind, key=lambda other: last(other, order))
+
+
+def change_of_room(
+    waiting: WaitingQueue, running: list[Sequence], order: Order, now: float
+) -> tuple[Sequence, Sequence] | None:
+    """The sequence that gets room and the one that gives it; None if no room changes hands now.
+
+    It is for the next that waits, or else for the next of a tenant without any room and of the same priority.
+    """
+    first = None if waiting.suspects else waiting.first()
+    if first is None:
+        return None
+    for newcomer in dict.fromkeys((first, waiting.first(of_idle=True))):
+        if newcomer is not None and order(newcomer)[0] == order(first)[0]:
+            leaving = gives_room(newcomer, running, order, now)
+            if leaving is not None:
+                return newcomer, leaving
+    return None
 
 
 def gives_room(newcomer: Sequence, running: list[Sequence], order: Order, now: float) -> Sequence | None:

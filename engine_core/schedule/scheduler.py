@@ -31,7 +31,7 @@ from typing import Literal, TypeAlias
 
 from pagewire.engine_core.grammar.matcher import GrammarError
 from pagewire.engine_core.schedule.deltas import error_delta, pooled_delta
-from pagewire.engine_core.schedule.fairness import HANDOVER_SECONDS, gives_room, gives_way
+from pagewire.engine_core.schedule.fairness import HANDOVER_SECONDS, change_of_room, gives_way
 from pagewire.engine_core.schedule.kv_cache import KVCache
 from pagewire.engine_core.schedule.micro_batches import micro_batch
 from pagewire.engine_core.schedule.sequence import Sequence, State
@@ -241,31 +241,16 @@ class Scheduler:
         """
         if now < self._next_handover:
             return None, None
-        newcomer, leaving = self._newcomer(now)
-        if newcomer is None or leaving is None:
+        change = change_of_room(self.waiting, self.running, self._order, now)
+        if change is None:
             return None, None
+        newcomer, leaving = change
         if self._free_slots and self.kv.fits(newcomer, 0):
             return newcomer, None
         if leaving.in_flight:
             return None, leaving
         self._preempt(leaving)
         return newcomer, None
-
-    def _newcomer(self, now: float) -> tuple[Sequence | None, Sequence | None]:
-        """The sequence that gets room now, and the one that gives it; None: no room changes hands.
-
-        It is the next that waits, or else the next of a tenant without any room: that must not wait until tenants
-        that have some, and were served less, have caught up with it.
-        """
-        first = None if self.waiting.suspects else self.waiting.first()
-        if first is None:
-            return None, None
-        for newcomer in (first, self.waiting.first(of_idle=True)):
-            if newcomer is not None and self._order(newcomer)[0] == self._order(first)[0]:
-                leaving = gives_room(newcomer, self.running, self._order, now)
-                if leaving is not None:
-                    return newcomer, leaving
-        return None, None
 
     def _plan_running(self, step: PlannedStep, leaving: Sequence | None) -> bool:
         """Plan running sequences but `leaving`. False if blocks ran out, so that no waiting one may be admitted."""

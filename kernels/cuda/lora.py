@@ -27,7 +27,7 @@ THREADS = 128
 ROWS, RANKS, COLUMNS = 8, 4, 256
 """Rows of a tile, at most; ranks, and outputs, that a block computes at a time. As in lora.cu."""
 BLOCKS = 8
-"""Blocks of the grid per multiprocessor, where there is work for so many."""
+"""Blocks of the grid for each multiprocessor, at most; fewer where there is less work."""
 
 
 @functools.cache

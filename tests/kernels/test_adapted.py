@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,6 +14,8 @@ from pagewire.kernels.cpu.kernels import CpuKernels
 from pagewire.kernels.deltas import AdapterRows, AdapterWeights, Delta, panels
 from pagewire.kernels.dispatch import Kernels
 from pagewire.kernels.linear import dense_weight, pack
+
+from .adapter_rows import make_rows
 
 NUM_OUT, NUM_IN = 330, 133
 SHAPES = ((7, 5), (NUM_OUT, NUM_IN))
@@ -54,15 +56,6 @@ def make_adapters(dtype: torch.dtype, of: torch.dtype) -> list[AdapterWeights]:
         [make_delta(0, of, 6, dora=True)],
     ]
     return [AdapterWeights([[], deltas], SHAPES, dtype) for deltas in kinds]
-
-
-def make_rows(adapters: Sequence[AdapterWeights], of_rows: Sequence[int]) -> AdapterRows:
-    """of_rows: each row's adapter, -1 for none."""
-    used = sorted(set(of_rows) - {-1})
-    rows = [[row for row, index in enumerate(of_rows) if index == adapter] for adapter in used]
-    starts = torch.tensor([0, *(len(group) for group in rows)]).cumsum(0)
-    flat = torch.tensor([row for group in rows for row in group], dtype=torch.int64)
-    return AdapterRows(flat, starts, [adapters[index] for index in used], len(of_rows))
 
 
 def make_tensors(num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

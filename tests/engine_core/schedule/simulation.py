@@ -27,7 +27,7 @@ from pagewire.engine_core.drafting.ngram import NgramDrafter
 from pagewire.engine_core.drafting.suffix import History, SuffixDrafter
 from pagewire.engine_core.grammar.compile import compile_grammar
 from pagewire.engine_core.grammar.matcher import Grammar, Matcher
-from pagewire.engine_core.schedule.fairness import PATIENCE_SECONDS, Order
+from pagewire.engine_core.schedule.fairness import PATIENCE_SECONDS
 from pagewire.engine_core.schedule.scheduler import (
     Outcome,
     Scheduler,
@@ -42,6 +42,7 @@ from pagewire.engine_core.schedule.sequence import (
 )
 from pagewire.engine_core.schedule.speculation import Drafting, Limits, NoSpeculation, Speculation
 from pagewire.engine_core.schedule.tenants import Tenant
+from pagewire.engine_core.schedule.waiting import Order
 from pagewire.ipc.codec import Tensor
 from pagewire.ipc.items import LogprobRows, Media, Prompt, Task
 from pagewire.ipc.messages import Request, TokenDelta

@@ -15,6 +15,7 @@ from pagewire.kernels.cuda.kernels import CudaKernels
 from pagewire.kernels.cuda.lora import DeviceRows, RowTiles
 from pagewire.kernels.cuda.norms import DTYPES
 from pagewire.kernels.deltas import AdapterRows, AdapterWeights, Delta, panels
+from tests.kernels.adapter_rows import make_rows
 from tests.kernels.cuda.emulate import ORDERS, Edit, EmulatedLauncher, guarded
 from tests.kernels.cuda.emulate.worker import emulated
 
@@ -51,15 +52,6 @@ def make_adapters(dtype: torch.dtype, of: torch.dtype) -> list[AdapterWeights]:
         [make_delta(0, of, 6, dora=True)],
     ]
     return [AdapterWeights([[], deltas], SHAPES, dtype) for deltas in kinds]
-
-
-def make_rows(adapters: Sequence[AdapterWeights], of_rows: Sequence[int]) -> AdapterRows:
-    """of_rows: each row's adapter, -1 for none."""
-    used = sorted(set(of_rows) - {-1})
-    rows = [[row for row, index in enumerate(of_rows) if index == adapter] for adapter in used]
-    starts = torch.tensor([0, *(len(group) for group in rows)]).cumsum(0)
-    flat = torch.tensor([row for group in rows for row in group], dtype=torch.int64)
-    return AdapterRows(flat, starts, [adapters[index] for index in used], len(of_rows))
 
 
 def make_tensors(num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
