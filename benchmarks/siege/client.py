@@ -42,6 +42,7 @@ class Wait:
     """A time that the client waited, on the monotonic clock.
 
     kind: for what. restart: a worker was killed. allowed: the longest that such a wait may be, undisturbed.
+    stages: where the server says that the time went (its header Server-Timing).
     """
 
     kind: str
@@ -49,6 +50,7 @@ class Wait:
     seconds: float
     restart: bool = False
     allowed: float = WAIT_SECONDS
+    stages: str = ""
 
     @property
     def limit(self) -> float:
@@ -165,7 +167,10 @@ class Client:
             async for line in response.content:
                 if not line.startswith(b"data:"):
                     continue
-                self._waited("token" if tokens else "first token", begin)
+                if tokens:
+                    self._waited("token", begin)
+                else:
+                    self._waited("first token", begin, response.headers.get("Server-Timing", ""))
                 begin = self._begin()
                 if line.startswith(b"data: {"):
                     event = json.loads(line[6:])
@@ -180,7 +185,7 @@ class Client:
         begin = self._begin()
         async with http.post(path, json=fields) as response:
             answer = await response.json()
-            self._waited(kind, begin)
+            self._waited(kind, begin, response.headers.get("Server-Timing", ""))
             if response.status != 200:
                 raise ValueError(f"status {response.status}: {answer}")
         return str(answer["choices"][0]["text"])
@@ -226,10 +231,10 @@ class Client:
         self._waiting_since = time.monotonic()
         return self._waiting_since
 
-    def _waited(self, kind: str, begin: float) -> None:
+    def _waited(self, kind: str, begin: float, stages: str = "") -> None:
         """Note a wait until now."""
         now = time.monotonic()
-        self.waits.append(Wait(kind, begin, now - begin, self._excused(begin), self.max_wait))
+        self.waits.append(Wait(kind, begin, now - begin, self._excused(begin), self.max_wait, stages))
         self._waiting_since = None
 
     def _excused(self, begin: float) -> bool:

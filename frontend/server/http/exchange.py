@@ -15,7 +15,7 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
-from pagewire.frontend.outputs import RequestOutput
+from pagewire.frontend.outputs import RequestMetrics, RequestOutput
 from pagewire.frontend.server.http.body import ClientLeftError
 from pagewire.frontend.server.http.errors import NO_RETRY, APIError
 from pagewire.frontend.server.http.tenants import Lease, tenant_of
@@ -53,13 +53,14 @@ class Exchange:
         self.headers = Headers(scope=scope)
         self.given_id: str = scope["request_id"]
         self._came = time.time()
+        self._decoded: float | None = None
         self.created = int(self._came)
         self.num_prompt = self.num_cached = self.num_output = 0
         self.reasons: list[str] = []
         self.prompt: str | list[int] = ""
         self.user: str | None = None
         self._stopped: asyncio.Future[APIError] = asyncio.get_running_loop().create_future()
-        self._first_token: float | None = None
+        self._times: RequestMetrics | None = None  # of the first prompt that was answered
         self._answered: set[int] = set()
         # By prompt: the number of drafts that were verified, and of those that were right.
         self._drafts: dict[int, tuple[int, int]] = {}
@@ -86,8 +87,8 @@ class Exchange:
             self._answered.add(index)
             self.num_prompt += len(output.prompt_token_ids or ())
             self.num_cached += output.num_cached_tokens or 0
-            if self._first_token is None and output.metrics is not None:
-                self._first_token = output.metrics.first_token_time
+            if self._times is None:
+                self._times = output.metrics
         if output.metrics is not None and output.metrics.num_draft_tokens:
             self._drafts[index] = (output.metrics.num_draft_tokens, output.metrics.num_accepted_tokens)
         for completion in output.outputs:
@@ -96,6 +97,29 @@ class Exchange:
                 self.reasons.append(completion.finish_reason)
         check_aborted(output)
         return first
+
+    def body_decoded(self) -> None:
+        """Note that the whole body has been read and decoded."""
+        self._decoded = time.time()
+
+    def server_timing(self) -> str:
+        """Value of the header Server-Timing (W3C): where the time until now went, in milliseconds by stage.
+
+        body: reading and decoding it. prepare: templates, tokenizing, checks. queue: until its first step.
+        prefill: until its first token. deliver: from that token, or from the last stage known, until now.
+        """
+        ends = [("body", self._decoded)]
+        if (times := self._times) is not None:
+            ends.append(("prepare", times.arrival_time))
+            ends.append(("queue", times.first_scheduled_time))
+            ends.append(("prefill", times.first_token_time))
+        ends.append(("deliver", time.time()))
+        begin, stages = self._came, []
+        for name, end in ends:
+            if end is not None:
+                stages.append(f"{name};dur={max(0.0, 1e3 * (end - begin)):.1f}")
+                begin = end
+        return ", ".join(stages)
 
     async def run(self, work: Coroutine[Any, Any, None], receive: Receive, seconds: float | None) -> None:
         """Run `work` to its end. Before this raises, `work` has been cancelled and has cleaned up.
@@ -144,7 +168,7 @@ class Exchange:
 
     def log(self, status: int, why: str | None, max_log_len: int) -> None:
         """Log one line. why: the error's message. max_log_len: how much of the prompt to log; -1: all."""
-        first = self._first_token
+        first = self._times and self._times.first_token_time
         facts = {
             "id": self.id,
             "request_id": self.given_id,

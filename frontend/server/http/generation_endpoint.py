@@ -57,6 +57,7 @@ class GenerationEndpoint(Generic[T]):
         try:
             exchange.lease.begin()
             request = self.decoder.decode(await read_body(scope, receive, self.service.options), exchange.id)
+            exchange.body_decoded()
             self._name(exchange, request)
             exchange.tenant.apply(request)
             seconds = deadline(request, exchange.headers)
@@ -97,10 +98,12 @@ class GenerationEndpoint(Generic[T]):
         service = self.service.of(getattr(request, "model", None))
         answer = await self.answer(service, request, exchange)
         if isinstance(answer, bytes):
-            await response.send_json(200, answer)
+            await response.send_json(200, answer, {"Server-Timing": exchange.server_timing()})
             return
         async with aclosing(answer) as events:
             async for event in events:
+                if not response.streaming:
+                    await response.begin_stream({"Server-Timing": exchange.server_timing()})
                 await response.stream(event)
         await response.end()
 

@@ -23,11 +23,14 @@ class HttpResponse:
         self._send = send
         self.streaming = self.complete = False
 
+    async def begin_stream(self, headers: dict[str, str]) -> None:
+        """Send the status of a stream of events, and its headers, with those given in addition."""
+        self.streaming = True
+        start = {"type": "http.response.start", "status": 200, "headers": [*sse.HEADERS, *encoded(headers)]}
+        await self._send(start)
+
     async def stream(self, events: bytes) -> None:
-        """Send encoded events in one write."""
-        if not self.streaming:
-            self.streaming = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": [*sse.HEADERS]})
+        """Send encoded events in one write. The stream has begun."""
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end(self) -> None:
@@ -38,13 +41,12 @@ class HttpResponse:
     async def send_json(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
         """Send a complete JSON response."""
         self.complete = True
-        more = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()]
         length = (b"content-length", str(len(body)).encode())
         await self._send(
             {
                 "type": "http.response.start",
                 "status": status,
-                "headers": [*JSON_HEADERS, length, *more],
+                "headers": [*JSON_HEADERS, length, *encoded(headers or {})],
             }
         )
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
@@ -58,3 +60,8 @@ class HttpResponse:
             await self.end()
         else:
             await self.send_json(error.status, error.encode(), error.headers)
+
+
+def encoded(headers: dict[str, str]) -> list[Header]:
+    """Headers as ASGI takes them."""
+    return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
