@@ -7,7 +7,6 @@ Launching comes before delivering: the worker computes the next step while the c
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import os
@@ -39,7 +38,7 @@ from pagewire.engine_core.workers.stopwatch import Stopwatch
 from pagewire.ipc import messages
 from pagewire.ipc.environment import env_float
 from pagewire.ipc.errors import EngineDeadError, EngineStoppedError, error_text, received_error
-from pagewire.ipc.heap import release_spare_memory
+from pagewire.ipc.heap import freeze_heap, release_spare_memory
 from pagewire.ipc.lora import AdapterLoaded
 from pagewire.ipc.messages import EngineInfo, TokenDelta
 from pagewire.ipc.tasks import name_tasks_once
@@ -291,8 +290,7 @@ class EngineCore:
                 *(self.info.model, self.info.architecture, self.info.dtype, self.info.num_blocks),
                 *(self.info.block_size, self.info.max_model_len),
             )
-            gc.collect()
-            gc.freeze()
+            freeze_heap()
             self.intake.welcome_early()
             self.on_ready()
         elif ready.num_blocks < self.scheduler.config.num_blocks:

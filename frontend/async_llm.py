@@ -254,7 +254,8 @@ class AsyncLLM(AsyncEngineCalls):
         return outputs
 
     async def _check(self, params: SamplingParams) -> CheckedParams:
-        if params is not None and params.bad_words:  # they are tokenized
+        # Bad words are tokenized, and of stop strings a table is made.
+        if params is not None and (params.bad_words or sum(map(len, params.stop_strings)) >= OFF_LOOP_CHARS):
             return await asyncio.to_thread(self.session.check, params)
         return self.session.check(params)
 

@@ -19,6 +19,7 @@ from pagewire.frontend.embeds import NO_TOKENS, check_embeds_params, embeddings_
 from pagewire.frontend.lora import UsedAdapter
 from pagewire.frontend.prompt_adapters import PromptAdapter
 from pagewire.frontend.text.length import ContextLengthError, encode_within
+from pagewire.frontend.text.stop import StopStrings, shared_stops
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.bounds import check_int, check_length, meta_of, unknown_name
 from pagewire.ipc.budget import MAX_TOKENS
@@ -124,9 +125,13 @@ class Prepared:
 
 @dataclass(frozen=True)
 class CheckedParams:
-    """Sampling parameters that an engine takes, completed; made by `Intake.check`, and not changed any more."""
+    """Sampling parameters that an engine takes, completed; made by `Intake.check`, and not changed any more.
+
+    stops: the search for their stop strings, so that it is made once for all prompts.
+    """
 
     params: SamplingParams
+    stops: StopStrings | None
 
 
 def check_generates(info: EngineInfo) -> None:
@@ -309,7 +314,7 @@ class Intake:
         for ids in params.bad_words_token_ids or ():
             check_vocabulary("bad_words", ids, self.info.vocab_size)
         params.update_from_generation_config(self.info.generation_config, self.eos_token_id)
-        return CheckedParams(params)
+        return CheckedParams(params, shared_stops(params))
 
     def _check_logprobs(self, name: str, number: int | None) -> None:
         limit = self.info.max_logprobs

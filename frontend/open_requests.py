@@ -39,9 +39,9 @@ logger = logging.getLogger("pagewire.frontend")
 TRIAL_SECONDS = 30.0  # for the trials of all suspects after a core was lost, while other requests wait
 
 PORTION = 2048  # log probabilities that are added to requests without a pause: a few milliseconds
-YIELD_SECONDS = (
-    0.0002  # Python's locks are not fair: who waits for one gets it if its owner rests for a moment
-)
+DELTA_PORTION = 8  # a delta without any takes as long as these
+# Python's locks are not fair: who waits for one gets it if its owner rests for a moment.
+HOLD_SECONDS, YIELD_SECONDS = 0.004, 0.0002
 
 Failed: TypeAlias = list[tuple[RequestState, Exception]]
 
@@ -77,6 +77,7 @@ class OpenRequests:
         self._trial_over = threading.Event()
         self._on_trial: RequestState | None = None  # the suspect, until its core has answered after the trial
         self._closing = False
+        self._held_seconds = 0.0  # time of the client's thread with the lock since it rested
         self.connection = connect(self)
 
     # -------------------------------------------------------------- any thread
@@ -158,10 +159,13 @@ class OpenRequests:
 
         Log probabilities take long; threads that wait for the lock, such as an event loop, get it in between.
         """
-        for number, portion in enumerate(portions(deltas)):
-            if number:
+        for portion in portions(deltas):
+            if self._held_seconds > HOLD_SECONDS:
                 time.sleep(YIELD_SECONDS)
+                self._held_seconds = 0.0
+            begin = time.monotonic()
             self._take_portion(portion)
+            self._held_seconds += time.monotonic() - begin
 
     def _take_portion(self, deltas: list[TokenDelta]) -> None:
         with self._lock:
@@ -379,15 +383,16 @@ def ended(state: RequestState) -> list[tuple[int, int]]:
 
 
 def portions(deltas: list[TokenDelta]) -> Iterator[list[TokenDelta]]:
-    """The deltas, in order, in parts of about `PORTION` log probabilities; all at once if they have fewer."""
+    """The deltas, in order, in parts that take as long as about `PORTION` log probabilities."""
     portion: list[TokenDelta] = []
     size = 0
     for delta in deltas:
         portion.append(delta)
+        size += DELTA_PORTION
         if delta.logprobs is not None or delta.prompt_logprobs is not None:
             size += num_logprobs(delta)
-            if size >= PORTION:
-                yield portion
-                portion, size = [], 0
+        if size >= PORTION:
+            yield portion
+            portion, size = [], 0
     if portion:
         yield portion

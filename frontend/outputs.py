@@ -26,7 +26,7 @@ from pagewire.frontend.text.logprobs import (
     TokenTexts,
     add_rows,
 )
-from pagewire.frontend.text.stop import Detokenizer, StopStrings
+from pagewire.frontend.text.stop import Detokenizer
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.errors import (
     EngineBusyError,
@@ -149,9 +149,7 @@ class BatchError(RequestError):
 class OutputState:
     """State of one of the n outputs of a request."""
 
-    def __init__(
-        self, index: int, request: Request, tokenizer: Tokenizer | None, stops: StopStrings | None
-    ) -> None:
+    def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None) -> None:
         params = request.params
         self.index = index
         self.token_ids: list[int] = []
@@ -162,7 +160,7 @@ class OutputState:
         self._flat = params.flat_logprobs
         self._num_taken = 0
         self._text = ""
-        self._detokenizer = Detokenizer(tokenizer, params, stops) if tokenizer and params.detokenize else None
+        self._detokenizer = Detokenizer(tokenizer, params) if tokenizer and params.detokenize else None
         # Special tokens that are left out of the text if they end the output. With `skip_special_tokens` the
         # decoder drops them itself.
         keep_stop = params.skip_special_tokens or params.include_stop_str_in_output
@@ -262,8 +260,7 @@ class RequestState:
         self._prompt_text = prompt_text
         self._budget, self._num_logprobs_kept = logprob_budget, 0
         self._kind = params.output_kind
-        stops = StopStrings(params.stop_strings) if params.stop_strings else None
-        self._outputs = [OutputState(index, request, tokenizer, stops) for index in range(params.n)]
+        self._outputs = [OutputState(index, request, tokenizer) for index in range(params.n)]
         self._num_live = params.n
         self._texts = TokenTexts(tokenizer if params.detokenize else None)
         self._prompt_logprobs: PromptLogprobs | None = None

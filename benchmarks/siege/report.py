@@ -89,7 +89,7 @@ class Report:
             worst = max(late, key=lambda wait: wait.seconds)
             found.append(
                 f"the client waited too long {len(late)} times; worst {worst.seconds:.1f} s for {worst.kind}, "
-                f"limit {worst.limit:g} s"
+                f"limit {worst.limit:g} s; {worst.stages or 'stages unknown'}"
             )
         if client.wrong:
             found.append(f"the client got {len(client.wrong)} wrong answers; first: {client.wrong[0]}")
@@ -113,7 +113,8 @@ class Report:
             "attacks": {name: dict(counts.most_common()) for name, counts in self.log.statuses.items()},
             "waits": waits(self.client.waits),
             "late": [
-                [wait.kind, round(wait.begin - self.begin, 1), round(wait.seconds, 2)] for wait in self.late
+                [wait.kind, round(wait.begin - self.begin, 1), round(wait.seconds, 2), wait.stages]
+                for wait in self.late
             ],
             "answers": self.client.num_answers,
             "lag_s": round(self.lag.longest, 3),

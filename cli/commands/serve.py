@@ -122,8 +122,10 @@ async def serve(engines: Sequence[AsyncLLM], options: ServerOptions, listening: 
 
     from pagewire.frontend.server.app import create_app
     from pagewire.frontend.server.http.uvicorn_server import HTTPServer, url_of
+    from pagewire.ipc.heap import freeze_heap
 
     def ready() -> None:
+        freeze_heap()
         print(f"ready {url_of(listening, options)}", flush=True)
 
     try:

@@ -35,8 +35,8 @@ from pagewire.ipc.params import StructuredOutputsParams
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-MAX_BYTES = 256 << 20  # memory of all compiled grammars, in use and cached
-MAX_CACHED_BYTES = 64 << 20  # of those that are cached
+MAX_BYTES = 192 << 20  # memory of all compiled grammars, in use and cached
+MAX_CACHED_BYTES = 32 << 20  # of those that are cached
 MAX_CACHED = 1024  # grammars, and reasons of refusals, that are remembered
 MAX_PENDING = 1024  # grammars that may wait for a thread; further requests are refused
 NUM_THREADS = 2  # of the quick lane; the slow lane has one

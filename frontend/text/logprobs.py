@@ -7,14 +7,18 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeAlias, overload
 
+import msgspec
+
 from pagewire.frontend.text.steps import REPLACEMENT, byte_level_bytes, byte_token
 from pagewire.frontend.text.tokenizer import Tokenizer
 from pagewire.ipc.items import LogprobRows
 
 
-@dataclass(slots=True)
-class Logprob:
-    """A candidate token at a position. rank: 1 = most likely. decoded_token: its text; None without a tokenizer."""
+class Logprob(msgspec.Struct, gc=False):
+    """A candidate token at a position. rank: 1 = most likely. decoded_token: its text; None without a tokenizer.
+
+    An answer may have hundreds of thousands: they are made in C, and garbage collections pass them by.
+    """
 
     logprob: float
     rank: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
 from pagewire.frontend.text.detokenize import text_stream
 from pagewire.frontend.text.tokenizer import Tokenizer
@@ -79,6 +80,21 @@ class StopStrings:
         return state, None
 
 
+# Those in use. A request may have 128 strings of a thousand characters for each of a thousand prompts.
+_shared: WeakValueDictionary[tuple[str, ...], StopStrings] = WeakValueDictionary()
+
+
+def shared_stops(params: SamplingParams) -> StopStrings | None:
+    """The search for the parameters' stop strings; outputs with the same strings share it. None without any."""
+    key = tuple(params.stop_strings)
+    if not key:
+        return None
+    stops = _shared.get(key)
+    if stops is None:
+        stops = _shared[key] = StopStrings(key)
+    return stops
+
+
 class Detokenizer:
     """Converts the tokens of one output to text, and ends the text at a stop string.
 
@@ -86,20 +102,15 @@ class Detokenizer:
     result does not depend on how tokens are split into deltas. Of several stop strings, the one that ends first
     counts, and of those with the same end the longest.
 
-    stops: of `params.stop_strings`, shared by the outputs of a request; None: made here.
     stop: the stop string that has ended the output; None if none has.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, params: SamplingParams, stops: StopStrings | None = None
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self.stop: str | None = None
         self._stream = text_stream(
             tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens
         )
-        if stops is None and params.stop_strings:
-            stops = StopStrings(params.stop_strings)
-        self._stops = stops
+        self._stops = shared_stops(params)
         self._keep_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._num_tokens = 0

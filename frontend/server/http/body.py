@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -27,6 +29,9 @@ SMALL_BODY_BYTES = 64 << 10  # of each body, which are not counted: small reques
 LARGE_BODIES = 16  # bodies of `max_request_bytes` that may arrive at the same time
 MAX_NAMED = 16  # unknown fields named in a log line: the client chooses how many it sends
 MAX_NAME = 64  # characters of each of these names
+MAX_CHECKED_BYTES = (
+    1 << 20
+)  # of a field that is out of its bounds: of a larger one the error does not give the value
 
 
 class ClientLeftError(APIError):
@@ -37,10 +42,30 @@ class ClientLeftError(APIError):
 
 
 class IncomingBodies:
-    """Memory of the bodies that are still arriving. limit: bytes of all together, beside a small part of each."""
+    """Memory of the bodies that are still arriving, and the turn of large ones to be decoded.
+
+    limit: bytes of all together, beside a small part of each.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit, self.num_bytes = limit, 0
+        self._decoding = asyncio.Lock()
+
+    @asynccontextmanager
+    async def turn(self, num_bytes: int) -> AsyncIterator[None]:
+        """Decode a large body alone, and leave as much time to everything else afterwards; small ones do not wait.
+
+        A body of 16 MB holds up the event loop for a tenth of a second and more, and a client may send many.
+        """
+        if num_bytes <= SMALL_BODY_BYTES:
+            yield
+            return
+        async with self._decoding:
+            begin = time.monotonic()
+            try:
+                yield
+            finally:
+                await asyncio.sleep(time.monotonic() - begin)
 
     def grow(self, before: int, after: int) -> None:
         """Count a body that grows from one size to another.
@@ -79,7 +104,7 @@ class Decoder(Generic[T]):
 
         Raises:
             APIError: the body has too many arrays and objects.
-            msgspec.DecodeError, UnicodeDecodeError, RecursionError: the body is not JSON.
+            msgspec.DecodeError, UnicodeDecodeError: the body is not JSON, or nested too deeply.
             msgspec.ValidationError: the JSON does not match the struct.
             ValueError: a number is out of its bounds.
         """
@@ -91,6 +116,8 @@ class Decoder(Generic[T]):
         except msgspec.ValidationError as error:
             self._check_bounds(body, invalid_field(str(error)) or "")
             raise
+        except RecursionError as error:
+            raise msgspec.DecodeError(str(error)) from None
         if unknown := self._names.decode(body).keys() - self._known:
             logger.warning("request %s: unknown fields are ignored: %s", request_id, shortened(unknown))
         if ignored := [name for name in self._without_effect if getattr(request, name)]:
@@ -104,7 +131,10 @@ class Decoder(Generic[T]):
             ValueError: it is.
         """
         try:
-            value = msgspec.json.decode(self._names.decode(body)[name])
+            raw = self._names.decode(body)[name]
+            if memoryview(raw).nbytes > MAX_CHECKED_BYTES:
+                return
+            value = msgspec.json.decode(raw)
         except (LookupError, ValueError, RecursionError):
             return  # it is missing, or no JSON
         try:
@@ -119,7 +149,20 @@ async def read_request(request: Request, decoder: Decoder[T], options: ServerOpt
     Raises:
         Exceptions of `read_body` and `Decoder.decode`.
     """
-    return decoder.decode(await read_body(request.scope, request.receive, options), request.url.path)
+    return await decoded_body(request.scope, request.receive, decoder, options, request.url.path)
+
+
+async def decoded_body(
+    scope: Scope, receive: Receive, decoder: Decoder[T], options: ServerOptions, name: str
+) -> T:
+    """Read and decode a request's body, in its turn if it is large. name: of the request, for warnings.
+
+    Raises:
+        Exceptions of `read_body` and `Decoder.decode`.
+    """
+    body = await read_body(scope, receive, options)
+    async with scope["app"].state.incoming_bodies.turn(len(body)):
+        return decoder.decode(body, name)
 
 
 def shortened(names: Iterable[str]) -> str:

@@ -106,18 +106,21 @@ class Exchange:
         """Value of the header Server-Timing (W3C): where the time until now went, in milliseconds by stage.
 
         body: reading and decoding it. prepare: templates, tokenizing, checks. queue: until its first step.
-        prefill: until its first token. deliver: from that token, or from the last stage known, until now.
+        prefill: until its first token. decode: until the last token that is sent now arrived here. deliver: since
+        then, or since the last stage known. With several prompts, queue to decode are those of the first answer.
         """
         ends = [("body", self._decoded)]
         if (times := self._times) is not None:
             ends.append(("prepare", times.arrival_time))
             ends.append(("queue", times.first_scheduled_time))
             ends.append(("prefill", times.first_token_time))
+            ends.append(("decode", times.last_token_time))
         ends.append(("deliver", time.time()))
         begin, stages = self._came, []
         for name, end in ends:
             if end is not None:
-                stages.append(f"{name};dur={max(0.0, 1e3 * (end - begin)):.1f}")
+                end = max(begin, end)
+                stages.append(f"{name};dur={1e3 * (end - begin):.1f}")
                 begin = end
         return ", ".join(stages)
 
@@ -168,7 +171,7 @@ class Exchange:
 
     def log(self, status: int, why: str | None, max_log_len: int) -> None:
         """Log one line. why: the error's message. max_log_len: how much of the prompt to log; -1: all."""
-        first = self._times and self._times.first_token_time
+        first = None if self._times is None else self._times.first_token_time
         facts = {
             "id": self.id,
             "request_id": self.given_id,

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from pagewire.frontend.server.http.body import Decoder, read_body
+from pagewire.frontend.server.http.body import Decoder, decoded_body
 from pagewire.frontend.server.http.errors import APIError, api_error
 from pagewire.frontend.server.http.exchange import Exchange
 from pagewire.frontend.server.http.response import HttpResponse
@@ -56,7 +56,7 @@ class GenerationEndpoint(Generic[T]):
         self.service.open[exchange.id] = exchange
         try:
             exchange.lease.begin()
-            request = self.decoder.decode(await read_body(scope, receive, self.service.options), exchange.id)
+            request = await decoded_body(scope, receive, self.decoder, self.service.options, exchange.id)
             exchange.body_decoded()
             self._name(exchange, request)
             exchange.tenant.apply(request)

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET
 
 from pagewire.frontend.inputs import TokensPrompt, check_generates
-from pagewire.frontend.off_loop import tokenizing
+from pagewire.frontend.off_loop import off_loop, tokenizing
 from pagewire.frontend.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.errors import APIError
@@ -37,7 +37,12 @@ from pagewire.frontend.server.openai.sampling import (
     salted,
     sampling_params,
 )
-from pagewire.frontend.server.openai.size import check_amount, check_conversation, logprob_budget
+from pagewire.frontend.server.openai.size import (
+    check_amount,
+    check_conversation,
+    logprob_budget,
+    writing_size,
+)
 from pagewire.frontend.server.parsing.choice import ToolUse, tool_use
 from pagewire.frontend.server.parsing.history import read_history
 from pagewire.frontend.server.parsing.reasoning import parser_for, reasoning_format, thinking
@@ -105,7 +110,7 @@ async def answer(service: Service, request: ChatRequest, exchange: Exchange) -> 
     async with aclosing(batches):
         async for ((_, output),) in batches:
             final = output
-    return writer.whole(final)
+    return await off_loop(writing_size([final]), writer.whole, final)
 
 
 def generate(

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET
 
 from pagewire.frontend.inputs import prompts_of
-from pagewire.frontend.off_loop import tokenizing
+from pagewire.frontend.off_loop import off_loop, tokenizing
 from pagewire.frontend.outputs import CompletionOutput, RequestOutput
 from pagewire.frontend.server.http import sse
 from pagewire.frontend.server.http.errors import APIError
@@ -32,7 +32,7 @@ from pagewire.frontend.server.openai.sampling import (
     salted,
     sampling_params,
 )
-from pagewire.frontend.server.openai.size import check_amount, logprob_budget
+from pagewire.frontend.server.openai.size import check_amount, logprob_budget, writing_size
 from pagewire.frontend.server.service import Service
 from pagewire.frontend.text.length import ContextLengthError, check_characters, encode_within
 from pagewire.frontend.text.logprobs import PromptLogprobs
@@ -95,7 +95,8 @@ async def complete(service: Service, request: CompletionRequest, exchange: Excha
     async with aclosing(batches):
         async for outputs in batches:
             finals.update(outputs)
-    return writer.whole([finals[index] for index in sorted(finals)])
+    answered = [finals[index] for index in sorted(finals)]
+    return await off_loop(writing_size(answered), writer.whole, answered)
 
 
 def prompts_in(service: Service, request: CompletionRequest) -> list[Any]:

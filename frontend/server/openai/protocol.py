@@ -259,7 +259,7 @@ class Usage(msgspec.Struct):
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
-class CandidateLogprob(msgspec.Struct):
+class CandidateLogprob(msgspec.Struct, gc=False):
     """A candidate token. bytes: its text in UTF-8."""
 
     token: str
@@ -267,7 +267,7 @@ class CandidateLogprob(msgspec.Struct):
     bytes: list[int] | None = None
 
 
-class TokenLogprob(msgspec.Struct):
+class TokenLogprob(msgspec.Struct, gc=False):
     """A token of an output, with its most likely alternatives."""
 
     token: str
@@ -292,7 +292,7 @@ class CompletionLogprobs(msgspec.Struct):
     text_offset: list[int]
 
 
-class PromptLogprob(msgspec.Struct):
+class PromptLogprob(msgspec.Struct, gc=False):
     """A candidate token at a position of a prompt."""
 
     logprob: float

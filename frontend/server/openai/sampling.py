@@ -51,6 +51,11 @@ def sampling_params(
         ValueError, TypeError: a value is out of range, or fields contradict each other.
     """
     check_prompt_fields(service, request)
+    for name in ("logit_bias", "allowed_token_ids"):  # before each entry is looked at
+        if (number := len(getattr(request, name) or ())) > service.info.vocab_size:
+            raise ValueError(
+                f"{name} has {number} entries; the vocabulary has {service.info.vocab_size} tokens"
+            )
     given: dict[str, Any] = {
         name: value for name in SAME_NAME if (value := getattr(request, name)) is not None
     }

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from pagewire.frontend.logprob_budget import LogprobBudget
+from pagewire.frontend.outputs import RequestOutput
 from pagewire.frontend.server.http.errors import APIError
 from pagewire.frontend.server.service import Service
 from pagewire.frontend.text.length import check_characters
 from pagewire.ipc.budget import MAX_MESSAGES, MAX_PARTS
 from pagewire.ipc.params import SamplingParams, check_logit_edits
 
+CHOICE_CHARS = 64  # characters that take as long to write as what surrounds an output
 MESSAGE_CHARS = 256  # characters of text that take as long to render as what surrounds a message or part
 
 
@@ -48,6 +50,16 @@ def check_amount(service: Service, num_prompts: int, params: SamplingParams) -> 
 def logprob_budget(service: Service, num_copies: int = 1) -> LogprobBudget:
     """Return the budget of log probabilities for one answer. num_copies: how often it has those of a prompt."""
     return LogprobBudget(service.options.max_request_logprobs, num_copies, service.info.vocab_size)
+
+
+def writing_size(outputs: Sequence[RequestOutput]) -> int:
+    """Return how much is to be written of outputs: characters of texts, and log probabilities, which take as long."""
+    size = 0
+    for output in outputs:
+        size += sum(map(len, filter(None, output.prompt_logprobs or ())))
+        for part in output.outputs:
+            size += CHOICE_CHARS + len(part.text) + sum(map(len, filter(None, part.logprobs or ())))
+    return size
 
 
 def check_conversation(service: Service, messages: Sequence[Any]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import sys
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from pagewire.frontend.text.detokenize import StepStream, WindowStream, text_stream
 from pagewire.frontend.text.steps import ReplaceText, Step, StripText, compile_decoder, overlap
-from pagewire.frontend.text.stop import Detokenizer, StopStrings
+from pagewire.frontend.text.stop import Detokenizer, StopStrings, shared_stops
 from pagewire.frontend.text.tokenizer import Tokenizer, as_tokenizer, clean_up
 from pagewire.ipc.params import SamplingParams
 
@@ -339,3 +340,15 @@ def test_a_stop_string_of_byte_tokens_ends_the_text_at_once(tokenizers: dict[str
     tokenizer = tokenizers["llama_2"]
     ids = [tokenizer.original.token_to_id(name) for name in ("a", "<0x0A>", "b")]
     assert run(tokenizer, ids, [1], SamplingParams(stop="\n")) == ("a", 2, "\n")
+
+
+def test_outputs_share_the_table_of_their_stop_strings() -> None:
+    """A request may have 128 of a thousand characters, for a thousand prompts."""
+    params, same = (SamplingParams(stop=["ab", "c" * 1000]) for _ in range(2))
+    first = shared_stops(params)
+    assert first is not None and shared_stops(same) is first
+    assert shared_stops(SamplingParams(stop=["ab"])) is not first
+    assert shared_stops(SamplingParams()) is None
+    alive = weakref.ref(first)
+    del first
+    assert alive() is None

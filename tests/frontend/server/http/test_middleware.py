@@ -22,7 +22,7 @@ from pagewire.ipc.logs import JsonFormatter
 from pagewire.ipc.messages import RequestTiming, Submit
 
 from ...conftest import FakeCore
-from ..client import Client
+from ..client import Answer, Client
 
 KEYS = ["first key", "second"]
 ADMIN = {"x-pagewire-admin": "1"}
@@ -237,7 +237,7 @@ def test_one_line_per_request(serve: Callable[..., Client], core: FakeCore, capl
 def test_the_time_to_the_first_token(
     serve: Callable[..., Client], core: FakeCore, caplog: Any, stream: bool
 ) -> None:
-    """Also of an answer that is only told when it is whole."""
+    """In the log and in a header, also of an answer that is only told when it is whole."""
     caplog.set_level(logging.INFO, "pagewire.server")
     client = serve()
 
@@ -246,10 +246,14 @@ def test_the_time_to_the_first_token(
         (request,) = (await asyncio.to_thread(core.expect, Submit)).requests
         timing = RequestTiming(arrived=5.0, scheduled=6.0, first_token=7.0, finished=9.0)
         core.tokens(request.key, [7], finish_reason="length", timing=timing)
-        await call.answer()
+        answers.append(await call.answer())
 
+    answers: list[Answer] = []
     client.run(play)
     assert 2000 <= caplog.records[-1].facts["ttft_ms"] < 3000
+    stages = dict(stage.split(";dur=") for stage in answers[0].headers["server-timing"].split(", "))
+    assert list(stages) == ["body", "prepare", "queue", "prefill", "decode", "deliver"]
+    assert stages["queue"] == stages["prefill"] == "1000.0"
 
 
 def test_load_counts_what_is_open(serve: Callable[..., Client], core: FakeCore) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pagewire.frontend.async_llm import AsyncLLM
+from pagewire.frontend.server.http import body
 from pagewire.ipc.budget import MAX_CONTAINERS, MIN_CHARS
 from pagewire.ipc.messages import Abort, Submit
 
@@ -82,6 +83,25 @@ def test_what_is_too_long_is_refused_by_name(client: Client, untouched: Callable
         assert answer.error["message"].startswith(("there must be 1 to", name)), answer.error
         assert len(answer.body) < 500
         untouched()
+
+
+def test_a_body_that_is_nested_too_deeply_is_no_json(client: Client) -> None:
+    """Nor does it raise what the server would log as its own failure."""
+    for path in NEEDED:
+        answer = client.post(path, b'{"unknown": ' + b"[" * 5000 + b"]" * 5000 + b"}")
+        assert answer.status == 400 and "not valid JSON" in answer.error["message"], (path, answer.body)
+
+
+def test_a_large_field_out_of_its_bounds_is_not_read_twice(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That would hold up everybody: the error names it without its value."""
+    checked: list[str] = []
+    monkeypatch.setattr(body, "check_field", lambda kind, name, value: checked.append(name))
+    small = client.post(COMPLETIONS, {"prompt": "w5", "stop_token_ids": [2**70]})
+    large = client.post(COMPLETIONS, {"prompt": "w5", "stop_token_ids": [5] * (1 << 19) + [2**70]})
+    assert (small.status, large.status, checked) == (422, 422, ["stop_token_ids"])
+    assert small.error["param"] == large.error["param"] == "stop_token_ids"
 
 
 def test_a_text_that_cannot_fit_is_refused_by_its_characters(
