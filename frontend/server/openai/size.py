@@ -53,7 +53,7 @@ def logprob_budget(service: Service, num_copies: int = 1) -> LogprobBudget:
 
 
 def writing_size(outputs: Sequence[RequestOutput]) -> int:
-    """Return how much is to be written of outputs: characters of texts, and log probabilities, which take as long."""
+    """Return how much is to be written of outputs: characters, and log probabilities, which take as long."""
     size = 0
     for output in outputs:
         size += sum(map(len, filter(None, output.prompt_logprobs or ())))
