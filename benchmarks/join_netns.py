@@ -2,9 +2,9 @@
 
     python -m benchmarks.join_netns [MODEL] [--latency-ms 1]
 
-The core and rank 0 are in the one namespace, rank 1 in the other; a pair of virtual interfaces connects them. They
-join over TCP with CURVE, and exchange tensors through gloo. Needs root, and the kernel's netem for the latency:
-without it the ranks are connected without any. The tokens are compared with those of one worker.
+The core and rank 0 are in the one namespace, rank 1 in the other; a link with a latency connects them
+(`delayed_link`). They join over TCP with CURVE, and exchange tensors through gloo. Needs root. The tokens are
+compared with those of one worker.
 """
 
 from __future__ import annotations
@@ -21,45 +21,14 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.delayed_link import delayed_link
+
 HEAD, OTHER = "10.123.0.1", "10.123.0.2"
 PORT = 5710
 PROMPTS = [
     f"{word} is" for word in ("Paris", "Water", "The sum", "A list", "London", "Python", "Music", "Light")
 ]
 NAMESPACES = ("pagewire-head", "pagewire-other")
-
-
-def ip(*arguments: str) -> None:
-    """Run `ip` with these arguments."""
-    subprocess.run(["ip", *arguments], check=True)
-
-
-def connect(latency_ms: float) -> bool:
-    """Make both namespaces and connect them. Returns False if the kernel adds no latency."""
-    for name in NAMESPACES:
-        ip("netns", "add", name)
-        ip("-n", name, "link", "set", "lo", "up")
-    ip(
-        "link",
-        "add",
-        "eth9",
-        "netns",
-        NAMESPACES[0],
-        "type",
-        "veth",
-        "peer",
-        "name",
-        "eth9",
-        "netns",
-        NAMESPACES[1],
-    )
-    delayed = True
-    for name, address in zip(NAMESPACES, (HEAD, OTHER), strict=True):
-        ip("-n", name, "address", "add", f"{address}/24", "dev", "eth9")
-        ip("-n", name, "link", "set", "eth9", "up")
-        delay = ["tc", "qdisc", "add", "dev", "eth9", "root", "netem", "delay", f"{latency_ms / 2}ms"]
-        delayed &= not subprocess.run(["ip", "netns", "exec", name, *delay], capture_output=True).returncode
-    return delayed
 
 
 def agent(namespace: str, rank: int, key: Path) -> subprocess.Popen[bytes]:
@@ -120,7 +89,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", nargs="?", default="demo")
-    parser.add_argument("--latency-ms", type=float, default=1.0)
+    parser.add_argument("--latency-ms", type=float, default=1.0, help="of a packet, in either direction")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure is not None:
@@ -133,23 +102,28 @@ def main() -> None:
         key = Path(folder) / "key"
         GroupKey.read_or_make(key)
         agents: list[subprocess.Popen[bytes]] = []
-        try:
-            delayed = connect(options.latency_ms)
-            agents = [agent(name, rank, key) for rank, name in enumerate(NAMESPACES)]
-            command = [sys.executable, "-m", "benchmarks.join_netns", options.model, "--measure", str(key)]
-            done = subprocess.run(
-                ["ip", "netns", "exec", NAMESPACES[0], *command], stdout=subprocess.PIPE, check=True
-            )
-        finally:
-            for process in agents:
-                process.terminate()
-                process.wait()
-            for name in NAMESPACES:
-                ip("netns", "delete", name)
+        with delayed_link(NAMESPACES, (HEAD, OTHER), options.latency_ms / 1e3):
+            try:
+                agents = [agent(name, rank, key) for rank, name in enumerate(NAMESPACES)]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.join_netns",
+                    options.model,
+                    "--measure",
+                    str(key),
+                ]
+                done = subprocess.run(
+                    ["ip", "netns", "exec", NAMESPACES[0], *command], stdout=subprocess.PIPE, check=True
+                )
+            finally:
+                for process in agents:
+                    process.terminate()
+                    process.wait()
     joined = json.loads(done.stdout.splitlines()[-1])
     equal = joined.pop("tokens") == alone.pop("tokens")
     report = {
-        "latency_ms": options.latency_ms if delayed else "none: this kernel has no netem",
+        "latency_ms": options.latency_ms,
         "tokens_equal": equal,
         "one_worker": alone,
         "two_that_joined": joined,

@@ -144,6 +144,8 @@ class Fortress:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
+                # As services are: Linux shares processors between sessions first, and the worker has its own.
+                start_new_session=True,
                 preexec_fn=_confine,
             )
         assert process.stdout is not None
