@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pagewire.ipc.bounds import MAX_INT, check_int, check_number
 from pagewire.ipc.embeddings import check_media
 from pagewire.ipc.messages import EngineInfo, Request
-from pagewire.ipc.params import max_n
+from pagewire.ipc.params import SamplingParams, max_n
 from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.tenants import check_tenant
 
@@ -20,8 +20,8 @@ PRIORITY_LIMIT = 2**31  # priorities lie within +- this
 MAX_RANK = 2**31  # sequences of one batch
 
 
-def check_request(request: Request, info: EngineInfo) -> None:
-    """Check that the engine can run a request.
+def check_request(request: Request, info: EngineInfo, *, task_known: bool = False) -> None:
+    """Check that the engine can run a request. task_known: its parameters passed this check with another one.
 
     Raises:
         ValueError, TypeError: it cannot; the text says why.
@@ -54,7 +54,8 @@ def check_request(request: Request, info: EngineInfo) -> None:
     check_token_ids("prompt", request.prompt.token_ids, vocab_size_of(request, info))
     if request.eos_token_id is not None:
         check_int("eos_token_id", request.eos_token_id, 0, 2**31 - 1)
-    check_params(request, info)
+    if not task_known:
+        check_params(request.task, info)
     check_int("num_prompt_logprobs", request.num_prompt_logprobs, 0, num_prompt - 1)
     if request.output_token_ids is not None:
         check_resumed(request, info)
@@ -92,9 +93,8 @@ def check_pooling(request: Request, params: PoolingParams, info: EngineInfo) -> 
     info.pooling.check(params, num_tokens)
 
 
-def check_params(request: Request, info: EngineInfo) -> None:
+def check_params(params: SamplingParams, info: EngineInfo) -> None:
     """Check token ids and numbers of log probabilities against this engine; raises ValueError."""
-    params = request.params
     check_token_ids("allowed_token_ids", params.allowed_token_ids or (), info.vocab_size)
     check_token_ids("logit_bias", params.logit_bias or (), info.vocab_size)
     for word in params.bad_words_token_ids or ():

@@ -49,6 +49,7 @@ logger = logging.getLogger("pagewire.core")
 TICK_SECONDS = (
     1.0  # interval of heartbeats, and the longest wait for a message: timeouts are checked this often
 )
+TIDY_SECONDS = 2.0  # between two times that spare memory is given back
 # The longest wait while a frontend has unsent deltas. No event says when its socket has room again, so sending
 # is retried this often.
 BEHIND_SECONDS = 0.02
@@ -109,7 +110,7 @@ class EngineCore:
         self._restarts = Restarts()
         self._start_limit = env_float("PAGEWIRE_WORKER_START_TIMEOUT_S", 300.0)
         self.stopwatch = Stopwatch(env_float("PAGEWIRE_ENGINE_ITERATION_TIMEOUT_S", 300.0))
-        self._next_heartbeat = self._next_stats = 0.0
+        self._next_heartbeat = self._next_stats = self._next_tidying = 0.0
         self._was_busy = False
         self.worker_busy_us = self.worker_idle_us = 0
 
@@ -207,6 +208,8 @@ class EngineCore:
         if self.started and now >= self._next_stats:
             self._next_stats = now + self.config.args.log_stats_interval
             self._log_stats(now)
+        if now >= self._next_tidying:
+            self._next_tidying = now + TIDY_SECONDS
             release_spare_memory()
 
     def _check_worker(self, now: float) -> None:

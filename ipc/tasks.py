@@ -66,6 +66,8 @@ def share_tasks(requests: Sequence[Request]) -> None:
     """
     for before, request in pairwise(requests):
         earlier, task = before.task, request.task
+        if task is earlier:
+            continue
         if task == earlier:
             request.task = earlier
         elif isinstance(task, SamplingParams) and isinstance(earlier, SamplingParams):

@@ -32,7 +32,7 @@ logger = logging.getLogger("pagewire.server")
 # For clients to get the error of their open requests, and for new requests to be answered with 503, when the engine
 # core is lost for good.
 GRACE_SECONDS = 3.0
-TIDY_SECONDS = 10.0
+TIDY_SECONDS = 2.0
 NAMES = frozenset(field.name for field in dataclasses.fields(ServerOptions))
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from sys import getsizeof
-from typing import Any
+from typing import Any, TypeAlias
 
 from pagewire.ipc.budget import POINTER_BYTES
 from pagewire.ipc.messages import Request
 from pagewire.ipc.params import SamplingParams, StructuredOutputsParams
+from pagewire.ipc.pooling import PoolingParams
 from pagewire.ipc.tasks import LARGE
 
 INTEGER_BYTES, FLOAT_BYTES = 32, 24
@@ -20,6 +21,7 @@ REQUEST_BYTES = 2000  # the request, its prompt, its parameters without lists an
 SEQUENCE_BYTES = 1200  # a sequence, its empty lists, and its places in queues and tables
 STRUCTURE_BYTES = 150
 MEDIUM_BYTES = 300
+Parts: TypeAlias = tuple[tuple[object, int], ...]  # objects, each with its bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +33,14 @@ class Footprint:
     """
 
     own_bytes: int
-    parts: tuple[tuple[object, int], ...] = ()
+    parts: Parts = ()
 
 
-def footprint_of(request: Request) -> Footprint:
-    """The memory that a request takes once its numbers are those that all prompts have (`Intake`)."""
+def footprint_of(request: Request, parameters: Parts | None = None) -> Footprint:
+    """The memory that a request takes once its numbers are those that all prompts have (`Intake`).
+
+    parameters: what `large_parameters` of its task gives; None: it is called here.
+    """
     prompt, task, done = request.prompt, request.task, request.output_token_ids or ()
     num_sequences = task.n if isinstance(task, SamplingParams) else 1
     num_done = sum(map(len, done))
@@ -46,11 +51,17 @@ def footprint_of(request: Request) -> Footprint:
     if (adapter := request.adapter) is not None:
         own_bytes += sum(map(getsizeof, (adapter.name, adapter.path, adapter.version)))
     sizes: list[tuple[object, int]] = [(medium.data, len(medium.data.data)) for medium in prompt.media]
-    if isinstance(task, SamplingParams):
-        values = (getattr(task, name) for name in LARGE)
-        sizes += [(value, parameter_bytes(value)) for value in values if value is not None]
+    sizes += large_parameters(task) if parameters is None else parameters
     parts = {id(part): (part, size) for part, size in sizes}  # a prompt may have a picture twice
     return Footprint(own_bytes, tuple(parts.values()))
+
+
+def large_parameters(task: SamplingParams | PoolingParams) -> Parts:
+    """The parameters that may be large, each with its bytes."""
+    if not isinstance(task, SamplingParams):
+        return ()
+    values = (getattr(task, name) for name in LARGE)
+    return tuple((value, parameter_bytes(value)) for value in values if value is not None)
 
 
 def parameter_bytes(value: Any) -> int:

@@ -14,7 +14,7 @@ from pagewire.engine_core.clients.access import may_name_paths
 from pagewire.engine_core.clients.clients import Client
 from pagewire.engine_core.clients.contents import Contents
 from pagewire.engine_core.clients.control import Control, ControlledEngine
-from pagewire.engine_core.clients.footprint import footprint_of
+from pagewire.engine_core.clients.footprint import Parts, footprint_of, large_parameters
 from pagewire.engine_core.clients.memory import Charge, Memory
 from pagewire.engine_core.schedule.sequence import Sequence, sequences
 from pagewire.ipc import messages
@@ -60,6 +60,9 @@ class Intake:
         self._submitted: deque[tuple[Client, Request]] = deque()
         self._contents = Contents()
         self._numbers: list[int] = []
+        # The last one that was checked, and its parts: the prompts of a batch have one task (`share_tasks`).
+        self._task: SamplingParams | PoolingParams | None = None
+        self._parameters: Parts = ()
 
     @property
     def has_work(self) -> bool:
@@ -171,7 +174,7 @@ class Intake:
                 )
             if core.stopping:
                 raise EngineBusyError("the engine core is shutting down and accepts no new requests")
-            check_request(request, core.info)
+            self._check(request)
             charge = self._charge(client, request)
             try:
                 group = self._sequences(client, request, now)
@@ -186,6 +189,13 @@ class Intake:
         core.metrics.submitted(group)
         client.requests.add(request.key, group, charge)
         core.admit()
+
+    def _check(self, request: Request) -> None:
+        """Check a request, and its task unless the one before had the same; raises as `check_request`."""
+        known = request.task is self._task
+        check_request(request, self._core.info, task_known=known)
+        if not known:
+            self._task, self._parameters = request.task, large_parameters(request.task)
 
     @cached_property
     def _memory(self) -> Memory:
@@ -203,7 +213,9 @@ class Intake:
         if isinstance(request.task, SamplingParams):
             request.task.extra_args = None  # the core does not read them
         resumed = request.output_token_ids is not None
-        return self._memory.charge(client.number, request.tenant, footprint_of(request), resumed=resumed)
+        return self._memory.charge(
+            client.number, request.tenant, footprint_of(request, self._parameters), resumed=resumed
+        )
 
     def _sequences(self, client: Client, request: Request, now: float) -> list[Sequence]:
         """The sequences of a request; raises as `_name_adapter`."""
