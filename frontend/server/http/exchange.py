@@ -107,8 +107,8 @@ class Exchange:
 
         body: reading and decoding it. prepare: templates, tokenizing, checks. queue: until its first step.
         prefill: until its first token. decode: until the last token that is sent now arrived here. deliver: since
-        then, or since the last stage known. With several prompts, queue to decode are those of the first answer. The
-        core's clock may be another: what a request took to the core counts as decode.
+        then, or since the last stage known. With several prompts, queue to decode are those of the first answer.
+        The core's clock may be another: what a request took to the core counts as decode.
         """
         ends = [("body", self._decoded)]
         if (times := self._times) is not None:

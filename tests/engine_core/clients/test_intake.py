@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from pagewire.engine_core import admission
 from pagewire.engine_core.clients.clients import MAX_FAULTS, Client
 from pagewire.ipc.items import Prompt
 from pagewire.ipc.messages import PROTOCOL, Abort, Deltas, Hello, Refused, Request, Submit, Welcome
@@ -287,6 +288,26 @@ def test_a_task_that_is_submitted_once_is_that_of_all(start_core: Callable[..., 
         pass
     assert "task_of" in message.error and core.error is None
     assert frontend.status()["running"] == frontend.status()["waiting"] == 0
+
+
+def test_a_task_is_checked_and_measured_once_for_all_its_prompts(
+    start_core: Callable[..., RunningCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request may have a thousand prompts, and parameters with thousands of entries."""
+    core = start_core()
+    seen: list[SamplingParams] = []
+    real = admission.check_params
+    monkeypatch.setattr(admission, "check_params", lambda task, info: (seen.append(task), real(task, info)))
+    frontend = attached(core, "many")
+    large = SamplingParams(max_tokens=2, logit_bias={token_id: 1.0 for token_id in range(500)})
+    wrong = SamplingParams(max_tokens=2, logit_bias={10**6: 1.0})
+    tasks = [large, large, wrong, large, large]
+    requests = [Request(key, "r", Prompt([key + 1]), task, 7) for key, task in enumerate(tasks)]
+    frontend.say(submission(requests))
+    for key in (0, 1, 3, 4):
+        frontend.finish((key, 0))
+    assert len(seen) == 2 and seen.count(large) == 1, "the refused task does not displace the one before it"
+    assert core.core.metrics.num_refused["invalid"] == 1 and core.error is None
 
 
 def test_prompts_have_their_numbers_in_common(start_core: Callable[..., RunningCore]) -> None:
