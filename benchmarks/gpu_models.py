@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.engines.driver import prompts
-from benchmarks.kernels import floors
+from benchmarks.kernels.timing import floors
 from benchmarks.limits import Limits, floor_seconds
 from benchmarks.lora import write_adapter
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,20 +17,9 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
-PACKAGE = Path(__file__).parents[2] / "benchmarks" / "siege"
+from tests.benchmarks.loading import load_from
 
-
-def load(name: str) -> Any:
-    """A module of the siege; `benchmarks` itself is not on the search path."""
-    if "siege" not in sys.modules:
-        spec = importlib.util.spec_from_file_location(
-            "siege", PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]
-        )
-        assert spec is not None
-        sys.modules["siege"] = importlib.util.module_from_spec(spec)
-    return importlib.import_module(f"siege.{name}")
-
-
+load = partial(load_from, "siege")
 attack, attackers, bodies, client = map(load, ("attack", "attackers", "bodies", "client"))
 fortress, report, values, watcher = map(load, ("fortress", "report", "values", "watcher"))
 

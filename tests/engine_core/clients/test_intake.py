@@ -299,7 +299,7 @@ def test_a_task_is_checked_and_measured_once_for_all_its_prompts(
     real = admission.check_params
     monkeypatch.setattr(admission, "check_params", lambda task, info: (seen.append(task), real(task, info)))
     frontend = attached(core, "many")
-    large = SamplingParams(max_tokens=2, logit_bias={token_id: 1.0 for token_id in range(500)})
+    large = SamplingParams(max_tokens=2, logit_bias=dict.fromkeys(range(500), 1.0))
     wrong = SamplingParams(max_tokens=2, logit_bias={10**6: 1.0})
     tasks = [large, large, wrong, large, large]
     requests = [Request(key, "r", Prompt([key + 1]), task, 7) for key, task in enumerate(tasks)]
